@@ -1,0 +1,154 @@
+"""Every name that differs between supported JAX versions, and every private one.
+
+jax 0.10 (Python 3.11) and 0.12 (Python 3.12) are both supported. No other file may branch on a version or
+reach below the public API.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.extend.source_info_util as source_info
+import jax.interpreters.ad as ad
+import jax.numpy as jnp
+
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """Split a traced program into its jaxpr and its constants.
+
+    jax 0.10 has two types, ``ClosedJaxpr`` and ``Jaxpr``; in 0.12 they are one.
+    """
+    consts = list(getattr(jaxpr, "consts", None) or ())
+    return getattr(jaxpr, "jaxpr", jaxpr), consts
+
+
+def evaluate_jaxpr(jaxpr: Any, *args: Any) -> list[Any]:
+    """Evaluate a traced program with its own constants."""
+    jaxpr, consts = open_jaxpr(jaxpr)
+    return jax.core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand of an equation is a literal (0.12 has several literal types)."""
+    return hasattr(atom, "val")
+
+
+def isolate(equation: Any) -> Any:
+    """A jaxpr of this one equation, with one argument for each operand that is not a literal.
+
+    An operand that occurs twice becomes two arguments, so that its two cotangents stay apart, as they do in JAX.
+    """
+    invars = [atom if is_literal(atom) else jex.Var(atom.aval) for atom in equation.invars]
+    alone = equation.replace(invars=invars)
+    return jex.Jaxpr(
+        [], [v for v in invars if not is_literal(v)], alone.outvars, [alone], effects=equation.effects
+    )
+
+
+def has_default_sharding(params: dict[str, Any]) -> bool:
+    """Whether a ``jit`` equation asks for nothing that inlining it would lose."""
+    unspecified = all(
+        type(s).__name__ == "UnspecifiedValue"
+        for key in ("in_shardings", "out_shardings")
+        for s in params.get(key, ())
+    )
+    layouts = all(x is None for key in ("in_layouts", "out_layouts") for x in params.get(key, ()))
+    return unspecified and layouts and not params.get("compiler_options_kvs")
+
+
+def inner_programs(equation: Any) -> list[Any]:
+    """The programs among an equation's parameters."""
+    return list(jex.jaxprs_in_params(equation.params))
+
+
+def is_forward_mode(value: Any) -> bool:
+    """Whether ``value`` is traced by ``jax.jvp`` (reverse mode has a tracer type of its own)."""
+    direct = getattr(jax.config, "jax_use_direct_linearize", True)
+    return bool(direct) and isinstance(value, ad.JVPTracer)
+
+
+def is_closed_over_tracer(value: Any) -> bool:
+    """Whether a constant of a traced program belongs to an outer transformation."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def without_scope(equation: Any) -> Any:
+    """The equation without the ``jax.named_scope`` it was traced under."""
+    return equation.replace(source_info=source_info.new_source_info())
+
+
+def trace_without_scope(function: Any, *avals: Any) -> Any:
+    """``jax.make_jaxpr`` whose equations do not carry the caller's ``jax.named_scope``."""
+    with source_info.reset_name_stack():
+        return jax.make_jaxpr(function)(*avals)
+
+
+def hoist_constants(closed: Any) -> tuple[Any, list[Any]]:
+    """Make the constants of a traced program its first arguments; returns the program and the constants."""
+    jaxpr, consts = open_jaxpr(closed)
+    arguments = [*jaxpr.constvars, *jaxpr.invars]
+    return jex.Jaxpr([], arguments, jaxpr.outvars, jaxpr.eqns, effects=jaxpr.effects), consts
+
+
+def named_scope_of(equation: Any) -> str:
+    """The ``jax.named_scope`` path an equation was traced under."""
+    return str(equation.source_info.name_stack)
+
+
+def zeros(aval: Any) -> jax.Array:
+    """Zeros of an abstract value, varying over the same manual mesh axes."""
+    return jax.lax.full(aval.shape, 0, aval.dtype)
+
+
+def tie(values: Sequence[jax.Array], after: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return ``values`` unchanged, but not before ``after`` has been computed.
+
+    Without this XLA decodes or recomputes in the forward pass what the backward pass needs, and keeps it.
+    """
+    values, after = list(values), list(after)
+    if not values:
+        return values
+    tied = list(jax.lax.optimization_barrier((values, after))[0])
+    if JAX_VERSION < (0, 11) and jax.default_backend() == "cpu":
+        return [_disguise(value, after[0]) for value in tied]
+    return tied
+
+
+def _disguise(value: jax.Array, after: jax.Array) -> jax.Array:
+    """Return ``value`` unchanged, so that XLA takes it for a value that depends on ``after``.
+
+    XLA:CPU up to jax 0.10 drops barriers before it merges equal expressions: what is recomputed from a stored tensor
+    then turns into the forward pass's own result, kept alive. Exclusive-or with a zero that only shows at run time
+    (the count of leading zeros of a 32-bit word, divided by 64) costs nothing in a fused loop and keeps every bit.
+    """
+    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+    known = [jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer) for x in (value, after)]
+    if not all(known) or after.size == 0 or after.dtype.itemsize == 8:
+        return value
+    first = jax.lax.reshape(jax.lax.slice(after, [0] * after.ndim, [1] * after.ndim), ())
+    seen = jax.lax.bitcast_convert_type(first, words[after.dtype.itemsize]).astype(jnp.uint32)
+    zero = (jax.lax.clz(seen) >> 6).astype(words[value.dtype.itemsize])
+    bits = jax.lax.bitcast_convert_type(value, zero.dtype)
+    return jax.lax.bitcast_convert_type(bits ^ zero, value.dtype)
+
+
+__all__ = [
+    "JAX_VERSION",
+    "evaluate_jaxpr",
+    "has_default_sharding",
+    "hoist_constants",
+    "inner_programs",
+    "is_closed_over_tracer",
+    "is_forward_mode",
+    "is_literal",
+    "isolate",
+    "named_scope_of",
+    "open_jaxpr",
+    "tie",
+    "trace_without_scope",
+    "without_scope",
+    "zeros",
+]

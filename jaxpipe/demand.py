@@ -1,0 +1,195 @@
+"""What the backward pass needs of the forward pass, operator by operator.
+
+For every operator on a path from a differentiated input to an output, its own VJP is traced and cut in two:
+
+    forward values ──▶ [ residual operators ] ──▶ needs ──┐
+                                                          ├──▶ [ cotangent program ] ──▶ input cotangents
+                              output cotangents ──────────┘
+
+Whatever does not depend on a cotangent joins the forward graph; ``needs`` are the tensors that cross the cut.
+ReLU then needs a boolean tensor, ``exp`` its output, a convolution the values of its input, ``reshape`` nothing:
+nobody lists these demands by name, they are what is left of the derivative that JAX itself would run. A few
+operators have a cheaper derivative than JAX's own; they are in ``jaxpipe/rules``.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxpipe import _compat, rules
+from jaxpipe.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
+from jaxpipe.vjp import Cut
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """How the cotangents of one operator's inputs follow from those of its outputs.
+
+    Attributes:
+      name, path: the operator.
+      needs: tensors of the forward graph that ``program`` reads.
+      cotangents_in: tensors whose cotangents it reads (numbers of the graph that was linearized).
+      cotangents_out: tensors that receive one cotangent each, in the order in which JAX adds them up.
+      program: ``(*needs, *cotangents_in) -> cotangents_out``.
+    """
+
+    name: str
+    path: str
+    needs: tuple[int, ...]
+    cotangents_in: tuple[int, ...]
+    cotangents_out: tuple[int, ...]
+    program: Graph
+
+
+@dataclass(frozen=True, eq=False)
+class Linearization:
+    """A graph together with the backward program of each of its operators.
+
+    Attributes:
+      source: the graph that was linearized; its tensor numbers key the cotangents.
+      graph: the forward graph with the residual operators added; keeps the numbers of ``source``.
+      backward: in forward order; the backward pass walks it in reverse.
+      wrt: inputs (tensor numbers) that receive a cotangent.
+    """
+
+    source: Graph
+    graph: Graph
+    backward: tuple[Backward, ...]
+    wrt: tuple[int, ...]
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """Every tensor that some backward program reads."""
+        return tuple(ordered(t for step in self.backward for t in step.needs))
+
+
+def linearize(graph: Graph, wrt: Iterable[int], *, pool_index: bool = True) -> Linearization:
+    """Find what the backward pass of ``graph`` needs.
+
+    Args:
+      graph: a traced program.
+      wrt: tensor numbers of the inputs that receive cotangents.
+      pool_index: let max-pooling remember window positions instead of a copy of its input.
+    """
+    wrt = tuple(wrt)
+    matches = rules.find(graph) if pool_index else {}
+    covered = {op for match in matches.values() for op in match.covers}
+    builder = GraphBuilder(graph.tensors, graph.constants)
+    stand_in: dict[int, int] = {}  # for an output that is another tensor handed on, that tensor
+    cuts: dict[Hashable, Cut] = {}
+    active = set(wrt)
+    backward: list[Backward] = []
+
+    for op in graph.operators:
+        match = matches.get(op)
+        if match is None and op in covered:
+            continue
+        inputs, outputs = (op.inputs, op.outputs) if match is None else ((match.operand,), (match.result,))
+        moving = tuple(k for k, t in enumerate(inputs) if t in active and is_differentiable(graph.tensors[t].aval))
+        operands = [stand_in.get(t, t) for t in inputs]
+
+        if op.equation is None:
+            stand_in.update(zip(outputs, operands, strict=True))
+            if moving:
+                active.update(outputs[k] for k in moving)
+                backward.append(_hand_on(op, moving, graph))
+            continue
+        if not moving:
+            for part in (op,) if match is None else match.covers:
+                builder.operators.append(replace(part, inputs=tuple(stand_in.get(t, t) for t in part.inputs)))
+            continue
+
+        avals = [graph.tensors[t].aval for t in inputs]
+        key = _equality_key(op, match, avals, moving)
+        if key not in cuts:
+            cuts[key] = rules.derive(op, avals, moving) if match is None else match.cut(avals[0])
+        cut = cuts[key]
+        needs = _place(cut, builder, op.path, operands, outputs, stand_in)
+        if cut.cotangents_in:
+            active.update(outputs[k] for k in cut.cotangents_in)
+            backward.append(
+                Backward(
+                    name=op.name if match is None else match.name,
+                    path=op.path,
+                    needs=tuple(needs),
+                    cotangents_in=tuple(outputs[k] for k in cut.cotangents_in),
+                    cotangents_out=tuple(inputs[k] for k in cut.cotangents_out),
+                    program=cut.program,
+                )
+            )
+
+    steps = _reached(backward, graph.outputs)
+    results = tuple(stand_in.get(t, t) for t in graph.outputs)
+    forward = replace(
+        builder.build(graph.inputs, results),
+        operators=live(builder.operators, [*results, *(t for step in steps for t in step.needs)]),
+        parameters=graph.parameters,
+    )
+    return Linearization(graph, forward, steps, wrt)
+
+
+def _equality_key(op: Operator, match: Any, avals: Sequence[Any], moving: tuple[int, ...]) -> Hashable:
+    """Equal for operators whose cut is the same; unique where the operator's parameters cannot be hashed."""
+    if match is not None:
+        return (match.name, match.key, tuple(avals))
+    literals = tuple(
+        (k, repr(atom.val), atom.aval) for k, atom in enumerate(op.equation.invars) if _compat.is_literal(atom)
+    )
+    key = (op.name, tuple(sorted(op.params.items())), literals, tuple(avals), moving, op.equation.ctx)
+    try:
+        hash(key)
+    except TypeError:
+        return id(op)
+    return key
+
+
+def _place(
+    cut: Cut,
+    builder: GraphBuilder,
+    path: str,
+    operands: Sequence[int],
+    outputs: Sequence[int],
+    stand_in: dict[int, int],
+) -> list[int]:
+    """Add the first half of a cut to the forward graph; returns the numbers of its needs."""
+    number = dict(zip(cut.inputs, operands, strict=True))
+    made = {t for part in cut.primal for t in part.outputs}
+    for local, out in zip(cut.outputs, outputs, strict=True):
+        if local in made:
+            number.setdefault(local, out)
+    for local, value in cut.constants.items():
+        number[local] = builder.constant(value)
+    for part in cut.primal:
+        for t in part.outputs:
+            if t not in number:
+                number[t] = builder.tensor(cut.tensors[t].aval, cut.tensors[t].bits)
+        builder.operators.append(
+            Operator(part.equation, tuple(number[t] for t in part.inputs), tuple(number[t] for t in part.outputs), path)
+        )
+    stand_in.update((out, number[local]) for local, out in zip(cut.outputs, outputs, strict=True) if number[local] != out)
+    return [number[t] for t in cut.needs]
+
+
+def _hand_on(op: Operator, moving: Sequence[int], graph: Graph) -> Backward:
+    """The backward program of a call boundary."""
+    tensors = tuple(Tensor(graph.tensors[op.inputs[k]].aval, 0) for k in moving)
+    numbers = tuple(range(len(tensors)))
+    return Backward(
+        name=op.name,
+        path=op.path,
+        needs=(),
+        cotangents_in=tuple(op.outputs[k] for k in moving),
+        cotangents_out=tuple(op.inputs[k] for k in moving),
+        program=Graph(tensors, (), numbers, numbers),
+    )
+
+
+def _reached(steps: Sequence[Backward], outputs: Iterable[int]) -> tuple[Backward, ...]:
+    """The steps that a cotangent of some output reaches."""
+    reached = set(outputs)
+    kept = []
+    for step in reversed(steps):
+        if not reached.isdisjoint(step.cotangents_in):
+            reached.update(step.cotangents_out)
+            kept.append(step)
+    return tuple(reversed(kept))

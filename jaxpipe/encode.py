@@ -1,0 +1,244 @@
+"""``@memory_encoded``: a whole module or function as one stage behind ``jax.custom_vjp``."""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jaxpipe import _compat, linen
+from jaxpipe.errors import CodecError, DifferentiationError, TargetError
+from jaxpipe.graph import ENCODED_MARK, Graph, read_graph
+from jaxpipe.purify import PureCall, purify
+from jaxpipe.stage import Stage, backward, build, forward
+from jaxpipe.storage import CODEC_SETS, CODECS
+
+
+#: Stash leaves carry a ``checkpoint_name`` that starts with this; see ``jaxpipe.report``.
+STASH_LABEL = "jaxpipe"
+
+_enabled: contextvars.ContextVar[bool] = contextvars.ContextVar("enabled", default=True)
+
+
+@contextlib.contextmanager
+def without_encoding() -> Iterator[None]:
+    """Run decorated modules and functions as if they were not decorated."""
+    token = _enabled.set(False)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def memory_encoded(target: Any = None, *, codecs: str | Iterable[str] = "fast") -> Any:
+    """Keep less for the backward pass, with the same gradients.
+
+    Between its forward and its backward pass the decorated module or function keeps 1-bit masks, pooling positions
+    and the few tensors that cannot be recomputed cheaply, instead of every feature map. Loss, gradients and state
+    are those of the undecorated model.
+
+    Works under ``jit``, ``grad``, ``value_and_grad``, ``vmap``, ``scan``, ``shard_map`` and ``remat``; decorated
+    modules may nest. Use it under ``jit``: each eager call traces the model anew.
+
+    Args:
+      target: a Linen module class, an NNX module class (its ``__call__`` is encoded), a Linen method, or a function
+        of arrays, pytrees of arrays, NNX modules and static values. Left out: returns a decorator.
+      codecs: ``"fast"`` (whatever does not slow the step), ``"smallest"`` (everything there is), or an explicit set
+        of names from ``"mask"`` (booleans in 1 bit), ``"index"`` (pooling positions in 1, 2 or 4 bits), ``"alias"``
+        (views of what is stored) and ``"recompute"`` (cheap operators run again). All are lossless.
+
+    Returns:
+      A class or function to be used in place of ``target``.
+
+    Raises:
+      TargetError: if ``target`` is neither a module class nor a function.
+      CodecError: if a codec name is unknown.
+      DifferentiationError: on ``jax.jvp``, ``jax.hessian`` and other derivatives than the first in reverse mode.
+
+    The method: feature-map encoding, after A. Jain et al., "Gist: Efficient data encoding for deep neural network
+    training", ISCA 2018; here the demand on every tensor follows from the jaxpr, not from layer names.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> @memory_encoded
+      ... class Net(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x):
+      ...         return nn.Dense(1)(nn.relu(nn.Dense(8)(x)))
+      >>> net, x = Net(), jnp.ones((4, 3))
+      >>> variables = net.init(jax.random.key(0), x)
+      >>> grads = jax.jit(jax.grad(lambda v: net.apply(v, x).sum()))(variables)
+    """
+    names = codec_names(codecs)
+    if target is None:
+        return functools.partial(memory_encoded, codecs=codecs)
+    run = functools.partial(run_encoded, codecs=names)
+    if inspect.isclass(target) and issubclass(target, nn.Module):
+        return linen.transform_class(target, run, _enabled.get)
+    if inspect.isclass(target) and issubclass(target, nnx.Module):
+        return _encode_nnx_class(target, names)
+    if isinstance(target, (nn.Module, nnx.Module)):
+        raise TargetError(
+            f"memory_encoded was given an instance of {type(target).__name__}; it decorates classes and functions. "
+            f"Decorate the class (memory_encoded({type(target).__name__})), or a function that calls the instance."
+        )
+    if inspect.isclass(target) or not callable(target):
+        what = f"the class {target.__name__}" if inspect.isclass(target) else f"{target!r} ({type(target).__name__})"
+        raise TargetError(
+            f"memory_encoded was given {what}; it decorates a flax.linen.Module class, a flax.nnx.Module class or a "
+            "function. Decorate the model's class, or wrap the computation in a function."
+        )
+    return _encode_function(target, names)
+
+
+def codec_names(codecs: str | Iterable[str]) -> frozenset[str]:
+    """The codecs that a name or a set of names stands for."""
+    if isinstance(codecs, str):
+        if codecs in CODEC_SETS:
+            return CODEC_SETS[codecs]
+        names = {codecs}
+    else:
+        names = set(codecs)
+    unknown = sorted(map(str, names - set(CODECS)))
+    if unknown:
+        raise CodecError(
+            f"codecs={codecs!r}: unknown codec {', '.join(map(repr, unknown))}. Use one of the sets "
+            f"{', '.join(map(repr, CODEC_SETS))}, or a set of {', '.join(map(repr, CODECS))}."
+        )
+    return frozenset(names)
+
+
+def _encode_function(function: Callable[..., Any], codecs: frozenset[str]) -> Callable[..., Any]:
+    run = functools.partial(run_encoded, codecs=codecs)
+    method = linen.transform_method(function, run, _enabled.get)
+
+    @functools.wraps(function)
+    def encoded(*args: Any, **kwargs: Any) -> Any:
+        if not _enabled.get():
+            return function(*args, **kwargs)
+        if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
+            return method(*args, **kwargs)
+        return run(purify(function, *args, **kwargs))
+
+    return encoded
+
+
+def _encode_nnx_class(cls: type[nnx.Module], codecs: frozenset[str]) -> type[nnx.Module]:
+    if not callable(getattr(cls, "__call__", None)):
+        raise TargetError(
+            f"memory_encoded was given the NNX module {cls.__name__}, which has no __call__. Define __call__, or "
+            "decorate the method that computes."
+        )
+    body = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__call__": _encode_function(cls.__call__, codecs),
+    }
+    return type(cls)(cls.__name__, (cls,), body)
+
+
+def run_encoded(call: PureCall, *, codecs: frozenset[str]) -> Any:
+    """Run a pure call now; its derivative, if one is taken, goes through the stash."""
+    if any(_compat.is_forward_mode(leaf) for leaf in call.leaves):
+        raise DifferentiationError(_FORWARD_MODE)
+    closed = jax.make_jaxpr(call.function)(*call.leaves)
+    program, consts = _compat.hoist_constants(closed)
+    if any(_compat.is_forward_mode(value) for value in consts):
+        raise DifferentiationError(_FORWARD_MODE)
+    graph = read_graph(program).with_parameters([False] * len(consts) + list(call.parameters))
+    held = [True] * len(consts) + list(call.held)
+    outputs = _encoded_function(program, graph, held, codecs)(*consts, *call.leaves)
+    return call.finish(outputs)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["parameters", "stash"], meta_fields=["stage"])
+@dataclass(frozen=True)
+class _Residuals:
+    """What crosses from the forward to the backward pass."""
+
+    parameters: Sequence[Any]
+    stash: Sequence[Any]
+    stage: Stage
+
+
+def _encoded_function(
+    program: Any, graph: Graph, held: Sequence[bool], codecs: frozenset[str]
+) -> Callable[..., Sequence[Any]]:
+    """A traced program whose derivative goes through the stash."""
+    kept_alive = frozenset(t for t, flag in zip(graph.inputs, held, strict=True) if flag)
+
+    def body(*values: Any) -> Sequence[Any]:
+        return _compat.evaluate_jaxpr(program, *values)
+
+    # The name tells an enclosing `memory_encoded` or `partition` that it may look inside.
+    body.__name__ = "_".join([ENCODED_MARK, *sorted(codecs)])
+
+    @functools.cache
+    def stage(perturbed: tuple[bool, ...]) -> Stage:
+        moving = [t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves]
+        return build(graph, moving, codecs=codecs, held=kept_alive | (set(graph.inputs) - set(moving)))
+
+    @jax.custom_vjp
+    def encoded(*values: Any) -> Sequence[Any]:
+        return jax.jit(body)(*values)
+
+    def encoded_forward(*primals: Any) -> tuple[Sequence[Any], _Residuals]:
+        plan = stage(tuple(p.perturbed for p in primals))
+        values = dict(zip(graph.inputs, (p.value for p in primals), strict=True))
+        outputs, stash = forward(plan, [p.value for p in primals])
+        labelled = [
+            leaf if t in values else checkpoint_name(leaf, _label(plan, t))
+            for t, leaf in zip(plan.storage.stored, stash, strict=True)
+        ]
+        return [_first_order(y) for y in outputs], _Residuals([values[t] for t in plan.parameters], labelled, plan)
+
+    def encoded_backward(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        plan = residuals.stage
+        seeds = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
+        found = backward(plan, residuals.parameters, residuals.stash, seeds)
+        gradients = dict(zip(plan.linearization.wrt, found, strict=True))
+        return tuple(gradients.get(t) for t in graph.inputs)
+
+    encoded.defvjp(encoded_forward, encoded_backward, symbolic_zeros=True)
+    return encoded
+
+
+def _label(stage: Stage, number: int) -> str:
+    """The name of a stash leaf: storage, then the operator that makes the tensor, its element type and its shape."""
+    producer = next(op for op in stage.graph.operators if number in op.outputs)
+    tensor = stage.graph.tensors[number]
+    choice = stage.storage.choices[number]
+    shape = ",".join(map(str, tensor.shape))
+    return "|".join([STASH_LABEL, choice.value, producer.path, producer.name, str(tensor.dtype), shape])
+
+
+@jax.custom_jvp
+def _first_order(x: Any) -> Any:
+    """The identity; to differentiate it means to differentiate the encoded derivative."""
+    return x
+
+
+@_first_order.defjvp
+def _first_order_jvp(primals: Any, tangents: Any) -> Any:
+    raise DifferentiationError(_SECOND_ORDER)
+
+
+_FORWARD_MODE = (
+    "Forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize of a jvp) was asked of a memory_encoded module "
+    "or function. What it stores is planned for one reverse pass, so only jax.grad, jax.value_and_grad and jax.vjp "
+    "apply. Use the undecorated model here, or call it under `with jaxpipe.without_encoding():`."
+)
+_SECOND_ORDER = (
+    "A second derivative (jax.hessian, jax.grad of jax.grad) was asked of a memory_encoded module or function. What "
+    "it stores is planned for the first derivative in reverse mode only. Use the undecorated model here, or call it "
+    "under `with jaxpipe.without_encoding():`."
+)

@@ -1,0 +1,326 @@
+"""A traced program as operators and tensors in topological order.
+
+    Flax module --purify--> pure function --trace--> Graph
+
+Tensors are numbered; an operator names the numbers it reads and writes. Wrappers (``jit``, nested
+``memory_encoded``) are inlined; an operator with a derivative rule of its own (``custom_jvp``, ``custom_vjp``)
+or with control flow (``scan``, ``while``, ``cond``, ``remat``) stays one operator.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax import core
+import numpy as np
+
+from jaxpipe import _compat
+
+
+#: A ``jit`` of this name is the body of a ``memory_encoded`` call; its suffix names the codecs.
+ENCODED_MARK = "jaxpipe_memory_encoded"
+
+#: Equations that only wrap a program.
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One array of a program: its abstract value, and the number of bits an element needs."""
+
+    aval: Any
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.aval.dtype
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """One equation. ``inputs`` and ``outputs`` are tensor numbers; literals stay inside the equation.
+
+    ``equation`` is ``None`` for a call boundary: it hands its inputs on unchanged, so that cotangents are summed
+    inside an inlined call first and outside it afterwards, which is the order JAX sums them in.
+    """
+
+    equation: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    path: str = ""
+
+    @property
+    def name(self) -> str:
+        return "call_boundary" if self.equation is None else self.equation.primitive.name
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return {} if self.equation is None else self.equation.params
+
+    @property
+    def has_effects(self) -> bool:
+        return self.equation is not None and bool(self.equation.effects)
+
+    @functools.cached_property
+    def program(self) -> Any:
+        """The operator alone, as a jaxpr over ``inputs``."""
+        return _compat.isolate(self.equation)
+
+    def evaluate(self, *values: Any) -> list[Any]:
+        """Run the operator on concrete or traced values, under the module path it came from."""
+        if self.equation is None:
+            return list(values)
+        if self.path and not _compat.named_scope_of(self.equation):
+            with jax.named_scope(self.path):
+                return core.eval_jaxpr(self.program, (), *values)
+        return core.eval_jaxpr(self.program, (), *values)
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A pure program ``inputs -> outputs``.
+
+    Attributes:
+      tensors: every tensor, by number.
+      operators: in topological order; ``operator.inputs`` are written before they are read.
+      inputs, outputs: tensor numbers, in the order of the traced function's arguments and results.
+      constants: values known at trace time, by tensor number.
+      parameters: inputs that live outside the program (weights, running statistics, keys): never stored.
+    """
+
+    tensors: tuple[Tensor, ...]
+    operators: tuple[Operator, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    constants: Mapping[int, Any] = field(default_factory=dict)
+    parameters: frozenset[int] = frozenset()
+
+    def evaluate(self, values: Sequence[Any]) -> list[Any]:
+        """Run the program."""
+        env = dict(self.constants)
+        env.update(zip(self.inputs, values, strict=True))
+        run(self.operators, env)
+        return [env[t] for t in self.outputs]
+
+    def with_parameters(self, flags: Sequence[bool]) -> "Graph":
+        """The same graph, with the flagged inputs known to be parameters."""
+        chosen = [t for t, flag in zip(self.inputs, flags, strict=True) if flag]
+        return replace(self, parameters=frozenset(chosen))
+
+    def derived_from_parameters(self) -> frozenset[int]:
+        """Tensors that depend on parameters and numbers alone; constant arrays too, but not what depends on them.
+
+        (A constant array may be the data of a loss that closes over its batch.)
+        """
+        known = set(self.parameters) | {t for t in self.constants if self.tensors[t].size == 1}
+        for op in self.operators:
+            if not op.has_effects and all(t in known for t in op.inputs):
+                known.update(op.outputs)
+        return frozenset(known | set(self.constants))
+
+    def section(self, start: int, stop: int) -> "Graph":
+        """Operators ``start:stop`` as a graph of their own.
+
+        Its inputs are the tensors that the section reads and does not make, its outputs those that the rest of
+        the graph reads or returns. Tensors keep their numbers, so sections can be joined again.
+        """
+        if not 0 <= start <= stop <= len(self.operators):
+            raise ValueError(
+                f"Graph.section was asked for operators {start}:{stop}, but the graph has "
+                f"{len(self.operators)} operators; it needs 0 <= start <= stop <= {len(self.operators)}."
+            )
+        body = self.operators[start:stop]
+        made = {t for op in body for t in op.outputs}
+        read = ordered(t for op in body for t in op.inputs)
+        later = {t for op in self.operators[stop:] for t in op.inputs} | set(self.outputs)
+        inputs = tuple(t for t in read if t not in made and t not in self.constants)
+        return replace(
+            self,
+            operators=body,
+            inputs=inputs,
+            outputs=tuple(t for t in ordered(t for op in body for t in op.outputs) if t in later),
+            parameters=self.parameters & set(inputs),
+        )
+
+    def __str__(self) -> str:
+        lines = []
+        for op in self.operators:
+            outs = ", ".join(f"%{t}:{self.tensors[t].aval.str_short()}" for t in op.outputs)
+            ins = ", ".join(f"%{t}" for t in op.inputs)
+            lines.append(f"{outs} = {op.name}({ins})  # {op.path}")
+        return "\n".join(lines)
+
+
+def run(operators: Iterable[Operator], env: dict[int, Any]) -> None:
+    """Evaluate ``operators`` in order; reads and extends ``env``, tensor number to value."""
+    for op in operators:
+        env.update(zip(op.outputs, op.evaluate(*(env[t] for t in op.inputs)), strict=True))
+
+
+def ordered(items: Iterable[int]) -> list[int]:
+    """The items without repetition, in order of first occurrence."""
+    return list(dict.fromkeys(items))
+
+
+def element_bits(aval: Any) -> int:
+    """Bits that one element of an array holds: 1 for a boolean, whatever XLA spends on it."""
+    if aval.dtype == np.bool_:
+        return 1
+    return 8 * itemsize(aval.dtype)
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element; for random keys, the bytes of the raw key data."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size * 4
+    return dtype.itemsize
+
+
+class GraphBuilder:
+    """Numbers tensors and collects operators while jaxprs are read. Mutable; ``build`` gives the graph."""
+
+    def __init__(self, tensors: Sequence[Tensor] = (), constants: Mapping[int, Any] | None = None):
+        self.tensors = list(tensors)
+        self.operators: list[Operator] = []
+        self.constants = dict(constants or {})
+
+    def tensor(self, aval: Any, bits: int | None = None) -> int:
+        """A new tensor's number."""
+        self.tensors.append(Tensor(aval, element_bits(aval) if bits is None else bits))
+        return len(self.tensors) - 1
+
+    def constant(self, value: Any) -> int:
+        """A new tensor whose value is known."""
+        number = self.tensor(jax.typeof(value))
+        self.constants[number] = value
+        return number
+
+    def emit(self, equation: Any, inputs: Sequence[int], path: str, avals: Sequence[Any]) -> tuple[int, ...]:
+        """Append an operator; returns the numbers of its outputs."""
+        outputs = tuple(self.tensor(aval) for aval in avals)
+        self.operators.append(Operator(equation, tuple(inputs), outputs, path))
+        return outputs
+
+    def read(self, closed: Any, inputs: Sequence[int], *, path: str = "", boundaries: bool = False) -> list[int]:
+        """Append a traced program over ``inputs``; returns the numbers of its outputs.
+
+        Args:
+          closed: the program, as ``jax.make_jaxpr`` gives it.
+          inputs: one tensor number for each of its arguments.
+          path: module path to put before the paths inside.
+          boundaries: mark the borders of inlined calls (needed where the result is differentiated).
+        """
+        jaxpr, consts = _compat.open_jaxpr(closed)
+        env: dict[Any, int] = {var: self.constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        for eqn in jaxpr.eqns:
+            here = join_paths(path, _compat.named_scope_of(eqn))
+            operands = [env[a] for a in eqn.invars if not _compat.is_literal(a)]
+            inner = _wrapped_program(eqn)
+            if inner is None:
+                outputs: Sequence[int] = self.emit(eqn, operands, here, [v.aval for v in eqn.outvars])
+            else:
+                arguments = [self.constant(a.val) if _compat.is_literal(a) else env[a] for a in eqn.invars]
+                if boundaries:
+                    arguments = self._bound(inner, arguments, here)
+                outputs = self.read(inner, arguments, path=here, boundaries=boundaries)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [self.constant(a.val) if _compat.is_literal(a) else env[a] for a in jaxpr.outvars]
+
+    def _bound(self, inner: Any, arguments: list[int], path: str) -> list[int]:
+        """Put a call boundary on the arguments that the call uses more than once."""
+        jaxpr, _ = _compat.open_jaxpr(inner)
+        uses: dict[Any, int] = {}
+        for eqn in jaxpr.eqns:
+            for atom in eqn.invars:
+                if not _compat.is_literal(atom):
+                    uses[atom] = uses.get(atom, 0) + 1
+        arguments = list(arguments)
+        many = [
+            k
+            for k, var in enumerate(jaxpr.invars)
+            if uses.get(var, 0) > 1 and arguments[k] not in self.constants and is_differentiable(var.aval)
+        ]
+        if many:
+            outer = [arguments[k] for k in many]
+            for k, number in zip(many, self.emit(None, outer, path, [self.tensors[t].aval for t in outer]), strict=True):
+                arguments[k] = number
+        return arguments
+
+    def build(self, inputs: Sequence[int], outputs: Sequence[int]) -> Graph:
+        """The graph, without the operators that nothing reads."""
+        return Graph(
+            tensors=tuple(self.tensors),
+            operators=live(self.operators, outputs),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            constants=dict(self.constants),
+        )
+
+
+def trace(function: Callable[..., Any], *avals: Any) -> Graph:
+    """Trace a pure function of arrays (or shapes) into a graph.
+
+    Arguments and results are flat: one array each. Constants that the function closes over are found at
+    ``graph.constants``.
+    """
+    return read_graph(jax.make_jaxpr(function)(*avals))
+
+
+def read_graph(closed: Any) -> Graph:
+    """Read a traced program as a graph; wrappers inlined, dead operators dropped."""
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    builder = GraphBuilder()
+    inputs = [builder.tensor(var.aval) for var in jaxpr.invars]
+    return builder.build(inputs, builder.read(closed, inputs, boundaries=True))
+
+
+def live(operators: Sequence[Operator], wanted: Iterable[int]) -> tuple[Operator, ...]:
+    """The operators that ``wanted`` tensors or side effects depend on."""
+    needed = set(wanted)
+    kept = []
+    for op in reversed(operators):
+        if op.has_effects or not needed.isdisjoint(op.outputs):
+            needed.update(op.inputs)
+            kept.append(op)
+    return tuple(reversed(kept))
+
+
+def is_differentiable(aval: Any) -> bool:
+    """Whether an array can carry a cotangent."""
+    return jax.dtypes.issubdtype(aval.dtype, np.inexact)
+
+
+def join_paths(*paths: str) -> str:
+    """Join module paths with ``/``, leaving out empty ones."""
+    return "/".join(p for p in paths if p)
+
+
+def encoded_codecs(equation: Any) -> str | None:
+    """The codec name of a nested ``memory_encoded`` call, or None for any other equation."""
+    if equation.primitive.name != "custom_vjp_call":
+        return None
+    body, _ = _compat.open_jaxpr(equation.params["call_jaxpr"])
+    name = body.eqns[0].params.get("name", "") if len(body.eqns) == 1 else ""
+    return name.removeprefix(ENCODED_MARK).strip("_") if str(name).startswith(ENCODED_MARK) else None
+
+
+def _wrapped_program(equation: Any) -> Any | None:
+    """The program inside an equation that only wraps it, else None."""
+    key = _CALLS.get(equation.primitive.name)
+    if key is not None and _compat.has_default_sharding(equation.params):
+        return equation.params[key]
+    if encoded_codecs(equation) is not None:
+        return equation.params["call_jaxpr"]
+    return None

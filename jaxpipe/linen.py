@@ -1,0 +1,93 @@
+"""Flax Linen modules as pure calls, through Flax's own lifting machinery."""
+
+import contextvars
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import lift
+from flax.linen import transforms
+
+from jaxpipe.purify import Leaves, PureCall, Result, Role, is_array
+
+
+#: ``PureCall -> result``; what a decorator does with the call.
+Runner = Callable[[PureCall], Any]
+
+_running: contextvars.ContextVar[frozenset[type]] = contextvars.ContextVar("running", default=frozenset())
+
+
+def transform_class(cls: type[nn.Module], runner: Runner, enabled: Callable[[], bool]) -> type[nn.Module]:
+    """A subclass of the same name whose public methods are run by ``runner``.
+
+    Only a call from outside is given to ``runner``: what a method then calls on its own module is part of that
+    call. Initialisation runs as it always did, so parameters and their names stay the same.
+    """
+    methods = {}
+    for base in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)]):
+        for name, value in vars(base).items():
+            public = name == "__call__" or not name.startswith("_")
+            if public and inspect.isfunction(value) and name not in ("setup", "lazy_init"):
+                methods[name] = transform_method(value, runner, enabled, owner=cls)
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, **methods}
+    return type(cls)(cls.__name__, (cls,), body)
+
+
+def transform_method(
+    method: Callable[..., Any], runner: Runner, enabled: Callable[[], bool], owner: type | None = None
+) -> Callable[..., Any]:
+    """A Linen method that is run by ``runner`` when its module is bound and not being initialised."""
+    lifted = transforms.decorator_lift_transform(functools.partial(_lift, runner=runner), method)
+
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        running = _running.get()
+        if not enabled() or self.scope is None or self.is_initializing() or owner in running:
+            return method(self, *args, **kwargs)
+        token = _running.set(running if owner is None else running | {owner})
+        try:
+            return lifted(self, *args, **kwargs)
+        finally:
+            _running.reset(token)
+
+    return call
+
+
+def _lift(method: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+    """A lifted transformation (see ``flax.core.lift``): all variables and keys in, mutable variables out."""
+
+    def inner(scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        flat, treedef = jax.tree_util.tree_flatten_with_path((variables, rngs, args, kwargs))
+        leaves = Leaves([(_name(path), value) for path, value in flat])
+        result = Result()
+
+        def pure(*arrays: Any) -> list[Any]:
+            new = jax.tree_util.tree_unflatten(treedef, leaves.fill(arrays))
+            scopes = scope_fn(new[0], new[1])
+            output = method(scopes, *new[2], **new[3])
+            return result.take((output, repack_fn(scopes)))
+
+        roles = tuple(_role(path) for path, value in flat if is_array(value))
+        held = tuple(role is not Role.INPUT for role in roles)
+        return runner(PureCall(pure, leaves.arrays, roles, leaves.names, held, finish=result.give))
+
+    return lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
+
+
+def _role(path: Sequence[Any]) -> Role:
+    """Role of a leaf of ``(variable groups, key groups, args, kwargs)``."""
+    part = path[0].idx
+    if part == 0:
+        return Role.PARAMETER if _keys(path)[:1] == ["params"] else Role.STATE
+    return Role.KEY if part == 1 else Role.INPUT
+
+
+def _keys(path: Sequence[Any]) -> list[str]:
+    return [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+
+
+def _name(path: Sequence[Any]) -> str:
+    return "/".join(_keys(path)) if path[0].idx < 2 else jax.tree_util.keystr(tuple(path[1:]))

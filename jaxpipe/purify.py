@@ -1,0 +1,295 @@
+"""One call of a model as a pure function of arrays.
+
+    Flax NNX, Flax Linen, plain function  --purify-->  function(*leaves) -> [array, ...]
+
+Each leaf has a role (parameter, mutable state, random key, input) and a name, its path in the model's own layout.
+Whatever is not an array (flags, strings, functions) stays inside the function. ``finish`` turns the arrays that
+the function returns back into what the model would have returned, and writes new state into NNX modules.
+"""
+
+import contextlib
+import contextvars
+import enum
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxpipe.errors import DifferentiationError
+
+
+class Role(enum.Enum):
+    """What an argument of a pure function is to the model."""
+
+    PARAMETER = "parameter"
+    STATE = "state"
+    KEY = "key"
+    INPUT = "input"
+
+
+@dataclass(frozen=True, eq=False)
+class PureCall:
+    """One call of a model, as a pure function and its arguments.
+
+    Attributes:
+      function: ``(*leaves) -> list of arrays``. To be traced once, before ``finish``.
+      leaves: its arguments: arrays, tracers or shapes.
+      roles, names: one for each leaf.
+      held: leaves that their owner keeps alive anyway (variables, and arrays inside a container such as a tree of
+        parameters), so that to store them costs nothing.
+      finish: ``list of arrays -> the model's result``.
+      tied: groups of names that are one and the same parameter; the first of each group is a leaf.
+    """
+
+    function: Callable[..., list[Any]]
+    leaves: tuple[Any, ...]
+    roles: tuple[Role, ...]
+    names: tuple[str, ...]
+    held: tuple[bool, ...]
+    finish: Callable[[Sequence[Any]], Any]
+    tied: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def parameters(self) -> tuple[bool, ...]:
+        """Which leaves are parameters."""
+        return tuple(role is Role.PARAMETER for role in self.roles)
+
+    def select(self, role: Role) -> dict[str, Any]:
+        """The leaves of one role, by name."""
+        return {n: x for n, x, r in zip(self.names, self.leaves, self.roles, strict=True) if r is role}
+
+
+def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
+    """Make one call of ``function`` pure.
+
+    Arrays among the arguments become leaves. NNX modules (anywhere in the arguments; ``function`` may be one) are
+    split into parameters, state and keys, and receive their new state in ``finish``.
+
+    Args:
+      function: an NNX module or any callable.
+      *args, **kwargs: its arguments; arrays, ``jax.ShapeDtypeStruct``, NNX modules, or static values.
+
+    Raises:
+      DifferentiationError: if an argument is a NumPy array of objects or strings.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> call = purify(lambda p, x: x @ p["w"], {"w": jnp.ones((3, 2))}, jnp.ones((1, 3)))
+      >>> dict(zip(call.names, call.held))
+      {"0['w']": True, '1': False}
+    """
+    if isinstance(function, nnx.Pytree):
+        args, function = (function, *args), type(function).__call__
+    flat, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_module)
+    modules = [leaf for _, leaf in flat if is_module(leaf)]
+    inputs = Leaves([(_name(path), leaf) for path, leaf in flat if not is_module(leaf)])
+    variables = _Variables(modules)
+    in_container = [len(path) > 2 for path, leaf in flat if is_array(leaf)]
+    result = Result()
+
+    def pure(*leaves: Any) -> list[Any]:
+        count = len(variables.values)
+        rebuilt = iter(variables.build(leaves[:count]))
+        rest = iter(inputs.fill(leaves[count:]))
+        copies: list[Any] = []
+        values = []
+        for _, leaf in flat:
+            value = next(rebuilt) if is_module(leaf) else next(rest)
+            values.append(value)
+            if is_module(leaf):
+                copies.append(value)
+        new_args, new_kwargs = jax.tree_util.tree_unflatten(treedef, values)
+        with _module_scopes(copies):
+            output = function(*new_args, **new_kwargs)
+        return result.take(output) + variables.changes(copies, leaves[:count])
+
+    def finish(outputs: Sequence[Any]) -> Any:
+        count = result.count
+        variables.write(outputs[count:])
+        return result.give(outputs[:count])
+
+    return PureCall(
+        function=pure,
+        leaves=(*variables.values, *inputs.arrays),
+        roles=(*variables.roles, *(Role.INPUT for _ in in_container)),
+        names=(*variables.names, *inputs.names),
+        held=(*(True for _ in variables.values), *in_container),
+        finish=finish,
+        tied=variables.tied,
+    )
+
+
+def is_array(value: Any) -> bool:
+    """Whether a leaf of the arguments is data: an array, a tracer or a shape. Python numbers are static."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def is_module(value: Any) -> bool:
+    """Whether a value holds NNX variables and is to be split: a module, ``nnx.Rngs``, an NNX optimizer."""
+    return isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Variable)
+
+
+class Leaves:
+    """Named leaves, parted into arrays and static values."""
+
+    def __init__(self, named: Sequence[tuple[str, Any]]):
+        for name, value in named:
+            if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "OSUMm":
+                raise DifferentiationError(
+                    f"Argument {name} is a NumPy array of dtype {value.dtype}, which JAX cannot trace. Pass numbers "
+                    "as a numeric array, and anything static as a plain Python value."
+                )
+        self._named = named
+        self.names = tuple(name for name, value in named if is_array(value))
+        self.arrays = tuple(value for _, value in named if is_array(value))
+
+    def fill(self, arrays: Sequence[Any]) -> list[Any]:
+        """All leaves, with other arrays."""
+        new = iter(arrays)
+        return [next(new) if is_array(value) else value for _, value in self._named]
+
+
+class Result:
+    """The structure of a result and its static leaves, remembered while the function is traced."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def take(self, output: Any) -> list[Any]:
+        leaves, self._treedef = jax.tree.flatten(output)
+        self._static = [None if is_array(x) else (x,) for x in leaves]
+        arrays = [x for x in leaves if is_array(x)]
+        self.count = len(arrays)
+        return arrays
+
+    def give(self, arrays: Sequence[Any]) -> Any:
+        new = iter(arrays)
+        return jax.tree.unflatten(self._treedef, [next(new) if s is None else s[0] for s in self._static])
+
+
+class _Variables:
+    """The variables of some NNX modules as flat arrays."""
+
+    def __init__(self, modules: Sequence[Any]):
+        self._modules = tuple(modules)
+        self._graphdef, state = nnx.split(self._modules)
+        flat, self._treedef = jax.tree_util.tree_flatten_with_path(state)
+        kinds = {path: _role(variable) for path, variable in nnx.to_flat_state(state)}
+        self.names = tuple(_variable_name(path, len(modules)) for path, _ in flat)
+        self.values = tuple(value for _, value in flat)
+        self.roles = tuple(kinds[_variable_path(path, kinds)] for path, _ in flat)
+        self.tied = tuple(
+            tuple(_variable_name(tuple(map(jax.tree_util.DictKey, path)), len(modules)) for path in group)
+            for group in nnx.find_duplicates(self._modules, only=nnx.Variable)
+        )
+        self._changed: list[tuple[Any, Any]] = []
+
+    def build(self, values: Sequence[Any]) -> Sequence[Any]:
+        """New modules with other values."""
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, values), copy=True) if self._modules else ()
+
+    def changes(self, copies: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+        """The values of variables that a call has set or added; remembers which."""
+        before = dict(nnx.to_flat_state(jax.tree.unflatten(self._treedef, old)))
+        self._changed = []
+        arrays = []
+        for path, variable in nnx.to_flat_state(nnx.split(tuple(copies))[1]):
+            leaves, treedef = jax.tree.flatten(variable)
+            previous = jax.tree.leaves(before[path]) if path in before else None
+            if previous is None or any(a is not b for a, b in zip(leaves, previous, strict=True)):
+                self._changed.append((path, treedef))
+                arrays.extend(leaves)
+        return arrays
+
+    def write(self, arrays: Sequence[Any]) -> None:
+        """Set the variables that a call has changed to their new values, and add the new ones."""
+        new = iter(arrays)
+        known = dict(nnx.to_flat_state(nnx.split(self._modules)[1]))
+        updated = []
+        for path, treedef in self._changed:
+            variable = jax.tree.unflatten(treedef, [next(new) for _ in range(treedef.num_leaves)])
+            if path in known:
+                updated.append((path, variable))
+            else:
+                owner = self._modules
+                for key in path[:-1]:
+                    owner = owner[key] if isinstance(key, int) else getattr(owner, key)
+                setattr(owner, path[-1], variable)
+        if updated:
+            nnx.update(self._modules, nnx.from_flat_state(updated))
+
+
+def _role(variable: Any) -> Role:
+    if isinstance(variable, nnx.Param):
+        return Role.PARAMETER
+    return Role.KEY if isinstance(variable, nnx.RngState) else Role.STATE
+
+
+def _variable_path(path: Sequence[Any], known: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """The path of the variable that a leaf belongs to."""
+    keys = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+    return next(keys[:n] for n in range(len(keys), -1, -1) if keys[:n] in known)
+
+
+def _variable_name(path: Sequence[Any], modules: int) -> str:
+    keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+    return "/".join(keys[1:] if modules == 1 else keys)
+
+
+def _name(path: Sequence[Any]) -> str:
+    """Name of an argument: ``0['w']`` for ``args[0]["w"]``, ``train`` for a keyword."""
+    first, rest = path[1], path[2:]
+    return str(getattr(first, "idx", getattr(first, "key", first))) + jax.tree_util.keystr(tuple(rest))
+
+
+_scopes: contextvars.ContextVar[Mapping[int, tuple[str, ...]]] = contextvars.ContextVar("scopes", default={})
+_here: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("here", default=())
+
+
+@contextlib.contextmanager
+def _module_scopes(modules: Sequence[Any]) -> Iterator[None]:
+    """Run every NNX module's ``__call__`` under a ``jax.named_scope`` of its path, as Linen does by itself.
+
+    The modules are private copies: for the time of the call their class is one that opens the scope.
+    """
+    paths: dict[int, tuple[str, ...]] = {}
+    swapped = []
+    for root in modules:
+        for path, module in nnx.iter_modules(root):
+            paths[id(module)] = (type(root).__name__, *map(str, path))
+            if callable(module) and not isinstance(module, _Scoped):
+                swapped.append((module, type(module)))
+                object.__setattr__(module, "__class__", _scoped_class(type(module)))
+    token = _scopes.set({**_scopes.get(), **paths})
+    outer = _here.set(())
+    try:
+        yield
+    finally:
+        _here.reset(outer)
+        _scopes.reset(token)
+        for module, cls in swapped:
+            object.__setattr__(module, "__class__", cls)
+
+
+class _Scoped:
+    """Marks classes made by ``_scoped_class``."""
+
+
+@functools.cache
+def _scoped_class(cls: type) -> type:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        path = _scopes.get().get(id(self), ())
+        here = _here.get()
+        inside = path[: len(here)] == here
+        token = _here.set(path or here)
+        try:
+            with jax.named_scope("/".join(path[len(here) :] if inside else path) or cls.__name__):
+                return cls.__call__(self, *args, **kwargs)
+        finally:
+            _here.reset(token)
+
+    return type(cls)(cls.__name__, (cls, _Scoped), {"__call__": __call__, "__module__": cls.__module__})

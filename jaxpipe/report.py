@@ -1,0 +1,192 @@
+"""What a model stores for its backward pass, tensor by tensor, as JAX traces it."""
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jaxpipe import _compat
+from jaxpipe.encode import STASH_LABEL, run_encoded, without_encoding
+from jaxpipe.errors import DifferentiationError
+from jaxpipe.graph import GraphBuilder, Operator, encoded_codecs, is_differentiable, itemsize
+from jaxpipe.purify import PureCall, purify
+from jaxpipe.storage import CODEC_SETS
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One array that crosses from the forward to the backward pass.
+
+    Attributes:
+      producer: the module path and operator that made the tensor.
+      shape, dtype: of the tensor, before it was encoded.
+      storage: ``"keep"``, ``"mask"``, ``"pool index"`` for encoded parts, ``"vjp"`` for what JAX saves by itself.
+      bytes: what is stored.
+    """
+
+    producer: str
+    shape: tuple[int, ...]
+    dtype: str
+    storage: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ResidualReport:
+    """What is stored between the forward and the backward pass. ``str()`` is a table.
+
+    Attributes:
+      tensors: one row for each stored tensor; arguments and compile-time constants are not among them.
+      plain_bytes: what ``jax.vjp`` saves for the undecorated function, counted in the same way.
+      plain_bytes_raw: the same with compile-time constants, such as the zeros that ReLU's derivative keeps.
+    """
+
+    tensors: tuple[StoredTensor, ...]
+    plain_bytes: int
+    plain_bytes_raw: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes stored."""
+        return sum(row.bytes for row in self.tensors)
+
+    def __str__(self) -> str:
+        table = Table(title="Stored for the backward pass", title_justify="left")
+        for column in ("made by", "tensor", "stored as"):
+            table.add_column(column, overflow="fold")
+        table.add_column("bytes", justify="right")
+        for row in self.tensors:
+            shape = f"{row.dtype}[{','.join(map(str, row.shape))}]"
+            table.add_row(row.producer, shape, row.storage, f"{row.bytes:,}")
+        table.add_section()
+        table.add_row("total", "", "", f"{self.total_bytes:,}")
+        table.add_row("plain jax.grad", "", "", f"{self.plain_bytes:,}")
+        table.add_row("plain jax.grad, with constants", "", "", f"{self.plain_bytes_raw:,}")
+        stream = io.StringIO()
+        Console(file=stream, width=120).print(table)
+        return stream.getvalue().rstrip()
+
+
+def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ResidualReport:
+    """Trace what ``function(*args, **kwargs)`` stores when it is differentiated.
+
+    Decorated parts are encoded as they would be in training, the rest is what ``jax.vjp`` saves. A function without
+    any decorated part is reported as if it were decorated with the default codecs. All floating arguments (and
+    parameters of NNX modules) are differentiated. Nothing is computed: arguments may be ``jax.ShapeDtypeStruct``.
+
+    Args:
+      function: a function, decorated or not, or an NNX module.
+      *args, **kwargs: its arguments.
+
+    Raises:
+      DifferentiationError: if no argument is a floating-point array.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> report = residual_report(lambda x: jax.nn.relu(x).sum(), jnp.ones((32, 8)))
+      >>> report.total_bytes, report.plain_bytes, report.plain_bytes_raw
+      (32, 256, 1280)
+    """
+    call = purify(function, *args, **kwargs)
+    moving = [k for k, leaf in enumerate(call.leaves) if is_differentiable(leaf)]
+    if not moving:
+        names = ", ".join(f"{n}: {x.dtype}" for n, x in zip(call.names, call.leaves, strict=True)) or "no arrays at all"
+        raise DifferentiationError(
+            f"residual_report differentiates every floating-point argument, and found none among ({names}). "
+            "Pass the parameters or inputs that the model is trained on as floating-point arrays."
+        )
+    traced = jax.make_jaxpr(call.function)(*call.leaves)
+    encoded = call.function
+    if not _has_encoded_part(traced):
+        encoded = _encode(call)
+    rows, _ = _residuals(encoded, call.leaves, moving)
+    with without_encoding():
+        plain = purify(function, *args, **kwargs)
+        plain_rows, constant_bytes = _residuals(plain.function, plain.leaves, moving)
+    plain_bytes = sum(row.bytes for row in plain_rows)
+    return ResidualReport(tuple(rows), plain_bytes, plain_bytes + constant_bytes)
+
+
+def _encode(call: PureCall) -> Callable[..., Any]:
+    """The call's function as ``memory_encoded`` would run it."""
+
+    def encoded(*leaves: Any) -> Any:
+        return run_encoded(replace(call, leaves=leaves, finish=list), codecs=CODEC_SETS["fast"])
+
+    return encoded
+
+
+def _residuals(
+    function: Callable[..., Any], leaves: Sequence[Any], moving: Sequence[int]
+) -> tuple[list[StoredTensor], int]:
+    """The arrays that ``jax.vjp`` keeps, each once and without arguments; and the bytes of constants among them."""
+
+    def saved(*values: Any) -> list[Any]:
+        def varied(*some: Any) -> list[Any]:
+            full = list(values)
+            for k, value in zip(moving, some, strict=True):
+                full[k] = value
+            return [y for y in function(*full) if is_differentiable(jax.typeof(y))]
+
+        _, pullback = jax.vjp(varied, *(values[k] for k in moving))
+        return jax.tree.leaves(pullback)
+
+    builder = GraphBuilder()
+    inputs = [builder.tensor(jax.core.ShapedArray(leaf.shape, leaf.dtype)) for leaf in leaves]
+    outputs = dict.fromkeys(builder.read(jax.make_jaxpr(saved)(*leaves), inputs))
+    dependent = set(inputs)
+    producers = {}
+    for op in builder.operators:
+        producers.update(dict.fromkeys(op.outputs, op))
+        if not dependent.isdisjoint(op.inputs):
+            dependent.update(op.outputs)
+    rows = []
+    constant_bytes = 0
+    for t in outputs:
+        if t in inputs or t in builder.constants:
+            continue
+        tensor = builder.tensors[t]
+        size = tensor.size * itemsize(tensor.dtype)
+        if t in dependent:
+            rows.append(_row(producers[t], producers[t].outputs.index(t), tensor.aval, size))
+        else:
+            constant_bytes += size
+    return rows, constant_bytes
+
+
+def _row(op: Operator, position: int, aval: Any, size: int) -> StoredTensor:
+    label = _label(op.equation, position)
+    if label is None:
+        producer = "/".join(filter(None, (op.path, op.name)))
+        return StoredTensor(producer, tuple(aval.shape), str(aval.dtype), "vjp", size)
+    _, storage, path, name, dtype, dims = label.split("|")
+    producer = "/".join(filter(None, (path, name)))
+    return StoredTensor(producer, tuple(int(n) for n in dims.split(",") if n), dtype, storage, size)
+
+
+def _label(equation: Any, position: int) -> str | None:
+    """The stash label of an equation's output, looked up inside ``scan`` and other programs if need be."""
+    if equation.primitive.name == "name":
+        label = str(equation.params["name"])
+        return label if label.startswith(STASH_LABEL + "|") else None
+    if equation.primitive.name not in ("scan", "jit", "pjit"):
+        return None
+    body, _ = _compat.open_jaxpr(equation.params["jaxpr"])
+    inner = body.outvars[position]
+    for eqn in body.eqns:
+        if inner in eqn.outvars:
+            return _label(eqn, eqn.outvars.index(inner))
+    return None
+
+
+def _has_encoded_part(closed: Any) -> bool:
+    """Whether a traced program has a ``memory_encoded`` call in it, at any depth."""
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    return any(
+        encoded_codecs(eqn) is not None or any(map(_has_encoded_part, _compat.inner_programs(eqn)))
+        for eqn in jaxpr.eqns
+    )

@@ -1,0 +1,59 @@
+"""ReLU: its derivative needs one bit for each element, and its output tells that bit.
+
+``x > 0`` and ``relu(x) > 0`` are the same bit for every ``x``, NaN and -0.0 included. JAX tests ``x``; reading the
+output instead lets a ReLU whose output is kept anyway (a convolution needs it) store nothing at all.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from jaxpipe import _compat
+from jaxpipe.graph import GraphBuilder, Operator
+from jaxpipe.vjp import Cut, differentiate
+
+
+def applies(op: Operator) -> bool:
+    """Whether ``op`` is ``max(x, 0)`` whose derivative is ``where(x > 0, dy, 0)``, as ``jax.nn.relu`` is.
+
+    Recognised by what it computes, not by name: ``jnp.maximum(x, 0)`` halves the cotangent at a tie and is no ReLU
+    in this sense; a user's function of the same form is.
+    """
+    if op.name != "custom_jvp_call" or len(op.inputs) != 1:
+        return False
+    builder = GraphBuilder()
+    body = op.params["call_jaxpr"]
+    aval = _compat.open_jaxpr(body)[0].invars[0].aval
+    outputs = builder.read(body, [builder.tensor(aval)])
+    if [part.name for part in builder.operators] != ["max"] or outputs != list(builder.operators[0].outputs):
+        return False
+    if not _is_zero(builder.operators[0]):
+        return False
+    cut = differentiate(op, [aval], (0,))
+    tests = [part for part in cut.primal if part.name == "gt" and part.inputs == cut.inputs and _is_zero(part)]
+    selects = cut.program.operators
+    if len(tests) != 1 or [part.name for part in selects] != ["select_n"]:
+        return False
+    predicate, otherwise, chosen = selects[0].inputs
+    zeros = [part for part in cut.primal if part.outputs == (otherwise,)]
+    return (
+        predicate == tests[0].outputs[0]
+        and [part.name for part in zeros] == ["broadcast_in_dim"]
+        and _is_zero(zeros[0])
+        and chosen == cut.program.inputs[-1]
+    )
+
+
+def from_output(cut: Cut) -> Cut:
+    """Let the predicate read the ReLU's output."""
+    primal = tuple(
+        replace(part, inputs=cut.outputs) if part.name == "gt" and part.inputs == cut.inputs else part
+        for part in cut.primal
+    )
+    return replace(cut, primal=primal)
+
+
+def _is_zero(op: Operator) -> bool:
+    """Whether the operator's literal operand is zero."""
+    literals = [atom.val for atom in op.equation.invars if _compat.is_literal(atom)]
+    return len(literals) == 1 and bool(np.all(np.asarray(literals[0]) == 0))

@@ -1,0 +1,285 @@
+"""A range of operators with a storage plan: the forward and the backward program of one pipeline stage.
+
+    forward(stage, inputs)                              -> outputs, stash
+    backward(stage, parameters, stash, cotangents)      -> input cotangents
+
+The backward pass can be had in two parts, so that a schedule may delay the second:
+
+    backward_input(stage, parameters, stash, cotangents) -> cotangents of `stage.input_part`, saved
+    backward_weight(stage, parameters, stash, saved)     -> cotangents of `stage.weight_part`
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe import _compat
+from jaxpipe.codecs import bits
+from jaxpipe.demand import Backward, Linearization, linearize
+from jaxpipe.graph import Graph, Operator, Tensor, live, ordered, run
+from jaxpipe.storage import CODEC_SETS, Storage, StoragePlan, check_plan, default_plan
+
+
+#: Operators whose weight cotangent is worth delaying: it costs as much as the input cotangent.
+_HEAVY = ("conv_general_dilated", "dot_general")
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """The two programs of a stage, as data.
+
+    Attributes:
+      linearization: what the stage computes and what its backward pass needs.
+      storage: the choice for each tensor.
+      parameters: inputs (tensor numbers) that the backward pass is handed again, instead of storing them.
+      input_part, weight_part: inputs whose cotangent is ready after each part of the split backward pass.
+      input_steps, weight_steps: the backward steps of each part.
+      saved: tensors whose cotangent the input part hands to the weight part.
+    """
+
+    linearization: Linearization
+    storage: StoragePlan
+    parameters: tuple[int, ...]
+    input_part: tuple[int, ...]
+    weight_part: tuple[int, ...]
+    input_steps: tuple[Backward, ...]
+    weight_steps: tuple[Backward, ...]
+    saved: tuple[int, ...]
+
+    @property
+    def graph(self) -> Graph:
+        """The forward graph, residual operators included."""
+        return self.linearization.graph
+
+    @property
+    def stash_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of each stash leaf."""
+        numbers = self.storage.stored
+        return tuple(
+            jax.eval_shape(lambda x, t=t: _encode(x, self.graph.tensors[t], self.storage.choices[t]),
+                           jax.ShapeDtypeStruct(self.graph.tensors[t].shape, self.graph.tensors[t].dtype))
+            for t in numbers
+        )
+
+
+def build(
+    graph: Graph, wrt: Iterable[int], *, codecs: Iterable[str] = CODEC_SETS["fast"], held: Iterable[int] = ()
+) -> Stage:
+    """Linearize a graph and store its tensors by the default plan.
+
+    Args:
+      graph: the stage's operators (a whole model, or ``graph.section(start, stop)``).
+      wrt: inputs, as tensor numbers, that receive a cotangent.
+      codecs: what the plan may use; names from ``jaxpipe.storage.CODECS``.
+      held: inputs that are kept alive anyway, so that to store them costs nothing.
+    """
+    codecs = frozenset(codecs)
+    linearization = linearize(graph, wrt, pool_index="index" in codecs)
+    return assemble(linearization, default_plan(linearization, codecs, held))
+
+
+def assemble(linearization: Linearization, storage: StoragePlan) -> Stage:
+    """A stage of a linearization and a storage plan for it.
+
+    Raises:
+      ValueError: if the plan does not give the backward pass what it needs, or stores more.
+    """
+    check_plan(linearization, storage)
+    deferred, input_steps, weight_steps = _split(linearization)
+    made = {t for step in weight_steps for t in step.cotangents_out}
+    saved = tuple(
+        ordered(t for step in weight_steps for t in step.cotangents_in if t not in made or t not in deferred)
+    )
+    weight_part = tuple(t for t in linearization.wrt if t in deferred)
+    return Stage(
+        linearization=linearization,
+        storage=storage,
+        parameters=tuple(t for t in linearization.graph.inputs if t in linearization.graph.parameters),
+        input_part=tuple(t for t in linearization.wrt if t not in deferred),
+        weight_part=weight_part,
+        input_steps=input_steps,
+        weight_steps=weight_steps,
+        saved=saved,
+    )
+
+
+def forward(stage: Stage, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Run the stage; returns its outputs and the stash, one array for each of ``stage.storage.stored``."""
+    graph = stage.graph
+    env = dict(graph.constants)
+    env.update(zip(graph.inputs, inputs, strict=True))
+    stored = stage.storage.stored
+    run(live(graph.operators, [*graph.outputs, *stored]), env)
+    stash = [_encode(env[t], graph.tensors[t], stage.storage.choices[t]) for t in stored]
+    return [env[t] for t in graph.outputs], stash
+
+
+def backward(
+    stage: Stage, parameters: Sequence[Any], stash: Sequence[Any], cotangents: Sequence[Any | None]
+) -> list[Any | None]:
+    """The cotangents of the inputs ``stage.linearization.wrt``; None where the outputs do not depend on one.
+
+    Args:
+      parameters: values of ``stage.parameters``.
+      stash: what ``forward`` returned.
+      cotangents: one for each output; None for zero.
+    """
+    received = _received(stage, cotangents)
+    _walk(stage, stage.linearization.backward, received, _Recall(stage, parameters, stash))
+    return [received.get(t) for t in stage.linearization.wrt]
+
+
+def backward_input(
+    stage: Stage, parameters: Sequence[Any], stash: Sequence[Any], cotangents: Sequence[Any | None]
+) -> tuple[list[Any | None], list[Any | None]]:
+    """First part: cotangents of ``stage.input_part``, and those saved for ``backward_weight``."""
+    received = _received(stage, cotangents)
+    _walk(stage, stage.input_steps, received, _Recall(stage, parameters, stash), keep=frozenset(stage.saved))
+    return [received.get(t) for t in stage.input_part], [received.get(t) for t in stage.saved]
+
+
+def backward_weight(
+    stage: Stage, parameters: Sequence[Any], stash: Sequence[Any], saved: Sequence[Any | None]
+) -> list[Any | None]:
+    """Second part: cotangents of ``stage.weight_part``."""
+    received = {t: value for t, value in zip(stage.saved, saved, strict=True) if value is not None}
+    _walk(stage, stage.weight_steps, received, _Recall(stage, parameters, stash), keep=frozenset(stage.saved))
+    return [received.get(t) for t in stage.weight_part]
+
+
+def _received(stage: Stage, cotangents: Sequence[Any | None]) -> dict[int, Any]:
+    """Cotangents by tensor number; those of an output returned twice add up."""
+    received: dict[int, Any] = {}
+    for t, value in zip(stage.linearization.source.outputs, cotangents, strict=True):
+        if value is not None:
+            received[t] = value if t not in received else jnp.add(received[t], value)
+    return received
+
+
+def _walk(
+    stage: Stage,
+    steps: Sequence[Backward],
+    received: dict[int, Any],
+    recall: "_Recall",
+    keep: frozenset[int] = frozenset(),
+) -> None:
+    """Run backward steps in reverse; cotangents are summed in the order in which JAX sums them."""
+    keep = keep | set(stage.linearization.wrt)
+    tensors = stage.linearization.source.tensors
+    for step in reversed(steps):
+        present = [t for t in step.cotangents_in if t in received]
+        if not present:
+            continue
+        needs = recall.fetch(step.needs, [received[t] for t in present])
+        seeds = [received[t] if t in received else _compat.zeros(tensors[t].aval) for t in step.cotangents_in]
+        for t in present:
+            if t not in keep:
+                del received[t]
+        with jax.named_scope(step.path or step.name):
+            results = step.program.evaluate([*needs, *seeds])
+        for t, value in zip(step.cotangents_out, results, strict=True):
+            received[t] = value if t not in received else jnp.add(received[t], value)
+
+
+class _Recall:
+    """Values of forward tensors during a backward pass: decoded or recomputed when first needed, then kept.
+
+    What is loaded from the stash is tied to the cotangents of the step that needs it, so that XLA can neither
+    decode nor recompute it any earlier.
+    """
+
+    def __init__(self, stage: Stage, parameters: Sequence[Any], stash: Sequence[Any]):
+        self._stage = stage
+        self._graph = stage.graph
+        self._producers = {t: op for op in stage.graph.operators for t in op.outputs}
+        self._values: dict[int, Any] = dict(stage.graph.constants)
+        self._values.update(zip(stage.parameters, parameters, strict=True))
+        self._stash = dict(zip(stage.storage.stored, stash, strict=True))
+
+    def fetch(self, needs: Sequence[int], after: Sequence[Any]) -> list[Any]:
+        missing = [t for t in needs if t not in self._values]
+        if missing:
+            program = self._derivation(missing)
+            loads = ordered(
+                t for t in (*missing, *(u for op in program for u in op.inputs))
+                if t not in self._values and t in self._stash
+            )
+            tied = _compat.tie([self._stash[t] for t in loads], after)
+            for t, value in zip(loads, tied, strict=True):
+                self._values[t] = _decode(value, self._graph.tensors[t], self._stage.storage.choices[t])
+            run(program, self._values)
+        return [self._values[t] for t in needs]
+
+    def _derivation(self, missing: Iterable[int]) -> list[Operator]:
+        """The operators to run again, in order."""
+        found: dict[Operator, None] = {}
+        pending = list(missing)
+        while pending:
+            t = pending.pop()
+            if t in self._values or t in self._stash:
+                continue
+            producer = self._producers[t]
+            if producer not in found:
+                found[producer] = None
+                pending.extend(producer.inputs)
+        return [op for op in self._graph.operators if op in found]
+
+
+def _encode(value: Any, tensor: Tensor, storage: Storage) -> Any:
+    return value if storage is Storage.KEEP else bits.pack(value, tensor.bits)
+
+
+def _decode(value: Any, tensor: Tensor, storage: Storage) -> Any:
+    return value if storage is Storage.KEEP else bits.unpack(value, tensor.shape, tensor.bits, tensor.dtype)
+
+
+def _split(linearization: Linearization) -> tuple[frozenset[int], tuple[Backward, ...], tuple[Backward, ...]]:
+    """Part the backward steps; returns the tensors whose cotangent the weight part makes, and both lists.
+
+    Cotangents of weights of convolutions and matrix products are delayed, and with them whatever leads from there
+    to a parameter. All other cotangents (biases, scales) are cheap and small, and come with the input part.
+    """
+    at_hand = linearization.source.derived_from_parameters()
+    deferred = {
+        t for step in linearization.backward if step.name in _HEAVY for t in step.cotangents_out if t in at_hand
+    }
+    for step in reversed(linearization.backward):
+        if not deferred.isdisjoint(step.cotangents_in):
+            deferred.update(step.cotangents_out)
+    input_steps, weight_steps = [], []
+    for step in linearization.backward:
+        early = [k for k, t in enumerate(step.cotangents_out) if t not in deferred]
+        late = [k for k, t in enumerate(step.cotangents_out) if t in deferred]
+        if early:
+            input_steps.append(_restrict(step, early))
+        if late:
+            weight_steps.append(_restrict(step, late))
+    return frozenset(deferred), tuple(input_steps), tuple(weight_steps)
+
+
+def _restrict(step: Backward, positions: Sequence[int]) -> Backward:
+    """The part of a step that makes the cotangents at some of its positions."""
+    if len(positions) == len(step.cotangents_out):
+        return step
+    program = step.program
+    outputs = [program.outputs[k] for k in positions]
+    operators = live(program.operators, outputs)
+    read = {*outputs, *(t for op in operators for t in op.inputs)}
+    count = len(step.needs)
+    needs = [k for k in range(count) if program.inputs[k] in read]
+    seeds = [k for k in range(len(step.cotangents_in)) if program.inputs[count + k] in read]
+    return replace(
+        step,
+        needs=tuple(step.needs[k] for k in needs),
+        cotangents_in=tuple(step.cotangents_in[k] for k in seeds),
+        cotangents_out=tuple(step.cotangents_out[k] for k in positions),
+        program=replace(
+            program,
+            operators=operators,
+            inputs=tuple(program.inputs[k] for k in (*needs, *(count + k for k in seeds))),
+            outputs=tuple(outputs),
+        ),
+    )

@@ -1,0 +1,142 @@
+"""The VJP of one operator, cut into what depends on its cotangents and what does not.
+
+A cut is made once for equal operators and then placed into any graph (``Cut`` uses numbers of its own).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax import core
+
+from jaxpipe import _compat
+from jaxpipe.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Both halves of an operator's VJP.
+
+    Attributes:
+      tensors, constants: by local number.
+      inputs, outputs: local numbers of the operator's operands and results.
+      primal: operators that make ``outputs`` and ``needs``.
+      needs: local numbers that cross the cut.
+      cotangents_in: positions among the outputs whose cotangents are read.
+      cotangents_out: positions among the inputs that receive one, in the order in which JAX adds them up.
+      program: ``(*needs, *cotangents_in) -> cotangents_out``.
+    """
+
+    tensors: tuple[Tensor, ...]
+    constants: dict[int, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    primal: tuple[Operator, ...]
+    needs: tuple[int, ...]
+    cotangents_in: tuple[int, ...]
+    cotangents_out: tuple[int, ...]
+    program: Graph
+
+
+def differentiate(op: Operator, avals: Sequence[Any], moving: Sequence[int]) -> Cut:
+    """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``moving``, and cut it."""
+    program = _compat.isolate(_compat.without_scope(op.equation))
+    carried = [k for k, var in enumerate(program.outvars) if is_differentiable(var.aval)]
+
+    def vjp(inputs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+        def primal(*varied: Any) -> tuple[list[Any], list[Any]]:
+            values = list(inputs)
+            for k, value in zip(moving, varied, strict=True):
+                values[k] = value
+            outputs = core.eval_jaxpr(program, (), *values)
+            return [outputs[k] for k in carried], outputs
+
+        _, pullback, outputs = jax.vjp(primal, *(inputs[k] for k in moving), has_aux=True)
+        return outputs, pullback(list(cotangents))
+
+    seeds = [program.outvars[k].aval.to_tangent_aval() for k in carried]
+    builder = GraphBuilder()
+    inputs = [builder.tensor(aval) for aval in avals]
+    cotangents = [builder.tensor(aval) for aval in seeds]
+    closed = _compat.trace_without_scope(vjp, list(avals), seeds)
+    results = builder.read(closed, [*inputs, *cotangents])
+    outputs, gradients = results[: len(program.outvars)], results[len(program.outvars) :]
+    return _split(builder, inputs, outputs, dict(zip(carried, cotangents, strict=True)), moving, gradients)
+
+
+def from_rule(
+    forward: Callable[..., tuple[Any, Sequence[Any]]],
+    backward: Callable[[Sequence[Any], Any], Any],
+    aval: Any,
+    bits: Sequence[int],
+) -> Cut:
+    """A cut made of a hand-written pair, for an operator with one operand and one result.
+
+    Args:
+      forward: ``operand -> (result, residuals)``.
+      backward: ``(residuals, cotangent) -> operand cotangent``.
+      aval: the operand.
+      bits: bits that an element of each residual needs.
+    """
+    builder = GraphBuilder()
+    operand = builder.tensor(aval)
+    result, *residuals = builder.read(_compat.trace_without_scope(_flat(forward), aval), [operand])
+    for t, width in zip(residuals, bits, strict=True):
+        builder.tensors[t] = replace(builder.tensors[t], bits=width)
+    seed = builder.tensor(builder.tensors[result].aval.to_tangent_aval())
+    closed = _compat.trace_without_scope(
+        backward, [builder.tensors[t].aval for t in residuals], builder.tensors[seed].aval
+    )
+    gradient = builder.read(closed, [*residuals, seed])
+    return _split(builder, [operand], [result], {0: seed}, (0,), gradient)
+
+
+def _flat(forward: Callable[..., tuple[Any, Sequence[Any]]]) -> Callable[..., list[Any]]:
+    def flat(operand: Any) -> list[Any]:
+        result, residuals = forward(operand)
+        return [result, *residuals]
+
+    return flat
+
+
+def _split(
+    builder: GraphBuilder,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    cotangents: dict[int, int],
+    moving: Sequence[int],
+    gradients: Sequence[int],
+) -> Cut:
+    """Sort the operators of a traced VJP by whether they depend on a cotangent."""
+    touched = set(cotangents.values())
+    for op in builder.operators:
+        if not touched.isdisjoint(op.inputs):
+            touched.update(op.outputs)
+    # A gradient that no cotangent touches is zero. JAX transposes the tangent of a later operand first.
+    carried = [(k, g) for k, g in zip(moving, gradients, strict=True) if g in touched][::-1]
+    wanted = [g for _, g in carried]
+    second = tuple(op for op in live(builder.operators, wanted) if not touched.isdisjoint(op.outputs))
+    read = ordered(t for op in second for t in op.inputs)
+    seen = {*read, *wanted}
+    needs = tuple(t for t in read if t not in touched and t not in builder.constants)
+    used = [(k, c) for k, c in cotangents.items() if c in seen]
+    first = tuple(op for op in builder.operators if touched.isdisjoint(op.outputs))
+    program = Graph(
+        tensors=tuple(builder.tensors),
+        operators=second,
+        inputs=(*needs, *(c for _, c in used)),
+        outputs=tuple(wanted),
+        constants={t: value for t, value in builder.constants.items() if t in seen},
+    )
+    return Cut(
+        tensors=tuple(builder.tensors),
+        constants=dict(builder.constants),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        primal=live(first, [*outputs, *needs]),
+        needs=needs,
+        cotangents_in=tuple(k for k, _ in used),
+        cotangents_out=tuple(k for k, _ in carried),
+        program=program,
+    )

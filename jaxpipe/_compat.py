@@ -99,22 +99,40 @@ def named_scope_of(equation: Any) -> str:
 
 
 def zeros(aval: Any) -> jax.Array:
-    """Zeros of an abstract value, varying over the same manual mesh axes."""
-    return jax.lax.full(aval.shape, 0, aval.dtype)
+    """Zeros of an abstract value: its shape, dtype, sharding, and the manual mesh axes it varies over."""
+    split = any(axis is not None for axis in aval.sharding.spec)
+    value = jax.lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding if split else None)
+    axes = _manual_axes(aval)
+    return jax.lax.pcast(value, tuple(axes), to="varying") if axes else value
 
 
-def tie(values: Sequence[jax.Array], after: Sequence[jax.Array]) -> list[jax.Array]:
+def tie(values: Sequence[jax.Array], after: jax.Array) -> list[jax.Array]:
     """Return ``values`` unchanged, but not before ``after`` has been computed.
 
-    Without this XLA decodes or recomputes in the forward pass what the backward pass needs, and keeps it.
+    Without this XLA decodes or recomputes in the forward pass what the backward pass needs, and keeps it. Inside
+    ``shard_map``, values that vary over other mesh axes than ``after`` are not tied: they would change their type.
     """
-    values, after = list(values), list(after)
-    if not values:
-        return values
-    tied = list(jax.lax.optimization_barrier((values, after))[0])
-    if JAX_VERSION < (0, 11) and jax.default_backend() == "cpu":
-        return [_disguise(value, after[0]) for value in tied]
+    tied = list(values)
+    alike = [k for k, value in enumerate(tied) if _varies_alike(value, after)]
+    if not alike:
+        return tied
+    held_back, _ = jax.lax.optimization_barrier(([tied[k] for k in alike], after))
+    for k, value in zip(alike, held_back, strict=True):
+        tied[k] = value
+        if JAX_VERSION < (0, 11) and jax.default_backend() == "cpu":
+            tied[k] = _disguise(value, after)
     return tied
+
+
+def _varies_alike(value: jax.Array, after: jax.Array) -> bool:
+    """Whether two arrays vary over the same manual mesh axes."""
+    return _manual_axes(jax.typeof(value)) == _manual_axes(jax.typeof(after))
+
+
+def _manual_axes(aval: Any) -> frozenset[str]:
+    """The manual mesh axes that an array varies over."""
+    kind = getattr(aval, "mat", None)
+    return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
 
 
 def _disguise(value: jax.Array, after: jax.Array) -> jax.Array:
@@ -126,7 +144,7 @@ def _disguise(value: jax.Array, after: jax.Array) -> jax.Array:
     """
     words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
     known = [jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer) for x in (value, after)]
-    if not all(known) or after.size == 0 or after.dtype.itemsize == 8:
+    if not all(known) or after.size == 0 or after.dtype.itemsize == 8 or _is_sharded(after):
         return value
     first = jax.lax.reshape(jax.lax.slice(after, [0] * after.ndim, [1] * after.ndim), ())
     seen = jax.lax.bitcast_convert_type(first, words[after.dtype.itemsize]).astype(jnp.uint32)
@@ -135,9 +153,22 @@ def _disguise(value: jax.Array, after: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits ^ zero, value.dtype)
 
 
+def _is_sharded(value: jax.Array) -> bool:
+    """Whether a dimension is split over an explicit mesh axis, so that one element cannot be sliced out."""
+    return any(axis is not None for axis in jax.typeof(value).sharding.spec)
+
+
+def function_name(equation: Any) -> str | None:
+    """The name of the function that a call-like equation wraps, if JAX recorded one."""
+    programs = inner_programs(equation)
+    info = getattr(open_jaxpr(programs[0])[0], "debug_info", None) if programs else None
+    return getattr(info, "func_name", None)
+
+
 __all__ = [
     "JAX_VERSION",
     "evaluate_jaxpr",
+    "function_name",
     "has_default_sharding",
     "hoist_constants",
     "inner_programs",

@@ -104,7 +104,8 @@ def linearize(graph: Graph, wrt: Iterable[int], *, pool_index: bool = True) -> L
         if key not in cuts:
             cuts[key] = rules.derive(op, avals, moving) if match is None else match.cut(avals[0])
         cut = cuts[key]
-        needs = _place(cut, builder, op.path, operands, outputs, stand_in)
+        label = op.label if match is None else match.name
+        needs = _place(cut, builder, op.path, label, operands, outputs, stand_in)
         if cut.cotangents_in:
             active.update(outputs[k] for k in cut.cotangents_in)
             backward.append(
@@ -147,6 +148,7 @@ def _place(
     cut: Cut,
     builder: GraphBuilder,
     path: str,
+    label: str,
     operands: Sequence[int],
     outputs: Sequence[int],
     stand_in: dict[int, int],
@@ -163,9 +165,8 @@ def _place(
         for t in part.outputs:
             if t not in number:
                 number[t] = builder.tensor(cut.tensors[t].aval, cut.tensors[t].bits)
-        builder.operators.append(
-            Operator(part.equation, tuple(number[t] for t in part.inputs), tuple(number[t] for t in part.outputs), path)
-        )
+        read, written = tuple(number[t] for t in part.inputs), tuple(number[t] for t in part.outputs)
+        builder.operators.append(Operator(part.equation, read, written, path, label))
     stand_in.update((out, number[local]) for local, out in zip(cut.outputs, outputs, strict=True) if number[local] != out)
     return [number[t] for t in cut.needs]
 

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxpipe import _compat, linen
 from jaxpipe.errors import CodecError, DifferentiationError, TargetError
 from jaxpipe.graph import ENCODED_MARK, Graph, read_graph
-from jaxpipe.purify import PureCall, purify
+from jaxpipe.purify import PureCall, purify, root_scope
 from jaxpipe.stage import Stage, backward, build, forward
 from jaxpipe.storage import CODEC_SETS, CODECS
 
@@ -137,11 +137,16 @@ def _encode_nnx_class(cls: type[nnx.Module], codecs: frozenset[str]) -> type[nnx
             f"memory_encoded was given the NNX module {cls.__name__}, which has no __call__. Define __call__, or "
             "decorate the method that computes."
         )
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with root_scope(cls):
+            return cls.__call__(self, *args, **kwargs)
+
     body = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "__call__": _encode_function(cls.__call__, codecs),
+        "__call__": functools.wraps(cls.__call__)(_encode_function(call, codecs)),
     }
     return type(cls)(cls.__name__, (cls,), body)
 
@@ -218,7 +223,7 @@ def _label(stage: Stage, number: int) -> str:
     tensor = stage.graph.tensors[number]
     choice = stage.storage.choices[number]
     shape = ",".join(map(str, tensor.shape))
-    return "|".join([STASH_LABEL, choice.value, producer.path, producer.name, str(tensor.dtype), shape])
+    return "|".join([STASH_LABEL, choice.value, producer.path, producer.label, str(tensor.dtype), shape])
 
 
 @jax.custom_jvp

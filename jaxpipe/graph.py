@@ -51,17 +51,27 @@ class Operator:
     """One equation. ``inputs`` and ``outputs`` are tensor numbers; literals stay inside the equation.
 
     ``equation`` is ``None`` for a call boundary: it hands its inputs on unchanged, so that cotangents are summed
-    inside an inlined call first and outside it afterwards, which is the order JAX sums them in.
+    inside an inlined call first and outside it afterwards, which is the order JAX sums them in. ``origin`` names the
+    operator whose derivative asked for this one.
     """
 
     equation: Any
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     path: str = ""
+    origin: str = ""
 
     @property
     def name(self) -> str:
         return "call_boundary" if self.equation is None else self.equation.primitive.name
+
+    @property
+    def label(self) -> str:
+        """A name that a person recognises: ``relu`` rather than ``custom_jvp_call``."""
+        if self.origin:
+            return self.origin
+        named = self.name in ("custom_jvp_call", "custom_vjp_call")
+        return (_compat.function_name(self.equation) if named else None) or self.name
 
     @property
     def params(self) -> Mapping[str, Any]:

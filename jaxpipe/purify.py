@@ -83,7 +83,7 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
       {"0['w']": True, '1': False}
     """
     if isinstance(function, nnx.Pytree):
-        args, function = (function, *args), type(function).__call__
+        args, function = (function, *args), _call
     flat, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_module)
     modules = [leaf for _, leaf in flat if is_module(leaf)]
     inputs = Leaves([(_name(path), leaf) for path, leaf in flat if not is_module(leaf)])
@@ -121,6 +121,10 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
         finish=finish,
         tied=variables.tied,
     )
+
+
+def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
 
 
 def is_array(value: Any) -> bool:
@@ -260,19 +264,24 @@ def _module_scopes(modules: Sequence[Any]) -> Iterator[None]:
     swapped = []
     for root in modules:
         for path, module in nnx.iter_modules(root):
-            paths[id(module)] = (type(root).__name__, *map(str, path))
+            paths[id(module)] = tuple(map(str, path))
             if callable(module) and not isinstance(module, _Scoped):
                 swapped.append((module, type(module)))
                 object.__setattr__(module, "__class__", _scoped_class(type(module)))
     token = _scopes.set({**_scopes.get(), **paths})
-    outer = _here.set(())
     try:
         yield
     finally:
-        _here.reset(outer)
         _scopes.reset(token)
         for module, cls in swapped:
             object.__setattr__(module, "__class__", cls)
+
+
+@contextlib.contextmanager
+def root_scope(cls: type) -> Iterator[None]:
+    """The named scope of an NNX module that is called from outside any other."""
+    with contextlib.nullcontext() if _here.get() else jax.named_scope(cls.__name__):
+        yield
 
 
 class _Scoped:
@@ -284,10 +293,10 @@ def _scoped_class(cls: type) -> type:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         path = _scopes.get().get(id(self), ())
         here = _here.get()
-        inside = path[: len(here)] == here
+        below = path[len(here) :] if path[: len(here)] == here else path
         token = _here.set(path or here)
         try:
-            with jax.named_scope("/".join(path[len(here) :] if inside else path) or cls.__name__):
+            with jax.named_scope("/".join(below) or cls.__name__):
                 return cls.__call__(self, *args, **kwargs)
         finally:
             _here.reset(token)

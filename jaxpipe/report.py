@@ -1,11 +1,13 @@
 """What a model stores for its backward pass, tensor by tensor, as JAX traces it."""
 
 import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -55,9 +57,9 @@ class ResidualReport:
         return sum(row.bytes for row in self.tensors)
 
     def __str__(self) -> str:
-        table = Table(title="Stored for the backward pass", title_justify="left")
+        table = Table(title="Stored for the backward pass", title_justify="left", box=SIMPLE_HEAD)
         for column in ("made by", "tensor", "stored as"):
-            table.add_column(column, overflow="fold")
+            table.add_column(column, no_wrap=True)
         table.add_column("bytes", justify="right")
         for row in self.tensors:
             shape = f"{row.dtype}[{','.join(map(str, row.shape))}]"
@@ -67,8 +69,8 @@ class ResidualReport:
         table.add_row("plain jax.grad", "", "", f"{self.plain_bytes:,}")
         table.add_row("plain jax.grad, with constants", "", "", f"{self.plain_bytes_raw:,}")
         stream = io.StringIO()
-        Console(file=stream, width=120).print(table)
-        return stream.getvalue().rstrip()
+        Console(file=stream, width=1000).print(table)
+        return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip()
 
 
 def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ResidualReport:
@@ -161,7 +163,8 @@ def _residuals(
 def _row(op: Operator, position: int, aval: Any, size: int) -> StoredTensor:
     label = _label(op.equation, position)
     if label is None:
-        producer = "/".join(filter(None, (op.path, op.name)))
+        path = re.sub(r"\w+\(\)/?|\b\w+\(([^()]*)\)", r"\1", op.path)  # jvp(Net)/Conv_0 -> Net/Conv_0
+        producer = "/".join(filter(None, (path, op.label)))
         return StoredTensor(producer, tuple(aval.shape), str(aval.dtype), "vjp", size)
     _, storage, path, name, dtype, dims = label.split("|")
     producer = "/".join(filter(None, (path, name)))

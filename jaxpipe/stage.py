@@ -173,7 +173,7 @@ def _walk(
         present = [t for t in step.cotangents_in if t in received]
         if not present:
             continue
-        needs = recall.fetch(step.needs, [received[t] for t in present])
+        needs = recall.fetch(step.needs, received[present[0]])
         seeds = [received[t] if t in received else _compat.zeros(tensors[t].aval) for t in step.cotangents_in]
         for t in present:
             if t not in keep:
@@ -199,7 +199,7 @@ class _Recall:
         self._values.update(zip(stage.parameters, parameters, strict=True))
         self._stash = dict(zip(stage.storage.stored, stash, strict=True))
 
-    def fetch(self, needs: Sequence[int], after: Sequence[Any]) -> list[Any]:
+    def fetch(self, needs: Sequence[int], after: Any) -> list[Any]:
         missing = [t for t in needs if t not in self._values]
         if missing:
             program = self._derivation(missing)

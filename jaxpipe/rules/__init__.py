@@ -43,7 +43,7 @@ def find(graph: Graph) -> Mapping[Operator, Match]:
             before = None
         covers = (op,) if before is None else (before, op)
         found[covers[0]] = Match(
-            name="max_pool" if before is None else "relu_max_pool",
+            name="max_pool" if before is None else "relu, max_pool",
             covers=covers,
             operand=covers[0].inputs[0],
             result=op.outputs[0],

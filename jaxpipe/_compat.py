@@ -12,6 +12,8 @@ import jax.extend.core as jex
 import jax.extend.source_info_util as source_info
 import jax.interpreters.ad as ad
 import jax.numpy as jnp
+from jax import core
+
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
@@ -28,7 +30,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 def evaluate_jaxpr(jaxpr: Any, *args: Any) -> list[Any]:
     """Evaluate a traced program with its own constants."""
     jaxpr, consts = open_jaxpr(jaxpr)
-    return jax.core.eval_jaxpr(jaxpr, consts, *args)
+    return core.eval_jaxpr(jaxpr, consts, *args)
 
 
 def is_literal(atom: Any) -> bool:
@@ -43,17 +45,13 @@ def isolate(equation: Any) -> Any:
     """
     invars = [atom if is_literal(atom) else jex.Var(atom.aval) for atom in equation.invars]
     alone = equation.replace(invars=invars)
-    return jex.Jaxpr(
-        [], [v for v in invars if not is_literal(v)], alone.outvars, [alone], effects=equation.effects
-    )
+    return jex.Jaxpr([], [v for v in invars if not is_literal(v)], alone.outvars, [alone], effects=equation.effects)
 
 
 def has_default_sharding(params: dict[str, Any]) -> bool:
     """Whether a ``jit`` equation asks for nothing that inlining it would lose."""
     unspecified = all(
-        type(s).__name__ == "UnspecifiedValue"
-        for key in ("in_shardings", "out_shardings")
-        for s in params.get(key, ())
+        type(s).__name__ == "UnspecifiedValue" for key in ("in_shardings", "out_shardings") for s in params.get(key, ())
     )
     layouts = all(x is None for key in ("in_layouts", "out_layouts") for x in params.get(key, ()))
     return unspecified and layouts and not params.get("compiler_options_kvs")
@@ -72,7 +70,7 @@ def is_forward_mode(value: Any) -> bool:
 
 def is_closed_over_tracer(value: Any) -> bool:
     """Whether a constant of a traced program belongs to an outer transformation."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, core.Tracer)
 
 
 def without_scope(equation: Any) -> Any:

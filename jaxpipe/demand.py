@@ -167,7 +167,9 @@ def _place(
                 number[t] = builder.tensor(cut.tensors[t].aval, cut.tensors[t].bits)
         read, written = tuple(number[t] for t in part.inputs), tuple(number[t] for t in part.outputs)
         builder.operators.append(Operator(part.equation, read, written, path, label))
-    stand_in.update((out, number[local]) for local, out in zip(cut.outputs, outputs, strict=True) if number[local] != out)
+    stand_in.update(
+        (out, number[local]) for local, out in zip(cut.outputs, outputs, strict=True) if number[local] != out
+    )
     return [number[t] for t in cut.needs]
 
 

@@ -1,7 +1,6 @@
 """``@memory_encoded``: a whole module or function as one stage behind ``jax.custom_vjp``."""
 
 import contextlib
-import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,17 +24,19 @@ from jaxpipe.storage import CODEC_SETS, CODECS
 #: Stash leaves carry a ``checkpoint_name`` that starts with this; see ``jaxpipe.report``.
 STASH_LABEL = "jaxpipe"
 
-_enabled: contextvars.ContextVar[bool] = contextvars.ContextVar("enabled", default=True)
+# A context that JAX's tracing caches know of: a jitted function is traced anew inside `without_encoding`.
+_enabled = jax.make_user_context(default_value=True)
 
 
 @contextlib.contextmanager
 def without_encoding() -> Iterator[None]:
     """Run decorated modules and functions as if they were not decorated."""
-    token = _enabled.set(False)
-    try:
+    with _enabled(False):
         yield
-    finally:
-        _enabled.reset(token)
+
+
+def _is_enabled() -> bool:
+    return bool(_enabled.value)
 
 
 def memory_encoded(target: Any = None, *, codecs: str | Iterable[str] = "fast") -> Any:
@@ -82,7 +83,7 @@ def memory_encoded(target: Any = None, *, codecs: str | Iterable[str] = "fast") 
         return functools.partial(memory_encoded, codecs=codecs)
     run = functools.partial(run_encoded, codecs=names)
     if inspect.isclass(target) and issubclass(target, nn.Module):
-        return linen.transform_class(target, run, _enabled.get)
+        return linen.transform_class(target, run, _is_enabled)
     if inspect.isclass(target) and issubclass(target, nnx.Module):
         return _encode_nnx_class(target, names)
     if isinstance(target, (nn.Module, nnx.Module)):
@@ -118,11 +119,11 @@ def codec_names(codecs: str | Iterable[str]) -> frozenset[str]:
 
 def _encode_function(function: Callable[..., Any], codecs: frozenset[str]) -> Callable[..., Any]:
     run = functools.partial(run_encoded, codecs=codecs)
-    method = linen.transform_method(function, run, _enabled.get)
+    method = linen.transform_method(function, run, _is_enabled)
 
     @functools.wraps(function)
     def encoded(*args: Any, **kwargs: Any) -> Any:
-        if not _enabled.get():
+        if not _is_enabled():
             return function(*args, **kwargs)
         if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
             return method(*args, **kwargs)
@@ -132,7 +133,7 @@ def _encode_function(function: Callable[..., Any], codecs: frozenset[str]) -> Ca
 
 
 def _encode_nnx_class(cls: type[nnx.Module], codecs: frozenset[str]) -> type[nnx.Module]:
-    if not callable(getattr(cls, "__call__", None)):
+    if not any("__call__" in vars(base) for base in cls.__mro__):
         raise TargetError(
             f"memory_encoded was given the NNX module {cls.__name__}, which has no __call__. Define __call__, or "
             "decorate the method that computes."
@@ -148,7 +149,8 @@ def _encode_nnx_class(cls: type[nnx.Module], codecs: frozenset[str]) -> type[nnx
         "__doc__": cls.__doc__,
         "__call__": functools.wraps(cls.__call__)(_encode_function(call, codecs)),
     }
-    return type(cls)(cls.__name__, (cls,), body)
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (cls,), body)
 
 
 def run_encoded(call: PureCall, *, codecs: frozenset[str]) -> Any:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from jax import core
 import numpy as np
+from jax import core
 
 from jaxpipe import _compat
 
@@ -35,14 +35,17 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Dimensions."""
         return self.aval.shape
 
     @property
     def dtype(self) -> Any:
+        """Element type."""
         return self.aval.dtype
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
 
@@ -63,6 +66,7 @@ class Operator:
 
     @property
     def name(self) -> str:
+        """The primitive."""
         return "call_boundary" if self.equation is None else self.equation.primitive.name
 
     @property
@@ -75,10 +79,12 @@ class Operator:
 
     @property
     def params(self) -> Mapping[str, Any]:
+        """The primitive's parameters."""
         return {} if self.equation is None else self.equation.params
 
     @property
     def has_effects(self) -> bool:
+        """Whether running it does more than compute."""
         return self.equation is not None and bool(self.equation.effects)
 
     @functools.cached_property
@@ -141,8 +147,13 @@ class Graph:
     def section(self, start: int, stop: int) -> "Graph":
         """Operators ``start:stop`` as a graph of their own.
 
-        Its inputs are the tensors that the section reads and does not make, its outputs those that the rest of
-        the graph reads or returns. Tensors keep their numbers, so sections can be joined again.
+        Its inputs are the tensors that it reads and does not make, its outputs those it makes that the rest of the
+        graph needs. A tensor made before the section and needed after it passes through: it is an input and an
+        output, so that a chain of sections hands everything from neighbour to neighbour, and cotangents are summed
+        in the order of the whole graph. Tensors keep their numbers.
+
+        Raises:
+          ValueError: if the range is not within the graph.
         """
         if not 0 <= start <= stop <= len(self.operators):
             raise ValueError(
@@ -150,15 +161,17 @@ class Graph:
                 f"{len(self.operators)} operators; it needs 0 <= start <= stop <= {len(self.operators)}."
             )
         body = self.operators[start:stop]
-        made = {t for op in body for t in op.outputs}
-        read = ordered(t for op in body for t in op.inputs)
-        later = {t for op in self.operators[stop:] for t in op.inputs} | set(self.outputs)
-        inputs = tuple(t for t in read if t not in made and t not in self.constants)
+        made = ordered(t for op in body for t in op.outputs)
+        earlier = {t for op in self.operators[:start] for t in op.outputs}
+        later = ordered((*(t for op in self.operators[stop:] for t in op.inputs), *self.outputs))
+        passing = [t for t in later if t in earlier]
+        read = [t for op in body for t in op.inputs if t not in made and t not in self.constants]
+        inputs = tuple(ordered((*read, *passing)))
         return replace(
             self,
             operators=body,
             inputs=inputs,
-            outputs=tuple(t for t in ordered(t for op in body for t in op.outputs) if t in later),
+            outputs=tuple(ordered((*(t for t in made if t in later), *passing))),
             parameters=self.parameters & set(inputs),
         )
 
@@ -264,7 +277,9 @@ class GraphBuilder:
         ]
         if many:
             outer = [arguments[k] for k in many]
-            for k, number in zip(many, self.emit(None, outer, path, [self.tensors[t].aval for t in outer]), strict=True):
+            for k, number in zip(
+                many, self.emit(None, outer, path, [self.tensors[t].aval for t in outer]), strict=True
+            ):
                 arguments[k] = number
         return arguments
 

@@ -33,7 +33,8 @@ def transform_class(cls: type[nn.Module], runner: Runner, enabled: Callable[[], 
             if public and inspect.isfunction(value) and name not in ("setup", "lazy_init"):
                 methods[name] = transform_method(value, runner, enabled, owner=cls)
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, **methods}
-    return type(cls)(cls.__name__, (cls,), body)
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (cls,), body)
 
 
 def transform_method(

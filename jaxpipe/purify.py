@@ -12,7 +12,8 @@ import contextvars
 import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -164,6 +165,7 @@ class Result:
         self.count = 0
 
     def take(self, output: Any) -> list[Any]:
+        """The arrays of a result."""
         leaves, self._treedef = jax.tree.flatten(output)
         self._static = [None if is_array(x) else (x,) for x in leaves]
         arrays = [x for x in leaves if is_array(x)]
@@ -171,6 +173,7 @@ class Result:
         return arrays
 
     def give(self, arrays: Sequence[Any]) -> Any:
+        """The result with other arrays."""
         new = iter(arrays)
         return jax.tree.unflatten(self._treedef, [next(new) if s is None else s[0] for s in self._static])
 
@@ -250,7 +253,9 @@ def _name(path: Sequence[Any]) -> str:
     return str(getattr(first, "idx", getattr(first, "key", first))) + jax.tree_util.keystr(tuple(rest))
 
 
-_scopes: contextvars.ContextVar[Mapping[int, tuple[str, ...]]] = contextvars.ContextVar("scopes", default={})
+_scopes: contextvars.ContextVar[Mapping[int, tuple[str, ...]]] = contextvars.ContextVar(
+    "scopes", default=MappingProxyType({})
+)
 _here: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("here", default=())
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax import core
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -138,7 +139,7 @@ def _residuals(
         return jax.tree.leaves(pullback)
 
     builder = GraphBuilder()
-    inputs = [builder.tensor(jax.core.ShapedArray(leaf.shape, leaf.dtype)) for leaf in leaves]
+    inputs = [builder.tensor(core.ShapedArray(leaf.shape, leaf.dtype)) for leaf in leaves]
     outputs = dict.fromkeys(builder.read(jax.make_jaxpr(saved)(*leaves), inputs))
     dependent = set(inputs)
     producers = {}

@@ -59,8 +59,10 @@ class Stage:
         """Shape and dtype of each stash leaf."""
         numbers = self.storage.stored
         return tuple(
-            jax.eval_shape(lambda x, t=t: _encode(x, self.graph.tensors[t], self.storage.choices[t]),
-                           jax.ShapeDtypeStruct(self.graph.tensors[t].shape, self.graph.tensors[t].dtype))
+            jax.eval_shape(
+                lambda x, t=t: _encode(x, self.graph.tensors[t], self.storage.choices[t]),
+                jax.ShapeDtypeStruct(self.graph.tensors[t].shape, self.graph.tensors[t].dtype),
+            )
             for t in numbers
         )
 
@@ -90,9 +92,7 @@ def assemble(linearization: Linearization, storage: StoragePlan) -> Stage:
     check_plan(linearization, storage)
     deferred, input_steps, weight_steps = _split(linearization)
     made = {t for step in weight_steps for t in step.cotangents_out}
-    saved = tuple(
-        ordered(t for step in weight_steps for t in step.cotangents_in if t not in made or t not in deferred)
-    )
+    saved = tuple(ordered(t for step in weight_steps for t in step.cotangents_in if t not in made or t not in deferred))
     weight_part = tuple(t for t in linearization.wrt if t in deferred)
     return Stage(
         linearization=linearization,
@@ -204,7 +204,8 @@ class _Recall:
         if missing:
             program = self._derivation(missing)
             loads = ordered(
-                t for t in (*missing, *(u for op in program for u in op.inputs))
+                t
+                for t in (*missing, *(u for op in program for u in op.inputs))
                 if t not in self._values and t in self._stash
             )
             tied = _compat.tie([self._stash[t] for t in loads], after)

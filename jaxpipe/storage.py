@@ -30,6 +30,7 @@ class Storage(enum.Enum):
 
     @property
     def is_stored(self) -> bool:
+        """Whether the tensor is part of the stash."""
         return self in (Storage.KEEP, Storage.MASK, Storage.POOL_INDEX)
 
 

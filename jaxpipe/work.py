@@ -6,22 +6,105 @@ from jaxpipe.graph import GraphBuilder, Operator
 
 #: Operators that move or rename elements and compute nothing.
 VIEWS = frozenset(
-    """broadcast_in_dim copy copy_p expand_dims iota name pcast pvary random_unwrap random_wrap reshape rev sharding_constraint slice
-    split squeeze transpose""".split()
+    [
+        "broadcast_in_dim",
+        "copy",
+        "copy_p",
+        "expand_dims",
+        "iota",
+        "name",
+        "pcast",
+        "pvary",
+        "random_unwrap",
+        "random_wrap",
+        "reshape",
+        "rev",
+        "sharding_constraint",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+    ]
 )
 
 #: One or a few machine operations for each element, no element read twice.
 ARITHMETIC = frozenset(
-    """abs add add_any and bitcast_convert_type ceil clamp concatenate convert_element_type div eq floor ge gt
-    imag integer_pow is_finite le lt max min mul ne neg nextafter not or pad population_count real
-    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sqrt
-    square stop_gradient sub xor""".split()
+    [
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "bitcast_convert_type",
+        "ceil",
+        "clamp",
+        "concatenate",
+        "convert_element_type",
+        "div",
+        "eq",
+        "floor",
+        "ge",
+        "gt",
+        "imag",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "pad",
+        "population_count",
+        "real",
+        "reduce_precision",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "xor",
+    ]
 )
 
 #: Tens of machine operations for each element.
 TRANSCENDENTAL = frozenset(
-    """acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erf_inv erfc exp exp2 expm1 log log1p logistic
-    pow sin sinh tan tanh""".split()
+    [
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cbrt",
+        "cos",
+        "cosh",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "logistic",
+        "pow",
+        "sin",
+        "sinh",
+        "tan",
+        "tanh",
+    ]
 )
 
 

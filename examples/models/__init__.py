@@ -14,6 +14,7 @@ from .transformer import Transformer
 from .unet import UNet
 from .vgg import VGG16
 
+
 __all__ = [
     "VGG16",
     "AlexNet",

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+
 # Channels of the (1x1, 3x3 reduction, 3x3, 5x5 reduction, 5x5, pool projection) convolutions.
 Channels = tuple[int, int, int, int, int, int]
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+
 Params = list[dict[str, jax.Array]]
 
 

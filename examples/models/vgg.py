@@ -7,6 +7,7 @@ arXiv:1409.1556.
 import flax.linen as nn
 import jax
 
+
 _BLOCKS = ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8))  # (convolutions, channels / width)
 
 

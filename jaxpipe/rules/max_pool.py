@@ -8,6 +8,7 @@ A ReLU before the pool needs no mask of its own: its cotangent is zero everywher
 each *output* element, "was the maximum positive", does the same.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -70,13 +71,13 @@ def find_maxima(
     padded = lax.pad(values, lowest, [(low, high, 0) for low, high in padding])
     counts = [(n - k) // s + 1 for n, k, s in zip(padded.shape, window, strides, strict=True)]
     dtype = jnp.uint8 if position_bits(window) <= 8 else jnp.uint16
-    position, selected = None, None
-    for code, offset in enumerate(itertools.product(*map(range, window))):
+    candidates = []
+    for offset in itertools.product(*map(range, window)):
         limit = [o + (n - 1) * s + 1 for o, n, s in zip(offset, counts, strides, strict=True)]
-        candidate = lax.slice(padded, offset, limit, strides)
-        if selected is None:
-            position, selected = lax.full_like(candidate, 0, dtype), candidate
-            continue
+        candidates.append(lax.slice(padded, offset, limit, strides))
+    selected = candidates[0]
+    position = lax.full_like(selected, 0, dtype)
+    for code, candidate in enumerate(candidates[1:], start=1):
         keep = selected >= candidate
         position = lax.select(keep, position, lax.full_like(position, code))
         selected = lax.select(keep, selected, candidate)
@@ -99,29 +100,26 @@ def scatter_to_maxima(
     """
     reach = [-(-k // s) for k, s in zip(window, strides, strict=True)]
     padded = [n + low + high for n, (low, high) in zip(shape, padding, strict=True)]
-    cells = [
-        max(-(-n // s), o + t - 1)
-        for n, s, o, t in zip(padded, strides, cotangent.shape, reach, strict=True)
-    ]
+    cells = [max(-(-n // s), o + t - 1) for n, s, o, t in zip(padded, strides, cotangent.shape, reach, strict=True)]
     interleaved = [side for cell, s in zip(cells, strides, strict=True) for side in (cell, s)]
     flat = np.arange(math.prod(window)).reshape(window)
     nowhere = math.prod(window)
-    total = None
+    # A sum that starts at zero never gives -0.0, so no cotangent may bring one in.
+    cotangent = jnp.where(cotangent != 0, cotangent, jnp.zeros((), cotangent.dtype))
+    position = position.astype(jnp.uint8 if nowhere < 256 else jnp.int32)
+    terms = []
     for shift in itertools.product(*(range(t - 1, -1, -1) for t in reach)):
         places = [(t, cell - n - t, 0) for t, cell, n in zip(shift, cells, cotangent.shape, strict=True)]
         # Which position leads to offset r inside a cell; `nowhere` beyond the window.
-        code = np.full(strides, nowhere, np.int32)
+        code = np.full(strides, nowhere, position.dtype)
         inside = tuple(slice(0, max(0, min(s, k - s * t))) for s, k, t in zip(strides, window, shift, strict=True))
         source = tuple(slice(s * t, s * t + s) for s, t in zip(strides, shift, strict=True))
         code[inside] = flat[source]
         spread = [side for s in strides for side in (1, s)]
-        there = _interleave(lax.pad(position, np.zeros((), position.dtype), places)).astype(jnp.int32)
+        hit = _interleave(lax.pad(position, np.zeros((), position.dtype), places)) == code.reshape(spread)
         value = _interleave(lax.pad(cotangent, np.zeros((), cotangent.dtype), places))
-        # A sum that starts at zero never gives -0.0; neither may a single -0.0.
-        hit = (there == code.reshape(spread)) & (value != 0)
-        term = jnp.where(hit, jnp.broadcast_to(value, interleaved), jnp.zeros((), cotangent.dtype))
-        total = term if total is None else total + term
-    full = lax.reshape(total, [cell * s for cell, s in zip(cells, strides, strict=True)])
+        terms.append(jnp.where(hit, jnp.broadcast_to(value, interleaved), jnp.zeros((), cotangent.dtype)))
+    full = lax.reshape(functools.reduce(jnp.add, terms), [cell * s for cell, s in zip(cells, strides, strict=True)])
     starts = [low for low, _ in padding]
     return lax.slice(full, starts, [low + n for low, n in zip(starts, shape, strict=True)])
 

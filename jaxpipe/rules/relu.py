@@ -19,11 +19,11 @@ def applies(op: Operator) -> bool:
     Recognised by what it computes, not by name: ``jnp.maximum(x, 0)`` halves the cotangent at a tie and is no ReLU
     in this sense; a user's function of the same form is.
     """
-    if op.name != "custom_jvp_call" or len(op.inputs) != 1:
+    if op.name != "custom_jvp_call" or len(op.equation.invars) != 1:
         return False
     builder = GraphBuilder()
     body = op.params["call_jaxpr"]
-    aval = _compat.open_jaxpr(body)[0].invars[0].aval
+    aval = op.equation.invars[0].aval
     outputs = builder.read(body, [builder.tensor(aval)])
     if [part.name for part in builder.operators] != ["max"] or outputs != list(builder.operators[0].outputs):
         return False

@@ -1,0 +1,29 @@
+"""Comparisons of trees of arrays: bit for bit, and by global L2."""
+
+import jax
+import numpy as np
+
+
+def raw(x) -> np.ndarray:
+    """The array's bits; random keys by their key data."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}") if x.dtype.kind in "fV" else x
+
+
+def assert_same_bits(actual, expected) -> None:
+    """Equal in structure, shape, dtype and every bit, signs of zero and NaN included."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), (_, b) in zip(*map(jax.tree_util.tree_leaves_with_path, (actual, expected)), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), jax.tree_util.keystr(path)
+        differing = int((raw(a) != raw(b)).sum())
+        assert differing == 0, f"{differing} of {a.size} elements differ at {jax.tree_util.keystr(path)}"
+
+
+def relative_l2(actual, expected) -> float:
+    """``|actual - expected| / |expected|`` over all leaves together, in float64."""
+    leaves = list(zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True))
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in leaves]
+    error = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in pairs))
+    return float(error / np.sqrt(sum(np.sum(b**2) for _, b in pairs)))

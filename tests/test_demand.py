@@ -1,0 +1,103 @@
+"""What each operator's backward pass needs, as literal tables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpipe import demand
+from jaxpipe.graph import trace
+
+
+X = jnp.ones((4, 6))
+
+
+def needed(function, *args, wrt=None, **options):
+    """dtype and shape of every tensor that the backward pass reads and that depends on an argument."""
+    graph = trace(lambda *a: [function(*a)], *args)
+    inputs = graph.inputs if wrt is None else [graph.inputs[k] for k in wrt]
+    result = demand.linearize(graph, inputs, **options)
+    dependent = set(result.graph.inputs)
+    for op in result.graph.operators:
+        if not dependent.isdisjoint(op.inputs):
+            dependent.update(op.outputs)
+    tensors = [result.graph.tensors[t] for t in result.needs if t in dependent]
+    return [f"{t.dtype}[{','.join(map(str, t.shape))}]" for t in tensors]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x + 1, []),
+        (lambda x: x.reshape(6, 4).T[1:3], []),
+        (lambda x: x.sum(0), []),
+        (lambda x: jnp.concatenate([x, 2 * x]), []),
+        (lambda x: jnp.pad(x, 1), []),
+        (lambda x: jnp.cumsum(x, 0), []),
+        (jax.nn.relu, ["bool[4,6]"]),
+        (jnp.abs, ["bool[4,6]"]),
+        (lambda x: jnp.where(x > 0, x, 3.0), ["bool[4,6]"]),
+        (jnp.exp, ["float32[4,6]"]),
+        (jnp.floor, []),
+        (jax.lax.stop_gradient, []),
+    ],
+)
+def test_needs_of_one_operator(function, expected):
+    assert needed(function, X) == expected
+
+
+def test_exp_needs_its_output_and_log_its_input():
+    graph = trace(lambda x: [jnp.exp(x)], X)
+    assert demand.linearize(graph, graph.inputs).needs == graph.outputs
+    graph = trace(lambda x: [jnp.log(x)], X)
+    assert demand.linearize(graph, graph.inputs).needs == graph.inputs
+
+
+def test_a_product_needs_only_the_factor_of_what_moves():
+    w = jnp.ones((6, 3))
+    assert needed(lambda x, w: x @ w, X, w) == ["float32[4,6]", "float32[6,3]"]
+    assert needed(lambda x, w: x @ w, X, w, wrt=[0]) == ["float32[6,3]"]
+    assert needed(lambda x, w: x @ w, X, w, wrt=[1]) == ["float32[4,6]"]
+
+
+def test_max_pool_needs_positions_or_its_input():
+    def pool(x):
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID")
+
+    assert "float32[4,6]" not in needed(pool, X)
+    assert needed(pool, X, pool_index=False) == ["float32[4,6]"]
+
+
+@pytest.mark.core
+def test_opaque_operators_use_their_own_vjp():
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
+    assert needed(clipped, X) == []
+    assert needed(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))), X) == ["float32[4,6]"]
+    stacked = needed(lambda x: jax.lax.scan(lambda c, _: (jnp.exp(c), None), x, length=3)[0], X)
+    assert stacked == ["float32[3,4,6]"]
+
+
+def test_what_leads_to_no_output_is_not_differentiated():
+    graph = trace(lambda x: [jnp.sin(x), jnp.argmax(jnp.exp(x))], X)
+    assert [step.name for step in demand.linearize(graph, graph.inputs).backward] == ["sin"]
+
+
+def test_equal_operators_share_a_cut():
+    graph = trace(lambda x: [jnp.sin(jnp.sin(jnp.sin(x)))], X)
+    programs = {id(step.program) for step in demand.linearize(graph, graph.inputs).backward}
+    assert len(programs) == 1
+
+
+def test_cotangents_of_an_unused_output_are_zero():
+    def two(x):
+        carry, _rows = jax.lax.scan(lambda c, r: (c * r, jnp.sin(r)), jnp.ones(6), x)
+        return [carry]
+
+    graph = trace(two, X)
+    (step,) = [s for s in demand.linearize(graph, graph.inputs).backward if s.name == "scan"]
+    assert np.all([t in (*graph.outputs, *step.cotangents_in) for t in graph.outputs])

@@ -1,0 +1,102 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpipe import memory_encoded
+from jaxpipe.graph import encoded_codecs, trace
+
+
+def names(graph):
+    return [op.name for op in graph.operators]
+
+
+@pytest.mark.core
+def test_inlines_jit_and_keeps_module_paths():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jax.jit(jnp.sin)(nn.Dense(3, use_bias=False)(x))
+
+    net, x = Net(), jnp.ones((2, 4))
+    w = net.init(jax.random.key(0), x)["params"]["Dense_0"]["kernel"]
+    graph = trace(lambda w, x: [net.apply({"params": {"Dense_0": {"kernel": w}}}, x)], w, x)
+    assert [(op.name, op.path) for op in graph.operators] == [("dot_general", "Net/Dense_0"), ("sin", "Net")]
+
+
+def test_marks_the_border_of_a_call_that_uses_an_argument_twice():
+    graph = trace(lambda x: [jax.jit(lambda a: a * a + a)(x), x + 1], jnp.ones(3))
+    assert names(graph)[0] == "call_boundary"
+    assert names(trace(lambda x: [jax.jit(lambda a: a + 1)(x)], jnp.ones(3))) == ["add"]
+
+
+@pytest.mark.core
+def test_operators_with_a_derivative_of_their_own_stay_whole():
+    def body(x):
+        y, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c), None), x, length=3)
+        return [jax.nn.relu(y), jax.checkpoint(jnp.sin)(x), jax.lax.cond(x[0] > 0, jnp.cos, jnp.sin, x)]
+
+    wholes = names(trace(body, jnp.ones(3)))
+    assert {"scan", "custom_jvp_call", "cond"} <= set(wholes)
+    assert any(name.startswith(("checkpoint", "remat")) for name in wholes)
+
+
+def test_nested_memory_encoded_is_inlined_and_recognised():
+    inner = memory_encoded(lambda x: jnp.sin(x) * 2, codecs={"mask"})
+    closed = jax.make_jaxpr(inner)(jnp.ones(3))
+    assert encoded_codecs(closed.eqns[0]) == "mask"
+    assert names(trace(lambda x: [inner(x)], jnp.ones(3))) == ["sin", "mul"]
+
+
+def test_dead_operators_are_dropped():
+    graph = trace(lambda x: [(jnp.sin(x), jnp.cos(x))[1]], jnp.ones(3))
+    assert names(graph) == ["cos"]
+
+
+@pytest.mark.core
+def test_sections_put_together_are_the_whole():
+    def body(w, x):
+        h = jnp.sin(x @ w)
+        skip = h * 2
+        return [jnp.tanh(skip + jnp.cos(h)), skip.sum()]
+
+    w, x = np.random.default_rng(0).normal(size=(2, 4, 4)).astype(np.float32)
+    graph = trace(body, w, x)
+    expected = body(w, x)
+    for cut in range(1, len(graph.operators)):
+        first, second = graph.section(0, cut), graph.section(cut, len(graph.operators))
+        known = dict(zip(graph.inputs, (w, x), strict=True))
+        for part in (first, second):
+            known.update(zip(part.outputs, part.evaluate([known[t] for t in part.inputs]), strict=True))
+        for t, value in zip(graph.outputs, expected, strict=True):
+            assert np.array_equal(known[t], value)
+
+
+def test_a_section_passes_on_what_later_ones_need():
+    graph = trace(lambda x: [(lambda h: jnp.cos(jnp.tan(h)) * h)(jnp.sin(x))], jnp.ones(3))
+    assert names(graph) == ["sin", "tan", "cos", "mul"]
+    skip = graph.operators[0].outputs[0]
+    middle = graph.section(2, 3)
+    assert skip in middle.inputs and skip in middle.outputs
+    assert graph.inputs[0] not in middle.inputs
+
+
+def test_section_out_of_range():
+    graph = trace(lambda x: [jnp.sin(x)], jnp.ones(3))
+    with pytest.raises(ValueError, match=r"operators 0:5, but the graph has 1 operators"):
+        graph.section(0, 5)
+
+
+def test_derived_from_parameters():
+    table = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+
+    def body(w, x):
+        return [x @ (w.T * 2), w @ table]
+
+    graph = trace(body, jnp.ones((3, 2)), jnp.ones((4, 2))).with_parameters([True, False])
+    derived = graph.derived_from_parameters()
+    made = {op.name: op.outputs[0] for op in graph.operators if op.name != "dot_general"}
+    assert made["transpose"] in derived and made["mul"] in derived
+    # Neither what depends on the input, nor what depends on a constant array (it may be a batch).
+    assert all(op.outputs[0] not in derived for op in graph.operators if op.name == "dot_general")

@@ -1,0 +1,108 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_same_bits
+from flax import nnx
+
+from jaxpipe import memory_encoded
+from jaxpipe.purify import Role, purify
+
+
+class Tied(nnx.Module):
+    """An embedding that is also the last layer, with every kind of variable."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(5, 4, rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(4, 4, rngs=rngs)])
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.table = self.embed.embedding
+
+    def __call__(self, rows):
+        x = self.dropout(self.norm(self.blocks[0](self.embed(rows))))
+        self.seen = nnx.BatchStat(x.mean())
+        return x @ self.table.T
+
+
+@pytest.fixture
+def model():
+    return Tied(nnx.Rngs(0))
+
+
+@pytest.mark.core
+def test_roles_and_names_in_the_models_own_layout(model):
+    call = purify(model, jnp.arange(3))
+    roles = dict(zip(call.names, call.roles, strict=True))
+    assert roles == {
+        "blocks/0/bias": Role.PARAMETER,
+        "blocks/0/kernel": Role.PARAMETER,
+        "dropout/rngs/count": Role.KEY,
+        "dropout/rngs/key": Role.KEY,
+        "embed/embedding": Role.PARAMETER,
+        "norm/bias": Role.PARAMETER,
+        "norm/mean": Role.STATE,
+        "norm/scale": Role.PARAMETER,
+        "norm/var": Role.STATE,
+        "1": Role.INPUT,
+    }
+    assert np.array_equal(call.select(Role.PARAMETER)["embed/embedding"], model.embed.embedding[...])
+
+
+@pytest.mark.core
+def test_tied_parameters_are_found(model):
+    assert [set(group) for group in purify(model, jnp.arange(3)).tied] == [{"embed/embedding", "table"}]
+
+
+def test_state_is_written_back_and_new_variables_are_added(model):
+    other = Tied(nnx.Rngs(0))
+    rows = jnp.arange(3)
+    expected = other(rows)
+    call = purify(model, rows)
+    outputs = call.function(*call.leaves)
+    assert not hasattr(model, "seen") and int(model.dropout.rngs.count[...]) == 0
+    assert_same_bits(call.finish(outputs), expected)
+    assert_same_bits(nnx.state(model), nnx.state(other))
+    assert int(model.dropout.rngs.count[...]) == 1 and hasattr(model, "seen")
+    assert model.table is model.embed.embedding
+
+
+def test_only_what_changed_is_returned(model):
+    call = purify(lambda m, x: m.blocks[0](x), model, jnp.ones((1, 4)))
+    assert len(jax.eval_shape(call.function, *call.leaves)) == 1
+
+
+@pytest.mark.core
+def test_tied_gradients_through_the_decorator(model):
+    def loss(m, rows):
+        return (m(rows) ** 2).sum()
+
+    encoded = memory_encoded(Tied)(nnx.Rngs(0))
+    rows = jnp.arange(3)
+    expected, actual = nnx.grad(loss)(model, rows), nnx.grad(loss)(encoded, rows)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert np.allclose(a, b, rtol=1e-5, atol=1e-6)  # eager: some of JAX's functions are jitted, ours run alone
+
+
+def test_two_modules_that_share_a_part():
+    shared = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    class Part(nnx.Module):
+        def __init__(self, linear):
+            self.linear = linear
+
+    one, two = Part(shared), Part(shared)
+    call = purify(lambda a, b, x: a.linear(b.linear(x)), one, two, jnp.ones((1, 2)))
+    assert sum(role is Role.PARAMETER for role in call.roles) == 2
+    assert call.names[:2] == ("0/linear/bias", "0/linear/kernel")
+
+
+def test_arrays_in_a_container_are_held_and_bare_arrays_are_not():
+    call = purify(lambda p, x, *, flag: x, {"w": jnp.ones(2)}, jnp.ones(3), flag=True)
+    assert dict(zip(call.names, call.held, strict=True)) == {"0['w']": True, "1": False}
+
+
+def test_modules_run_under_their_paths(model):
+    call = purify(model, jnp.arange(3))
+    paths = {str(eqn.source_info.name_stack) for eqn in jax.make_jaxpr(call.function)(*call.leaves).eqns}
+    assert {"Tied", "Tied/embed", "Tied/blocks/0", "Tied/norm", "Tied/dropout"} <= paths

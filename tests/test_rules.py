@@ -1,0 +1,120 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_same_bits
+from jax import lax
+
+from jaxpipe import demand, rules, stage, storage
+from jaxpipe.graph import trace
+from jaxpipe.rules import max_pool, relu
+
+
+def pool(x, window, strides, padding):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, *window, 1), (1, *strides, 1), padding)
+
+
+def special(rng, shape, dtype):
+    """Values with ties, zeros of both signs, infinities and NaN."""
+    values = rng.choice([-2.0, -1.0, -0.0, 0.0, 1.0, 2.0], shape)
+    spoiled = rng.random(shape)
+    values[spoiled < 0.04] = np.nan
+    values[(spoiled > 0.04) & (spoiled < 0.08)] = -np.inf
+    values[(spoiled > 0.08) & (spoiled < 0.12)] = np.inf
+    return jnp.asarray(values, dtype)
+
+
+def encoded_vjp(function, x, cotangent):
+    graph = trace(lambda x: [function(x)], x)
+    built = stage.build(graph, graph.inputs)
+    outputs, stash = stage.forward(built, [x])
+    (gradient,) = stage.backward(built, [], stash, [cotangent])
+    return outputs[0], gradient
+
+
+WINDOWS = [
+    ((2, 2), (2, 2)),
+    ((3, 3), (2, 2)),
+    ((3, 3), (1, 1)),
+    ((2, 3), (3, 2)),
+    ((1, 2), (1, 1)),
+    ((4, 5), (2, 3)),
+    ((5, 5), (5, 4)),
+]
+
+
+@pytest.mark.parametrize("before", [lambda x: x, jax.nn.relu], ids=["pool", "relu-pool"])
+@pytest.mark.parametrize("padding", ["SAME", "VALID", ((0, 0), (1, 0), (2, 1), (0, 0))], ids=["same", "valid", "own"])
+@pytest.mark.parametrize(("window", "strides"), WINDOWS)
+def test_max_pool_gradient_is_that_of_jax_bit_for_bit(window, strides, padding, before):
+    rng = np.random.default_rng(0)
+    shape, dtype = (2, 7, 8, 3), jnp.bfloat16 if window == (3, 3) else jnp.float32
+
+    def function(x):
+        return pool(before(x), window, strides, padding)
+
+    def plain(x, cotangent):
+        y, pullback = jax.vjp(function, x)
+        return y, pullback(cotangent)[0]
+
+    out = jax.eval_shape(function, jax.ShapeDtypeStruct(shape, dtype)).shape
+    expected, actual = jax.jit(plain), jax.jit(lambda x, ct: encoded_vjp(function, x, ct))
+    for x in (special(rng, shape, dtype), jnp.asarray(rng.normal(size=shape), dtype), jnp.zeros(shape, dtype)):
+        for cotangent in (special(rng, out, dtype), jnp.asarray(rng.normal(size=out), dtype)):
+            assert_same_bits(actual(x, cotangent), expected(x, cotangent))
+
+
+@pytest.mark.core
+def test_relu_before_a_pool_stores_nothing_at_full_size():
+    graph = trace(lambda x: [pool(jax.nn.relu(x), (2, 2), (2, 2), "VALID")], jnp.ones((2, 8, 8, 4)))
+    linearization = demand.linearize(graph, graph.inputs)
+    plan = storage.default_plan(linearization)
+    stored = sorted((storage.stored_bytes(linearization.graph.tensors[t], plan.choices[t])) for t in plan.stored)
+    # 2 * 4 * 4 * 4 outputs: 1 bit each for the sign, 2 bits each for the position.
+    assert stored == [16, 32]
+
+
+def test_a_relu_that_others_read_keeps_its_own_predicate():
+    def both(x):
+        y = jax.nn.relu(x)
+        return [pool(y, (2, 2), (2, 2), "VALID"), jnp.sin(y)]
+
+    graph = trace(both, jnp.ones((1, 4, 4, 1)))
+    (match,) = rules.find(graph).values()
+    assert match.name == "max_pool"
+
+
+def test_position_bits():
+    assert [max_pool.position_bits(w) for w in ((1, 2), (2, 2), (3, 3), (5, 5), (17, 17))] == [1, 2, 4, 8, 16]
+
+
+def straight_through():
+    @jax.custom_jvp
+    def same_body_other_derivative(x):
+        return jnp.maximum(x, 0.0)
+
+    @same_body_other_derivative.defjvp
+    def rule(primals, tangents):
+        return jnp.maximum(primals[0], 0.0), tangents[0]
+
+    return same_body_other_derivative
+
+
+@pytest.mark.core
+def test_relu_is_recognised_by_what_it_computes():
+    def only(function):
+        (op,) = trace(lambda x: [function(x)], jnp.ones((2, 3))).operators[-1:]
+        return relu.applies(op)
+
+    assert only(jax.nn.relu)
+    assert not only(jax.nn.relu6)
+    assert not only(lambda x: jnp.maximum(x, 0))
+    assert not only(straight_through())
+    assert not only(jax.nn.softplus)
+
+
+def test_a_straight_through_relu_before_a_pool_keeps_its_derivative():
+    function = lambda x: pool(straight_through()(x), (2, 2), (2, 2), "VALID")  # noqa: E731
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, 4, 2)), jnp.float32) - 2
+    expected, pullback = jax.vjp(function, x)
+    assert_same_bits(encoded_vjp(function, x, jnp.ones_like(expected))[1], pullback(jnp.ones_like(expected))[0])

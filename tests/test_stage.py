@@ -1,0 +1,118 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_same_bits
+from models import LINEN
+
+from jaxpipe import stage
+from jaxpipe.graph import trace
+
+
+def traced(name):
+    """A model's loss as a graph, its arguments, and plain gradients, operator by operator."""
+    loss, (params, rest, x) = LINEN[name].losses(lambda cls: cls)
+    leaves, treedef = jax.tree.flatten(params)
+
+    def flat(*leaves):
+        value, _ = loss(jax.tree.unflatten(treedef, leaves), rest, x)
+        return value
+
+    with jax.disable_jit():
+        graph = trace(lambda *leaves: [flat(*leaves)], *leaves)
+        expected = jax.value_and_grad(flat, argnums=tuple(range(len(leaves))))(*leaves)
+    return graph.with_parameters([True] * len(leaves)), leaves, expected
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_the_split_backward_pass_is_the_whole_one(name):
+    graph, leaves, (value, gradients) = traced(name)
+    built = stage.build(graph, graph.inputs)
+    parameters = [leaves[graph.inputs.index(t)] for t in built.parameters]
+    with jax.disable_jit():
+        (output,), stash = stage.forward(built, leaves)
+        whole = stage.backward(built, parameters, stash, [jnp.ones(())])
+        early, saved = stage.backward_input(built, parameters, stash, [jnp.ones(())])
+        late = stage.backward_weight(built, parameters, stash, saved)
+    assert output == value
+    assert_same_bits(whole, list(gradients))
+    parts = dict(zip(built.input_part, early, strict=True)) | dict(zip(built.weight_part, late, strict=True))
+    assert_same_bits([parts[t] for t in graph.inputs], list(gradients))
+    assert built.weight_part and built.input_part
+
+
+def test_delayed_are_the_weights_of_products_and_nothing_large_is_saved_twice():
+    def two(x, w1, b1, w2):
+        return [jax.nn.relu(x @ w1.astype(jnp.float32) + b1) @ w2]
+
+    shapes = [(4, 8), (8, 8), (8,), (8, 3)]
+    graph = trace(two, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    graph = graph.with_parameters([False, True, True, True])
+    built = stage.build(graph, graph.inputs)
+    x, w1, b1, w2 = graph.inputs
+    assert built.input_part == (x, b1) and built.weight_part == (w1, w2)
+    assert len(built.saved) == 2  # the cotangents of both products
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("cuts", [(7,), (3, 9, 20)])
+def test_stages_in_a_row_have_the_gradients_of_the_whole(cuts):
+    graph, leaves, (_, gradients) = traced("cnn")
+    borders = [0, *cuts, len(graph.operators)]
+    sections = [graph.section(a, b) for a, b in itertools.pairwise(borders)]
+    known = dict(zip(graph.inputs, leaves, strict=True))
+    done = []
+    with jax.disable_jit():
+        for part in sections:
+            built = stage.build(part, part.inputs)
+            outputs, stash = stage.forward(built, [known[t] for t in part.inputs])
+            known.update(zip(part.outputs, outputs, strict=True))
+            done.append((built, [known[t] for t in built.parameters], stash))
+        cotangents = {graph.outputs[0]: jnp.ones(())}
+        for built, parameters, stash in reversed(done):
+            source = built.linearization.source
+            arrived = [cotangents.get(t) for t in source.outputs]
+            made = stage.backward(built, parameters, stash, arrived)
+            for t, value in zip(built.linearization.wrt, made, strict=True):
+                shared = t in graph.inputs and t in cotangents
+                cotangents[t] = cotangents[t] + value if shared else value
+    assert_same_bits([cotangents[t] for t in graph.inputs], list(gradients))
+
+
+def test_the_stash_is_what_was_announced():
+    graph, leaves, _ = traced("cnn")
+    built = stage.build(graph, graph.inputs)
+    _, stash = stage.forward(built, leaves)
+    assert [(leaf.shape, leaf.dtype) for leaf in stash] == [(a.shape, a.dtype) for a in built.stash_avals]
+    assert sum(leaf.nbytes for leaf in stash) == built.storage.stash_bytes(built.graph)
+    stored = {id(leaf) for leaf in stash}
+    assert not stored & {id(leaf) for leaf in leaves}
+
+
+def test_two_programs_need_less_than_one_plain_program():
+    """Forward and backward compiled apart: what crosses is the stash, and the backward's temporaries stay small."""
+    loss, (params, rest, x) = LINEN["resnet18"].losses(lambda cls: cls)
+    leaves, treedef = jax.tree.flatten(params)
+    x = jnp.concatenate([x] * 16)
+    graph = trace(lambda *a: [loss(jax.tree.unflatten(treedef, a[:-1]), rest, a[-1])[0]], *leaves, x)
+    graph = graph.with_parameters([True] * len(leaves) + [False])
+    built = stage.build(graph, graph.inputs[:-1], held=graph.inputs)
+    plain = jax.jit(jax.grad(lambda leaves, x: loss(jax.tree.unflatten(treedef, leaves), rest, x)[0]))
+    temporaries = plain.lower(leaves, x).compile().memory_analysis().temp_size_in_bytes
+    parameters = [leaves[graph.inputs.index(t)] for t in built.parameters]
+    backward = jax.jit(lambda p, s: stage.backward(built, p, s, [jnp.ones(())]))
+    apart = backward.lower(parameters, list(built.stash_avals)).compile().memory_analysis().temp_size_in_bytes
+    assert apart + built.storage.stash_bytes(built.graph) < 0.8 * temporaries
+
+
+def test_cotangents_of_an_output_returned_twice_add_up():
+    graph = trace(lambda x: (lambda y: [y, y])(jnp.sin(x)), jnp.ones(3))
+    built = stage.build(graph, graph.inputs)
+    x = jnp.arange(3.0)
+    _, stash = stage.forward(built, [x])
+    (gradient,) = stage.backward(built, [], stash, [jnp.ones(3), 2 * jnp.ones(3)])
+    assert np.array_equal(gradient, 3 * jnp.cos(x))
+    assert stage.backward(built, [], stash, [None, None]) == [None]

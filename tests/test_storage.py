@@ -1,0 +1,170 @@
+"""The default plan against brute force, and the checks of a plan."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpipe import demand, storage
+from jaxpipe.graph import trace
+from jaxpipe.storage import Storage, StoragePlan
+from jaxpipe.work import weight
+
+
+def linearized(function, *shapes, parameters=(), wrt=None):
+    graph = trace(lambda *a: [function(*a)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    graph = graph.with_parameters([k in parameters for k in range(len(shapes))])
+    return demand.linearize(graph, graph.inputs if wrt is None else [graph.inputs[k] for k in wrt])
+
+
+def cheapest(linearization):
+    """The fewest stored bytes, by trying every set of tensors. Work limits do not matter at these sizes."""
+    graph = linearization.graph
+    at_hand = graph.derived_from_parameters()
+    producers = {t: op for op in graph.operators for t in op.outputs}
+    related = set()
+    pending = [t for t in linearization.needs if t not in at_hand]
+    while pending:
+        t = pending.pop()
+        if t not in related:
+            related.add(t)
+            if t in producers and weight(producers[t]) is not None:
+                pending.extend(u for u in producers[t].inputs if u not in at_hand)
+
+    def follows(t, chosen):
+        if t in chosen or t in at_hand:
+            return True
+        op = producers.get(t)
+        return op is not None and weight(op) is not None and all(follows(u, chosen) for u in op.inputs)
+
+    def size(t):
+        tensor = graph.tensors[t]
+        elements = int(np.prod(tensor.shape[1:])) if len(tensor.shape) > 1 else tensor.size
+        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        return rows * -(-elements * tensor.bits // 8)
+
+    best = None
+    for count in range(len(related) + 1):
+        for chosen in itertools.combinations(sorted(related), count):
+            total = sum(map(size, chosen))
+            if (best is None or total < best) and all(follows(t, set(chosen)) for t in linearization.needs):
+                best = total
+    return best
+
+
+def gelu_block(x, w):
+    return jax.nn.gelu(x @ w, approximate=False)
+
+
+def norm(x, w):
+    h = x @ w
+    mean = h.mean(-1, keepdims=True)
+    return jax.nn.relu((h - mean) * jax.lax.rsqrt(((h - mean) ** 2).mean(-1, keepdims=True) + 1e-5))
+
+
+def residual(x, w):
+    h = x + jnp.tanh(x @ w)
+    return h * jax.nn.relu(h)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("function", [gelu_block, norm, residual, lambda x, w: jnp.where(x @ w > 0, x, 1.0) * 3])
+def test_default_plan_is_the_smallest_by_brute_force(function):
+    linearization = linearized(function, (8, 16), (16, 16), parameters=[1])
+    plan = storage.default_plan(linearization)
+    storage.check_plan(linearization, plan)
+    assert plan.stash_bytes(linearization.graph) == cheapest(linearization)
+
+
+def test_of_equal_cuts_the_one_nearest_to_the_backward_pass():
+    # x and sin(x) and sin(x) + 1 have one size; exp needs its output, which is nearest.
+    linearization = linearized(lambda x: jnp.exp(jnp.sin(x) + 1), (8,), wrt=[0])
+    plan = storage.default_plan(linearization)
+    (step,) = [s for s in linearization.backward if s.name == "exp"]
+    assert plan.choices[step.needs[0]] in (Storage.KEEP, Storage.RECOMPUTE)
+    assert plan.stash_bytes(linearization.graph) == 32
+
+
+def test_swap_store_the_convolution_and_recompute_the_normalisation():
+    def block(x, kernel):
+        h = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        mean, square = h.mean((0, 1, 2)), (h**2).mean((0, 1, 2))
+        return jax.nn.relu((h - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5))
+
+    linearization = linearized(block, (4, 8, 8, 3), (3, 3, 3, 8), parameters=[1], wrt=[1])
+    plan = storage.default_plan(linearization, held=linearization.graph.inputs)
+    maps = [t for t in plan.stored if linearization.graph.tensors[t].size == 4 * 8 * 8 * 8]
+    producers = {t: op.name for op in linearization.graph.operators for t in op.outputs}
+    assert [producers[t] for t in maps] == ["conv_general_dilated"]
+
+
+def test_parameters_and_what_follows_from_them_are_never_stored():
+    linearization = linearized(lambda x, a, b: x @ (a @ b), (4, 8), (8, 8), (8, 8), parameters=[1, 2])
+    plan = storage.default_plan(linearization)
+    assert plan.stored == (linearization.graph.inputs[0],)
+
+
+def test_held_inputs_cost_nothing():
+    linearization = linearized(lambda x: jax.nn.relu(x), (8, 8))
+    (x,) = linearization.graph.inputs
+    bought = storage.default_plan(linearization)
+    assert set(bought.choices.values()) == {Storage.MASK}
+    held = storage.default_plan(linearization, held=[x])
+    assert held.choices[x] is Storage.KEEP
+
+
+def test_recomputation_is_bounded():
+    def chain(x, w):
+        h = x @ w
+        for _ in range(40):
+            h = jnp.exp(jnp.sin(h))
+        return h
+
+    linearization = linearized(chain, (8, 8), (8, 8), parameters=[1])
+    plan = storage.default_plan(linearization)
+    producers = {t: op for op in linearization.graph.operators for t in op.outputs}
+
+    def work(t):
+        if plan.choices[t].is_stored:
+            return 0
+        return (weight(producers[t]) or 0) + max((work(u) for u in producers[t].inputs if u in plan.choices), default=0)
+
+    assert 0 < max(map(work, plan.choices)) <= storage.RECOMPUTE_WORK_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("codecs", "allowed"),
+    [
+        ((), {Storage.KEEP}),
+        (("mask",), {Storage.KEEP, Storage.MASK}),
+        (("index",), {Storage.KEEP, Storage.POOL_INDEX}),
+        (("alias", "recompute"), {Storage.KEEP, Storage.ALIAS, Storage.RECOMPUTE}),
+    ],
+)
+def test_codecs_bound_the_plan(codecs, allowed):
+    def net(x):
+        y = jax.nn.relu(jnp.sin(x) * x).reshape(2, 4, 4, 1)
+        return jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") + y[:, ::2, ::2]
+
+    graph = trace(lambda x: [net(x)], jnp.ones((2, 16)))
+    linearization = demand.linearize(graph, graph.inputs, pool_index="index" in codecs)
+    plan = storage.default_plan(linearization, codecs)
+    storage.check_plan(linearization, plan)
+    assert set(plan.choices.values()) <= allowed
+
+
+def test_check_plan_names_what_is_wrong():
+    linearization = linearized(lambda x: jax.nn.relu(jnp.sin(x)), (4, 4))
+    plan = storage.default_plan(linearization)
+    (some,) = plan.stored[:1]
+    missing = StoragePlan({t: c for t, c in plan.choices.items() if t != some})
+    with pytest.raises(ValueError, match=rf"needs tensor %{some}, for which there is no choice"):
+        storage.check_plan(linearization, missing)
+    surplus = StoragePlan({**plan.choices, 999: Storage.KEEP})
+    with pytest.raises(ValueError, match=r"nothing in the backward pass reads tensors \[999\]"):
+        storage.check_plan(linearization, surplus)
+    (x,) = linearization.graph.inputs
+    with pytest.raises(ValueError, match=rf"tensor %{x} is to be recomputed, but it is an input"):
+        storage.check_plan(linearization, StoragePlan({**plan.choices, x: Storage.RECOMPUTE}))

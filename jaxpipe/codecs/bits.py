@@ -1,8 +1,10 @@
 """Pack small integers: 1, 2 or 4 bits for each element, 8, 4 or 2 elements to a byte.
 
-An array ``[batch, ...]`` of ``n`` elements for each example becomes ``uint8[batch, ceil(n / per_byte)]``. Byte ``j``
-holds elements ``j, j + ceil(n / per_byte), ...``: packing reads a few contiguous slices and unpacking writes them,
-which vectorises and fuses with the operator beside it. Examples are never mixed, so a sharded batch stays sharded.
+Elements are packed along one axis: the first after the batch axis that a byte's number of elements divides. Byte
+``j`` then holds elements ``j, j + width, j + 2 width, ...`` of that axis, where ``width`` is its packed length.
+Packing reads a few contiguous slices, unpacking needs no index arithmetic inside a row; both vectorise and fuse
+with the operator beside them. Examples are never mixed, so a sharded batch stays sharded. If no axis fits, each
+example is packed as one row.
 
     elements  a b c d e f g h i j k l m n o p      (one example, 1 bit each)
     byte 0    a c e g i k m o  ->  bit 0 is a, bit 7 is o
@@ -14,28 +16,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
 def packed_bytes(shape: Sequence[int], bits: int) -> int:
     """Bytes of a packed array; ``bits`` is 1, 2 or 4 (8 and 16 are whole bytes and stay as they are)."""
-    batch, length = _rows(shape)
-    return batch * -(-length * bits // 8)
+    view, axis = _view(shape, 8 // bits)
+    return math.prod(view) // max(1, view[axis]) * -(-view[axis] * bits // 8)
 
 
 def pack(x: Any, bits: int) -> Any:
-    """Pack integers or booleans below ``2**bits``; returns ``uint8[batch, bytes]``."""
+    """Pack integers or booleans below ``2**bits`` into ``uint8``."""
     if bits >= 8:
         return x
-    batch, length = _rows(x.shape)
     per_byte = 8 // bits
-    width = -(-length // per_byte)
-    rows = lax.reshape(x.astype(jnp.uint8), (batch, length))
-    if width * per_byte != length:
-        rows = jnp.pad(rows, ((0, 0), (0, width * per_byte - length)))
-    packed = rows[:, :width]
+    view, axis = _view(x.shape, per_byte)
+    rows = lax.reshape(x.astype(jnp.uint8), view)
+    width = -(-view[axis] // per_byte)
+    missing = width * per_byte - view[axis]
+    if missing:
+        rows = lax.pad(rows, np.uint8(0), [(0, missing if k == axis else 0, 0) for k in range(len(view))])
+    packed = lax.slice_in_dim(rows, 0, width, axis=axis)
     for k in range(1, per_byte):
-        packed = packed | (rows[:, k * width : (k + 1) * width] << (k * bits))
+        packed = packed | (lax.slice_in_dim(rows, k * width, (k + 1) * width, axis=axis) << (k * bits))
     return packed
 
 
@@ -43,15 +47,19 @@ def unpack(packed: Any, shape: Sequence[int], bits: int, dtype: Any) -> Any:
     """Inverse of ``pack``: an array of ``shape`` and ``dtype``."""
     if bits >= 8:
         return packed
-    batch, length = _rows(shape)
     per_byte = 8 // bits
-    width = packed.shape[1]
-    shifts = (jnp.arange(per_byte, dtype=jnp.uint8) * bits)[None, :, None]
-    rows = lax.reshape((packed[:, None, :] >> shifts) & jnp.uint8(2**bits - 1), (batch, per_byte * width))
-    rows = rows if per_byte * width == length else rows[:, :length]
+    view, axis = _view(shape, per_byte)
+    shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits)
+    shifts = shifts.reshape([per_byte if k == axis else 1 for k in range(len(view) + 1)])
+    fields = (lax.expand_dims(packed, [axis]) >> shifts) & np.uint8(2**bits - 1)
+    padded = [packed.shape[axis] * per_byte if k == axis else n for k, n in enumerate(view)]
+    rows = lax.slice_in_dim(lax.reshape(fields, padded), 0, view[axis], axis=axis)
     return lax.reshape(rows, tuple(shape)).astype(dtype)
 
 
-def _rows(shape: Sequence[int]) -> tuple[int, int]:
-    """The array as examples of equal length: the first dimension is the batch."""
-    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+def _view(shape: Sequence[int], per_byte: int) -> tuple[tuple[int, ...], int]:
+    """The shape to pack in, and the axis to pack along."""
+    for axis, length in enumerate(shape):
+        if axis > 0 and length % per_byte == 0:
+            return tuple(shape), axis
+    return ((shape[0], math.prod(shape[1:])), 1) if len(shape) > 1 else ((math.prod(shape),), 0)

@@ -47,8 +47,7 @@ def rule(pool: Operator, relu: Operator | None) -> Callable[[Any], Cut]:
     def cut(aval: Any) -> Cut:
         def forward(operand: Any) -> tuple[Any, list[Any]]:
             (values,) = (operand,) if relu is None else relu.evaluate(operand)
-            (result,) = pool.evaluate(values)
-            position, selected = find_maxima(values, window, strides, padding)
+            result, position, selected = find_maxima(values, window, strides, padding)
             return result, [position] if relu is None else [position, selected > 0]
 
         def backward(residuals: Sequence[Any], cotangent: Any) -> Any:
@@ -65,8 +64,12 @@ def rule(pool: Operator, relu: Operator | None) -> Callable[[Any], Cut]:
 
 def find_maxima(
     values: Any, window: Sequence[int], strides: Sequence[int], padding: Sequence[tuple[int, int]]
-) -> tuple[Any, Any]:
-    """The row-major position of each window's maximum, and the element there."""
+) -> tuple[Any, Any, Any]:
+    """Each window's maximum, the row-major position that receives its cotangent, and the element there.
+
+    The two differ only if the window holds a NaN: the maximum is NaN, the cotangent goes where XLA's scan stops.
+    Plain elementwise operators on strided slices: they fuse, and may be recomputed like any other.
+    """
     lowest = jnp.array(-jnp.inf, values.dtype)
     padded = lax.pad(values, lowest, [(low, high, 0) for low, high in padding])
     counts = [(n - k) // s + 1 for n, k, s in zip(padded.shape, window, strides, strict=True)]
@@ -75,13 +78,14 @@ def find_maxima(
     for offset in itertools.product(*map(range, window)):
         limit = [o + (n - 1) * s + 1 for o, n, s in zip(offset, counts, strides, strict=True)]
         candidates.append(lax.slice(padded, offset, limit, strides))
-    selected = candidates[0]
+    maximum = selected = candidates[0]
     position = lax.full_like(selected, 0, dtype)
     for code, candidate in enumerate(candidates[1:], start=1):
         keep = selected >= candidate
         position = lax.select(keep, position, lax.full_like(position, code))
         selected = lax.select(keep, selected, candidate)
-    return position, selected
+        maximum = lax.max(maximum, candidate)
+    return maximum, position, selected
 
 
 def scatter_to_maxima(
@@ -107,17 +111,21 @@ def scatter_to_maxima(
     # A sum that starts at zero never gives -0.0, so no cotangent may bring one in.
     cotangent = jnp.where(cotangent != 0, cotangent, jnp.zeros((), cotangent.dtype))
     position = position.astype(jnp.uint8 if nowhere < 256 else jnp.int32)
+    margins = [(t - 1, cell - n, 0) for t, cell, n in zip(reach, cells, cotangent.shape, strict=True)]
+    positions = lax.pad(position, np.zeros((), position.dtype), margins)
+    cotangents = lax.pad(cotangent, np.zeros((), cotangent.dtype), margins)
+    spread = [side for s in strides for side in (1, s)]
     terms = []
     for shift in itertools.product(*(range(t - 1, -1, -1) for t in reach)):
-        places = [(t, cell - n - t, 0) for t, cell, n in zip(shift, cells, cotangent.shape, strict=True)]
         # Which position leads to offset r inside a cell; `nowhere` beyond the window.
         code = np.full(strides, nowhere, position.dtype)
         inside = tuple(slice(0, max(0, min(s, k - s * t))) for s, k, t in zip(strides, window, shift, strict=True))
         source = tuple(slice(s * t, s * t + s) for s, t in zip(strides, shift, strict=True))
         code[inside] = flat[source]
-        spread = [side for s in strides for side in (1, s)]
-        hit = _interleave(lax.pad(position, np.zeros((), position.dtype), places)) == code.reshape(spread)
-        value = _interleave(lax.pad(cotangent, np.zeros((), cotangent.dtype), places))
+        start = [t - 1 - moved for t, moved in zip(reach, shift, strict=True)]
+        stop = [low + cell for low, cell in zip(start, cells, strict=True)]
+        hit = _interleave(lax.slice(positions, start, stop)) == code.reshape(spread)
+        value = _interleave(lax.slice(cotangents, start, stop))
         terms.append(jnp.where(hit, jnp.broadcast_to(value, interleaved), jnp.zeros((), cotangent.dtype)))
     full = lax.reshape(functools.reduce(jnp.add, terms), [cell * s for cell, s in zip(cells, strides, strict=True)])
     starts = [low for low, _ in padding]

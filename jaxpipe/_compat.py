@@ -112,13 +112,10 @@ def tie(values: Sequence[jax.Array], after: jax.Array) -> list[jax.Array]:
     """
     tied = list(values)
     alike = [k for k, value in enumerate(tied) if _varies_alike(value, after)]
-    if not alike:
-        return tied
-    held_back, _ = jax.lax.optimization_barrier(([tied[k] for k in alike], after))
-    for k, value in zip(alike, held_back, strict=True):
-        tied[k] = value
-        if JAX_VERSION < (0, 11) and jax.default_backend() == "cpu":
-            tied[k] = _disguise(value, after)
+    if alike:
+        held_back, _ = jax.lax.optimization_barrier(([tied[k] for k in alike], after))
+        for k, value in zip(alike, held_back, strict=True):
+            tied[k] = value
     return tied
 
 
@@ -133,20 +130,27 @@ def _manual_axes(aval: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
 
 
-def _disguise(value: jax.Array, after: jax.Array) -> jax.Array:
+def disguise(value: jax.Array, after: jax.Array) -> jax.Array:
     """Return ``value`` unchanged, so that XLA takes it for a value that depends on ``after``.
 
     XLA:CPU up to jax 0.10 drops barriers before it merges equal expressions: what is recomputed from a stored tensor
     then turns into the forward pass's own result, kept alive. Exclusive-or with a zero that only shows at run time
     (the count of leading zeros of a 32-bit word, divided by 64) costs nothing in a fused loop and keeps every bit.
+    Bytes, that is packed masks and positions, pass through a conditional on that zero instead: XLA never fuses
+    one, so the packing cannot be fused with the unpacking and run from the full map again; the copy is small.
     """
+    if JAX_VERSION >= (0, 11) or jax.default_backend() != "cpu" or not _varies_alike(value, after):
+        return value
     words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
     known = [jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer) for x in (value, after)]
     if not all(known) or after.size == 0 or after.dtype.itemsize == 8 or _is_sharded(after):
         return value
     first = jax.lax.reshape(jax.lax.slice(after, [0] * after.ndim, [1] * after.ndim), ())
     seen = jax.lax.bitcast_convert_type(first, words[after.dtype.itemsize]).astype(jnp.uint32)
-    zero = (jax.lax.clz(seen) >> 6).astype(words[value.dtype.itemsize])
+    zero = jax.lax.clz(seen) >> 6
+    if value.dtype == jnp.uint8:
+        return jax.lax.cond(zero == 0, lambda x: x, lambda x: ~x, value)
+    zero = zero.astype(words[value.dtype.itemsize])
     bits = jax.lax.bitcast_convert_type(value, zero.dtype)
     return jax.lax.bitcast_convert_type(bits ^ zero, value.dtype)
 
@@ -165,6 +169,7 @@ def function_name(equation: Any) -> str | None:
 
 __all__ = [
     "JAX_VERSION",
+    "disguise",
     "evaluate_jaxpr",
     "function_name",
     "has_default_sharding",

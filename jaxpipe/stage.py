@@ -27,6 +27,10 @@ from jaxpipe.storage import CODEC_SETS, Storage, StoragePlan, check_plan, defaul
 _HEAVY = ("conv_general_dilated", "dot_general")
 
 
+#: Operators whose backward program takes its operands as whole arrays.
+_UNFUSED = frozenset(("checkpoint", "cond", "custom_vjp_call", "dot_general", "remat", "remat2", "scan", "while"))
+
+
 @dataclass(frozen=True, eq=False)
 class Stage:
     """The two programs of a stage, as data.
@@ -173,7 +177,7 @@ def _walk(
         present = [t for t in step.cotangents_in if t in received]
         if not present:
             continue
-        needs = recall.fetch(step.needs, received[present[0]])
+        needs = recall.fetch(step, received[present[0]])
         seeds = [received[t] if t in received else _compat.zeros(tensors[t].aval) for t in step.cotangents_in]
         for t in present:
             if t not in keep:
@@ -198,9 +202,11 @@ class _Recall:
         self._values: dict[int, Any] = dict(stage.graph.constants)
         self._values.update(zip(stage.parameters, parameters, strict=True))
         self._stash = dict(zip(stage.storage.stored, stash, strict=True))
+        self._loaded: dict[int, Any] = {}
 
-    def fetch(self, needs: Sequence[int], after: Any) -> list[Any]:
-        missing = [t for t in needs if t not in self._values]
+    def fetch(self, step: Backward, after: Any) -> list[Any]:
+        """Values of the tensors that a backward step needs, not before the cotangent ``after``."""
+        missing = [t for t in step.needs if t not in self._values]
         if missing:
             program = self._derivation(missing)
             loads = ordered(
@@ -210,9 +216,14 @@ class _Recall:
             )
             tied = _compat.tie([self._stash[t] for t in loads], after)
             for t, value in zip(loads, tied, strict=True):
-                self._values[t] = _decode(value, self._graph.tensors[t], self._stage.storage.choices[t])
+                tensor, choice = self._graph.tensors[t], self._stage.storage.choices[t]
+                self._values[t] = _decode(_compat.disguise(value, after), tensor, choice)
+                if choice is Storage.KEEP:
+                    self._loaded[t] = value
             run(program, self._values)
-        return [self._values[t] for t in needs]
+        # What does not fuse with its operands would have to copy a disguised one.
+        first = self._loaded if step.name in _UNFUSED else {}
+        return [first.get(t, self._values[t]) for t in step.needs]
 
     def _derivation(self, missing: Iterable[int]) -> list[Operator]:
         """The operators to run again, in order."""

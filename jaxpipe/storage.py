@@ -161,22 +161,25 @@ def _sources(op: Operator | None, at_hand: frozenset[int]) -> list[int]:
 
 
 def _cheap_derivations(graph: Graph, at_hand: frozenset[int], codecs: frozenset[str]) -> dict[int, Operator]:
-    """The operator that gives each tensor back cheaply, for the tensors that have one."""
+    """The operator that gives each tensor back cheaply, for the tensors that have one.
+
+    The work of a derivation counts every operator in it once, down to tensors that have no cheap derivation.
+    """
     derivation: dict[int, Operator] = {}
-    work: dict[int, int] = {}
+    needed_work: dict[int, dict[Operator, int]] = {}
     for op in graph.operators:
         cost = weight(op)
-        allowed = cost is not None and ("alias" if op.name in VIEWS else "recompute") in codecs
+        if cost is None or ("alias" if op.name in VIEWS else "recompute") not in codecs:
+            continue
+        sources = _sources(op, at_hand)
+        elements = max((graph.tensors[t].size for t in (*op.outputs, *sources)), default=0)
+        work = {op: cost * elements}
+        for t in sources:
+            work |= needed_work.get(t, {})
         for t in op.outputs:
-            work[t] = 0
-            if t in at_hand or not allowed or cost is None:
-                continue
-            sources = _sources(op, at_hand)
-            elements = max(graph.tensors[u].size for u in (t, *sources)) if cost else 0
-            total = cost * elements + sum(work.get(u, 0) for u in sources)
-            if total <= RECOMPUTE_WORK_LIMIT * max(1, graph.tensors[t].size):
+            if t not in at_hand and sum(work.values()) <= RECOMPUTE_WORK_LIMIT * max(1, graph.tensors[t].size):
                 derivation[t] = op
-                work[t] = total
+                needed_work[t] = work
     return derivation
 
 

@@ -35,7 +35,9 @@ def test_linen_loss_gradients_and_state_are_those_of_the_plain_model(name):
     assert relative_l2(actual, expected) < FUSION
 
 
-@pytest.mark.parametrize("name", ["cnn", "unet", "transformer", "scan", "custom_vjp"])
+@pytest.mark.parametrize(
+    "name", ["cnn", "transformer", "scan", "custom_vjp", pytest.param("unet", marks=pytest.mark.slow)]
+)
 def test_bit_identical_where_every_operator_runs_alone(name):
     plain, arguments = value_and_gradients(LINEN[name], lambda cls: cls)
     encoded, _ = value_and_gradients(LINEN[name], memory_encoded)

@@ -97,7 +97,10 @@ def body(params, x):
 
 def data():
     k = jax.random.split(jax.random.key(0), 3)
-    params = {"k": jax.random.normal(k[0], (3, 3, 1, 4)), "w": jax.random.normal(k[1], (64, 5)) / 8}
+    params = {
+        "k": jax.random.normal(k[0], (3, 3, 1, 4)),
+        "w": jax.random.normal(k[1], (64, 5)) / 64,
+    }  # tanh far from saturation
     return params, jax.random.normal(k[2], (8, 64))
 
 

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_same_bits
+from compare import assert_same_bits, relative_l2
 from flax import nnx
 
 from jaxpipe import memory_encoded
@@ -80,8 +80,8 @@ def test_tied_gradients_through_the_decorator(model):
     encoded = memory_encoded(Tied)(nnx.Rngs(0))
     rows = jnp.arange(3)
     expected, actual = nnx.grad(loss)(model, rows), nnx.grad(loss)(encoded, rows)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert np.allclose(a, b, rtol=1e-5, atol=1e-6)  # eager: some of JAX's functions are jitted, ours run alone
+    # Eager: some of JAX's functions are jitted, ours run alone. The bias before BatchNorm has a true gradient of zero.
+    assert relative_l2(jax.tree.leaves(actual), jax.tree.leaves(expected)) < 1e-6
 
 
 def test_two_modules_that_share_a_part():

@@ -61,7 +61,8 @@ def test_sections_put_together_are_the_whole():
         skip = h * 2
         return [jnp.tanh(skip + jnp.cos(h)), skip.sum()]
 
-    w, x = np.random.default_rng(0).normal(size=(2, 4, 4)).astype(np.float32)
+    # JAX arrays: NumPy would run the product in `expected` with a BLAS of its own.
+    w, x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4)).astype(np.float32))
     graph = trace(body, w, x)
     expected = body(w, x)
     for cut in range(1, len(graph.operators)):

@@ -2,12 +2,25 @@
 
 from jaxpipe.encode import memory_encoded as memory_encoded
 from jaxpipe.encode import without_encoding as without_encoding
+from jaxpipe.errors import BatchError as BatchError
 from jaxpipe.errors import CodecError as CodecError
 from jaxpipe.errors import DifferentiationError as DifferentiationError
 from jaxpipe.errors import JaxpipeError as JaxpipeError
+from jaxpipe.errors import MemoryBudgetError as MemoryBudgetError
+from jaxpipe.errors import ModelError as ModelError
+from jaxpipe.errors import PartitionError as PartitionError
+from jaxpipe.errors import ScheduleError as ScheduleError
+from jaxpipe.errors import StateError as StateError
 from jaxpipe.errors import TargetError as TargetError
+from jaxpipe.partition import partition as partition
+from jaxpipe.pipeline.pipeline import MemoryReport as MemoryReport
+from jaxpipe.pipeline.pipeline import Pipeline as Pipeline
+from jaxpipe.pipeline.state import TrainState as TrainState
+from jaxpipe.planning.plan import Plan as Plan
+from jaxpipe.profile import Profile as Profile
 from jaxpipe.report import ResidualReport as ResidualReport
 from jaxpipe.report import residual_report as residual_report
+from jaxpipe.schedules.table import Schedule as Schedule
 
 
 __version__ = "0.1.0"

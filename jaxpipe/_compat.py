@@ -141,18 +141,42 @@ def disguise(value: jax.Array, after: jax.Array) -> jax.Array:
     """
     if JAX_VERSION >= (0, 11) or jax.default_backend() != "cpu" or not _varies_alike(value, after):
         return value
-    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
-    known = [jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer) for x in (value, after)]
-    if not all(known) or after.size == 0 or after.dtype.itemsize == 8 or _is_sharded(after):
+    zero = _run_time_zero(after)
+    if zero is None or not _is_number(value):
         return value
-    first = jax.lax.reshape(jax.lax.slice(after, [0] * after.ndim, [1] * after.ndim), ())
-    seen = jax.lax.bitcast_convert_type(first, words[after.dtype.itemsize]).astype(jnp.uint32)
-    zero = jax.lax.clz(seen) >> 6
     if value.dtype == jnp.uint8:
         return jax.lax.cond(zero == 0, lambda x: x, lambda x: ~x, value)
-    zero = zero.astype(words[value.dtype.itemsize])
+    zero = zero.astype(_WORDS[value.dtype.itemsize])
     bits = jax.lax.bitcast_convert_type(value, zero.dtype)
     return jax.lax.bitcast_convert_type(bits ^ zero, value.dtype)
+
+
+def materialize(value: jax.Array, after: jax.Array) -> jax.Array:
+    """Return integers unchanged, computed once: XLA:CPU fuses what makes them into each of their readers.
+
+    Barriers do not keep it from that; the conditional of ``disguise`` does. On other devices, where memory is slow
+    beside arithmetic, fusing is right.
+    """
+    if jax.default_backend() != "cpu" or not _varies_alike(value, after):
+        return value
+    zero = _run_time_zero(after)
+    return value if zero is None else jax.lax.cond(zero == 0, lambda x: x, lambda x: ~x, value)
+
+
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+def _is_number(value: jax.Array) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+
+
+def _run_time_zero(after: jax.Array) -> jax.Array | None:
+    """A zero made of an element of ``after``, so that XLA cannot know it; None where there is no such element."""
+    if not _is_number(after) or after.size == 0 or after.dtype.itemsize == 8 or _is_sharded(after):
+        return None
+    first = jax.lax.reshape(jax.lax.slice(after, [0] * after.ndim, [1] * after.ndim), ())
+    seen = jax.lax.bitcast_convert_type(first, _WORDS[after.dtype.itemsize]).astype(jnp.uint32)
+    return jax.lax.clz(seen) >> 6
 
 
 def _is_sharded(value: jax.Array) -> bool:
@@ -179,6 +203,7 @@ __all__ = [
     "is_forward_mode",
     "is_literal",
     "isolate",
+    "materialize",
     "named_scope_of",
     "open_jaxpr",
     "tie",

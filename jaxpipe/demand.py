@@ -63,13 +63,16 @@ class Linearization:
         return tuple(ordered(t for step in self.backward for t in step.needs))
 
 
-def linearize(graph: Graph, wrt: Iterable[int], *, pool_index: bool = True) -> Linearization:
+def linearize(
+    graph: Graph, wrt: Iterable[int], *, pool_index: bool = True, seeds: Iterable[int] | None = None
+) -> Linearization:
     """Find what the backward pass of ``graph`` needs.
 
     Args:
       graph: a traced program.
       wrt: tensor numbers of the inputs that receive cotangents.
       pool_index: let max-pooling remember window positions instead of a copy of its input.
+      seeds: the outputs that will be given a cotangent; all if left out.
     """
     wrt = tuple(wrt)
     matches = rules.find(graph) if pool_index else {}
@@ -100,7 +103,7 @@ def linearize(graph: Graph, wrt: Iterable[int], *, pool_index: bool = True) -> L
             continue
 
         avals = [graph.tensors[t].aval for t in inputs]
-        key = _equality_key(op, match, avals, moving)
+        key = equality_key(op, avals, moving, match)
         if key not in cuts:
             cuts[key] = rules.derive(op, avals, moving) if match is None else match.cut(avals[0])
         cut = cuts[key]
@@ -119,7 +122,7 @@ def linearize(graph: Graph, wrt: Iterable[int], *, pool_index: bool = True) -> L
                 )
             )
 
-    steps = _reached(backward, graph.outputs)
+    steps = _reached(backward, graph.outputs if seeds is None else seeds)
     results = tuple(stand_in.get(t, t) for t in graph.outputs)
     forward = replace(
         builder.build(graph.inputs, results),
@@ -129,8 +132,15 @@ def linearize(graph: Graph, wrt: Iterable[int], *, pool_index: bool = True) -> L
     return Linearization(graph, forward, steps, wrt)
 
 
-def _equality_key(op: Operator, match: Any, avals: Sequence[Any], moving: tuple[int, ...]) -> Hashable:
-    """Equal for operators whose cut is the same; unique where the operator's parameters cannot be hashed."""
+def equality_key(op: Operator, avals: Sequence[Any], moving: tuple[int, ...] = (), match: Any = None) -> Hashable:
+    """Equal for operators that compute the same; unique where the operator's parameters cannot be hashed.
+
+    Args:
+      op: the operator.
+      avals: its operands.
+      moving: positions of the operands that are differentiated.
+      match: the rule that stands for it, if there is one.
+    """
     if match is not None:
         return (match.name, match.key, tuple(avals))
     literals = tuple(

@@ -15,3 +15,27 @@ class CodecError(JaxpipeError, ValueError):
 
 class DifferentiationError(JaxpipeError, TypeError):
     """A derivative was asked for that a memory-encoded function does not have."""
+
+
+class ModelError(JaxpipeError, TypeError):
+    """A model that cannot be bound, or variables that do not fit it."""
+
+
+class ScheduleError(JaxpipeError, ValueError):
+    """A schedule that breaks a rule, or one that the executor cannot run."""
+
+
+class PartitionError(JaxpipeError, ValueError):
+    """A model that cannot be cut, placed or trained as asked."""
+
+
+class BatchError(JaxpipeError, ValueError):
+    """A batch that does not fit the plan."""
+
+
+class StateError(JaxpipeError, ValueError):
+    """A training state that belongs to another plan."""
+
+
+class MemoryBudgetError(JaxpipeError, ValueError):
+    """A memory budget that no plan meets."""

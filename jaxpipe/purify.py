@@ -104,7 +104,7 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
             if is_module(leaf):
                 copies.append(value)
         new_args, new_kwargs = jax.tree_util.tree_unflatten(treedef, values)
-        with _module_scopes(copies):
+        with module_scopes(copies):
             output = function(*new_args, **new_kwargs)
         return result.take(output) + variables.changes(copies, leaves[:count])
 
@@ -260,7 +260,7 @@ _here: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("here", 
 
 
 @contextlib.contextmanager
-def _module_scopes(modules: Sequence[Any]) -> Iterator[None]:
+def module_scopes(modules: Sequence[Any]) -> Iterator[None]:
     """Run every NNX module's ``__call__`` under a ``jax.named_scope`` of its path, as Linen does by itself.
 
     The modules are private copies: for the time of the call their class is one that opens the scope.

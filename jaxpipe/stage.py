@@ -72,7 +72,12 @@ class Stage:
 
 
 def build(
-    graph: Graph, wrt: Iterable[int], *, codecs: Iterable[str] = CODEC_SETS["fast"], held: Iterable[int] = ()
+    graph: Graph,
+    wrt: Iterable[int],
+    *,
+    codecs: Iterable[str] = CODEC_SETS["fast"],
+    held: Iterable[int] = (),
+    seeds: Iterable[int] | None = None,
 ) -> Stage:
     """Linearize a graph and store its tensors by the default plan.
 
@@ -81,9 +86,10 @@ def build(
       wrt: inputs, as tensor numbers, that receive a cotangent.
       codecs: what the plan may use; names from ``jaxpipe.storage.CODECS``.
       held: inputs that are kept alive anyway, so that to store them costs nothing.
+      seeds: the outputs that will be given a cotangent; all if left out.
     """
     codecs = frozenset(codecs)
-    linearization = linearize(graph, wrt, pool_index="index" in codecs)
+    linearization = linearize(graph, wrt, pool_index="index" in codecs, seeds=seeds)
     return assemble(linearization, default_plan(linearization, codecs, held))
 
 
@@ -122,7 +128,12 @@ def forward(stage: Stage, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def backward(
-    stage: Stage, parameters: Sequence[Any], stash: Sequence[Any], cotangents: Sequence[Any | None]
+    stage: Stage,
+    parameters: Sequence[Any],
+    stash: Sequence[Any],
+    cotangents: Sequence[Any | None],
+    *,
+    beside_forward: bool = True,
 ) -> list[Any | None]:
     """The cotangents of the inputs ``stage.linearization.wrt``; None where the outputs do not depend on one.
 
@@ -130,9 +141,12 @@ def backward(
       parameters: values of ``stage.parameters``.
       stash: what ``forward`` returned.
       cotangents: one for each output; None for zero.
+      beside_forward: whether XLA sees ``forward`` in the same computation, so that it must be kept from merging what
+        is recomputed with what was computed there.
     """
     received = _received(stage, cotangents)
-    _walk(stage, stage.linearization.backward, received, _Recall(stage, parameters, stash))
+    recall = _Recall(stage, parameters, stash, beside_forward)
+    _walk(stage, stage.linearization.backward, received, recall)
     return [received.get(t) for t in stage.linearization.wrt]
 
 
@@ -152,6 +166,15 @@ def backward_weight(
     received = {t: value for t, value in zip(stage.saved, saved, strict=True) if value is not None}
     _walk(stage, stage.weight_steps, received, _Recall(stage, parameters, stash), keep=frozenset(stage.saved))
     return [received.get(t) for t in stage.weight_part]
+
+
+def reached(stage: Stage, seeds: Iterable[int]) -> frozenset[int]:
+    """The tensors that receive a cotangent when those of the outputs ``seeds`` are given."""
+    received = set(seeds)
+    for step in reversed(stage.linearization.backward):
+        if not received.isdisjoint(step.cotangents_in):
+            received.update(step.cotangents_out)
+    return frozenset(received)
 
 
 def _received(stage: Stage, cotangents: Sequence[Any | None]) -> dict[int, Any]:
@@ -195,8 +218,9 @@ class _Recall:
     decode nor recompute it any earlier.
     """
 
-    def __init__(self, stage: Stage, parameters: Sequence[Any], stash: Sequence[Any]):
+    def __init__(self, stage: Stage, parameters: Sequence[Any], stash: Sequence[Any], beside_forward: bool = True):
         self._stage = stage
+        self._beside_forward = beside_forward
         self._graph = stage.graph
         self._producers = {t: op for op in stage.graph.operators for t in op.outputs}
         self._values: dict[int, Any] = dict(stage.graph.constants)
@@ -217,7 +241,8 @@ class _Recall:
             tied = _compat.tie([self._stash[t] for t in loads], after)
             for t, value in zip(loads, tied, strict=True):
                 tensor, choice = self._graph.tensors[t], self._stage.storage.choices[t]
-                self._values[t] = _decode(_compat.disguise(value, after), tensor, choice)
+                hidden = _compat.disguise(value, after) if self._beside_forward else value
+                self._values[t] = _decode(hidden, tensor, choice)
                 if choice is Storage.KEEP:
                     self._loaded[t] = value
             run(program, self._values)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import core
 
-from jaxpipe import _compat
+from jaxpipe import _compat, convolution
 from jaxpipe.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
 
 
@@ -59,10 +59,13 @@ def differentiate(op: Operator, avals: Sequence[Any], moving: Sequence[int]) -> 
     builder = GraphBuilder()
     inputs = [builder.tensor(aval) for aval in avals]
     cotangents = [builder.tensor(aval) for aval in seeds]
-    closed = _compat.trace_without_scope(vjp, list(avals), seeds)
+    closed = convolution.canonical(_compat.trace_without_scope(vjp, list(avals), seeds))
     results = builder.read(closed, [*inputs, *cotangents])
     outputs, gradients = results[: len(program.outvars)], results[len(program.outvars) :]
-    return _split(builder, inputs, outputs, dict(zip(carried, cotangents, strict=True)), moving, gradients)
+    # An operand that only the derivative transposes is kept as it is: others may read it too.
+    early = live(builder.operators, outputs)
+    late = [t for part in builder.operators if part.name == "transpose" and part not in early for t in part.outputs]
+    return _split(builder, inputs, outputs, dict(zip(carried, cotangents, strict=True)), moving, gradients, late)
 
 
 def from_rule(
@@ -88,8 +91,11 @@ def from_rule(
     closed = _compat.trace_without_scope(
         backward, [builder.tensors[t].aval for t in residuals], builder.tensors[seed].aval
     )
+    start = len(builder.operators)
     gradient = builder.read(closed, [*residuals, seed])
-    return _split(builder, [operand], [result], {0: seed}, (0,), gradient)
+    # What the rule does in its backward pass is meant to be done there, with or without the cotangent.
+    late = [t for op in builder.operators[start:] for t in op.outputs]
+    return _split(builder, [operand], [result], {0: seed}, (0,), gradient, late)
 
 
 def _flat(forward: Callable[..., tuple[Any, Sequence[Any]]]) -> Callable[..., list[Any]]:
@@ -107,9 +113,10 @@ def _split(
     cotangents: dict[int, int],
     moving: Sequence[int],
     gradients: Sequence[int],
+    late: Sequence[int] = (),
 ) -> Cut:
-    """Sort the operators of a traced VJP by whether they depend on a cotangent."""
-    touched = set(cotangents.values())
+    """Sort the operators of a traced VJP by whether they depend on a cotangent, or on one of the tensors ``late``."""
+    touched = {*cotangents.values(), *late}
     for op in builder.operators:
         if not touched.isdisjoint(op.inputs):
             touched.update(op.outputs)

@@ -109,14 +109,11 @@ TRANSCENDENTAL = frozenset(
 
 
 def weight(op: Operator) -> int | None:
-    """Relative work for one element: 0 for a view, 1 for arithmetic, 4 for a transcendental function, 8 for a random
-    number.
+    """Relative work for one element: 0 for a view, 1 for arithmetic, 4 for a transcendental function.
 
-    Random numbers are a function of their key. XLA fuses their making into each of their readers, the packing of a
-    mask among them, so to make them again costs no more than to store what was drawn.
-
-    None for everything else (products, reductions, gathers, control flow, opaque derivatives): its result is not
-    recomputed by default.
+    None for everything else (products, reductions, gathers, random numbers, control flow, opaque derivatives): its
+    result is not recomputed by default. A dropout mask takes 1 bit for each element; to draw it again from its key
+    takes about a hundred operations.
     """
     if op.has_effects:
         return None
@@ -126,8 +123,6 @@ def weight(op: Operator) -> int | None:
         return 1
     if op.name in TRANSCENDENTAL:
         return 4
-    if op.name == "random_bits":
-        return 8
     if op.name == "custom_jvp_call":
         body, _ = _compat.open_jaxpr(op.params["call_jaxpr"])
         builder = GraphBuilder()

@@ -23,7 +23,9 @@ What is measured, model by model, in one process:
   peak         ``peak_bytes_in_use`` of the device after one step in a process of its own, where the device tells; it
                includes whatever XLA allocates while it tunes kernels
 
-If the cores are shared, quartiles far apart mean that something else was running.
+If the cores are shared, quartiles far apart mean that something else was running. On the CPU the process keeps the
+memory it frees (see ``MALLOC``), as a long-running one does: otherwise a step that allocates more than 32 MiB pays for
+fresh pages each time and one that allocates less does not, which would flatter the smaller program.
 """
 
 import argparse
@@ -58,6 +60,9 @@ BUILDS = 3  # builds per variant for the lowering and compile times
 WARM_UP = 2  # rounds that are not counted
 LEAST_ROUNDS = 3  # counted even when the time budget is spent
 LEAST_SECONDS = 5.0  # quick models get more rounds than asked for, until this long
+
+#: glibc: never return memory, never map it block by block. Read when a process starts.
+MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**28)}
 
 Wrap = Callable[[Any], Any]
 Apply = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]  # params, x, state, key: logits, new state
@@ -349,6 +354,8 @@ def main() -> None:
         name, variant = options.peak_of.split(":")
         print(json.dumps(peak_of(by_name[name], VARIANTS[variant])))
         return
+    if sys.platform == "linux" and not MALLOC.items() <= os.environ.items():
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **MALLOC})
     cases = [by_name[name] for name in options.models]
     peak = peaks(cases)
     rows = []

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe import _compat
 from jaxpipe.graph import Operator, is_differentiable
 from jaxpipe.vjp import Cut, from_rule
 
@@ -52,8 +53,12 @@ def rule(pool: Operator, relu: Operator | None) -> Callable[[Any], Cut]:
 
         def backward(residuals: Sequence[Any], cotangent: Any) -> Any:
             position, *positive = residuals
+            size = math.prod(window)
+            position = position.astype(jnp.uint8 if size < 255 else jnp.int32)
             if positive:
-                cotangent = lax.select(positive[0], cotangent, lax.full_like(cotangent, 0))
+                position = lax.select(positive[0], position, lax.full_like(position, size + 1))
+            # Each position is read by every element of its window: decode it once.
+            position = _compat.materialize(position, cotangent)
             return scatter_to_maxima(cotangent, position, aval.shape, window, strides, padding)
 
         bits = [position_bits(window)] + ([] if relu is None else [1])
@@ -98,7 +103,8 @@ def scatter_to_maxima(
 ) -> Any:
     """Send each cotangent to the position of its window's maximum; overlapping windows add up.
 
-    Element ``p = s q + r`` of a dimension with stride ``s`` lies in the windows ``q - t`` at position ``r + s t``.
+    A position of ``prod(window) + 1`` sends its cotangent nowhere. Element ``p = s q + r`` of a dimension with
+    stride ``s`` lies in the windows ``q - t`` at position ``r + s t``.
     For each ``t`` the map is laid out as ``[q, r]`` pairs and compared with the positions, so the work is one fused
     elementwise pass. Larger ``t``, that is earlier windows, come first: XLA's order.
     """
@@ -110,7 +116,6 @@ def scatter_to_maxima(
     nowhere = math.prod(window)
     # A sum that starts at zero never gives -0.0, so no cotangent may bring one in.
     cotangent = jnp.where(cotangent != 0, cotangent, jnp.zeros((), cotangent.dtype))
-    position = position.astype(jnp.uint8 if nowhere < 256 else jnp.int32)
     margins = [(t - 1, cell - n, 0) for t, cell, n in zip(reach, cells, cotangent.shape, strict=True)]
     positions = lax.pad(position, np.zeros((), position.dtype), margins)
     cotangents = lax.pad(cotangent, np.zeros((), cotangent.dtype), margins)

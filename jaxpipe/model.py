@@ -1,0 +1,339 @@
+"""A Flax model as named variables, and how to run a user's function on it.
+
+    Linen module, NNX module or class, function of variables  --bind-->  BoundModel
+
+A bound model holds no array: it knows the name, shape and place of every variable, how to run
+``function(model, batch)`` from flat variables, and how plain initialisation makes them.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from jaxpipe.errors import ModelError
+from jaxpipe.graph import is_differentiable
+from jaxpipe.purify import module_scopes
+
+
+#: ``function(model, batch)``: a loss, an evaluation or a prediction.
+UserFunction = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One array of a model: its path in the model's own layout, and its shape."""
+
+    name: str
+    aval: jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True, eq=False)
+class BoundModel:
+    """A model's variables, flat, and the functions that need its structure.
+
+    Attributes:
+      parameters: what is trained.
+      state: what calls change or read besides (batch statistics), random streams excluded.
+      run: ``(function, parameters, state, key, batch) -> (result, new state)``; to be traced.
+      parameter_tree: flat parameters -> the tree that plain training would hand to optax.
+      variable_tree: flat parameters and state -> the model's own variables.
+      initialise: ``key -> (parameters, state)`` as plain initialisation would make them; None if values are given.
+      values: given parameters and state, or None.
+    """
+
+    parameters: tuple[Variable, ...]
+    state: tuple[Variable, ...]
+    run: Callable[[UserFunction, Sequence[Any], Sequence[Any], Any, Any], tuple[Any, list[Any]]]
+    parameter_tree: Callable[[Sequence[Any]], Any]
+    variable_tree: Callable[[Sequence[Any], Sequence[Any]], Any]
+    flatten: Callable[[Any], tuple[list[Any], list[Any]]]
+    initialise: Callable[[Any], tuple[list[Any], list[Any]]] | None = None
+    values: tuple[list[Any], list[Any]] | None = None
+
+
+def needs_variables(model: Any) -> bool:
+    """Whether a model's shapes are only known once its variables are given."""
+    return not isinstance(model, (nn.Module, nnx.Module, jax.tree_util.Partial)) and _nnx_factory(model) is None
+
+
+def bind(model: Any, function: UserFunction, batch: Any, variables: Any = None) -> BoundModel:
+    """Find a model's variables.
+
+    Args:
+      model: a Linen module; an NNX module, with values or abstract; an NNX class or ``functools.partial`` of one, to
+        be called with ``rngs=``; ``jax.tree_util.Partial(f, params)``; or a function ``f(variables, *args)``, for
+        which ``variables`` must be given.
+      function: how the model is called: ``function(model, batch)``. Linen variables are those it touches.
+      batch: shapes of one micro-batch.
+      variables: values to use instead of initialising, in the model's own layout.
+
+    Raises:
+      ModelError: if the model is of another kind, or its variables are missing or do not fit.
+    """
+    if isinstance(model, nn.Module):
+        bound = _bind_linen(model, function, batch, variables)
+    elif isinstance(model, nnx.Module):
+        bound = _bind_nnx(model, None)
+    elif (factory := _nnx_factory(model)) is not None:
+        bound = _bind_nnx(nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0))), factory)
+    elif isinstance(model, jax.tree_util.Partial):
+        bound = _bind_partial(model)
+    elif callable(model):
+        if variables is None:
+            raise ModelError(
+                f"The model is the function {getattr(model, '__name__', model)!r}, and its variables are not known. "
+                "Pass them to pipeline.init(key, batch, variables=...), or give partition "
+                "jax.tree_util.Partial(function, variables)."
+            )
+        bound = _bind_function(model, variables)
+    else:
+        raise ModelError(
+            f"partition was given {model!r} ({type(model).__name__}) as its model. A model is a flax.linen.Module, a "
+            "flax.nnx.Module (or its class), a function of variables, or jax.tree_util.Partial(function, variables)."
+        )
+    return bound if variables is None else with_values(bound, variables)
+
+
+def with_values(bound: BoundModel, variables: Any) -> BoundModel:
+    """The same model with given values, checked against its variables."""
+    parameters, state = bound.flatten(variables)
+    for known, given in ((bound.parameters, parameters), (bound.state, state)):
+        wrong = [
+            v.name for v, x in zip(known, given, strict=True) if (v.aval.shape, v.aval.dtype) != (x.shape, x.dtype)
+        ]
+        if wrong:
+            raise ModelError(
+                f"variables=: shape or dtype of {', '.join(wrong[:5])} is not the model's. "
+                "Pass the variables of this very model, in its own layout."
+            )
+    return replace(bound, values=(parameters, state), initialise=None)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _named(tree: Any, prefix: str = "") -> tuple[Variable, ...]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return tuple(Variable(prefix + _path_name(path), _shape(x)) for path, x in flat)
+
+
+def _path_name(path: Sequence[Any]) -> str:
+    return "/".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
+
+
+# Linen
+
+
+class LinenModel:
+    """What a loss gets as ``model`` for a Linen module: ``model(*args)`` is ``module.apply`` with state threaded.
+
+    Every collection but ``params`` is mutable; call number n > 0 uses ``fold_in(key, n)`` for random numbers, the
+    first the micro-batch's key itself.
+    """
+
+    def __init__(self, module: nn.Module, variables: Any, key: Any):
+        self.module = module
+        self.variables = variables
+        self._key = key
+        self._calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``module.apply``; takes ``method=`` like it."""
+        result, new = self._call(self._next_key(), *args, **kwargs)
+        self.variables = {**self.variables, **new}
+        return result
+
+    def _next_key(self) -> Any:
+        key = self._key if self._calls == 0 else jax.random.fold_in(self._key, self._calls)
+        self._calls += 1
+        return key
+
+    def _call(self, key: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        mutable = nn.DenyList("params")
+        return self.module.apply(self.variables, *args, rngs={"params": key}, mutable=mutable, **kwargs)
+
+
+class _InitialisingLinenModel(LinenModel):
+    """Makes the variables that each call needs and has not found."""
+
+    def _call(self, key: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        result, made = self.module.init_with_output(key, *args, **kwargs)
+        return result, _merge(made, self.variables)
+
+
+def _merge(new: Any, old: Any) -> Any:
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return old
+    return {**new, **{k: _merge(new[k], v) if k in new else v for k, v in old.items()}}
+
+
+def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables: Any) -> BoundModel:
+    def make(key: Any, batch: Any) -> Any:
+        model = _InitialisingLinenModel(module, {}, key)
+        function(model, batch)
+        return dict(model.variables)
+
+    shapes = jax.eval_shape(make, jax.random.key(0), batch) if variables is None else jax.tree.map(_shape, variables)
+    if not shapes:
+        raise ModelError(
+            "The loss does not call the model, so that its variables are not known. Call model(...) in it."
+        )
+    params = shapes.get("params", {})
+    rest = {name: tree for name, tree in shapes.items() if name != "params"}
+    params_def, rest_def = jax.tree.structure(params), jax.tree.structure(rest)
+
+    def flatten(tree: Any) -> tuple[list[Any], list[Any]]:
+        given = {name: tree[name] for name in tree if name != "params"}
+        return _leaves(tree.get("params", {}), params_def), _leaves(given, rest_def)
+
+    def build(parameters: Sequence[Any], state: Sequence[Any]) -> Any:
+        return {"params": jax.tree.unflatten(params_def, parameters), **jax.tree.unflatten(rest_def, state)}
+
+    def run(
+        function: UserFunction, parameters: Sequence[Any], state: Sequence[Any], key: Any, batch: Any
+    ) -> tuple[Any, list[Any]]:
+        model = LinenModel(module, build(parameters, state), key)
+        result = function(model, batch)
+        return result, jax.tree.leaves({name: model.variables[name] for name in rest})
+
+    def initialise(key: Any) -> tuple[list[Any], list[Any]]:
+        zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), batch)
+        return flatten(make(key, zeros))
+
+    return BoundModel(
+        parameters=_named(params),
+        state=_named(rest),
+        run=run,
+        parameter_tree=lambda values: jax.tree.unflatten(params_def, values),
+        variable_tree=build,
+        flatten=flatten,
+        initialise=initialise,
+    )
+
+
+def _leaves(tree: Any, expected: Any) -> list[Any]:
+    leaves, treedef = jax.tree.flatten(tree)
+    if treedef != expected:
+        raise ModelError(f"variables=: expected the structure {expected}, got {treedef}.")
+    return leaves
+
+
+# NNX
+
+
+def _nnx_factory(model: Any) -> Callable[..., Any] | None:
+    made = model.func if isinstance(model, functools.partial) else model
+    return model if inspect.isclass(made) and issubclass(made, nnx.Module) else None
+
+
+def reseed(streams: Any, key: Any) -> Any:
+    """The random streams (an ``nnx.State`` of keys and counts) that a micro-batch with this key uses.
+
+    The i-th key, in the order of paths, becomes ``fold_in(key, i)``; counts start at zero.
+    """
+    number = 0
+    flat = []
+    for path, variable in nnx.to_flat_state(streams):
+        value = variable.get_value()
+        if isinstance(variable, nnx.RngKey):
+            fresh = jax.random.fold_in(key, number)
+            number += 1
+            value = fresh if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else jax.random.key_data(fresh)
+        else:
+            value = jax.numpy.zeros(value.shape, value.dtype)
+        flat.append((path, variable.replace(value)))
+    return nnx.from_flat_state(flat)
+
+
+def _bind_nnx(model: nnx.Module, factory: Callable[..., Any] | None) -> BoundModel:
+    graphdef, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    params_def, rest_def = jax.tree.structure(params), jax.tree.structure(rest)
+    shapes = jax.tree.map(_shape, streams)
+    leaves = jax.tree.leaves((params, rest))
+    concrete = factory is None and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+    known = [path for path, _ in nnx.to_flat_state(rest)]
+
+    def flatten(tree: Any) -> tuple[list[Any], list[Any]]:
+        state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+        given, _, others = nnx.split_state(state, nnx.Param, nnx.RngState, ...)
+        return _leaves(given, params_def), _leaves(others, rest_def)
+
+    def run(
+        function: UserFunction, parameters: Sequence[Any], state: Sequence[Any], key: Any, batch: Any
+    ) -> tuple[Any, list[Any]]:
+        variables = jax.tree.unflatten(params_def, parameters), jax.tree.unflatten(rest_def, state)
+        model = nnx.merge(graphdef, variables[0], reseed(shapes, key), variables[1], copy=True)
+        with module_scopes([model]):
+            result = function(model, batch)
+        after = dict(nnx.to_flat_state(nnx.state(model)))
+        return result, [x for path in known for x in jax.tree.leaves(after[path])]
+
+    def initialise(key: Any) -> tuple[list[Any], list[Any]]:
+        if factory is None:
+            raise ModelError(
+                "The NNX module is abstract, so how to initialise it is not known. Give partition its class (or "
+                "functools.partial of it), or pass pipeline.init(key, variables=...)."
+            )
+        return flatten(factory(rngs=nnx.Rngs(key)))
+
+    return BoundModel(
+        parameters=_named(nnx.to_pure_dict(params)),
+        state=_named(nnx.to_pure_dict(rest)),
+        run=run,
+        parameter_tree=lambda values: jax.tree.unflatten(params_def, values),
+        variable_tree=lambda values, state: nnx.merge_state(
+            jax.tree.unflatten(params_def, values), jax.tree.unflatten(rest_def, state)
+        ),
+        flatten=flatten,
+        initialise=None if concrete else initialise,
+        values=(jax.tree.leaves(params), jax.tree.leaves(rest)) if concrete else None,
+    )
+
+
+# Functions
+
+
+def _bind_partial(model: jax.tree_util.Partial) -> BoundModel:
+    return _bind_tree(model, lambda tree: tree)
+
+
+def _bind_function(function: Callable[..., Any], variables: Any) -> BoundModel:
+    return _bind_tree(variables, lambda tree: functools.partial(function, tree))
+
+
+def _bind_tree(tree: Any, model_of: Callable[[Any], Any]) -> BoundModel:
+    """Floating leaves of a tree are parameters, others state that nothing changes."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    trained = [is_differentiable(x) for _, x in flat]
+    named = [Variable(_path_name(path), _shape(x)) for path, x in flat]
+
+    def build(parameters: Sequence[Any], state: Sequence[Any]) -> Any:
+        sources = {True: iter(parameters), False: iter(state)}
+        return jax.tree.unflatten(treedef, [next(sources[flag]) for flag in trained])
+
+    def flatten(tree: Any) -> tuple[list[Any], list[Any]]:
+        leaves = _leaves(tree, treedef)
+        pairs = list(zip(leaves, trained, strict=True))
+        return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
+
+    def run(
+        function: UserFunction, parameters: Sequence[Any], state: Sequence[Any], key: Any, batch: Any
+    ) -> tuple[Any, list[Any]]:
+        return function(model_of(build(parameters, state)), batch), list(state)
+
+    return BoundModel(
+        parameters=tuple(v for v, flag in zip(named, trained, strict=True) if flag),
+        state=tuple(v for v, flag in zip(named, trained, strict=True) if not flag),
+        run=run,
+        parameter_tree=lambda values: build(values, [None] * (len(trained) - sum(trained))),
+        variable_tree=build,
+        flatten=flatten,
+        values=flatten(tree),
+    )

@@ -1,0 +1,277 @@
+"""``partition``: plan how a model is trained on a mesh."""
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxpipe import profile as profiles
+from jaxpipe.demand import linearize
+from jaxpipe.graph import is_differentiable
+from jaxpipe.model import BoundModel, UserFunction, bind, needs_variables
+from jaxpipe.pipeline import checks
+from jaxpipe.pipeline.initialize import stage_devices
+from jaxpipe.pipeline.layout import lay_out
+from jaxpipe.pipeline.objective import Objective, trace_loss
+from jaxpipe.pipeline.optimizer import colour_update
+from jaxpipe.pipeline.pipeline import Pipeline, Planned
+from jaxpipe.pipeline.program import DATA, Program
+from jaxpipe.pipeline.sections import cut_sections, place, places_to_cut, variable_spans, with_backward
+from jaxpipe.pipeline.step import Batching, Update
+from jaxpipe.pipeline.words import word_count
+from jaxpipe.planning.cut import cut
+from jaxpipe.planning.memory import predict, stage_bytes
+from jaxpipe.planning.order import boundary_bytes
+from jaxpipe.planning.plan import Plan, StagePlan
+from jaxpipe.profile import Profile
+from jaxpipe.schedules import Schedule, one_f_one_b, simulate
+
+
+#: ``(num_stages, num_microbatches) -> Schedule``.
+ScheduleMaker = Callable[[int, int], Schedule]
+
+#: Micro-batches for each stage when the caller does not say: the bubble is then below a fifth of the step.
+MICROBATCHES_PER_STAGE = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What the caller of ``partition`` asked for, checked."""
+
+    model: Any
+    mesh: Mesh
+    loss: UserFunction
+    optimizer: optax.GradientTransformation
+    budget: int | None
+    num_microbatches: int | None
+    schedule: ScheduleMaker
+    profile: str | Profile
+    num_stages: int
+    replicas: int
+
+
+def partition(
+    model: Any,
+    mesh: Mesh,
+    batch: Any = None,
+    *,
+    loss: UserFunction,
+    optimizer: optax.GradientTransformation,
+    evaluate: UserFunction | None = None,
+    predict: UserFunction | None = None,
+    memory: int | str | None = None,
+    num_microbatches: int | None = None,
+    schedule: ScheduleMaker = one_f_one_b,
+    profile: Profile | Literal["measured", "analytic"] = "measured",
+) -> Pipeline:
+    """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
+
+    The model is traced and its operators are profiled; a min-max dynamic programme cuts them into as many stages as
+    the mesh has. The model itself needs no change: any cut is possible but between two uses of one variable.
+
+    Args:
+      model: a Linen module, an NNX module or class, ``jax.tree_util.Partial(f, params)``, or ``f(variables, *args)``.
+      mesh: with an axis ``stage``, and perhaps ``data``: replicas of the pipeline.
+      batch: arrays or shapes ``[examples, ...]``; left out: planned at ``Pipeline.init(key, batch)``.
+      loss: ``loss(model, batch)`` gives a scalar, ``(scalar, metrics)``, or ``(sum, weight, metrics)`` if
+        micro-batches weigh unequally; then loss, metrics and gradient are divided by the total weight.
+      optimizer: any optax optimizer; gets the gradient of the whole batch.
+      evaluate: like ``loss``, or gives metrics alone; without dropout, with running statistics.
+      predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``.
+      memory: most bytes on a device, as an int or a text such as ``"8GiB"``.
+      num_microbatches: of each replica; left out: enough for a bubble below a fifth.
+      schedule: ``(num_stages, num_microbatches) -> Schedule``.
+      profile: ``"measured"`` runs operators on the first device, ``"analytic"`` estimates them; or a ``Profile``.
+
+    Raises:
+      PartitionError: if the mesh, the loss, the optimizer or the number of stages does not fit.
+      ModelError: if the model is none of the above.
+      BatchError: if the batch cannot be cut into micro-batches.
+      MemoryBudgetError: if the plan needs more than ``memory``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((3, 1)))
+      >>> mesh = jax.make_mesh((1,), ("stage",))
+      >>> pipeline = partition(model, mesh, jnp.ones((4, 3)), loss=lambda f, x: f(x).mean(), optimizer=optax.sgd(0.5))
+      >>> state, metrics = pipeline.step(pipeline.init(jax.random.key(0)), jnp.ones((4, 3)))
+      >>> float(metrics["loss"])
+      3.0
+    """
+    num_stages, replicas = checks.check_mesh(mesh)
+    request = Request(
+        model=model,
+        mesh=mesh,
+        loss=loss,
+        optimizer=optimizer,
+        budget=checks.budget_bytes(memory),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        profile=profile,
+        num_stages=num_stages,
+        replicas=replicas,
+    )
+    planned = None if batch is None or needs_variables(model) else make_plan(request, batch)
+    functions = {"evaluate": evaluate, "predict": predict}
+    return Pipeline(mesh, functions, optimizer, functools.partial(make_plan, request), planned)
+
+
+def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
+    """Trace, profile, cut and lay out a model for batches of the given shapes."""
+    batch = checks.batch_shapes(batch)
+    size = checks.batch_size(batch)
+    m = request.num_microbatches or _default_microbatches(size, request.replicas, request.num_stages)
+    checks.check_microbatches(size, request.replicas, m)
+    batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
+    one = jax.tree.map(lambda x: _rows(x, size // (request.replicas * m)), batch)
+
+    model = bind(request.model, request.loss, one, variables)
+    objective = trace_loss(model, request.loss, one)
+    profile = _profile(request, objective)
+    device = request.mesh.devices.flat[0]
+    sends = boundary_bytes(objective.graph)
+    seconds = [f + b for f, b in zip(profile.forward, profile.backward, strict=True)]
+    rate = profiles.rates_of(device).bytes
+    cuts = _cut(objective, model, seconds, [2 * n / rate for n in sends], request.num_stages)
+    placement = place(objective, cuts)
+    sections = with_backward(objective, cut_sections(objective, cuts, placement))
+
+    schedule = request.schedule(request.num_stages, m)
+    schedule.validate()
+    program = Program(
+        objective=objective,
+        sections=sections,
+        schedule=schedule,
+        parameters=lay_out([[model.parameters[k].aval for k in placement.held_by(s)[0]] for s in range(len(sections))]),
+        state=lay_out([[model.state[k].aval for k in placement.held_by(s)[1]] for s in range(len(sections))]),
+        replicated=DATA in request.mesh.axis_names,
+    )
+    program.check_transport()
+    coloured = colour_update(request.optimizer, model, placement.parameters)
+    owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
+    update = Update(coloured, lay_out([[a for a, owner in owned if owner == s] for s in range(len(sections))]))
+    shared = [a for a, owner in owned if owner is None]
+    local = [
+        x if shared_leaf else _rows(x, size // request.replicas)
+        for x, shared_leaf in zip(jax.tree.leaves(batch), batching.shared, strict=True)
+    ]
+    memory = predict(program, update.layout, shared, local)
+    plan = _describe(request, program, cuts, profile, memory, size // (request.replicas * m), sends)
+    checks.check_budget(request.budget, memory, stage_bytes(program, update.layout, shared, local))
+    return Planned(plan, batch, one, model, program, placement, update, batching)
+
+
+def _rows(x: Any, count: int) -> Any:
+    return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) if x.shape else x
+
+
+def _default_microbatches(size: int, replicas: int, num_stages: int) -> int:
+    """The fewest micro-batches, of all counts that divide the batch, that keep the bubble small."""
+    counts = [m for m in range(1, size + 1) if size % (replicas * m) == 0]
+    if num_stages == 1 or not counts:
+        return 1
+    return next((m for m in counts if m >= MICROBATCHES_PER_STAGE * num_stages), counts[-1])
+
+
+def _profile(request: Request, objective: Objective) -> Profile:
+    graph = objective.graph
+    if isinstance(request.profile, Profile):
+        if len(request.profile.forward) != len(graph.operators):
+            raise checks.PartitionError(
+                f"profile= has {len(request.profile.forward)} operators, the model has {len(graph.operators)}. Profile "
+                "this very model, with micro-batches of this size."
+            )
+        return request.profile
+    wrt = [t for t in objective.parameters if is_differentiable(graph.tensors[t].aval)]
+    linearization = linearize(graph, wrt, seeds=[objective.results[0]])
+    device = stage_devices(request.mesh, 0)[0]
+    if request.profile == "analytic":
+        return profiles.analytic(linearization, profiles.rates_of(device))
+    return profiles.measure(linearization, device)
+
+
+def _cut(
+    objective: Objective, model: BoundModel, seconds: list[float], transfer: list[float], num_stages: int
+) -> tuple[int, ...]:
+    allowed = places_to_cut(objective)
+    try:
+        return cut(seconds, transfer, allowed, num_stages)
+    except checks.PartitionError as error:
+        tied = _widest(objective, model)
+        raise checks.PartitionError(f"{error} {tied}") from None
+
+
+def _widest(objective: Objective, model: BoundModel) -> str:
+    """Which variable keeps most operators in one stage."""
+    found = variable_spans(objective)
+    if not found:
+        return ""
+    t = max(found, key=lambda t: found[t][1] - found[t][0])
+    names = dict(zip((*objective.parameters, *objective.state), (*model.parameters, *model.state), strict=True))
+    low, high = found[t]
+    if high - low < 2:
+        return ""
+    path = objective.graph.operators[low].path, objective.graph.operators[high].path
+    return (
+        f"Variable {names[t].name} is used from operator {low} ({path[0]}) to operator {high} ({path[1]}), and a "
+        "variable lives in one stage, with all that is between its uses. Untie it, or use fewer stages."
+    )
+
+
+def _describe(
+    request: Request,
+    program: Program,
+    cuts: tuple[int, ...],
+    profile: Profile,
+    memory: dict[str, int],
+    microbatch_size: int,
+    sends: list[int],
+) -> Plan:
+    graph = program.objective.graph
+    stages = []
+    for s, section in enumerate(program.sections):
+        operators = slice(cuts[s], cuts[s + 1])
+        stages.append(
+            StagePlan(
+                operators=(cuts[s], cuts[s + 1]),
+                modules=_modules(op.path for op in graph.operators[operators]),
+                forward_seconds=sum(profile.forward[operators]),
+                backward_seconds=sum(profile.backward[operators]),
+                parameter_bytes=sum(4 * word_count(a) for a in program.avals(section.parameters)),
+                stash_bytes=sum(4 * word_count(a) for a in program.stash_avals(section)),
+                in_flight=program.schedule.in_flight(s),
+                sent_bytes=sum(4 * word_count(a) for a in program.avals(section.leaving)),
+            )
+        )
+    rate = profiles.rates_of(request.mesh.devices.flat[0]).bytes
+    timeline = simulate(
+        program.schedule,
+        forward=[stage.forward_seconds for stage in stages],
+        backward=[stage.backward_seconds for stage in stages],
+        communication=4 * sum(program.message_words) / rate,
+    )
+    described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
+    return Plan(
+        stages=tuple(stages),
+        replicas=request.replicas,
+        num_microbatches=program.schedule.num_microbatches,
+        microbatch_size=microbatch_size,
+        schedule=program.schedule.name,
+        profile=profile.source,
+        step_seconds=timeline.makespan,
+        bubble_fraction=timeline.bubble_fraction,
+        memory=memory,
+        fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
+    )
+
+
+def _modules(paths: Any) -> tuple[str, ...]:
+    """Module paths in order of appearance, without those that only contain others."""
+    seen = [p for p in dict.fromkeys(paths) if p]
+    return tuple(p for p in seen if not any(q.startswith(p + "/") for q in seen))

@@ -1,0 +1,1 @@
+"""The executor: one compiled program for each training step."""

@@ -1,0 +1,138 @@
+"""What can be wrong with a mesh, a batch or a budget, said before anything is traced."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpipe.errors import BatchError, MemoryBudgetError, PartitionError, StateError
+from jaxpipe.pipeline.program import DATA, STAGE
+from jaxpipe.planning.plan import bytes_text
+
+
+def check_mesh(mesh: Mesh) -> tuple[int, int]:
+    """Stages and replicas of a mesh.
+
+    Raises:
+      PartitionError: unless its axes are ``stage`` and at most ``data``.
+    """
+    if not isinstance(mesh, Mesh):
+        raise PartitionError(
+            f"mesh is {type(mesh).__name__}; partition needs a jax.sharding.Mesh with an axis {STAGE!r}, for example "
+            f"jax.make_mesh((4,), ({STAGE!r},))."
+        )
+    unknown = [name for name in mesh.axis_names if name not in (STAGE, DATA)]
+    if STAGE not in mesh.axis_names or unknown:
+        raise PartitionError(
+            f"The mesh has the axes {mesh.axis_names}. A pipeline uses {STAGE!r} (required) and {DATA!r} (optional), "
+            f"and no other; make it with jax.make_mesh((2, 4), ({DATA!r}, {STAGE!r}))."
+        )
+    return mesh.shape[STAGE], mesh.shape.get(DATA, 1)
+
+
+def batch_shapes(batch: Any) -> Any:
+    """A batch as shapes.
+
+    Raises:
+      BatchError: if it holds anything that is not an array.
+    """
+    for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise BatchError(
+                f"batch{jax.tree_util.keystr(path)} is {x!r} ({type(x).__name__}); a batch holds arrays only. Put "
+                "settings into the loss, with functools.partial."
+            )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+
+def batch_size(batch: Any) -> int:
+    """The number of examples: the first axis of every array that has one.
+
+    Raises:
+      BatchError: if arrays disagree.
+    """
+    sizes = {
+        jax.tree_util.keystr(path): x.shape[0] for path, x in jax.tree_util.tree_flatten_with_path(batch)[0] if x.shape
+    }
+    if len(set(sizes.values())) != 1:
+        listed = ", ".join(f"batch{name}: {n}" for name, n in sizes.items()) or "no array has an axis"
+        raise BatchError(
+            f"The first axis of every array of a batch is its examples, but they differ in size ({listed})."
+        )
+    return next(iter(sizes.values()))
+
+
+def check_microbatches(size: int, replicas: int, num_microbatches: int, what: str = "batch") -> None:
+    """Raise ``BatchError`` unless a batch can be cut into equal micro-batches."""
+    if num_microbatches < 1:
+        raise BatchError(f"num_microbatches={num_microbatches}; it must be at least 1.")
+    if size % (replicas * num_microbatches):
+        fits = [m for m in range(1, size + 1) if size % (replicas * m) == 0]
+        near = sorted(sorted(fits, key=lambda m: abs(m - num_microbatches))[:2])
+        counts = f"num_microbatches={' or '.join(map(str, near))}" if near else f"a multiple of {replicas} examples"
+        unit = replicas * num_microbatches
+        below, above = size // unit * unit, (size // unit + 1) * unit
+        sizes = " or ".join(str(n) for n in (below, above) if n)
+        raise BatchError(
+            f"A {what} of {size} examples cannot be cut into num_microbatches={num_microbatches} equal micro-batches "
+            f"on each of {replicas} replica(s). Use {counts}, or a {what} of {sizes} examples."
+        )
+
+
+def check_same_structure(given: Any, planned: Any) -> None:
+    """Raise ``BatchError`` unless a batch has the structure, shapes and dtypes that were planned for."""
+    if jax.tree.structure(given) != jax.tree.structure(planned):
+        raise BatchError(
+            f"The batch has the structure {jax.tree.structure(given)}, the plan was made for "
+            f"{jax.tree.structure(planned)}. Pass batches of one structure, or make another pipeline."
+        )
+    for (path, x), (_, y) in zip(*map(jax.tree_util.tree_leaves_with_path, (given, planned)), strict=True):
+        if (tuple(x.shape), x.dtype) != (tuple(y.shape), y.dtype):
+            raise BatchError(
+                f"batch{jax.tree_util.keystr(path)} is {x.dtype}{list(x.shape)}, the plan was made for "
+                f"{y.dtype}{list(y.shape)}. Pad or drop the last examples of an epoch, or make another pipeline."
+            )
+
+
+def check_state(given: str, expected: str) -> None:
+    """Raise ``StateError`` if a state belongs to another plan."""
+    if given != expected:
+        raise StateError(
+            f"The state belongs to the plan {given}, this pipeline has the plan {expected}: variables are placed "
+            "differently. Use the pipeline that made the state, or pass its variables to "
+            "init(key, variables=other.parameters(state))."
+        )
+
+
+def budget_bytes(memory: int | str | None) -> int | None:
+    """A memory budget in bytes: an integer, or a text such as ``"8GiB"`` or ``"500 MB"``.
+
+    Raises:
+      MemoryBudgetError: if it is neither.
+    """
+    if memory is None or (isinstance(memory, int) and memory > 0):
+        return memory
+    units = {"": 1, "B": 1, **{f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGT")}}
+    units |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("KMGT")}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
+    if match is None or match[2] not in units or float(match[1]) <= 0:
+        raise MemoryBudgetError(
+            f"memory={memory!r} is not a size. Pass bytes as a positive int, or a text such as '8GiB' or '500MB'."
+        )
+    return int(float(match[1]) * units[match[2]])
+
+
+def check_budget(budget: int | None, memory: dict[str, int], per_stage: Sequence[int]) -> None:
+    """Raise ``MemoryBudgetError`` if the predicted bytes are over a budget."""
+    needed = sum(memory.values())
+    if budget is None or needed <= budget:
+        return
+    worst = max(range(len(per_stage)), key=per_stage.__getitem__)
+    parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in memory.items())
+    raise MemoryBudgetError(
+        f"memory={bytes_text(budget)}: each device needs {bytes_text(needed)} ({parts}); alone, stage {worst} needs "
+        f"{bytes_text(per_stage[worst])}, the most of all. The smallest budget that fits this number of stages and "
+        f"micro-batches is {needed} bytes; more micro-batches or more stages need less."
+    )

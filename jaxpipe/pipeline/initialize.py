@@ -1,0 +1,147 @@
+"""The first state of a run, made stage by stage: no device ever holds the whole model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import core
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe import _compat
+from jaxpipe.model import BoundModel
+from jaxpipe.pipeline.layout import Layout
+from jaxpipe.pipeline.program import STAGE
+from jaxpipe.pipeline.sections import Placement
+from jaxpipe.pipeline.state import TrainState
+from jaxpipe.pipeline.step import Update
+
+
+def initial_state(
+    mesh: Mesh,
+    model: BoundModel,
+    placement: Placement,
+    layouts: tuple[Layout, Layout],
+    optimizer: optax.GradientTransformation,
+    update: Update,
+    key: Any,
+    plan: str,
+) -> TrainState:
+    """Make each stage's variables and optimizer state on that stage's devices.
+
+    Variables that were given are copied there; others are initialised there, by a program from which everything
+    that other stages need has been removed.
+    """
+    values = _given(model) if model.values is not None else _initialised(model, key)
+    parts = []
+    for s in range(mesh.shape[STAGE]):
+        first, *others = stage_devices(mesh, s)
+        parameters, state = placement.held_by(s)
+        with jax.default_device(first):
+            whole = values([*parameters, *(len(model.parameters) + k for k in state)])
+            whole = jax.device_put(whole, first)
+
+            def buffers(whole: list[Any], s: int = s, count: int = len(parameters)) -> list[list[Any]]:
+                mine = _optimizer_state(whole[:count], model, placement, s, optimizer, update)
+                return _buffers((whole[:count], whole[count:], mine), s, (*layouts, update.layout))
+
+            made = jax.jit(buffers)(whole)
+        copies = [jax.device_put(made, device) for device in others]
+        parts.append(jax.tree.map(lambda *rows: list(rows), made, *copies))
+    shared = _shared_state(model, optimizer, update)
+    everywhere = NamedSharding(mesh, P())
+    gathered = [_assemble(mesh, [part[k] for part in parts]) for k in range(3)]
+    return TrainState(
+        *gathered,
+        shared=tuple(jax.device_put(x, everywhere) for x in shared),
+        key=jax.device_put(key, everywhere),
+        step=jax.device_put(jnp.zeros((), jnp.int32), everywhere),
+        plan=plan,
+    )
+
+
+#: Values of some variables, by position: parameters first, then state.
+Values = Callable[[Sequence[int]], list[Any]]
+
+
+def _given(model: BoundModel) -> Values:
+    assert model.values is not None
+    values = [*model.values[0], *model.values[1]]
+    return lambda positions: [values[k] for k in positions]
+
+
+def _initialised(model: BoundModel, key: Any) -> Values:
+    """Initialisation, traced once; of its operators only those run that the wanted variables follow from.
+
+    They run one by one, as they do when a model is initialised outside ``jit``: the same bits, and initialisers of
+    equal shape are compiled once.
+    """
+    initialise = model.initialise
+    assert initialise is not None
+    closed = jax.make_jaxpr(lambda key: [x for part in initialise(key) for x in part])(key)
+    jaxpr, consts = _compat.open_jaxpr(closed)
+
+    def values(positions: Sequence[int]) -> list[Any]:
+        wanted = [jaxpr.outvars[k] for k in positions]
+        needed = {a for a in wanted if not _compat.is_literal(a)}
+        equations = []
+        for eqn in reversed(jaxpr.eqns):
+            if not needed.isdisjoint(eqn.outvars):
+                equations.append(eqn)
+                needed.update(a for a in eqn.invars if not _compat.is_literal(a))
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, key), strict=True))
+        for eqn in reversed(equations):
+            operands = [env[a] for a in eqn.invars if not _compat.is_literal(a)]
+            env.update(zip(eqn.outvars, core.eval_jaxpr(_compat.isolate(eqn), (), *operands), strict=True))
+        return [jnp.asarray(a.val) if _compat.is_literal(a) else env[a] for a in wanted]
+
+    return values
+
+
+def _optimizer_state(
+    parameters: Sequence[Any],
+    model: BoundModel,
+    placement: Placement,
+    s: int,
+    optimizer: optax.GradientTransformation,
+    update: Update,
+) -> list[Any]:
+    """A stage's leaves of the optimizer state. Other stages' parameters are zeros that nothing reads."""
+    whole: list[Any] = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in model.parameters]
+    for k, value in zip(placement.held_by(s)[0], parameters, strict=True):
+        whole[k] = value
+    leaves = jax.tree.leaves(optimizer.init(model.parameter_tree(whole)))
+    return [x for x, owner in zip(leaves, update.coloured.state_stage, strict=True) if owner == s]
+
+
+def _shared_state(model: BoundModel, optimizer: optax.GradientTransformation, update: Update) -> list[Any]:
+    def make() -> list[Any]:
+        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in model.parameters]
+        leaves = jax.tree.leaves(optimizer.init(model.parameter_tree(zeros)))
+        return [x for x, owner in zip(leaves, update.coloured.state_stage, strict=True) if owner is None]
+
+    return jax.jit(make)()
+
+
+def _buffers(values: Sequence[Sequence[Any]], s: int, layouts: Sequence[Layout]) -> list[list[Any]]:
+    written = [layout.write(s, part) for layout, part in zip(layouts, values, strict=True)]
+    return [[x.reshape(1, *x.shape) for x in buffers] for buffers in written]
+
+
+def stage_devices(mesh: Mesh, s: int) -> list[Any]:
+    """The devices of a stage, one for each replica."""
+    return list(np.atleast_1d(np.take(mesh.devices, s, axis=mesh.axis_names.index(STAGE))))
+
+
+def _assemble(mesh: Mesh, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """Global arrays ``[num_stages, length]`` from the rows that the stages' devices hold."""
+    sharding = NamedSharding(mesh, P(STAGE))
+    return tuple(
+        jax.make_array_from_single_device_arrays(
+            (len(parts), *rows[0][0].shape[1:]), sharding, [x for copies in rows for x in copies]
+        )
+        for rows in zip(*parts, strict=True)
+    )

@@ -1,0 +1,124 @@
+"""Where each stage keeps its arrays, in buffers that have the same shape on every device.
+
+One program runs on all devices, so what stages hold must look alike. Arrays of one size and type that several
+stages have share a buffer, and each stage sees its own array in it, without a copy. What fits nowhere is packed,
+one after the other, into one buffer for each type.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of every array of every stage.
+
+    Attributes:
+      avals: by stage, the arrays.
+      places: by stage, for each array its buffer and the offset in it, in elements.
+      buffers: length and dtype of each buffer.
+    """
+
+    avals: tuple[tuple[Any, ...], ...]
+    places: tuple[tuple[tuple[int, int], ...], ...]
+    buffers: tuple[tuple[int, Any], ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on each device."""
+        return sum(length * np.dtype(dtype).itemsize for length, dtype in self.buffers)
+
+    def read(self, stage: int, buffers: Sequence[Any]) -> list[Any]:
+        """A stage's arrays out of its device's buffers."""
+        found = []
+        for aval, (k, offset) in zip(self.avals[stage], self.places[stage], strict=True):
+            size = math.prod(aval.shape)
+            flat = buffers[k]
+            if self.buffers[k][0] != size:
+                flat = lax.slice(flat, (offset,), (offset + size,))
+            found.append(lax.reshape(flat, aval.shape))
+        return found
+
+    def write(self, stage: int, values: Sequence[Any]) -> list[Any]:
+        """Buffers with a stage's arrays in them, and zeros where it has none."""
+        pieces: list[list[tuple[int, Any]]] = [[] for _ in self.buffers]
+        for value, (k, offset) in zip(values, self.places[stage], strict=True):
+            pieces[k].append((offset, lax.reshape(jnp.asarray(value), (math.prod(jnp.shape(value)),))))
+        buffers = []
+        for (length, dtype), parts in zip(self.buffers, pieces, strict=True):
+            flat = [x for _, x in sorted(parts, key=lambda part: part[0])]
+            missing = length - sum(x.size for x in flat)
+            if missing or not flat:
+                flat.append(jnp.zeros((missing,), dtype))
+            buffers.append(flat[0] if len(flat) == 1 else jnp.concatenate(flat))
+        return buffers
+
+
+def lay_out(avals: Sequence[Sequence[Any]]) -> Layout:
+    """Give every array of every stage a place.
+
+    Buffers are shared by arrays of equal size and dtype. How many stages must share a buffer for it to be worth
+    having is chosen so that a device reserves the fewest bytes; of equals, the one that packs least.
+
+    Args:
+      avals: by stage, the shapes of its arrays.
+
+    Example:
+      >>> a, b = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((5,), "float32")
+      >>> lay_out([[a, a], [a, b]]).buffers
+      ((6, dtype('float32')), (6, dtype('float32')))
+    """
+    kinds = [[(math.prod(a.shape), np.dtype(a.dtype)) for a in stage] for stage in avals]
+    counts = [Counter(stage) for stage in kinds]
+    candidates = [_Sharing(counts, sharers) for sharers in range(1, len(avals) + 1)]
+    best = min(candidates, key=lambda c: c.bytes)
+    return best.layout(avals, kinds)
+
+
+class _Sharing:
+    """The layout in which a buffer exists if at least ``sharers`` stages have an array for it."""
+
+    def __init__(self, counts: Sequence[Counter[tuple[int, Any]]], sharers: int):
+        self.slots = {}
+        for kind in dict.fromkeys(k for count in counts for k in count):
+            held = sorted((count[kind] for count in counts), reverse=True)
+            self.slots[kind] = held[sharers - 1]
+        self.packed: dict[Any, int] = {}
+        for count in counts:
+            here: dict[Any, int] = {}
+            for (size, dtype), n in count.items():
+                here[dtype] = here.get(dtype, 0) + size * max(0, n - self.slots[size, dtype])
+            for dtype, length in here.items():
+                self.packed[dtype] = max(self.packed.get(dtype, 0), length)
+        whole = sum(n * size * dtype.itemsize for (size, dtype), n in self.slots.items())
+        self.bytes = whole + sum(length * dtype.itemsize for dtype, length in self.packed.items())
+
+    def layout(self, avals: Sequence[Sequence[Any]], kinds: Sequence[Sequence[tuple[int, Any]]]) -> Layout:
+        """Number the buffers and place the arrays."""
+        buffers = [kind for kind, n in self.slots.items() for _ in range(n)]
+        first: dict[tuple[int, Any], int] = {}
+        for k, kind in enumerate(buffers):
+            first.setdefault(kind, k)
+        rest = {dtype: len(buffers) + k for k, dtype in enumerate(d for d, n in self.packed.items() if n)}
+        buffers += [(self.packed[dtype], dtype) for dtype in rest]
+        places = []
+        for stage in kinds:
+            used: Counter[tuple[int, Any]] = Counter()
+            filled: Counter[Any] = Counter()
+            here = []
+            for size, dtype in stage:
+                if used[size, dtype] < self.slots[size, dtype]:
+                    here.append((first[size, dtype] + used[size, dtype], 0))
+                    used[size, dtype] += 1
+                else:
+                    here.append((rest[dtype], filled[dtype]))
+                    filled[dtype] += size
+            places.append(tuple(here))
+        return Layout(tuple(map(tuple, avals)), tuple(places), tuple(buffers))

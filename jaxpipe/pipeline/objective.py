@@ -1,0 +1,150 @@
+"""What a user's function computes for one micro-batch, as a graph."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.errors import PartitionError
+from jaxpipe.graph import Graph, read_graph
+from jaxpipe.model import BoundModel, UserFunction
+from jaxpipe.planning.order import parameter_work_in_place
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """A loss, an evaluation or a prediction of one micro-batch.
+
+    Attributes:
+      graph: the program; its inputs are parameters, state, key and batch, in this order.
+      parameters, state, key, batch: tensor numbers of the inputs.
+      results: tensor numbers: loss, weight, then metrics; or the leaves of a prediction.
+      new_state: tensor numbers, one for each state variable.
+      metrics_only: whether an evaluation returned metrics and no loss.
+      tree: structure of the metrics, or of the prediction.
+    """
+
+    graph: Graph
+    parameters: tuple[int, ...]
+    state: tuple[int, ...]
+    key: int
+    batch: tuple[int, ...]
+    results: tuple[int, ...]
+    new_state: tuple[int, ...]
+    tree: Any = None
+    metrics_only: bool = False
+
+
+def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str = "loss") -> Objective:
+    """Trace ``function(model, batch)``, which returns a scalar, ``(scalar, metrics)`` or ``(sum, weight, metrics)``.
+
+    The results are a loss, a weight and the metrics; without a weight of its own a micro-batch weighs 1.
+
+    Raises:
+      PartitionError: if what is returned has another form.
+    """
+    seen: dict[str, Any] = {}
+
+    def results(returned: Any) -> list[Any]:
+        seen["metrics_only"] = name != "loss" and isinstance(returned, Mapping)
+        loss, weight, metrics = _parts((0.0, returned) if seen["metrics_only"] else returned, name)
+        leaves, seen["tree"] = jax.tree.flatten(metrics)
+        return [jnp.asarray(loss), jnp.asarray(weight, jnp.float32), *(_averaged(x) for x in leaves)]
+
+    objective = _trace(model, function, batch, results)
+    return replace(objective, **seen)
+
+
+def trace_prediction(model: BoundModel, function: UserFunction, batch: Any, name: str = "predict") -> Objective:
+    """Trace ``function(model, batch)``, which returns a tree of arrays with one row for each example.
+
+    Raises:
+      PartitionError: if an array has another number of rows.
+    """
+    seen: dict[str, Any] = {}
+    rows = microbatch_rows(batch)
+
+    def results(returned: Any) -> list[Any]:
+        leaves, seen["tree"] = jax.tree.flatten(returned)
+        leaves = [jnp.asarray(x) for x in leaves]
+        for x in leaves:
+            if x.ndim == 0 or x.shape[0] != rows:
+                raise PartitionError(
+                    f"{name} returned an array of shape {x.shape} for {rows} examples; the first axis of everything it "
+                    "returns must be the examples."
+                )
+        return leaves
+
+    return replace(_trace(model, function, batch, results), tree=seen["tree"])
+
+
+def microbatch_rows(batch: Any) -> int:
+    """The number of examples of a micro-batch."""
+    return next((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), 1)
+
+
+def _averaged(metric: Any) -> Any:
+    metric = jnp.asarray(metric)
+    return metric if jnp.issubdtype(metric.dtype, jnp.inexact) else metric.astype(jnp.float32)
+
+
+def _parts(returned: Any, name: str) -> tuple[Any, Any, Any]:
+    if isinstance(returned, tuple) and len(returned) == 3:
+        loss, weight, metrics = returned
+    elif isinstance(returned, tuple) and len(returned) == 2:
+        (loss, metrics), weight = returned, 1.0
+    else:
+        loss, weight, metrics = returned, 1.0, {}
+    sizes: list[tuple[str, Any]] = [("loss", loss), ("weight", weight)]
+    for what, value in sizes:
+        shape, dtype = jnp.shape(value), jnp.result_type(value)
+        if shape != () or (what == "loss" and not jnp.issubdtype(dtype, jnp.floating)):
+            raise PartitionError(
+                f"{name} returned a {what} of shape {shape} and dtype {dtype}; it must be one floating-point number. "
+                "Return a scalar, (scalar, metrics), or (loss_sum, weight, metrics): take the mean, or the sum, over "
+                "the examples."
+            )
+    return loss, weight, metrics
+
+
+def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any) -> Objective:
+    batch_leaves, batch_tree = jax.tree.flatten(batch)
+    parameters = [v.aval for v in model.parameters]
+    state = [v.aval for v in model.state]
+    counts = [len(parameters), len(state), 1, len(batch_leaves)]
+    number = 0
+
+    def body(*leaves: Any) -> list[Any]:
+        nonlocal number
+        p, s, (key,), b = split(leaves, counts)
+        returned, new_state = model.run(function, p, s, key, jax.tree.unflatten(batch_tree, b))
+        found = results(returned)
+        number = len(found)
+        return [*found, *new_state]
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    closed = jax.make_jaxpr(body)(*parameters, *state, key, *batch_leaves)
+    graph = read_graph(closed)
+    graph = graph.with_parameters([k < len(parameters) for k in range(sum(counts))])
+    graph = parameter_work_in_place(graph)
+    p, s, (k,), b = split(graph.inputs, counts)
+    return Objective(
+        graph=graph,
+        parameters=tuple(p),
+        state=tuple(s),
+        key=k,
+        batch=tuple(b),
+        results=graph.outputs[:number],
+        new_state=graph.outputs[number:],
+    )
+
+
+def split(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+    """Cut a sequence into pieces of given lengths."""
+    pieces, start = [], 0
+    for count in counts:
+        pieces.append(list(values[start : start + count]))
+        start += count
+    return pieces

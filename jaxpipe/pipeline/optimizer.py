@@ -1,0 +1,290 @@
+"""Any optax optimizer, run stage by stage with the result it would have on the whole tree.
+
+    optimizer.update on the abstract whole tree --trace--> Graph --colour--> one program for each stage
+
+An operator whose operands belong to one stage runs in that stage's branch. Where values of several stages meet
+(the sum of squared norms behind a global-norm clipping), they are exchanged and the operator runs everywhere; only
+small values may meet. Exchanges come in rounds; after the last, every stage has its new parameters and state.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxpipe.errors import PartitionError
+from jaxpipe.graph import Graph, Operator, run, trace
+from jaxpipe.model import BoundModel
+from jaxpipe.pipeline.words import from_words, to_words, word_count
+
+
+#: Elements of the largest value that may be exchanged between stages.
+EXCHANGE_LIMIT = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class ColouredUpdate:
+    """``optimizer.update`` and ``apply_updates`` on the whole tree, each operator with its stage.
+
+    Attributes:
+      graph: ``(parameters, gradients, optimizer state) -> (new parameters, new optimizer state)``, flat.
+      colour: by tensor number, the stage that has it; absent where every stage has it.
+      round: by tensor number, after how many exchanges it can be known.
+      exchanged: by round, the tensors sent to all stages after it.
+      parameters, gradients, state: tensor numbers of the inputs.
+      new_parameters, new_state: tensor numbers of the outputs.
+      state_stage: the stage of each leaf of the optimizer state, None if every stage has it.
+      state_tree, state_avals: its structure and leaves.
+    """
+
+    graph: Graph
+    colour: dict[int, int]
+    round: dict[int, int]
+    exchanged: tuple[tuple[int, ...], ...]
+    parameters: tuple[int, ...]
+    gradients: tuple[int, ...]
+    state: tuple[int, ...]
+    new_parameters: tuple[int, ...]
+    new_state: tuple[int, ...]
+    state_stage: tuple[int | None, ...]
+    state_tree: Any
+    state_avals: tuple[Any, ...]
+
+
+def colour_update(
+    optimizer: optax.GradientTransformation, model: BoundModel, stage_of: Sequence[int]
+) -> ColouredUpdate:
+    """Trace an optimizer and give each of its operators a stage.
+
+    Args:
+      optimizer: any optax transformation.
+      model: the whole model.
+      stage_of: the stage of each parameter.
+
+    Raises:
+      PartitionError: if values of several stages meet that are too large to be exchanged.
+    """
+    avals = [v.aval for v in model.parameters]
+    tree = model.parameter_tree(avals)
+    state_shape = jax.eval_shape(optimizer.init, tree)
+    state_avals, state_tree = jax.tree.flatten(state_shape)
+    state_stage = _stage_of_state(optimizer, state_shape, model, stage_of)
+    count = len(avals)
+
+    def update(*leaves: Any) -> list[Any]:
+        parameters = model.parameter_tree(leaves[:count])
+        gradients = model.parameter_tree(leaves[count : 2 * count])
+        state = jax.tree.unflatten(state_tree, leaves[2 * count :])
+        updates, state = optimizer.update(gradients, state, parameters)
+        new = optax.apply_updates(parameters, updates)
+        return [*jax.tree.leaves(new), *jax.tree.leaves(state)]
+
+    graph = trace(update, *avals, *avals, *state_avals)
+    inputs, outputs = graph.inputs, graph.outputs
+    colour: dict[int, int] = {}
+    for t, stage in zip(inputs, (*stage_of, *stage_of, *state_stage), strict=True):
+        if stage is not None:
+            colour[t] = stage
+    wanted = (*stage_of, *state_stage)
+    exchanged, rounds = _colour(graph, colour, [t for t, s in zip(outputs, wanted, strict=True) if s is None])
+    for t, stage, name in zip(
+        outputs, wanted, [*(v.name for v in model.parameters), *_names(state_shape)], strict=True
+    ):
+        if stage is not None and colour.get(t, stage) != stage:
+            raise PartitionError(
+                f"optimizer: the new value of {name}, in stage {stage}, is made in stage {colour[t]}. The optimizer "
+                "moves whole arrays between parameters, which a pipeline does not do."
+            )
+    return ColouredUpdate(
+        graph=graph,
+        colour=colour,
+        round=rounds,
+        exchanged=exchanged,
+        parameters=inputs[:count],
+        gradients=inputs[count : 2 * count],
+        state=inputs[2 * count :],
+        new_parameters=outputs[:count],
+        new_state=outputs[count:],
+        state_stage=state_stage,
+        state_tree=state_tree,
+        state_avals=tuple(state_avals),
+    )
+
+
+def _names(tree: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def _stage_of_state(
+    optimizer: optax.GradientTransformation, shape: Any, model: BoundModel, stage_of: Sequence[int]
+) -> tuple[int | None, ...]:
+    """The stage of each leaf of the optimizer state: that of the parameter it belongs to, as optax tells."""
+    stages = model.parameter_tree([_Stage(s) for s in stage_of])
+    marked = optax.tree_map_params(
+        optimizer, lambda _, stage: stage, shape, stages, transform_non_params=lambda _: _Stage(None)
+    )
+    found = jax.tree.leaves(marked, is_leaf=lambda x: isinstance(x, _Stage))
+    return tuple(x.number for x in found)
+
+
+class _Stage:
+    """A leaf that carries a stage."""
+
+    def __init__(self, number: int | None):
+        self.number = number
+
+
+def _colour(graph: Graph, colour: dict[int, int], shared: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], dict]:
+    """Extend ``colour`` to all tensors; returns what is exchanged after each round, and the round of each tensor."""
+    rounds = dict.fromkeys((*graph.inputs, *graph.constants), 0)
+    exchanged: list[list[int]] = []
+    known_from: dict[int, int] = {}  # an exchanged tensor: the round in which every stage knows it
+
+    def is_large(t: int) -> bool:
+        return graph.tensors[t].size > EXCHANGE_LIMIT
+
+    def exchange(t: int) -> int:
+        if t not in known_from:
+            while len(exchanged) <= rounds[t]:
+                exchanged.append([])
+            exchanged[rounds[t]].append(t)
+            known_from[t] = rounds[t] + 1
+        return known_from[t]
+
+    for op in graph.operators:
+        owners = {colour[t] for t in op.inputs if t in colour}
+        if len(owners) > 1:
+            # Small values travel to where the large ones are; if there are none, everywhere.
+            large = [t for t in op.inputs if t in colour and is_large(t)]
+            owners = {colour[t] for t in large}
+            if len(owners) > 1:
+                shapes = ", ".join(f"{graph.tensors[t].shape} of stage {colour[t]}" for t in large)
+                raise PartitionError(
+                    f"optimizer: {op.label} combines large values of several stages ({shapes}). Stages exchange at "
+                    f"most {EXCHANGE_LIMIT} numbers at once (norms, counts), so this optimizer cannot be split over a "
+                    "pipeline. Use one that works parameter by parameter."
+                )
+        when = [exchange(t) if t in colour and colour[t] not in owners else rounds[t] for t in op.inputs]
+        for t in op.outputs:
+            rounds[t] = max(when, default=0)
+            if owners:
+                colour[t] = next(iter(owners))
+    for t in shared:
+        if t in colour:
+            if is_large(t):
+                raise PartitionError(
+                    f"optimizer: a state of shape {graph.tensors[t].shape} belongs to no parameter, but is made of "
+                    f"values of stage {colour[t]}. A pipeline keeps one copy of such a state in every stage, at most "
+                    f"{EXCHANGE_LIMIT} numbers."
+                )
+            exchange(t)
+    return tuple(tuple(ts) for ts in exchanged), rounds
+
+
+def run_update(
+    update: ColouredUpdate,
+    stage: Any,
+    axis: str,
+    read: Callable[[int], tuple[Sequence[Any], Sequence[Any], Sequence[Any]]],
+    write: Callable[[int, Sequence[Any], Sequence[Any]], Any],
+    shared_state: Sequence[Any],
+    num_stages: int,
+) -> tuple[Any, list[Any]]:
+    """One update, inside ``shard_map``.
+
+    Args:
+      update: the coloured program.
+      stage: this device's stage, a tracer.
+      axis: the mesh axis of the stages.
+      read: for a stage, its parameters, gradients and state out of this device's buffers.
+      write: for a stage, new parameters and new state into buffers.
+      shared_state: the state of which every stage has a copy.
+      num_stages: number of stages.
+
+    Returns:
+      What ``write`` gives, and the new shared state.
+    """
+    graph = update.graph
+    everywhere: dict[int, Any] = dict(graph.constants)
+    shared = [t for t, s in zip(update.state, update.state_stage, strict=True) if s is None]
+    everywhere.update(zip(shared, shared_state, strict=True))
+    own_operators = [[op for op in graph.operators if _belongs(op, update.colour, s)] for s in range(num_stages)]
+    common = [op for op in graph.operators if not any(t in update.colour for t in op.outputs)]
+    held = [_held(update, s) for s in range(num_stages)]
+
+    def environment(s: int) -> dict[int, Any]:
+        parameters, gradients, state = read(s)
+        numbers = held[s]
+        env = dict(everywhere)
+        env.update(zip((*numbers[0], *numbers[1], *numbers[2]), (*parameters, *gradients, *state), strict=True))
+        return env
+
+    def advance(limit: int) -> None:
+        run([op for op in common if update.round[op.outputs[0]] == limit], everywhere)
+
+    advance(0)
+    for number, tensors in enumerate(update.exchanged):
+        length = sum(word_count(graph.tensors[t].aval) for t in tensors)
+
+        def send(s: int, tensors: Sequence[int] = tensors) -> jax.Array:
+            env = environment(s)
+            mine = [t for t in tensors if update.colour[t] == s]
+            run(_needed(own_operators[s], mine, env), env)
+            return jnp.concatenate(
+                [
+                    to_words(env[t])
+                    if t in env and t in mine
+                    else jnp.zeros(word_count(graph.tensors[t].aval), jnp.uint32)
+                    for t in tensors
+                ]
+            )
+
+        words = lax.psum(lax.switch(stage, [lambda s=s: send(s) for s in range(num_stages)]), axis)
+        assert words.shape == (length,)
+        start = 0
+        for t in tensors:
+            aval = graph.tensors[t].aval
+            count = word_count(aval)
+            everywhere[t] = from_words(words[start : start + count], aval)
+            start += count
+        advance(number + 1)
+
+    def finish(s: int) -> Any:
+        env = environment(s)
+        mine = [t for t, c in zip(update.parameters, update.new_parameters, strict=True) if update.colour[t] == s]
+        new = [n for t, n in zip(update.parameters, update.new_parameters, strict=True) if t in set(mine)]
+        state = [n for n, owner in zip(update.new_state, update.state_stage, strict=True) if owner == s]
+        run(_needed(own_operators[s], [*new, *state], env), env)
+        return write(s, [env[t] for t in new], [env[t] for t in state])
+
+    written = lax.switch(stage, [lambda s=s: finish(s) for s in range(num_stages)])
+    new_shared = [everywhere[n] for n, s in zip(update.new_state, update.state_stage, strict=True) if s is None]
+    return written, new_shared
+
+
+def _belongs(op: Operator, colour: dict[int, int], stage: int) -> bool:
+    return any(colour.get(t) == stage for t in op.outputs)
+
+
+def _held(update: ColouredUpdate, stage: int) -> tuple[list[int], list[int], list[int]]:
+    """Tensor numbers of a stage's parameters, gradients and optimizer state."""
+    return (
+        [t for t in update.parameters if update.colour[t] == stage],
+        [t for t in update.gradients if update.colour[t] == stage],
+        [t for t, owner in zip(update.state, update.state_stage, strict=True) if owner == stage],
+    )
+
+
+def _needed(operators: Sequence[Operator], wanted: Sequence[int], known: dict[int, Any]) -> list[Operator]:
+    """The operators that make ``wanted`` from what is known."""
+    needed = {t for t in wanted if t not in known}
+    kept = []
+    for op in reversed(operators):
+        if not needed.isdisjoint(op.outputs):
+            kept.append(op)
+            needed.update(t for t in op.inputs if t not in known)
+    return kept[::-1]

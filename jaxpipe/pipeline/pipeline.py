@@ -1,0 +1,312 @@
+"""``Pipeline``: a planned model on a mesh."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.errors import PartitionError
+from jaxpipe.model import BoundModel, UserFunction, with_values
+from jaxpipe.pipeline import checks
+from jaxpipe.pipeline import step as steps
+from jaxpipe.pipeline.initialize import initial_state
+from jaxpipe.pipeline.layout import Layout
+from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction
+from jaxpipe.pipeline.program import STAGE, Program
+from jaxpipe.pipeline.sections import Placement, cut_sections, follow
+from jaxpipe.pipeline.state import TrainState
+from jaxpipe.pipeline.step import Batching, Update
+from jaxpipe.planning.plan import Plan
+from jaxpipe.schedules.gpipe import forward_only
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan, and everything that runs it.
+
+    Attributes:
+      plan: what the user sees.
+      batch: shapes of the batch that it was made for.
+      microbatch: shapes of one micro-batch.
+      model, program, placement, update, batching: see their types.
+    """
+
+    plan: Plan
+    batch: Any
+    microbatch: Any
+    model: BoundModel
+    program: Program
+    placement: Placement
+    update: Update
+    batching: Batching
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on each device, in the order of ``mesh.devices.flat``.
+
+    Attributes:
+      predicted_bytes: from the plan, before anything is compiled.
+      compiled_bytes: what XLA reserves for the training step: arguments, results and temporaries, less what is
+        donated.
+    """
+
+    predicted_bytes: tuple[int, ...]
+    compiled_bytes: tuple[int, ...]
+
+
+class Pipeline:
+    """A model that trains in stages; made by ``jaxpipe.partition``."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        functions: Mapping[str, UserFunction | None],
+        optimizer: Any,
+        make_plan: Callable[[Any, Any], Planned],
+        planned: Planned | None,
+    ):
+        self._mesh = mesh
+        self._functions = dict(functions)
+        self._optimizer = optimizer
+        self._make_plan = make_plan
+        self._maybe_planned = planned
+        self._forward_steps: dict[Any, Any] = {}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan.
+
+        Raises:
+          PartitionError: if neither ``partition`` nor ``init`` has been given a batch yet.
+        """
+        return self._planned.plan
+
+    @property
+    def _planned(self) -> Planned:
+        if self._maybe_planned is None:
+            raise PartitionError(
+                "This pipeline has no plan yet, because partition was given no batch. Call "
+                "pipeline.init(key, batch) first; shapes (jax.ShapeDtypeStruct) will do."
+            )
+        return self._maybe_planned
+
+    def init(self, key: Any, batch: Any = None, *, variables: Any = None) -> TrainState:
+        """The first training state.
+
+        Linen modules and NNX classes are initialised stage by stage, with the values that plain initialisation with
+        ``key`` gives; a concrete NNX module, or ``variables``, keep their values.
+
+        Args:
+          key: for initial values, and for all random numbers of the run.
+          batch: arrays or shapes; needed if ``partition`` was given none.
+          variables: values in the model's own layout: Linen variables, an NNX module or state, a tree.
+
+        Raises:
+          PartitionError: if there is no batch to plan with.
+          ModelError: if ``variables`` do not fit.
+        """
+        if self._maybe_planned is None:
+            if batch is None:
+                return self._planned  # type: ignore[return-value]  # raises
+            self._maybe_planned = self._make_plan(batch, variables)
+        planned = self._planned
+        model = planned.model if variables is None else with_values(planned.model, variables)
+        if model.values is None and model.initialise is None:
+            raise PartitionError("The model has no values and cannot be initialised; pass variables= to init.")
+        layouts = planned.program.parameters, planned.program.state
+        return initial_state(
+            self._mesh, model, planned.placement, layouts, self._optimizer, planned.update, key, self.plan.identity
+        )
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """One training step; donates ``state``.
+
+        Returns:
+          The new state, and metrics: ``loss``, ``gradient_norm``, ``learning_rate`` if the optimizer was made with
+          ``optax.inject_hyperparams``, and those of the loss function.
+
+        Raises:
+          BatchError, StateError: if an argument does not fit the plan.
+        """
+        leaves = self._check(state, batch)
+        state, loss, norm, metrics = self._compiled_step(state, leaves)
+        found = _metrics(self._planned.program.objective, loss, metrics) | {"gradient_norm": norm}
+        for k, value in zip(self._learning_rates, [state.shared[k] for k in self._learning_rates], strict=True):
+            found["learning_rate" if k == self._learning_rates[0] else f"learning_rate_{k}"] = value
+        return state, found
+
+    def value_and_grad(self, state: TrainState, batch: Any) -> tuple[tuple[Any, dict[str, Any]], Any]:
+        """``((loss, metrics), gradients)``; gradients in the model's own layout, as host arrays."""
+        leaves = self._check(state, batch)
+        loss, metrics, buffers = self._gradient_step(state, leaves)
+        planned = self._planned
+        gradients = _from_stages(planned.program.parameters, planned.placement.parameters, buffers)
+        found = _metrics(planned.program.objective, loss, metrics)
+        return (loss, found), planned.model.parameter_tree(gradients)
+
+    def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
+        """Averages over a batch of any size of what ``evaluate(model, batch)`` returns: its loss and metrics.
+
+        Raises:
+          BatchError: if the batch cannot be split over the replicas.
+          PartitionError: if partition was given no ``evaluate``.
+        """
+        compiled, leaves, objective = self._forward("evaluate", state, batch)
+        return _metrics(objective, *compiled(state, leaves))
+
+    def predict(self, state: TrainState, batch: Any) -> Any:
+        """What ``predict(model, batch)`` returns, for all rows of a batch of any size."""
+        compiled, leaves, objective = self._forward("predict", state, batch)
+        return jax.tree.unflatten(objective.tree, compiled(state, leaves))
+
+    def parameters(self, state: TrainState) -> Any:
+        """The model's own variables in the model's own layout, as host arrays."""
+        checks.check_state(state.plan, self.plan.identity)
+        planned = self._planned
+        values = _from_stages(planned.program.parameters, planned.placement.parameters, state.parameters)
+        rest = _from_stages(planned.program.state, planned.placement.state, state.variables)
+        return planned.model.variable_tree(values, rest)
+
+    def microbatch_key(self, state: TrainState, j: int) -> Any:
+        """The random key of micro-batch ``j`` in the step that starts from ``state``; ``j`` counts over replicas.
+
+        Linen modules get it as ``rngs``. In NNX modules the i-th random stream, in the order of paths, gets
+        ``fold_in(key, i)`` (``jaxpipe.model.reseed``).
+        """
+        return jax.random.fold_in(jax.random.fold_in(state.key, state.step), j)
+
+    def memory_report(self) -> MemoryReport:
+        """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
+        found = self._compiled_step.memory_analysis()
+        compiled = (
+            found.argument_size_in_bytes
+            + found.output_size_in_bytes
+            + found.temp_size_in_bytes
+            - found.alias_size_in_bytes
+        )
+        count = self._mesh.devices.size
+        return MemoryReport((self.plan.predicted_bytes,) * count, (compiled,) * count)
+
+    def _check(self, state: TrainState, batch: Any) -> list[Any]:
+        planned = self._planned
+        checks.check_state(state.plan, self.plan.identity)
+        checks.check_same_structure(checks.batch_shapes(batch), planned.batch)
+        return self._placed(batch, planned.batching)
+
+    def _placed(self, batch: Any, batching: Batching) -> list[Any]:
+        return [
+            jax.device_put(x, NamedSharding(self._mesh, spec))
+            for x, spec in zip(jax.tree.leaves(batch), batching.specs(), strict=True)
+        ]
+
+    @cached_property
+    def _abstract_state(self) -> TrainState:
+        planned = self._planned
+        count = self._mesh.shape[STAGE]
+        layouts = planned.program.parameters, planned.program.state, planned.update.layout
+        parameters, variables, optimizer = (
+            tuple(self._abstract((count, length), dtype, P(STAGE)) for length, dtype in layout.buffers)
+            for layout in layouts
+        )
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        coloured = planned.update.coloured
+        owned = zip(coloured.state_avals, coloured.state_stage, strict=True)
+        shared = tuple(self._abstract(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
+        step = self._abstract((), np.int32, P())
+        key = self._abstract((), key.dtype, P())
+        return TrainState(parameters, variables, optimizer, shared, key, step, self.plan.identity)
+
+    def _abstract(self, shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(self._mesh, spec))
+
+    def _lower(self, function: Any, batch: Any, batching: Batching) -> Any:
+        leaves = [
+            self._abstract(x.shape, x.dtype, spec)
+            for x, spec in zip(jax.tree.leaves(batch), batching.specs(), strict=True)
+        ]
+        return function.lower(self._abstract_state, leaves)
+
+    @cached_property
+    def _compiled_step(self) -> Any:
+        planned = self._planned
+        function = steps.training_step(
+            self._mesh, planned.program, planned.update, planned.batching, self._abstract_state
+        )
+        return self._lower(function, planned.batch, planned.batching).compile()
+
+    @cached_property
+    def _gradient_step(self) -> Any:
+        planned = self._planned
+        function = steps.gradient_step(self._mesh, planned.program, planned.batching, self._abstract_state)
+        return self._lower(function, planned.batch, planned.batching).compile()
+
+    @cached_property
+    def _learning_rates(self) -> tuple[int, ...]:
+        """Positions, in the shared optimizer state, of learning rates kept by ``optax.inject_hyperparams``."""
+        coloured = self._planned.update.coloured
+        state = jax.tree.unflatten(coloured.state_tree, coloured.state_avals)
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+        shared = [path for path, owner in zip(paths, coloured.state_stage, strict=True) if owner is None]
+        return tuple(k for k, path in enumerate(shared) if path.endswith(".hyperparams['learning_rate']"))
+
+    def _forward(self, name: str, state: TrainState, batch: Any) -> tuple[Any, list[Any], Objective]:
+        """The compiled forward pass of ``evaluate`` or ``predict`` for a batch, and the batch in its place."""
+        planned = self._planned
+        checks.check_state(state.plan, self.plan.identity)
+        shapes = checks.batch_shapes(batch)
+        leaves, treedef = jax.tree.flatten(shapes)
+        cache_key = (name, treedef, tuple((x.shape, x.dtype) for x in leaves))
+        if cache_key not in self._forward_steps:
+            self._forward_steps[cache_key] = self._build_forward(name, shapes)
+        compiled, objective, batching = self._forward_steps[cache_key]
+        del planned
+        return compiled, self._placed(batch, batching), objective
+
+    def _build_forward(self, name: str, shapes: Any) -> tuple[Any, Objective, Batching]:
+        function = self._functions[name]
+        if function is None:
+            raise PartitionError(f"partition was given no {name} function; pass {name}=lambda model, batch: ...")
+        planned = self._planned
+        size, replicas = checks.batch_size(shapes), planned.batching.replicas
+        counts = [m for m in range(1, planned.batching.num_microbatches + 1) if size % (replicas * m) == 0]
+        if not counts:
+            checks.check_microbatches(size, replicas, 1, f"batch for {name}")
+        m = counts[-1]
+        batching = Batching(tuple(not x.shape for x in jax.tree.leaves(shapes)), replicas, m)
+        rows = size // (replicas * m)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x, shapes)
+        trace = trace_loss if name == "evaluate" else trace_prediction
+        objective = trace(planned.model, function, one, name)
+        count = self._mesh.shape[STAGE]
+        names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
+        cuts = follow(objective, planned.placement, count, names, name)
+        program = dataclasses.replace(
+            planned.program,
+            objective=objective,
+            sections=cut_sections(objective, cuts, planned.placement),
+            schedule=forward_only(count, m),
+        )
+        build = steps.evaluation_step if name == "evaluate" else steps.prediction_step
+        compiled = self._lower(build(self._mesh, program, batching, self._abstract_state), shapes, batching).compile()
+        return compiled, objective, batching
+
+
+def _metrics(objective: Objective, loss: Any, leaves: Sequence[Any]) -> dict[str, Any]:
+    """The loss beside the user's metrics; metrics that are not a dictionary stand under ``"metrics"``."""
+    metrics = jax.tree.unflatten(objective.tree, leaves)
+    found = metrics if isinstance(metrics, dict) else {"metrics": metrics}
+    return found if objective.metrics_only else {"loss": loss, **found}
+
+
+def _from_stages(layout: Layout, stage_of: Sequence[int], buffers: Sequence[Any]) -> list[Any]:
+    """Variables in the model's order, as host arrays."""
+    host = [np.asarray(x) for x in buffers]
+    by_stage = [iter(layout.read(s, [x[s] for x in host])) for s in range(len(layout.avals))]
+    return [np.asarray(next(by_stage[s])) for s in stage_of]

@@ -1,0 +1,178 @@
+"""A micro-batch's program cut into the programs of the stages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxpipe import stage as stages
+from jaxpipe.errors import PartitionError
+from jaxpipe.graph import Graph, is_differentiable
+from jaxpipe.pipeline.objective import Objective
+from jaxpipe.planning.order import allowed_cuts, spans
+from jaxpipe.stage import Stage
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """What one stage does with a micro-batch. All fields but the programs are tensor numbers of the whole graph.
+
+    Attributes:
+      graph: the forward program.
+      parameters, state: the variables placed here.
+      used: inputs of ``graph`` that every stage has at hand: the micro-batch's arrays and its key.
+      arriving, leaving: tensors handed on between neighbours, forward.
+      results: which of the objective's results are made here (positions).
+      new_state: the new value of each state variable placed here.
+      stage: forward and backward program, where the section is trained.
+      returning: the subset of ``arriving`` whose cotangent is sent back.
+    """
+
+    graph: Graph
+    parameters: tuple[int, ...]
+    state: tuple[int, ...]
+    used: tuple[int, ...]
+    arriving: tuple[int, ...]
+    leaving: tuple[int, ...]
+    results: tuple[int, ...]
+    new_state: tuple[int, ...]
+    stage: Stage | None = None
+    returning: tuple[int, ...] = ()
+
+    @property
+    def stashed(self) -> tuple[int, ...]:
+        """The tensors that go through the arena: all that are stored, but what is at hand again anyway."""
+        if self.stage is None:
+            return ()
+        return tuple(t for t in self.stage.storage.stored if t not in self.used)
+
+    def differentiated(self) -> tuple[int, ...]:
+        """The parameters that receive a gradient here."""
+        return () if self.stage is None else tuple(t for t in self.parameters if t in self.stage.linearization.wrt)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The stage of every parameter and state variable, by position."""
+
+    parameters: tuple[int, ...]
+    state: tuple[int, ...]
+
+    def held_by(self, stage: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Positions of the parameters and of the state variables in a stage."""
+        return tuple(k for k, s in enumerate(self.parameters) if s == stage), tuple(
+            k for k, s in enumerate(self.state) if s == stage
+        )
+
+
+def variable_spans(objective: Objective) -> dict[int, tuple[int, int]]:
+    """For each parameter and state variable that is used, its first and last operator."""
+    together = {
+        old: new for old, new in zip(objective.state, objective.new_state, strict=True) if new not in objective.state
+    }
+    return spans(objective.graph, (*objective.parameters, *objective.state), together)
+
+
+def places_to_cut(objective: Objective) -> list[bool]:
+    """Where a stage may begin: not between two uses of one variable."""
+    return allowed_cuts(objective.graph, variable_spans(objective).values())
+
+
+def place(objective: Objective, cuts: Sequence[int]) -> Placement:
+    """Put every variable into the stage that uses it; what nothing uses, into the first."""
+    first = {t: low for t, (low, _) in variable_spans(objective).items()}
+
+    def stage_of(t: int) -> int:
+        return sum(first.get(t, 0) >= c for c in cuts[1:-1])
+
+    return Placement(tuple(map(stage_of, objective.parameters)), tuple(map(stage_of, objective.state)))
+
+
+def follow(objective: Objective, placement: Placement, num_stages: int, names: Sequence[str], what: str) -> list[int]:
+    """Cuts of another program over the same variables, so that each is used where it is placed.
+
+    Raises:
+      PartitionError: if the program uses a variable after one that is placed in a later stage.
+    """
+    home = dict(zip(objective.parameters, placement.parameters, strict=True))
+    home.update(zip(objective.state, placement.state, strict=True))
+    label = dict(zip((*objective.parameters, *objective.state), names, strict=True))
+    cuts = [0] * num_stages + [len(objective.graph.operators)]
+    now = 0
+    for k, op in enumerate(objective.graph.operators):
+        for t in op.inputs:
+            if home.get(t, now) < now:
+                raise PartitionError(
+                    f"{what} uses {label[t]}, which is placed in stage {home[t]}, after variables of stage {now}. "
+                    "It must call the layers in the order in which the loss calls them."
+                )
+            while home.get(t, now) > now:
+                now += 1
+                cuts[now] = k
+    for s in range(now + 1, num_stages):
+        cuts[s] = len(objective.graph.operators)
+    return cuts
+
+
+def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement) -> tuple[Section, ...]:
+    """The forward programs of all stages. Every operator is in exactly one."""
+    graph = objective.graph
+    body = replace(graph, outputs=())
+    home = {t: s for s in range(len(cuts) - 1) for op in graph.operators[cuts[s] : cuts[s + 1]] for t in op.outputs}
+    variables = {*objective.parameters, *objective.state}
+    at_hand = {*objective.batch, objective.key}
+    last = len(cuts) - 2
+    sections: list[Section] = []
+    for s in range(len(cuts) - 1):
+        parameters, state = placement.held_by(s)
+        part = body.section(cuts[s], cuts[s + 1])
+        results = tuple(k for k, t in enumerate(objective.results) if home.get(t, last) == s)
+        new_state = tuple(objective.new_state[k] for k in state)
+        outputs = (*part.outputs, *(objective.results[k] for k in results), *new_state)
+        own = tuple(objective.parameters[k] for k in parameters), tuple(objective.state[k] for k in state)
+        arriving = sections[-1].leaving if sections else ()
+        assert {t for t in part.inputs if t not in variables and t not in at_hand} == set(arriving)
+        needed = {*part.inputs, *outputs}
+        used = tuple(t for t in (*objective.batch, objective.key) if t in needed)
+        sections.append(
+            Section(
+                graph=replace(
+                    part, inputs=(*own[0], *own[1], *used, *arriving), outputs=outputs, parameters=frozenset(own[0])
+                ),
+                parameters=own[0],
+                state=own[1],
+                used=used,
+                arriving=arriving,
+                leaving=part.outputs,
+                results=results,
+                new_state=new_state,
+            )
+        )
+    count = sum(len(section.graph.operators) for section in sections)
+    assert count == len(graph.operators), f"{count} operators in stages, {len(graph.operators)} in the program"
+    return tuple(sections)
+
+
+def with_backward(objective: Objective, sections: Sequence[Section]) -> tuple[Section, ...]:
+    """The same sections with backward programs, by the default storage plan of each."""
+    active = _active(objective)
+    loss = objective.results[0]
+    done: list[Section] = []
+    seeds: set[int] = {loss}
+    for section in reversed(sections):
+        given = [t for t in section.graph.outputs if t in seeds]
+        wrt = [t for t in (*section.parameters, *section.arriving) if t in active]
+        built = stages.build(section.graph, wrt, held=section.used, seeds=given)
+        reached = stages.reached(built, given)
+        returning = tuple(t for t in section.arriving if t in reached)
+        done.append(replace(section, stage=built, returning=returning))
+        seeds = {loss, *returning}
+    return tuple(reversed(done))
+
+
+def _active(objective: Objective) -> set[int]:
+    """Tensors that depend on a parameter and can carry a cotangent."""
+    tensors = objective.graph.tensors
+    active = {t for t in objective.parameters if is_differentiable(tensors[t].aval)}
+    for op in objective.graph.operators:
+        if not active.isdisjoint(op.inputs):
+            active.update(t for t in op.outputs if is_differentiable(tensors[t].aval))
+    return active

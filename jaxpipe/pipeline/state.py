@@ -1,0 +1,28 @@
+"""What a training step takes and gives."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Parameters, state and optimizer state of all stages; a pytree of global arrays, to be treated as a whole.
+
+    Attributes:
+      parameters, variables, optimizer: buffers ``[num_stages, length]``, one row on the devices of each stage.
+      shared: optimizer state that every device has (step counts, schedules).
+      key: the random key of the run.
+      step: steps taken.
+      plan: fingerprint of the plan that it belongs to.
+    """
+
+    parameters: tuple[Any, ...]
+    variables: tuple[Any, ...]
+    optimizer: tuple[Any, ...]
+    shared: tuple[Any, ...]
+    key: Any
+    step: Any
+    plan: str = field(metadata={"static": True})

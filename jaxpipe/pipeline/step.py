@@ -1,0 +1,198 @@
+"""The compiled functions of a pipeline: training step, gradients, evaluation, prediction."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.pipeline.layout import Layout
+from jaxpipe.pipeline.optimizer import ColouredUpdate, run_update
+from jaxpipe.pipeline.program import DATA, STAGE, Program, Totals, run_ticks
+from jaxpipe.pipeline.state import TrainState
+from jaxpipe.pipeline.words import from_words, to_words
+
+
+@dataclass(frozen=True, eq=False)
+class Batching:
+    """How a batch is cut into micro-batches.
+
+    Attributes:
+      shared: by leaf, whether every micro-batch gets it whole (it has no axis of examples).
+      replicas: ways the batch is split over the data axis.
+      num_microbatches: micro-batches of each replica.
+    """
+
+    shared: tuple[bool, ...]
+    replicas: int
+    num_microbatches: int
+
+    def specs(self) -> list[P]:
+        """How each leaf is sharded."""
+        return [P() if shared or self.replicas == 1 else P(DATA) for shared in self.shared]
+
+    def rows(self, leaves: Sequence[Any]) -> list[Any]:
+        """A replica's leaves as ``[num_microbatches, ...]``."""
+        m = self.num_microbatches
+        return [
+            jnp.broadcast_to(x, (m, *x.shape)) if shared else x.reshape(m, x.shape[0] // m, *x.shape[1:])
+            for x, shared in zip(leaves, self.shared, strict=True)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """The optimizer as the stages run it, and where its state lives."""
+
+    coloured: ColouredUpdate
+    layout: Layout
+
+
+def state_specs(state: TrainState) -> TrainState:
+    """The sharding of each part of a state: one row of every buffer for each stage."""
+    by_stage = partial(jax.tree.map, lambda _: P(STAGE))
+    everywhere = partial(jax.tree.map, lambda _: P())
+    return TrainState(
+        by_stage(state.parameters),
+        by_stage(state.variables),
+        by_stage(state.optimizer),
+        everywhere(state.shared),
+        P(),
+        P(),
+        state.plan,
+    )
+
+
+def training_step(mesh: Mesh, program: Program, update: Update, batching: Batching, state: TrainState) -> Any:
+    """``(state, batch leaves) -> (state, loss, gradient norm, metrics)``, compiled when first called."""
+    specs = state_specs(state)
+
+    def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
+        parameters, variables, optimizer = map(_own, (state.parameters, state.variables, state.optimizer))
+        totals = _train(program, batching, parameters, variables, state, batch)
+        loss, gradients, norm, metrics = _mean(program, totals)
+
+        def read(s: int) -> Any:
+            return (
+                program.parameters.read(s, parameters),
+                program.parameters.read(s, gradients),
+                update.layout.read(s, optimizer),
+            )
+
+        def write(s: int, new: Sequence[Any], new_state: Sequence[Any]) -> Any:
+            return program.parameters.write(s, new), update.layout.write(s, new_state)
+
+        (parameters, optimizer), shared = run_update(
+            update.coloured, lax.axis_index(STAGE), STAGE, read, write, state.shared, len(program.sections)
+        )
+        new = TrainState(
+            _rows(parameters),
+            _rows(_replicas_agree(program, totals.state)),
+            _rows(optimizer),
+            tuple(shared),
+            state.key,
+            state.step + 1,
+            state.plan,
+        )
+        return new, loss, norm, metrics
+
+    return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
+
+
+def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:
+    """``(state, batch leaves) -> (loss, metrics, gradient buffers)``."""
+
+    def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
+        parameters, variables = _own(state.parameters), _own(state.variables)
+        totals = _train(program, batching, parameters, variables, state, batch)
+        loss, gradients, _, metrics = _mean(program, totals)
+        return loss, metrics, _rows(gradients)
+
+    return _compile(mesh, device_step, (state_specs(state), batching.specs()), (P(), P(), P(STAGE)))
+
+
+def evaluation_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:
+    """``(state, batch leaves) -> (loss, metrics)``, forward only."""
+
+    def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
+        parameters, variables = _own(state.parameters), _own(state.variables)
+        totals = _train(program, batching, parameters, variables, state, batch)
+        loss, _, _, metrics = _mean(program, totals)
+        return loss, metrics
+
+    return _compile(mesh, device_step, (state_specs(state), batching.specs()), (P(), P()))
+
+
+def prediction_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:
+    """``(state, batch leaves) -> prediction leaves``, rows in the order of the batch."""
+
+    def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
+        parameters, variables = _own(state.parameters), _own(state.variables)
+        totals = _train(program, batching, parameters, variables, state, batch, collect=True)
+        return [_from_maker(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])) for x in totals.results]
+
+    rows = P() if batching.replicas == 1 else P(DATA)
+    return _compile(mesh, device_step, (state_specs(state), batching.specs()), rows)
+
+
+def _compile(mesh: Mesh, function: Callable[..., Any], inputs: Any, outputs: Any, donate: bool = False) -> Any:
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), inputs, is_leaf=lambda x: isinstance(x, P))
+    return jax.jit(mapped, in_shardings=shardings, donate_argnums=(0,) if donate else ())
+
+
+def _own(buffers: Sequence[Any]) -> list[Any]:
+    """This device's row of each buffer."""
+    return [x.reshape(x.shape[1:]) for x in buffers]
+
+
+def _rows(buffers: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(x.reshape(1, *x.shape) for x in buffers)
+
+
+def _train(
+    program: Program,
+    batching: Batching,
+    parameters: Sequence[Any],
+    variables: Sequence[Any],
+    state: TrainState,
+    batch: Sequence[Any],
+    collect: bool = False,
+) -> Totals:
+    key = jax.random.fold_in(state.key, state.step)
+    return run_ticks(program, parameters, variables, key, batching.rows(batch), collect)
+
+
+def _mean(program: Program, totals: Totals) -> tuple[Any, list[Any], Any, list[Any]]:
+    """Loss, gradients, their norm and metrics, from sums over the micro-batches of this device.
+
+    A stage that does not make a result has zeros for it.
+    """
+    axes = (STAGE, DATA) if program.replicated else (STAGE,)
+    loss, weight, *metrics = lax.psum(totals.results, axes)
+    gradients = totals.gradients
+    if program.replicated:
+        gradients = lax.psum(gradients, DATA)
+    gradients = [g / weight.astype(g.dtype) for g in gradients]
+    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients]
+    norm = jnp.sqrt(lax.psum(sum(squares, start=jnp.float32(0)), STAGE))
+    return loss / weight.astype(loss.dtype), gradients, norm, [x / weight.astype(x.dtype) for x in metrics]
+
+
+def _replicas_agree(program: Program, state: Sequence[Any]) -> list[Any]:
+    """State averaged over replicas; integers (counts) are the same on all."""
+    if not program.replicated:
+        return list(state)
+    return [lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in state]
+
+
+def _from_maker(x: Any) -> Any:
+    """What one stage has made and all others have as zeros, on every stage, bit for bit."""
+    words = lax.psum(to_words(x), STAGE)
+    return from_words(words, jax.ShapeDtypeStruct(x.shape, x.dtype)) if math.prod(x.shape) else x

@@ -1,0 +1,74 @@
+"""Arrays of any type as 32-bit words: what is sent between stages and kept in the arena."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe.graph import itemsize
+
+
+#: Every bit set: a NaN in each floating type. What no stage has written holds it.
+POISON = np.uint32(0xFFFFFFFF)
+
+
+def word_count(aval: Any) -> int:
+    """Words that an array takes."""
+    return -(-math.prod(aval.shape) * itemsize(aval.dtype) // 4)
+
+
+def to_words(x: Any) -> jax.Array:
+    """An array's bits as a vector of ``uint32``; the last word is filled up with zeros."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    flat = lax.reshape(x, (x.size,))
+    per_word = 4 // x.dtype.itemsize
+    if per_word == 0:
+        return lax.reshape(lax.bitcast_convert_type(flat, jnp.uint32), (x.size * x.dtype.itemsize // 4,))
+    if per_word > 1:
+        missing = -x.size % per_word
+        if missing:
+            flat = jnp.pad(flat, (0, missing))
+        flat = lax.reshape(flat, (flat.size // per_word, per_word))
+    return lax.bitcast_convert_type(flat, jnp.uint32)
+
+
+def from_words(words: jax.Array, aval: Any) -> jax.Array:
+    """The inverse of ``to_words``, for an array of the shape and dtype of ``aval``."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        raw = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        return jax.random.wrap_key_data(from_words(words, raw), impl=str(jax.random.key_impl(aval)))
+    if aval.dtype == jnp.bool_:
+        return from_words(words, jax.ShapeDtypeStruct(aval.shape, jnp.uint8)).astype(jnp.bool_)
+    size, width = math.prod(aval.shape), np.dtype(aval.dtype).itemsize
+    if width > 4:
+        words = lax.reshape(words, (size, width // 4))
+    flat = lax.bitcast_convert_type(words, aval.dtype)
+    if width < 4:
+        flat = lax.slice(lax.reshape(flat, (flat.size,)), (0,), (size,))
+    return lax.reshape(flat, tuple(aval.shape))
+
+
+def pack_words(values: Sequence[Any], length: int) -> jax.Array:
+    """Arrays one after the other in a vector of ``length`` words; the rest is filled with ones."""
+    parts = [to_words(x) for x in values]
+    missing = length - sum(p.size for p in parts)
+    if missing or not parts:
+        parts.append(jnp.full((missing,), POISON))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def unpack_words(words: jax.Array, avals: Sequence[Any]) -> list[jax.Array]:
+    """The arrays that ``pack_words`` packed."""
+    found, start = [], 0
+    for aval in avals:
+        count = word_count(aval)
+        found.append(from_words(lax.slice(words, (start,), (start + count,)), aval))
+        start += count
+    return found

@@ -1,0 +1,92 @@
+"""The order in which operators are cut into stages, and the places where a cut is not allowed."""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from jaxpipe.graph import Graph, Operator, itemsize
+
+
+def parameter_work_in_place(graph: Graph) -> Graph:
+    """The same graph, with what depends on parameters alone moved to where those parameters are used.
+
+    A scalar made of parameters (the squared norm of a weight decay term in the loss) is computed right after its
+    parameter's first use, so that only a scalar travels to the end; a cast or a transpose stays with its reader.
+    """
+    at_hand = graph.derived_from_parameters()
+    consumers: dict[int, list[int]] = {}
+    for k, op in enumerate(graph.operators):
+        for t in op.inputs:
+            consumers.setdefault(t, []).append(k)
+    free = [not op.has_effects and all(t in at_hand for t in op.outputs) for op in graph.operators]
+    end = len(graph.operators)
+
+    def readers(op: Operator) -> list[int]:
+        return [c for t in op.outputs for c in consumers.get(t, ())]
+
+    latest = list(range(end))
+    early = [False] * end
+    for k in reversed(range(end)):
+        if free[k]:
+            op = graph.operators[k]
+            latest[k] = min((latest[c] for c in readers(op)), default=end)
+            small = all(graph.tensors[t].size == 1 for t in op.outputs)
+            early[k] = small or (bool(readers(op)) and all(early[c] for c in readers(op)))
+
+    first_use: dict[int, int] = {}
+    for t in graph.parameters:
+        uses = [latest[c] for c in consumers.get(t, ()) if not early[c]]
+        first_use[t] = min(uses, default=0)
+    rank = list(latest)
+    for k, op in enumerate(graph.operators):
+        if early[k]:
+            there = max((first_use.get(t, 0) for t in op.inputs), default=0)
+            rank[k] = min(latest[k], there)
+        if free[k]:
+            first_use.update((t, rank[k]) for t in op.outputs)
+    order = sorted(range(end), key=lambda k: (rank[k], not free[k], k))
+    return replace(graph, operators=tuple(graph.operators[k] for k in order))
+
+
+def spans(graph: Graph, inputs: Iterable[int], together: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+    """The first and the last operator that use each of some inputs; no cut may fall between the two.
+
+    Args:
+      graph: the program.
+      inputs: tensor numbers of parameters and state variables.
+      together: for an input, a tensor that must be made in the same stage (a state variable's new value).
+    """
+    wanted = set(inputs)
+    found: dict[int, tuple[int, int]] = {}
+    made = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
+    for k, op in enumerate(graph.operators):
+        for t in wanted.intersection(op.inputs):
+            found[t] = (found.get(t, (k, k))[0], k)
+    for t, new in together.items():
+        if new in made:
+            k = made[new]
+            low, high = found.get(t, (k, k))
+            found[t] = (min(low, k), max(high, k))
+    return found
+
+
+def allowed_cuts(graph: Graph, held_together: Iterable[tuple[int, int]]) -> list[bool]:
+    """For each position ``0..len(operators)``, whether a stage may begin there."""
+    allowed = [True] * (len(graph.operators) + 1)
+    for low, high in held_together:
+        for c in range(low + 1, high + 1):
+            allowed[c] = False
+    return allowed
+
+
+def boundary_bytes(graph: Graph) -> list[int]:
+    """For each position ``0..len(operators)``, bytes of the tensors made before it and read after it."""
+    made = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
+    last = {t: k for k, op in enumerate(graph.operators) for t in op.inputs}
+    change = [0] * (len(graph.operators) + 2)
+    for t, start in made.items():
+        if t in last:
+            size = graph.tensors[t].size * itemsize(graph.tensors[t].dtype)
+            change[start + 1] += size
+            change[last[t] + 1] -= size
+    return list(itertools.accumulate(change))[:-1]

@@ -1,0 +1,148 @@
+"""The plan: where each part of a model went, and what that is predicted to cost."""
+
+import dataclasses
+import hashlib
+import io
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage. Seconds are for one micro-batch.
+
+    Attributes:
+      operators: the range of the program's operators.
+      modules: paths of the modules in it.
+      forward_seconds, backward_seconds: predicted.
+      parameter_bytes: its own parameters, without gradients and optimizer state.
+      stash_bytes: what one micro-batch keeps for the backward pass.
+      in_flight: the most micro-batches that keep a stash at the same time.
+      sent_bytes: what it sends on to the next stage for one micro-batch.
+    """
+
+    operators: tuple[int, int]
+    modules: tuple[str, ...]
+    forward_seconds: float
+    backward_seconds: float
+    parameter_bytes: int
+    stash_bytes: int
+    in_flight: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is trained on a mesh; made before anything is compiled.
+
+    All devices run one program, so each reserves the largest of every component over the stages.
+
+    Attributes:
+      stages: in order.
+      replicas: copies of the pipeline, along the data axis.
+      num_microbatches: of each replica, in one step.
+      microbatch_size: examples of one micro-batch.
+      schedule: name of the table.
+      profile: where the seconds come from, ``"measured"`` or ``"analytic"``.
+      step_seconds: predicted time of a step, without the optimizer.
+      bubble_fraction: share of the stages' time in which they wait.
+      memory: predicted bytes on each device, by component.
+      fingerprint: of the program that the plan is for.
+
+    Example:
+      >>> plan = Plan((), 1, 1, 1, "1f1b", "analytic", 0.0, 0.0, {"parameters": 8}, "")
+      >>> Plan.from_json(plan.to_json()) == plan
+      True
+    """
+
+    stages: tuple[StagePlan, ...]
+    replicas: int
+    num_microbatches: int
+    microbatch_size: int
+    schedule: str
+    profile: str
+    step_seconds: float
+    bubble_fraction: float
+    memory: dict[str, int]
+    fingerprint: str
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Bytes on each device."""
+        return sum(self.memory.values())
+
+    @property
+    def identity(self) -> str:
+        """A short name that only an equal placement has."""
+        where = [self.fingerprint, [stage.operators for stage in self.stages]]
+        return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """The plan as JSON; ``predicted_bytes`` is written for the reader."""
+        return json.dumps({**dataclasses.asdict(self), "predicted_bytes": self.predicted_bytes}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan that ``to_json`` has written."""
+        data = json.loads(text)
+        data.pop("predicted_bytes")
+        stages = tuple(_stage_from(row) for row in data.pop("stages"))
+        return cls(stages=stages, **data)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120)
+        console.print(self.__rich__())
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    def __rich__(self) -> Table:
+        title = (
+            f"{len(self.stages)} stages x {self.replicas} replicas, {self.num_microbatches} micro-batches of "
+            f"{self.microbatch_size}, {self.schedule}"
+        )
+        table = Table(title=title, title_justify="left", caption_justify="left")
+        table.add_column("stage", justify="right")
+        table.add_column("modules")
+        for name in ("forward", "backward", "parameters", "stash", "in flight", "sends on"):
+            table.add_column(name, justify="right")
+        for k, stage in enumerate(self.stages):
+            table.add_row(
+                str(k),
+                shorten(stage.modules),
+                f"{1e3 * stage.forward_seconds:.2f} ms",
+                f"{1e3 * stage.backward_seconds:.2f} ms",
+                bytes_text(stage.parameter_bytes),
+                bytes_text(stage.stash_bytes),
+                str(stage.in_flight),
+                bytes_text(stage.sent_bytes),
+            )
+        parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in self.memory.items())
+        table.caption = (
+            f"step {1e3 * self.step_seconds:.1f} ms ({self.profile} profile), bubble {self.bubble_fraction:.1%}\n"
+            f"{bytes_text(self.predicted_bytes)} on each device: {parts}"
+        )
+        return table
+
+
+def _stage_from(row: dict[str, Any]) -> StagePlan:
+    start, stop = row["operators"]
+    return StagePlan(**{**row, "operators": (start, stop), "modules": tuple(row["modules"])})
+
+
+def shorten(modules: tuple[str, ...], most: int = 4) -> str:
+    """The first and the last modules of a long list."""
+    if len(modules) <= most:
+        return ", ".join(modules)
+    return f"{', '.join(modules[: most - 2])}, ... ({len(modules) - most + 1} more), {modules[-1]}"
+
+
+def bytes_text(count: float) -> str:
+    """A byte count to read: ``1.50 MiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,31 @@
+"""GPipe: all forwards, then all backwards; and its forward half, for evaluation."""
+
+from jaxpipe.schedules.table import Action, Kind, Schedule, check_size, table
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """All micro-batches forward, then all backward.
+
+    Every stage holds all micro-batches in flight. After Y. Huang et al., "GPipe: Efficient training of giant neural
+    networks using pipeline parallelism", NeurIPS 2019.
+
+    Raises:
+      ScheduleError: if a size is below 1.
+    """
+    work = _forward(num_stages, num_microbatches)
+    turn = num_stages + num_microbatches - 1
+    for i in range(num_stages):
+        for j in range(num_microbatches):
+            work.setdefault((turn + num_stages - 1 - i + j, i), []).append(Action(Kind.BACKWARD, j))
+    return table("gpipe", num_stages, num_microbatches, work)
+
+
+def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
+    """All micro-batches forward, nothing backward."""
+    return table("forward", num_stages, num_microbatches, _forward(num_stages, num_microbatches))
+
+
+def _forward(num_stages: int, num_microbatches: int) -> dict[tuple[int, int], list[Action]]:
+    check_size(num_stages, num_microbatches)
+    sizes = range(num_stages), range(num_microbatches)
+    return {(i + j, i): [Action(Kind.FORWARD, j)] for i in sizes[0] for j in sizes[1]}

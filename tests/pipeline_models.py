@@ -1,0 +1,168 @@
+"""The models that pipelines are tested on, and plain training with the same micro-batches to compare with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from examples import models as zoo
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its loss, and the same computation without jaxpipe.
+
+    ``plain(params, state, key, batch) -> (loss, new state)`` for one micro-batch; ``start(key)`` gives params and
+    state; ``variables(params, state)`` is the model's own layout.
+    """
+
+    model: Any
+    loss: Callable[[Any, Any], Any]
+    batch: Any
+    start: Callable[[Any], tuple[Any, Any]]
+    plain: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+    variables: Callable[[Any, Any], Any]
+
+
+def images(*shape: int, rows: int, classes: int = 10) -> dict[str, jax.Array]:
+    return {
+        "x": jax.random.normal(jax.random.key(1), (rows, *shape)),
+        "y": jax.random.randint(jax.random.key(2), (rows,), 0, classes),
+    }
+
+
+def entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def linen(module: nn.Module, batch: Any, call: Callable[[Any, Any], Any]) -> Case:
+    """A Linen module whose loss is ``call(apply, batch)``; ``apply(*args, **kwargs)`` runs the module."""
+
+    def start(key: Any) -> tuple[Any, Any]:
+        def make() -> Any:
+            found: dict[str, Any] = {}
+
+            def initialise(*args: Any, **kwargs: Any) -> Any:
+                result, variables = module.init_with_output(key, *args, **kwargs)
+                found.update(variables)
+                return result
+
+            call(initialise, jax.tree.map(jnp.zeros_like, batch))
+            return found
+
+        state = jax.jit(make)()
+        return state.pop("params"), state
+
+    def plain(params: Any, state: Any, key: Any, batch: Any) -> tuple[Any, Any]:
+        new = state
+
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            nonlocal new
+            rngs = {"dropout": key}
+            result, new = module.apply({"params": params, **state}, *args, rngs=rngs, mutable=list(state), **kwargs)
+            return result
+
+        loss = call(apply, batch)
+        return loss, new
+
+    return Case(module, call, batch, start, plain, lambda params, state: {"params": params, **state})
+
+
+def classifier(**kwargs: Any) -> Callable[[Any, Any], Any]:
+    return lambda model, batch: entropy(model(batch["x"], **kwargs), batch["y"])
+
+
+def cnn_linen(rows: int) -> Case:
+    return linen(zoo.LinenDigitsCNN(width=4), images(8, 8, 1, rows=rows), classifier(train=True))
+
+
+def cnn_nnx(rows: int) -> Case:
+    def build(rngs: nnx.Rngs) -> Any:
+        return zoo.NNXDigitsCNN(rngs, width=4)
+
+    graphdef, _, _ = nnx.split(build(nnx.Rngs(0)), nnx.Param, ...)
+
+    def start(key: Any) -> tuple[Any, Any]:
+        del key  # a concrete module keeps its values
+        return nnx.split(build(nnx.Rngs(0)), nnx.Param, ...)[1:]
+
+    def plain(params: Any, state: Any, key: Any, batch: Any) -> tuple[Any, Any]:
+        del key  # no dropout
+        model = nnx.merge(graphdef, params, state, copy=True)
+        return entropy(model(batch["x"]), batch["y"]), nnx.state(model, nnx.Not(nnx.Param))
+
+    loss = classifier()
+    return Case(build(nnx.Rngs(0)), loss, images(8, 8, 1, rows=rows), start, plain, nnx.merge_state)
+
+
+def resnet(rows: int) -> Case:
+    model = zoo.ResNet18(width=4, stage_sizes=(1, 1, 1))
+    return linen(model, images(8, 8, 3, rows=rows), classifier(train=True))
+
+
+def unet(rows: int) -> Case:
+    def loss(model: Any, batch: Any) -> Any:
+        return jnp.square(model(batch["x"])[..., 0] - batch["x"][..., 0]).mean()
+
+    return linen(zoo.UNet(width=4, depth=2), {"x": jax.random.normal(jax.random.key(1), (rows, 8, 8, 3))}, loss)
+
+
+def transformer(rows: int) -> Case:
+    model = zoo.Transformer(vocab=20, num_layers=2, width=16, num_heads=2, max_length=8, dropout_rate=0.2, tied=False)
+
+    def loss(model: Any, batch: Any) -> Any:
+        logits = model(batch["tokens"], train=True)
+        return entropy(logits[:, :-1], batch["tokens"][:, 1:])
+
+    return linen(model, {"tokens": jax.random.randint(jax.random.key(1), (rows, 8), 0, 20)}, loss)
+
+
+def mlp(rows: int) -> Case:
+    params = zoo.init_mlp(jax.random.key(0), [12, 16, 16, 16, 10])
+    model = jax.tree_util.Partial(zoo.mlp, params)
+
+    def plain(params: Any, state: Any, key: Any, batch: Any) -> tuple[Any, Any]:
+        return entropy(params(batch["x"]), batch["y"]), state
+
+    return Case(model, classifier(), images(12, rows=rows), lambda _: (model, ()), plain, lambda params, _: params)
+
+
+CASES: dict[str, Callable[[int], Case]] = {
+    "cnn-linen": cnn_linen,
+    "cnn-nnx": cnn_nnx,
+    "resnet": resnet,
+    "unet": unet,
+    "transformer": transformer,
+    "mlp": mlp,
+}
+
+
+def plain_gradients(case: Case, params: Any, state: Any, keys: Any, replicas: int, m: int) -> tuple[Any, Any, Any]:
+    """Loss, gradient and new state of one step of plain training with ``replicas * m`` micro-batches.
+
+    Replica r takes the micro-batches from r*m on; state folds over those, then is averaged over replicas.
+    """
+
+    gradient_of = jax.jit(jax.value_and_grad(case.plain, has_aux=True))
+    add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
+    rows = jax.tree.map(lambda x: x.reshape(replicas * m, -1, *x.shape[1:]), case.batch)
+    sums = []
+    for r in range(replicas):
+        now, total = state, None
+        for j in range(r * m, (r + 1) * m):
+            one = jax.tree.map(lambda x, j=j: x[j], rows)
+            (loss, now), gradient = gradient_of(params, now, keys[j], one)
+            total = (loss, gradient) if total is None else add(total, (loss, gradient))
+        sums.append((total, now))
+    (loss, gradient), state = sums[0]
+    for other, now in sums[1:]:
+        loss, gradient = add((loss, gradient), other)
+        state = add(state, now)
+    total = replicas * m
+    state = jax.tree.map(lambda x: x / replicas if jnp.issubdtype(x.dtype, jnp.inexact) else x // replicas, state)
+    return loss / total, jax.tree.map(lambda g: g / total, gradient), state

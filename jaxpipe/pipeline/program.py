@@ -98,8 +98,8 @@ class Program:
                     if tick != sent[j] + 1:
                         raise ScheduleError(
                             f"{self.schedule.name}: stage {target} does {kind.value}{j} in tick {tick}, but what it "
-                            f"needs of stage {source} is made in tick {sent[j]}. The executor hands a message on in the very "
-                            "next tick."
+                            f"needs of stage {source} is made in tick {sent[j]}. The executor hands a "
+                            "message on in the very next tick."
                         )
 
 

@@ -39,6 +39,9 @@ ScheduleMaker = Callable[[int, int], Schedule]
 #: Micro-batches for each stage when the caller does not say: the bubble is then below a fifth of the step.
 MICROBATCHES_PER_STAGE = 4
 
+#: How much slower the slowest stage may be than the best, if that makes less to send: profiles are no better than this.
+CUT_SLACK = 0.03
+
 
 @dataclass(frozen=True, eq=False)
 class Request:
@@ -201,7 +204,7 @@ def _cut(
 ) -> tuple[int, ...]:
     allowed = places_to_cut(objective)
     try:
-        return cut(seconds, transfer, allowed, num_stages)
+        return cut(seconds, transfer, allowed, num_stages, slack=CUT_SLACK)
     except checks.PartitionError as error:
         tied = _widest(objective, model)
         raise checks.PartitionError(f"{error} {tied}") from None

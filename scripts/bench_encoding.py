@@ -23,30 +23,25 @@ What is measured, model by model, in one process:
   peak         ``peak_bytes_in_use`` of the device after one step in a process of its own, where the device tells; it
                includes whatever XLA allocates while it tunes kernels
 
-If the cores are shared, quartiles far apart mean that something else was running. On the CPU the process keeps the
-memory it frees (see ``MALLOC``), as a long-running one does: otherwise a step that allocates more than 32 MiB pays for
-fresh pages each time and one that allocates less does not, which would flatter the smaller program.
+If the cores are shared, quartiles far apart mean that something else was running. The process keeps the memory that it
+frees (see ``scripts.measuring``).
 """
 
 import argparse
+import functools
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from flax import nnx
 from rich.console import Console
@@ -54,19 +49,13 @@ from rich.table import Table
 
 import jaxpipe
 from examples import models
+from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
 
 
 BUILDS = 3  # builds per variant for the lowering and compile times
-WARM_UP = 2  # rounds that are not counted
-LEAST_ROUNDS = 3  # counted even when the time budget is spent
-LEAST_SECONDS = 5.0  # quick models get more rounds than asked for, until this long
-
-#: glibc: never return memory, never map it block by block. Read when a process starts.
-MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**28)}
 
 Wrap = Callable[[Any], Any]
 Apply = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]  # params, x, state, key: logits, new state
-Quartiles = tuple[float, float, float]
 VARIANTS: dict[str, Wrap] = {"plain": lambda target: target, "encoded": jaxpipe.memory_encoded}
 
 
@@ -220,30 +209,6 @@ def build(problem: Problem, wrap: Wrap) -> Build:
     return Build(middle - start, time.perf_counter() - middle, compiled)
 
 
-def time_rounds(made: dict[str, Build], arguments: Sequence[Any], rounds: int, limit: float) -> dict[str, list[float]]:
-    """Seconds of each step in each counted round."""
-    order = list(made)
-    times: dict[str, list[float]] = {name: [] for name in order}
-    start = time.perf_counter()
-    counted = -WARM_UP
-    while True:
-        elapsed = time.perf_counter() - start
-        if counted >= LEAST_ROUNDS and (elapsed > limit or (counted >= rounds and elapsed > LEAST_SECONDS)):
-            return {name: values[WARM_UP:] for name, values in times.items()}
-        order.reverse()
-        for name in order:
-            begin = time.perf_counter()
-            jax.block_until_ready(made[name].step(*arguments))
-            times[name].append(time.perf_counter() - begin)
-        counted += 1
-
-
-def quartiles(values: Sequence[float]) -> Quartiles:
-    """First quartile, median, third quartile."""
-    low, median, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
-    return low, median, high
-
-
 def compare(plain: Any, encoded: Any) -> tuple[float, bool]:
     """Relative L2 norm of the difference between two trees, and whether they agree bit by bit."""
     pairs = list(zip(jax.tree.leaves(jax.device_get(plain)), jax.tree.leaves(jax.device_get(encoded)), strict=True))
@@ -282,7 +247,8 @@ def measure(case: Case, peak: dict[str, int], rounds: int, limit: float) -> Row:
     stored = {"plain": report.plain_bytes, "encoded": report.total_bytes}
     made = [{name: build(problem, wrap) for name, wrap in VARIANTS.items()} for _ in range(BUILDS)]
     last = made[-1]
-    times = time_rounds(last, problem.arguments, rounds, limit)
+    steps = {name: functools.partial(made.step, *problem.arguments) for name, made in last.items()}
+    times = alternate(steps, rounds, limit)
     variants = {
         name: Variant(
             stored=stored[name],
@@ -330,23 +296,13 @@ def table(rows: Sequence[Row], mean: float) -> Table:
     return result
 
 
-def header() -> dict[str, Any]:
-    """Where and when this runs."""
-    versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    versions |= {"flax": flax.__version__, "jaxpipe": jaxpipe.__version__}
-    machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
-    machine |= {"device": jax.devices()[0].device_kind, "backend": jax.default_backend()}
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"versions": versions, "machine": machine, "date": date, "command": sys.orig_argv}
-
-
 def main() -> None:
     """Measure, write the JSON file and print the table."""
     by_name = {case.name: case for case in CASES}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=by_name, default=list(by_name), metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds per model (default 15)")
-    parser.add_argument("--seconds", type=float, default=120, help="most seconds of rounds per model (default 120)")
+    parser.add_argument("--rounds", type=int, default=300, help="most rounds per model (default 300)")
+    parser.add_argument("--seconds", type=float, default=30, help="most seconds of rounds per model (default 30)")
     parser.add_argument("--out", type=Path, default=Path("out/bench_encoding.json"))
     parser.add_argument("--peak-of", metavar="NAME:VARIANT", help="print the peak memory of one program, nothing else")
     options = parser.parse_args()
@@ -354,8 +310,7 @@ def main() -> None:
         name, variant = options.peak_of.split(":")
         print(json.dumps(peak_of(by_name[name], VARIANTS[variant])))
         return
-    if sys.platform == "linux" and not MALLOC.items() <= os.environ.items():
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, **MALLOC})
+    keep_freed_memory()
     cases = [by_name[name] for name in options.models]
     peak = peaks(cases)
     rows = []

@@ -1,11 +1,11 @@
-"""Four simulated CPU devices for every test."""
+"""Eight simulated CPU devices for every test."""
 
 import jax
 import pytest
 
 
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture

@@ -55,14 +55,20 @@ class MemoryReport:
       predicted_bytes: from the plan, before anything is compiled.
       compiled_bytes: what XLA reserves for the training step: arguments, results and temporaries, less what is
         donated.
+      temporary_bytes: the temporaries among them.
     """
 
     predicted_bytes: tuple[int, ...]
     compiled_bytes: tuple[int, ...]
+    temporary_bytes: tuple[int, ...]
 
 
 class Pipeline:
-    """A model that trains in stages; made by ``jaxpipe.partition``."""
+    """A model that trains in stages; made by ``jaxpipe.partition``.
+
+    Attributes:
+      mesh: the devices it runs on.
+    """
 
     def __init__(
         self,
@@ -72,7 +78,7 @@ class Pipeline:
         make_plan: Callable[[Any, Any], Planned],
         planned: Planned | None,
     ):
-        self._mesh = mesh
+        self.mesh = mesh
         self._functions = dict(functions)
         self._optimizer = optimizer
         self._make_plan = make_plan
@@ -122,7 +128,7 @@ class Pipeline:
             raise PartitionError("The model has no values and cannot be initialised; pass variables= to init.")
         layouts = planned.program.parameters, planned.program.state
         return initial_state(
-            self._mesh, model, planned.placement, layouts, self._optimizer, planned.update, key, self.plan.identity
+            self.mesh, model, planned.placement, layouts, self._optimizer, planned.update, key, self.plan.identity
         )
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -191,8 +197,9 @@ class Pipeline:
             + found.temp_size_in_bytes
             - found.alias_size_in_bytes
         )
-        count = self._mesh.devices.size
-        return MemoryReport((self.plan.predicted_bytes,) * count, (compiled,) * count)
+        count = self.mesh.devices.size
+        sizes = self.plan.predicted_bytes, compiled, found.temp_size_in_bytes
+        return MemoryReport(*((size,) * count for size in sizes))
 
     def _check(self, state: TrainState, batch: Any) -> list[Any]:
         planned = self._planned
@@ -202,14 +209,14 @@ class Pipeline:
 
     def _placed(self, batch: Any, batching: Batching) -> list[Any]:
         return [
-            jax.device_put(x, NamedSharding(self._mesh, spec))
+            jax.device_put(x, NamedSharding(self.mesh, spec))
             for x, spec in zip(jax.tree.leaves(batch), batching.specs(), strict=True)
         ]
 
     @cached_property
     def _abstract_state(self) -> TrainState:
         planned = self._planned
-        count = self._mesh.shape[STAGE]
+        count = self.mesh.shape[STAGE]
         layouts = planned.program.parameters, planned.program.state, planned.update.layout
         parameters, variables, optimizer = (
             tuple(self._abstract((count, length), dtype, P(STAGE)) for length, dtype in layout.buffers)
@@ -224,7 +231,7 @@ class Pipeline:
         return TrainState(parameters, variables, optimizer, shared, key, step, self.plan.identity)
 
     def _abstract(self, shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(self._mesh, spec))
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(self.mesh, spec))
 
     def _lower(self, function: Any, batch: Any, batching: Batching) -> Any:
         leaves = [
@@ -237,14 +244,14 @@ class Pipeline:
     def _compiled_step(self) -> Any:
         planned = self._planned
         function = steps.training_step(
-            self._mesh, planned.program, planned.update, planned.batching, self._abstract_state
+            self.mesh, planned.program, planned.update, planned.batching, self._abstract_state
         )
         return self._lower(function, planned.batch, planned.batching).compile()
 
     @cached_property
     def _gradient_step(self) -> Any:
         planned = self._planned
-        function = steps.gradient_step(self._mesh, planned.program, planned.batching, self._abstract_state)
+        function = steps.gradient_step(self.mesh, planned.program, planned.batching, self._abstract_state)
         return self._lower(function, planned.batch, planned.batching).compile()
 
     @cached_property
@@ -284,7 +291,7 @@ class Pipeline:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x, shapes)
         trace = trace_loss if name == "evaluate" else trace_prediction
         objective = trace(planned.model, function, one, name)
-        count = self._mesh.shape[STAGE]
+        count = self.mesh.shape[STAGE]
         names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
         cuts = follow(objective, planned.placement, count, names, name)
         program = dataclasses.replace(
@@ -294,7 +301,7 @@ class Pipeline:
             schedule=forward_only(count, m),
         )
         build = steps.evaluation_step if name == "evaluate" else steps.prediction_step
-        compiled = self._lower(build(self._mesh, program, batching, self._abstract_state), shapes, batching).compile()
+        compiled = self._lower(build(self.mesh, program, batching, self._abstract_state), shapes, batching).compile()
         return compiled, objective, batching
 
 

@@ -59,6 +59,12 @@ class Program:
         return [self.objective.graph.tensors[t].aval for t in numbers]
 
     @cached_property
+    def alone(self) -> bool:
+        """Whether one stage does all, forward and backward of a micro-batch in one tick: nothing waits in an arena."""
+        rows = [self.schedule.row(0, kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+        return len(self.sections) == 1 and self.schedule.has_backward and rows[0] == rows[1]
+
+    @cached_property
     def stash_pages(self) -> tuple[int, ...]:
         """Pages that one micro-batch takes in the arena, by stage."""
         return tuple(
@@ -69,6 +75,8 @@ class Program:
     @cached_property
     def arena_pages(self) -> int:
         """Pages of the arena: every stage's slots, each read and written through a window of the largest stash."""
+        if self.alone:
+            return 0
         window = max(self.stash_pages)
         slots = [self.schedule.in_flight(s) for s in range(len(self.sections))]
         return max(
@@ -139,8 +147,8 @@ def run_ticks(
     count, m = len(sections), schedule.num_microbatches
     stage = lax.axis_index(STAGE)
     replica = lax.axis_index(DATA) if program.replicated else 0
-    forward_branches = [_idle_forward(program), *(_forward(program, s) for s in range(count))]
-    backward_branches = [_idle_backward(program), *(_backward(program, s) for s in range(count))]
+    forward_branches = [forward_branch(program, s) for s in range(count)]
+    backward_branches = [backward_branch(program, s) for s in range(count)]
     trains = schedule.has_backward
     pages = jnp.asarray(program.stash_pages, jnp.int32)[stage]
     window = max(program.stash_pages)
@@ -155,14 +163,18 @@ def run_ticks(
 
         active = j >= 0
         local_key, rows = microbatch(j)
-        choice = jnp.where(active, stage + 1, 0)
-        message, stash, state, made = lax.switch(choice, forward_branches, parameters, state, local_key, rows, arriving)
+        operands = parameters, state, local_key, rows, arriving
+        if program.alone:
+            message, stash, state, made = forward_branches[0](*operands)
+        else:
+            choice = jnp.where(active, stage + 1, 0)
+            message, stash, state, made = lax.switch(choice, [_idle_forward(program), *forward_branches], *operands)
         results = [_add(old, new, j, active, collect) for old, new in zip(results, made, strict=True)]
         arriving = _send(message, [(s, s + 1) for s in range(count - 1)])
         if not trains:
             return (arena, arriving, returning, state, gradients, results), None
 
-        if window:
+        if window and not program.alone:
             start = (slot * pages, jnp.int32(0))
             mine = (jnp.arange(window, dtype=jnp.int32)[:, None] < pages) & active
             old = lax.dynamic_slice(arena, start, (window, PAGE))
@@ -170,8 +182,12 @@ def run_ticks(
             stash = lax.dynamic_slice(arena, (back_slot * pages, jnp.int32(0)), (window, PAGE))
         active = back_j >= 0
         local_key, rows = microbatch(back_j)
-        choice = jnp.where(active, stage + 1, 0)
-        message, steps = lax.switch(choice, backward_branches, parameters, local_key, rows, stash, returning)
+        operands = parameters, local_key, rows, stash, returning
+        if program.alone:
+            message, steps = backward_branches[0](*operands)
+        else:
+            choice = jnp.where(active, stage + 1, 0)
+            message, steps = lax.switch(choice, [_idle_backward(program), *backward_branches], *operands)
         gradients = [jnp.where(active, g + d, g) for g, d in zip(gradients, steps, strict=True)]
         returning = _send(message, [(s + 1, s) for s in range(count - 1)])
         return (arena, arriving, returning, state, gradients, results), None
@@ -179,7 +195,7 @@ def run_ticks(
     words = program.message_words
     lead = (m,) if collect else ()
     initial = (
-        jnp.full((program.arena_pages if trains else 0, PAGE), POISON),
+        jnp.full((program.arena_pages, PAGE), POISON),
         jnp.full((words[0],), POISON),
         jnp.full((words[1],), POISON),
         list(state),
@@ -249,7 +265,8 @@ def _at_hand(program: Program, key: Any, rows: Sequence[Any]) -> dict[int, Any]:
     return dict(zip((*objective.batch, objective.key), (*rows, key), strict=True))
 
 
-def _forward(program: Program, s: int) -> Callable[..., Any]:
+def forward_branch(program: Program, s: int) -> Callable[..., Any]:
+    """``(parameters, state, key, micro-batch, message) -> (message, stash, state, results)`` of a stage."""
     section = program.sections[s]
 
     def forward(parameters: Any, state: Any, key: Any, rows: Any, message: Any) -> Any:
@@ -274,7 +291,7 @@ def _forward(program: Program, s: int) -> Callable[..., Any]:
         ]
         return (
             pack_words([made[t] for t in section.leaving], program.message_words[0]),
-            pack_words(stash, stash_words).reshape(_stash_shape(program)),
+            stash if program.alone else pack_words(stash, stash_words).reshape(_stash_shape(program)),
             program.state.write(s, [made[t] for t in section.new_state]),
             results,
         )
@@ -282,7 +299,8 @@ def _forward(program: Program, s: int) -> Callable[..., Any]:
     return forward
 
 
-def _backward(program: Program, s: int) -> Callable[..., Any]:
+def backward_branch(program: Program, s: int) -> Callable[..., Any]:
+    """``(parameters, key, micro-batch, stash, message) -> (message, gradients)`` of a stage."""
     section = program.sections[s]
     following = program.sections[s + 1].returning if s + 1 < len(program.sections) else ()
     loss = program.objective.results[0]
@@ -292,8 +310,8 @@ def _backward(program: Program, s: int) -> Callable[..., Any]:
         assert built is not None
         known = _at_hand(program, key, rows)
         known.update(zip(section.parameters, program.parameters.read(s, parameters), strict=True))
-        stored = zip(section.stashed, unpack_words(stash.reshape(-1), program.stash_avals(section)), strict=True)
-        arena = dict(stored)
+        stored = stash if program.alone else unpack_words(stash.reshape(-1), program.stash_avals(section))
+        arena = dict(zip(section.stashed, stored, strict=True))
         cotangents = dict(zip(following, unpack_words(message, _tangents(program.avals(following))), strict=True))
         if 0 in section.results:
             one = jnp.ones((), program.objective.graph.tensors[loss].dtype)
@@ -303,7 +321,7 @@ def _backward(program: Program, s: int) -> Callable[..., Any]:
             [known[t] for t in built.parameters],
             [arena[t] if t in arena else known[t] for t in built.storage.stored],
             _once(built.linearization.source, cotangents),
-            beside_forward=False,
+            beside_forward=program.alone,
         )
         gradients = dict(zip(built.linearization.wrt, found, strict=True))
         steps = [

@@ -8,19 +8,26 @@ from jaxpipe.errors import PartitionError
 
 
 def cut(
-    seconds: Sequence[float], transfer: Sequence[float], allowed: Sequence[bool], num_stages: int
+    seconds: Sequence[float],
+    transfer: Sequence[float],
+    allowed: Sequence[bool],
+    num_stages: int,
+    *,
+    slack: float = 0.0,
 ) -> tuple[int, ...]:
     """Choose ``num_stages`` contiguous stages whose slowest is as fast as can be.
 
-    A stage's time is that of its operators plus that of sending on what crosses the cut behind it. Of all cuts with
-    the same slowest stage, those that send least in total are taken. After D. Narayanan et al., "PipeDream", SOSP
-    2019, without replication; cost ``O(num_stages * len(seconds)**2)``, vectorised over the earlier cut.
+    A stage's time is that of its operators plus that of sending on what crosses the cut behind it. Of all cuts whose
+    slowest stage is as fast as that of the best, those that send least in total are taken. After D. Narayanan et al.,
+    "PipeDream", SOSP 2019, without replication; cost ``O(num_stages * len(seconds)**2)``, vectorised over the earlier
+    cut.
 
     Args:
       seconds: time of each operator, forward and backward, for one micro-batch.
       transfer: for each position ``0..len(seconds)``, time of sending what crosses a cut there.
       allowed: for each position, whether a stage may begin there.
       num_stages: how many stages; each gets at least one operator.
+      slack: by what share of the best the slowest stage may be slower, if that makes less to send.
 
     Returns:
       Positions ``0 = c[0] < c[1] < ... < c[num_stages] = len(seconds)``.
@@ -47,7 +54,7 @@ def cut(
         return total[b] - total[:b] + send[b]
 
     slowest = _solve(num_stages, len(positions), lambda best, b: np.maximum(best, stage_times(b)))[0]
-    limit = slowest * (1 + 1e-9)
+    limit = slowest * (1 + slack + 1e-9)
     _, chosen = _solve(
         num_stages, len(positions), lambda best, b: np.where(stage_times(b) <= limit, best + send[b], np.inf)
     )

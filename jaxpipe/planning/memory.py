@@ -1,21 +1,23 @@
 """Bytes that each device will reserve, from shapes alone."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxpipe.graph import Graph, Operator, itemsize
+from jaxpipe.graph import itemsize
 from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.program import PAGE, Program
-from jaxpipe.pipeline.sections import Section
-from jaxpipe.work import VIEWS, weight
+from jaxpipe.pipeline.program import PAGE, Program, backward_branch, forward_branch
+from jaxpipe.planning.liveness import peak_bytes
 
 
 def predict(program: Program, optimizer: Layout, shared: Sequence[Any], batch: Sequence[Any]) -> dict[str, int]:
     """Bytes on each device, by component.
 
-    One program runs everywhere, so every component is the largest over the stages.
+    One program runs everywhere, so every component is the largest over the stages. ``working`` is what is needed
+    besides while a stage computes, or while the optimizer writes new parameters and state, at a time when the arena
+    is free again.
 
     Args:
       program: the training program.
@@ -24,18 +26,24 @@ def predict(program: Program, optimizer: Layout, shared: Sequence[Any], batch: S
       batch: one replica's part of the batch.
     """
     parameters = program.parameters.bytes
-    stash = max(program.stash_pages) * PAGE * 4
-    sent = 4 * sum(program.message_words)
-    working = max(working_bytes(program, s) for s in range(len(program.sections)))
-    return {
+    held = {
         "parameters": parameters,
         "optimizer": optimizer.bytes + sum(map(_bytes, shared)),
         "state": program.state.bytes,
         "batch": sum(map(_bytes, batch)),
         "gradients": parameters,
-        "arena": program.arena_pages * PAGE * 4,
-        "transport": 2 * sent,
-        "working": working + stash,
+    }
+    arena = program.arena_pages * PAGE * 4
+    # What arrives, and what is being sent.
+    transport = 2 * 4 * sum(program.message_words) if len(program.sections) > 1 else 0
+    computing = max(working_bytes(program, s, batch) for s in range(len(program.sections)))
+    # A conditional does not write into what it reads, so new values stand beside the old until the step ends.
+    updating = parameters + optimizer.bytes if len(program.sections) > 1 else parameters
+    return {
+        **held,
+        "arena": arena,
+        "transport": transport,
+        "working": max(computing, updating - arena - transport),
     }
 
 
@@ -47,50 +55,36 @@ def stage_bytes(program: Program, optimizer: Layout, shared: Sequence[Any], batc
         state = sum(map(_bytes, program.state.avals[s])) + sum(map(_bytes, optimizer.avals[s]))
         stash = sum(map(_bytes, program.stash_avals(section)))
         sent = sum(map(_bytes, program.avals((*section.leaving, *section.returning))))
-        slots = program.schedule.in_flight(s)
         everywhere = sum(map(_bytes, (*shared, *batch)))
-        found.append(2 * own + state + (slots + 1) * stash + 2 * sent + everywhere + working_bytes(program, s))
+        slots = program.schedule.in_flight(s)
+        found.append(2 * own + state + slots * stash + sent + everywhere + working_bytes(program, s, batch))
     return found
 
 
-def working_bytes(program: Program, s: int) -> int:
-    """What a stage needs besides while it computes: the larger of its forward and its backward pass."""
-    section = program.sections[s]
-    return max(_forward_bytes(section), _backward_bytes(section, program))
+def working_bytes(program: Program, s: int, batch: Sequence[Any]) -> int:
+    """What a stage needs besides while it computes: the larger of its forward and its backward pass.
 
-
-def _forward_bytes(section: Section) -> int:
-    assert section.stage is not None
-    graph = section.stage.graph
-    kept = {*graph.outputs, *section.stashed}
-    return peak_bytes(graph, graph.operators, kept)
-
-
-def _backward_bytes(section: Section, program: Program) -> int:
-    assert section.stage is not None
-    return program.parameters.bytes
-
-
-def peak_bytes(graph: Graph, operators: Sequence[Operator], kept: Iterable[int]) -> int:
-    """The most bytes that are alive at once while operators run in order.
-
-    Only what is written to memory counts: results of operators that XLA does not fuse, what those read, and ``kept``.
+    The forward pass returns its stash packed, the backward pass gets a copy out of the arena. The loop has a copy of
+    the batch.
     """
-    kept = set(kept)
-    heavy = [op for op in operators if weight(op) is None]
-    written = {t for op in heavy for t in (*op.inputs, *op.outputs)} | kept
-    last = {t: k for k, op in enumerate(operators) for t in op.inputs}
-    alive = peak = 0
-    made = set()
-    for k, op in enumerate(operators):
-        for t in op.outputs:
-            if t in written and op.name not in VIEWS:
-                alive += _bytes(graph.tensors[t].aval)
-                made.add(t)
-        peak = max(peak, alive)
-        for t in {t for t in op.inputs if last.get(t) == k and t in made and t not in kept}:
-            alive -= _bytes(graph.tensors[t].aval)
-    return peak
+    m = program.schedule.num_microbatches
+    parameters, state = (
+        [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
+        for layout in (program.parameters, program.state)
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    rows = program.avals(program.objective.batch)
+    forward, backward = (jax.ShapeDtypeStruct((n,), np.uint32) for n in program.message_words)
+    copies = sum(map(_bytes, batch)) if m > 1 else 0
+    if program.alone:
+        stash: Any = program.stash_avals(program.sections[0])
+        copy = sum(map(_bytes, stash))
+    else:
+        stash = jax.ShapeDtypeStruct((max(program.stash_pages), PAGE), np.uint32)
+        copy = _bytes(stash)
+    computing = peak_bytes(forward_branch(program, s), parameters, state, key, rows, forward)
+    returning = peak_bytes(backward_branch(program, s), parameters, key, rows, stash, backward)
+    return copies + max(computing, returning + copy)
 
 
 def _bytes(aval: Any) -> int:

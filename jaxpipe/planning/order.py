@@ -26,12 +26,18 @@ def parameter_work_in_place(graph: Graph) -> Graph:
 
     latest = list(range(end))
     early = [False] * end
+    made_of = set(graph.parameters)
     for k in reversed(range(end)):
         if free[k]:
             op = graph.operators[k]
             latest[k] = min((latest[c] for c in readers(op)), default=end)
             small = all(graph.tensors[t].size == 1 for t in op.outputs)
             early[k] = small or (bool(readers(op)) and all(early[c] for c in readers(op)))
+    for k, op in enumerate(graph.operators):
+        if made_of.isdisjoint(op.inputs):
+            early[k] = False  # what is made of constants alone waits for its reader
+        else:
+            made_of.update(op.outputs)
 
     first_use: dict[int, int] = {}
     for t in graph.parameters:

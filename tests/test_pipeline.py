@@ -1,0 +1,298 @@
+"""A pipeline trains as plain training does with the same micro-batches: loss, gradients, parameters, state."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compare import assert_same_bits, relative_l2
+from flax import nnx
+from pipeline_models import CASES, entropy, images, plain_gradients
+
+import jaxpipe
+from examples import models as zoo
+from jaxpipe.pipeline.words import POISON
+from jaxpipe.schedules import gpipe, one_f_one_b
+
+
+# Where a stage begins, XLA fuses otherwise than in the whole program: sums of reductions (BatchNorm, softmax) are then
+# contracted or ordered differently. One unit in the last place of float32 is 1.2e-7; the networks are up to 20 layers.
+FUSION = 1e-6
+
+#: Of these every gradient is the same bit for bit, on 1, 2 and 4 stages.
+IDENTICAL = {"mlp", "unet"}
+
+ROWS = 16
+
+
+def mesh_of(stages: int, replicas: int | None) -> jax.sharding.Mesh:
+    if replicas is None:
+        return jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
+    devices = np.array(jax.devices()[: stages * replicas]).reshape(replicas, stages)
+    return jax.sharding.Mesh(devices, ("data", "stage"))
+
+
+@functools.cache
+def case_of(name: str):
+    return CASES[name](ROWS)
+
+
+def pipeline_of(name: str, stages: int, m: int, replicas: int | None, **options) -> jaxpipe.Pipeline:
+    case = case_of(name)
+    options = {"optimizer": optax.sgd(0.05, momentum=0.9), "profile": "analytic", **options}
+    return jaxpipe.partition(
+        case.model, mesh_of(stages, replicas), case.batch, loss=case.loss, num_microbatches=m, **options
+    )
+
+
+def arrays(tree):
+    """Leaves; random streams, which a pipeline does not keep, left out."""
+    return [x for x in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+
+
+def check_training(name: str, stages: int, m: int, replicas: int | None) -> None:
+    case, count = case_of(name), replicas or 1
+    pipeline = pipeline_of(name, stages, m, replicas)
+    state = pipeline.init(jax.random.key(3))
+    params, variables = case.start(jax.random.key(3))
+    optimizer = optax.sgd(0.05, momentum=0.9)
+    slots = optimizer.init(params)
+
+    def keys():
+        return jnp.stack([pipeline.microbatch_key(state, j) for j in range(count * m)])
+
+    (loss, _), gradient = pipeline.value_and_grad(state, case.batch)
+    expected = plain_gradients(case, params, variables, keys(), count, m)
+    if name in IDENTICAL:
+        assert float(loss) == float(expected[0])
+        assert_same_bits(arrays(gradient), arrays(expected[1]))
+    assert relative_l2(arrays(gradient), arrays(expected[1])) < FUSION
+
+    for _ in range(3):
+        expected = plain_gradients(case, params, variables, keys(), count, m)
+        updates, slots = jax.jit(optimizer.update)(expected[1], slots, params)
+        params, variables = optax.apply_updates(params, updates), expected[2]
+        state, metrics = pipeline.step(state, case.batch)
+        assert float(metrics["loss"]) == pytest.approx(float(expected[0]), rel=FUSION)
+    after = pipeline.parameters(state)
+    wanted = case.variables(params, variables)
+    if name == "cnn-nnx":
+        after, wanted = (nnx.split_state(nnx.state(t), nnx.Param, nnx.BatchStat, ...)[:2] for t in (after, wanted))
+    assert len(arrays(after)) == len(arrays(wanted))
+    assert relative_l2(arrays(after), arrays(wanted)) < FUSION
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["mlp", "cnn-nnx"])
+def test_two_stages_train_as_plain_training_does(name):
+    check_training(name, 2, 4, None)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "mlp"])
+def test_four_stages_train_as_plain_training_does(name):
+    check_training(name, 4, 8, None)
+
+
+@pytest.mark.parametrize("name", ["cnn-linen", "mlp"])
+def test_replicated_stages_train_as_plain_training_does(name):
+    check_training(name, 2, 4, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [None, 2])
+@pytest.mark.parametrize("m", [1, 4, 8])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_every_size_trains_as_plain_training_does(name, stages, m, replicas):
+    check_training(name, stages, m, replicas)
+
+
+def test_schedules_are_only_tables():
+    """All forwards first, or one of each in turn: the same micro-batches are summed in the same order."""
+    results = []
+    for schedule in (one_f_one_b, gpipe):
+        pipeline = pipeline_of("mlp", 4, 8, None, schedule=schedule)
+        state = pipeline.init(jax.random.key(3))
+        results.append(pipeline.value_and_grad(state, case_of("mlp").batch)[1])
+    assert_same_bits(*results)
+
+
+def test_what_nobody_has_written_is_nan_in_every_floating_type():
+    for dtype in (np.float32, np.float16, jnp.bfloat16, np.float64):
+        words = np.full(8 // np.dtype(dtype).itemsize if np.dtype(dtype).itemsize < 8 else 2, POISON)
+        assert np.isnan(words.view(dtype).astype(np.float32)).all()
+
+
+def test_idle_ticks_do_not_reach_a_result():
+    """One micro-batch in four stages: 3 of 4 forward slots, and as many backward ones, hold NaN."""
+    pipeline = pipeline_of("mlp", 4, 1, None)
+    state = pipeline.init(jax.random.key(3))
+    (loss, _), gradient = pipeline.value_and_grad(state, case_of("mlp").batch)
+    assert np.isfinite(float(loss)) and all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
+    state, _ = pipeline.step(state, case_of("mlp").batch)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(pipeline.parameters(state)))
+
+
+class TokenLoss:
+    """Sequences of unequal length: a sum and the number of tokens that count."""
+
+    def __init__(self):
+        self.params = zoo.init_mlp(jax.random.key(0), [6, 8, 8, 5])
+        self.batch = {
+            "x": jax.random.normal(jax.random.key(1), (8, 4, 6)),
+            "y": jax.random.randint(jax.random.key(2), (8, 4), 0, 5),
+            "mask": jnp.arange(4) < jnp.arange(8)[:, None] % 4 + 1,
+        }
+
+    def __call__(self, model, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+        correct = (model(batch["x"]).argmax(-1) == batch["y"]) & batch["mask"]
+        return (losses * batch["mask"]).sum(), batch["mask"].sum(), {"accuracy": correct.sum()}
+
+
+def test_weighted_loss_is_divided_by_the_total_weight():
+    loss = TokenLoss()
+    model = jax.tree_util.Partial(zoo.mlp, loss.params)
+    pipeline = jaxpipe.partition(
+        model,
+        mesh_of(2, 2),
+        loss.batch,
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+        num_microbatches=2,
+        profile="analytic",
+    )
+    (value, metrics), gradient = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), loss.batch)
+
+    def whole(params):
+        total, weight, found = loss(functools.partial(zoo.mlp, params), loss.batch)
+        return total / weight, found["accuracy"] / weight
+
+    (expected, accuracy), wanted = jax.value_and_grad(whole, has_aux=True)(loss.params)
+    # Four sums of a quarter each, against one sum over all: float32 rounding.
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    assert float(metrics["accuracy"]) == pytest.approx(float(accuracy), rel=1e-6)
+    assert relative_l2(jax.tree.leaves(gradient), jax.tree.leaves(wanted)) < 1e-6
+
+
+def test_evaluate_and_predict_run_on_the_same_placement():
+    case = case_of("cnn-linen")
+    pipeline = pipeline_of(
+        "cnn-linen",
+        4,
+        4,
+        None,
+        evaluate=lambda model, batch: {"accuracy": (model(batch["x"], train=False).argmax(-1) == batch["y"]).mean()},
+        predict=lambda model, batch: {"logits": model(batch["x"], train=False)},
+    )
+    state = pipeline.init(jax.random.key(3))
+    state, _ = pipeline.step(state, case.batch)
+    variables = pipeline.parameters(state)
+    batch = images(8, 8, 1, rows=12)  # not the size of a training batch
+    logits = jax.jit(lambda v, x: case.model.apply(v, x, train=False))(variables, batch["x"])
+    predicted = pipeline.predict(state, {"x": batch["x"]})["logits"]
+    assert predicted.shape == logits.shape
+    # The plain logits are those of one batch of 12, the pipeline's of micro-batches: other blocks in the products.
+    assert relative_l2(predicted, logits) < FUSION
+    found = pipeline.evaluate(state, batch)
+    assert set(found) == {"accuracy"}
+    assert float(found["accuracy"]) == pytest.approx(float((logits.argmax(-1) == batch["y"]).mean()))
+
+
+def test_linen_variables_are_those_of_plain_init_and_given_ones_are_kept(key):
+    case = case_of("resnet")
+    pipeline = pipeline_of("resnet", 4, 4, None)
+    plain = case.model.init(key, case.batch["x"][:1], train=True)
+    assert_same_bits(pipeline.parameters(pipeline.init(key)), jax.tree.map(np.asarray, plain))
+    other = jax.tree.map(lambda x: x + 1, plain)
+    assert_same_bits(pipeline.parameters(pipeline.init(key, variables=other)), jax.tree.map(np.asarray, other))
+
+
+def test_nnx_class_is_initialised_as_the_class_itself_would(key):
+    batch = images(8, 8, 1, rows=8)
+    factory = functools.partial(zoo.NNXDigitsCNN, width=4, dropout_rate=0.1)
+    pipeline = jaxpipe.partition(
+        factory,
+        mesh_of(2, None),
+        batch,
+        loss=lambda model, batch: entropy(model(batch["x"]), batch["y"]),
+        optimizer=optax.sgd(0.1),
+        num_microbatches=2,
+        profile="analytic",
+    )
+    state = pipeline.init(key)
+    expected = nnx.state(factory(rngs=nnx.Rngs(key)), nnx.Any(nnx.Param, nnx.BatchStat))
+    assert_same_bits(arrays(pipeline.parameters(state)), arrays(expected))
+
+
+def test_no_device_holds_the_whole_tree(key):
+    pipeline = pipeline_of("resnet", 4, 4, None)
+    state = pipeline.init(key)
+    whole = sum(x.nbytes for x in jax.tree.leaves(pipeline.parameters(state)["params"]))
+    for device in pipeline.mesh.devices.flat:
+        held = sum(s.data.nbytes for x in state.parameters for s in x.addressable_shards if s.device == device)
+        assert 0 < held < whole
+
+
+def test_function_of_variables_is_planned_at_init(key):
+    params = zoo.init_mlp(key, [6, 8, 5])
+    batch = images(6, rows=8, classes=5)
+    pipeline = jaxpipe.partition(
+        zoo.mlp,
+        mesh_of(2, None),
+        loss=lambda model, batch: entropy(model(batch["x"]), batch["y"]),
+        optimizer=optax.sgd(0.1),
+        num_microbatches=2,
+        profile="analytic",
+    )
+    state = pipeline.init(key, batch, variables=params)
+    assert_same_bits(pipeline.parameters(state), jax.tree.map(np.asarray, params))
+    _, metrics = pipeline.step(state, batch)
+    rows = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), batch)
+    halves = [entropy(zoo.mlp(params, rows["x"][j]), rows["y"][j]) for j in range(2)]
+    assert float(metrics["loss"]) == pytest.approx(float(sum(halves)) / 2, rel=1e-6)
+
+
+class Penalised(nn.Module):
+    """A network whose loss looks at all of its parameters at the end."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(4):
+            x = nn.relu(nn.Dense(8)(x))
+        return nn.Dense(5)(x)
+
+
+def test_a_penalty_on_all_parameters_does_not_tie_them_to_one_stage(key):
+    batch = images(6, rows=8, classes=5)
+    model = Penalised()
+
+    def loss(model, batch):
+        value = entropy(model(batch["x"]), batch["y"])
+        return value + 1e-2 * sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(model.variables["params"]))
+
+    pipeline = jaxpipe.partition(
+        model,
+        mesh_of(4, None),
+        batch,
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+        num_microbatches=2,
+        profile="analytic",
+    )
+    assert all(stage.parameter_bytes for stage in pipeline.plan.stages)
+    state = pipeline.init(key)
+    variables = pipeline.parameters(state)
+    _, gradient = pipeline.value_and_grad(state, batch)
+
+    def plain(params):
+        logits = model.apply({"params": params}, batch["x"])
+        penalty = sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
+        return entropy(logits, batch["y"]) + 1e-2 * penalty
+
+    # The mean of two halves against the whole: float32 rounding.
+    wanted = jax.grad(plain)(variables["params"])
+    assert relative_l2(jax.tree.leaves(gradient), jax.tree.leaves(wanted)) < FUSION

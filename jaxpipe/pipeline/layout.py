@@ -94,7 +94,8 @@ class _Sharing:
         for count in counts:
             here: dict[Any, int] = {}
             for (size, dtype), n in count.items():
-                here[dtype] = here.get(dtype, 0) + size * max(0, n - self.slots[size, dtype])
+                if n > self.slots[size, dtype]:
+                    here[dtype] = here.get(dtype, 0) + size * (n - self.slots[size, dtype])
             for dtype, length in here.items():
                 self.packed[dtype] = max(self.packed.get(dtype, 0), length)
         whole = sum(n * size * dtype.itemsize for (size, dtype), n in self.slots.items())
@@ -106,7 +107,7 @@ class _Sharing:
         first: dict[tuple[int, Any], int] = {}
         for k, kind in enumerate(buffers):
             first.setdefault(kind, k)
-        rest = {dtype: len(buffers) + k for k, dtype in enumerate(d for d, n in self.packed.items() if n)}
+        rest = {dtype: len(buffers) + k for k, dtype in enumerate(self.packed)}
         buffers += [(self.packed[dtype], dtype) for dtype in rest]
         places = []
         for stage in kinds:

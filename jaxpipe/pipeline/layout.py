@@ -71,6 +71,7 @@ def lay_out(avals: Sequence[Sequence[Any]]) -> Layout:
       avals: by stage, the shapes of its arrays.
 
     Example:
+      >>> import jax
       >>> a, b = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((5,), "float32")
       >>> lay_out([[a, a], [a, b]]).buffers
       ((6, dtype('float32')), (6, dtype('float32')))

@@ -62,6 +62,15 @@ def needs_variables(model: Any) -> bool:
     return not isinstance(model, (nn.Module, nnx.Module, jax.tree_util.Partial)) and _nnx_factory(model) is None
 
 
+def check_model(model: Any) -> None:
+    """Raise ``ModelError`` unless a model is of a kind that ``bind`` knows."""
+    if needs_variables(model) and not callable(model):
+        raise ModelError(
+            f"partition was given {model!r} ({type(model).__name__}) as its model. A model is a flax.linen.Module, a "
+            "flax.nnx.Module (or its class), a function of variables, or jax.tree_util.Partial(function, variables)."
+        )
+
+
 def bind(model: Any, function: UserFunction, batch: Any, variables: Any = None) -> BoundModel:
     """Find a model's variables.
 
@@ -76,6 +85,7 @@ def bind(model: Any, function: UserFunction, batch: Any, variables: Any = None) 
     Raises:
       ModelError: if the model is of another kind, or its variables are missing or do not fit.
     """
+    check_model(model)
     if isinstance(model, nn.Module):
         bound = _bind_linen(model, function, batch, variables)
     elif isinstance(model, nnx.Module):
@@ -84,7 +94,7 @@ def bind(model: Any, function: UserFunction, batch: Any, variables: Any = None) 
         bound = _bind_nnx(nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0))), factory)
     elif isinstance(model, jax.tree_util.Partial):
         bound = _bind_partial(model)
-    elif callable(model):
+    else:
         if variables is None:
             raise ModelError(
                 f"The model is the function {getattr(model, '__name__', model)!r}, and its variables are not known. "
@@ -92,11 +102,6 @@ def bind(model: Any, function: UserFunction, batch: Any, variables: Any = None) 
                 "jax.tree_util.Partial(function, variables)."
             )
         bound = _bind_function(model, variables)
-    else:
-        raise ModelError(
-            f"partition was given {model!r} ({type(model).__name__}) as its model. A model is a flax.linen.Module, a "
-            "flax.nnx.Module (or its class), a function of variables, or jax.tree_util.Partial(function, variables)."
-        )
     return bound if variables is None else with_values(bound, variables)
 
 
@@ -311,6 +316,12 @@ def _bind_function(function: Callable[..., Any], variables: Any) -> BoundModel:
 def _bind_tree(tree: Any, model_of: Callable[[Any], Any]) -> BoundModel:
     """Floating leaves of a tree are parameters, others state that nothing changes."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    for path, x in flat:
+        if not hasattr(x, "dtype"):
+            raise ModelError(
+                f"The model's variable {_path_name(path)} is {x!r} ({type(x).__name__}); variables are arrays. Put "
+                "settings into the function, with functools.partial."
+            )
     trained = [is_differentiable(x) for _, x in flat]
     named = [Variable(_path_name(path), _shape(x)) for path, x in flat]
 

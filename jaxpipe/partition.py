@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxpipe import profile as profiles
 from jaxpipe.demand import linearize
 from jaxpipe.graph import is_differentiable
-from jaxpipe.model import BoundModel, UserFunction, bind, needs_variables
+from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.initialize import stage_devices
 from jaxpipe.pipeline.layout import lay_out
@@ -108,6 +108,9 @@ def partition(
       3.0
     """
     num_stages, replicas = checks.check_mesh(mesh)
+    check_model(model)
+    if not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
+        raise checks.PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
     request = Request(
         model=model,
         mesh=mesh,
@@ -120,16 +123,18 @@ def partition(
         num_stages=num_stages,
         replicas=replicas,
     )
+    batch = None if batch is None else checks.batch_shapes(batch)
     planned = None if batch is None or needs_variables(model) else make_plan(request, batch)
     functions = {"evaluate": evaluate, "predict": predict}
-    return Pipeline(mesh, functions, optimizer, functools.partial(make_plan, request), planned)
+    return Pipeline(mesh, functions, optimizer, functools.partial(make_plan, request), planned, batch)
 
 
 def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     """Trace, profile, cut and lay out a model for batches of the given shapes."""
-    batch = checks.batch_shapes(batch)
     size = checks.batch_size(batch)
-    m = request.num_microbatches or _default_microbatches(size, request.replicas, request.num_stages)
+    m = request.num_microbatches
+    if m is None:
+        m = _default_microbatches(size, request.replicas, request.num_stages)
     checks.check_microbatches(size, request.replicas, m)
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     one = jax.tree.map(lambda x: _rows(x, size // (request.replicas * m)), batch)
@@ -185,10 +190,11 @@ def _default_microbatches(size: int, replicas: int, num_stages: int) -> int:
 def _profile(request: Request, objective: Objective) -> Profile:
     graph = objective.graph
     if isinstance(request.profile, Profile):
-        if len(request.profile.forward) != len(graph.operators):
+        sizes = len(request.profile.forward), len(request.profile.backward)
+        if set(sizes) != {len(graph.operators)}:
             raise checks.PartitionError(
-                f"profile= has {len(request.profile.forward)} operators, the model has {len(graph.operators)}. Profile "
-                "this very model, with micro-batches of this size."
+                f"profile= has {sizes[0]} operators forward and {sizes[1]} backward, the model has "
+                f"{len(graph.operators)}. Profile this very model, with micro-batches of this size."
             )
         return request.profile
     wrt = [t for t in objective.parameters if is_differentiable(graph.tensors[t].aval)]

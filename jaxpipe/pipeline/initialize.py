@@ -57,10 +57,16 @@ def initial_state(
     return TrainState(
         *gathered,
         shared=tuple(jax.device_put(x, everywhere) for x in shared),
-        key=jax.device_put(key, everywhere),
+        key=jax.device_put(_copied(key), everywhere),
         step=jax.device_put(jnp.zeros((), jnp.int32), everywhere),
         plan=plan,
     )
+
+
+def _copied(key: Any) -> Any:
+    """A key in memory of its own: a step donates the state, and must not take the caller's key with it."""
+    data = jnp.array(jax.random.key_data(key), copy=True)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
 #: Values of some variables, by position: parameters first, then state.

@@ -71,6 +71,7 @@ def lay_out(avals: Sequence[Sequence[Any]]) -> Layout:
       avals: by stage, the shapes of its arrays.
 
     Example:
+      >>> import jax
       >>> a, b = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((5,), "float32")
       >>> lay_out([[a, a], [a, b]]).buffers
       ((6, dtype('float32')), (6, dtype('float32')))
@@ -94,7 +95,8 @@ class _Sharing:
         for count in counts:
             here: dict[Any, int] = {}
             for (size, dtype), n in count.items():
-                here[dtype] = here.get(dtype, 0) + size * max(0, n - self.slots[size, dtype])
+                if n > self.slots[size, dtype]:
+                    here[dtype] = here.get(dtype, 0) + size * (n - self.slots[size, dtype])
             for dtype, length in here.items():
                 self.packed[dtype] = max(self.packed.get(dtype, 0), length)
         whole = sum(n * size * dtype.itemsize for (size, dtype), n in self.slots.items())
@@ -106,7 +108,7 @@ class _Sharing:
         first: dict[tuple[int, Any], int] = {}
         for k, kind in enumerate(buffers):
             first.setdefault(kind, k)
-        rest = {dtype: len(buffers) + k for k, dtype in enumerate(d for d, n in self.packed.items() if n)}
+        rest = {dtype: len(buffers) + k for k, dtype in enumerate(self.packed)}
         buffers += [(self.packed[dtype], dtype) for dtype in rest]
         places = []
         for stage in kinds:

@@ -77,12 +77,14 @@ class Pipeline:
         optimizer: Any,
         make_plan: Callable[[Any, Any], Planned],
         planned: Planned | None,
+        batch: Any = None,
     ):
         self.mesh = mesh
         self._functions = dict(functions)
         self._optimizer = optimizer
         self._make_plan = make_plan
         self._maybe_planned = planned
+        self._batch = batch
         self._forward_steps: dict[Any, Any] = {}
 
     @property
@@ -90,7 +92,7 @@ class Pipeline:
         """The plan.
 
         Raises:
-          PartitionError: if neither ``partition`` nor ``init`` has been given a batch yet.
+          PartitionError: if there was no batch to plan with yet, or a function's variables are not known yet.
         """
         return self._planned.plan
 
@@ -98,8 +100,9 @@ class Pipeline:
     def _planned(self) -> Planned:
         if self._maybe_planned is None:
             raise PartitionError(
-                "This pipeline has no plan yet, because partition was given no batch. Call "
-                "pipeline.init(key, batch) first; shapes (jax.ShapeDtypeStruct) will do."
+                "This pipeline has no plan yet, because partition was given no batch, or a function whose variables "
+                "are not known. Call pipeline.init(key, batch) first, for a function with variables=; as a batch, "
+                "shapes (jax.ShapeDtypeStruct) will do."
             )
         return self._maybe_planned
 
@@ -119,6 +122,7 @@ class Pipeline:
           ModelError: if ``variables`` do not fit.
         """
         if self._maybe_planned is None:
+            batch = self._batch if batch is None else checks.batch_shapes(batch)
             if batch is None:
                 return self._planned  # type: ignore[return-value]  # raises
             self._maybe_planned = self._make_plan(batch, variables)

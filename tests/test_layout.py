@@ -1,0 +1,106 @@
+"""Where stages keep their arrays: nothing lost, nothing overlapping, nothing wasted where stages are alike."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpipe.pipeline.layout import lay_out
+
+
+DTYPES = [np.dtype(d) for d in (np.float32, ml_dtypes.bfloat16, np.int8, np.int32)]
+SHAPES = st.sampled_from([(), (1,), (4,), (2, 2), (3, 5), (7,), (0,), (2, 0)])
+ARRAYS = st.builds(jax.ShapeDtypeStruct, SHAPES, st.sampled_from(DTYPES))
+STAGES = st.lists(st.lists(ARRAYS, max_size=6), min_size=1, max_size=4)
+
+
+def size_of(avals):
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
+
+
+def filled(avals, seed):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.integers(-100, 100, a.shape), a.dtype) for a in avals]
+
+
+@pytest.mark.core
+@given(STAGES)
+@settings(deadline=None, max_examples=30)
+def test_every_array_reads_back(stages):
+    layout = lay_out(stages)
+    for s, avals in enumerate(stages):
+        values = filled(avals, s)
+        buffers = layout.write(s, values)
+        assert [(x.shape, x.dtype) for x in buffers] == [((length,), dtype) for length, dtype in layout.buffers]
+        assert_same_bits(layout.read(s, buffers), values)
+        # All that is not the stage's own is zero.
+        assert sum(int((x != 0).sum()) for x in buffers) == sum(int((x != 0).sum()) for x in values)
+
+
+@given(STAGES)
+@settings(deadline=None)
+def test_arrays_of_a_stage_do_not_overlap(stages):
+    layout = lay_out(stages)
+    for avals, places in zip(stages, layout.places, strict=True):
+        taken = set()
+        for a, (k, offset) in zip(avals, places, strict=True):
+            length, dtype = layout.buffers[k]
+            here = {(k, e) for e in range(offset, offset + math.prod(a.shape))}
+            assert dtype == a.dtype and offset + math.prod(a.shape) <= length
+            assert taken.isdisjoint(here)
+            taken |= here
+
+
+@given(STAGES)
+@settings(deadline=None)
+def test_bytes_are_bounded(stages):
+    layout = lay_out(stages)
+    assert layout.bytes == sum(length * dtype.itemsize for length, dtype in layout.buffers)
+    assert max(map(size_of, stages)) <= layout.bytes <= sum(map(size_of, stages))
+    # Packing all of a stage into one buffer for each type is always possible.
+    packed = sum(max(size_of([a for a in avals if a.dtype == d]) for avals in stages) for d in DTYPES)
+    assert layout.bytes <= packed
+
+
+@pytest.mark.core
+@given(st.lists(ARRAYS, max_size=8), st.integers(1, 4), st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_equal_stages_share_every_buffer(avals, count, random):
+    # The same arrays in any order: a buffer for each, read without a slice.
+    stages = [random.sample(avals, len(avals)) for _ in range(count)]
+    layout = lay_out(stages)
+    assert layout.bytes == size_of(avals)
+    assert len(layout.buffers) == len(avals)
+    for stage, places in zip(stages, layout.places, strict=True):
+        assert sorted(k for k, _ in places) == list(range(len(avals)))
+        for a, (k, offset) in zip(stage, places, strict=True):
+            assert offset == 0 and layout.buffers[k] == (math.prod(a.shape), a.dtype)
+
+
+def test_the_odd_one_is_packed():
+    wide, narrow = jax.ShapeDtypeStruct((10,), np.float32), jax.ShapeDtypeStruct((4,), np.float32)
+    layout = lay_out([[wide, wide], [wide, narrow, narrow]])
+    assert layout.bytes == 80  # one shared buffer of 10, one of 10 in which both narrow ones stand
+    assert layout.places == (((0, 0), (1, 0)), ((0, 0), (1, 0), (1, 4)))
+
+
+def test_an_empty_array_beside_packed_ones():
+    empty = jax.ShapeDtypeStruct((0,), np.int8)
+    three, five = (jax.ShapeDtypeStruct((n,), np.float32) for n in (3, 5))
+    layout = lay_out([[empty, three], [five]])
+    assert layout.bytes == 20
+    values = [jnp.zeros((0,), jnp.int8), jnp.arange(3.0)]
+    assert_same_bits(layout.read(0, layout.write(0, values)), values)
+
+
+def test_reads_inside_a_compiled_program():
+    avals = [jax.ShapeDtypeStruct((n,), np.float32) for n in (2, 3)]
+    layout = lay_out([avals, avals[:1]])
+    values = filled(avals, 0)
+    assert_same_bits(jax.jit(lambda v: layout.read(0, layout.write(0, v)))(values), values)

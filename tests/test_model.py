@@ -1,0 +1,295 @@
+"""Models as named variables; what they compute is compared with calling Flax directly."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import assert_same_bits
+from flax import nnx
+
+from jaxpipe.errors import ModelError
+from jaxpipe.model import bind, needs_variables, reseed
+
+
+X = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+KEY = jax.random.key(5)
+
+
+def rows():
+    return jax.random.normal(jax.random.key(1), X.shape)
+
+
+def names(variables):
+    return [v.name for v in variables]
+
+
+def once(model, x):
+    return model(x)
+
+
+# Linen
+
+
+class Counting(nn.Module):
+    """Counts its calls, and adds noise."""
+
+    @nn.compact
+    def __call__(self, x):
+        count = self.variable("state", "count", lambda: jnp.zeros((), jnp.int32))
+        if not self.is_initializing():
+            count.value += 1
+        return nn.Dense(3)(x) + jax.random.normal(self.make_rng("dropout"), x.shape)
+
+
+@pytest.mark.core
+def test_linen_threads_state_and_keys_through_the_calls_of_a_loss():
+    module = Counting()
+
+    def loss(model, x):
+        return model(model(x))
+
+    bound = bind(module, loss, X)
+    assert names(bound.parameters) == ["Dense_0/bias", "Dense_0/kernel"]
+    assert names(bound.state) == ["state/count"]
+    assert [v.aval.shape for v in bound.parameters] == [(3,), (3, 3)]
+    assert bound.values is None
+
+    parameters, state = bound.initialise(KEY)
+    plain = module.init(KEY, jnp.zeros(X.shape))
+    assert_same_bits(bound.variable_tree(parameters, state), plain)
+    assert_same_bits(bound.parameter_tree(parameters), plain["params"])
+
+    result, new = bound.run(loss, parameters, state, KEY, rows())
+    first, after = module.apply(plain, rows(), rngs={"dropout": KEY}, mutable=["state"])
+    second, after = module.apply(
+        {**plain, **after}, first, rngs={"dropout": jax.random.fold_in(KEY, 1)}, mutable=["state"]
+    )
+    assert_same_bits(result, second)
+    assert [int(x) for x in new] == [int(after["state"]["count"])] == [2]
+    # The same key twice would have given another result.
+    assert not np.array_equal(second, module.apply({**plain, **after}, first, rngs={"dropout": KEY}, mutable=True)[0])
+
+
+def test_linen_keys_of_three_calls():
+    class Draw(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.param("p", nn.initializers.ones, ())
+            return jax.random.key_data(self.make_rng("dropout"))
+
+    def loss(model, x):
+        return [model(x) for _ in range(3)]
+
+    bound = bind(Draw(), loss, X)
+    drawn, _ = bound.run(loss, [jnp.ones(())], [], KEY, rows())
+    for got, key in zip(drawn, [KEY, jax.random.fold_in(KEY, 1), jax.random.fold_in(KEY, 2)], strict=True):
+        assert_same_bits(got, Draw().apply({"params": {"p": 1.0}}, rows(), rngs={"dropout": key}))
+    # A fresh run begins anew.
+    assert_same_bits(bound.run(loss, [jnp.ones(())], [], KEY, rows())[0], drawn)
+
+
+class AutoEncoder(nn.Module):
+    def setup(self):
+        self.encoder, self.decoder = nn.Dense(2), nn.Dense(3)
+
+    def __call__(self, x):
+        return self.decoder(self.encoder(x))
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def decode(self, z):
+        return self.decoder(z)
+
+
+@pytest.mark.core
+def test_linen_methods():
+    def loss(model, x):
+        z = model(x, method="encode")
+        return model(z, method=AutoEncoder.decode) + z.sum()
+
+    module = AutoEncoder()
+    bound = bind(module, loss, X)
+    assert names(bound.parameters) == ["decoder/bias", "decoder/kernel", "encoder/bias", "encoder/kernel"]
+    parameters, _ = bound.initialise(KEY)
+    made = bound.parameter_tree(parameters)
+    assert_same_bits(made["encoder"], module.init(KEY, rows(), method="encode")["params"]["encoder"])
+    result, new = bound.run(loss, parameters, [], KEY, rows())
+    z = module.apply({"params": made}, rows(), method="encode")
+    assert_same_bits(result, module.apply({"params": made}, rows()) + z.sum())
+    assert new == []
+    # A loss that uses a part of the model has the variables of that part.
+    part = bind(module, lambda model, x: model(x, method="encode"), X)
+    assert names(part.parameters) == ["encoder/bias", "encoder/kernel"]
+
+
+def test_linen_that_is_never_called():
+    with pytest.raises(ModelError, match=r"The loss does not call the model.*Call model\(...\) in it"):
+        bind(nn.Dense(3), lambda model, x: x.sum(), X)
+
+
+def test_linen_given_variables():
+    plain = nn.Dense(3).init(KEY, rows())
+    bound = bind(nn.Dense(3), once, X, plain)
+    assert_same_bits(bound.values, ([plain["params"]["bias"], plain["params"]["kernel"]], []))
+    assert bound.initialise is None
+
+
+# NNX
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, width=2):
+        self.second = nnx.Linear(width, 3, rngs=rngs)
+        self.first = nnx.Linear(3, width, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, use_scale=False, use_bias=False, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.drop(self.norm(self.first(x))))
+
+
+def values_of(net):
+    return {"first/kernel": net.first.kernel, "second/bias": net.second.bias, "second/kernel": net.second.kernel}
+
+
+def assert_values(bound, parameters, net):
+    expected = {name: variable[...] for name, variable in values_of(net).items()}
+    assert_same_bits(dict(zip(names(bound.parameters), parameters, strict=True)), expected)
+
+
+@pytest.mark.core
+def test_nnx_module_keeps_its_values():
+    net = Net(nnx.Rngs(3))
+    bound = bind(net, once, X)
+    assert names(bound.parameters) == ["first/kernel", "second/bias", "second/kernel"]
+    assert names(bound.state) == ["norm/mean", "norm/var"]  # random streams are not state
+    assert bound.initialise is None
+    assert_values(bound, bound.values[0], net)
+    assert [x.tolist() for x in bound.values[1]] == [[0, 0], [1, 1]]
+
+
+def test_nnx_runs_as_the_module_does():
+    net = Net(nnx.Rngs(3))
+    bound = bind(net, once, X)
+    result, new = bound.run(once, *bound.values, KEY, rows())
+    # The module has one stream, forked for its one dropout layer: the first key in the order of paths.
+    streams = nnx.state(net, nnx.RngState)
+    nnx.update(net, reseed(streams, KEY))
+    assert_same_bits(result, net(rows()))
+    assert_same_bits(new, [net.norm.mean[...], net.norm.var[...]])
+    assert new[0].any()
+    assert not np.array_equal(result, bound.run(once, *bound.values, jax.random.key(6), rows())[0])
+    # The bound model's own values did not change.
+    assert [x.tolist() for x in bound.values[1]] == [[0, 0], [1, 1]]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("factory", "width"), [(Net, 2), (functools.partial(Net, width=5), 5)])
+def test_nnx_class_is_initialised_with_the_key(factory, width):
+    assert not needs_variables(factory)
+    bound = bind(factory, once, X)
+    assert bound.values is None
+    assert [v.aval.shape for v in bound.parameters] == [(3, width), (3,), (width, 3)]
+    parameters, state = bound.initialise(KEY)
+    assert_values(bound, parameters, Net(nnx.Rngs(KEY), width))
+    assert [x.shape for x in state] == [(width,), (width,)]
+
+
+def test_abstract_nnx_module_cannot_be_initialised():
+    abstract = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+    bound = bind(abstract, once, X)
+    assert bound.values is None
+    with pytest.raises(
+        ModelError, match=r"abstract.*Give partition its class .* or pass pipeline.init\(key, variables"
+    ):
+        bound.initialise(KEY)
+    given = bind(abstract, once, X, Net(nnx.Rngs(4)))
+    assert_values(given, given.values[0], Net(nnx.Rngs(4)))
+
+
+@pytest.mark.core
+def test_reseed_folds_in_the_place_of_each_stream():
+    rngs = nnx.Rngs(params=0, dropout=1)
+    rngs.dropout()  # the count is not zero any more
+    fresh = reseed(nnx.state(rngs), KEY)
+    assert_same_bits(fresh["dropout"]["key"][...], jax.random.fold_in(KEY, 0))
+    assert_same_bits(fresh["params"]["key"][...], jax.random.fold_in(KEY, 1))
+    assert [int(fresh[name]["count"][...]) for name in ("dropout", "params")] == [0, 0]
+    assert fresh["dropout"]["count"][...].dtype == nnx.state(rngs)["dropout"]["count"][...].dtype
+    assert int(rngs.dropout.count[...]) == 1  # the module itself did not change
+
+
+# Functions
+
+
+def scaled(variables, x, power=1):
+    return (x @ variables["w"] * variables["scales"][variables["choice"]]) ** power
+
+
+def tree():
+    return {"w": jnp.ones((3, 2)), "scales": jnp.asarray([2.0, 3.0]), "choice": jnp.asarray(1)}
+
+
+@pytest.mark.core
+def test_partial():
+    model = jax.tree_util.Partial(functools.partial(scaled, power=2), tree())
+    assert not needs_variables(model)
+    bound = bind(model, once, X)
+    # Floating leaves are trained, others are state.
+    assert [v.aval.shape for v in bound.parameters] == [(2,), (3, 2)]
+    assert [n.rsplit("/", 1)[-1] for n in names(bound.parameters)] == ["scales", "w"]
+    assert [n.rsplit("/", 1)[-1] for n in names(bound.state)] == ["choice"]
+    assert_same_bits(bound.values, ([tree()["scales"], tree()["w"]], [tree()["choice"]]))
+    result, new = bound.run(once, *bound.values, KEY, rows())
+    assert_same_bits(result, model(rows()))
+    assert_same_bits(new, [tree()["choice"]])
+    again = bound.variable_tree(*bound.values)
+    assert isinstance(again, jax.tree_util.Partial)
+    assert_same_bits(again(rows()), model(rows()))
+
+
+def test_function_with_variables():
+    assert needs_variables(scaled)
+    bound = bind(scaled, once, X, tree())
+    assert (names(bound.parameters), names(bound.state)) == (["scales", "w"], ["choice"])
+    result, _ = bound.run(lambda model, x: model(x, power=3), *bound.values, KEY, rows())
+    assert_same_bits(result, scaled(tree(), rows(), power=3))
+    # What optax sees has no leaf for the integer.
+    assert_same_bits(bound.parameter_tree(bound.values[0]), {**tree(), "choice": None})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: {**v, "extra": jnp.ones(1)}, "variables=: expected the structure"),
+        (lambda v: {**v, "w": jnp.ones((3, 9))}, "variables=: shape or dtype of 0/0/w is not the model's"),
+        (lambda v: {**v, "scales": v["scales"].astype(jnp.float16)}, "shape or dtype of .*scales is not the model's"),
+    ],
+)
+def test_variables_that_do_not_fit(change, message):
+    model = jax.tree_util.Partial(scaled, tree())
+    given = jax.tree_util.Partial(scaled, change(tree()))
+    with pytest.raises(ModelError, match=message):
+        bind(model, once, X, given)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (scaled, r"the function 'scaled', and its variables are not known\. Pass them to pipeline\.init"),
+        (
+            jax.tree_util.Partial(scaled, tree(), power=2),
+            r"variable 1/power is 2 \(int\); variables are arrays\..*functools\.partial",
+        ),
+        (3, r"partition was given 3 \(int\) as its model"),
+        ({"w": 1}, r"\(dict\) as its model\. A model is a flax"),
+    ],
+)
+def test_what_is_no_model(model, message):
+    with pytest.raises(ModelError, match=message):
+        bind(model, once, X)

@@ -1,0 +1,386 @@
+"""What is said when something does not fit: the numbers, the rule and the fix, if possible before tracing."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpipe
+from examples import models as zoo
+from jaxpipe import BatchError, MemoryBudgetError, ModelError, PartitionError, ScheduleError, StateError
+from jaxpipe.pipeline.checks import budget_bytes
+from jaxpipe.schedules import Action, Kind, Schedule
+
+
+KEY = jax.random.key(0)
+
+
+def mesh_of(*sizes, axes=("stage",)):
+    return jax.make_mesh(sizes, axes, devices=jax.devices()[: int(np.prod(sizes))])
+
+
+def two_layers(w, x):
+    return jnp.tanh(x @ w["a"]) @ w["b"]
+
+
+def weights(width=4):
+    return {"a": jnp.ones((3, width)), "b": jnp.ones((width, 2))}
+
+
+MODEL = jax.tree_util.Partial(two_layers, weights())
+
+
+def mean(model, x):
+    return model(x).mean()
+
+
+def untouched(*_):
+    pytest.fail("the loss was traced")
+
+
+def partition(model=MODEL, mesh=None, batch=None, *, rows=8, loss=mean, **kwargs):
+    mesh = mesh_of(2) if mesh is None else mesh
+    batch = jnp.ones((rows, 3)) if batch is None else batch
+    kwargs = {"profile": "analytic", "num_microbatches": 2, **kwargs}
+    return jaxpipe.partition(model, mesh, batch, loss=loss, optimizer=optax.sgd(0.1), **kwargs)
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    return partition()
+
+
+@pytest.fixture(scope="module")
+def state(pipeline):
+    return pipeline.init(KEY)
+
+
+# The mesh
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (mesh_of(2, axes=("pipe",)), r"the axes \('pipe',\)\. A pipeline uses 'stage' \(required\) and 'data'"),
+        (mesh_of(2, axes=("data",)), r"the axes \('data',\)\. .*make_mesh\(\(2, 4\), \('data', 'stage'\)\)"),
+        (mesh_of(2, 2, axes=("stage", "model")), r"the axes \('stage', 'model'\).*and no other"),
+        (4, r"mesh is int; .*jax\.make_mesh\(\(4,\), \('stage',\)\)"),
+    ],
+)
+def test_mesh(mesh, message):
+    with pytest.raises(PartitionError, match=message):
+        partition(mesh=mesh, loss=untouched)
+
+
+# The batch
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("rows", "mesh", "count", "message"),
+    [
+        (
+            10,
+            mesh_of(2),
+            4,
+            r"A batch of 10 examples cannot be cut into num_microbatches=4 .* each of 1 replica\(s\)\. "
+            r"Use num_microbatches=2 or 5, or a batch of 8 or 12 examples",
+        ),
+        (
+            6,
+            mesh_of(2, 2, axes=("data", "stage")),
+            2,
+            r"A batch of 6 .*each of 2 replica\(s\)\. Use num_microbatches=1 or 3, or a batch of 4 or 8 examples",
+        ),
+        (
+            3,
+            mesh_of(2, 2, axes=("data", "stage")),
+            None,
+            r"A batch of 3 .*each of 2 replica\(s\)\. Use a multiple of 2 examples",
+        ),
+        (2, mesh_of(2), 4, r"A batch of 2 .*Use num_microbatches=1 or 2, or a batch of 4 examples"),
+        (8, mesh_of(2), 0, r"num_microbatches=0; it must be at least 1"),
+        (8, mesh_of(2), -2, r"num_microbatches=-2; it must be at least 1"),
+    ],
+)
+def test_micro_batches_that_do_not_divide(rows, mesh, count, message):
+    with pytest.raises(BatchError, match=message):
+        partition(mesh=mesh, rows=rows, num_microbatches=count, loss=untouched)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_the_counts_that_are_named_do_fit(count):
+    assert partition(rows=10, num_microbatches=count).plan.microbatch_size == 10 // count
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": jnp.ones((8, 3)), "mode": "train"}, r"batch\['mode'\] is 'train' \(str\); a batch holds arrays only"),
+        ({"x": jnp.ones((8, 3)), "rate": 0.5}, r"batch\['rate'\] is 0\.5 \(float\); .*functools\.partial"),
+        ({"x": jnp.ones((8, 3)), "y": jnp.ones(6)}, r"differ in size \(batch\['x'\]: 8, batch\['y'\]: 6\)"),
+        ({"x": jnp.ones(())}, r"no array has an axis"),
+    ],
+)
+def test_what_is_no_batch(batch, message):
+    with pytest.raises(BatchError, match=message):
+        partition(batch=batch, loss=untouched)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("method", ["step", "value_and_grad"])
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (jnp.ones((6, 3)), r"batch is float32\[6, 3\], the plan was made for float32\[8, 3\]\. Pad or drop"),
+        (jnp.ones((8, 3), jnp.bfloat16), r"batch is bfloat16\[8, 3\], the plan was made for float32\[8, 3\]"),
+        ({"x": jnp.ones((8, 3))}, r"The batch has the structure .*'x'.*, the plan was made for"),
+        ([1.0], r"batch\[0\] is 1\.0 \(float\)"),
+    ],
+)
+def test_another_batch_than_planned(pipeline, state, method, batch, message):
+    with pytest.raises(BatchError, match=message):
+        getattr(pipeline, method)(state, batch)
+
+
+def test_an_evaluation_batch_that_the_replicas_cannot_share():
+    pipeline = partition(mesh=mesh_of(2, 2, axes=("data", "stage")), evaluate=untouched)
+    with pytest.raises(BatchError, match=r"A batch for evaluate of 3 examples .*Use a multiple of 2 examples"):
+        pipeline.evaluate(pipeline.init(KEY), jnp.ones((3, 3)))
+
+
+# The loss
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda f, x: f(x), r"loss returned a loss of shape \(4, 2\) and dtype float32; it must be one floating-point"),
+        (lambda f, x: jnp.argmax(f(x)), r"a loss of shape \(\) and dtype int32; .*take the mean, or the sum"),
+        (lambda f, x: (f(x).sum(), f(x)[:, 0], {}), r"loss returned a weight of shape \(4,\) and dtype float32"),
+        (lambda f, x: (f(x)[0], {}), r"a loss of shape \(2,\)"),
+    ],
+)
+def test_loss(loss, message):
+    with pytest.raises(PartitionError, match=message):
+        partition(loss=loss)
+
+
+# The cut
+
+
+@pytest.mark.core
+def test_more_stages_than_operators():
+    # A product, a sum, a division.
+    model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((3, 1)))
+    message = r"4 stages were asked for, but the model has 3 operators with 2 places .* between 1 and 3 stages"
+    with pytest.raises(PartitionError, match=message):
+        partition(model, mesh_of(4))
+    assert len(partition(model, mesh_of(2)).plan.stages) == 2
+
+
+@pytest.mark.core
+def test_a_tied_parameter_is_named():
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.ones, (3, 3))
+            return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    # Product, tanh, product, tanh, sum, of which no cut may part the first three.
+    message = (
+        r"4 stages were asked for, but the model has 5 operators with 2 places .*between 1 and 3 stages\. Variable w "
+        r"is used from operator 0 \(Tied\) to operator 2 \(Tied\), .*Untie it, or use fewer stages"
+    )
+    with pytest.raises(PartitionError, match=message):
+        partition(Tied(), mesh_of(4), loss=lambda f, x: f(x).sum())
+    stages = partition(Tied(), mesh_of(3), loss=lambda f, x: f(x).sum()).plan.stages
+    assert [stage.operators for stage in stages] == [(0, 3), (3, 4), (4, 5)]
+
+
+def test_a_tied_transformer_is_refused():
+    model = zoo.Transformer(vocab=11, num_layers=1, width=8, num_heads=2, max_length=4, dropout_rate=0.0, tied=True)
+
+    def loss(model, tokens):
+        return model(tokens, train=False).sum()
+
+    tokens = jax.ShapeDtypeStruct((4, 4), jnp.int32)
+    untied = model.clone(tied=False)
+    assert all(stage.parameter_bytes for stage in partition(untied, mesh_of(2), tokens, loss=loss).plan.stages)
+    with pytest.raises(PartitionError, match=r"Embed_0/embedding is used from operator .*Untie it, or use fewer"):
+        partition(model, mesh_of(2), tokens, loss=loss)
+
+
+@pytest.mark.parametrize("profile", ["fast", None, 3])
+def test_an_unknown_profile(profile):
+    with pytest.raises(PartitionError, match=rf"profile={profile!r}; it must be 'measured', 'analytic' or a"):
+        partition(profile=profile, loss=untouched)
+
+
+def test_a_schedule_that_waits():
+    forward, backward = Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)
+    ticks = (((forward,), ()), ((), ()), ((), (forward, backward)), ((backward,), ()))
+    with pytest.raises(ScheduleError, match=r"late: stage 1 does F0 in tick 2, .* stage 0 is made in tick 0"):
+        partition(num_microbatches=1, schedule=lambda p, m: Schedule("late", p, m, ticks))
+
+
+# Memory
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("memory", ["8 apples", "many", "-3GiB", "0", 0, -1, 2.5, "1e9", ""])
+def test_what_is_no_size(memory):
+    with pytest.raises(MemoryBudgetError, match=rf"memory={re.escape(repr(memory))} is not a size.*'8GiB' or '500MB'"):
+        partition(memory=memory, loss=untouched)
+
+
+@pytest.mark.core
+def test_an_impossible_budget_names_the_least_that_fits():
+    # The second weight is by far the larger, so that the stage which has it needs most.
+    model = jax.tree_util.Partial(two_layers, {"a": jnp.ones((3, 4)), "b": jnp.ones((4, 5000))})
+    with pytest.raises(MemoryBudgetError) as raised:
+        partition(model, memory="2KiB")
+    text = str(raised.value)
+    assert text.startswith("memory=2.00 KiB: each device needs ")
+    least = int(re.search(r"The smallest budget that fits .* is (\d+) bytes", text)[1])
+    plan = partition(model, memory=least).plan
+    assert plan.predicted_bytes == least
+    (worst,) = (s for s, stage in enumerate(plan.stages) if stage.parameter_bytes >= 4 * 4 * 5000)
+    assert f"alone, stage {worst} needs " in text
+    # Weights and their gradients alone.
+    assert least > 2 * 4 * 4 * 5000
+    for part, size in plan.memory.items():
+        assert f"{part} " in text and size >= 0
+    with pytest.raises(MemoryBudgetError, match=f"is {least} bytes"):
+        partition(model, memory=least - 1)
+    assert partition(model, memory=f"{least / 1000 + 1:.0f}KB").plan == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1KiB", 1024), ("1.5 KiB", 1536), ("2MB", 2 * 10**6), ("3 GiB", 3 * 2**30), ("7", 7), ("9B", 9)]
+)
+def test_sizes(text, size):
+    assert budget_bytes(text) == size
+
+
+# States and variables
+
+
+@pytest.mark.core
+def test_a_state_of_another_plan(pipeline, state):
+    other = partition(jax.tree_util.Partial(two_layers, weights(5)))
+    assert other.plan.identity != pipeline.plan.identity
+    message = f"belongs to the plan {pipeline.plan.identity}, this pipeline has the plan {other.plan.identity}"
+    for call in (other.step, other.value_and_grad):
+        with pytest.raises(StateError, match=message + r".*init\(key, variables=other\.parameters\(state\)\)"):
+            call(state, jnp.ones((8, 3)))
+    with pytest.raises(StateError, match=message):
+        other.parameters(state)
+    # The same model cut elsewhere is another plan too.
+    fixed = [jaxpipe.Profile("measured", times, (0.0,) * 5) for times in ((9, 1, 1, 1, 1), (1, 1, 1, 1, 9))]
+    first, second = (partition(profile=profile) for profile in fixed)
+    assert first.plan.identity != second.plan.identity
+    with pytest.raises(StateError, match=f"plan {first.plan.identity}"):
+        second.step(first.init(KEY), jnp.ones((8, 3)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {**w, "c": jnp.ones(1)}, "variables=: expected the structure"),
+        (lambda w: {"a": w["a"]}, "variables=: expected the structure"),
+        (lambda w: {**w, "b": jnp.ones((4, 3))}, r"variables=: shape or dtype of 0/0/b is not the model's\. Pass"),
+        (lambda w: {**w, "a": w["a"].astype(jnp.bfloat16)}, r"variables=: shape or dtype of 0/0/a is not the model's"),
+    ],
+)
+def test_variables_that_do_not_fit(pipeline, change, message):
+    with pytest.raises(ModelError, match=message):
+        pipeline.init(KEY, variables=jax.tree_util.Partial(two_layers, change(weights())))
+
+
+@pytest.mark.core
+def test_a_function_without_variables():
+    pipeline = partition(two_layers, loss=untouched)
+    with pytest.raises(PartitionError, match=r"has no plan yet, .*or a function whose variables are not known"):
+        _ = pipeline.plan
+    with pytest.raises(ModelError, match=r"the function 'two_layers', and its variables are not known"):
+        pipeline.init(KEY)
+
+
+def test_a_function_is_planned_with_the_batch_that_partition_got():
+    pipeline = partition(two_layers)
+    state = pipeline.init(KEY, variables=weights())
+    assert pipeline.plan.microbatch_size == 4
+    assert jax.tree.map(np.shape, pipeline.parameters(state)) == {"a": (3, 4), "b": (4, 2)}
+
+
+def test_an_abstract_nnx_module():
+    abstract = nnx.eval_shape(lambda: nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(k)) for k in range(2))))
+    pipeline = partition(abstract)
+    with pytest.raises(
+        ModelError, match=r"abstract.*Give partition its class .*or pass pipeline\.init\(key, variables"
+    ):
+        pipeline.init(KEY)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["evaluate", "predict"])
+def test_a_function_that_is_missing(pipeline, state, name):
+    message = rf"partition was given no {name} function; pass {name}=lambda model, batch"
+    with pytest.raises(PartitionError, match=message):
+        getattr(pipeline, name)(state, jnp.ones((8, 3)))
+
+
+@pytest.mark.core
+def test_no_plan_yet(state):
+    pipeline = jaxpipe.partition(MODEL, mesh_of(2), loss=untouched, optimizer=optax.sgd(0.1))
+    message = r"no plan yet, because partition was given no batch.*Call pipeline\.init\(key, batch\) first"
+    for call in (
+        lambda: pipeline.plan,
+        lambda: pipeline.init(KEY),
+        lambda: pipeline.step(state, jnp.ones((8, 3))),
+        lambda: pipeline.evaluate(state, jnp.ones((8, 3))),
+        lambda: pipeline.parameters(state),
+        lambda: pipeline.memory_report(),
+    ):
+        with pytest.raises(PartitionError, match=message):
+            call()
+
+
+def test_what_is_no_model():
+    with pytest.raises(ModelError, match=r"partition was given 'resnet' \(str\) as its model"):
+        partition("resnet", loss=untouched)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda f, x: f(x).sum(), r"predict returned an array of shape \(\) for 4 examples"),
+        (lambda f, x: f(x).T, r"predict returned an array of shape \(2, 4\) for 4 examples"),
+    ],
+)
+def test_a_prediction_that_loses_the_rows(returned, message):
+    pipeline = partition(predict=returned)
+    with pytest.raises(PartitionError, match=message):
+        pipeline.predict(pipeline.init(KEY), jnp.ones((8, 3)))
+
+
+def test_an_evaluation_that_calls_layers_in_another_order():
+    def backwards(f, x):
+        late = (x[:, :2] @ f.args[0]["b"].T).sum()
+        return two_layers(f.args[0], x).mean() + late
+
+    # Product, tanh, product, sum, division: one weight in each stage.
+    pipeline = partition(evaluate=backwards, profile=jaxpipe.Profile("measured", (5, 1, 5, 1, 1), (0,) * 5))
+    with pytest.raises(
+        PartitionError, match=r"evaluate uses .*a, which is placed in stage 0, after variables of stage 1"
+    ):
+        pipeline.evaluate(pipeline.init(KEY), jnp.ones((8, 3)))

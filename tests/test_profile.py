@@ -1,0 +1,163 @@
+"""Profiles against closed forms, and the plan as JSON."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxpipe
+from jaxpipe import demand
+from jaxpipe.graph import trace
+from jaxpipe.profile import Profile, Rates, analytic, measure, rates_of
+
+
+#: Only arithmetic costs time, or only memory.
+ARITHMETIC, MEMORY = Rates(flops=1.0, bytes=1e30), Rates(flops=1e30, bytes=1.0)
+
+
+def linearized(function, *shapes):
+    graph = trace(lambda *a: [function(*a)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    return demand.linearize(graph, graph.inputs)
+
+
+def conv(x, kernel, groups=1):
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+    )
+
+
+@pytest.mark.core
+def test_one_product():
+    n, k, m = 5, 7, 11
+    linearization = linearized(lambda x, w: x @ w, (n, k), (k, m))
+    flops, numbers = 2 * n * k * m, n * k + k * m + n * m
+    profile = analytic(linearization, ARITHMETIC)
+    # Backward two products of the same size, one for each operand.
+    assert (profile.source, profile.forward, profile.backward) == ("analytic", (flops,), (2 * flops,))
+    profile = analytic(linearization, MEMORY)
+    assert (profile.forward, profile.backward) == ((4 * numbers,), (8 * numbers,))
+
+
+def test_a_batched_product():
+    b, n, k, m = 3, 5, 7, 11
+    linearization = linearized(lambda x, w: jnp.einsum("bnk,bkm->bnm", x, w), (b, n, k), (b, k, m))
+    profile = analytic(linearization, ARITHMETIC)
+    assert sum(profile.forward) == 2 * b * n * k * m
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("groups", [1, 2])
+def test_one_convolution(groups):
+    n, h, w, c, o, size = 2, 6, 5, 4, 8, 3
+    linearization = linearized(lambda x, k: conv(x, k, groups), (n, h, w, c), (size, size, c // groups, o))
+    flops = 2 * n * h * w * o * size * size * c // groups
+    numbers = n * h * w * (c + o) + size * size * c // groups * o
+    assert analytic(linearization, ARITHMETIC).forward == (flops,)
+    assert analytic(linearization, MEMORY).forward == (4 * numbers,)
+
+
+def test_backward_of_a_convolution():
+    # With stride 1 and "SAME" both derivatives are convolutions of as many products as the forward one.
+    n, h, w, c, o, size = 2, 6, 5, 4, 8, 3
+    profile = analytic(linearized(conv, (n, h, w, c), (size, size, c, o)), ARITHMETIC)
+    assert profile.backward == (2 * profile.forward[0],)
+
+
+def test_what_is_fused_costs_what_it_writes_and_views_nothing():
+    linearization = linearized(lambda x: (jnp.sin(x) * 2).reshape(6), (2, 3))
+    names = [op.name for op in linearization.source.operators]
+    profile = analytic(linearization, MEMORY)
+    assert dict(zip(names, profile.forward, strict=True)) == {"sin": 24, "mul": 24, "reshape": 0}
+
+
+def test_the_inside_of_a_loop_counts_as_often_as_it_runs():
+    def loop(x, w):
+        return jax.lax.scan(lambda c, _: (c @ w, None), x, length=9)[0]
+
+    (seconds,) = analytic(linearized(loop, (4, 4), (4, 4)), ARITHMETIC).forward
+    assert seconds == 9 * 2 * 4 * 4 * 4
+
+
+@pytest.mark.core
+def test_measured():
+    linearization = linearized(lambda x, w: jnp.tanh(x @ w).reshape(-1).sum(), (8, 8), (8, 8))
+    profile = measure(linearization, jax.devices()[0], repeats=1)
+    names = [op.name for op in linearization.source.operators]
+    assert profile.source == "measured"
+    assert len(profile.forward) == len(profile.backward) == len(names)
+    for name, forward, backward in zip(names, profile.forward, profile.backward, strict=True):
+        assert (forward > 0) == (name != "reshape")
+        assert backward > 0 or name not in ("dot_general", "tanh")
+
+
+def test_alike_operators_are_measured_once(monkeypatch):
+    timed = []
+    monkeypatch.setattr("jaxpipe.profile._time", lambda function, avals, *_: timed.append(avals) or float(len(timed)))
+
+    def body(x, a, b, c):
+        return x @ a @ b @ c
+
+    profile = measure(linearized(body, (2, 4), (4, 4), (4, 4), (4, 3)), jax.devices()[0])
+    assert profile.forward == (1.0, 1.0, 2.0)
+
+
+def test_rates_by_device_kind():
+    class Device:
+        device_kind = "NVIDIA A100-SXM4-80GB"
+
+    assert rates_of(Device()) == Rates(156e12, 1.9e12)
+    Device.device_kind = "cpu"
+    assert rates_of(Device()) == Rates(5e10, 1e10)
+
+
+def planned(profile, stages=2, batch=8):
+    def two_layers(w, x):
+        return jnp.tanh(x @ w[0]) @ w[1]
+
+    model = jax.tree_util.Partial(two_layers, [jnp.ones((3, 4)), jnp.ones((4, 2))])
+    mesh = jax.make_mesh((stages,), ("stage",), devices=jax.devices()[:stages])
+    return jaxpipe.partition(
+        model,
+        mesh,
+        jnp.ones((batch, 3)),
+        loss=lambda f, x: f(x).sum(),
+        optimizer=optax.sgd(0.1),
+        num_microbatches=2,
+        profile=profile,
+    ).plan
+
+
+@pytest.mark.core
+def test_a_given_profile_decides_the_cut():
+    # dot, tanh, dot, sum
+    plan = planned(Profile("measured", (1.0, 1.0, 1.0, 5.0), (2.0, 0.0, 3.0, 0.0)))
+    assert [stage.operators for stage in plan.stages] == [(0, 3), (3, 4)]
+    assert [stage.forward_seconds for stage in plan.stages] == [3.0, 5.0]
+    assert [stage.backward_seconds for stage in plan.stages] == [5.0, 0.0]
+    plan = planned(Profile("measured", (9.0, 1.0, 1.0, 1.0), (0.0,) * 4))
+    assert [stage.operators for stage in plan.stages] == [(0, 1), (1, 4)]
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(3, 3), (4, 3), (3, 4), (5, 5)])
+def test_a_profile_of_another_model(forward, backward):
+    message = rf"{forward} operators forward and {backward} backward, the model has 4\. Profile this very model"
+    with pytest.raises(jaxpipe.PartitionError, match=message):
+        planned(Profile("measured", (1.0,) * forward, (1.0,) * backward))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("profile", ["measured", "analytic"])
+def test_plan_as_json(profile):
+    plan = planned(profile)
+    assert plan.profile == profile
+    text = plan.to_json()
+    again = jaxpipe.Plan.from_json(text)
+    assert again == plan and again.identity == plan.identity
+    read = json.loads(text)
+    assert read["predicted_bytes"] == sum(plan.memory.values()) > 0
+    assert [stage["operators"] for stage in read["stages"]] == [list(stage.operators) for stage in plan.stages]
+    # 3x4 and 4x2 weights of 4 bytes.
+    assert sum(stage["parameter_bytes"] for stage in read["stages"]) == 80
+    assert (read["num_microbatches"], read["microbatch_size"], read["replicas"]) == (2, 4, 1)

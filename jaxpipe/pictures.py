@@ -1,6 +1,5 @@
 """Pictures of a plan: who computes what when, and what each device holds. They need matplotlib."""
 
-import os
 import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -154,7 +153,8 @@ def _text_points(text: str, share: float) -> float:
 def _stage_label(plan: Plan, stage: int) -> str:
     """The stage and its modules, without the path that all modules of the plan share."""
     parents = [path.split("/")[:-1] for s in plan.stages for path in s.modules]
-    shared = len(os.path.commonprefix(parents))
+    levels = [set(level) for level in zip(*parents, strict=False)]
+    shared = next((k for k, level in enumerate(levels) if len(level) > 1), len(levels))
     modules = tuple("/".join(path.split("/")[shared:]) for path in plan.stages[stage].modules)
     return "\n".join([f"stage {stage}", *textwrap.wrap(shorten(modules, 3), 32)[:2]])
 

@@ -5,9 +5,10 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def test_train_digits_learns(capsys):
+def test_train_digits_learns(capsys, tmp_path):
     example = runpy.run_path(str(EXAMPLES / "train_digits.py"))
-    accuracy = example["main"](example["Options"](epochs=4))
+    accuracy = example["main"](example["Options"](stages=2, epochs=4, num_microbatches=4, out=tmp_path))
     printed = capsys.readouterr().out
     assert accuracy > 0.85
-    assert "plain jax.grad" in printed and "pool index" in printed
+    assert "2 stages" in printed and "plain jax.grad keeps" in printed and "bubble" in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.png", "timeline.png"]

@@ -43,7 +43,7 @@ def from_words(words: jax.Array, aval: Any) -> jax.Array:
     """The inverse of ``to_words``, for an array of the shape and dtype of ``aval``."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         raw = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-        return jax.random.wrap_key_data(from_words(words, raw), impl=_key_impl(aval))
+        return jax.random.wrap_key_data(from_words(words, raw), impl=jax.random.key_impl(jnp.empty((), aval.dtype)))
     if aval.dtype == jnp.bool_:
         return from_words(words, jax.ShapeDtypeStruct(aval.shape, jnp.uint8)).astype(jnp.bool_)
     size, width = math.prod(aval.shape), np.dtype(aval.dtype).itemsize
@@ -53,13 +53,6 @@ def from_words(words: jax.Array, aval: Any) -> jax.Array:
     if width < 4:
         flat = lax.slice(lax.reshape(flat, (flat.size,)), (0,), (size,))
     return lax.reshape(flat, tuple(aval.shape))
-
-
-def _key_impl(aval: Any) -> Any:
-    """The generator of abstract random keys; JAX tells it of arrays and tracers only."""
-    found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), aval.dtype))
-    return found[0]
 
 
 def pack_words(values: Sequence[Any], length: int) -> jax.Array:

@@ -1,0 +1,79 @@
+"""What the pictures show, against literal tables."""
+
+import sys
+
+import pytest
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.pictures import draw_memory, draw_timeline
+from jaxpipe.pipeline.pipeline import MemoryReport
+from jaxpipe.planning.plan import Plan, StagePlan
+from jaxpipe.schedules import one_f_one_b
+
+
+STASH_BYTES = (3072, 1024)
+SCHEDULE = one_f_one_b(2, 3)
+
+
+def make_plan():
+    stages = tuple(
+        StagePlan((s, s + 1), (f"dense{s}",), 1e-3, 2e-3, 4096, STASH_BYTES[s], SCHEDULE.in_flight(s), 512)
+        for s in range(2)
+    )
+    memory = {"parameters": 4096, "arena": 9216, "working": 1024}
+    # Two stages in step: (3 + 2 - 1) * (1 + 2) ms, and 1 ms for the exchange after each of 5 ticks.
+    return Plan(stages, 1, 3, 8, "1f1b", "analytic", 17e-3, 1 - 18 / 34, memory, "")
+
+
+def bars(axes):
+    return {container.get_label(): list(container) for container in axes.containers}
+
+
+def test_timeline_has_a_bar_for_every_action():
+    (axes,) = draw_timeline(make_plan(), SCHEDULE).axes
+    drawn = bars(axes)
+    assert {name: len(drawn[name]) for name in drawn} == {"waits": 2, "forward": 6, "backward": 6}
+    assert sorted(text.get_text() for text in axes.texts) == sorted([*"012" * 4, "53% busy", "53% busy"])
+
+
+def test_timeline_is_the_plans_own():
+    figure = draw_timeline(make_plan(), SCHEDULE)
+    (axes,) = figure.axes
+    drawn = bars(axes)
+    assert axes.get_xlim() == pytest.approx((0, 17))
+    # By hand: stage 0 does F0 | F1 | F2 B0 | B1 | B2, stage 1 nothing | F0 B0 | F1 B1 | F2 B2 | nothing.
+    assert [bar.get_x() for bar in drawn["forward"]] == pytest.approx([0, 2, 2, 6, 6, 10])
+    assert [bar.get_x() for bar in drawn["backward"]] == pytest.approx([3, 7, 7, 11, 11, 14])
+    assert "ms" in axes.get_xlabel() and "analytic" in axes.get_xlabel()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 0\ndense0", "stage 1\ndense1"]
+    assert "17.0 ms" in figure.get_suptitle() and "47.1%" in figure.get_suptitle()
+
+
+def test_memory_stacks_the_components_beside_the_compiled_bytes():
+    figure = draw_memory(make_plan(), SCHEDULE, MemoryReport((14336, 14336), (15360, 15360)))
+    parts, *_ = figure.axes
+    assert [bar.get_height() for bar in parts.patches] == [4, 9, 1, 15]  # KiB
+    assert [bar.get_y() for bar in parts.patches] == [0, 4, 13, 0]
+    assert parts.get_ylabel() == "KiB on each device"
+    assert "14.00 KiB predicted, 15.00 KiB compiled" in figure.get_suptitle()
+
+
+def test_memory_shows_the_stash_of_each_stage_by_tick():
+    _, first, second = draw_memory(make_plan(), SCHEDULE).axes
+    # By hand: stage 0 keeps a micro-batch for three ticks, stage 1 only within the tick.
+    assert [bar.get_height() for bar in first.patches] == [3, 6, 9, 6, 3]
+    assert [bar.get_height() for bar in second.patches] == [0, 1, 1, 1, 0]
+    assert [axes.get_ylabel() for axes in (first, second)] == ["KiB", "KiB"]
+    assert second.get_xlabel() == "tick of the schedule"
+
+
+@pytest.mark.parametrize("draw", [draw_timeline, draw_memory])
+def test_schedule_of_another_size_is_refused(draw):
+    with pytest.raises(ScheduleError, match=r"4 micro-batches, the plan has 2 and 3.*schedule\(2, 3\)"):
+        draw(make_plan(), one_f_one_b(2, 4))
+
+
+def test_missing_matplotlib_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        draw_timeline(make_plan(), SCHEDULE)

@@ -70,8 +70,8 @@ def partition(
     predict: UserFunction | None = None,
     memory: int | str | None = None,
     num_microbatches: int | None = None,
-    schedule: ScheduleMaker = one_f_one_b,
-    profile: Profile | Literal["measured", "analytic"] = "measured",
+    schedule: ScheduleMaker | Literal["auto"] = "auto",
+    profile: Profile | Literal["measured", "analytic"] | None = None,
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
 
@@ -89,8 +89,9 @@ def partition(
       predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``.
       memory: most bytes on a device, as an int or a text such as ``"8GiB"``.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth.
-      schedule: ``(num_stages, num_microbatches) -> Schedule``.
-      profile: ``"measured"`` runs operators on the first device, ``"analytic"`` estimates them; or a ``Profile``.
+      schedule: ``(num_stages, num_microbatches) -> Schedule``; ``"auto"`` is ``schedules.one_f_one_b``.
+      profile: ``"measured"`` (the default) runs operators on the first device, ``"analytic"`` estimates them; or a
+        ``Profile``.
 
     Raises:
       PartitionError: if the mesh, the loss, the optimizer or the number of stages does not fit.
@@ -109,8 +110,14 @@ def partition(
     """
     num_stages, replicas = checks.check_mesh(mesh)
     check_model(model)
+    profile = "measured" if profile is None else profile
     if not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
         raise checks.PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
+    if schedule != "auto" and (isinstance(schedule, str) or not callable(schedule)):
+        raise checks.PartitionError(
+            f"schedule={schedule!r}; it must be 'auto' or a function (num_stages, num_microbatches) -> Schedule, such "
+            "as jaxpipe.schedules.gpipe."
+        )
     request = Request(
         model=model,
         mesh=mesh,
@@ -118,7 +125,7 @@ def partition(
         optimizer=optimizer,
         budget=checks.budget_bytes(memory),
         num_microbatches=num_microbatches,
-        schedule=schedule,
+        schedule=one_f_one_b if isinstance(schedule, str) else schedule,
         profile=profile,
         num_stages=num_stages,
         replicas=replicas,

@@ -256,6 +256,8 @@ def _name(path: Sequence[Any]) -> str:
 _scopes: contextvars.ContextVar[Mapping[int, tuple[str, ...]]] = contextvars.ContextVar(
     "scopes", default=MappingProxyType({})
 )
+#: Where a call is inside a root module, whose own path is empty.
+_ROOT = ("",)
 _here: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("here", default=())
 
 
@@ -299,7 +301,7 @@ def _scoped_class(cls: type) -> type:
         path = _scopes.get().get(id(self), ())
         here = _here.get()
         below = path[len(here) :] if path[: len(here)] == here else path
-        token = _here.set(path or here)
+        token = _here.set(path or here or _ROOT)
         try:
             with jax.named_scope("/".join(below) or cls.__name__):
                 return cls.__call__(self, *args, **kwargs)

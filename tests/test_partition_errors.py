@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import jaxpipe
-from examples import models as zoo
 from jaxpipe import BatchError, MemoryBudgetError, ModelError, PartitionError, ScheduleError, StateError
 from jaxpipe.pipeline.checks import budget_bytes
 from jaxpipe.schedules import Action, Kind, Schedule
@@ -206,20 +205,12 @@ def test_a_tied_parameter_is_named():
     assert [stage.operators for stage in stages] == [(0, 3), (3, 4), (4, 5)]
 
 
-def test_a_tied_transformer_is_refused():
-    model = zoo.Transformer(vocab=11, num_layers=1, width=8, num_heads=2, max_length=4, dropout_rate=0.0, tied=True)
-
-    def loss(model, tokens):
-        return model(tokens, train=False).sum()
-
-    tokens = jax.ShapeDtypeStruct((4, 4), jnp.int32)
-    untied = model.clone(tied=False)
-    assert all(stage.parameter_bytes for stage in partition(untied, mesh_of(2), tokens, loss=loss).plan.stages)
-    with pytest.raises(PartitionError, match=r"Embed_0/embedding is used from operator .*Untie it, or use fewer"):
-        partition(model, mesh_of(2), tokens, loss=loss)
+def test_an_unknown_schedule():
+    with pytest.raises(PartitionError, match=r"schedule='1f1b'; it must be 'auto' or a function"):
+        partition(schedule="1f1b", loss=untouched)
 
 
-@pytest.mark.parametrize("profile", ["fast", None, 3])
+@pytest.mark.parametrize("profile", ["fast", 3])
 def test_an_unknown_profile(profile):
     with pytest.raises(PartitionError, match=rf"profile={profile!r}; it must be 'measured', 'analytic' or a"):
         partition(profile=profile, loss=untouched)

@@ -296,3 +296,24 @@ def test_a_penalty_on_all_parameters_does_not_tie_them_to_one_stage(key):
     # The mean of two halves against the whole: float32 rounding.
     wanted = jax.grad(plain)(variables["params"])
     assert relative_l2(jax.tree.leaves(gradient), jax.tree.leaves(wanted)) < FUSION
+
+
+def test_uses_of_a_tied_parameter_are_placed_together(key):
+    """The embedding is the output layer too, so all between its uses is one stage; its two gradients are summed."""
+    model = zoo.Transformer(vocab=11, num_layers=1, width=8, num_heads=2, max_length=4, dropout_rate=0.0, tied=True)
+    tokens = jax.random.randint(key, (4, 4), 0, 11)
+
+    def loss(model, tokens):
+        logits = model(tokens, train=False)
+        return entropy(logits[:, :-1], tokens[:, 1:])
+
+    pipeline = jaxpipe.partition(
+        model, mesh_of(2, None), tokens, loss=loss, optimizer=optax.sgd(0.1), num_microbatches=1, profile="analytic"
+    )
+    state = pipeline.init(key)
+    variables = pipeline.parameters(state)
+    gradient = pipeline.value_and_grad(state, tokens)[1]
+    wanted = jax.grad(lambda p: loss(lambda x, **kw: model.apply({"params": p}, x, **kw), tokens))(variables["params"])
+    assert relative_l2(jax.tree.leaves(gradient), jax.tree.leaves(wanted)) < FUSION
+    whole = sum(x.nbytes for x in jax.tree.leaves(variables["params"]))
+    assert whole in [stage.parameter_bytes for stage in pipeline.plan.stages]

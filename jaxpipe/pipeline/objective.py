@@ -128,7 +128,7 @@ def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any) 
     closed = jax.make_jaxpr(body)(*parameters, *state, key, *batch_leaves)
     graph = read_graph(closed)
     graph = graph.with_parameters([k < len(parameters) for k in range(sum(counts))])
-    graph = parameter_work_in_place(graph)
+    graph = parameter_work_in_place(graph, [graph.inputs[len(parameters) + len(state)]])
     p, s, (k,), b = split(graph.inputs, counts)
     return Objective(
         graph=graph,

@@ -36,7 +36,7 @@ def predict(program: Program, optimizer: Layout, shared: Sequence[Any], batch: S
     arena = program.arena_pages * PAGE * 4
     # What arrives, and what is being sent.
     transport = 2 * 4 * sum(program.message_words) if len(program.sections) > 1 else 0
-    computing = max(working_bytes(program, s, batch) for s in range(len(program.sections)))
+    computing = max(working_bytes(program, s) for s in range(len(program.sections)))
     # A conditional does not write into what it reads, so new values stand beside the old until the step ends.
     updating = parameters + optimizer.bytes if len(program.sections) > 1 else parameters
     return {
@@ -57,15 +57,15 @@ def stage_bytes(program: Program, optimizer: Layout, shared: Sequence[Any], batc
         sent = sum(map(_bytes, program.avals((*section.leaving, *section.returning))))
         everywhere = sum(map(_bytes, (*shared, *batch)))
         slots = program.schedule.in_flight(s)
-        found.append(2 * own + state + slots * stash + sent + everywhere + working_bytes(program, s, batch))
+        found.append(2 * own + state + slots * stash + sent + everywhere + working_bytes(program, s))
     return found
 
 
-def working_bytes(program: Program, s: int, batch: Sequence[Any]) -> int:
+def working_bytes(program: Program, s: int) -> int:
     """What a stage needs besides while it computes: the larger of its forward and its backward pass.
 
-    The forward pass returns its stash packed, the backward pass gets a copy out of the arena. The loop has a copy of
-    the batch.
+    The forward pass returns its stash packed, the backward pass gets a copy out of the arena. Either has a copy
+    of its micro-batch.
     """
     m = program.schedule.num_microbatches
     parameters, state = (
@@ -75,7 +75,7 @@ def working_bytes(program: Program, s: int, batch: Sequence[Any]) -> int:
     key = jax.eval_shape(lambda: jax.random.key(0))
     rows = program.avals(program.objective.batch)
     forward, backward = (jax.ShapeDtypeStruct((n,), np.uint32) for n in program.message_words)
-    copies = sum(map(_bytes, batch)) if m > 1 else 0
+    copies = 2 * sum(map(_bytes, rows)) if m > 1 else 0
     if program.alone:
         stash: Any = program.stash_avals(program.sections[0])
         copy = sum(map(_bytes, stash))

@@ -7,13 +7,17 @@ from dataclasses import replace
 from jaxpipe.graph import Graph, Operator, itemsize
 
 
-def parameter_work_in_place(graph: Graph) -> Graph:
+def parameter_work_in_place(graph: Graph, everywhere: Iterable[int] = ()) -> Graph:
     """The same graph, with what depends on parameters alone moved to where those parameters are used.
+
+    Args:
+      graph: the program.
+      everywhere: other inputs that every stage has (the random key): what is made of them waits for its reader.
 
     A scalar made of parameters (the squared norm of a weight decay term in the loss) is computed right after its
     parameter's first use, so that only a scalar travels to the end; a cast or a transpose stays with its reader.
     """
-    at_hand = graph.derived_from_parameters()
+    at_hand = replace(graph, parameters=graph.parameters | set(everywhere)).derived_from_parameters()
     consumers: dict[int, list[int]] = {}
     for k, op in enumerate(graph.operators):
         for t in op.inputs:
@@ -35,7 +39,7 @@ def parameter_work_in_place(graph: Graph) -> Graph:
             early[k] = small or (bool(readers(op)) and all(early[c] for c in readers(op)))
     for k, op in enumerate(graph.operators):
         if made_of.isdisjoint(op.inputs):
-            early[k] = False  # what is made of constants alone waits for its reader
+            early[k] = False  # what is not made of parameters waits for its reader
         else:
             made_of.update(op.outputs)
 

@@ -136,7 +136,8 @@ def shorten(modules: tuple[str, ...], most: int = 4) -> str:
     """The first and the last modules of a long list."""
     if len(modules) <= most:
         return ", ".join(modules)
-    return f"{', '.join(modules[: most - 2])}, ... ({len(modules) - most + 1} more), {modules[-1]}"
+    first = max(1, most - 2)
+    return f"{', '.join(modules[:first])}, ... ({len(modules) - first - 1} more), {modules[-1]}"
 
 
 def bytes_text(count: float) -> str:

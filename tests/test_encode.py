@@ -26,7 +26,9 @@ def value_and_gradients(case, decorate):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", LINEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("alexnet", "nin") else ()) for name in LINEN]
+)
 def test_linen_loss_gradients_and_state_are_those_of_the_plain_model(name):
     plain, arguments = value_and_gradients(LINEN[name], lambda cls: cls)
     encoded, _ = value_and_gradients(LINEN[name], memory_encoded)

@@ -50,7 +50,7 @@ def test_timeline_is_the_plans_own():
 
 
 def test_memory_stacks_the_components_beside_the_compiled_bytes():
-    figure = draw_memory(make_plan(), SCHEDULE, MemoryReport((14336, 14336), (15360, 15360)))
+    figure = draw_memory(make_plan(), SCHEDULE, MemoryReport((14336, 14336), (15360, 15360), (2048, 2048)))
     parts, *_ = figure.axes
     assert [bar.get_height() for bar in parts.patches] == [4, 9, 1, 15]  # KiB
     assert [bar.get_y() for bar in parts.patches] == [0, 4, 13, 0]

@@ -123,9 +123,8 @@ class Pipeline:
         """
         if self._maybe_planned is None:
             batch = self._batch if batch is None else checks.batch_shapes(batch)
-            if batch is None:
-                return self._planned  # type: ignore[return-value]  # raises
-            self._maybe_planned = self._make_plan(batch, variables)
+            if batch is not None:
+                self._maybe_planned = self._make_plan(batch, variables)
         planned = self._planned
         model = planned.model if variables is None else with_values(planned.model, variables)
         if model.values is None and model.initialise is None:
@@ -148,8 +147,8 @@ class Pipeline:
         leaves = self._check(state, batch)
         state, loss, norm, metrics = self._compiled_step(state, leaves)
         found = _metrics(self._planned.program.objective, loss, metrics) | {"gradient_norm": norm}
-        for k, value in zip(self._learning_rates, [state.shared[k] for k in self._learning_rates], strict=True):
-            found["learning_rate" if k == self._learning_rates[0] else f"learning_rate_{k}"] = value
+        if self._learning_rate is not None:
+            found["learning_rate"] = state.shared[self._learning_rate]
         return state, found
 
     def value_and_grad(self, state: TrainState, batch: Any) -> tuple[tuple[Any, dict[str, Any]], Any]:
@@ -259,17 +258,16 @@ class Pipeline:
         return self._lower(function, planned.batch, planned.batching).compile()
 
     @cached_property
-    def _learning_rates(self) -> tuple[int, ...]:
-        """Positions, in the shared optimizer state, of learning rates kept by ``optax.inject_hyperparams``."""
+    def _learning_rate(self) -> int | None:
+        """Where in the shared optimizer state ``optax.inject_hyperparams`` keeps its (first) learning rate."""
         coloured = self._planned.update.coloured
         state = jax.tree.unflatten(coloured.state_tree, coloured.state_avals)
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
         shared = [path for path, owner in zip(paths, coloured.state_stage, strict=True) if owner is None]
-        return tuple(k for k, path in enumerate(shared) if path.endswith(".hyperparams['learning_rate']"))
+        return next((k for k, path in enumerate(shared) if path.endswith(".hyperparams['learning_rate']")), None)
 
     def _forward(self, name: str, state: TrainState, batch: Any) -> tuple[Any, list[Any], Objective]:
         """The compiled forward pass of ``evaluate`` or ``predict`` for a batch, and the batch in its place."""
-        planned = self._planned
         checks.check_state(state.plan, self.plan.identity)
         shapes = checks.batch_shapes(batch)
         leaves, treedef = jax.tree.flatten(shapes)
@@ -277,7 +275,6 @@ class Pipeline:
         if cache_key not in self._forward_steps:
             self._forward_steps[cache_key] = self._build_forward(name, shapes)
         compiled, objective, batching = self._forward_steps[cache_key]
-        del planned
         return compiled, self._placed(batch, batching), objective
 
     def _build_forward(self, name: str, shapes: Any) -> tuple[Any, Objective, Batching]:

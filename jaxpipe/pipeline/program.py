@@ -188,7 +188,10 @@ def run_ticks(
         else:
             choice = jnp.where(active, stage + 1, 0)
             message, steps = lax.switch(choice, [_idle_backward(program), *backward_branches], *operands)
-        gradients = [jnp.where(active, g + d, g) for g, d in zip(gradients, steps, strict=True)]
+        sums = [g + d for g, d in zip(gradients, steps, strict=True)]
+        gradients = (
+            sums if program.alone else [jnp.where(active, new, g) for g, new in zip(gradients, sums, strict=True)]
+        )
         returning = _send(message, [(s + 1, s) for s in range(count - 1)])
         return (arena, arriving, returning, state, gradients, results), None
 

@@ -6,15 +6,14 @@ From the root of the repository, with matplotlib installed:
     python -m scripts.plot_encoding --json out/bench_encoding.json --out docs/results/encoding.png
 """
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from scripts.plotting import plot
 
 
 PLAIN, ENCODED = "#9aa5b1", "#1f6fb4"
@@ -67,16 +66,5 @@ def draw(result: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def main() -> None:
-    """Read the JSON file and write the image."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("out/bench_encoding.json"))
-    parser.add_argument("--out", type=Path, default=Path("docs/results/encoding.png"))
-    options = parser.parse_args()
-    figure = draw(json.loads(options.json.read_text()))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.out, dpi=150)
-
-
 if __name__ == "__main__":
-    main()
+    plot(draw, "encoding", __doc__)

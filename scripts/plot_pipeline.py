@@ -4,15 +4,14 @@ python -m scripts.plot_pipeline
 python -m scripts.plot_pipeline --json out/bench_pipeline.json --out docs/results/pipeline.png
 """
 
-import argparse
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from scripts.plotting import plot
 
 
 COLOURS = ("#9aa5b1", "#e69f00", "#56b4e9", "#0072b2", "#003f5c")
@@ -59,16 +58,5 @@ def draw(result: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def main() -> None:
-    """Read the JSON file and write the image."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path("out/bench_pipeline.json"))
-    parser.add_argument("--out", type=Path, default=Path("docs/results/pipeline.png"))
-    options = parser.parse_args()
-    figure = draw(json.loads(options.json.read_text()))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.out, dpi=150)
-
-
 if __name__ == "__main__":
-    main()
+    plot(draw, "pipeline", __doc__)

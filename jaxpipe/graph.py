@@ -83,6 +83,11 @@ class Operator:
         return {} if self.equation is None else self.equation.params
 
     @property
+    def literals(self) -> list[Any]:
+        """The operands that are numbers in the program's text."""
+        return [atom.val for atom in self.equation.invars if _compat.is_literal(atom)]
+
+    @property
     def has_effects(self) -> bool:
         """Whether running it does more than compute."""
         return self.equation is not None and bool(self.equation.effects)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax import core
 
 from jaxpipe import _compat, convolution
@@ -120,14 +121,20 @@ def _split(
     for op in builder.operators:
         if not touched.isdisjoint(op.inputs):
             touched.update(op.outputs)
-    # A gradient that no cotangent touches is zero. JAX transposes the tangent of a later operand first.
-    carried = [(k, g) for k, g in zip(moving, gradients, strict=True) if g in touched][::-1]
+    # JAX transposes the tangent of a later operand first, and adds up no zeros.
+    zeros = {t for op in builder.operators if _is_zero(op) for t in op.outputs}
+    known = {g: builder.constants[g] for g in gradients if g in builder.constants}
+    zeros |= {g for g, value in known.items() if not _compat.is_closed_over_tracer(value) and not np.any(value)}
+    carried = [(k, g) for k, g in zip(moving, gradients, strict=True) if g not in zeros][::-1]
     wanted = [g for _, g in carried]
     second = tuple(op for op in live(builder.operators, wanted) if not touched.isdisjoint(op.outputs))
-    read = ordered(t for op in second for t in op.inputs)
-    seen = {*read, *wanted}
-    needs = tuple(t for t in read if t not in touched and t not in builder.constants)
+    read = ordered((*(t for op in second for t in op.inputs), *wanted))
+    seen = set(read)
+    made = {t for op in second for t in op.outputs}
+    needs = tuple(t for t in read if t not in touched and t not in made and t not in builder.constants)
     used = [(k, c) for k, c in cotangents.items() if c in seen]
+    if carried and not used:  # a derivative of the user's own that does not look at its cotangent
+        used = list(cotangents.items())
     first = tuple(op for op in builder.operators if touched.isdisjoint(op.outputs))
     program = Graph(
         tensors=tuple(builder.tensors),
@@ -147,3 +154,8 @@ def _split(
         cotangents_out=tuple(k for k, _ in carried),
         program=program,
     )
+
+
+def _is_zero(op: Operator) -> bool:
+    """Whether an operator writes zeros: what JAX makes of a gradient that there is none of."""
+    return op.name == "broadcast_in_dim" and len(op.literals) == 1 and not np.any(op.literals[0])

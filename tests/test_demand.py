@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe import demand
+from jaxpipe import demand, memory_encoded
 from jaxpipe.graph import trace
 
 
@@ -80,6 +80,16 @@ def test_opaque_operators_use_their_own_vjp():
     assert needed(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))), X) == ["float32[4,6]"]
     stacked = needed(lambda x: jax.lax.scan(lambda c, _: (jnp.exp(c), None), x, length=3)[0], X)
     assert stacked == ["float32[3,4,6]"]
+
+
+def test_a_gradient_that_does_not_look_at_its_cotangent_is_not_zero():
+    @jax.custom_vjp
+    def loss(x):
+        return jnp.square(x).sum()
+
+    loss.defvjp(lambda x: (jnp.square(x).sum(), 2 * x), lambda gradient, _: (gradient,))
+    gradient = jax.grad(memory_encoded(loss))(jnp.arange(3.0))
+    np.testing.assert_array_equal(gradient, [0.0, 2.0, 4.0])
 
 
 def test_what_leads_to_no_output_is_not_differentiated():

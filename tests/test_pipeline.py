@@ -86,9 +86,9 @@ def check_training(name: str, stages: int, m: int, replicas: int | None) -> None
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["mlp", "cnn-nnx"])
-def test_two_stages_train_as_plain_training_does(name):
-    check_training(name, 2, 4, None)
+@pytest.mark.parametrize(("name", "stages"), [("mlp", 1), ("mlp", 2), ("cnn-nnx", 2)])
+def test_a_pipeline_trains_as_plain_training_does(name, stages):
+    check_training(name, stages, 4, None)
 
 
 @pytest.mark.parametrize("name", ["cnn-nnx", "resnet", "unet", "transformer"])

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxpipe import _compat
 from jaxpipe.graph import GraphBuilder, Operator
 from jaxpipe.vjp import Cut, differentiate
 
@@ -55,5 +54,4 @@ def from_output(cut: Cut) -> Cut:
 
 def _is_zero(op: Operator) -> bool:
     """Whether the operator's literal operand is zero."""
-    literals = [atom.val for atom in op.equation.invars if _compat.is_literal(atom)]
-    return len(literals) == 1 and bool(np.all(np.asarray(literals[0]) == 0))
+    return len(op.literals) == 1 and not np.any(op.literals[0])

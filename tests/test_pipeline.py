@@ -22,7 +22,8 @@ from jaxpipe.schedules import gpipe, one_f_one_b
 # contracted or ordered differently. One unit in the last place of float32 is 1.2e-7; the networks are up to 20 layers.
 FUSION = 1e-6
 
-#: Of these every gradient is the same bit for bit, on 1, 2 and 4 stages.
+#: Of these every gradient is the same bit for bit, on 1, 2 and 4 stages. One exception: one stage of the MLP with one
+#: row in each micro-batch. A weight's gradient is then a single product, which XLA contracts with the sum it goes to.
 IDENTICAL = {"mlp", "unet"}
 
 ROWS = 16
@@ -66,7 +67,7 @@ def check_training(name: str, stages: int, m: int, replicas: int | None) -> None
 
     (loss, _), gradient = pipeline.value_and_grad(state, case.batch)
     expected = plain_gradients(case, params, variables, keys(), count, m)
-    if name in IDENTICAL:
+    if name in IDENTICAL and (name, stages, ROWS // (count * m)) != ("mlp", 1, 1):
         assert float(loss) == float(expected[0])
         assert_same_bits(arrays(gradient), arrays(expected[1]))
     assert relative_l2(arrays(gradient), arrays(expected[1])) < FUSION

@@ -1,5 +1,8 @@
 """jaxpipe: train any Flax model as a pipeline over several GPUs under a memory budget."""
 
+from jaxpipe.density import Density as Density
+from jaxpipe.density import measure_density as measure_density
+from jaxpipe.density import with_density as with_density
 from jaxpipe.encode import memory_encoded as memory_encoded
 from jaxpipe.encode import without_encoding as without_encoding
 from jaxpipe.errors import BatchError as BatchError

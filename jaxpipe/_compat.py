@@ -104,6 +104,12 @@ def zeros(aval: Any) -> jax.Array:
     return jax.lax.pcast(value, tuple(axes), to="varying") if axes else value
 
 
+def vary_as(value: jax.Array, like: jax.Array) -> jax.Array:
+    """The value, varying over the manual mesh axes that ``like`` varies over (a loop's carry must say so)."""
+    axes = _manual_axes(jax.typeof(like)) - _manual_axes(jax.typeof(value))
+    return jax.lax.pcast(value, tuple(axes), to="varying") if axes else value
+
+
 def tie(values: Sequence[jax.Array], after: jax.Array) -> list[jax.Array]:
     """Return ``values`` unchanged, but not before ``after`` has been computed.
 
@@ -208,6 +214,7 @@ __all__ = [
     "open_jaxpr",
     "tie",
     "trace_without_scope",
+    "vary_as",
     "without_scope",
     "zeros",
 ]

@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxpipe import _compat, rules
 from jaxpipe.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
+from jaxpipe.policy import FAST, Policy
 from jaxpipe.vjp import Cut
 
 
@@ -27,6 +28,7 @@ class Backward:
 
     Attributes:
       name, path: the operator.
+      label: a name for it that a person recognises.
       needs: tensors of the forward graph that ``program`` reads.
       cotangents_in: tensors whose cotangents it reads (numbers of the graph that was linearized).
       cotangents_out: tensors that receive one cotangent each, in the order in which JAX adds them up.
@@ -35,6 +37,7 @@ class Backward:
 
     name: str
     path: str
+    label: str
     needs: tuple[int, ...]
     cotangents_in: tuple[int, ...]
     cotangents_out: tuple[int, ...]
@@ -64,18 +67,18 @@ class Linearization:
 
 
 def linearize(
-    graph: Graph, wrt: Iterable[int], *, pool_index: bool = True, seeds: Iterable[int] | None = None
+    graph: Graph, wrt: Iterable[int], *, policy: Policy = FAST, seeds: Iterable[int] | None = None
 ) -> Linearization:
     """Find what the backward pass of ``graph`` needs.
 
     Args:
       graph: a traced program.
       wrt: tensor numbers of the inputs that receive cotangents.
-      pool_index: let max-pooling remember window positions instead of a copy of its input.
+      policy: where max-pooling may remember window positions instead of its input (codec ``"index"``).
       seeds: the outputs that will be given a cotangent; all if left out.
     """
     wrt = tuple(wrt)
-    matches = rules.find(graph) if pool_index else {}
+    matches = rules.find(graph, lambda op: "index" in (op.policy or policy).at(op.path))
     covered = {op for match in matches.values() for op in match.covers}
     builder = GraphBuilder(graph.tensors, graph.constants)
     stand_in: dict[int, int] = {}  # for an output that is another tensor handed on, that tensor
@@ -108,13 +111,14 @@ def linearize(
             cuts[key] = rules.derive(op, avals, moving) if match is None else match.cut(avals[0])
         cut = cuts[key]
         label = op.label if match is None else match.name
-        needs = _place(cut, builder, op.path, label, operands, outputs, stand_in)
+        needs = _place(cut, builder, op, label, operands, outputs, stand_in)
         if cut.cotangents_in:
             active.update(outputs[k] for k in cut.cotangents_in)
             backward.append(
                 Backward(
                     name=op.name if match is None else match.name,
                     path=op.path,
+                    label=label,
                     needs=tuple(needs),
                     cotangents_in=tuple(outputs[k] for k in cut.cotangents_in),
                     cotangents_out=tuple(inputs[k] for k in cut.cotangents_out),
@@ -157,7 +161,7 @@ def equality_key(op: Operator, avals: Sequence[Any], moving: tuple[int, ...] = (
 def _place(
     cut: Cut,
     builder: GraphBuilder,
-    path: str,
+    op: Operator,
     label: str,
     operands: Sequence[int],
     outputs: Sequence[int],
@@ -176,7 +180,7 @@ def _place(
             if t not in number:
                 number[t] = builder.tensor(cut.tensors[t].aval, cut.tensors[t].bits)
         read, written = tuple(number[t] for t in part.inputs), tuple(number[t] for t in part.outputs)
-        builder.operators.append(Operator(part.equation, read, written, path, label))
+        builder.operators.append(Operator(part.equation, read, written, op.path, label, op.policy))
     stand_in.update(
         (out, number[local]) for local, out in zip(cut.outputs, outputs, strict=True) if number[local] != out
     )
@@ -190,6 +194,7 @@ def _hand_on(op: Operator, moving: Sequence[int], graph: Graph) -> Backward:
     return Backward(
         name=op.name,
         path=op.path,
+        label=op.label,
         needs=(),
         cotangents_in=tuple(op.outputs[k] for k in moving),
         cotangents_out=tuple(op.inputs[k] for k in moving),

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxpipe import _compat, linen
-from jaxpipe.errors import CodecError, DifferentiationError, TargetError
+from jaxpipe.errors import DifferentiationError, TargetError
+from jaxpipe.explain import label
 from jaxpipe.graph import ENCODED_MARK, Graph, read_graph
+from jaxpipe.policy import Codecs, Policy, parse
 from jaxpipe.purify import PureCall, purify, root_scope
 from jaxpipe.stage import Stage, backward, build, forward
-from jaxpipe.storage import CODEC_SETS, CODECS
 
-
-#: Stash leaves carry a ``checkpoint_name`` that starts with this; see ``jaxpipe.report``.
-STASH_LABEL = "jaxpipe"
 
 # A context that JAX's tracing caches know of: a jitted function is traced anew inside `without_encoding`.
 _enabled = jax.make_user_context(default_value=True)
@@ -39,7 +37,7 @@ def _is_enabled() -> bool:
     return bool(_enabled.value)
 
 
-def memory_encoded(target: Any = None, *, codecs: str | Iterable[str] = "fast") -> Any:
+def memory_encoded(target: Any = None, *, codecs: Codecs = "fast") -> Any:
     """Keep less for the backward pass, with the same gradients.
 
     Between its forward and its backward pass the decorated module or function keeps 1-bit masks, pooling positions
@@ -54,7 +52,10 @@ def memory_encoded(target: Any = None, *, codecs: str | Iterable[str] = "fast") 
         of arrays, pytrees of arrays, NNX modules and static values. Left out: returns a decorator.
       codecs: ``"fast"`` (whatever does not slow the step), ``"smallest"`` (everything there is), or an explicit set
         of names from ``"mask"`` (booleans in 1 bit), ``"index"`` (pooling positions in 1, 2 or 4 bits), ``"alias"``
-        (views of what is stored) and ``"recompute"`` (cheap operators run again). All are lossless.
+        (views of what is stored), ``"recompute"`` (cheap operators run again), ``"bitmap"`` and ``"csr"`` (maps with
+        many zeros without the zeros; see ``with_density``). Or a mapping from patterns of module paths to any of
+        these: the first that fits decides, ``{"Encoder_*": "smallest", "Head": {"mask"}}``; what none fits is
+        ``"fast"``. All are lossless.
 
     Returns:
       A class or function to be used in place of ``target``.
@@ -78,14 +79,14 @@ def memory_encoded(target: Any = None, *, codecs: str | Iterable[str] = "fast") 
       >>> variables = net.init(jax.random.key(0), x)
       >>> grads = jax.jit(jax.grad(lambda v: net.apply(v, x).sum()))(variables)
     """
-    names = codec_names(codecs)
+    policy = parse(codecs)
     if target is None:
         return functools.partial(memory_encoded, codecs=codecs)
-    run = functools.partial(run_encoded, codecs=names)
+    run = functools.partial(run_encoded, policy=policy)
     if inspect.isclass(target) and issubclass(target, nn.Module):
         return linen.transform_class(target, run, _is_enabled)
     if inspect.isclass(target) and issubclass(target, nnx.Module):
-        return _encode_nnx_class(target, names)
+        return _encode_nnx_class(target, policy)
     if isinstance(target, (nn.Module, nnx.Module)):
         raise TargetError(
             f"memory_encoded was given an instance of {type(target).__name__}; it decorates classes and functions. "
@@ -97,28 +98,11 @@ def memory_encoded(target: Any = None, *, codecs: str | Iterable[str] = "fast") 
             f"memory_encoded was given {what}; it decorates a flax.linen.Module class, a flax.nnx.Module class or a "
             "function. Decorate the model's class, or wrap the computation in a function."
         )
-    return _encode_function(target, names)
+    return _encode_function(target, policy)
 
 
-def codec_names(codecs: str | Iterable[str]) -> frozenset[str]:
-    """The codecs that a name or a set of names stands for."""
-    if isinstance(codecs, str):
-        if codecs in CODEC_SETS:
-            return CODEC_SETS[codecs]
-        names = {codecs}
-    else:
-        names = set(codecs)
-    unknown = sorted(map(str, names - set(CODECS)))
-    if unknown:
-        raise CodecError(
-            f"codecs={codecs!r}: unknown codec {', '.join(map(repr, unknown))}. Use one of the sets "
-            f"{', '.join(map(repr, CODEC_SETS))}, or a set of {', '.join(map(repr, CODECS))}."
-        )
-    return frozenset(names)
-
-
-def _encode_function(function: Callable[..., Any], codecs: frozenset[str]) -> Callable[..., Any]:
-    run = functools.partial(run_encoded, codecs=codecs)
+def _encode_function(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    run = functools.partial(run_encoded, policy=policy)
     method = linen.transform_method(function, run, _is_enabled)
 
     @functools.wraps(function)
@@ -132,7 +116,7 @@ def _encode_function(function: Callable[..., Any], codecs: frozenset[str]) -> Ca
     return encoded
 
 
-def _encode_nnx_class(cls: type[nnx.Module], codecs: frozenset[str]) -> type[nnx.Module]:
+def _encode_nnx_class(cls: type[nnx.Module], policy: Policy) -> type[nnx.Module]:
     if not any("__call__" in vars(base) for base in cls.__mro__):
         raise TargetError(
             f"memory_encoded was given the NNX module {cls.__name__}, which has no __call__. Define __call__, or "
@@ -147,13 +131,13 @@ def _encode_nnx_class(cls: type[nnx.Module], codecs: frozenset[str]) -> type[nnx
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "__call__": functools.wraps(cls.__call__)(_encode_function(call, codecs)),
+        "__call__": functools.wraps(cls.__call__)(_encode_function(call, policy)),
     }
     metaclass: Any = type(cls)
     return metaclass(cls.__name__, (cls,), body)
 
 
-def run_encoded(call: PureCall, *, codecs: frozenset[str]) -> Any:
+def run_encoded(call: PureCall, *, policy: Policy) -> Any:
     """Run a pure call now; its derivative, if one is taken, goes through the stash."""
     if any(_compat.is_forward_mode(leaf) for leaf in call.leaves):
         raise DifferentiationError(_FORWARD_MODE)
@@ -163,7 +147,7 @@ def run_encoded(call: PureCall, *, codecs: frozenset[str]) -> Any:
         raise DifferentiationError(_FORWARD_MODE)
     graph = read_graph(program).with_parameters([False] * len(consts) + list(call.parameters))
     held = [True] * len(consts) + list(call.held)
-    outputs = _encoded_function(program, graph, held, codecs)(*consts, *call.leaves)
+    outputs = _encoded_function(program, graph, held, policy)(*consts, *call.leaves)
     return call.finish(outputs)
 
 
@@ -173,13 +157,11 @@ class _Residuals:
     """What crosses from the forward to the backward pass."""
 
     parameters: Sequence[Any]
-    stash: Sequence[Any]
+    stash: Sequence[Sequence[Any]]
     stage: Stage
 
 
-def _encoded_function(
-    program: Any, graph: Graph, held: Sequence[bool], codecs: frozenset[str]
-) -> Callable[..., Sequence[Any]]:
+def _encoded_function(program: Any, graph: Graph, held: Sequence[bool], policy: Policy) -> Callable[..., Sequence[Any]]:
     """A traced program whose derivative goes through the stash."""
     kept_alive = frozenset(t for t, flag in zip(graph.inputs, held, strict=True) if flag)
 
@@ -187,12 +169,12 @@ def _encoded_function(
         return _compat.evaluate_jaxpr(program, *values)
 
     # The name tells an enclosing `memory_encoded` or `partition` that it may look inside.
-    body.__name__ = "_".join([ENCODED_MARK, *sorted(codecs)])
+    body.__name__ = ENCODED_MARK + policy.name
 
     @functools.cache
     def stage(perturbed: tuple[bool, ...]) -> Stage:
         moving = [t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves]
-        return build(graph, moving, codecs=codecs, held=kept_alive | (set(graph.inputs) - set(moving)))
+        return build(graph, moving, policy=policy, held=kept_alive | (set(graph.inputs) - set(moving)))
 
     @jax.custom_vjp
     def encoded(*values: Any) -> Sequence[Any]:
@@ -203,8 +185,8 @@ def _encoded_function(
         values = dict(zip(graph.inputs, (p.value for p in primals), strict=True))
         outputs, stash = forward(plan, [p.value for p in primals])
         labelled = [
-            leaf if t in values else checkpoint_name(leaf, _label(plan, t))
-            for t, leaf in zip(plan.storage.stored, stash, strict=True)
+            parts if t in values else [checkpoint_name(x, label(plan, t, k)) for k, x in enumerate(parts)]
+            for t, parts in zip(plan.storage.stored, stash, strict=True)
         ]
         return [_first_order(y) for y in outputs], _Residuals([values[t] for t in plan.parameters], labelled, plan)
 
@@ -217,15 +199,6 @@ def _encoded_function(
 
     encoded.defvjp(encoded_forward, encoded_backward, symbolic_zeros=True)
     return encoded
-
-
-def _label(stage: Stage, number: int) -> str:
-    """The name of a stash leaf: storage, then the operator that makes the tensor, its element type and its shape."""
-    producer = next(op for op in stage.graph.operators if number in op.outputs)
-    tensor = stage.graph.tensors[number]
-    choice = stage.storage.choices[number]
-    shape = ",".join(map(str, tensor.shape))
-    return "|".join([STASH_LABEL, choice.value, producer.path, producer.label, str(tensor.dtype), shape])
 
 
 @jax.custom_jvp

@@ -17,10 +17,11 @@ import numpy as np
 from jax import core
 
 from jaxpipe import _compat
+from jaxpipe.policy import Policy, by_name
 
 
-#: A ``jit`` of this name is the body of a ``memory_encoded`` call; its suffix names the codecs.
-ENCODED_MARK = "jaxpipe_memory_encoded"
+#: A ``jit`` of this name is the body of a ``memory_encoded`` call; its suffix names the policy.
+ENCODED_MARK = "jaxpipe_memory_encoded_"
 
 #: Equations that only wrap a program.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -55,7 +56,7 @@ class Operator:
 
     ``equation`` is ``None`` for a call boundary: it hands its inputs on unchanged, so that cotangents are summed
     inside an inlined call first and outside it afterwards, which is the order JAX sums them in. ``origin`` names the
-    operator whose derivative asked for this one.
+    operator whose derivative asked for this one; ``policy`` is that of the ``memory_encoded`` call it lies in, if any.
     """
 
     equation: Any
@@ -63,6 +64,7 @@ class Operator:
     outputs: tuple[int, ...]
     path: str = ""
     origin: str = ""
+    policy: Policy | None = None
 
     @property
     def name(self) -> str:
@@ -233,13 +235,23 @@ class GraphBuilder:
         self.constants[number] = value
         return number
 
-    def emit(self, equation: Any, inputs: Sequence[int], path: str, avals: Sequence[Any]) -> tuple[int, ...]:
+    def emit(
+        self, equation: Any, inputs: Sequence[int], path: str, avals: Sequence[Any], policy: Policy | None = None
+    ) -> tuple[int, ...]:
         """Append an operator; returns the numbers of its outputs."""
         outputs = tuple(self.tensor(aval) for aval in avals)
-        self.operators.append(Operator(equation, tuple(inputs), outputs, path))
+        self.operators.append(Operator(equation, tuple(inputs), outputs, path, policy=policy))
         return outputs
 
-    def read(self, closed: Any, inputs: Sequence[int], *, path: str = "", boundaries: bool = False) -> list[int]:
+    def read(
+        self,
+        closed: Any,
+        inputs: Sequence[int],
+        *,
+        path: str = "",
+        boundaries: bool = False,
+        policy: Policy | None = None,
+    ) -> list[int]:
         """Append a traced program over ``inputs``; returns the numbers of its outputs.
 
         Args:
@@ -247,6 +259,7 @@ class GraphBuilder:
           inputs: one tensor number for each of its arguments.
           path: module path to put before the paths inside.
           boundaries: mark the borders of inlined calls (needed where the result is differentiated).
+          policy: of the ``memory_encoded`` call that the program lies in.
         """
         jaxpr, consts = _compat.open_jaxpr(closed)
         env: dict[Any, int] = {var: self.constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
@@ -257,12 +270,13 @@ class GraphBuilder:
             operands = [env[a] for a in eqn.invars if not _compat.is_literal(a)]
             inner = _wrapped_program(eqn)
             if inner is None:
-                outputs: Sequence[int] = self.emit(eqn, operands, here, [v.aval for v in eqn.outvars])
+                outputs: Sequence[int] = self.emit(eqn, operands, here, [v.aval for v in eqn.outvars], policy)
             else:
                 arguments = [self.constant(a.val) if _compat.is_literal(a) else env[a] for a in eqn.invars]
                 if boundaries:
                     arguments = self._bound(inner, arguments, here)
-                outputs = self.read(inner, arguments, path=here, boundaries=boundaries)
+                inside = encoded_policy(eqn) or policy
+                outputs = self.read(inner, arguments, path=here, boundaries=boundaries, policy=inside)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [self.constant(a.val) if _compat.is_literal(a) else env[a] for a in jaxpr.outvars]
 
@@ -337,13 +351,13 @@ def join_paths(*paths: str) -> str:
     return "/".join(p for p in paths if p)
 
 
-def encoded_codecs(equation: Any) -> str | None:
-    """The codec name of a nested ``memory_encoded`` call, or None for any other equation."""
+def encoded_policy(equation: Any) -> Policy | None:
+    """The policy of a nested ``memory_encoded`` call, or None for any other equation."""
     if equation.primitive.name != "custom_vjp_call":
         return None
     body, _ = _compat.open_jaxpr(equation.params["call_jaxpr"])
-    name = body.eqns[0].params.get("name", "") if len(body.eqns) == 1 else ""
-    return name.removeprefix(ENCODED_MARK).strip("_") if str(name).startswith(ENCODED_MARK) else None
+    name = str(body.eqns[0].params.get("name", "")) if len(body.eqns) == 1 else ""
+    return by_name(name.removeprefix(ENCODED_MARK)) if name.startswith(ENCODED_MARK) else None
 
 
 def _wrapped_program(equation: Any) -> Any | None:
@@ -351,6 +365,6 @@ def _wrapped_program(equation: Any) -> Any | None:
     key = _CALLS.get(equation.primitive.name)
     if key is not None and _compat.has_default_sharding(equation.params):
         return equation.params[key]
-    if encoded_codecs(equation) is not None:
+    if encoded_policy(equation) is not None:
         return equation.params["call_jaxpr"]
     return None

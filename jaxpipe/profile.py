@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxpipe import _compat
 from jaxpipe.demand import Backward, Linearization, equality_key
 from jaxpipe.graph import Graph, Operator, itemsize
-from jaxpipe.work import weight
+from jaxpipe.work import contraction, weight
 
 
 @dataclass(frozen=True)
@@ -160,13 +160,8 @@ def equation_flops(equation: Any) -> float:
     """Floating-point operations of one equation; those of the programs inside it, where it has any."""
     name, params = equation.primitive.name, equation.params
     out = math.prod(equation.outvars[0].aval.shape) if equation.outvars else 0
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        return 2.0 * out * math.prod(equation.invars[0].aval.shape[d] for d in contracted)
-    if name == "conv_general_dilated":
-        kernel = equation.invars[1].aval.shape
-        features = kernel[params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * out * math.prod(kernel) / max(1, features)
+    if name in ("dot_general", "conv_general_dilated"):
+        return 2.0 * out * contraction(equation)
     inner = _compat.inner_programs(equation)
     if inner:
         times = params.get("length", 1) or 1

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import _compat
-from jaxpipe.encode import STASH_LABEL, run_encoded, without_encoding
+from jaxpipe.encode import run_encoded, without_encoding
 from jaxpipe.errors import DifferentiationError
-from jaxpipe.graph import GraphBuilder, Operator, encoded_codecs, is_differentiable, itemsize
+from jaxpipe.explain import Label, parse_label
+from jaxpipe.graph import GraphBuilder, Operator, encoded_policy, is_differentiable, itemsize
+from jaxpipe.policy import FAST
 from jaxpipe.purify import PureCall, purify
-from jaxpipe.storage import CODEC_SETS
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,11 @@ class StoredTensor:
     Attributes:
       producer: the module path and operator that made the tensor.
       shape, dtype: of the tensor, before it was encoded.
-      storage: ``"keep"``, ``"mask"``, ``"pool index"`` for encoded parts, ``"vjp"`` for what JAX saves by itself.
+      storage: ``"keep"``, ``"mask"``, ``"pool index"``, ``"bitmap"``, ``"csr"`` for encoded parts, ``"vjp"`` for what
+        JAX saves by itself.
       bytes: what is stored.
+      readers: the steps of the backward pass that use it, itself or something recomputed from it.
+      instead: what the alternative would have cost.
     """
 
     producer: str
@@ -36,6 +40,8 @@ class StoredTensor:
     dtype: str
     storage: str
     bytes: int
+    readers: tuple[str, ...] = ()
+    instead: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,9 +68,13 @@ class ResidualReport:
         for column in ("made by", "tensor", "stored as"):
             table.add_column(column, no_wrap=True)
         table.add_column("bytes", justify="right")
+        for column in ("for the gradient of", "instead of"):
+            table.add_column(column, no_wrap=True)
         for row in self.tensors:
             shape = f"{row.dtype}[{','.join(map(str, row.shape))}]"
-            table.add_row(row.producer, shape, row.storage, f"{row.bytes:,}")
+            more = f" and {len(row.readers) - 2} more" if len(row.readers) > 2 else ""
+            readers = ", ".join(row.readers[:2]) + more
+            table.add_row(row.producer, shape, row.storage, f"{row.bytes:,}", readers, row.instead)
         table.add_section()
         table.add_row("total", "", "", f"{self.total_bytes:,}")
         table.add_row("plain jax.grad", "", "", f"{self.plain_bytes:,}")
@@ -118,7 +128,7 @@ def _encode(call: PureCall) -> Callable[..., Any]:
     """The call's function as ``memory_encoded`` would run it."""
 
     def encoded(*leaves: Any) -> Any:
-        return run_encoded(replace(call, leaves=leaves, finish=list), codecs=CODEC_SETS["fast"])
+        return run_encoded(replace(call, leaves=leaves, finish=list), policy=FAST)
 
     return encoded
 
@@ -127,6 +137,35 @@ def _residuals(
     function: Callable[..., Any], leaves: Sequence[Any], moving: Sequence[int]
 ) -> tuple[list[StoredTensor], int]:
     """The arrays that ``jax.vjp`` keeps, each once and without arguments; and the bytes of constants among them."""
+    builder = GraphBuilder()
+    inputs = [builder.tensor(core.ShapedArray(leaf.shape, leaf.dtype)) for leaf in leaves]
+    outputs = dict.fromkeys(builder.read(jax.make_jaxpr(_saved(function, moving))(*leaves), inputs))
+    dependent = set(inputs)
+    producers = {}
+    for op in builder.operators:
+        producers.update(dict.fromkeys(op.outputs, op))
+        if not dependent.isdisjoint(op.inputs):
+            dependent.update(op.outputs)
+    rows: list[StoredTensor] = []
+    constant_bytes = 0
+    for t in outputs:
+        if t in inputs or t in builder.constants:
+            continue
+        tensor = builder.tensors[t]
+        size = tensor.size * itemsize(tensor.dtype)
+        if t not in dependent:
+            constant_bytes += size
+            continue
+        label = _label(producers[t].equation, producers[t].outputs.index(t))
+        if label is not None and label.part > 0:  # the arrays of a tensor stand together
+            rows[-1] = replace(rows[-1], bytes=rows[-1].bytes + size)
+        else:
+            rows.append(_row(producers[t], label, tensor.aval, size))
+    return rows, constant_bytes
+
+
+def _saved(function: Callable[..., Any], moving: Sequence[int]) -> Callable[..., list[Any]]:
+    """``leaves -> what jax.vjp keeps``."""
 
     def saved(*values: Any) -> list[Any]:
         def varied(*some: Any) -> list[Any]:
@@ -138,45 +177,21 @@ def _residuals(
         _, pullback = jax.vjp(varied, *(values[k] for k in moving))
         return jax.tree.leaves(pullback)
 
-    builder = GraphBuilder()
-    inputs = [builder.tensor(core.ShapedArray(leaf.shape, leaf.dtype)) for leaf in leaves]
-    outputs = dict.fromkeys(builder.read(jax.make_jaxpr(saved)(*leaves), inputs))
-    dependent = set(inputs)
-    producers = {}
-    for op in builder.operators:
-        producers.update(dict.fromkeys(op.outputs, op))
-        if not dependent.isdisjoint(op.inputs):
-            dependent.update(op.outputs)
-    rows = []
-    constant_bytes = 0
-    for t in outputs:
-        if t in inputs or t in builder.constants:
-            continue
-        tensor = builder.tensors[t]
-        size = tensor.size * itemsize(tensor.dtype)
-        if t in dependent:
-            rows.append(_row(producers[t], producers[t].outputs.index(t), tensor.aval, size))
-        else:
-            constant_bytes += size
-    return rows, constant_bytes
+    return saved
 
 
-def _row(op: Operator, position: int, aval: Any, size: int) -> StoredTensor:
-    label = _label(op.equation, position)
+def _row(op: Operator, label: Label | None, aval: Any, size: int) -> StoredTensor:
     if label is None:
         path = re.sub(r"\w+\(\)/?|\b\w+\(([^()]*)\)", r"\1", op.path)  # jvp(Net)/Conv_0 -> Net/Conv_0
         producer = "/".join(filter(None, (path, op.label)))
         return StoredTensor(producer, tuple(aval.shape), str(aval.dtype), "vjp", size)
-    _, storage, path, name, dtype, dims = label.split("|")
-    producer = "/".join(filter(None, (path, name)))
-    return StoredTensor(producer, tuple(int(n) for n in dims.split(",") if n), dtype, storage, size)
+    return StoredTensor(label.producer, label.shape, label.dtype, label.storage, size, label.readers, label.instead)
 
 
-def _label(equation: Any, position: int) -> str | None:
+def _label(equation: Any, position: int) -> Label | None:
     """The stash label of an equation's output, looked up inside ``scan`` and other programs if need be."""
     if equation.primitive.name == "name":
-        label = str(equation.params["name"])
-        return label if label.startswith(STASH_LABEL + "|") else None
+        return parse_label(str(equation.params["name"]))
     if equation.primitive.name not in ("scan", "jit", "pjit"):
         return None
     body, _ = _compat.open_jaxpr(equation.params["jaxpr"])
@@ -191,6 +206,6 @@ def _has_encoded_part(closed: Any) -> bool:
     """Whether a traced program has a ``memory_encoded`` call in it, at any depth."""
     jaxpr, _ = _compat.open_jaxpr(closed)
     return any(
-        encoded_codecs(eqn) is not None or any(map(_has_encoded_part, _compat.inner_programs(eqn)))
+        encoded_policy(eqn) is not None or any(map(_has_encoded_part, _compat.inner_programs(eqn)))
         for eqn in jaxpr.eqns
     )

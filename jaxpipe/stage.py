@@ -9,6 +9,7 @@ The backward pass can be had in two parts, so that a schedule may delay the seco
     backward_weight(stage, parameters, stash, saved)     -> cotangents of `stage.weight_part`
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe import _compat
-from jaxpipe.codecs import bits
 from jaxpipe.demand import Backward, Linearization, linearize
-from jaxpipe.graph import Graph, Operator, Tensor, live, ordered, run
-from jaxpipe.storage import CODEC_SETS, Storage, StoragePlan, check_plan, default_plan
+from jaxpipe.graph import Graph, live, ordered, run
+from jaxpipe.policy import FAST, Policy
+from jaxpipe.stash import Storage, decode, encode, has_overflowed, part_avals
+from jaxpipe.storage import Derivations, StoragePlan, check_plan, default_plan
 
 
 #: Operators whose weight cotangent is worth delaying: it costs as much as the input cotangent.
@@ -59,23 +61,16 @@ class Stage:
         return self.linearization.graph
 
     @property
-    def stash_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shape and dtype of each stash leaf."""
-        numbers = self.storage.stored
-        return tuple(
-            jax.eval_shape(
-                lambda x, t=t: _encode(x, self.graph.tensors[t], self.storage.choices[t]),
-                jax.ShapeDtypeStruct(self.graph.tensors[t].shape, self.graph.tensors[t].dtype),
-            )
-            for t in numbers
-        )
+    def stash_avals(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+        """Shape and dtype of the parts of each stored tensor."""
+        return tuple(part_avals(self.graph.tensors[t], self.storage.forms[t]) for t in self.storage.stored)
 
 
 def build(
     graph: Graph,
     wrt: Iterable[int],
     *,
-    codecs: Iterable[str] = CODEC_SETS["fast"],
+    policy: Policy = FAST,
     held: Iterable[int] = (),
     seeds: Iterable[int] | None = None,
 ) -> Stage:
@@ -84,13 +79,12 @@ def build(
     Args:
       graph: the stage's operators (a whole model, or ``graph.section(start, stop)``).
       wrt: inputs, as tensor numbers, that receive a cotangent.
-      codecs: what the plan may use; names from ``jaxpipe.storage.CODECS``.
+      policy: the codecs that the plan may use.
       held: inputs that are kept alive anyway, so that to store them costs nothing.
       seeds: the outputs that will be given a cotangent; all if left out.
     """
-    codecs = frozenset(codecs)
-    linearization = linearize(graph, wrt, pool_index="index" in codecs, seeds=seeds)
-    return assemble(linearization, default_plan(linearization, codecs, held))
+    linearization = linearize(graph, wrt, policy=policy, seeds=seeds)
+    return assemble(linearization, default_plan(linearization, policy, held))
 
 
 def assemble(linearization: Linearization, storage: StoragePlan) -> Stage:
@@ -116,21 +110,28 @@ def assemble(linearization: Linearization, storage: StoragePlan) -> Stage:
     )
 
 
-def forward(stage: Stage, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Run the stage; returns its outputs and the stash, one array for each of ``stage.storage.stored``."""
+def forward(stage: Stage, inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """Run the stage; returns its outputs and the stash, the parts of each of ``stage.storage.stored``."""
     graph = stage.graph
     env = dict(graph.constants)
     env.update(zip(graph.inputs, inputs, strict=True))
     stored = stage.storage.stored
     run(live(graph.operators, [*graph.outputs, *stored]), env)
-    stash = [_encode(env[t], graph.tensors[t], stage.storage.choices[t]) for t in stored]
+    stash = [encode(env[t], graph.tensors[t], stage.storage.forms[t]) for t in stored]
     return [env[t] for t in graph.outputs], stash
+
+
+def overflows(stage: Stage, stash: Sequence[Sequence[Any]]) -> jax.Array:
+    """How many sparse tensors of a stash did not fit and will be computed again, ``int32[]``."""
+    stored = zip(stage.storage.stored, stash, strict=True)
+    flags = [has_overflowed(parts, stage.storage.forms[t]) for t, parts in stored if t in stage.storage.sparse]
+    return functools.reduce(jnp.add, (flag.astype(jnp.int32) for flag in flags), jnp.int32(0))
 
 
 def backward(
     stage: Stage,
     parameters: Sequence[Any],
-    stash: Sequence[Any],
+    stash: Sequence[Sequence[Any]],
     cotangents: Sequence[Any | None],
     *,
     beside_forward: bool = True,
@@ -151,7 +152,7 @@ def backward(
 
 
 def backward_input(
-    stage: Stage, parameters: Sequence[Any], stash: Sequence[Any], cotangents: Sequence[Any | None]
+    stage: Stage, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], cotangents: Sequence[Any | None]
 ) -> tuple[list[Any | None], list[Any | None]]:
     """First part: cotangents of ``stage.input_part``, and those saved for ``backward_weight``."""
     received = _received(stage, cotangents)
@@ -160,7 +161,7 @@ def backward_input(
 
 
 def backward_weight(
-    stage: Stage, parameters: Sequence[Any], stash: Sequence[Any], saved: Sequence[Any | None]
+    stage: Stage, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], saved: Sequence[Any | None]
 ) -> list[Any | None]:
     """Second part: cotangents of ``stage.weight_part``."""
     received = {t: value for t, value in zip(stage.saved, saved, strict=True) if value is not None}
@@ -218,13 +219,15 @@ class _Recall:
     decode nor recompute it any earlier.
     """
 
-    def __init__(self, stage: Stage, parameters: Sequence[Any], stash: Sequence[Any], beside_forward: bool = True):
+    def __init__(
+        self, stage: Stage, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], beside_forward: bool = True
+    ):
         self._stage = stage
         self._beside_forward = beside_forward
-        self._graph = stage.graph
-        self._producers = {t: op for op in stage.graph.operators for t in op.outputs}
-        self._values: dict[int, Any] = dict(stage.graph.constants)
-        self._values.update(zip(stage.parameters, parameters, strict=True))
+        self._derivations = Derivations(stage.graph)
+        self._given: dict[int, Any] = dict(stage.graph.constants)
+        self._given.update(zip(stage.parameters, parameters, strict=True))
+        self._values = dict(self._given)
         self._stash = dict(zip(stage.storage.stored, stash, strict=True))
         self._loaded: dict[int, Any] = {}
 
@@ -232,45 +235,36 @@ class _Recall:
         """Values of the tensors that a backward step needs, not before the cotangent ``after``."""
         missing = [t for t in step.needs if t not in self._values]
         if missing:
-            program = self._derivation(missing)
-            loads = ordered(
-                t
-                for t in (*missing, *(u for op in program for u in op.inputs))
-                if t not in self._values and t in self._stash
-            )
-            tied = _compat.tie([self._stash[t] for t in loads], after)
-            for t, value in zip(loads, tied, strict=True):
-                tensor, choice = self._graph.tensors[t], self._stage.storage.choices[t]
-                hidden = _compat.disguise(value, after) if self._beside_forward else value
-                self._values[t] = _decode(hidden, tensor, choice)
-                if choice is Storage.KEEP:
-                    self._loaded[t] = value
+            program, loads = self._derivations.of(missing, self._stage.storage, self._values)
+            tied = iter(_compat.tie([part for t in loads for part in self._stash[t]], after))
+            for t in loads:
+                parts = [next(tied) for _ in self._stash[t]]
+                if self._beside_forward:
+                    hidden = [_compat.disguise(part, after) for part in parts]
+                else:
+                    hidden = parts
+                self._values[t] = self._restore(t, hidden)
+                if self._stage.storage.forms[t].storage is Storage.KEEP:
+                    (self._loaded[t],) = parts
             run(program, self._values)
         # What does not fuse with its operands would have to copy a disguised one.
         first = self._loaded if step.name in _UNFUSED else {}
         return [first.get(t, self._values[t]) for t in step.needs]
 
-    def _derivation(self, missing: Iterable[int]) -> list[Operator]:
-        """The operators to run again, in order."""
-        found: dict[Operator, None] = {}
-        pending = list(missing)
-        while pending:
-            t = pending.pop()
-            if t in self._values or t in self._stash:
-                continue
-            producer = self._producers[t]
-            if producer not in found:
-                found[producer] = None
-                pending.extend(producer.inputs)
-        return [op for op in self._graph.operators if op in found]
+    def _restore(self, t: int, parts: Sequence[Any]) -> Any:
+        """A stored tensor from its parts; one that did not fit, from tensors that are stored whole."""
+        tensor, form = self._stage.graph.tensors[t], self._stage.storage.forms[t]
+        if not form.storage.is_sparse:
+            return decode(parts, tensor, form)
 
+        def again() -> Any:
+            program, leaves = self._derivations.fallback(t, self._stage.storage, self._given)
+            values = dict(self._given)
+            values.update((u, self._restore(u, self._stash[u])) for u in leaves)
+            run(program, values)
+            return values[t]
 
-def _encode(value: Any, tensor: Tensor, storage: Storage) -> Any:
-    return value if storage is Storage.KEEP else bits.pack(value, tensor.bits)
-
-
-def _decode(value: Any, tensor: Tensor, storage: Storage) -> Any:
-    return value if storage is Storage.KEEP else bits.unpack(value, tensor.shape, tensor.bits, tensor.dtype)
+        return jax.lax.cond(has_overflowed(parts, form), again, lambda: decode(parts, tensor, form))
 
 
 def _split(linearization: Linearization) -> tuple[frozenset[int], tuple[Backward, ...], tuple[Backward, ...]]:

@@ -1,10 +1,9 @@
 """Which tensors a stage stores between its forward and its backward pass, and how it gets the others back.
 
-A plan gives one choice to every tensor that the backward pass touches. It is data: the default below sets it, a
+A plan gives one form to every tensor that the backward pass touches. It is data: the default below sets it, a
 planner may set it otherwise, ``jaxpipe.stage`` runs it.
 """
 
-import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,73 +12,118 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from jaxpipe.codecs import bits
 from jaxpipe.demand import Linearization
-from jaxpipe.graph import Graph, Operator, Tensor, itemsize
-from jaxpipe.work import VIEWS, weight
+from jaxpipe.density import room
+from jaxpipe.graph import Graph, Operator
+from jaxpipe.policy import FAST, Policy
+from jaxpipe.stash import Form, Storage, stored_bytes
+from jaxpipe.work import VIEWS, is_product, rerun_work
 
-
-class Storage(enum.Enum):
-    """How the backward pass gets a tensor."""
-
-    KEEP = "keep"  # stored as it is
-    MASK = "mask"  # stored, 1 bit for each boolean
-    POOL_INDEX = "pool index"  # stored, 1, 2 or 4 bits for each window position
-    ALIAS = "alias"  # a view of what is stored: no bytes, no work
-    RECOMPUTE = "recompute"  # computed again from what is stored
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether the tensor is part of the stash."""
-        return self in (Storage.KEEP, Storage.MASK, Storage.POOL_INDEX)
-
-
-#: Codec names that ``memory_encoded`` accepts, and the storage each allows.
-CODECS = {
-    "mask": Storage.MASK,
-    "index": Storage.POOL_INDEX,
-    "alias": Storage.ALIAS,
-    "recompute": Storage.RECOMPUTE,
-}
-
-#: Named sets. "smallest" is every codec there is.
-CODEC_SETS = {"fast": frozenset(CODECS), "smallest": frozenset(CODECS)}
 
 #: A tensor is recomputed only if that reads and writes at most this many elements for each of its own.
 RECOMPUTE_WORK_LIMIT = 24
 
+#: A sparse format must bring the bytes down at least to this fraction, or its arithmetic is not worth it.
+WORTH_PACKING = 0.8
+
+#: And it must save at least this fraction of the bytes of the whole stash, or compiling it is not worth it.
+WORTH_A_KERNEL = 0.002
+
+#: A tensor is stored in a sparse format only if, should it not fit, at most this many expensive operators give it back.
+FALLBACK_LIMIT = 4
+
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """One choice for each tensor that the backward pass touches, by tensor number.
+    """One form for each tensor that the backward pass touches, by tensor number.
 
-    Tensors that derive from parameters and constants alone have no choice: they are always at hand.
+    Tensors that derive from parameters and constants alone have none: they are always at hand.
     """
 
-    choices: Mapping[int, Storage]
+    forms: Mapping[int, Form]
 
     @property
     def stored(self) -> tuple[int, ...]:
         """The tensors that make up the stash, in the order of the program."""
-        return tuple(sorted(t for t, choice in self.choices.items() if choice.is_stored))
+        return tuple(sorted(t for t, form in self.forms.items() if form.storage.is_stored))
+
+    @property
+    def sparse(self) -> tuple[int, ...]:
+        """The stored tensors for which there is limited room."""
+        return tuple(t for t in self.stored if self.forms[t].storage.is_sparse)
+
+    def is_stored(self, t: int) -> bool:
+        """Whether a tensor is part of the stash."""
+        return t in self.forms and self.forms[t].storage.is_stored
+
+    def without_sparse(self) -> "StoragePlan":
+        """The stored tensors that are sure to be there."""
+        return StoragePlan({t: form for t, form in self.forms.items() if not form.storage.is_sparse})
 
     def stash_bytes(self, graph: Graph) -> int:
         """Bytes of the stash, inputs of the graph included if they are stored."""
-        return sum(stored_bytes(graph.tensors[t], self.choices[t]) for t in self.stored)
+        return sum(stored_bytes(graph.tensors[t], self.forms[t]) for t in self.stored)
 
 
-def stored_bytes(tensor: Tensor, storage: Storage) -> int:
-    """Bytes of one stored tensor."""
-    if storage is Storage.KEEP or tensor.bits >= 8:
-        return tensor.size * itemsize(tensor.dtype)
-    return bits.packed_bytes(tensor.shape, tensor.bits)
+def smallest_form(graph: Graph, t: int, codecs: Iterable[str], capacity: int | None = None) -> Form:
+    """The form of fewest bytes in which the codecs let a tensor be stored.
 
-
-def stored_form(tensor: Tensor, codecs: Iterable[str]) -> Storage:
-    """The smallest form in which the codecs let a tensor be stored."""
+    Args:
+      graph: the tensor's graph.
+      t: its number.
+      codecs: names from ``jaxpipe.policy.CODECS``.
+      capacity: how many values a sparse form has room for; None if the tensor is dense.
+    """
+    tensor = graph.tensors[t]
     if tensor.bits == 1 and tensor.dtype == np.bool_:
-        return Storage.MASK if "mask" in codecs else Storage.KEEP
-    return Storage.POOL_INDEX if tensor.bits < 8 * itemsize(tensor.dtype) else Storage.KEEP
+        return Form(Storage.MASK if "mask" in codecs else Storage.KEEP)
+    packed = [Form(Storage.KEEP), Form(Storage.POOL_INDEX)]
+    if capacity is not None:
+        sparse = {"bitmap": Storage.BITMAP, "csr": Storage.CSR}
+        forms = [Form(storage, capacity) for name, storage in sparse.items() if name in codecs]
+        packed += [
+            form for form in forms if stored_bytes(tensor, form) <= WORTH_PACKING * stored_bytes(tensor, packed[0])
+        ]
+    return min(packed, key=lambda form: stored_bytes(tensor, form))
+
+
+class Derivations:
+    """Which operators give a tensor back, from what is stored."""
+
+    def __init__(self, graph: Graph):
+        self._producers = {t: op for op in graph.operators for t in op.outputs}
+        self._order = {op: k for k, op in enumerate(graph.operators)}
+
+    def of(
+        self, missing: Iterable[int], plan: StoragePlan, known: Iterable[int] = ()
+    ) -> tuple[list[Operator], list[int]]:
+        """The operators to run, in order, and the stored tensors that they or the caller read.
+
+        Args:
+          missing: the tensors wanted; one that is stored is read.
+          plan: what is stored.
+          known: tensors that are there already.
+        """
+        known = set(known)
+        found: dict[Operator, None] = {}
+        leaves: dict[int, None] = {}
+        pending = list(missing)
+        while pending:
+            t = pending.pop()
+            if t in known:
+                continue
+            if plan.is_stored(t):
+                leaves[t] = None
+            elif t in self._producers and self._producers[t] not in found:
+                found[self._producers[t]] = None
+                pending.extend(self._producers[t].inputs)
+        return sorted(found, key=self._order.__getitem__), list(leaves)
+
+    def fallback(self, t: int, plan: StoragePlan, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
+        """The same for a sparse tensor that has overflowed: from tensors that cannot."""
+        producer = self._producers[t]
+        program, leaves = self.of(producer.inputs, plan.without_sparse(), known)
+        return [*program, producer], leaves
 
 
 def check_plan(linearization: Linearization, plan: StoragePlan) -> None:
@@ -94,25 +138,37 @@ def check_plan(linearization: Linearization, plan: StoragePlan) -> None:
         if t in touched or t in at_hand:
             continue
         touched.add(t)
-        choice = plan.choices.get(t)
-        if choice is None:
+        form = plan.forms.get(t)
+        if form is None:
             raise ValueError(f"storage plan: the backward pass needs tensor %{t}, for which there is no choice.")
-        if not choice.is_stored:
-            producer = producers.get(t)
-            if producer is None or producer.has_effects:
-                raise ValueError(
-                    f"storage plan: tensor %{t} is to be recomputed, but it is "
-                    f"{'an input' if producer is None else 'the result of an operator with side effects'}; store it."
-                )
+        if form.storage.is_stored and not form.storage.is_sparse:
+            continue
+        producer = producers.get(t)
+        if producer is None or producer.has_effects:
+            raise ValueError(
+                f"storage plan: tensor %{t} is to be {'' if form.storage.is_stored else 're'}computed, but it is "
+                f"{'an input' if producer is None else 'the result of an operator with side effects'}; store it."
+            )
+        if not form.storage.is_stored:
             pending.extend(producer.inputs)
-    extra = set(plan.choices) - touched
+    derivations = Derivations(graph)
+    for t in plan.sparse:
+        program, leaves = derivations.fallback(t, plan, at_hand)
+        made = {u for op in program for u in op.outputs}
+        lost = {u for op in program for u in op.inputs} - made - set(leaves) - at_hand
+        if lost or any(op.has_effects for op in program):
+            raise ValueError(
+                f"storage plan: tensor %{t} is stored with room for {plan.forms[t].capacity} values, but should "
+                "there be more, it cannot be computed again: "
+                f"{sorted(lost) or 'an operator with side effects'} is in the way."
+            )
+        touched.update(leaves)
+    extra = set(plan.forms) - touched
     if extra:
         raise ValueError(f"storage plan: nothing in the backward pass reads tensors {sorted(extra)}; drop them.")
 
 
-def default_plan(
-    linearization: Linearization, codecs: Iterable[str] = CODEC_SETS["fast"], held: Iterable[int] = ()
-) -> StoragePlan:
+def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iterable[int] = ()) -> StoragePlan:
     """The plan with the fewest stored bytes among those that recompute nothing expensive.
 
     A tensor must be stored or follow, through cheap operators, from tensors that are. Fewest bytes is then a
@@ -123,36 +179,120 @@ def default_plan(
 
     Args:
       linearization: the program and what its backward pass needs.
-      codecs: names from ``CODECS``.
+      policy: the codecs that may be used, by module path; what an operator brought from a decoration of its own
+        comes before it.
       held: inputs that cost nothing to store.
     """
-    codecs, held = frozenset(codecs), frozenset(held)
+    held = frozenset(held)
+    graph = linearization.graph
+    capacities = room(graph)
+    codecs = {t: policy_of(op, policy).at(op.path) for op in graph.operators for t in op.outputs}
+    dense = set(held)
+    while True:
+        forms = {
+            t: smallest_form(graph, t, codecs.get(t, policy.at("")), None if t in dense else capacities.get(t))
+            for t in range(len(graph.tensors))
+        }
+        plan = _smallest_plan(linearization, forms, codecs, held)
+        unfit = _trifles(graph, plan)
+        if not unfit:
+            plan, unfit = _with_fallbacks(graph, plan, held)
+        if not unfit:
+            return plan
+        dense |= unfit
+
+
+def policy_of(op: Operator, default: Policy) -> Policy:
+    """The policy of the decoration that an operator lies in."""
+    return default if op.policy is None else op.policy
+
+
+def _smallest_plan(
+    linearization: Linearization, forms: Mapping[int, Form], codecs: Mapping[int, frozenset[str]], held: frozenset[int]
+) -> StoragePlan:
+    """The minimum cut, each stored tensor in its given form.
+
+    Whether a tensor can be recomputed cheaply depends on what is stored before it. The first cut supposes nothing
+    stored; the next ones suppose what the last one stored, as long as that saves bytes and its work stays bounded.
+    """
     graph = linearization.graph
     at_hand = graph.derived_from_parameters()
-    derivation = _cheap_derivations(graph, at_hand, codecs)
+    best = None
+    fewest = math.inf
+    while True:
+        roots = frozenset() if best is None else frozenset(best.stored)
+        plan = _cut_plan(linearization, forms, _cheap_derivations(graph, at_hand, codecs, roots), held)
+        price = sum(stored_bytes(graph.tensors[t], plan.forms[t]) for t in plan.stored if t not in held)
+        if price >= fewest:
+            break
+        recomputed = {t for t in plan.forms if not plan.is_stored(t)}
+        if not recomputed <= set(_cheap_derivations(graph, at_hand, codecs, frozenset(plan.stored))):
+            break
+        best, fewest = plan, price
+    assert best is not None  # the first cut is within bounds
+    return best
+
+
+def _cut_plan(
+    linearization: Linearization, forms: Mapping[int, Form], derivation: Mapping[int, Operator], held: frozenset[int]
+) -> StoragePlan:
+    """The cheapest plan in which the tensors that are not stored are derived as given."""
+    graph = linearization.graph
+    at_hand = graph.derived_from_parameters()
     needs = [t for t in linearization.needs if t not in at_hand]
     price = {}
     pending = list(needs)
     while pending:
         t = pending.pop()
         if t not in price:
-            form = stored_form(graph.tensors[t], codecs)
-            price[t] = 0 if t in held else stored_bytes(graph.tensors[t], form)
-            pending.extend(u for u in _sources(derivation.get(t), at_hand))
+            price[t] = 0 if t in held else stored_bytes(graph.tensors[t], forms[t])
+            pending.extend(_sources(derivation.get(t), at_hand))
     stored = _minimum_cut(price, {t: _sources(derivation.get(t), at_hand) for t in price if t in derivation}, needs)
 
-    choices: dict[int, Storage] = {}
+    chosen: dict[int, Form] = {}
     pending = list(needs)
     while pending:
         t = pending.pop()
-        if t in choices:
+        if t in chosen:
             continue
         if t in stored:
-            choices[t] = stored_form(graph.tensors[t], codecs)
+            chosen[t] = forms[t]
         else:
-            choices[t] = Storage.ALIAS if derivation[t].name in VIEWS else Storage.RECOMPUTE
+            chosen[t] = Form(Storage.ALIAS if derivation[t].name in VIEWS else Storage.RECOMPUTE)
             pending.extend(_sources(derivation[t], at_hand))
-    return StoragePlan(dict(sorted(choices.items())))
+    return StoragePlan(dict(sorted(chosen.items())))
+
+
+def _trifles(graph: Graph, plan: StoragePlan) -> set[int]:
+    """The sparse tensors that save next to nothing of the whole stash: each takes a dozen kernels."""
+    as_is = {t: stored_bytes(graph.tensors[t], Form(Storage.KEEP)) for t in plan.sparse}
+    saved = {t: as_is[t] - stored_bytes(graph.tensors[t], plan.forms[t]) for t in as_is}
+    least = WORTH_A_KERNEL * (plan.stash_bytes(graph) + sum(saved.values()))
+    return {t for t in saved if saved[t] < least}
+
+
+def _with_fallbacks(graph: Graph, plan: StoragePlan, held: frozenset[int]) -> tuple[StoragePlan, set[int]]:
+    """The plan with the held inputs that overflowing tensors are computed from; and the tensors for which that fails.
+
+    Tensors are judged in the order of the program. One whose way back is too long is stored as it is, and so ends
+    the way of those behind it.
+    """
+    at_hand = graph.derived_from_parameters()
+    derivations = Derivations(graph)
+    everything = StoragePlan({**{t: Form(Storage.KEEP) for t in held}, **plan.forms})
+    used: set[int] = set()
+    hopeless: set[int] = set()
+    for t in [t for op in graph.operators for t in op.outputs if t in plan.sparse]:
+        program, leaves = derivations.fallback(t, everything, at_hand)
+        made = {u for op in program for u in op.outputs}
+        lost = {u for op in program for u in op.inputs} - made - set(leaves) - at_hand
+        expensive = sum(rerun_work(op) is None or is_product(op) for op in program)
+        if lost or any(op.has_effects for op in program) or expensive > FALLBACK_LIMIT:
+            hopeless.add(t)
+            everything = StoragePlan({**everything.forms, t: Form(Storage.KEEP)})
+        else:
+            used.update(u for u in leaves if u not in plan.forms)
+    return StoragePlan({**plan.forms, **{t: Form(Storage.KEEP) for t in sorted(used)}}), hopeless
 
 
 def _sources(op: Operator | None, at_hand: frozenset[int]) -> list[int]:
@@ -160,26 +300,36 @@ def _sources(op: Operator | None, at_hand: frozenset[int]) -> list[int]:
     return [] if op is None else [t for t in op.inputs if t not in at_hand]
 
 
-def _cheap_derivations(graph: Graph, at_hand: frozenset[int], codecs: frozenset[str]) -> dict[int, Operator]:
+def _cheap_derivations(
+    graph: Graph, at_hand: frozenset[int], codecs: Mapping[int, frozenset[str]], roots: frozenset[int]
+) -> dict[int, Operator]:
     """The operator that gives each tensor back cheaply, for the tensors that have one.
 
-    The work of a derivation counts every operator in it once, down to tensors that have no cheap derivation.
+    The work of a derivation counts every operator in it once, down to ``roots``, to tensors that have no cheap
+    derivation and to products. A product may be run again if that by itself is cheap, and if no other product has to be
+    run before it.
     """
     derivation: dict[int, Operator] = {}
     needed_work: dict[int, dict[Operator, int]] = {}
+    behind_product: set[int] = set()
     for op in graph.operators:
-        cost = weight(op)
-        if cost is None or ("alias" if op.name in VIEWS else "recompute") not in codecs:
+        cost, codec = rerun_work(op), "alias" if op.name in VIEWS else "recompute"
+        if cost is None or op.has_effects or codec not in codecs[op.outputs[0]]:
             continue
         sources = _sources(op, at_hand)
-        elements = max((graph.tensors[t].size for t in (*op.outputs, *sources)), default=0)
-        work = {op: cost * elements}
+        work = {op: cost}
         for t in sources:
             work |= needed_work.get(t, {})
+        after_product = not behind_product.isdisjoint(sources)
+        if is_product(op) and after_product:
+            continue
         for t in op.outputs:
             if t not in at_hand and sum(work.values()) <= RECOMPUTE_WORK_LIMIT * max(1, graph.tensors[t].size):
                 derivation[t] = op
-                needed_work[t] = work
+                if t not in roots:
+                    needed_work[t] = {} if is_product(op) else work
+                    if is_product(op) or after_product:
+                        behind_product.add(t)
     return derivation
 
 

@@ -56,17 +56,18 @@ def differentiate(op: Operator, avals: Sequence[Any], moving: Sequence[int]) -> 
         _, pullback, outputs = jax.vjp(primal, *(inputs[k] for k in moving), has_aux=True)
         return outputs, pullback(list(cotangents))
 
-    seeds = [program.outvars[k].aval.to_tangent_aval() for k in carried]
+    tangents = [program.outvars[k].aval.to_tangent_aval() for k in carried]
     builder = GraphBuilder()
     inputs = [builder.tensor(aval) for aval in avals]
-    cotangents = [builder.tensor(aval) for aval in seeds]
-    closed = convolution.canonical(_compat.trace_without_scope(vjp, list(avals), seeds))
+    cotangents = [builder.tensor(aval) for aval in tangents]
+    closed = convolution.canonical(_compat.trace_without_scope(vjp, list(avals), tangents))
     results = builder.read(closed, [*inputs, *cotangents])
     outputs, gradients = results[: len(program.outvars)], results[len(program.outvars) :]
     # An operand that only the derivative transposes is kept as it is: others may read it too.
     early = live(builder.operators, outputs)
     late = [t for part in builder.operators if part.name == "transpose" and part not in early for t in part.outputs]
-    return _split(builder, inputs, outputs, dict(zip(carried, cotangents, strict=True)), moving, gradients, late)
+    seeds = dict(zip(carried, cotangents, strict=True))
+    return _split(builder, inputs, outputs, seeds, moving, gradients, late, op.name == "custom_vjp_call")
 
 
 def from_rule(
@@ -115,17 +116,23 @@ def _split(
     moving: Sequence[int],
     gradients: Sequence[int],
     late: Sequence[int] = (),
+    in_order: bool = False,
 ) -> Cut:
-    """Sort the operators of a traced VJP by whether they depend on a cotangent, or on one of the tensors ``late``."""
+    """Sort the operators of a traced VJP by whether they depend on a cotangent, or on one of the tensors ``late``.
+
+    JAX adds up cotangents in the order in which it makes them; those of a ``custom_vjp`` in the order of its operands.
+    """
     touched = {*cotangents.values(), *late}
     for op in builder.operators:
         if not touched.isdisjoint(op.inputs):
             touched.update(op.outputs)
-    # JAX transposes the tangent of a later operand first, and adds up no zeros.
     zeros = {t for op in builder.operators if _is_zero(op) for t in op.outputs}
     known = {g: builder.constants[g] for g in gradients if g in builder.constants}
     zeros |= {g for g, value in known.items() if not _compat.is_closed_over_tracer(value) and not np.any(value)}
-    carried = [(k, g) for k, g in zip(moving, gradients, strict=True) if g not in zeros][::-1]
+    carried = [(k, g) for k, g in zip(moving, gradients, strict=True) if g not in zeros]
+    if not in_order:
+        made_at = {t: position for position, op in enumerate(builder.operators) for t in op.outputs}
+        carried.sort(key=lambda item: made_at.get(item[1], -1))
     wanted = [g for _, g in carried]
     second = tuple(op for op in live(builder.operators, wanted) if not touched.isdisjoint(op.outputs))
     read = ordered((*(t for op in second for t in op.inputs), *wanted))

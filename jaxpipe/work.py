@@ -1,5 +1,8 @@
 """What kind of work an operator is: a view, cheap arithmetic, or something worth keeping the result of."""
 
+import math
+from typing import Any
+
 from jaxpipe import _compat
 from jaxpipe.graph import GraphBuilder, Operator
 
@@ -23,7 +26,9 @@ VIEWS = frozenset(
         "slice",
         "split",
         "squeeze",
+        "tile",
         "transpose",
+        "unstack",
     ]
 )
 
@@ -37,10 +42,14 @@ ARITHMETIC = frozenset(
         "bitcast_convert_type",
         "ceil",
         "clamp",
+        "clz",
+        "complex",
         "concatenate",
+        "conj",
         "convert_element_type",
         "div",
         "eq",
+        "eq_to",
         "floor",
         "ge",
         "gt",
@@ -48,14 +57,18 @@ ARITHMETIC = frozenset(
         "integer_pow",
         "is_finite",
         "le",
+        "le_to",
         "lt",
+        "lt_to",
         "max",
         "min",
         "mul",
+        "mulhi",
         "ne",
         "neg",
         "nextafter",
         "not",
+        "one_minus_square",
         "or",
         "pad",
         "population_count",
@@ -71,6 +84,7 @@ ARITHMETIC = frozenset(
         "sign",
         "sqrt",
         "square",
+        "stack",
         "stop_gradient",
         "sub",
         "xor",
@@ -98,7 +112,9 @@ TRANSCENDENTAL = frozenset(
         "expm1",
         "log",
         "log1p",
+        "log2",
         "logistic",
+        "polynomial",
         "pow",
         "sin",
         "sinh",
@@ -111,9 +127,7 @@ TRANSCENDENTAL = frozenset(
 def weight(op: Operator) -> int | None:
     """Relative work for one element: 0 for a view, 1 for arithmetic, 4 for a transcendental function.
 
-    None for everything else (products, reductions, gathers, random numbers, control flow, opaque derivatives): its
-    result is not recomputed by default. A dropout mask takes 1 bit for each element; to draw it again from its key
-    takes about a hundred operations.
+    None for everything else: products, reductions, gathers, random numbers, control flow, opaque derivatives.
     """
     if op.has_effects:
         return None
@@ -130,3 +144,50 @@ def weight(op: Operator) -> int | None:
         weights = [weight(part) for part in builder.operators]
         return None if None in weights else sum(w for w in weights if w is not None)
     return None
+
+
+def rerun_work(op: Operator) -> int | None:
+    """Work to run an operator again, in elements read or written; None for what is never run again by default.
+
+    Besides views and arithmetic these are lookups, small windows, and products with so short a contraction that they
+    cost no more than the arithmetic around them: the convolution of an image with three channels, attention scores
+    from queries and keys of one head. A processor multiplies and adds at least ``PRODUCTS_PER_ELEMENT`` pairs in the
+    time in which it moves one element to or from memory. Random numbers are never drawn again: a dropout mask
+    takes 1 bit for each element, to draw it from its key takes about a hundred operations.
+    """
+    cost = weight(op)
+    if op.equation is None or cost == 0:
+        return 0
+    arrays = [math.prod(a.aval.shape) for a in (*op.equation.invars, *op.equation.outvars) if not _compat.is_literal(a)]
+    if cost is not None:
+        return cost * max(arrays, default=0)
+    written = sum(math.prod(v.aval.shape) for v in op.equation.outvars)
+    if op.name in ("gather", "dynamic_slice"):
+        return _LOOKUP * written
+    if op.name == "reduce_window_sum":
+        return math.prod(op.params["window_dimensions"]) * written
+    if is_product(op):
+        return sum(arrays) + written * contraction(op.equation) // PRODUCTS_PER_ELEMENT
+    return None
+
+
+def is_product(op: Operator) -> bool:
+    """Whether an operator is a matrix product or a convolution."""
+    return op.name in ("conv_general_dilated", "dot_general")
+
+
+#: Pairs multiplied and added in the time that one element takes from memory, at the least: about ten on a CPU core with
+#: float32, but small products run below that; more than a hundred on a GPU.
+PRODUCTS_PER_ELEMENT = 4
+
+#: Elements moved in the time that one takes to be looked up.
+_LOOKUP = 4
+
+
+def contraction(equation: Any) -> int:
+    """How many products are added up for each element of a matrix product or a convolution."""
+    params, factor = equation.params, equation.invars[1].aval.shape
+    if equation.primitive.name == "dot_general":
+        (_, contracted), _ = params["dimension_numbers"]
+        return math.prod(factor[d] for d in contracted)
+    return math.prod(factor) // max(1, factor[params["dimension_numbers"].rhs_spec[0]])

@@ -7,6 +7,7 @@ import pytest
 
 from jaxpipe import demand, memory_encoded
 from jaxpipe.graph import trace
+from jaxpipe.policy import parse
 
 
 X = jnp.ones((4, 6))
@@ -66,7 +67,7 @@ def test_max_pool_needs_positions_or_its_input():
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID")
 
     assert "float32[4,6]" not in needed(pool, X)
-    assert needed(pool, X, pool_index=False) == ["float32[4,6]"]
+    assert needed(pool, X, policy=parse({"mask"})) == ["float32[4,6]"]
 
 
 @pytest.mark.core

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from jaxpipe import memory_encoded
-from jaxpipe.graph import encoded_codecs, trace
+from jaxpipe.graph import encoded_policy, trace
+from jaxpipe.policy import parse
 
 
 def names(graph):
@@ -45,7 +46,7 @@ def test_operators_with_a_derivative_of_their_own_stay_whole():
 def test_nested_memory_encoded_is_inlined_and_recognised():
     inner = memory_encoded(lambda x: jnp.sin(x) * 2, codecs={"mask"})
     closed = jax.make_jaxpr(inner)(jnp.ones(3))
-    assert encoded_codecs(closed.eqns[0]) == "mask"
+    assert encoded_policy(closed.eqns[0]) == parse({"mask"})
     assert names(trace(lambda x: [inner(x)], jnp.ones(3))) == ["sin", "mul"]
 
 

@@ -39,7 +39,7 @@ def unet(stages, m):
 
 def transformer(stages, m):
     batch = jax.ShapeDtypeStruct((m * 4, 32), jnp.int32)
-    model = zoo.Transformer(vocab=64, num_layers=4, width=64, num_heads=4, max_length=32, tied=False)
+    model = zoo.Transformer(vocab=64, num_layers=4, width=128, num_heads=4, max_length=32, tied=False)
 
     def loss(model, tokens):
         return entropy(model(tokens, train=True)[:, :-1], tokens[:, 1:])

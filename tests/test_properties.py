@@ -19,8 +19,10 @@ from jax import lax
 
 from jaxpipe import memory_encoded, residual_report, stage, without_encoding
 from jaxpipe.demand import Linearization, linearize
-from jaxpipe.graph import Graph, trace
-from jaxpipe.storage import CODECS, Storage, StoragePlan, check_plan, stored_form
+from jaxpipe.graph import Graph, is_differentiable, trace
+from jaxpipe.policy import CODECS, parse
+from jaxpipe.stash import Form, Storage
+from jaxpipe.storage import Derivations, StoragePlan, check_plan, smallest_form
 from jaxpipe.work import VIEWS
 
 
@@ -228,7 +230,6 @@ class Case:
       parameters: the weights are parameters of the graph.
       typed_key: the random key is of the new kind.
       partly: only some inputs are differentiated.
-      pool_index: pooling remembers positions.
       recomputed: the share of a plan's tensors that is recomputed.
       codecs: names from ``CODECS``.
     """
@@ -240,7 +241,6 @@ class Case:
     parameters: bool
     typed_key: bool
     partly: bool
-    pool_index: bool
     recomputed: float
     codecs: frozenset[str]
 
@@ -281,26 +281,45 @@ class Case:
         graph = trace(self.flat_function, *leaves)
         if self.parameters:
             graph = graph.with_parameters([k < len(leaves) - 4 for k in range(len(leaves))])
-        return linearize(graph, [graph.inputs[k] for k in self.moving(leaves)], pool_index=self.pool_index)
+        return linearize(graph, [graph.inputs[k] for k in self.moving(leaves)], policy=parse(self.codecs))
 
     def plan(self, linearization: Linearization) -> StoragePlan:
         """A random plan among the legal ones: any operator without side effects may run again."""
         rng, graph = np.random.default_rng(self.seed), linearization.graph
         producers = {t: op for op in graph.operators for t in op.outputs}
         known = always_known(graph)
-        choices: dict[int, Storage] = {}
+        forms: dict[int, Form] = {}
         pending = list(linearization.needs)
         while pending:
             t = pending.pop()
-            if t in choices or t in known:
+            if t in forms or t in known:
                 continue
             op = producers.get(t)
             if op is None or op.has_effects or rng.random() >= self.recomputed:
-                choices[t] = stored_form(graph.tensors[t], self.codecs)
+                forms[t] = smallest_form(graph, t, self.codecs)
             else:
-                choices[t] = Storage.ALIAS if op.name in VIEWS else Storage.RECOMPUTE
+                forms[t] = Form(Storage.ALIAS if op.name in VIEWS else Storage.RECOMPUTE)
                 pending.extend(op.inputs)
-        return StoragePlan(choices)
+        sparse = [Storage(name) for name in ("bitmap", "csr") if name in self.codecs]
+        for t in [t for t in forms if forms[t] == Form(Storage.KEEP) and t in producers] if sparse else []:
+            tensor = graph.tensors[t]
+            if is_differentiable(tensor.aval) and rng.random() < 0.7:
+                # Room for everything, for nothing, or in between: what does not fit is computed again.
+                chosen = Form(sparse[rng.integers(len(sparse))], int(rng.choice([0, tensor.size // 2, tensor.size])))
+                forms = with_sparse(graph, forms, t, chosen)
+        return StoragePlan(forms)
+
+
+def with_sparse(graph: Graph, forms: dict[int, Form], t: int, chosen: Form) -> dict[int, Form]:
+    """The forms with a sparse one for ``t``, and the inputs that its way back needs; unchanged if there is none."""
+    trial = {**forms, t: chosen}
+    known = always_known(graph)
+    program, leaves = Derivations(graph).fallback(t, StoragePlan(trial), known)
+    made = {u for op in program for u in op.outputs}
+    lost = {u for op in program for u in op.inputs} - made - known - set(leaves)
+    if any(op.has_effects for op in program) or not lost <= set(graph.inputs):
+        return forms
+    return {**trial, **dict.fromkeys(lost, Form(Storage.KEEP))}
 
 
 def cases(values: Sequence[str]) -> st.SearchStrategy[Case]:
@@ -349,7 +368,9 @@ def read_in_backward(linearization: Linearization, plan: StoragePlan) -> set[int
     def visit(t: int) -> None:
         if t not in found and t not in known:
             found.add(t)
-            for source in () if plan.choices[t].is_stored else producers[t].inputs:
+            form = plan.forms.get(t)
+            exact = form is not None and form.storage.is_stored and not form.storage.is_sparse
+            for source in () if exact else producers[t].inputs:
                 visit(source)
 
     for consumer in linearization.backward:
@@ -421,8 +442,9 @@ def check_gradients(case: Case) -> None:
     parts = [*built.input_part, *built.weight_part]
     assert sorted(parts) == wrt
     assert_same_bits([[*first, *second][parts.index(t)] for t in wrt], expected)
-    assert sum(leaf.nbytes for leaf in stash) == built.storage.stash_bytes(graph)
-    assert [(leaf.shape, leaf.dtype) for leaf in stash] == [(aval.shape, aval.dtype) for aval in built.stash_avals]
+    assert sum(part.nbytes for parts in stash for part in parts) == built.storage.stash_bytes(graph)
+    actual = [[(part.shape, part.dtype) for part in parts] for parts in stash]
+    assert actual == [[(aval.shape, aval.dtype) for aval in avals] for avals in built.stash_avals]
 
 
 def check_necessity(case: Case) -> None:
@@ -430,13 +452,16 @@ def check_necessity(case: Case) -> None:
     linearization = case.linearization(case.arguments())
     plan = case.plan(linearization)
     check_plan(linearization, plan)
-    assert set(plan.stored) <= read_in_backward(linearization, plan)
+    read = read_in_backward(linearization, plan)
+    assert set(plan.stored) <= read
     for t in range(len(linearization.graph.tensors)):
-        choices = dict(plan.choices)
-        if choices.pop(t, None) is None:
-            choices[t] = Storage.KEEP
+        forms = dict(plan.forms)
+        if forms.pop(t, None) is None:
+            if t in read:  # on the way back to a sparse tensor: storing it is legal, and shortens the way
+                continue
+            forms[t] = Form(Storage.KEEP)
         with pytest.raises(ValueError, match="storage plan"):
-            check_plan(linearization, StoragePlan(choices))
+            check_plan(linearization, StoragePlan(forms))
 
 
 def check_report(case: Case) -> None:

@@ -9,8 +9,10 @@ import pytest
 
 from jaxpipe import demand, storage
 from jaxpipe.graph import trace
-from jaxpipe.storage import Storage, StoragePlan
-from jaxpipe.work import weight
+from jaxpipe.policy import parse
+from jaxpipe.stash import Form, Storage
+from jaxpipe.storage import StoragePlan
+from jaxpipe.work import rerun_work, weight
 
 
 def linearized(function, *shapes, parameters=(), wrt=None):
@@ -30,14 +32,14 @@ def cheapest(linearization):
         t = pending.pop()
         if t not in related:
             related.add(t)
-            if t in producers and weight(producers[t]) is not None:
+            if t in producers and rerun_work(producers[t]) is not None:
                 pending.extend(u for u in producers[t].inputs if u not in at_hand)
 
     def follows(t, chosen):
         if t in chosen or t in at_hand:
             return True
         op = producers.get(t)
-        return op is not None and weight(op) is not None and all(follows(u, chosen) for u in op.inputs)
+        return op is not None and rerun_work(op) is not None and all(follows(u, chosen) for u in op.inputs)
 
     def size(t):
         tensor = graph.tensors[t]
@@ -83,7 +85,7 @@ def test_of_equal_cuts_the_one_nearest_to_the_backward_pass():
     linearization = linearized(lambda x: jnp.exp(jnp.sin(x) + 1), (8,), wrt=[0])
     plan = storage.default_plan(linearization)
     (step,) = [s for s in linearization.backward if s.name == "exp"]
-    assert plan.choices[step.needs[0]] in (Storage.KEEP, Storage.RECOMPUTE)
+    assert plan.forms[step.needs[0]].storage in (Storage.KEEP, Storage.RECOMPUTE)
     assert plan.stash_bytes(linearization.graph) == 32
 
 
@@ -93,7 +95,7 @@ def test_swap_store_the_convolution_and_recompute_the_normalisation():
         mean, square = h.mean((0, 1, 2)), (h**2).mean((0, 1, 2))
         return jax.nn.relu((h - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5))
 
-    linearization = linearized(block, (4, 8, 8, 3), (3, 3, 3, 8), parameters=[1], wrt=[1])
+    linearization = linearized(block, (4, 8, 8, 32), (3, 3, 32, 8), parameters=[1], wrt=[1])
     plan = storage.default_plan(linearization, held=linearization.graph.inputs)
     maps = [t for t in plan.stored if linearization.graph.tensors[t].size == 4 * 8 * 8 * 8]
     producers = {t: op.name for op in linearization.graph.operators for t in op.outputs}
@@ -110,9 +112,9 @@ def test_held_inputs_cost_nothing():
     linearization = linearized(lambda x: jax.nn.relu(x), (8, 8))
     (x,) = linearization.graph.inputs
     bought = storage.default_plan(linearization)
-    assert set(bought.choices.values()) == {Storage.MASK}
+    assert set(bought.forms.values()) == {Form(Storage.MASK)}
     held = storage.default_plan(linearization, held=[x])
-    assert held.choices[x] is Storage.KEEP
+    assert held.forms[x] == Form(Storage.KEEP)
 
 
 def test_recomputation_is_bounded():
@@ -127,11 +129,11 @@ def test_recomputation_is_bounded():
     producers = {t: op for op in linearization.graph.operators for t in op.outputs}
 
     def work(t):
-        if plan.choices[t].is_stored:
+        if plan.is_stored(t):
             return 0
-        return (weight(producers[t]) or 0) + max((work(u) for u in producers[t].inputs if u in plan.choices), default=0)
+        return (weight(producers[t]) or 0) + max((work(u) for u in producers[t].inputs if u in plan.forms), default=0)
 
-    assert 0 < max(map(work, plan.choices)) <= storage.RECOMPUTE_WORK_LIMIT
+    assert 0 < max(map(work, plan.forms)) <= storage.RECOMPUTE_WORK_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -149,22 +151,22 @@ def test_codecs_bound_the_plan(codecs, allowed):
         return jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") + y[:, ::2, ::2]
 
     graph = trace(lambda x: [net(x)], jnp.ones((2, 16)))
-    linearization = demand.linearize(graph, graph.inputs, pool_index="index" in codecs)
-    plan = storage.default_plan(linearization, codecs)
+    linearization = demand.linearize(graph, graph.inputs, policy=parse(codecs))
+    plan = storage.default_plan(linearization, parse(codecs))
     storage.check_plan(linearization, plan)
-    assert set(plan.choices.values()) <= allowed
+    assert {form.storage for form in plan.forms.values()} <= allowed
 
 
 def test_check_plan_names_what_is_wrong():
     linearization = linearized(lambda x: jax.nn.relu(jnp.sin(x)), (4, 4))
     plan = storage.default_plan(linearization)
     (some,) = plan.stored[:1]
-    missing = StoragePlan({t: c for t, c in plan.choices.items() if t != some})
+    missing = StoragePlan({t: form for t, form in plan.forms.items() if t != some})
     with pytest.raises(ValueError, match=rf"needs tensor %{some}, for which there is no choice"):
         storage.check_plan(linearization, missing)
-    surplus = StoragePlan({**plan.choices, 999: Storage.KEEP})
+    surplus = StoragePlan({**plan.forms, 999: Form(Storage.KEEP)})
     with pytest.raises(ValueError, match=r"nothing in the backward pass reads tensors \[999\]"):
         storage.check_plan(linearization, surplus)
     (x,) = linearization.graph.inputs
     with pytest.raises(ValueError, match=rf"tensor %{x} is to be recomputed, but it is an input"):
-        storage.check_plan(linearization, StoragePlan({**plan.choices, x: Storage.RECOMPUTE}))
+        storage.check_plan(linearization, StoragePlan({**plan.forms, x: Form(Storage.RECOMPUTE)}))

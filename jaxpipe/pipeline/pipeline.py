@@ -145,8 +145,10 @@ class Pipeline:
           BatchError, StateError: if an argument does not fit the plan.
         """
         leaves = self._check(state, batch)
-        state, loss, norm, metrics = self._compiled_step(state, leaves)
+        state, loss, norm, overflows, metrics = self._compiled_step(state, leaves)
         found = _metrics(self._planned.program.objective, loss, metrics) | {"gradient_norm": norm}
+        if any(section.stage and section.stage.storage.sparse for section in self._planned.program.sections):
+            found["overflows"] = overflows
         if self._learning_rate is not None:
             found["learning_rate"] = state.shared[self._learning_rate]
         return state, found

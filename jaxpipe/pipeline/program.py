@@ -95,7 +95,7 @@ class Program:
         assert section.stage is not None
         kept = set(section.stashed)
         stored = zip(section.stage.storage.stored, section.stage.stash_avals, strict=True)
-        return [aval for t, aval in stored if t in kept]
+        return [aval for t, avals in stored if t in kept for aval in avals]
 
     def check_transport(self) -> None:
         """Raise ``ScheduleError`` if a message would have to wait: what a tick sends is read in the next one."""
@@ -119,11 +119,13 @@ class Totals:
       gradients: sums over its micro-batches, in the buffers of the parameters; empty without a backward pass.
       state: the state buffers, folded over the micro-batches.
       results: sums of the results, or predictions by micro-batch, where this stage makes them; zeros elsewhere.
+      overflows: sparse tensors of this stage that did not fit their room and were computed again.
     """
 
     gradients: Sequence[Any]
     state: Sequence[Any]
     results: Sequence[Any]
+    overflows: Any
 
 
 def run_ticks(
@@ -143,7 +145,7 @@ def run_ticks(
       batch: the micro-batches of this replica: leaves ``[num_microbatches, ...]``.
       collect: keep the results of each micro-batch apart, instead of adding them up.
     """
-    objective, schedule, sections = program.objective, program.schedule, program.sections
+    schedule, sections = program.schedule, program.sections
     count, m = len(sections), schedule.num_microbatches
     stage = lax.axis_index(STAGE)
     replica = lax.axis_index(DATA) if program.replicated else 0
@@ -203,10 +205,15 @@ def run_ticks(
         jnp.full((words[1],), POISON),
         list(state),
         [jnp.zeros(length, dtype) for length, dtype in program.parameters.buffers] if trains else [],
-        [jnp.zeros((*lead, *a.shape), a.dtype) for a in program.avals(objective.results)],
+        [jnp.zeros((*lead, *a.shape), a.dtype) for a in _made_avals(program)],
     )
     (_, _, _, state, gradients, results), _ = lax.scan(tick, initial, _columns(program, stage))
-    return Totals(gradients, state, results)
+    return Totals(gradients, state, results[:-1], results[-1])
+
+
+def _made_avals(program: Program) -> list[Any]:
+    """What a forward branch hands out of each micro-batch: the results, and how many tensors overflowed."""
+    return [*program.avals(program.objective.results), jax.ShapeDtypeStruct((), jnp.int32)]
 
 
 def _columns(program: Program, stage: Any) -> list[Any]:
@@ -248,7 +255,7 @@ def _stash_shape(program: Program) -> tuple[int, int]:
 
 def _idle_forward(program: Program) -> Callable[..., Any]:
     def idle(_: Any, state: Any, __: Any, ___: Any, ____: Any) -> Any:
-        results = [_poisoned(a.shape, a.dtype) for a in program.avals(program.objective.results)]
+        results = [_poisoned(a.shape, a.dtype) for a in _made_avals(program)]
         message = jnp.full((program.message_words[0],), POISON)
         return message, jnp.full(_stash_shape(program), POISON), list(state), results
 
@@ -279,12 +286,16 @@ def forward_branch(program: Program, s: int) -> Callable[..., Any]:
         known.update(zip(section.arriving, unpack_words(message, program.avals(section.arriving)), strict=True))
         inputs = [known[t] for t in section.graph.inputs]
         stash_words = _stash_shape(program)[0] * PAGE
+        overflows = jnp.int32(0)
         if section.stage is None or not program.schedule.has_backward:
             outputs, stash = section.graph.evaluate(inputs), []
         else:
             outputs, stash = stages.forward(section.stage, inputs)
+            overflows = stages.overflows(section.stage, stash)
             kept = set(section.stashed)
-            stash = [x for t, x in zip(section.stage.storage.stored, stash, strict=True) if t in kept]
+            stash = [
+                x for t, parts in zip(section.stage.storage.stored, stash, strict=True) if t in kept for x in parts
+            ]
         made = dict(zip(section.graph.outputs, outputs, strict=True))
         results = [
             made[t] if k in section.results else jnp.zeros(a.shape, a.dtype)
@@ -296,7 +307,7 @@ def forward_branch(program: Program, s: int) -> Callable[..., Any]:
             pack_words([made[t] for t in section.leaving], program.message_words[0]),
             stash if program.alone else pack_words(stash, stash_words).reshape(_stash_shape(program)),
             program.state.write(s, [made[t] for t in section.new_state]),
-            results,
+            [*results, overflows],
         )
 
     return forward
@@ -313,8 +324,9 @@ def backward_branch(program: Program, s: int) -> Callable[..., Any]:
         assert built is not None
         known = _at_hand(program, key, rows)
         known.update(zip(section.parameters, program.parameters.read(s, parameters), strict=True))
-        stored = stash if program.alone else unpack_words(stash.reshape(-1), program.stash_avals(section))
-        arena = dict(zip(section.stashed, stored, strict=True))
+        stored = iter(stash if program.alone else unpack_words(stash.reshape(-1), program.stash_avals(section)))
+        counts = dict(zip(built.storage.stored, map(len, built.stash_avals), strict=True))
+        arena = {t: [next(stored) for _ in range(counts[t])] for t in section.stashed}
         cotangents = dict(zip(following, unpack_words(message, _tangents(program.avals(following))), strict=True))
         if 0 in section.results:
             one = jnp.ones((), program.objective.graph.tensors[loss].dtype)
@@ -322,7 +334,7 @@ def backward_branch(program: Program, s: int) -> Callable[..., Any]:
         found = stages.backward(
             built,
             [known[t] for t in built.parameters],
-            [arena[t] if t in arena else known[t] for t in built.storage.stored],
+            [arena[t] if t in arena else (known[t],) for t in built.storage.stored],
             _once(built.linearization.source, cotangents),
             beside_forward=program.alone,
         )

@@ -70,7 +70,7 @@ def state_specs(state: TrainState) -> TrainState:
 
 
 def training_step(mesh: Mesh, program: Program, update: Update, batching: Batching, state: TrainState) -> Any:
-    """``(state, batch leaves) -> (state, loss, gradient norm, metrics)``, compiled when first called."""
+    """``(state, batch leaves) -> (state, loss, gradient norm, overflows, metrics)``, compiled when first called."""
     specs = state_specs(state)
 
     def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
@@ -100,9 +100,10 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             state.step + 1,
             state.plan,
         )
-        return new, loss, norm, metrics
+        overflows = lax.psum(totals.overflows, (STAGE, DATA) if program.replicated else (STAGE,))
+        return new, loss, norm, overflows, metrics
 
-    return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
+    return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P(), P()), donate=True)
 
 
 def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:

@@ -25,10 +25,10 @@ class Match:
     cut: Callable[[Any], Cut]
 
 
-def find(graph: Graph) -> Mapping[Operator, Match]:
+def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator, Match]:
     """Max-pools of the graph that can keep window positions, each with the ReLU before it if only it reads that.
 
-    Keyed by the first operator that the match covers.
+    Keyed by the first operator that the match covers. ``allowed`` tells which max-pools may be looked at.
     """
     producers = {t: op for op in graph.operators for t in op.outputs}
     readers: dict[int, int] = {}
@@ -36,7 +36,7 @@ def find(graph: Graph) -> Mapping[Operator, Match]:
         readers[t] = readers.get(t, 0) + 1
     found = {}
     for op in graph.operators:
-        if not max_pool.applies(op):
+        if not max_pool.applies(op) or not allowed(op):
             continue
         before = producers.get(op.inputs[0])
         if before is None or readers[op.inputs[0]] > 1 or not relu.applies(before):

@@ -18,17 +18,9 @@ def applies(op: Operator) -> bool:
     Recognised by what it computes, not by name: ``jnp.maximum(x, 0)`` halves the cotangent at a tie and is no ReLU
     in this sense; a user's function of the same form is.
     """
-    if op.name != "custom_jvp_call" or len(op.equation.invars) != 1:
+    if op.name != "custom_jvp_call" or not rectifies(op):
         return False
-    builder = GraphBuilder()
-    body = op.params["call_jaxpr"]
-    aval = op.equation.invars[0].aval
-    outputs = builder.read(body, [builder.tensor(aval)])
-    if [part.name for part in builder.operators] != ["max"] or outputs != list(builder.operators[0].outputs):
-        return False
-    if not _is_zero(builder.operators[0]):
-        return False
-    cut = differentiate(op, [aval], (0,))
+    cut = differentiate(op, [op.equation.invars[0].aval], (0,))
     tests = [part for part in cut.primal if part.name == "gt" and part.inputs == cut.inputs and _is_zero(part)]
     selects = cut.program.operators
     if len(tests) != 1 or [part.name for part in selects] != ["select_n"]:
@@ -41,6 +33,18 @@ def applies(op: Operator) -> bool:
         and _is_zero(zeros[0])
         and chosen == cut.program.inputs[-1]
     )
+
+
+def rectifies(op: Operator) -> bool:
+    """Whether ``op`` computes ``max(x, 0)``, whatever its derivative."""
+    if op.name == "max":
+        return _is_zero(op)
+    if op.name != "custom_jvp_call" or len(op.equation.invars) != 1:
+        return False
+    builder = GraphBuilder()
+    outputs = builder.read(op.params["call_jaxpr"], [builder.tensor(op.equation.invars[0].aval)])
+    first, *others = builder.operators or [None]
+    return first is not None and not others and outputs == list(first.outputs) and rectifies(first)
 
 
 def from_output(cut: Cut) -> Cut:

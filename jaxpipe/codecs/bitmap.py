@@ -1,0 +1,39 @@
+"""Bitmap: one bit for each element, and the values that are not zero, packed.
+
+    0 7 0 0 3 9 0 0  ->  words 0b00110010, values 7 3 9
+
+The smaller of the two sparse formats unless about 89 % of the elements or more are zero. The number of values is
+fixed when the program is traced; whether they all fit is read off the bits.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from jaxpipe.codecs import compaction
+
+
+def encode(x: Any, capacity: int) -> tuple[Any, Any]:
+    """``uint32[2 ceil(n / 64)]`` words and ``capacity`` values of an array of ``n`` elements."""
+    flat = compaction.to_integers(lax.reshape(x, (x.size,)))
+    words = compaction.occupancy(flat)
+    return words, lax.bitcast_convert_type(compaction.compact(flat, words, capacity), x.dtype)
+
+
+def decode(parts: Sequence[Any], shape: Sequence[int]) -> Any:
+    """Inverse of ``encode`` if the values fit the capacity."""
+    words, values = parts
+    flat = compaction.expand(compaction.to_integers(values), words, math.prod(shape))
+    return lax.bitcast_convert_type(lax.reshape(flat, tuple(shape)), values.dtype)
+
+
+def count(parts: Sequence[Any]) -> Any:
+    """How many elements are not zero, ``int32[]``: more than the capacity if they do not fit."""
+    return compaction.count(parts[0])
+
+
+def stored_bytes(size: int, itemsize: int, capacity: int) -> int:
+    """Bytes of an encoded array of ``size`` elements."""
+    return 8 * -(-size // compaction.BLOCK) + capacity * itemsize

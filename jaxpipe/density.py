@@ -1,0 +1,158 @@
+"""How many elements of each tensor are not zero: measured on data, or assumed.
+
+The sparse formats hold a number of values that is fixed when a program is traced. A wrong guess costs bytes or time,
+never exactness.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.codecs import compaction
+from jaxpipe.demand import linearize
+from jaxpipe.graph import Graph, Operator, is_differentiable, read_graph
+from jaxpipe.purify import purify
+from jaxpipe.rules import relu
+from jaxpipe.work import VIEWS
+
+
+#: Room beyond the measured number of values: it differs a little from batch to batch.
+MEASURED_MARGIN = 1 / 16
+
+#: Of a ReLU's output half is assumed to be zero, as it is where the input is distributed evenly around zero.
+RELU_DENSITY = 0.5
+ASSUMED_MARGIN = 1 / 8
+
+#: Smaller tensors are not worth a look.
+SMALLEST_TENSOR = 1024
+
+
+@dataclass(frozen=True)
+class Density:
+    """The fraction of elements that are not zero, by tensor name (module path, operator, occurrence).
+
+    ``str()`` lists it.
+    """
+
+    fractions: Mapping[str, float] = field(hash=False)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.fractions.items()))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{fraction:7.1%}  {name}" for name, fraction in self.fractions.items())
+
+
+# A context that JAX's tracing caches know of: a jitted function is traced anew under another density.
+_ambient = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def with_density(density: Density) -> Iterator[None]:
+    """Size the sparse formats by what was measured, in everything that is traced inside.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxpipe
+      >>> loss = jaxpipe.memory_encoded(lambda x, w: jnp.tanh(jax.nn.relu(x) @ w).sum(), codecs="smallest")
+      >>> x, w = jax.random.normal(jax.random.key(0), (64, 64)) - 1, jnp.ones((64, 64))
+      >>> density = jaxpipe.measure_density(loss, x, w)
+      >>> with jaxpipe.with_density(density):
+      ...     gradients = jax.jit(jax.grad(loss, (0, 1)))(x, w)
+    """
+    with _ambient(density):
+        yield
+
+
+def measure_density(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Density:
+    """Run ``function(*args, **kwargs)`` once and count what is not zero in each tensor of it.
+
+    Of a training step pass the loss, its parameters and a typical batch. Tensors inside ``scan``, ``while`` and other
+    opaque operators are not looked at.
+
+    Args:
+      function: a function, decorated or not, or an NNX module.
+      *args, **kwargs: its arguments, concrete.
+    """
+    call = purify(function, *args, **kwargs)
+    graph = read_graph(jax.make_jaxpr(call.function)(*call.leaves))
+    moving = [t for t, leaf in zip(graph.inputs, call.leaves, strict=True) if is_differentiable(leaf)]
+    graph = linearize(graph, moving).graph
+    names = {t: name for t, name in tensor_names(graph).items() if can_be_sparse(graph, t)}
+
+    @jax.jit
+    def fractions(*leaves: Any) -> list[Any]:
+        env = dict(graph.constants)
+        env.update(zip(graph.inputs, leaves, strict=True))
+        counted = []
+        for op in graph.operators:
+            env.update(zip(op.outputs, op.evaluate(*(env[t] for t in op.inputs)), strict=True))
+            counted += [jnp.mean(compaction.to_integers(env[t]) != 0) for t in op.outputs if t in names]
+        return counted
+
+    order = [names[t] for op in graph.operators for t in op.outputs if t in names]
+    return Density(dict(zip(order, map(float, fractions(*call.leaves)), strict=True)))
+
+
+def can_be_sparse(graph: Graph, t: int) -> bool:
+    """Whether a tensor may be stored in a sparse format: floats, not too few, not split over an explicit mesh axis."""
+    tensor = graph.tensors[t]
+    split = any(axis is not None for axis in tensor.aval.sharding.spec)
+    return (
+        is_differentiable(tensor.aval)
+        and jnp.issubdtype(tensor.dtype, jnp.floating)
+        and (SMALLEST_TENSOR <= tensor.size < 2**31 and not split)
+    )
+
+
+def room(graph: Graph) -> dict[int, int]:
+    """For each tensor that has, or is assumed to have, many zeros: how many values to make room for."""
+    measured = _ambient.value
+    names = tensor_names(graph)
+    wanted = {}
+    for t, fraction in _assumed(graph).items():
+        wanted[t] = fraction * (1 + ASSUMED_MARGIN)
+    if measured is not None:
+        for t, name in names.items():
+            if name in measured.fractions:
+                wanted[t] = measured.fractions[name] * (1 + MEASURED_MARGIN) + 1 / SMALLEST_TENSOR
+    return {
+        t: min(graph.tensors[t].size, math.ceil(fraction * graph.tensors[t].size))
+        for t, fraction in wanted.items()
+        if can_be_sparse(graph, t)
+    }
+
+
+def tensor_names(graph: Graph) -> dict[int, str]:
+    """A name for each tensor that an operator makes, the same in every trace of the same model."""
+    seen: dict[str, int] = {}
+    names = {}
+    for op in graph.operators:
+        for k, t in enumerate(op.outputs):
+            name = "/".join(filter(None, (op.path, op.label))) + (f".{k}" if k else "")
+            seen[name] = seen.get(name, 0) + 1
+            names[t] = f"{name}#{seen[name]}"
+    return names
+
+
+def _assumed(graph: Graph) -> dict[int, float]:
+    """Densities of what ReLUs write, and of what is only moved from there."""
+    found: dict[int, float] = {}
+    for op in graph.operators:
+        fraction = RELU_DENSITY if relu.rectifies(op) else _inherited(op, graph, found)
+        if fraction is not None:
+            found.update(dict.fromkeys(op.outputs, fraction))
+    return found
+
+
+def _inherited(op: Operator, graph: Graph, found: Mapping[int, float]) -> float | None:
+    if not op.inputs or not (op.name in VIEWS or op.name in ("concatenate", "convert_element_type")):
+        return None
+    sizes: Sequence[int] = [graph.tensors[t].size for t in op.inputs]
+    known = [found.get(t, 1.0) for t in op.inputs]
+    fraction = sum(f * n for f, n in zip(known, sizes, strict=True)) / max(1, sum(sizes))
+    return fraction if fraction < 1 else None

@@ -1,0 +1,98 @@
+"""Why a tensor is stored: a label that each array of a stash carries through JAX's tracing."""
+
+from dataclasses import dataclass
+
+from jaxpipe.graph import Operator
+from jaxpipe.stage import Stage
+from jaxpipe.stash import Form, Storage, stored_bytes
+from jaxpipe.storage import Derivations
+from jaxpipe.work import contraction, is_product, rerun_work
+
+
+#: Stash leaves carry a ``checkpoint_name`` that starts with this.
+MARK = "jaxpipe"
+
+
+@dataclass(frozen=True)
+class Label:
+    """What is known of a stored tensor.
+
+    Attributes:
+      number: of the tensor in its graph.
+      part: which of its arrays this is.
+      storage, capacity: its form.
+      producer: the module path and operator that made it.
+      dtype, shape: before it was encoded.
+      readers: the backward steps that use it, itself or something recomputed from it.
+      instead: what the alternative would have cost.
+    """
+
+    number: int
+    part: int
+    storage: str
+    capacity: int
+    producer: str
+    dtype: str
+    shape: tuple[int, ...]
+    readers: tuple[str, ...]
+    instead: str
+
+
+def label(stage: Stage, number: int, part: int) -> str:
+    """The label of one array of a stash, as text."""
+    producer = next(op for op in stage.graph.operators if number in op.outputs)
+    tensor, form = stage.graph.tensors[number], stage.storage.forms[number]
+    fields = (
+        MARK,
+        number,
+        part,
+        form.storage.value,
+        form.capacity or 0,
+        _name(producer),
+        tensor.dtype,
+        ",".join(map(str, tensor.shape)),
+        ";".join(_readers(stage, number)),
+        _instead(stage, number, producer),
+    )
+    return "|".join(map(str, fields))
+
+
+def parse_label(text: str) -> Label | None:
+    """The label that a text is, if it is one."""
+    mark, *fields = text.split("|")
+    if mark != MARK or len(fields) != 9:
+        return None
+    number, part, storage, capacity, producer, dtype, shape, readers, instead = fields
+    dims = tuple(int(n) for n in shape.split(",") if n)
+    by = tuple(filter(None, readers.split(";")))
+    return Label(int(number), int(part), storage, int(capacity), producer, dtype, dims, by, instead)
+
+
+def _name(op: Operator) -> str:
+    return "/".join(filter(None, (op.path, op.label)))
+
+
+def _readers(stage: Stage, number: int) -> list[str]:
+    derivations = Derivations(stage.graph)
+    at_hand = stage.graph.derived_from_parameters()
+    found = {}
+    for step in stage.linearization.backward:
+        _, leaves = derivations.of(step.needs, stage.storage, at_hand)
+        if number in leaves:
+            found["/".join(filter(None, (step.path, step.label)))] = None
+    return list(found)
+
+
+def _instead(stage: Stage, number: int, producer: Operator) -> str:
+    tensor, form = stage.graph.tensors[number], stage.storage.forms[number]
+    if form.storage is not Storage.KEEP:
+        return f"{stored_bytes(tensor, Form(Storage.KEEP)):,} as it is"
+    if is_product(producer):
+        return f"{contraction(producer.equation):,} products for each element"
+    at_hand = stage.graph.derived_from_parameters()
+    sources = {t for t in producer.inputs if t not in at_hand}
+    if rerun_work(producer) is None or not sources:
+        return f"to run {producer.label} again"
+    return (
+        f"{sum(stored_bytes(stage.graph.tensors[t], Form(Storage.KEEP)) for t in sources):,} for what it follows from"
+    )

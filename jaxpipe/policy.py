@@ -1,0 +1,103 @@
+"""Which codecs may be used where in a model."""
+
+import fnmatch
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from jaxpipe.errors import CodecError
+
+
+#: Codec names, and what each lets a plan do.
+CODECS = {
+    "mask": "store booleans in 1 bit",
+    "index": "store the positions of pooling maxima, in 1, 2 or 4 bits, instead of the map",
+    "alias": "take a view of what is stored",
+    "recompute": "run cheap operators again",
+    "bitmap": "store a map with many zeros as 1 bit for each element and the values that are not zero",
+    "csr": "store a map that is nearly all zeros as values, column numbers and row offsets",
+}
+
+#: Named sets: what never slows a step, and everything.
+CODEC_SETS = {"fast": frozenset(("mask", "index", "alias", "recompute")), "smallest": frozenset(CODECS)}
+
+#: What ``memory_encoded(codecs=...)`` takes: a set of codecs, or module path patterns with a set for each.
+Codecs = str | Iterable[str] | Mapping[str, str | Iterable[str]]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The codecs for each module path.
+
+    Attributes:
+      rules: ``(pattern, codecs)``; the first pattern that fits a path decides. See ``fits``.
+    """
+
+    rules: tuple[tuple[str, frozenset[str]], ...]
+
+    def at(self, path: str) -> frozenset[str]:
+        """The codecs that may be used for what is made at a module path."""
+        return next((codecs for pattern, codecs in self.rules if fits(path, pattern)), CODEC_SETS["fast"])
+
+    @property
+    def name(self) -> str:
+        """A word for the policy, legal in an identifier; equal for equal policies."""
+        if len(self.rules) == 1 and self.rules[0][0] == "*":
+            return "_".join(sorted(self.rules[0][1]))
+        text = repr([(pattern, sorted(codecs)) for pattern, codecs in self.rules])
+        return "by_path_" + hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def fits(path: str, pattern: str) -> bool:
+    """Whether a pattern names a module path, a module that it lies in, or either without its outermost module.
+
+    Patterns are those of a shell: ``*``, ``?``, ``[...]``.
+
+    Example:
+      >>> fits("Net/Encoder_0/Conv_1", "Encoder_*"), fits("Net/Encoder_0/Conv_1", "Conv_1")
+      (True, False)
+    """
+    parts = path.split("/")
+    leading = ["/".join(parts[start:stop]) for start in (0, 1) for stop in range(start + 1, len(parts) + 1)]
+    return any(fnmatch.fnmatchcase(module, pattern) for module in leading or [""])
+
+
+def parse(codecs: Codecs) -> Policy:
+    """The policy that an argument ``codecs`` stands for.
+
+    Raises:
+      CodecError: if a codec name is unknown.
+    """
+    if isinstance(codecs, Mapping):
+        policy = Policy(tuple((str(pattern), codec_set(chosen)) for pattern, chosen in codecs.items()))
+    else:
+        policy = Policy((("*", codec_set(codecs)),))
+    _named[policy.name] = policy
+    return policy
+
+
+def by_name(name: str) -> Policy:
+    """The policy whose ``name`` this is; it was parsed in this process."""
+    return _named[name]
+
+
+_named: dict[str, Policy] = {}
+
+
+def codec_set(codecs: str | Iterable[str]) -> frozenset[str]:
+    """The codecs that a name or a set of names stands for."""
+    if isinstance(codecs, str) and codecs in CODEC_SETS:
+        return CODEC_SETS[codecs]
+    names = {codecs} if isinstance(codecs, str) else set(codecs)
+    unknown = sorted(map(str, names - set(CODECS)))
+    if unknown:
+        raise CodecError(
+            f"codecs={codecs!r}: unknown codec {', '.join(map(repr, unknown))}. Use one of the sets "
+            f"{', '.join(map(repr, CODEC_SETS))}, a set of {', '.join(map(repr, CODECS))}, or a mapping from module "
+            "path patterns to either."
+        )
+    return frozenset(names)
+
+
+FAST = parse("fast")
+SMALLEST = parse("smallest")

@@ -64,6 +64,103 @@ def test_max_pool_gradient_is_that_of_jax_bit_for_bit(window, strides, padding, 
             assert_same_bits(actual(x, cotangent), expected(x, cotangent))
 
 
+DILATED = [  # window, strides, padding, window dilation, base dilation; rows and columns
+    ((2, 2), (2, 2), ((0, 0), (0, 0)), (2, 2), (1, 1)),
+    ((3, 3), (1, 1), ((2, 2), (2, 2)), (2, 2), (1, 1)),
+    ((3, 2), (2, 1), ((1, 0), (0, 3)), (2, 3), (1, 1)),
+    ((3, 3), (2, 3), ((3, 3), (3, 3)), (3, 1), (1, 1)),
+    ((2, 2), (1, 1), ((0, 0), (0, 0)), (5, 6), (1, 1)),
+    ((2, 2), (1, 1), ((0, 0), (0, 0)), (1, 1), (2, 2)),
+    ((3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1), (2, 3)),
+    ((2, 3), (3, 1), ((0, 1), (2, 0)), (1, 1), (3, 1)),
+    ((2, 2), (1, 1), ((0, 0), (0, 0)), (2, 2), (2, 2)),
+    ((3, 2), (2, 3), ((2, 1), (0, 2)), (2, 3), (3, 2)),
+]
+
+
+def dilated_pool(x, window, strides, padding, window_dilation, base_dilation):
+    return lax.reduce_window(
+        x,
+        -jnp.inf,
+        lax.max,
+        (1, *window, 1),
+        (1, *strides, 1),
+        ((0, 0), *padding, (0, 0)),
+        base_dilation=(1, *base_dilation, 1),
+        window_dilation=(1, *window_dilation, 1),
+    )
+
+
+def brute_force_pool(x, cotangent, window, strides, padding, window_dilation, base_dilation):
+    """The gradient: every window in turn hands its cotangent to the first of its greatest elements."""
+    (top, bottom), (left, right) = padding
+    rows, columns = ((n - 1) * b + 1 for n, b in zip(x.shape[1:3], base_dilation, strict=True))
+    shape = (x.shape[0], top + rows + bottom, left + columns + right, x.shape[3])
+    inside = (slice(None), *map(slice, (top, left), (top + rows, left + columns), base_dilation))
+    padded, gradient = np.full(shape, -np.inf, x.dtype), np.zeros(shape, x.dtype)
+    padded[inside] = x
+    for example, row, column, channel in np.ndindex(*cotangent.shape):
+        selected = None
+        for place in np.ndindex(*window):
+            down, across = np.multiply((row, column), strides) + np.multiply(place, window_dilation)
+            candidate = (example, down, across, channel)
+            if selected is None or not padded[selected] >= padded[candidate]:
+                selected = candidate
+        gradient[selected] += cotangent[example, row, column, channel]
+    return gradient[inside]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("before", [lambda x: x, jax.nn.relu], ids=["pool", "relu-pool"])
+@pytest.mark.parametrize("geometry", DILATED, ids=str)
+def test_dilated_max_pool_against_brute_force(geometry, before):
+    rng = np.random.default_rng(0)
+    shape, dtype = (1, 7, 8, 2), jnp.bfloat16 if geometry[0] == (3, 3) else jnp.float32
+
+    def function(x):
+        return dilated_pool(before(x), *geometry)
+
+    actual = jax.jit(lambda x, ct: encoded_vjp(function, x, ct))
+    out = jax.eval_shape(function, jax.ShapeDtypeStruct(shape, dtype)).shape
+    for x in (special(rng, shape, dtype), jnp.asarray(rng.normal(size=shape), dtype), jnp.zeros(shape, dtype)):
+        for cotangent in (rng.choice([-2.0, -0.0, 0.0, 1.0], out), rng.normal(size=out)):
+            seed = jnp.asarray(cotangent, dtype)
+            expected = brute_force_pool(np.asarray(before(x)), np.asarray(seed), *geometry)
+            if before is jax.nn.relu:
+                expected = np.where(np.asarray(x > 0), expected, np.zeros((), dtype))
+            assert_same_bits(actual(x, seed), (function(x), expected))
+
+
+@pytest.mark.parametrize("geometry", [g for g in DILATED if g[3] == (1, 1)], ids=str)
+def test_max_pool_of_a_dilated_map_is_that_of_jax_bit_for_bit(geometry):
+    rng = np.random.default_rng(0)
+    shape = (2, 7, 8, 3)
+
+    def function(x):
+        return dilated_pool(x, *geometry)
+
+    def plain(x, cotangent):
+        y, pullback = jax.vjp(function, x)
+        return y, pullback(cotangent)[0]
+
+    out = jax.eval_shape(function, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
+    expected, actual = jax.jit(plain), jax.jit(lambda x, ct: encoded_vjp(function, x, ct))
+    for x in (special(rng, shape, jnp.float32), jnp.zeros(shape)):
+        for cotangent in (special(rng, out, jnp.float32), jnp.asarray(rng.normal(size=out), jnp.float32)):
+            assert_same_bits(actual(x, cotangent), expected(x, cotangent))
+
+
+@pytest.mark.parametrize(("rows", "height", "stride"), [(3, 4, 1), (3, 5, 2), (3, 9, 1), (0, 1, 1)])
+def test_a_max_pool_without_windows(rows, height, stride):
+    def function(x):
+        return pool(x, (height, 2), (stride, 2), "VALID")
+
+    x = jnp.ones((1, rows, 4, 2))
+    y, gradient = encoded_vjp(function, x, jnp.ones((1, 0, 2, 2)))
+    assert y.shape == (1, 0, 2, 2)
+    assert gradient is None or not gradient.any()
+
+
 @pytest.mark.core
 def test_relu_before_a_pool_stores_nothing_at_full_size():
     graph = trace(lambda x: [pool(jax.nn.relu(x), (2, 2), (2, 2), "VALID")], jnp.ones((2, 8, 8, 4)))

@@ -3,6 +3,7 @@
 JAX keeps the whole input map and finds the maxima again (``select_and_scatter_add``). Here the forward pass keeps
 the position: 2 bits for a 2x2 window, 4 for 3x3. Positions count the window's elements in row-major order, and the
 scan that finds them is XLA's own (``selected >= candidate`` keeps), so that ties, NaN and padding go the same way.
+The window may be dilated, which JAX itself cannot differentiate, and so may the map.
 
 A ReLU before the pool needs no mask of its own: its cotangent is zero everywhere but at the maxima, so one bit for
 each *output* element, "was the maximum positive", does the same.
@@ -12,6 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,13 +25,36 @@ from jaxpipe.graph import Operator, is_differentiable
 from jaxpipe.vjp import Cut, from_rule
 
 
+@dataclass(frozen=True)
+class Windows:
+    """Where the windows of a pool lie, in the terms of ``lax.reduce_window``; everything by dimension.
+
+    Attributes:
+      shape: positions in a window.
+      strides: elements from one window to the next.
+      padding: elements before and after the map.
+      dilation: elements from one position of a window to the next.
+      base_dilation: the same for the map: its elements stand that far apart, with padding between them.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    base_dilation: tuple[int, ...]
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """Elements from a window's first position to its last, both counted."""
+        return tuple((k - 1) * d + 1 for k, d in zip(self.shape, self.dilation, strict=True))
+
+
 def applies(op: Operator) -> bool:
-    """Whether ``op`` is a max-pool of floats without dilation."""
+    """Whether ``op`` is a max-pool of floats with at least one window."""
     return (
         op.name == "reduce_window_max"
         and is_differentiable(op.equation.invars[0].aval)
-        and set(op.params["base_dilation"]) == {1}
-        and set(op.params["window_dilation"]) == {1}
+        and math.prod(op.equation.outvars[0].aval.shape) > 0
         and math.prod(op.params["window_dimensions"]) <= 2**16
     )
 
@@ -41,46 +66,50 @@ def position_bits(window: Sequence[int]) -> int:
 
 def rule(pool: Operator, relu: Operator | None) -> Callable[[Any], Cut]:
     """The cut of a max-pool, or of a ReLU and the max-pool that alone reads it."""
-    window = tuple(pool.params["window_dimensions"])
-    strides = tuple(pool.params["window_strides"])
-    padding = tuple(pool.params["padding"])
+    windows = Windows(
+        tuple(pool.params["window_dimensions"]),
+        tuple(pool.params["window_strides"]),
+        tuple(pool.params["padding"]),
+        tuple(pool.params["window_dilation"]),
+        tuple(pool.params["base_dilation"]),
+    )
 
     def cut(aval: Any) -> Cut:
         def forward(operand: Any) -> tuple[Any, list[Any]]:
             (values,) = (operand,) if relu is None else relu.evaluate(operand)
-            result, position, selected = find_maxima(values, window, strides, padding)
+            result, position, selected = find_maxima(values, windows)
             return result, [position] if relu is None else [position, selected > 0]
 
         def backward(residuals: Sequence[Any], cotangent: Any) -> Any:
             position, *positive = residuals
-            size = math.prod(window)
+            size = math.prod(windows.shape)
             position = position.astype(jnp.uint8 if size < 255 else jnp.int32)
             if positive:
                 position = lax.select(positive[0], position, lax.full_like(position, size + 1))
             # Each position is read by every element of its window: decode it once.
             position = _compat.materialize(position, cotangent)
-            return scatter_to_maxima(cotangent, position, aval.shape, window, strides, padding)
+            return scatter_to_maxima(cotangent, position, aval.shape, windows)
 
-        bits = [position_bits(window)] + ([] if relu is None else [1])
+        bits = [position_bits(windows.shape)] + ([] if relu is None else [1])
         return from_rule(forward, backward, aval, bits)
 
     return cut
 
 
-def find_maxima(
-    values: Any, window: Sequence[int], strides: Sequence[int], padding: Sequence[tuple[int, int]]
-) -> tuple[Any, Any, Any]:
+def find_maxima(values: Any, windows: Windows) -> tuple[Any, Any, Any]:
     """Each window's maximum, the row-major position that receives its cotangent, and the element there.
 
     The two differ only if the window holds a NaN: the maximum is NaN, the cotangent goes where XLA's scan stops.
     Plain elementwise operators on strided slices: they fuse, and may be recomputed like any other.
     """
     lowest = jnp.array(-jnp.inf, values.dtype)
-    padded = lax.pad(values, lowest, [(low, high, 0) for low, high in padding])
-    counts = [(n - k) // s + 1 for n, k, s in zip(padded.shape, window, strides, strict=True)]
-    dtype = jnp.uint8 if position_bits(window) <= 8 else jnp.uint16
+    strides = windows.strides
+    between = [b - 1 for b in windows.base_dilation]
+    padded = lax.pad(values, lowest, [(low, high, m) for (low, high), m in zip(windows.padding, between, strict=True)])
+    counts = [(n - k) // s + 1 for n, k, s in zip(padded.shape, windows.extent, strides, strict=True)]
+    dtype = jnp.uint8 if position_bits(windows.shape) <= 8 else jnp.uint16
     candidates = []
-    for offset in itertools.product(*map(range, window)):
+    for offset in itertools.product(*(range(0, k, d) for k, d in zip(windows.extent, windows.dilation, strict=True))):
         limit = [o + (n - 1) * s + 1 for o, n, s in zip(offset, counts, strides, strict=True)]
         candidates.append(lax.slice(padded, offset, limit, strides))
     maximum = selected = candidates[0]
@@ -93,27 +122,23 @@ def find_maxima(
     return maximum, position, selected
 
 
-def scatter_to_maxima(
-    cotangent: Any,
-    position: Any,
-    shape: Sequence[int],
-    window: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-) -> Any:
+def scatter_to_maxima(cotangent: Any, position: Any, shape: Sequence[int], windows: Windows) -> Any:
     """Send each cotangent to the position of its window's maximum; overlapping windows add up.
 
-    A position of ``prod(window) + 1`` sends its cotangent nowhere. Element ``p = s q + r`` of a dimension with
-    stride ``s`` lies in the windows ``q - t`` at position ``r + s t``.
+    A position of ``prod(windows.shape) + 1`` sends its cotangent nowhere. Element ``p = s q + r`` of a dimension with
+    stride ``s`` lies in the windows ``q - t`` at offset ``r + s t``, if the window has a position at that offset.
     For each ``t`` the map is laid out as ``[q, r]`` pairs and compared with the positions, so the work is one fused
     elementwise pass. Larger ``t``, that is earlier windows, come first: XLA's order.
     """
-    reach = [-(-k // s) for k, s in zip(window, strides, strict=True)]
-    padded = [n + low + high for n, (low, high) in zip(shape, padding, strict=True)]
+    strides, extent = windows.strides, windows.extent
+    reach = [-(-k // s) for k, s in zip(extent, strides, strict=True)]
+    dilated = [(n - 1) * b + 1 if n else 0 for n, b in zip(shape, windows.base_dilation, strict=True)]
+    padded = [n + low + high for n, (low, high) in zip(dilated, windows.padding, strict=True)]
     cells = [max(-(-n // s), o + t - 1) for n, s, o, t in zip(padded, strides, cotangent.shape, reach, strict=True)]
     interleaved = [side for cell, s in zip(cells, strides, strict=True) for side in (cell, s)]
-    flat = np.arange(math.prod(window)).reshape(window)
-    nowhere = math.prod(window)
+    nowhere = math.prod(windows.shape)
+    positions_at = np.full(extent, nowhere)
+    positions_at[tuple(slice(None, None, d) for d in windows.dilation)] = np.arange(nowhere).reshape(windows.shape)
     # A sum that starts at zero never gives -0.0, so no cotangent may bring one in.
     cotangent = jnp.where(cotangent != 0, cotangent, jnp.zeros((), cotangent.dtype))
     margins = [(t - 1, cell - n, 0) for t, cell, n in zip(reach, cells, cotangent.shape, strict=True)]
@@ -124,17 +149,20 @@ def scatter_to_maxima(
     for shift in itertools.product(*(range(t - 1, -1, -1) for t in reach)):
         # Which position leads to offset r inside a cell; `nowhere` beyond the window.
         code = np.full(strides, nowhere, position.dtype)
-        inside = tuple(slice(0, max(0, min(s, k - s * t))) for s, k, t in zip(strides, window, shift, strict=True))
+        inside = tuple(slice(0, max(0, min(s, k - s * t))) for s, k, t in zip(strides, extent, shift, strict=True))
         source = tuple(slice(s * t, s * t + s) for s, t in zip(strides, shift, strict=True))
-        code[inside] = flat[source]
+        code[inside] = positions_at[source]
+        if (code == nowhere).all():  # between two positions of a dilated window
+            continue
         start = [t - 1 - moved for t, moved in zip(reach, shift, strict=True)]
         stop = [low + cell for low, cell in zip(start, cells, strict=True)]
         hit = _interleave(lax.slice(positions, start, stop)) == code.reshape(spread)
         value = _interleave(lax.slice(cotangents, start, stop))
         terms.append(jnp.where(hit, jnp.broadcast_to(value, interleaved), jnp.zeros((), cotangent.dtype)))
     full = lax.reshape(functools.reduce(jnp.add, terms), [cell * s for cell, s in zip(cells, strides, strict=True)])
-    starts = [low for low, _ in padding]
-    return lax.slice(full, starts, [low + n for low, n in zip(starts, shape, strict=True)])
+    starts = [low for low, _ in windows.padding]
+    apart = windows.base_dilation if set(windows.base_dilation) != {1} else None
+    return lax.slice(full, starts, [low + n for low, n in zip(starts, dilated, strict=True)], apart)
 
 
 def _interleave(x: Any) -> Any:

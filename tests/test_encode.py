@@ -19,6 +19,8 @@ from jaxpipe import memory_encoded, without_encoding
 # last bit of single sums: a few float32 roundings (6e-8) of a tensor's largest entries.
 FUSION = 1e-6
 
+SLOW = ("alexnet", "nin", "overfeat", "resnet50", "unet_norm", "vit")  # each takes more than 15 seconds
+
 
 def value_and_gradients(case, decorate):
     loss, arguments = case.losses(decorate)
@@ -26,9 +28,7 @@ def value_and_gradients(case, decorate):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("alexnet", "nin") else ()) for name in LINEN]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LINEN])
 def test_linen_loss_gradients_and_state_are_those_of_the_plain_model(name):
     plain, arguments = value_and_gradients(LINEN[name], lambda cls: cls)
     encoded, _ = value_and_gradients(LINEN[name], memory_encoded)

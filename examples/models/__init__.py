@@ -4,30 +4,37 @@ from .alexnet import AlexNet
 from .cnn_linen import DigitsCNN as LinenDigitsCNN
 from .cnn_nnx import DigitsCNN as NNXDigitsCNN
 from .custom import SoftplusMLP
+from .gpt2 import GPT2
 from .inception import Inception
 from .mlp import init_mlp, mlp
 from .nin import NiN
+from .overfeat import OverFeat
 from .rematted import RematCNN
-from .resnet import ResNet18
+from .resnet import ResNet18, ResNet50
 from .scanned import ScannedMLP
 from .transformer import Transformer
 from .unet import UNet
 from .vgg import VGG16
+from .vit import ViT
 
 
 __all__ = [
+    "GPT2",
     "VGG16",
     "AlexNet",
     "Inception",
     "LinenDigitsCNN",
     "NNXDigitsCNN",
     "NiN",
+    "OverFeat",
     "RematCNN",
     "ResNet18",
+    "ResNet50",
     "ScannedMLP",
     "SoftplusMLP",
     "Transformer",
     "UNet",
+    "ViT",
     "init_mlp",
     "mlp",
 ]

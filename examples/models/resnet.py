@@ -1,4 +1,4 @@
-"""ResNet-18 for CIFAR, with BatchNorm.
+"""ResNet-18 for CIFAR and ResNet-50 for ImageNet, with BatchNorm.
 
 He et al., "Deep Residual Learning for Image Recognition" (2015), arXiv:1512.03385.
 """
@@ -53,4 +53,59 @@ class ResNet18(nn.Module):
             for block in range(blocks):
                 stride = 2 if stage > 0 and block == 0 else 1
                 x = BasicBlock(2**stage * self.width, stride)(x, train=train)
+        return nn.Dense(self.num_classes)(x.mean(axis=(1, 2)))
+
+
+class BottleneckBlock(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions and a shortcut, projected by a 1x1 convolution on a shape change.
+
+    The stride is that of the 3x3 convolution, as it is in most implementations.
+
+    Input: [batch, height, width, channels].
+    Output: [batch, height / stride, width / stride, 4 * features].
+    """
+
+    features: int
+    stride: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+        strides = (self.stride, self.stride)
+        y = nn.Conv(self.features, (1, 1), use_bias=False)(x)
+        y = nn.BatchNorm(use_running_average=not train, momentum=0.9)(y)
+        y = nn.relu(y)
+        y = nn.Conv(self.features, (3, 3), strides, use_bias=False)(y)
+        y = nn.BatchNorm(use_running_average=not train, momentum=0.9)(y)
+        y = nn.relu(y)
+        y = nn.Conv(4 * self.features, (1, 1), use_bias=False)(y)
+        y = nn.BatchNorm(use_running_average=not train, momentum=0.9)(y)
+        if x.shape != y.shape:
+            x = nn.Conv(4 * self.features, (1, 1), strides, use_bias=False)(x)
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        return nn.relu(x + y)
+
+
+class ResNet50(nn.Module):
+    """Residual network of bottleneck blocks with a 7x7 stem of stride 2 and an overlapping 3x3/2 max pool.
+
+    Stage `i` has `stage_sizes[i]` blocks of `4 * 2**i * width` channels.
+    Training updates the `batch_stats` collection, which the caller makes mutable.
+
+    Input: images [batch, 224, 224, 3], or of other sides from 32. Output: logits [batch, num_classes].
+    """
+
+    num_classes: int = 1000
+    width: int = 64
+    stage_sizes: tuple[int, ...] = (3, 4, 6, 3)
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+        x = nn.Conv(self.width, (7, 7), (2, 2), use_bias=False)(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        x = nn.relu(x)
+        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        for stage, blocks in enumerate(self.stage_sizes):
+            for block in range(blocks):
+                stride = 2 if stage > 0 and block == 0 else 1
+                x = BottleneckBlock(2**stage * self.width, stride)(x, train=train)
         return nn.Dense(self.num_classes)(x.mean(axis=(1, 2)))

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 
 
 class Block(nn.Module):
-    """Causal self-attention and a gelu MLP, each pre-normalised, with dropout and residual.
+    """Self-attention and a gelu MLP, each pre-normalised, with dropout and residual.
 
-    Input and output: [batch, length, width].
+    Input and output: [batch, length, width]. The mask, if there is one, is true where a position may look.
     """
 
     num_heads: int
     dropout_rate: float
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array, *, train: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: jax.Array | None, *, train: bool) -> jax.Array:
         width = x.shape[-1]
         y = nn.LayerNorm()(x)
         y = nn.MultiHeadDotProductAttention(

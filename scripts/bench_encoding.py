@@ -1,89 +1,111 @@
-"""Plain ``jax.grad`` against ``jaxpipe.memory_encoded``: stored bytes, temporaries, build times, step time, gradients.
+"""Ways to store less for the backward pass against plain ``jax.grad``: bytes, build times, step time, gradients.
 
 From the root of the repository, with Flax and jaxpipe's other dependencies installed:
 
     python -m scripts.bench_encoding
-    python -m scripts.bench_encoding --models VGG16 UNet --rounds 30 --seconds 60 --out out/some.json
+    python -m scripts.bench_encoding --models VGG16 ViT-B --variants fast smallest --seconds 60 --out out/some.json
     python -m scripts.plot_encoding
+
+Variants, all compared with ``plain``:
+
+  encoded       ``memory_encoded(codecs={"mask", "index", "alias"})``: nothing is computed again
+  fast          ``memory_encoded``, whose default that is
+  smallest      ``memory_encoded(codecs="smallest")`` under ``with_density`` of what ``measure_density`` found
+  nothing, dots, dots-no-batch
+                ``jax.checkpoint`` of the whole model with the policies ``nothing_saveable``, ``dots_saveable`` and
+                ``dots_with_no_batch_dims_saveable``
 
 A step is one compiled program, ``jit(value_and_grad(loss, has_aux=True))`` of a cross entropy. Everything it works on,
 batch and batch statistics included, is an argument; new batch statistics are returned.
 
 What is measured, model by model, in one process:
 
-  stored       ``jaxpipe.residual_report`` of the loss
+  stored       ``jaxpipe.residual_report`` of the loss; of variants without jaxpipe, what it says that ``jax.vjp`` saves
   temporaries  ``compiled.memory_analysis().temp_size_in_bytes``
-  lower        seconds for ``.lower()``, tracing included: the median over builds of a fresh function, plain and
-               encoded in turn, so that JAX's own caches are equally warm for both
+  lower        seconds for ``.lower()``, tracing and planning included: the median over builds of a fresh function, the
+               variants in turn, so that JAX's own caches are equally warm for all
   compile      seconds for ``.compile()``, in the same builds
-  trace+plan   what jaxpipe adds before XLA starts: the difference of the two lowering times
-  step         plain and encoded steps alternate in one loop, and so does which of them goes first
-  time ratio   encoded / plain within a round: median and quartiles over rounds
-  gradients    L2 norm of the difference over all parameters, relative to the plain gradient's
+  step         the variants' steps alternate in one loop, forwards and backwards
+  time ratio   variant / plain within a round: median and quartiles over rounds
+  gradients    L2 norm of the difference over all parameters, relative to the plain gradient's; and the largest
+               difference of an entry, relative to its array's largest entry (of arrays that are not rounding errors
+               only, as the gradient of an attention's key bias is)
   peak         ``peak_bytes_in_use`` of the device after one step in a process of its own, where the device tells; it
                includes whatever XLA allocates while it tunes kernels
+
+XLA for CPUs drops the barriers by which ``jax.checkpoint`` keeps what is computed twice from being computed once, so
+there the temporaries of checkpoint variants say more than their stored bytes.
 
 If the cores are shared, quartiles far apart mean that something else was running. The process keeps the memory that it
 frees (see ``scripts.measuring``).
 """
 
 import argparse
+import contextlib
 import functools
+import gc
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
-from examples import models
+from scripts.encoding_cases import CASES, SMALL_CASES, Case, Problem, Wrap
 from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
 
 
-BUILDS = 3  # builds per variant for the lowering and compile times
-
-Wrap = Callable[[Any], Any]
-Apply = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]  # params, x, state, key: logits, new state
-VARIANTS: dict[str, Wrap] = {"plain": lambda target: target, "encoded": jaxpipe.memory_encoded}
+#: Arrays of gradients whose entries are this small, relative to the largest entry of all, are rounding errors.
+ROUNDING = 1e-7
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A model, for which ``apply(wrap)`` makes a fresh function, and the arguments of its loss."""
+def identity(target: Any) -> Any:
+    """Nothing is wrapped."""
+    return target
 
-    apply: Callable[[Wrap], Apply]
-    arguments: tuple[Any, ...]
 
-    def loss(self, wrap: Wrap) -> Callable[..., tuple[jax.Array, Any]]:
-        """A fresh loss of the wrapped model."""
-        apply = self.apply(wrap)
-
-        def loss(params: Any, x: jax.Array, state: Any, labels: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
-            logits, new_state = apply(params, x, state, key)
-            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
-            return -chosen.mean(), new_state
-
-        return loss
+def checkpoint(policy: Callable[..., Any]) -> Wrap:
+    """``jax.checkpoint`` with a policy."""
+    return functools.partial(jax.checkpoint, policy=policy)
 
 
 @dataclass(frozen=True)
-class Case:
-    """A model at the size at which it is measured."""
+class Variant:
+    """How the model is wrapped, how its ``apply``, and whether densities are measured before it is traced."""
 
-    name: str
-    make: Callable[[], Problem]
+    wrap: Wrap = identity
+    wrap_apply: Wrap = identity
+    measured: bool = False
+
+    def loss(self, problem: Problem) -> Callable[..., tuple[jax.Array, Any]]:
+        """A fresh loss."""
+        return problem.loss(self.wrap, self.wrap_apply)
+
+    def tracing(self, density: jaxpipe.Density | None) -> contextlib.AbstractContextManager[None]:
+        """What has to be in force while it is traced."""
+        return jaxpipe.with_density(density) if self.measured and density else contextlib.nullcontext()
+
+
+PLAIN = Variant()
+SMALLEST = Variant(jaxpipe.memory_encoded(codecs="smallest"), measured=True)
+VARIANTS = {
+    "encoded": Variant(jaxpipe.memory_encoded(codecs=("mask", "index", "alias"))),
+    "fast": Variant(jaxpipe.memory_encoded),
+    "smallest": SMALLEST,
+    "nothing": Variant(wrap_apply=checkpoint(jax.checkpoint_policies.nothing_saveable)),
+    "dots": Variant(wrap_apply=checkpoint(jax.checkpoint_policies.dots_saveable)),
+    "dots-no-batch": Variant(wrap_apply=checkpoint(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)),
+}
+DEFAULT = [name for name in VARIANTS if name != "encoded"]
 
 
 @dataclass(frozen=True)
@@ -96,141 +118,107 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What is measured of one of the two programs: bytes and seconds."""
+class Measured:
+    """What is measured of one program: bytes, seconds, and how its gradients differ from those of ``plain``."""
 
     stored: int
     temporaries: int
     lower: float
     compile: float
     step: Quartiles
+    time_ratio: Quartiles
+    gradient_difference: float
+    gradient_difference_largest: float
+    bit_identical: bool
     peak: int | None
+    largest_batch: int | None
 
 
 @dataclass(frozen=True)
 class Row:
-    """The result for one model."""
+    """The result for one model, ``plain`` among the variants."""
 
     name: str
-    plain: Variant
-    encoded: Variant
+    batch: int
+    input: str
+    parameters: int
     plain_stored_with_constants: int
-    trace_and_plan: float
-    time_ratio: Quartiles
+    density_seconds: float | None
     rounds: int
-    gradient_difference: float
-    bit_identical: bool
+    variants: dict[str, Measured]
 
 
-def normal(*shape: int) -> jax.Array:
-    """A batch of noise."""
-    return jax.random.normal(jax.random.key(1), shape)
+@dataclass(frozen=True)
+class Options:
+    """How long to measure, and within how many bytes to look for the largest batch."""
+
+    rounds: int
+    seconds: float
+    builds: int
+    cap: int | None
 
 
-def problem(apply: Callable[[Wrap], Apply], params: Any, x: jax.Array, state: Any) -> Problem:
-    """With random labels in the shape of the model's logits."""
-    key = jax.random.key(2)
-    logits, _ = jax.eval_shape(apply(VARIANTS["plain"]), params, x, state, key)
-    labels = jax.random.randint(jax.random.key(3), logits.shape[:-1], 0, logits.shape[-1])
-    return Problem(apply, (params, x, state, labels, key))
-
-
-def linen(cls: type[nn.Module], x: jax.Array, call: dict[str, Any], **fields: Any) -> Problem:
-    """``cls(**fields)(x, **call)``."""
-    state = dict(jax.jit(lambda x: cls(**fields).init(jax.random.key(0), x, **call))(x))
-    params = state.pop("params")
-
-    def apply(wrap: Wrap) -> Apply:
-        model = wrap(cls)(**fields)
-
-        def run(params: Any, x: jax.Array, state: Any, key: jax.Array) -> tuple[jax.Array, Any]:
-            variables = {"params": params, **state}
-            return model.apply(variables, x, **call, rngs={"dropout": key}, mutable=list(state))
-
-        return run
-
-    return problem(apply, params, x, state)
-
-
-def nnx_module(cls: type[nnx.Module], x: jax.Array, **fields: Any) -> Problem:
-    """``cls(rngs, **fields)(x)``."""
-    _, params, state = nnx.split(cls(nnx.Rngs(0), **fields), nnx.Param, ...)
-
-    def apply(wrap: Wrap) -> Apply:
-        definition = nnx.graphdef(wrap(cls)(nnx.Rngs(0), **fields))
-
-        def run(params: Any, x: jax.Array, state: Any, _: jax.Array) -> tuple[jax.Array, Any]:
-            model = nnx.merge(definition, params, state, copy=True)
-            return model(x), nnx.state(model, nnx.Not(nnx.Param))
-
-        return run
-
-    return problem(apply, params, x, state)
-
-
-def mlp(x: jax.Array, sizes: Sequence[int]) -> Problem:
-    """The plain function ``mlp(params, x)``."""
-
-    def apply(wrap: Wrap) -> Apply:
-        function = wrap(models.mlp)
-        return lambda params, x, state, _: (function(params, x), state)
-
-    return problem(apply, models.init_mlp(jax.random.key(0), sizes), x, {})
-
-
-def transformer(batch: int, length: int, vocab: int, **fields: Any) -> Problem:
-    """A language model on random tokens."""
-    tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, vocab)
-    return linen(models.Transformer, tokens, {"train": True}, vocab=vocab, max_length=length, **fields)
-
-
-CASES = (
-    Case("VGG16", lambda: linen(models.VGG16, normal(64, 32, 32, 3), {})),
-    Case("ResNet18", lambda: linen(models.ResNet18, normal(32, 32, 32, 3), {"train": True})),
-    Case("UNet", lambda: linen(models.UNet, normal(8, 64, 64, 3), {}, width=32, depth=3)),
-    Case("Inception", lambda: linen(models.Inception, normal(16, 32, 32, 3), {}, width=32)),
-    Case("Transformer", lambda: transformer(8, 64, 256, num_layers=4, width=128, num_heads=4)),
-    Case("DigitsCNN-Linen", lambda: linen(models.LinenDigitsCNN, normal(128, 8, 8, 1), {"train": True}, width=64)),
-    Case("DigitsCNN-NNX", lambda: nnx_module(models.NNXDigitsCNN, normal(128, 8, 8, 1), width=64)),
-    Case("MLP", lambda: mlp(normal(256, 1024), [1024] * 5 + [10])),
-    Case("ScannedMLP", lambda: linen(models.ScannedMLP, normal(256, 256), {}, num_layers=12, width=256)),
-    Case("RematCNN", lambda: linen(models.RematCNN, normal(16, 32, 32, 3), {}, width=32)),
-    Case("SoftplusMLP", lambda: linen(models.SoftplusMLP, normal(1024, 512), {}, width=512)),
-)
-
-
-def build(problem: Problem, wrap: Wrap) -> Build:
+def build(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -> Build:
     """Trace, lower and compile a step."""
-    step = jax.jit(jax.value_and_grad(problem.loss(wrap), has_aux=True))
+    step = jax.jit(jax.value_and_grad(variant.loss(problem), has_aux=True))
     start = time.perf_counter()
-    lowered = step.lower(*problem.arguments)
+    with variant.tracing(density):
+        lowered = step.lower(*problem.arguments)
     middle = time.perf_counter()
     compiled = lowered.compile()
     return Build(middle - start, time.perf_counter() - middle, compiled)
 
 
-def compare(plain: Any, encoded: Any) -> tuple[float, bool]:
-    """Relative L2 norm of the difference between two trees, and whether they agree bit by bit."""
-    pairs = list(zip(jax.tree.leaves(jax.device_get(plain)), jax.tree.leaves(jax.device_get(encoded)), strict=True))
-    difference = sum(np.sum(np.square(a.astype(np.float64) - b)) for a, b in pairs)
-    scale = sum(np.sum(np.square(a.astype(np.float64))) for a, _ in pairs)
-    return float(np.sqrt(difference / scale)), all(a.tobytes() == b.tobytes() for a, b in pairs)
+def build_all(problem: Problem, chosen: Mapping[str, Variant], density: Any, builds: int) -> dict[str, Build]:
+    """The last build of each variant, with the median times of all."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
+    last: dict[str, Build] = {}
+    for _ in range(builds):
+        for name, variant in chosen.items():
+            last[name] = build(problem, variant, density)
+            times[name].append((last[name].lower, last[name].compile))
+    return {name: Build(*np.median(times[name], axis=0).tolist(), made.step) for name, made in last.items()}
 
 
-def peak_of(case: Case, wrap: Wrap) -> int | None:
-    """Peak device memory of this process after one step; None where the device does not tell."""
+def report_of(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -> tuple[int, int]:
+    """Bytes stored by a variant, and by plain ``jax.vjp`` of it with constants."""
+    loss = variant.loss(problem)
+    with variant.tracing(density):
+        report = jaxpipe.residual_report(lambda *args: loss(*args)[0], *problem.arguments)
+    return report.plain_bytes if variant.wrap is identity else report.total_bytes, report.plain_bytes_raw
+
+
+def compare(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[float, float, bool]:
+    """Relative L2 norm of the difference, largest relative difference of an entry, and whether all bits agree."""
+    squares = scale = largest = 0.0
+    floor = ROUNDING * max(np.max(np.abs(a), initial=0) for a in plain)
+    for a, b in zip(plain, other, strict=True):
+        difference = a.astype(np.float64) - b
+        squares += float(np.vdot(difference, difference))
+        scale += float(np.square(a, dtype=np.float64).sum())
+        size = np.max(np.abs(a), initial=0)
+        if size > floor:
+            largest = max(largest, float(np.max(np.abs(difference)) / size))
+    return (squares / scale) ** 0.5, largest, all(a.tobytes() == b.tobytes() for a, b in zip(plain, other, strict=True))
+
+
+def peak_of(case: Case, variant: Variant) -> int | None:
+    """Peak device memory of this process after one step; None where the device does not tell.
+
+    Densities are left to be assumed, as measuring them takes memory of its own.
+    """
     device = jax.devices()[0]
     if not device.memory_stats():
         return None
-    problem = case.make()
-    jax.block_until_ready(build(problem, wrap).step(*problem.arguments))
+    problem = case.make(case.batch)
+    jax.block_until_ready(build(problem, variant, None).step(*problem.arguments))
     return device.memory_stats().get("peak_bytes_in_use")
 
 
-def peaks(cases: Sequence[Case]) -> dict[str, int]:
+def peaks(cases: Sequence[Case], variants: Sequence[str]) -> dict[str, int]:
     """Peaks by ``model:variant``. To be called before this process takes hold of the device."""
     found: dict[str, int] = {}
-    for label in (f"{case.name}:{variant}" for case in cases for variant in VARIANTS):
+    for label in (f"{case.name}:{variant}" for case in cases for variant in variants):
         command = [sys.executable, "-m", "scripts.bench_encoding", "--peak-of", label]
         peak = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         if peak is None:
@@ -239,89 +227,171 @@ def peaks(cases: Sequence[Case]) -> dict[str, int]:
     return found
 
 
-def measure(case: Case, peak: dict[str, int], rounds: int, limit: float) -> Row:
-    """Everything about one model; ``peak`` is what ``peaks`` found, ``limit`` the seconds for all rounds."""
-    problem = case.make()
-    encoded_loss = problem.loss(jaxpipe.memory_encoded)
-    report = jaxpipe.residual_report(lambda *args: encoded_loss(*args)[0], *problem.arguments)
-    stored = {"plain": report.plain_bytes, "encoded": report.total_bytes}
-    made = [{name: build(problem, wrap) for name, wrap in VARIANTS.items()} for _ in range(BUILDS)]
-    last = made[-1]
-    steps = {name: functools.partial(made.step, *problem.arguments) for name, made in last.items()}
-    times = alternate(steps, rounds, limit)
-    variants = {
-        name: Variant(
-            stored=stored[name],
-            temporaries=last[name].step.memory_analysis().temp_size_in_bytes,
-            lower=statistics.median(builds[name].lower for builds in made),
-            compile=statistics.median(builds[name].compile for builds in made),
+def needed(case: Case, batch: int, variant: Variant, density: jaxpipe.Density | None) -> float:
+    """Bytes of a compiled step with its arguments and results; infinite if it does not fit the device."""
+    try:
+        memory = build(case.make(batch), variant, density).step.memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return float("inf")
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return kept + memory.temp_size_in_bytes
+
+
+def largest_batch(case: Case, variant: Variant, density: jaxpipe.Density | None, cap: int) -> int:
+    """The largest batch whose step needs at most ``cap`` bytes, to one part in sixteen; 0 if there is none."""
+    fits, fails = 0, case.batch
+    while needed(case, fails, variant, density) <= cap:
+        fits, fails = fails, 2 * fails
+    while fails - fits > max(1, fits // 16):
+        middle = (fits + fails) // 2
+        if needed(case, middle, variant, density) <= cap:
+            fits = middle
+        else:
+            fails = middle
+    return fits
+
+
+def measure(case: Case, chosen: Mapping[str, Variant], peak: Mapping[str, int], options: Options) -> Row:
+    """Everything about one model; ``chosen`` begins with ``plain``, ``peak`` is what ``peaks`` found."""
+    problem = case.make(case.batch)
+    density, density_seconds = None, None
+    if any(variant.measured for variant in chosen.values()):
+        start = time.perf_counter()
+        density = jaxpipe.measure_density(SMALLEST.loss(problem), *problem.arguments)
+        density_seconds = time.perf_counter() - start
+    reports = {name: report_of(problem, variant, density) for name, variant in chosen.items()}
+    made = build_all(problem, chosen, density, options.builds)
+    steps = {name: functools.partial(each.step, *problem.arguments) for name, each in made.items()}
+    times = alternate(steps, options.rounds, options.seconds)
+    gradients = jax.tree.leaves(jax.device_get(steps["plain"]()[1]))
+    found = {}
+    for name, each in made.items():
+        difference, largest, same = compare(gradients, jax.tree.leaves(jax.device_get(steps[name]()[1])))
+        found[name] = Measured(
+            stored=reports[name][0],
+            temporaries=each.step.memory_analysis().temp_size_in_bytes,
+            lower=each.lower,
+            compile=each.compile,
             step=quartiles(times[name]),
+            time_ratio=quartiles([b / a for a, b in zip(times["plain"], times[name], strict=True)]),
+            gradient_difference=difference,
+            gradient_difference_largest=largest,
+            bit_identical=same,
             peak=peak.get(f"{case.name}:{name}"),
+            largest_batch=largest_batch(case, chosen[name], density, options.cap) if options.cap else None,
         )
-        for name in VARIANTS
-    }
-    difference, identical = compare(*(last[name].step(*problem.arguments)[1] for name in VARIANTS))
     return Row(
         name=case.name,
-        **variants,
-        plain_stored_with_constants=report.plain_bytes_raw,
-        trace_and_plan=variants["encoded"].lower - variants["plain"].lower,
-        time_ratio=quartiles([b / a for a, b in zip(*times.values(), strict=True)]),
+        batch=case.batch,
+        input=str(jax.typeof(problem.arguments[1])),
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(problem.arguments[0])),
+        plain_stored_with_constants=reports["plain"][1],
+        density_seconds=density_seconds,
         rounds=len(times["plain"]),
-        gradient_difference=difference,
-        bit_identical=identical,
+        variants=found,
     )
 
 
-def table(rows: Sequence[Row], mean: float) -> Table:
+def geometric_means(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Means over the models of what each variant stores, its temporaries and its time, relative to plain."""
+
+    def mean(name: str, ratio: Callable[[Measured, Measured], float]) -> float:
+        return statistics.geometric_mean(ratio(row.variants[name], row.variants["plain"]) for row in rows)
+
+    return {
+        name: {
+            "stored": mean(name, lambda a, b: a.stored / b.stored),
+            "temporaries": mean(name, lambda a, b: a.temporaries / b.temporaries),
+            "time": mean(name, lambda a, _: a.time_ratio[1]),
+        }
+        for name in rows[0].variants
+    }
+
+
+def table(rows: Sequence[Row], means: Mapping[str, Mapping[str, float]]) -> Table:
     """The results to read."""
-    result = Table(title="memory_encoded / plain jax.grad", title_justify="left")
-    result.caption = f"Geometric mean of the time ratios: {mean:.4f}. In brackets: quartiles."
-    result.add_column("model")
-    for column in ("stored MiB", "temp. MiB", "peak", "compile s", "trace+plan s", "step ms", "time", "gradients"):
+    result = Table(title="Relative to plain jax.grad", title_justify="left", caption="In brackets: quartiles.")
+    searched = any(found.largest_batch is not None for row in rows for found in row.variants.values())
+    for column in ("model", "variant"):
+        result.add_column(column)
+    columns = ["stored MiB", "temp. MiB", "peak", "lower s", "compile s", "step ms", "time", "gradients: L2, largest"]
+    for column in columns + ["batch"] * searched:
         result.add_column(column, justify="right")
     for row in rows:
-        a, b, (low, median, high) = row.plain, row.encoded, row.time_ratio
-        result.add_row(
-            row.name,
-            f"{b.stored / 2**20:.2f} / {a.stored / 2**20:.2f} = {b.stored / a.stored:.3f}",
-            f"{b.temporaries / 2**20:.1f} / {a.temporaries / 2**20:.1f} = {b.temporaries / a.temporaries:.3f}",
-            f"{b.peak / a.peak:.3f}" if a.peak and b.peak else "",
-            f"{b.compile:.2f} / {a.compile:.2f} = {b.compile / a.compile:.2f}",
-            f"{row.trace_and_plan:.2f}",
-            f"{1e3 * b.step[1]:.1f} / {1e3 * a.step[1]:.1f}",
-            f"{median:.3f} ({low:.3f}-{high:.3f})",
-            "identical" if row.bit_identical else f"{row.gradient_difference:.1e}",
-        )
+        plain = row.variants["plain"]
+        for name, found in row.variants.items():
+            low, median, high = found.time_ratio
+            result.add_row(
+                row.name if name == "plain" else "",
+                name,
+                f"{found.stored / 2**20:.1f} = {found.stored / plain.stored:.3f}",
+                f"{found.temporaries / 2**20:.1f} = {found.temporaries / plain.temporaries:.3f}",
+                f"{found.peak / plain.peak:.3f}" if found.peak and plain.peak else "",
+                f"{found.lower:.2f}",
+                f"{found.compile:.2f}",
+                f"{1e3 * found.step[1]:.1f}",
+                "" if name == "plain" else f"{median:.3f} ({low:.3f}-{high:.3f})",
+                "identical"
+                if found.bit_identical
+                else f"{found.gradient_difference:.1e}, {found.gradient_difference_largest:.1e}",
+                *[str(found.largest_batch)] * searched,
+            )
+        result.add_section()
+    for name, mean in means.items():
+        ratios = (f"{mean[key]:.3f}" for key in ("stored", "temporaries"))
+        title = "geometric mean" if name == "plain" else ""
+        result.add_row(title, name, *ratios, "", "", "", "", f"{mean['time']:.3f}")
     return result
 
 
+def save(path: Path, rows: Sequence[Row]) -> None:
+    """Write the JSON file."""
+    result = {**header(), "geometric_means": geometric_means(rows), "rows": [asdict(row) for row in rows]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
-    """Measure, write the JSON file and print the table."""
-    by_name = {case.name: case for case in CASES}
+    """Measure, write the JSON file after each model, and print the table."""
+    by_name = {case.name: case for case in CASES + SMALL_CASES}
+    default = [case.name for case in CASES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=by_name, default=list(by_name), metavar="NAME")
+    parser.add_argument(
+        "--models", nargs="+", choices=by_name, default=default, metavar="NAME", help=f"of {', '.join(by_name)}"
+    )
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT, help="besides plain")
     parser.add_argument("--rounds", type=int, default=300, help="most rounds per model (default 300)")
-    parser.add_argument("--seconds", type=float, default=30, help="most seconds of rounds per model (default 30)")
+    parser.add_argument("--seconds", type=float, default=120, help="most seconds of rounds per model (default 120)")
+    parser.add_argument("--builds", type=int, default=3, help="builds per variant, for the median times (default 3)")
+    parser.add_argument("--batch-search", type=float, metavar="GIB", help="find the largest batch for this much memory")
     parser.add_argument("--out", type=Path, default=Path("out/bench_encoding.json"))
     parser.add_argument("--peak-of", metavar="NAME:VARIANT", help="print the peak memory of one program, nothing else")
-    options = parser.parse_args()
-    if options.peak_of:
-        name, variant = options.peak_of.split(":")
-        print(json.dumps(peak_of(by_name[name], VARIANTS[variant])))
+    arguments = parser.parse_args()
+    variants = {"plain": PLAIN, **VARIANTS}
+    if arguments.peak_of:
+        name, variant = arguments.peak_of.split(":")
+        print(json.dumps(peak_of(by_name[name], variants[variant])))
         return
     keep_freed_memory()
-    cases = [by_name[name] for name in options.models]
-    peak = peaks(cases)
+    chosen = {name: variant for name, variant in variants.items() if name in ("plain", *arguments.variants)}
+    cases = [by_name[name] for name in arguments.models]
+    peak = peaks(cases, list(chosen))
+    cap = int(arguments.batch_search * 2**30) if arguments.batch_search else None
+    if cap and jax.default_backend() == "cpu":
+        print("--batch-search is skipped: a CPU has no memory of its own to fill.", file=sys.stderr)
+        cap = None
+    options = Options(arguments.rounds, arguments.seconds, arguments.builds, cap)
     rows = []
     for case in cases:
-        rows.append(measure(case, peak, options.rounds, options.seconds))
-        print(f"{case.name}: time ratio {rows[-1].time_ratio[1]:.3f}", file=sys.stderr, flush=True)
-    mean = statistics.geometric_mean(row.time_ratio[1] for row in rows)
-    result = {**header(), "geometric_mean_time_ratio": mean, "rows": [asdict(row) for row in rows]}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    Console(width=180).print(table(rows, mean))
+        rows.append(measure(case, chosen, peak, options))
+        save(arguments.out, rows)
+        ratios = ", ".join(f"{name} {found.time_ratio[1]:.3f}" for name, found in rows[-1].variants.items())
+        print(f"{case.name}: time ratios {ratios}", file=sys.stderr, flush=True)
+        jax.clear_caches()
+        gc.collect()
+    Console(width=180).print(table(rows, geometric_means(rows)))
 
 
 if __name__ == "__main__":

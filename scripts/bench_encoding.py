@@ -33,8 +33,8 @@ What is measured, model by model, in one process:
   peak         ``peak_bytes_in_use`` of the device after one step in a process of its own, where the device tells; it
                includes whatever XLA allocates while it tunes kernels
 
-XLA for CPUs drops the barriers by which ``jax.checkpoint`` keeps what is computed twice from being computed once, so
-there the temporaries of checkpoint variants say more than their stored bytes.
+A checkpoint of the whole model computes again, before the backward pass begins, whatever its policy did not save: less
+is stored between the passes, but the temporaries, which are the peak within the step, need not be smaller.
 
 If the cores are shared, quartiles far apart mean that something else was running. The process keeps the memory that it
 frees (see ``scripts.measuring``).
@@ -177,7 +177,9 @@ def build_all(problem: Problem, chosen: Mapping[str, Variant], density: Any, bui
         for name, variant in chosen.items():
             last[name] = build(problem, variant, density)
             times[name].append((last[name].lower, last[name].compile))
-    return {name: Build(*np.median(times[name], axis=0).tolist(), made.step) for name, made in last.items()}
+    lower = {name: statistics.median(seconds for seconds, _ in found) for name, found in times.items()}
+    compiling = {name: statistics.median(seconds for _, seconds in found) for name, found in times.items()}
+    return {name: Build(lower[name], compiling[name], made.step) for name, made in last.items()}
 
 
 def report_of(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -> tuple[int, int]:

@@ -54,10 +54,7 @@ LINEN = {
     "nin": LinenCase(zoo.NiN, (2, 16, 16, 3), {"width": 4}, TRAIN),
     "overfeat": LinenCase(zoo.OverFeat, (2, 71, 71, 3), {"width": 1, "num_classes": 10}, TRAIN),
     "vit": LinenCase(
-        zoo.ViT,
-        (2, 16, 16, 3),
-        {"num_classes": 10, "patch": 8, "num_layers": 2, "width": 16, "num_heads": 2, "dropout_rate": 0.2},
-        TRAIN,
+        zoo.ViT, (2, 16, 16, 3), {"num_classes": 10, "patch": 8, "num_layers": 2, "width": 16, "num_heads": 2}, TRAIN
     ),
     "gpt2": LinenCase(
         zoo.GPT2,

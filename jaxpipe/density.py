@@ -82,7 +82,8 @@ def measure_density(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     graph = read_graph(jax.make_jaxpr(call.function)(*call.leaves))
     moving = [t for t, leaf in zip(graph.inputs, call.leaves, strict=True) if is_differentiable(leaf)]
     graph = linearize(graph, moving).graph
-    names = {t: name for t, name in tensor_names(graph).items() if can_be_sparse(graph, t)}
+    at_hand = graph.derived_from_parameters()
+    names = {t: name for t, name in tensor_names(graph).items() if t not in at_hand and can_be_sparse(graph, t)}
 
     @jax.jit
     def fractions(*leaves: Any) -> list[Any]:

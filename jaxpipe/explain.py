@@ -20,7 +20,7 @@ class Label:
     Attributes:
       number: of the tensor in its graph.
       part: which of its arrays this is.
-      storage, capacity: its form.
+      form: how it is stored.
       producer: the module path and operator that made it.
       dtype, shape: before it was encoded.
       readers: the backward steps that use it, itself or something recomputed from it.
@@ -29,8 +29,7 @@ class Label:
 
     number: int
     part: int
-    storage: str
-    capacity: int
+    form: Form
     producer: str
     dtype: str
     shape: tuple[int, ...]
@@ -62,10 +61,11 @@ def parse_label(text: str) -> Label | None:
     mark, *fields = text.split("|")
     if mark != MARK or len(fields) != 9:
         return None
-    number, part, storage, capacity, producer, dtype, shape, readers, instead = fields
+    number, part, storage, room, producer, dtype, shape, readers, instead = fields
+    form = Form(Storage(storage), int(room) if Storage(storage).is_sparse else None)
     dims = tuple(int(n) for n in shape.split(",") if n)
     by = tuple(filter(None, readers.split(";")))
-    return Label(int(number), int(part), storage, int(capacity), producer, dtype, dims, by, instead)
+    return Label(int(number), int(part), form, producer, dtype, dims, by, instead)
 
 
 def _name(op: Operator) -> str:

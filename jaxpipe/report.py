@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax import core
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -19,6 +20,7 @@ from jaxpipe.explain import Label, parse_label
 from jaxpipe.graph import GraphBuilder, Operator, encoded_policy, is_differentiable, itemsize
 from jaxpipe.policy import FAST
 from jaxpipe.purify import PureCall, purify
+from jaxpipe.stash import has_overflowed
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,37 @@ def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return ResidualReport(tuple(rows), plain_bytes, plain_bytes + constant_bytes)
 
 
+def count_overflows(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """How many sparse tensors do not fit their room when ``function(*args, **kwargs)`` is differentiated.
+
+    Their gradients are exact all the same, but each costs the time to compute the tensor again: if this is not 0 in
+    the course of a training, measure again (``measure_density``). A pipeline tells it with the metrics of each step.
+
+    Args:
+      function: a function with a decorated part.
+      *args, **kwargs: its arguments, concrete.
+    """
+    call = purify(function, *args, **kwargs)
+    moving = [k for k, leaf in enumerate(call.leaves) if is_differentiable(leaf)]
+    saved = _saved(call.function, moving)
+    labels = _leaf_labels(saved, call.leaves)
+    parts: list[tuple[Label, list[jax.Array]]] = []
+    for label, leaf in zip(labels, jax.jit(saved)(*call.leaves), strict=True):
+        if label is not None and label.part == 0:
+            parts.append((label, []))
+        if label is not None:
+            parts[-1][1].append(leaf)
+    sparse = [(label.form, arrays) for label, arrays in parts if label.form.storage.is_sparse]
+    return sum(int(np.sum(has_overflowed(arrays, form))) for form, arrays in sparse)
+
+
+def _leaf_labels(saved: Callable[..., Any], leaves: Sequence[Any]) -> list[Label | None]:
+    builder = GraphBuilder()
+    outputs = builder.read(jax.make_jaxpr(saved)(*leaves), [builder.tensor(jax.typeof(leaf)) for leaf in leaves])
+    producers = {t: op for op in builder.operators for t in op.outputs}
+    return [_label(producers[t].equation, producers[t].outputs.index(t)) if t in producers else None for t in outputs]
+
+
 def _encode(call: PureCall) -> Callable[..., Any]:
     """The call's function as ``memory_encoded`` would run it."""
 
@@ -185,7 +218,8 @@ def _row(op: Operator, label: Label | None, aval: Any, size: int) -> StoredTenso
         path = re.sub(r"\w+\(\)/?|\b\w+\(([^()]*)\)", r"\1", op.path)  # jvp(Net)/Conv_0 -> Net/Conv_0
         producer = "/".join(filter(None, (path, op.label)))
         return StoredTensor(producer, tuple(aval.shape), str(aval.dtype), "vjp", size)
-    return StoredTensor(label.producer, label.shape, label.dtype, label.storage, size, label.readers, label.instead)
+    storage = label.form.storage.value
+    return StoredTensor(label.producer, label.shape, label.dtype, storage, size, label.readers, label.instead)
 
 
 def _label(equation: Any, position: int) -> Label | None:

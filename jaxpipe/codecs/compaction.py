@@ -43,8 +43,8 @@ def occupancy(flat: Any) -> Any:
 
 
 def count(words: Any) -> Any:
-    """The number of set bits, ``int32[]``."""
-    return jnp.sum(lax.population_count(words).astype(jnp.int32))
+    """The number of set bits, over the last axis."""
+    return jnp.sum(lax.population_count(words), axis=-1, dtype=jnp.int32)
 
 
 def compact(flat: Any, words: Any, capacity: int) -> Any:
@@ -92,7 +92,7 @@ def _expand_by_blocks(values: Any, words: Any, size: int) -> Any:
     fronts = lax.gather(padded, _block_starts(words)[:, None], windows, (BLOCK,), mode="clip")
     fronts = _compat.materialize(fronts, words)
     pairs = lax.population_count(words).astype(jnp.int32).reshape(-1, BLOCK // WORD)
-    before = (jnp.cumsum(pairs, axis=1) - pairs).reshape(-1)
+    before = (jnp.cumsum(pairs, axis=1, dtype=jnp.int32) - pairs).reshape(-1)
     place = _compat.materialize(_rank(words, before).reshape(-1, BLOCK).astype(jnp.uint8), words)
     elements = jnp.take_along_axis(fronts, place, axis=1, mode="promise_in_bounds")
     return jnp.where(_bits(words).reshape(-1, BLOCK), elements, jnp.zeros((), values.dtype)).reshape(-1)[:size]
@@ -120,13 +120,13 @@ def _sources(words: Any) -> Any:
 def _running_count(words: Any) -> Any:
     """How many bits are set before each word."""
     counts = lax.population_count(words).astype(jnp.int32)
-    return jnp.cumsum(counts) - counts
+    return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
 
 def _block_starts(words: Any) -> Any:
     """How many bits are set before each block."""
-    counts = jnp.sum(lax.population_count(words).astype(jnp.int32).reshape(-1, BLOCK // WORD), axis=1)
-    return jnp.cumsum(counts) - counts
+    counts = jnp.sum(lax.population_count(words).reshape(-1, BLOCK // WORD), axis=1, dtype=jnp.int32)
+    return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
 
 def _rank(words: Any, before: Any) -> Any:

@@ -28,8 +28,9 @@ def encode(x: Any, capacity: int) -> tuple[Any, Any, Any]:
     values = compaction.compact(flat, words, capacity)
     columns = compaction.compact(lax.iota(jnp.int32, x.size).astype(jnp.uint8), words, capacity)
     missing = -words.size % (COLUMNS // compaction.WORD)
-    counts = lax.population_count(lax.pad(words, jnp.uint32(0), [(0, missing, 0)])).astype(jnp.int32)
-    ends = jnp.cumsum(jnp.sum(counts.reshape(-1, COLUMNS // compaction.WORD), axis=1))
+    counts = lax.population_count(lax.pad(words, jnp.uint32(0), [(0, missing, 0)]))
+    rows = jnp.sum(counts.reshape(-1, COLUMNS // compaction.WORD), axis=1, dtype=jnp.int32)
+    ends = jnp.cumsum(rows, dtype=jnp.int32)
     return lax.bitcast_convert_type(values, x.dtype), columns, lax.pad(ends, jnp.int32(0), [(1, 0, 0)])
 
 
@@ -39,7 +40,7 @@ def decode(parts: Sequence[Any], shape: Sequence[int]) -> Any:
     capacity, size = values.size, math.prod(shape)
     # The row of the k-th value: how many rows end at or before k.
     ends = jnp.zeros(capacity, jnp.int32).at[offsets[1:]].add(1, mode="drop")
-    place = jnp.cumsum(ends) * COLUMNS + columns
+    place = jnp.cumsum(ends, dtype=jnp.int32) * COLUMNS + columns
     number = lax.iota(jnp.int32, capacity)
     place = jnp.where(number < offsets[-1], place, size + number)  # no two alike; those beyond are dropped
     bits = compaction.to_integers(values)
@@ -49,7 +50,7 @@ def decode(parts: Sequence[Any], shape: Sequence[int]) -> Any:
 
 def count(parts: Sequence[Any]) -> Any:
     """How many elements are not zero, ``int32[]``: more than the capacity if they do not fit."""
-    return parts[2][-1]
+    return parts[2][..., -1]
 
 
 def stored_bytes(size: int, itemsize: int, capacity: int) -> int:

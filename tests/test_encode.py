@@ -19,7 +19,7 @@ from jaxpipe import memory_encoded, without_encoding
 # last bit of single sums: a few float32 roundings (6e-8) of a tensor's largest entries.
 FUSION = 1e-6
 
-SLOW = ("alexnet", "nin", "overfeat", "resnet50", "unet_norm", "vit")  # each takes more than 15 seconds
+SLOW = ("alexnet", "gpt2", "nin", "overfeat", "resnet50", "unet_norm", "vit")  # each takes more than 15 seconds
 
 
 def value_and_gradients(case, decorate):
@@ -38,7 +38,7 @@ def test_linen_loss_gradients_and_state_are_those_of_the_plain_model(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["cnn", "transformer", "scan", "custom_vjp", pytest.param("unet", marks=pytest.mark.slow)]
+    "name", ["cnn", "scan", "custom_vjp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("transformer", "unet"))]
 )
 def test_bit_identical_where_every_operator_runs_alone(name):
     plain, arguments = value_and_gradients(LINEN[name], lambda cls: cls)

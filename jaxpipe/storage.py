@@ -17,11 +17,14 @@ from jaxpipe.density import room
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.policy import FAST, Policy
 from jaxpipe.stash import Form, Storage, stored_bytes
-from jaxpipe.work import VIEWS, is_product, rerun_work
+from jaxpipe.work import VIEWS, contraction, is_product, multiplications, rerun_work
 
 
 #: A tensor is recomputed only if that reads and writes at most this many elements for each of its own.
 RECOMPUTE_WORK_LIMIT = 24
+
+#: All products that may run again together do at most this fraction of the program's multiplications.
+RERUN_SHARE = 0.07
 
 #: A sparse format must bring the bytes down at least to this fraction, or its arithmetic is not worth it.
 WORTH_PACKING = 0.8
@@ -306,12 +309,13 @@ def _cheap_derivations(
     """The operator that gives each tensor back cheaply, for the tensors that have one.
 
     The work of a derivation counts every operator in it once, down to ``roots``, to tensors that have no cheap
-    derivation and to products. A product may be run again if that by itself is cheap, and if no other product has to be
-    run before it.
+    derivation and to products. A product may be run again if that by itself is cheap, if no other product has to be
+    run before it, and if it is a small part of the program.
     """
     derivation: dict[int, Operator] = {}
     needed_work: dict[int, dict[Operator, int]] = {}
     behind_product: set[int] = set()
+    products = _products_to_rerun(graph)
     for op in graph.operators:
         cost, codec = rerun_work(op), "alias" if op.name in VIEWS else "recompute"
         if cost is None or op.has_effects or codec not in codecs[op.outputs[0]]:
@@ -321,7 +325,7 @@ def _cheap_derivations(
         for t in sources:
             work |= needed_work.get(t, {})
         after_product = not behind_product.isdisjoint(sources)
-        if is_product(op) and after_product:
+        if is_product(op) and (after_product or op not in products):
             continue
         for t in op.outputs:
             if t not in at_hand and sum(work.values()) <= RECOMPUTE_WORK_LIMIT * max(1, graph.tensors[t].size):
@@ -331,6 +335,20 @@ def _cheap_derivations(
                     if is_product(op) or after_product:
                         behind_product.add(t)
     return derivation
+
+
+def _products_to_rerun(graph: Graph) -> set[Operator]:
+    """The products with the shortest contractions, as many as do ``RERUN_SHARE`` of all multiplications."""
+    products = [op for op in graph.operators if is_product(op)]
+    work = {op: multiplications(op) for op in products}
+    left = RERUN_SHARE * sum(work.values())
+    chosen = set()
+    for op in sorted(products, key=lambda op: contraction(op.equation)):
+        left -= work[op]
+        if left < 0:
+            break
+        chosen.add(op)
+    return chosen
 
 
 def _minimum_cut(price: Mapping[int, int], sources: Mapping[int, list[int]], needs: Iterable[int]) -> set[int]:

@@ -167,13 +167,18 @@ def rerun_work(op: Operator) -> int | None:
     if op.name == "reduce_window_sum":
         return math.prod(op.params["window_dimensions"]) * written
     if is_product(op):
-        return sum(arrays) + written * contraction(op.equation) // PRODUCTS_PER_ELEMENT
+        return sum(arrays) + multiplications(op) // PRODUCTS_PER_ELEMENT
     return None
 
 
 def is_product(op: Operator) -> bool:
     """Whether an operator is a matrix product or a convolution."""
     return op.name in ("conv_general_dilated", "dot_general")
+
+
+def multiplications(op: Operator) -> int:
+    """How many numbers a matrix product or a convolution multiplies."""
+    return math.prod(op.equation.outvars[0].aval.shape) * contraction(op.equation)
 
 
 #: Pairs multiplied and added in the time that one element takes from memory, at the least: about ten on a CPU core with

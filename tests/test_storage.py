@@ -12,13 +12,18 @@ from jaxpipe.graph import trace
 from jaxpipe.policy import parse
 from jaxpipe.stash import Form, Storage
 from jaxpipe.storage import StoragePlan
-from jaxpipe.work import rerun_work, weight
+from jaxpipe.work import is_product, rerun_work, weight
 
 
 def linearized(function, *shapes, parameters=(), wrt=None):
     graph = trace(lambda *a: [function(*a)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
     graph = graph.with_parameters([k in parameters for k in range(len(shapes))])
     return demand.linearize(graph, graph.inputs if wrt is None else [graph.inputs[k] for k in wrt])
+
+
+def is_cheap(op):
+    """The one product of each of these programs is all of its work, and never cheap."""
+    return rerun_work(op) is not None and not is_product(op)
 
 
 def cheapest(linearization):
@@ -32,14 +37,14 @@ def cheapest(linearization):
         t = pending.pop()
         if t not in related:
             related.add(t)
-            if t in producers and rerun_work(producers[t]) is not None:
+            if t in producers and is_cheap(producers[t]):
                 pending.extend(u for u in producers[t].inputs if u not in at_hand)
 
     def follows(t, chosen):
         if t in chosen or t in at_hand:
             return True
         op = producers.get(t)
-        return op is not None and rerun_work(op) is not None and all(follows(u, chosen) for u in op.inputs)
+        return op is not None and is_cheap(op) and all(follows(u, chosen) for u in op.inputs)
 
     def size(t):
         tensor = graph.tensors[t]
@@ -170,3 +175,17 @@ def test_check_plan_names_what_is_wrong():
     (x,) = linearization.graph.inputs
     with pytest.raises(ValueError, match=rf"tensor %{x} is to be recomputed, but it is an input"):
         storage.check_plan(linearization, StoragePlan({**plan.forms, x: Form(Storage.RECOMPUTE)}))
+
+
+def test_a_product_runs_again_only_if_it_is_cheap_and_a_small_part():
+    def net(x, a, b):
+        return jnp.sin(jnp.sin(x @ a) @ b)
+
+    def stored(inner):
+        shapes = (64, inner), (inner, 256), (256, 512)
+        linearization = linearized(net, *shapes, parameters=[1, 2], wrt=[1, 2])
+        plan = storage.default_plan(linearization, held=linearization.graph.inputs)
+        return {linearization.graph.tensors[t].shape for t in plan.stored} - {(64, inner)}
+
+    assert stored(8) == {(64, 512)}  # 1.5 % of all multiplications
+    assert stored(40) == {(64, 256), (64, 512)}  # 40 of 552 for each element: 7.2 %, above the bound of 7 %

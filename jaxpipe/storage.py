@@ -129,6 +129,13 @@ class Derivations:
         return [*program, producer], leaves
 
 
+def _not_at_hand(program: Iterable[Operator], known: Iterable[int]) -> set[int]:
+    """What a program reads that neither it makes nor is known: inputs that nobody stored."""
+    operators = list(program)
+    made = {t for op in operators for t in op.outputs}
+    return {t for op in operators for t in op.inputs} - made - set(known)
+
+
 def check_plan(linearization: Linearization, plan: StoragePlan) -> None:
     """Raise ``ValueError`` unless the plan gives the backward pass every tensor it needs, and none besides."""
     graph = linearization.graph
@@ -157,8 +164,7 @@ def check_plan(linearization: Linearization, plan: StoragePlan) -> None:
     derivations = Derivations(graph)
     for t in plan.sparse:
         program, leaves = derivations.fallback(t, plan, at_hand)
-        made = {u for op in program for u in op.outputs}
-        lost = {u for op in program for u in op.inputs} - made - set(leaves) - at_hand
+        lost = _not_at_hand(program, {*leaves, *at_hand})
         if lost or any(op.has_effects for op in program):
             raise ValueError(
                 f"storage plan: tensor %{t} is stored with room for {plan.forms[t].capacity} values, but should "
@@ -189,7 +195,7 @@ def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iter
     held = frozenset(held)
     graph = linearization.graph
     capacities = room(graph)
-    codecs = {t: policy_of(op, policy).at(op.path) for op in graph.operators for t in op.outputs}
+    codecs = {t: (op.policy or policy).at(op.path) for op in graph.operators for t in op.outputs}
     dense = set(held)
     while True:
         forms = {
@@ -203,11 +209,6 @@ def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iter
         if not unfit:
             return plan
         dense |= unfit
-
-
-def policy_of(op: Operator, default: Policy) -> Policy:
-    """The policy of the decoration that an operator lies in."""
-    return default if op.policy is None else op.policy
 
 
 def _smallest_plan(
@@ -287,8 +288,7 @@ def _with_fallbacks(graph: Graph, plan: StoragePlan, held: frozenset[int]) -> tu
     hopeless: set[int] = set()
     for t in [t for op in graph.operators for t in op.outputs if t in plan.sparse]:
         program, leaves = derivations.fallback(t, everything, at_hand)
-        made = {u for op in program for u in op.outputs}
-        lost = {u for op in program for u in op.inputs} - made - set(leaves) - at_hand
+        lost = _not_at_hand(program, {*leaves, *at_hand})
         expensive = sum(rerun_work(op) is None or is_product(op) for op in program)
         if lost or any(op.has_effects for op in program) or expensive > FALLBACK_LIMIT:
             hopeless.add(t)

@@ -151,8 +151,8 @@ def rerun_work(op: Operator) -> int | None:
 
     Besides views and arithmetic these are lookups, small windows, and products with so short a contraction that they
     cost no more than the arithmetic around them: the convolution of an image with three channels, attention scores
-    from queries and keys of one head. A processor multiplies and adds at least ``PRODUCTS_PER_ELEMENT`` pairs in the
-    time in which it moves one element to or from memory. Random numbers are never drawn again: a dropout mask
+    from queries and keys of one head. ``PRODUCTS_PER_ELEMENT`` multiplications count as one
+    element. Random numbers are never drawn again: a dropout mask
     takes 1 bit for each element, to draw it from its key takes about a hundred operations.
     """
     cost = weight(op)
@@ -181,11 +181,11 @@ def multiplications(op: Operator) -> int:
     return math.prod(op.equation.outvars[0].aval.shape) * contraction(op.equation)
 
 
-#: Pairs multiplied and added in the time that one element takes from memory, at the least: about ten on a CPU core with
-#: float32, but small products run below that; more than a hundred on a GPU.
+#: Pairs multiplied and added in the time in which one element is moved to or from memory. A careful guess, on which the
+#: step times of ``scripts/bench_encoding.py`` do not suffer; a processor's peak rates would allow more.
 PRODUCTS_PER_ELEMENT = 4
 
-#: Elements moved in the time that one takes to be looked up.
+#: Elements moved in the time in which one is looked up; a guess, too.
 _LOOKUP = 4
 
 

@@ -7,7 +7,7 @@ array is something else than +0.0. "Not zero" means a bit pattern that is not ze
 
 An element's place is the number of set bits before it: a running sum over words (1/32 of the elements) plus a
 population count inside the word, both cheap. What costs is moving the elements. On a GPU that is one scatter and
-one gather, each fused with the counting. XLA:CPU runs a scatter one element at a time (8 ns each), so there the
+one gather, each fused with the counting. XLA:CPU runs a scatter one element at a time, so there the
 elements of a block of 64 are first gathered to the block's front, by arithmetic on its two words, and then whole
 blocks are written one after the other, each over the unused tail of the one before.
 """

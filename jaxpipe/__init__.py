@@ -11,10 +11,13 @@ from jaxpipe.errors import DifferentiationError as DifferentiationError
 from jaxpipe.errors import JaxpipeError as JaxpipeError
 from jaxpipe.errors import MemoryBudgetError as MemoryBudgetError
 from jaxpipe.errors import ModelError as ModelError
+from jaxpipe.errors import NetworkError as NetworkError
 from jaxpipe.errors import PartitionError as PartitionError
+from jaxpipe.errors import ProfileError as ProfileError
 from jaxpipe.errors import ScheduleError as ScheduleError
 from jaxpipe.errors import StateError as StateError
 from jaxpipe.errors import TargetError as TargetError
+from jaxpipe.network import Network as Network
 from jaxpipe.partition import partition as partition
 from jaxpipe.pipeline.pipeline import MemoryReport as MemoryReport
 from jaxpipe.pipeline.pipeline import Pipeline as Pipeline

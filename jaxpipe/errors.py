@@ -39,3 +39,11 @@ class StateError(JaxpipeError, ValueError):
 
 class MemoryBudgetError(JaxpipeError, ValueError):
     """A memory budget that no plan meets."""
+
+
+class ProfileError(JaxpipeError, ValueError):
+    """A profile that cannot be read or does not make sense."""
+
+
+class NetworkError(JaxpipeError, ValueError):
+    """A network that does not make sense, or does not fit the devices."""

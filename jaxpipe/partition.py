@@ -11,7 +11,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxpipe import profile as profiles
+from jaxpipe import profiling
 from jaxpipe.demand import linearize
 from jaxpipe.graph import is_differentiable
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
@@ -151,8 +151,8 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     profile = _profile(request, objective)
     device = request.mesh.devices.flat[0]
     sends = boundary_bytes(objective.graph)
-    seconds = [f + b for f, b in zip(profile.forward, profile.backward, strict=True)]
-    rate = profiles.rates_of(device).bytes
+    seconds = [f + b for f, b in zip(profile.forward_seconds, profile.backward_seconds, strict=True)]
+    rate = profiling.rates_of(device).bytes
     cuts = _cut(objective, model, seconds, [2 * n / rate for n in sends], request.num_stages)
     placement = place(objective, cuts)
     sections = with_backward(objective, cut_sections(objective, cuts, placement))
@@ -197,19 +197,19 @@ def _default_microbatches(size: int, replicas: int, num_stages: int) -> int:
 def _profile(request: Request, objective: Objective) -> Profile:
     graph = objective.graph
     if isinstance(request.profile, Profile):
-        sizes = len(request.profile.forward), len(request.profile.backward)
-        if set(sizes) != {len(graph.operators)}:
+        count = len(request.profile.names)
+        if count != len(graph.operators):
             raise checks.PartitionError(
-                f"profile= has {sizes[0]} operators forward and {sizes[1]} backward, the model has "
-                f"{len(graph.operators)}. Profile this very model, with micro-batches of this size."
+                f"profile= has {count} operators, the model has {len(graph.operators)}. Profile this very model, with "
+                "micro-batches of this size."
             )
         return request.profile
     wrt = [t for t in objective.parameters if is_differentiable(graph.tensors[t].aval)]
     linearization = linearize(graph, wrt, seeds=[objective.results[0]])
     device = stage_devices(request.mesh, 0)[0]
     if request.profile == "analytic":
-        return profiles.analytic(linearization, profiles.rates_of(device))
-    return profiles.measure(linearization, device)
+        return profiling.analytic(linearization, profiling.rates_of(device))
+    return profiling.measure(linearization, device)
 
 
 def _cut(
@@ -257,15 +257,15 @@ def _describe(
             StagePlan(
                 operators=(cuts[s], cuts[s + 1]),
                 modules=_modules(op.path for op in graph.operators[operators]),
-                forward_seconds=sum(profile.forward[operators]),
-                backward_seconds=sum(profile.backward[operators]),
+                forward_seconds=sum(profile.forward_seconds[operators]),
+                backward_seconds=sum(profile.backward_seconds[operators]),
                 parameter_bytes=sum(4 * word_count(a) for a in program.avals(section.parameters)),
                 stash_bytes=sum(4 * word_count(a) for a in program.stash_avals(section)),
                 in_flight=program.schedule.in_flight(s),
                 sent_bytes=sum(4 * word_count(a) for a in program.avals(section.leaving)),
             )
         )
-    rate = profiles.rates_of(request.mesh.devices.flat[0]).bytes
+    rate = profiling.rates_of(request.mesh.devices.flat[0]).bytes
     timeline = simulate(
         program.schedule,
         forward=[stage.forward_seconds for stage in stages],

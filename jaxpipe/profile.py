@@ -1,169 +1,200 @@
-"""Seconds of every operator, forward and backward, measured or estimated.
+"""``Profile``: what each operator of a program costs in time, memory and communication."""
 
-A measured profile runs each operator that does real work (products, convolutions, reductions, control flow) by
-itself, once for all operators that are alike; what XLA fuses into its neighbours is charged for the bytes it
-writes. An analytic profile is a roofline: the larger of arithmetic over peak rate and bytes over bandwidth.
-"""
-
+import dataclasses
+import json
 import math
-import time
-from collections.abc import Hashable, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-
-from jaxpipe import _compat
-from jaxpipe.demand import Backward, Linearization, equality_key
-from jaxpipe.graph import Graph, Operator, itemsize
-from jaxpipe.work import contraction, weight
+from jaxpipe.errors import ProfileError
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Peak rates of a device: floating-point operations and bytes in a second."""
+class Edge(NamedTuple):
+    """One operator reads what another has made.
 
-    flops: float
+    Attributes:
+      source, target: operators.
+      bytes: size of what is read.
+      output: which of the source's results it is. A stage receives each result once, however many operators read it.
+    """
+
+    source: int
+    target: int
     bytes: float
-
-
-#: Peak float32 (TF32 where there are tensor cores) and memory rates from the vendors' data sheets, by part of the
-#: device kind. The last entry stands for any other device, and for one CPU core.
-RATES = (
-    ("H200", Rates(494e12, 4.8e12)),
-    ("H100", Rates(494e12, 3.35e12)),
-    ("A100", Rates(156e12, 1.9e12)),
-    ("V100", Rates(15.7e12, 0.9e12)),
-    ("L4", Rates(60e12, 0.3e12)),
-    ("", Rates(5e10, 1e10)),
-)
+    output: int = 0
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds for one micro-batch, operator by operator.
+    """Costs of one micro-batch, operator by operator, in an order in which they can run.
 
     Attributes:
-      source: ``"measured"`` or ``"analytic"``.
-      forward, backward: seconds of each operator, in the order of the graph.
+      names: of the operators.
+      forward_seconds, backward_seconds: time of each.
+      parameter_bytes: parameters that each is the first to read.
+      residual_bytes: what the backward pass keeps of each one's results.
+      edges: who reads whose results. Parameters and the batch's own arrays are at hand everywhere and have none.
+      together: groups of operators that must be in one stage, because they share a parameter.
+      forward_spread, backward_spread: half the range between the quartiles of repeated measurements, seconds; empty
+        if nothing was measured.
+      forward_flops: floating-point operations of each; empty if unknown.
+      source: where the seconds come from: ``"measured"``, ``"analytic"``, ``"given"`` or a file's name.
+      device_kind: what they were measured on or estimated for.
+
+    Raises:
+      ProfileError: if lengths differ, a number is negative or not finite, or an edge leads backwards.
+
+    Example:
+      >>> profile = Profile.chain(["conv", "dense"], [1, 2], [2, 4], [36, 40], [8, 8], [16, 4])
+      >>> profile.seconds, profile.edges
+      ((3.0, 6.0), (Edge(source=0, target=1, bytes=16.0, output=0),))
+      >>> Profile.from_json(profile.to_json()) == profile
+      True
     """
 
-    source: str
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
+    names: tuple[str, ...]
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    parameter_bytes: tuple[float, ...]
+    residual_bytes: tuple[float, ...]
+    edges: tuple[Edge, ...] = ()
+    together: tuple[tuple[int, ...], ...] = ()
+    forward_spread: tuple[float, ...] = ()
+    backward_spread: tuple[float, ...] = ()
+    forward_flops: tuple[float, ...] = ()
+    source: str = "given"
+    device_kind: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(map(str, self.names)))
+        if not self.names:
+            raise ProfileError("The profile has no operators; there is nothing to plan.")
+        for field in NUMBERS:
+            values = tuple(getattr(self, field))
+            if len(values) != len(self.names) and (values or field in REQUIRED):
+                raise ProfileError(f"{field} has {len(values)} entries, names has {len(self.names)}; give one of each.")
+            for k, value in enumerate(values):
+                _check_number(value, f"{field}[{k}] ({self.names[k]})")
+            object.__setattr__(self, field, tuple(map(float, values)))
+        edges = []
+        for k, edge in enumerate(self.edges):
+            source, target, size, *output = edge
+            if not 0 <= source < target < len(self.names):
+                raise ProfileError(
+                    f"edges[{k}] leads from operator {source} to {target}; an edge leads from an operator to a later "
+                    f"one, of 0..{len(self.names) - 1}. Sort the operators so that each comes after those it reads."
+                )
+            _check_number(size, f"edges[{k}].bytes")
+            edges.append(Edge(int(source), int(target), float(size), int(output[0]) if output else 0))
+        object.__setattr__(self, "edges", tuple(edges))
+        groups = tuple(tuple(sorted(set(map(int, group)))) for group in self.together)
+        for k, group in enumerate(groups):
+            if any(not 0 <= v < len(self.names) for v in group):
+                raise ProfileError(f"together[{k}] is {group}; operators are numbered 0..{len(self.names) - 1}.")
+        object.__setattr__(self, "together", tuple(group for group in groups if len(group) > 1))
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Forward and backward together."""
+        return tuple(f + b for f, b in zip(self.forward_seconds, self.backward_seconds, strict=True))
+
+    @classmethod
+    def chain(
+        cls,
+        names: Sequence[str],
+        forward_seconds: Sequence[float],
+        backward_seconds: Sequence[float],
+        parameter_bytes: Sequence[float],
+        residual_bytes: Sequence[float],
+        boundary_bytes: Sequence[float],
+    ) -> "Profile":
+        """Operators of which each reads the one before it.
+
+        Args:
+          names, forward_seconds, backward_seconds, parameter_bytes, residual_bytes: one entry for each operator.
+          boundary_bytes: what each sends to the next; an entry for the last operator may be given and is not used.
+
+        Raises:
+          ProfileError: if lengths differ or a number is negative or not finite.
+        """
+        count = len(names)
+        if len(boundary_bytes) not in (count, count - 1):
+            raise ProfileError(
+                f"boundary_bytes has {len(boundary_bytes)} entries for {count} operators; give one for each operator "
+                "that has another after it."
+            )
+        return cls(
+            tuple(names),
+            tuple(forward_seconds),
+            tuple(backward_seconds),
+            tuple(parameter_bytes),
+            tuple(residual_bytes),
+            edges=tuple(Edge(k, k + 1, boundary_bytes[k]) for k in range(count - 1)),
+        )
+
+    @classmethod
+    def from_pipedream(cls, path: str | os.PathLike[str]) -> "Profile":
+        """Read a published profile graph; see ``jaxpipe.pipedream.read``."""
+        from jaxpipe.pipedream import read
+
+        return read(path)
+
+    def to_json(self) -> str:
+        """The profile as JSON, one operator on a line, to be read, edited and given to ``partition``."""
+        columns = {field: getattr(self, field) for field in ("names", *NUMBERS) if getattr(self, field)}
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        head = {"source": self.source, "device_kind": self.device_kind, "together": self.together}
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        for key, entries in (("operators", rows), ("edges", self.edges)):
+            listed = ",\n  ".join(map(json.dumps, entries))
+            lines.append(f' "{key}": [\n  {listed}\n ]' if entries else f' "{key}": []')
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Profile":
+        """The profile that ``to_json`` has written.
+
+        Raises:
+          ProfileError: naming the line, if it is not JSON; or what is missing or wrong in it.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ProfileError(f"The profile is not JSON: line {error.lineno}: {error.msg}.") from None
+        try:
+            rows, edges = data["operators"], data["edges"]
+            columns: dict[str, Any] = {
+                field: tuple(row[field] for row in rows)
+                for field in ("names", *NUMBERS)
+                if field in REQUIRED or (rows and field in rows[0])
+            }
+            return cls(
+                **columns,
+                edges=tuple(Edge(*edge) for edge in edges),
+                together=tuple(map(tuple, data.get("together", ()))),
+                source=data.get("source", "given"),
+                device_kind=data.get("device_kind", ""),
+            )
+        except (KeyError, TypeError) as error:
+            raise ProfileError(f"The profile lacks a field or has one of the wrong kind: {error}.") from None
 
 
-def rates_of(device: Any) -> Rates:
-    """The rates of a device, by its kind."""
-    return next(rates for kind, rates in RATES if kind in device.device_kind)
+#: Fields with one number for each operator.
+NUMBERS = tuple(
+    field.name
+    for field in dataclasses.fields(Profile)
+    if field.name.endswith(("_seconds", "_bytes", "_spread", "_flops"))
+)
+#: Fields that every profile has.
+REQUIRED = ("names", "forward_seconds", "backward_seconds", "parameter_bytes", "residual_bytes")
 
 
-def analytic(linearization: Linearization, rates: Rates) -> Profile:
-    """A roofline estimate of every operator of a graph and of its backward program."""
-    graph = linearization.source
-    return _by_operator(
-        "analytic",
-        linearization,
-        [_roofline([op], graph, rates) for op in graph.operators],
-        [_roofline(step.program.operators, step.program, rates) for step in linearization.backward],
-    )
-
-
-def measure(linearization: Linearization, device: Any, repeats: int = 5) -> Profile:
-    """Run operators on a device: the fastest of ``repeats`` runs after one that does not count."""
-    graph, rates = linearization.source, rates_of(device)
-    seen: dict[Hashable, float] = {}
-    forward = [_operator_seconds(op, graph, rates, device, repeats, seen) for op in graph.operators]
-    backward = [_step_seconds(step, rates, device, repeats, seen) for step in linearization.backward]
-    return _by_operator("measured", linearization, forward, backward)
-
-
-def _by_operator(
-    source: str, linearization: Linearization, forward: Sequence[float], backward: Sequence[float]
-) -> Profile:
-    operators = linearization.source.operators
-    position = {t: k for k, op in enumerate(operators) for t in op.outputs}
-    spent = [0.0] * len(operators)
-    for step, seconds in zip(linearization.backward, backward, strict=True):
-        spent[position[step.cotangents_in[0]]] += seconds
-    return Profile(source, tuple(forward), tuple(spent))
-
-
-def _is_heavy(op: Operator) -> bool:
-    return weight(op) is None and not op.has_effects
-
-
-def _operator_seconds(
-    op: Operator, graph: Graph, rates: Rates, device: Any, repeats: int, seen: dict[Hashable, float]
-) -> float:
-    if not _is_heavy(op):
-        return _roofline([op], graph, rates)
-    avals = [graph.tensors[t].aval for t in op.inputs]
-    key = ("forward", equality_key(op, avals))
-    if key not in seen:
-        seen[key] = _time(op.evaluate, avals, device, repeats)
-    return seen[key]
-
-
-def _step_seconds(step: Backward, rates: Rates, device: Any, repeats: int, seen: dict[Hashable, float]) -> float:
-    program = step.program
-    if not any(_is_heavy(op) for op in program.operators):
-        return _roofline(program.operators, program, rates)
-    avals = [program.tensors[t].aval for t in program.inputs]
-    key = ("backward", id(program))
-    if key not in seen:
-        seen[key] = _time(lambda *values: program.evaluate(values), avals, device, repeats)
-    return seen[key]
-
-
-def _time(function: Any, avals: Sequence[Any], device: Any, repeats: int) -> float:
-    compiled = jax.jit(function).lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)).compile()
-    with jax.default_device(device):
-        values = [_example(a) for a in avals]
-        jax.block_until_ready(compiled(*values))
-        seconds = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            jax.block_until_ready(compiled(*values))
-            seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
-def _example(aval: Any) -> jax.Array:
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0), math.prod(aval.shape)).reshape(aval.shape)
-    return jnp.zeros(aval.shape, aval.dtype)
-
-
-def _roofline(operators: Sequence[Operator], graph: Graph, rates: Rates) -> float:
-    """The larger of arithmetic and memory time, for each operator that does real work; else the bytes it writes."""
-    total = 0.0
-    for op in operators:
-        written = sum(_bytes(graph.tensors[t].aval) for t in op.outputs)
-        cost = weight(op)
-        if cost == 0:
-            continue
-        if cost is not None:
-            total += max(cost * sum(graph.tensors[t].size for t in op.outputs) / rates.flops, written / rates.bytes)
-            continue
-        read = sum(_bytes(graph.tensors[t].aval) for t in op.inputs)
-        total += max(equation_flops(op.equation) / rates.flops, (read + written) / rates.bytes)
-    return total
-
-
-def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * itemsize(aval.dtype)
-
-
-def equation_flops(equation: Any) -> float:
-    """Floating-point operations of one equation; those of the programs inside it, where it has any."""
-    name, params = equation.primitive.name, equation.params
-    out = math.prod(equation.outvars[0].aval.shape) if equation.outvars else 0
-    if name in ("dot_general", "conv_general_dilated"):
-        return 2.0 * out * contraction(equation)
-    inner = _compat.inner_programs(equation)
-    if inner:
-        times = params.get("length", 1) or 1
-        return times * sum(equation_flops(e) for program in inner for e in _compat.open_jaxpr(program)[0].eqns)
-    return float(sum(math.prod(a.aval.shape) for a in (*equation.invars, *equation.outvars)))
+def _check_number(value: Any, name: str) -> None:
+    try:
+        good = math.isfinite(value) and value >= 0
+    except TypeError:
+        good = False
+    if not good:
+        raise ProfileError(f"{name} is {value!r}; it must be a finite number that is not negative.")

@@ -42,6 +42,11 @@ def untouched(*_):
     pytest.fail("the loss was traced")
 
 
+def timed(seconds):
+    nothing = [0.0] * len(seconds)
+    return jaxpipe.Profile.chain(list(map(str, seconds)), seconds, nothing, nothing, nothing, nothing)
+
+
 def partition(model=MODEL, mesh=None, batch=None, *, rows=8, loss=mean, **kwargs):
     mesh = mesh_of(2) if mesh is None else mesh
     batch = jnp.ones((rows, 3)) if batch is None else batch
@@ -276,7 +281,7 @@ def test_a_state_of_another_plan(pipeline, state):
     with pytest.raises(StateError, match=message):
         other.parameters(state)
     # The same model cut elsewhere is another plan too.
-    fixed = [jaxpipe.Profile("measured", times, (0.0,) * 5) for times in ((9, 1, 1, 1, 1), (1, 1, 1, 1, 9))]
+    fixed = [timed(times) for times in ((9, 1, 1, 1, 1), (1, 1, 1, 1, 9))]
     first, second = (partition(profile=profile) for profile in fixed)
     assert first.plan.identity != second.plan.identity
     with pytest.raises(StateError, match=f"plan {first.plan.identity}"):
@@ -370,7 +375,7 @@ def test_an_evaluation_that_calls_layers_in_another_order():
         return two_layers(f.args[0], x).mean() + late
 
     # Product, tanh, product, sum, division: one weight in each stage.
-    pipeline = partition(evaluate=backwards, profile=jaxpipe.Profile("measured", (5, 1, 5, 1, 1), (0,) * 5))
+    pipeline = partition(evaluate=backwards, profile=timed((5, 1, 5, 1, 1)))
     with pytest.raises(
         PartitionError, match=r"evaluate uses .*a, which is placed in stage 0, after variables of stage 1"
     ):

@@ -28,6 +28,7 @@ from jaxpipe.report import ResidualReport as ResidualReport
 from jaxpipe.report import count_overflows as count_overflows
 from jaxpipe.report import residual_report as residual_report
 from jaxpipe.schedules.table import Schedule as Schedule
+from jaxpipe.topology import Node as Node
 
 
 __version__ = "0.1.0"

@@ -1,5 +1,6 @@
 """``Network``: devices and the links between them."""
 
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -7,9 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
 
 from jaxpipe.errors import NetworkError
+from jaxpipe.link_speed import SIZES, measure_links, measure_speeds, memory_limits
+from jaxpipe.network_table import network_table
+from jaxpipe.topology import Node
 
 
 @dataclass(frozen=True)
@@ -44,20 +52,10 @@ class Network:
     def __post_init__(self) -> None:
         bandwidth = _matrix(self.bandwidth_bytes_per_second, "bandwidth_bytes_per_second")
         count = len(bandwidth)
-        latency = np.asarray(self.latency_seconds, np.float64)
-        if latency.ndim == 0:
-            latency = np.full((count, count), float(latency))
-        latency = _matrix(latency, "latency_seconds")
+        latency = _matrix(self.latency_seconds, "latency_seconds", count)
         if latency.shape != bandwidth.shape:
             raise NetworkError(f"latency_seconds is for {len(latency)} devices, the bandwidth for {count}.")
-        for k in range(count):
-            if count > 1 and not np.any(np.delete(bandwidth[k], k) > 0):
-                raise NetworkError(
-                    f"Device {k} has no link: row {k} of bandwidth_bytes_per_second is zero. Leave the device out, or "
-                    "give its bandwidth to at least one other."
-                )
-        np.fill_diagonal(bandwidth, 0.0)
-        np.fill_diagonal(latency, 0.0)
+        _check_linked(bandwidth, "device")
         settle = object.__setattr__
         settle(self, "bandwidth_bytes_per_second", tuple(map(tuple, bandwidth.tolist())))
         settle(self, "latency_seconds", tuple(map(tuple, latency.tolist())))
@@ -109,6 +107,111 @@ class Network:
             raise NetworkError(f"num_devices={num_devices}; a network has at least one device.")
         return cls(np.full((num_devices, num_devices), bandwidth_bytes_per_second), latency_seconds)  # type: ignore[arg-type]
 
+    @classmethod
+    def from_nodes(
+        cls, nodes: Sequence[Node], bandwidth_bytes_per_second: Any = 0.0, latency_seconds: Any = 0.0
+    ) -> "Network":
+        """The devices of one or several machines, numbered node by node.
+
+        Args:
+          nodes: each with its devices and the links inside it.
+          bandwidth_bytes_per_second: between two devices of different nodes: one number (all nodes on one switch), or a
+            symmetric matrix ``[nodes, nodes]`` whose diagonal is not used; 0 means that there is no link.
+          latency_seconds: the same.
+
+        Raises:
+          NetworkError: if there is no node, a matrix is not symmetric, negative, or not of the nodes' number, or a node
+            or a device has no link.
+
+        Example:
+          Two machines, each with two pairs of GPUs; and sixteen GPUs of three kinds.
+
+          >>> from jaxpipe.topology import ETHERNET_10G, INFINIBAND_HDR, NVLINK_A100, PCIE_3_X16, PCIE_4_X16
+          >>> pairs = Node(4, PCIE_3_X16, latency_seconds=5e-6, links={(0, 1): 50e9, (2, 3): 50e9})
+          >>> network = Network.from_nodes([pairs, pairs], ETHERNET_10G, latency_seconds=30e-6)
+          >>> (network.bandwidth[0, 1:] / 1e9).round(2).tolist()
+          [50.0, 15.75, 15.75, 1.25, 1.25, 1.25, 1.25]
+          >>> fast = Node(8, NVLINK_A100, speed=2.5, memory_bytes=80e9, name="a100")
+          >>> slow = Node(4, PCIE_4_X16, speed=(1, 1, 0.5, 0.5), memory_bytes=24e9)
+          >>> between = [[0, INFINIBAND_HDR, 1.25e9], [INFINIBAND_HDR, 0, 1.25e9], [1.25e9, 1.25e9, 0]]
+          >>> cluster = Network.from_nodes([fast, slow, slow], between)
+          >>> cluster.num_devices, cluster.names[7], cluster.names[8], cluster.speed[7:11]
+          (16, 'a100/7', 'node 1/0', (2.5, 1.0, 1.0, 0.5))
+        """
+        if not nodes:
+            raise NetworkError("nodes is empty; a network has at least one device.")
+        between = []
+        for value, name in ((bandwidth_bytes_per_second, "bandwidth"), (latency_seconds, "latency")):
+            matrix = _matrix(value, f"{name} between nodes", len(nodes))
+            if len(matrix) != len(nodes):
+                raise NetworkError(f"The {name} between nodes is for {len(matrix)} nodes; there are {len(nodes)}.")
+            between.append(matrix)
+        _check_linked(between[0], "node")
+        owner = np.repeat(np.arange(len(nodes)), [node.devices for node in nodes])
+        bandwidth, latency = (matrix[np.ix_(owner, owner)] for matrix in between)
+        given = [node.name for node in nodes]
+        names = []
+        for k, node in enumerate(nodes):
+            inside = np.ix_(owner == k, owner == k)
+            bandwidth[inside] = node.bandwidth
+            latency[inside] = node.latency_seconds
+            name = node.name if node.name and given.count(node.name) == 1 else f"{node.name or 'node'} {k}"
+            names += [f"{name}/{d}" for d in range(node.devices)]
+        return cls(
+            bandwidth,  # type: ignore[arg-type]
+            latency,
+            speed=tuple(np.concatenate([np.broadcast_to(node.speed, node.devices) for node in nodes])),
+            memory_bytes=tuple(np.concatenate([np.broadcast_to(node.memory_bytes, node.devices) for node in nodes])),
+            names=tuple(names),
+        )
+
+    @classmethod
+    def measure(
+        cls, devices: Any = None, *, sizes: Sequence[int] = SIZES, repeats: int = 5, speed: bool = False
+    ) -> "Network":
+        """The network between real devices: every pair exchanges messages with ``jax.lax.ppermute``.
+
+        Latency and bandwidth of a link are fitted to the fastest run of each size, compilation and first run excluded.
+        In several processes all must call it, and all get the same network. Simulated CPU devices share the machine's
+        memory and cores, and their links mean little.
+
+        Args:
+          devices: a mesh, or a sequence of devices; all of ``jax.devices()`` if left out.
+          sizes: of the messages, in bytes, two or more.
+          repeats: runs of each size.
+          speed: whether to compare how fast the devices multiply matrices; else all count as equal.
+
+        Raises:
+          NetworkError: if there are fewer than two sizes, or a device occurs twice.
+
+        Warns:
+          UserWarning: with the numbers, if a link's time does not follow latency + bytes / bandwidth.
+
+        Example:
+          >>> import jax
+          >>> Network.measure(jax.devices()[:1]).num_devices
+          1
+        """
+        if devices is None:
+            devices = jax.devices()
+        chosen = list(devices.devices.flat if isinstance(devices, Mesh) else devices)
+        bandwidth, latency = measure_links(chosen, sizes, repeats)
+        return cls(
+            bandwidth,  # type: ignore[arg-type]
+            latency,
+            speed=measure_speeds(chosen, repeats) if speed else (),
+            memory_bytes=memory_limits(chosen),
+            names=tuple(f"{device.platform}:{device.id}" for device in chosen),
+        )
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120)
+        console.print(self.__rich__())
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    def __rich__(self) -> Table:
+        return network_table(self)
+
     def to_json(self) -> str:
         """The network as JSON, one device on a line."""
         rows = [
@@ -153,22 +256,34 @@ def _with_diagonal(rows: Sequence[Sequence[float]], value: float) -> np.ndarray:
     return matrix
 
 
-def _matrix(values: Any, name: str) -> np.ndarray:
+def _matrix(values: Any, name: str, count: int = 0) -> np.ndarray:
+    """A checked copy of a matrix, zero on the diagonal; one number stands for all entries of ``[count, count]``."""
     try:
         matrix = np.array(values, np.float64)
     except (TypeError, ValueError):
-        raise NetworkError(f"{name} must be a square matrix of numbers, with a row for each device.") from None
+        raise NetworkError(f"{name} must be a square matrix of numbers; its rows differ or hold others.") from None
+    if matrix.ndim == 0 and count:
+        matrix = np.full((count, count), float(matrix))
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-        raise NetworkError(f"{name} has the shape {matrix.shape}; it must be square, with a row for each device.")
-    off = matrix[~np.eye(len(matrix), dtype=bool)]
-    bad = ~np.isfinite(off) | (off < 0)
-    if bad.any():
-        raise NetworkError(f"{name} holds {off[bad][0]}; every entry must be a finite number that is not negative.")
-    unequal = np.argwhere(matrix != matrix.T)
-    if len(unequal):
-        a, b = map(int, unequal[0])
+        raise NetworkError(f"{name} has the shape {matrix.shape}; it must be a square matrix.")
+    np.fill_diagonal(matrix, 0.0)
+    for a, b in np.argwhere(~np.isfinite(matrix) | (matrix < 0)):
+        raise NetworkError(
+            f"{name} holds {matrix[a, b]:g} at [{a}][{b}]; every entry must be a finite number that is not negative."
+        )
+    for a, b in np.argwhere(matrix != matrix.T):
         raise NetworkError(
             f"{name} is not symmetric: [{a}][{b}] is {matrix[a, b]:g}, [{b}][{a}] is {matrix[b, a]:g}. A pipeline "
             "sends both ways over a link; give the slower rate twice."
         )
     return matrix
+
+
+def _check_linked(bandwidth: np.ndarray, what: str) -> None:
+    """Every row of the matrix, one for each device or node, has an entry beside the diagonal."""
+    for k, row in enumerate(bandwidth):
+        if len(row) > 1 and not np.delete(row, k).any():
+            raise NetworkError(
+                f"{what.capitalize()} {k} has no link: row {k} of the bandwidth between {what}s is zero. Leave the "
+                f"{what} out, or give its bandwidth to at least one other."
+            )

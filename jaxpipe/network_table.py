@@ -1,0 +1,89 @@
+"""A network as a table to read: every link of a small one, kinds of links of a large one."""
+
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from jaxpipe.planning.plan import bytes_text
+
+
+if TYPE_CHECKING:
+    from jaxpipe.network import Network
+
+#: A matrix of more devices does not fit into 120 columns.
+MOST_COLUMNS = 16
+
+
+def network_table(network: "Network") -> Table:
+    """Every device with its links if they are at most 16, else one row for each kind of link."""
+    return _matrix(network) if network.num_devices <= MOST_COLUMNS else _kinds(network)
+
+
+def _matrix(network: "Network") -> Table:
+    table = Table(
+        title="GB/s above the diagonal, µs below",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("", justify="right")
+    table.add_column("device", max_width=12, no_wrap=True)
+    table.add_column("speed", justify="right")
+    table.add_column("memory", justify="right", no_wrap=True)
+    for k in range(network.num_devices):
+        table.add_column(str(k), justify="right", no_wrap=True)
+    for row in range(network.num_devices):
+        cells = [_cell(network, row, column) for column in range(network.num_devices)]
+        table.add_row(str(row), network.names[row], short(network.speed[row]), _memory(network, row), *cells)
+    return table
+
+
+def _kinds(network: "Network") -> Table:
+    kinds = defaultdict(list)
+    for a in range(network.num_devices):
+        for b in range(a + 1, network.num_devices):
+            kinds[network.bandwidth[a, b], network.latency[a, b]].append(f"{a}-{b}")
+    alike = defaultdict(list)
+    for k in range(network.num_devices):
+        alike[network.speed[k], _memory(network, k)].append(k)
+    table = Table(title=f"{network.num_devices} devices", title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    for name in ("GB/s", "µs", "links"):
+        table.add_column(name, justify="right")
+    table.add_column("between")
+    for (bandwidth, latency), links in sorted(kinds.items(), reverse=True):
+        between = ", ".join(links[:6]) + (", ..." if len(links) > 6 else "")
+        table.add_row(short(bandwidth / 1e9), short(1e6 * latency), str(len(links)), between)
+    table.caption = "\n".join(
+        f"{len(devices)} of speed {short(speed)} and memory {memory}: {_ranges(devices)}"
+        for (speed, memory), devices in alike.items()
+    )
+    return table
+
+
+def _cell(network: "Network", row: int, column: int) -> str:
+    if row == column:
+        return ""
+    if not network.bandwidth[row, column]:
+        return "-"
+    return short(network.bandwidth[row, column] / 1e9 if row < column else 1e6 * network.latency[row, column])
+
+
+def _memory(network: "Network", device: int) -> str:
+    count = network.memory_bytes[device]
+    return "no limit" if count == math.inf else bytes_text(count)
+
+
+def short(value: float) -> str:
+    """Three digits of a number that is not negative, without an exponent where it is between 0.001 and 100000."""
+    return f"{value:.0f}" if 1000 <= value < 1e5 else f"{value:.3g}"
+
+
+def _ranges(devices: list[int]) -> str:
+    """Sorted numbers with runs abbreviated: ``0-3, 8``."""
+    starts = [k for k in devices if k - 1 not in devices]
+    ends = [k for k in devices if k + 1 not in devices]
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True))

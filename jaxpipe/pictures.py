@@ -41,7 +41,7 @@ def draw_timeline(plan: Plan, schedule: Schedule) -> "Figure":
       ImportError: if matplotlib is not installed.
       ScheduleError: if the schedule is not of the plan's size.
     """
-    figure_class = _figure_class("draw_timeline")
+    figure_class = load_figure_class("draw_timeline")
     _check_size(plan, schedule)
     timeline = _timeline(plan, schedule)
     figure = figure_class(figsize=(WIDTH_INCHES, 1.9 + 0.6 * schedule.num_stages), layout="constrained")
@@ -76,7 +76,7 @@ def draw_memory(plan: Plan, schedule: Schedule, report: MemoryReport | None = No
       ImportError: if matplotlib is not installed.
       ScheduleError: if the schedule is not of the plan's size.
     """
-    figure_class = _figure_class("draw_memory")
+    figure_class = load_figure_class("draw_memory")
     _check_size(plan, schedule)
     figure = figure_class(figsize=(WIDTH_INCHES, max(4.8, 1.6 + 0.9 * schedule.num_stages)), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(2, 3))
@@ -91,7 +91,8 @@ def draw_memory(plan: Plan, schedule: Schedule, report: MemoryReport | None = No
     return figure
 
 
-def _figure_class(name: str) -> Any:
+def load_figure_class(name: str) -> Any:
+    """``matplotlib.figure.Figure``, for the picture of that name."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -46,15 +46,14 @@ def measure_links(devices: Sequence[Any], sizes: Sequence[int], repeats: int) ->
     bandwidth, latency = np.zeros((2, len(devices), len(devices)))
     poor = []
     for (a, b), seconds in zip(pairs, _slowest(mine), strict=True):
-        fitted = fit_link(sizes, seconds)
-        latency[a, b] = latency[b, a] = fitted[0]
-        bandwidth[a, b] = bandwidth[b, a] = fitted[1]
-        worst = max(range(len(sizes)), key=lambda k: abs(_predict(fitted, sizes[k]) / seconds[k] - 1))
-        predicted = _predict(fitted, sizes[worst])
-        if abs(predicted / seconds[worst] - 1) > POOR_FIT:
+        latency[a, b], bandwidth[a, b] = fit_link(sizes, seconds)
+        fitted = latency[a, b] + np.array(sizes) / bandwidth[a, b]
+        miss = abs(fitted / seconds - 1)
+        k = miss.argmax()
+        if miss[k] > POOR_FIT:
             poor.append(
-                f"{a} and {b}: {sizes[worst]} bytes took {1e6 * seconds[worst]:.1f} µs, the fit of "
-                f"{1e6 * fitted[0]:.1f} µs + bytes / {fitted[1] / 1e9:.2f} GB/s says {1e6 * predicted:.1f} µs"
+                f"{a} and {b}: {sizes[k]} bytes took {1e6 * seconds[k]:.1f} µs, the fit of "
+                f"{1e6 * latency[a, b]:.1f} µs + bytes / {bandwidth[a, b] / 1e9:.2f} GB/s says {1e6 * fitted[k]:.1f} µs"
             )
     if poor:
         warnings.warn(
@@ -62,7 +61,7 @@ def measure_links(devices: Sequence[Any], sizes: Sequence[int], repeats: int) ->
             "measure on an idle machine, with more repeats, or at the sizes that matter:\n" + "\n".join(poor),
             stacklevel=3,
         )
-    return bandwidth, latency
+    return bandwidth + bandwidth.T, latency + latency.T
 
 
 def measure_speeds(devices: Sequence[Any], repeats: int) -> tuple[float, ...]:
@@ -110,11 +109,6 @@ def best_seconds(run: Callable[[], Any], repeats: int, clock: Callable[[], float
         jax.block_until_ready(run())
         seconds.append(clock() - start)
     return min(seconds)
-
-
-def _predict(link: tuple[float, float], size: int) -> float:
-    latency, bandwidth = link
-    return latency + size / bandwidth
 
 
 def _exchange_seconds(first: Any, second: Any, size: int, repeats: int) -> float:

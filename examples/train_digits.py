@@ -27,8 +27,8 @@ from sklearn.model_selection import train_test_split
 
 import jaxpipe
 from jaxpipe.pictures import draw_memory, draw_timeline
-from jaxpipe.planning.plan import bytes_text
 from jaxpipe.schedules import one_f_one_b
+from jaxpipe.units import bytes_text
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from jaxpipe.planning.order import boundary_bytes
 from jaxpipe.planning.plan import Plan, StagePlan
 from jaxpipe.profile import Profile
 from jaxpipe.schedules import Schedule, one_f_one_b, simulate
+from jaxpipe.units import parse_bytes
 
 
 #: ``(num_stages, num_microbatches) -> Schedule``.
@@ -123,7 +124,7 @@ def partition(
         mesh=mesh,
         loss=loss,
         optimizer=optimizer,
-        budget=checks.budget_bytes(memory),
+        budget=None if memory is None else parse_bytes(memory),
         num_microbatches=num_microbatches,
         schedule=one_f_one_b if isinstance(schedule, str) else schedule,
         profile=profile,

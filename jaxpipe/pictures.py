@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.pipeline.pipeline import MemoryReport
-from jaxpipe.planning.plan import Plan, bytes_text, shorten
+from jaxpipe.planning.plan import Plan, shorten
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
+from jaxpipe.units import bytes_text
 
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from flax import nnx
 
 import jaxpipe
 from jaxpipe import BatchError, MemoryBudgetError, ModelError, PartitionError, ScheduleError, StateError
-from jaxpipe.pipeline.checks import budget_bytes
 from jaxpipe.schedules import Action, Kind, Schedule
+from jaxpipe.units import parse_bytes
 
 
 KEY = jax.random.key(0)
@@ -264,7 +264,7 @@ def test_an_impossible_budget_names_the_least_that_fits():
     ("text", "size"), [("1KiB", 1024), ("1.5 KiB", 1536), ("2MB", 2 * 10**6), ("3 GiB", 3 * 2**30), ("7", 7), ("9B", 9)]
 )
 def test_sizes(text, size):
-    assert budget_bytes(text) == size
+    assert parse_bytes(text) == size
 
 
 # States and variables

@@ -1,6 +1,5 @@
 """What can be wrong with a mesh, a batch or a budget, said before anything is traced."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from jax.sharding import Mesh
 
 from jaxpipe.errors import BatchError, MemoryBudgetError, PartitionError, StateError
 from jaxpipe.pipeline.program import DATA, STAGE
-from jaxpipe.planning.plan import bytes_text
+from jaxpipe.units import bytes_text
 
 
 def check_mesh(mesh: Mesh) -> tuple[int, int]:
@@ -104,24 +103,6 @@ def check_state(given: str, expected: str) -> None:
             "differently. Use the pipeline that made the state, or pass its variables to "
             "init(key, variables=other.parameters(state))."
         )
-
-
-def budget_bytes(memory: int | str | None) -> int | None:
-    """A memory budget in bytes: an integer, or a text such as ``"8GiB"`` or ``"500 MB"``.
-
-    Raises:
-      MemoryBudgetError: if it is neither.
-    """
-    if memory is None or (isinstance(memory, int) and memory > 0):
-        return memory
-    units = {"": 1, "B": 1, **{f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGT")}}
-    units |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("KMGT")}
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
-    if match is None or match[2] not in units or float(match[1]) <= 0:
-        raise MemoryBudgetError(
-            f"memory={memory!r} is not a size. Pass bytes as a positive int, or a text such as '8GiB' or '500MB'."
-        )
-    return int(float(match[1]) * units[match[2]])
 
 
 def check_budget(budget: int | None, memory: dict[str, int], per_stage: Sequence[int]) -> None:

@@ -1,1 +1,5 @@
-"""What goes where: the order of operators, the cuts between stages, bytes and seconds, the plan."""
+"""Decisions made before anything is compiled: where to cut, where to place, what to store."""
+
+from jaxpipe.planning.layers import partition_layers as partition_layers
+from jaxpipe.planning.placed import Partition as Partition
+from jaxpipe.planning.placed import StageCost as StageCost

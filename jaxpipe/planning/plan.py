@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jaxpipe.units import bytes_text
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -138,12 +140,3 @@ def shorten(modules: tuple[str, ...], most: int = 4) -> str:
         return ", ".join(modules)
     first = max(1, most - 2)
     return f"{', '.join(modules[:first])}, ... ({len(modules) - first - 1} more), {modules[-1]}"
-
-
-def bytes_text(count: float) -> str:
-    """A byte count to read: ``1.50 MiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

@@ -1,0 +1,106 @@
+"""Read published profile graphs of the PipeDream family (D. Narayanan et al., SOSP 2019)."""
+
+import heapq
+import os
+import re
+from pathlib import Path
+
+from jaxpipe.errors import ProfileError
+from jaxpipe.profile import Edge, Profile
+
+
+_FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_NODE = re.compile(r"(\S+) -- (.*?) -- (.*)")
+_EDGE = re.compile(r"\t(\S+) -- (\S+)")
+
+
+def read(path: str | os.PathLike[str]) -> Profile:
+    """A profile from a ``graph.txt``.
+
+    A line ``nodeK -- description -- forward_compute_time=ms, backward_compute_time=ms, activation_size=bytes,
+    parameter_size=bytes`` is an operator, a tab and ``nodeA -- nodeB`` an edge. An activation of several parts is
+    ``[bytes; bytes]``. Nodes whose description starts with ``Input`` cost nothing and are left out. An operator
+    keeps its activation for the backward pass.
+
+    Raises:
+      ProfileError: naming the file and the line.
+    """
+    path = Path(path)
+    rows: dict[str, tuple[str, dict[str, float]]] = {}
+    arrows: list[tuple[str, str, int]] = []
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError:
+        raise ProfileError(f"{path} is not a text file.") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if edge := _EDGE.fullmatch(line.rstrip()):
+            arrows.append((edge[1], edge[2], number))
+        elif node := _NODE.fullmatch(line.strip()):
+            if node[1] in rows:
+                raise ProfileError(f"{path}, line {number}: {node[1]} is there twice.")
+            rows[node[1]] = (node[2], _costs(node[3], f"{path}, line {number}"))
+        else:
+            raise ProfileError(
+                f"{path}, line {number}: {line[:60]!r} is neither an operator (name -- description -- costs) nor an "
+                "edge (a tab, then name -- name)."
+            )
+    for source, target, number in arrows:
+        for name in (source, target):
+            if name not in rows:
+                raise ProfileError(f"{path}, line {number}: there is no operator {name}.")
+    kept = [name for name in rows if not rows[name][0].startswith("Input")]
+    edges = list(dict.fromkeys((a, b) for a, b, _ in arrows if a in set(kept) and b in set(kept)))
+    order = _sorted(kept, edges, path)
+    position = {name: k for k, name in enumerate(order)}
+    costs = [rows[name][1] for name in order]
+    return Profile(
+        names=tuple(f"{name} {rows[name][0]}" for name in order),
+        forward_seconds=tuple(1e-3 * row["forward_compute_time"] for row in costs),
+        backward_seconds=tuple(1e-3 * row["backward_compute_time"] for row in costs),
+        parameter_bytes=tuple(row["parameter_size"] for row in costs),
+        residual_bytes=tuple(row["activation_size"] for row in costs),
+        edges=tuple(
+            sorted(Edge(position[a], position[b], rows[a][1]["activation_size"]) for a, b in edges),
+        ),
+        source=path.name,
+    )
+
+
+def _costs(text: str, where: str) -> dict[str, float]:
+    given = dict(re.findall(r"(\w+)=(\[.*?\]|[^,]*)", text))
+    found = {}
+    for field in _FIELDS:
+        parts = given.get(field, "").strip("[] ").split(";")
+        try:
+            found[field] = sum(map(float, parts))
+        except ValueError:
+            raise ProfileError(f"{where}: {field} is {given.get(field)!r}; it must be a number or [a; b].") from None
+    return found
+
+
+def _sorted(names: list[str], edges: list[tuple[str, str]], path: Path) -> list[str]:
+    """A topological order; of the operators that are ready, the one with the lowest number comes first."""
+
+    def key(name: str) -> tuple[int, str]:
+        return int(re.sub(r"\D", "", name) or 0), name
+
+    waiting = dict.fromkeys(names, 0)
+    readers: dict[str, list[str]] = {name: [] for name in names}
+    for source, target in edges:
+        waiting[target] += 1
+        readers[source].append(target)
+    ready = [key(name) for name in names if not waiting[name]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        name = heapq.heappop(ready)[1]
+        order.append(name)
+        for reader in readers[name]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                heapq.heappush(ready, key(reader))
+    if len(order) < len(names):
+        raise ProfileError(f"{path}: operators {sorted(set(names) - set(order), key=key)[:4]} wait for each other.")
+    return order

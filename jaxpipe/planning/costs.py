@@ -1,0 +1,278 @@
+"""Cost models: what a stage on a team of devices costs. They know nothing of the search.
+
+model         published in                                       what counts
+pipedream     D. Narayanan et al., SOSP 2019                     slowest of compute with all-reduce, and boundaries
+min_max       network-aware partitioning (M2 of the design)      slowest of compute, and of links between neighbours
+throughput    J. Tarnawski et al., "Piper", NeurIPS 2021         slowest of compute and communication, one after the
+                                                                 other; a memory cap
+synchronous   this library                                       a whole step on the executor's tick timeline
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxpipe.errors import PartitionError
+from jaxpipe.network import Network
+from jaxpipe.planning.cut_space import EVERYWHERE, Block, CutSpace
+
+
+#: ``(first cut, last cut, devices)`` of each stage, first to last.
+Stages = tuple[tuple[int, int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Team:
+    """The devices of one stage, each with a copy of its parameters and a share of the micro-batches.
+
+    Attributes:
+      devices: their numbers in the network.
+      followers: devices of all stages behind it.
+    """
+
+    devices: tuple[int, ...]
+    followers: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many replicas."""
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Prices stages; all array arguments may be broadcast against each other.
+
+    Attributes:
+      network: the devices.
+      num_microbatches: of a step, where the model counts them.
+    """
+
+    network: Network
+    num_microbatches: int | None = None
+
+    name = ""
+
+    def check(self, *, memory_given: bool) -> None:
+        """Raise ``PartitionError`` if the model does not know what was given."""
+
+    def stage_seconds(self, space: CutSpace, team: Team, block: Block = EVERYWHERE) -> np.ndarray:
+        """``[first cuts, last cuts]``: what the stage between two cuts costs on a team, its neighbours left aside."""
+        raise NotImplementedError
+
+    def link_seconds(self, crossing: np.ndarray, team: Team, after: Team) -> np.ndarray:
+        """What sending ``crossing`` bytes forward and as many back costs, between a team and the one behind it."""
+        return np.zeros_like(crossing)
+
+    def objective(self, space: CutSpace, stages: Stages) -> float:
+        """What is made small: here the costliest stage or link."""
+        found, followers, behind = 0.0, 0, None
+        for first, last, devices in reversed(stages):
+            team = Team(devices, followers)
+            block = np.array([first]), np.array([last])
+            found = max(found, float(self.stage_seconds(space, team, block)[0, 0]))
+            if behind is not None:
+                found = max(found, float(self.link_seconds(space.crossing[[last]], team, behind)[0]))
+            followers, behind = followers + len(devices), team
+        return found
+
+    def memory_bytes(self, residuals: np.ndarray, parameters: np.ndarray, team: Team) -> np.ndarray:
+        """What a stage holds on each device of its team."""
+        return residuals * self.in_flight(team) + parameters
+
+    def in_flight(self, team: Team) -> int:
+        """Micro-batches that one replica holds at a time, in a pipeline that is kept full."""
+        return math.ceil((team.size + team.followers) / team.size)
+
+    def slowest(self, team: Team) -> float:
+        """Speed of a team's slowest device."""
+        return min(self.network.speed[d] for d in team.devices)
+
+
+class MinMax(CostModel):
+    """``C / k`` of each stage, and ``2 a / bandwidth`` over the slowest link between neighbouring stages."""
+
+    name = "min_max"
+
+    def stage_seconds(self, space: CutSpace, team: Team, block: Block = EVERYWHERE) -> np.ndarray:
+        return space.between(space.seconds, block) / (team.size * self.slowest(team))
+
+    def link_seconds(self, crossing: np.ndarray, team: Team, after: Team) -> np.ndarray:
+        return 2 * transfer_seconds(self.network, crossing, team.devices, after.devices)
+
+
+class Uniform(CostModel):
+    """A model that knows one bandwidth for all links and one speed for all devices."""
+
+    def check(self, *, memory_given: bool) -> None:
+        network = self.network
+        if not network.is_uniform or len(set(network.speed)) > 1:
+            raise PartitionError(
+                f"cost_model={self.name!r} knows one bandwidth for all links and one speed for all devices, but "
+                "network= has several. Use Network.uniform, or cost_model='min_max' or 'synchronous'."
+            )
+        if network.num_devices > 1 and network.latency[0, 1]:
+            raise PartitionError(
+                f"cost_model={self.name!r} knows no latency, but network= has {network.latency[0, 1]:g} s. Use "
+                "Network.uniform(n, bandwidth), or cost_model='min_max' or 'synchronous'."
+            )
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes in a second, on every link."""
+        return float(self.network.bandwidth[0, 1]) if self.network.num_devices > 1 else math.inf
+
+    def all_reduce_seconds(self, parameters: np.ndarray, team: Team) -> np.ndarray:
+        """Both directions of a ring all-reduce of the gradients, as the published models charge it."""
+        if team.size == 1:
+            return np.zeros_like(parameters)
+        return 4 * (team.size - 1) / team.size * parameters / self.bandwidth
+
+
+class PipeDream(Uniform):
+    """The published objective, as its code states it: ``(C + 4 (m-1) W / (B m)) / m``, and ``2 a / (B m)``.
+
+    What enters a stage is charged to every stage but the first, what leaves it to every stage between the first and
+    the last.
+    """
+
+    name = "pipedream"
+
+    def check(self, *, memory_given: bool) -> None:
+        super().check(memory_given=memory_given)
+        if memory_given:
+            raise PartitionError(
+                "cost_model='pipedream' knows no memory cap, but memory= (or the network's memory_bytes) is given. "
+                "Leave it out, or use cost_model='throughput'."
+            )
+
+    def stage_seconds(self, space: CutSpace, team: Team, block: Block = EVERYWHERE) -> np.ndarray:
+        reduction = self.all_reduce_seconds(space.between(space.parameters, block), team)
+        compute = (space.between(space.seconds, block) / self.slowest(team) + reduction) / team.size
+        sends = 2 * space.crossing / (self.bandwidth * team.size)
+        first, last = block
+        entering = sends[first, None]  # nothing enters the first
+        leaving = np.where(np.arange(len(sends))[first, None] > 0, sends[None, last], 0.0)
+        return np.maximum(compute, np.maximum(entering, leaving))
+
+
+class Throughput(Uniform):
+    """``[C + 2 sum(a) / B] / d + 4 (d-1) / d W / (M B)``, with nothing overlapped."""
+
+    name = "throughput"
+
+    def check(self, *, memory_given: bool) -> None:
+        super().check(memory_given=memory_given)
+        if self.num_microbatches is None:
+            raise PartitionError(
+                "cost_model='throughput' spreads the all-reduce over the micro-batches of a step; pass "
+                "num_microbatches=."
+            )
+
+    def stage_seconds(self, space: CutSpace, team: Team, block: Block = EVERYWHERE) -> np.ndarray:
+        sends = 2 * space.crossing / self.bandwidth
+        first, last = block
+        work = space.between(space.seconds, block) / self.slowest(team) + sends[first, None] + sends[None, last]
+        reduction = self.all_reduce_seconds(space.between(space.parameters, block), team)
+        return work / team.size + reduction / (self.num_microbatches or 1)
+
+
+class Synchronous(CostModel):
+    """A whole step on the executor's own timeline.
+
+    All stages walk through the ticks in step (``jaxpipe.schedules.simulate``): of the forward passes in a tick the
+    slowest counts, of the backward passes too, and after each tick neighbours exchange messages that are as large as
+    the largest of all. With ``M`` micro-batches, ``F_s`` and ``B_s`` the seconds of stage ``s``, and ``T`` ticks
+
+        step = wavefront(F) + wavefront(B) + T * exchange + all-reduce
+
+    It is at least ``sum(F) + (M - 1) max(F)``, and the same of ``B``. A stage on ``k`` devices takes a ``k``-th of
+    the time, as its replicas share the micro-batches. Stage and link alone are priced as what they add to a tick.
+
+    A replica holds its parameters, their gradients, and in pair ticks ``2 y - 1`` micro-batches where a pipeline that
+    is kept full by any means holds ``y``.
+    """
+
+    name = "synchronous"
+
+    @property
+    def m(self) -> int:
+        """Micro-batches of a step."""
+        return self.num_microbatches or 1
+
+    def stage_seconds(self, space: CutSpace, team: Team, block: Block = EVERYWHERE) -> np.ndarray:
+        reduction = self.all_reduce_seconds(space.between(space.parameters, block), team)
+        return space.between(space.seconds, block) / (team.size * self.slowest(team)) + reduction / self.m
+
+    def link_seconds(self, crossing: np.ndarray, team: Team, after: Team) -> np.ndarray:
+        return 2 * transfer_seconds(self.network, crossing, team.devices, after.devices)
+
+    def objective(self, space: CutSpace, stages: Stages) -> float:
+        forward, backward, reductions = [], [], [0.0]
+        for first, last, devices in stages:
+            team = Team(devices)
+            rate = team.size * self.slowest(team)
+            forward.append(max(0.0, space.forward[last] - space.forward[first]) / rate)
+            backward.append(max(0.0, space.backward[last] - space.backward[first]) / rate)
+            weights = np.array([space.parameters[last] - space.parameters[first]])
+            reductions.append(float(self.all_reduce_seconds(weights, team)[0]))
+        total = wavefront_seconds(forward, self.m) + wavefront_seconds(backward, self.m) + max(reductions)
+        if len(stages) == 1:
+            return total
+        ticks = self.m + 2 * (len(stages) - 1)  # of pair ticks, jaxpipe.schedules.one_f_one_b
+        return total + ticks * self.exchange_seconds(space, stages)
+
+    def exchange_seconds(self, space: CutSpace, stages: Stages) -> float:
+        """What neighbours need to exchange messages, forward and back, as large as the largest of all."""
+        largest = np.array([max(float(space.crossing[last]) for _, last, _ in stages[:-1])])
+        return max(
+            float(self.link_seconds(largest, Team(before[2]), Team(behind[2]))[0])
+            for before, behind in itertools.pairwise(stages)
+        )
+
+    def all_reduce_seconds(self, parameters: np.ndarray, team: Team) -> np.ndarray:
+        """A ring all-reduce over a team's slowest link, once in a step."""
+        if team.size == 1:
+            return np.zeros_like(parameters)
+        pairs = [(a, b) for a in team.devices for b in team.devices if a != b]
+        bandwidth = min(self.network.bandwidth[pair] for pair in pairs)
+        latency = max(self.network.latency[pair] for pair in pairs)
+        if not bandwidth:
+            return np.full_like(parameters, np.inf)
+        return 2 * (team.size - 1) * (parameters / team.size / bandwidth + latency)
+
+    def memory_bytes(self, residuals: np.ndarray, parameters: np.ndarray, team: Team) -> np.ndarray:
+        return residuals * self.in_flight(team) + 2 * parameters
+
+    def in_flight(self, team: Team) -> int:
+        return min(2 * super().in_flight(team) - 1, self.m)
+
+
+#: Every cost model by the name it is asked for.
+MODELS: dict[str, type[CostModel]] = {model.name: model for model in (PipeDream, MinMax, Throughput, Synchronous)}
+
+
+def transfer_seconds(network: Network, count: np.ndarray, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
+    """Time to send ``count`` bytes over the slowest of all links from some devices to others; nothing takes none."""
+    links = {(network.bandwidth[a, b], network.latency[a, b]) for a in sources for b in targets}
+    slowest = np.zeros_like(count)
+    for bandwidth, latency in links:
+        slowest = np.maximum(slowest, latency + count / bandwidth if bandwidth else np.inf)
+    return np.where(count > 0, slowest, 0.0)
+
+
+def wavefront_seconds(seconds: Sequence[float], num_microbatches: int) -> float:
+    """One kind of work of all micro-batches, passed from stage to stage tick by tick; in a tick the slowest counts.
+
+    Example:
+      >>> wavefront_seconds([1, 3, 2], 4)  # 1 + 3 + 3 + 3 + 3 + 2
+      15.0
+    """
+    count, m = len(seconds), num_microbatches
+    short = min(m, count)
+    windows = [max(seconds[max(0, t - m + 1) : t + 1]) for t in range(count)]
+    windows += [max(seconds[k:]) for k in range(count - short + 1, count)]
+    return float(sum(windows) + (m - short) * max(seconds))

@@ -1,0 +1,207 @@
+"""``partition_layers``: cut a profiled program into stages and put them on the devices of a network."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from jaxpipe.errors import MemoryBudgetError, NetworkError, PartitionError, ProfileError
+from jaxpipe.network import Network
+from jaxpipe.planning import orders
+from jaxpipe.planning.assign import Limits, Search, device_classes, in_order, work
+from jaxpipe.planning.costs import MODELS, CostModel, Stages, Synchronous
+from jaxpipe.planning.cut_space import CutSpace, cut_space
+from jaxpipe.planning.placed import Partition, describe
+from jaxpipe.planning.refine import move_operators
+from jaxpipe.planning.synchronous import shortest_step
+from jaxpipe.profile import Profile
+from jaxpipe.units import bytes_text, parse_bytes
+
+
+#: Elementary steps that a search over all sets of devices may take; with more, devices are searched in orders.
+MOST_WORK = 3e9
+#: Cuts that are looked at to compare orders of devices.
+CUTS_FOR_ORDERS = 48
+#: Micro-batches of a step, for ``"synchronous"``, if the caller does not say.
+MICROBATCHES = 32
+
+
+def partition_layers(
+    profile: Profile,
+    network: Network,
+    *,
+    cost_model: Literal["synchronous", "min_max", "throughput", "pipedream"] = "synchronous",
+    memory: float | str | Sequence[float] | None = None,
+    replicate: bool | int = True,
+    num_microbatches: int | None = None,
+    num_stages: int | None = None,
+    reorder: bool = True,
+) -> Partition:
+    """Choose stages, and devices for each, so that the slowest part of the pipeline is as fast as can be.
+
+    Devices may stay idle. Every answer says how it was searched for and how far from a lower bound it is.
+
+    Args:
+      profile: what each operator costs for one micro-batch.
+      network: the devices.
+      cost_model: what is made small. With ``C`` a stage's seconds, ``W`` its parameter bytes, ``a`` the bytes that
+        cross a cut, on ``k`` devices with bandwidth ``B``:
+        ``"synchronous"``, a whole step on the executor's timeline, fill and drain included;
+        ``"min_max"``, the largest ``C / k`` and ``2 a / B``, ``B`` that of the slowest link between two stages;
+        ``"throughput"``, the largest ``(C + 2 sum(a) / B) / k + 4 (k-1) / k W / (M B)`` (Piper, NeurIPS 2021);
+        ``"pipedream"``, the largest ``(C + 4 (k-1) W / (B k)) / k`` and ``2 a / (B k)`` (PipeDream, SOSP 2019).
+      memory: bytes of each device, a text such as ``"8GiB"``, or one number for each device; the network's own
+        ``memory_bytes`` holds too. A stage keeps ``ceil(devices from here on / k)`` micro-batches' residuals and its
+        parameters; on the executor's timeline one less than twice as many, and gradients.
+      replicate: whether a stage may have several devices; a number: how many each has.
+      num_microbatches: of a step; ``"throughput"`` needs it, ``"synchronous"`` takes 32 if left out.
+      num_stages: how many stages; needs ``replicate=False`` or a number.
+      reorder: whether operators that do not depend on each other may change places.
+
+    Raises:
+      PartitionError: if the model does not know what was asked, or there are too few places to cut or devices.
+      MemoryBudgetError: if nothing fits, with the smallest budget that works.
+
+    Example:
+      >>> profile = Profile.chain("abcd", [1, 1, 1, 1], [2, 2, 2, 2], [0] * 4, [0] * 4, [8, 2, 8, 0])
+      >>> found = partition_layers(profile, Network.uniform(2, 1.0), cost_model="min_max", replicate=False)
+      >>> [(stage.operators, stage.devices) for stage in found.stages], found.bottleneck_seconds
+      ([(range(0, 2), (0,)), (range(2, 4), (1,))], 6.0)
+    """
+    if not isinstance(profile, Profile):
+        raise ProfileError(f"profile is {type(profile).__name__}; it must be a jaxpipe.Profile.")
+    if not isinstance(network, Network):
+        raise NetworkError(f"network is {type(network).__name__}; it must be a jaxpipe.Network.")
+    if cost_model not in MODELS:
+        raise PartitionError(f"cost_model={cost_model!r}; it must be one of {', '.join(map(repr, MODELS))}.")
+    if num_microbatches is not None and num_microbatches < 1:
+        raise PartitionError(f"num_microbatches={num_microbatches}; it must be at least 1.")
+    if num_microbatches is None and cost_model == Synchronous.name:
+        num_microbatches = MICROBATCHES
+    limits = _limits(network, memory, replicate, num_stages)
+    model = MODELS[cost_model](network, num_microbatches)
+    model.check(memory_given=min(limits.memory) < math.inf)
+    space = cut_space(profile, reorder=reorder)
+    places = len(space.crossing) - 1
+    if num_stages is not None and space.nested.all() and num_stages > places:
+        raise PartitionError(f"num_stages={num_stages}, but the profile makes at most {places} stages.")
+
+    classes = device_classes(network, limits.memory)
+    exact = work(classes, len(space.crossing), limits) <= MOST_WORK
+    if not exact:
+        classes = (_best_order(space, model, limits),)
+    search = Search(space, model, classes, limits)
+    stages, seconds, bound, ties = _solve(search, model)
+    if stages is None:
+        raise _nothing_fits(search, num_stages)
+    if exact:
+        stages = in_order(stages, classes)
+    looked_at_all = space.complete or not reorder
+    if not looked_at_all:
+        space, stages, seconds = move_operators(profile, space, search, stages, seconds)
+    least = _least_possible(space, model, limits)
+    if looked_at_all:
+        least = max(least, bound if exact else _relaxed(space, model, limits))
+    return describe(
+        profile,
+        model,
+        space,
+        stages,
+        seconds=seconds,
+        bound=min(least, seconds),
+        ties=ties,
+        memory=limits.memory,
+        searched=(
+            ("all cuts" if space.complete else "the cuts of the given order" if not reorder else "one order's cuts")
+            + (", all placements" if exact else ", some orders of the devices")
+        ),
+    )
+
+
+def _solve(search: Search, model: CostModel) -> tuple[Stages | None, float, float, int]:
+    """Stages, what they cost, what is the least possible with these cuts and devices, and how many are as good."""
+    if isinstance(model, Synchronous):
+        found = shortest_step(search, model)
+        if found is None:
+            return None, math.inf, 0.0, 0
+        return found.stages, found.seconds, found.seconds if found.proven else found.bound, found.ties
+    least = search.least()
+    if least == math.inf:
+        return None, math.inf, 0.0, 0
+    stages = search.lightest(least) or ()
+    return stages, model.objective(search.space, stages), least, search.ties(least)
+
+
+def _limits(
+    network: Network, memory: float | str | Sequence[float] | None, replicate: bool | int, num_stages: int | None
+) -> Limits:
+    count = network.num_devices
+    if memory is None:
+        budget = (math.inf,) * count
+    elif isinstance(memory, str | int | float):
+        budget = (float(parse_bytes(memory)),) * count
+    else:
+        budget = tuple(float(parse_bytes(m)) for m in memory)
+    if len(budget) != count:
+        raise MemoryBudgetError(f"memory has {len(budget)} entries, the network has {count} devices; give one each.")
+    budget = tuple(map(min, budget, network.memory_bytes))
+    if replicate is True:
+        if num_stages is not None:
+            raise PartitionError(
+                f"num_stages={num_stages} needs to know how many devices each stage has: pass replicate=False for one, "
+                "or a number."
+            )
+        return Limits(tuple(range(1, count + 1)), None, budget)
+    size = int(replicate) or 1
+    if size < 1 or (num_stages is not None and num_stages < 1) or size * (num_stages or 1) > count:
+        raise PartitionError(
+            f"{num_stages or 1} stage(s) of {size} device(s) each were asked for (num_stages, replicate), but the "
+            f"network has {count} devices."
+        )
+    return Limits((size,), None if num_stages is None else num_stages * size, budget)
+
+
+def _best_order(space: CutSpace, model: CostModel, limits: Limits) -> tuple[int, ...]:
+    """An order of the devices, the first stages first, that makes the costliest stage or link cheap."""
+    few = space.thinned(CUTS_FOR_ORDERS)
+
+    def price(order: tuple[int, ...]) -> float:
+        return Search(few, model, (order,), limits).least()
+
+    start = min(orders.seeds(model.network), key=price)
+    return orders.improve(start, price)[1]
+
+
+def _relaxed(space: CutSpace, model: CostModel, limits: Limits) -> float:
+    """A bound: the same devices, as if each were the best of them and all links the best link."""
+    network = model.network
+    off = ~np.eye(network.num_devices, dtype=bool)
+    best = Network.uniform(network.num_devices, float(network.bandwidth[off].max()), float(network.latency[off].min()))
+    best = replace(best, speed=(max(network.speed),) * network.num_devices)
+    kinder = replace(limits, memory=(max(limits.memory),) * network.num_devices)
+    search = Search(space, replace(model, network=best), (tuple(range(network.num_devices)),), kinder)
+    return search.least() * (model.m if isinstance(model, Synchronous) else 1)
+
+
+def _least_possible(space: CutSpace, model: CostModel, limits: Limits) -> float:
+    """A bound for any cuts: all devices always busy."""
+    speeds = np.sort(model.network.speed)[::-1][: limits.num_devices]
+    total = float(space.seconds[-1]) / float(speeds.sum())
+    return total * model.m if isinstance(model, Synchronous) else total
+
+
+def _nothing_fits(search: Search, num_stages: int | None) -> Exception:
+    least = search.least_memory()
+    if least == math.inf:
+        return PartitionError(
+            f"There are no {num_stages or 'possible'} stages: the profile has {len(search.space.crossing) - 2} places "
+            f"to cut, and stages that follow each other need a link between their devices (bandwidth above 0)."
+        )
+    given = sorted(set(search.limits.memory))
+    text = bytes_text(given[0]) if len(given) == 1 else f"{bytes_text(given[0])} to {bytes_text(given[-1])}"
+    return MemoryBudgetError(
+        f"memory={text}: no stages fit. The smallest budget for every device with which there is a plan is "
+        f"{math.ceil(least)} bytes ({bytes_text(least)}); smaller micro-batches or more devices need less."
+    )

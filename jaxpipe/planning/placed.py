@@ -1,0 +1,199 @@
+"""``Partition``: stages on devices, what they cost, and how sure it is that nothing is better."""
+
+import io
+import itertools
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxpipe.network import Network
+from jaxpipe.planning.costs import CostModel, Stages, Team, transfer_seconds
+from jaxpipe.planning.cut_space import CutSpace
+from jaxpipe.profile import Profile
+from jaxpipe.units import bytes_text, seconds_text
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage. Seconds are for one micro-batch; replicas share the micro-batches.
+
+    Attributes:
+      operators: a range of ``Partition.order``.
+      devices: numbers in the network; each has a copy of the parameters.
+      compute_seconds: forward and backward, divided by the replicas, on the slowest of them.
+      communication_seconds: of the slower of its two boundaries, there and back.
+      sent_bytes: what crosses the boundary behind it, one way.
+      parameter_bytes, residual_bytes: of the stage; the latter of one micro-batch.
+      in_flight: micro-batches a replica holds, by the model's count.
+      memory_bytes: what each device holds of both.
+    """
+
+    operators: range
+    devices: tuple[int, ...]
+    compute_seconds: float
+    communication_seconds: float
+    sent_bytes: float
+    parameter_bytes: float
+    residual_bytes: float
+    in_flight: int
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A program cut into stages, on the devices of a network.
+
+    Attributes:
+      stages: first to last.
+      order: the operators of the profile, in the order that the stages are ranges of.
+      bottleneck_seconds: what the cost model makes small: the costliest stage or link; for ``"synchronous"`` the
+        whole step.
+      lower_bound_seconds: nothing can be better than that.
+      ties: how many answers are as good, exchanges of like devices not counted; 1 if they were not counted.
+      searched: which cuts and placements were looked at.
+      cost_model, num_microbatches, memory, profile, network: what was asked.
+    """
+
+    stages: tuple[StageCost, ...]
+    order: tuple[int, ...]
+    bottleneck_seconds: float
+    lower_bound_seconds: float
+    ties: int
+    searched: str
+    cost_model: str
+    num_microbatches: int | None
+    memory: tuple[float | None, ...]
+    profile: Profile
+    network: Network
+
+    @property
+    def ratio(self) -> float:
+        """How many times the lower bound this is; 1 is proven to be the best."""
+        return self.bottleneck_seconds / self.lower_bound_seconds if self.lower_bound_seconds else 1.0
+
+    def to_json(self) -> str:
+        """The partition with all that it was made from, as JSON."""
+        data = asdict(self)
+        data["stages"] = [
+            {**row, "operators": [stage.operators.start, stage.operators.stop]}
+            for row, stage in zip(data["stages"], self.stages, strict=True)
+        ]
+        data["profile"], data["network"] = (json.loads(part.to_json()) for part in (self.profile, self.network))
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Partition":
+        """The partition that ``to_json`` has written."""
+        data = json.loads(text)
+        stages = tuple(
+            StageCost(**{**row, "operators": range(*row["operators"]), "devices": tuple(row["devices"])})
+            for row in data.pop("stages")
+        )
+        profile = Profile.from_json(json.dumps(data.pop("profile")))
+        network = Network.from_json(json.dumps(data.pop("network")))
+        tuples = {name: tuple(data.pop(name)) for name in ("order", "memory")}
+        return cls(stages=stages, profile=profile, network=network, **tuples, **data)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120)
+        console.print(self.__rich__())
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    def __rich__(self) -> Table:
+        used = sum(len(stage.devices) for stage in self.stages)
+        table = Table(
+            title=f"{len(self.stages)} stages on {used} of {self.network.num_devices} devices, {self.cost_model}",
+            title_justify="left",
+            caption_justify="left",
+        )
+        table.add_column("stage", justify="right")
+        table.add_column("operators")
+        table.add_column("devices")
+        for name in ("compute", "sending", "sends on", "parameters", "residuals", "in flight", "memory"):
+            table.add_column(name, justify="right")
+        for k, stage in enumerate(self.stages):
+            first, last = (self.profile.names[self.order[stage.operators[end]]] for end in (0, -1))
+            table.add_row(
+                str(k),
+                f"{len(stage.operators)}: {_short(first)} .. {_short(last)}",
+                ", ".join(self.network.names[d].removeprefix("device ") for d in stage.devices),
+                seconds_text(stage.compute_seconds),
+                seconds_text(stage.communication_seconds),
+                bytes_text(stage.sent_bytes),
+                bytes_text(stage.parameter_bytes),
+                bytes_text(stage.residual_bytes),
+                str(stage.in_flight),
+                bytes_text(stage.memory_bytes),
+            )
+        what = "step" if self.cost_model == "synchronous" else "bottleneck"
+        ties = f", {self.ties} answers as good" if self.ties > 1 else ""
+        table.caption = (
+            f"{what} {seconds_text(self.bottleneck_seconds)}, {self.ratio:.3f} of the lower bound "
+            f"{seconds_text(self.lower_bound_seconds)}{ties}\nsearched: {self.searched}"
+        )
+        return table
+
+
+def describe(
+    profile: Profile,
+    model: CostModel,
+    space: CutSpace,
+    stages: Stages,
+    *,
+    seconds: float,
+    bound: float,
+    ties: int,
+    memory: tuple[float, ...],
+    searched: str,
+) -> Partition:
+    """Stages that a search found, with what each costs, and the inputs."""
+    stage_of = sum((~space.members[last]).astype(int) for _, last, _ in stages)
+    order = np.argsort(stage_of, kind="stable")
+    counts = np.bincount(stage_of, minlength=len(stages))
+    ends = np.cumsum(counts)
+    followers = sum(len(devices) for *_, devices in stages)
+    rows = []
+    links = [0.0]
+    for before, behind in itertools.pairwise(stages):
+        crossing = space.crossing[[before[1]]]
+        links.append(2 * float(transfer_seconds(model.network, crossing, before[2], behind[2])[0]))
+    links.append(0.0)
+    for k, (first, last, devices) in enumerate(stages):
+        followers -= len(devices)
+        team = Team(devices, followers)
+        parameters, residuals, work = (
+            np.maximum(sums[[last]] - sums[[first]], 0.0) for sums in (space.parameters, space.residuals, space.seconds)
+        )
+        rows.append(
+            StageCost(
+                operators=range(int(ends[k] - counts[k]), int(ends[k])),
+                devices=devices,
+                compute_seconds=float(work[0]) / (team.size * model.slowest(team)),
+                communication_seconds=max(links[k], links[k + 1]),
+                sent_bytes=float(space.crossing[last]),
+                parameter_bytes=float(parameters[0]),
+                residual_bytes=float(residuals[0]),
+                in_flight=model.in_flight(team),
+                memory_bytes=float(model.memory_bytes(residuals, parameters, team)[0]),
+            )
+        )
+    return Partition(
+        stages=tuple(rows),
+        order=tuple(map(int, order)),
+        bottleneck_seconds=seconds,
+        lower_bound_seconds=bound,
+        ties=ties,
+        searched=searched,
+        cost_model=model.name,
+        num_microbatches=model.num_microbatches,
+        memory=tuple(None if m == np.inf else m for m in memory),
+        profile=profile,
+        network=model.network,
+    )
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 24 else f"{name[:21]}..."

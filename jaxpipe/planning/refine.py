@@ -1,0 +1,66 @@
+"""Fine-tuning: single operators move between neighbouring stages while that helps.
+
+For graphs with too many cuts to look at all of them: stages found along one order of the operators are a start, from
+which an operator may go to the stage of its readers, or of what it reads.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxpipe.planning.assign import ROUNDING, Search
+from jaxpipe.planning.costs import Stages
+from jaxpipe.planning.cut_space import CutSpace, space_of
+from jaxpipe.profile import Profile
+
+
+#: How many moves are priced at most.
+MOST_MOVES = 1000
+
+
+def move_operators(
+    profile: Profile, space: CutSpace, search: Search, stages: Stages, seconds: float
+) -> tuple[CutSpace, Stages, float]:
+    """Move operators across cuts while the objective falls.
+
+    Returns:
+      A space of the cuts that are left, the stages in it, and what they cost.
+    """
+    cuts = [stages[0][0], *(last for _, last, _ in stages)]
+    best = space_of(profile, space.members[cuts])
+    chosen: Stages = tuple((k, k + 1, devices) for k, (*_, devices) in enumerate(stages))
+    fixed = {v for group in profile.together for v in group}
+    reads: list[list[int]] = [[] for _ in profile.names]
+    readers: list[list[int]] = [[] for _ in profile.names]
+    for source, target, *_ in profile.edges:
+        reads[target].append(source)
+        readers[source].append(target)
+
+    def moves(sets: np.ndarray) -> Iterator[np.ndarray]:
+        for k in range(1, len(sets) - 1):
+            for v in range(sets.shape[1]):
+                if v in fixed:
+                    continue
+                moved = sets.copy()
+                if sets[k, v] and not sets[k - 1, v] and not any(sets[k, w] for w in readers[v]):
+                    moved[k, v] = False
+                elif sets[k + 1, v] and not sets[k, v] and all(sets[k, w] for w in reads[v]):
+                    moved[k, v] = True
+                else:
+                    continue
+                if moved[k].sum() > moved[k - 1].sum() and moved[k + 1].sum() > moved[k].sum():
+                    yield moved
+
+    spent, improved = 0, True
+    while improved and spent < MOST_MOVES:
+        improved = False
+        for moved in moves(best.members):
+            spent += 1
+            candidate = space_of(profile, moved)
+            cost = search.model.objective(candidate, chosen)
+            if cost < seconds / ROUNDING and search.on(candidate).fits(chosen):
+                best, seconds, improved = candidate, cost, True
+                break
+            if spent >= MOST_MOVES:
+                break
+    return best, chosen, seconds

@@ -1,0 +1,140 @@
+"""The search for stages that make a step of the executor short (see ``jaxpipe.planning.costs.Synchronous``)."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxpipe.planning.assign import ROUNDING, Counts, Search
+from jaxpipe.planning.costs import Stages, Synchronous
+from jaxpipe.planning.cut_space import CutSpace
+
+
+#: How much slower than the best the slowest stage may be, where that may pay in what is sent.
+SLACKS = (0.0, 0.03, 0.1, 0.3)
+#: How many partial plans are looked at to show that none is better.
+MOST_NODES = 20_000
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best stages that were found.
+
+    Attributes:
+      seconds: of a step.
+      stages: the plan.
+      bound: a step takes at least as long as its slowest stage needs for all micro-batches.
+      proven: whether all plans were looked at, so that none is faster.
+      ties: how many are as fast, if all were looked at; else 1.
+    """
+
+    seconds: float
+    stages: Stages
+    bound: float
+    proven: bool
+    ties: int
+
+
+def shortest_step(search: Search, model: Synchronous) -> Found | None:
+    """Stages with a short step; the shortest of all that the search covers, if ``proven``.
+
+    Balanced stages are the seeds, with more or less allowed for what they send; cuts are then moved one by one while
+    the step gets shorter; at last branch and bound either finds a better plan, shows that there is none, or gives up.
+    """
+    least = search.least()
+    if least == math.inf:
+        return None
+    seeds: list[Stages] = []
+    for slack in SLACKS:
+        seeds += [s for s in (search.lightest(least * (1 + slack)),) if s and s not in seeds]
+    best = min((shift_cuts(search, stages) for stages in seeds), key=lambda found: found[0])
+    tree = _BranchAndBound(search, model, best)
+    proven = tree.run()
+    return Found(*tree.best, model.m * least, proven, tree.ties if proven else 1)
+
+
+def shift_cuts(search: Search, stages: Stages) -> tuple[float, Stages]:
+    """Move one cut at a time to a neighbouring one while that makes the step shorter."""
+    space = search.space
+    seconds = search.model.objective(space, stages)
+    improved = True
+    while improved:
+        improved = False
+        for k in range(len(stages) - 1):
+            first, cut, team = stages[k]
+            _, last, team_behind = stages[k + 1]
+            for other in _neighbours(space, first, cut, last):
+                moved = (*stages[:k], (first, other, team), (other, last, team_behind), *stages[k + 2 :])
+                if not search.fits(moved):
+                    continue
+                shorter = search.model.objective(space, moved)
+                if shorter < seconds / ROUNDING:
+                    stages, seconds, improved = moved, shorter, True
+                    break
+    return seconds, stages
+
+
+def _neighbours(space: CutSpace, first: int, cut: int, last: int) -> list[int]:
+    """Cuts between two others, those nearest to a third first."""
+    between = np.flatnonzero(space.nested[first] & space.nested[:, last])
+    distance = np.abs(space.seconds[between] - space.seconds[cut])
+    return [int(c) for c in between[np.argsort(distance, kind="stable")][:9] if c != cut]
+
+
+class _BranchAndBound:
+    """Every plan, from the last stage to the first, unless it cannot be better than the best so far."""
+
+    def __init__(self, search: Search, model: Synchronous, best: tuple[float, Stages]):
+        self.search, self.model, self.best = search, model, best
+        self.nodes, self.ties = 0, 1
+        self.cuts = len(search.space.crossing)
+
+    def run(self) -> bool:
+        """Whether all plans were looked at."""
+        self.ties = 0
+        try:
+            self._extend(self.cuts - 1, (0,) * len(self.search.classes), (), 0.0, 0.0, 0.0)
+        except _GaveUp:
+            return False
+        self.ties = max(self.ties, 1)
+        return True
+
+    def _extend(self, cut: int, used: Counts, behind: Stages, total: float, forward: float, backward: float) -> None:
+        """Put every possible stage in front of those that begin at a cut.
+
+        ``total`` is the sum of their seconds, ``forward`` and ``backward`` those of the slowest.
+        """
+        self.nodes += 1
+        if self.nodes > MOST_NODES:
+            raise _GaveUp
+        search, space, most, m = self.search, self.search.space, self.search.limits.num_devices, self.model.m
+        if cut == 0:
+            if most in (None, sum(used)):
+                self._compare(behind)
+            return
+        for team, taken in search.next_teams(used):
+            if most is not None and sum(used) + team.size > most:
+                continue
+            exchange = self.model.exchange_seconds(space, ((0, cut, team.devices), *behind)) if behind else 0.0
+            if exchange == math.inf:
+                continue
+            rate = team.size * self.model.slowest(team)
+            f, b = ((sums[cut] - sums) / rate for sums in (space.forward, space.backward))
+            least = total + f + b + (m - 1) * (np.maximum(forward, f) + np.maximum(backward, b)) + m * exchange
+            possible = np.isfinite(search.stage(team, (slice(None), np.array([cut])))[:, 0])
+            for first in np.flatnonzero(possible & (least <= self.best[0] * ROUNDING))[::-1]:
+                stages = ((int(first), cut, team.devices), *behind)
+                slowest = max(forward, float(f[first])), max(backward, float(b[first]))
+                together = tuple(u + t for u, t in zip(used, taken, strict=True))
+                self._extend(int(first), together, stages, total + float(f[first] + b[first]), *slowest)
+
+    def _compare(self, stages: Stages) -> None:
+        seconds = self.model.objective(self.search.space, stages)
+        if seconds < self.best[0] / ROUNDING:
+            self.best, self.ties = (seconds, stages), 1
+        elif seconds <= self.best[0] * ROUNDING:
+            self.ties += 1
+
+
+class _GaveUp(Exception):
+    """Too many plans."""

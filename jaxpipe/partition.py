@@ -2,9 +2,10 @@
 
 import functools
 import hashlib
+import itertools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -15,7 +16,9 @@ from jaxpipe import profiling
 from jaxpipe.demand import linearize
 from jaxpipe.graph import is_differentiable
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
+from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
+from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.initialize import stage_devices
 from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.objective import Objective, trace_loss
@@ -25,9 +28,9 @@ from jaxpipe.pipeline.program import DATA, Program
 from jaxpipe.pipeline.sections import cut_sections, place, places_to_cut, variable_spans, with_backward
 from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.pipeline.words import word_count
-from jaxpipe.planning.cut import cut
+from jaxpipe.planning.layers import partition_layers
 from jaxpipe.planning.memory import predict, stage_bytes
-from jaxpipe.planning.order import boundary_bytes
+from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan, StagePlan
 from jaxpipe.profile import Profile
 from jaxpipe.schedules import Schedule, one_f_one_b, simulate
@@ -40,8 +43,8 @@ ScheduleMaker = Callable[[int, int], Schedule]
 #: Micro-batches for each stage when the caller does not say: the bubble is then below a fifth of the step.
 MICROBATCHES_PER_STAGE = 4
 
-#: How much slower the slowest stage may be than the best, if that makes less to send: profiles are no better than this.
-CUT_SLACK = 0.03
+#: How much longer a step may be than the shortest, if that makes less to send: profiles are no better than this.
+CUT_SLACK = 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +59,7 @@ class Request:
     num_microbatches: int | None
     schedule: ScheduleMaker
     profile: str | Profile
+    network: Network | None
     num_stages: int
     replicas: int
 
@@ -73,6 +77,7 @@ def partition(
     num_microbatches: int | None = None,
     schedule: ScheduleMaker | Literal["auto"] = "auto",
     profile: Profile | Literal["measured", "analytic"] | None = None,
+    network: Network | None = None,
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
 
@@ -93,8 +98,11 @@ def partition(
       schedule: ``(num_stages, num_microbatches) -> Schedule``; ``"auto"`` is ``schedules.one_f_one_b``.
       profile: ``"measured"`` (the default) runs operators on the first device, ``"analytic"`` estimates them; or a
         ``Profile``.
+      network: the links between the devices, in the order of ``mesh.devices.flat``; left out: all alike. It decides
+        which device runs which stage: ``pipeline.mesh`` has them in that order.
 
     Raises:
+      NetworkError: if the network has another number of devices than the mesh.
       PartitionError: if the mesh, the loss, the optimizer or the number of stages does not fit.
       ModelError: if the model is none of the above.
       BatchError: if the batch cannot be cut into micro-batches.
@@ -114,6 +122,7 @@ def partition(
     profile = "measured" if profile is None else profile
     if not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
         raise checks.PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
+    checks.check_network(network, mesh)
     if schedule != "auto" and (isinstance(schedule, str) or not callable(schedule)):
         raise checks.PartitionError(
             f"schedule={schedule!r}; it must be 'auto' or a function (num_stages, num_microbatches) -> Schedule, such "
@@ -128,6 +137,7 @@ def partition(
         num_microbatches=num_microbatches,
         schedule=one_f_one_b if isinstance(schedule, str) else schedule,
         profile=profile,
+        network=network,
         num_stages=num_stages,
         replicas=replicas,
     )
@@ -150,11 +160,9 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     model = bind(request.model, request.loss, one, variables)
     objective = trace_loss(model, request.loss, one)
     profile = _profile(request, objective)
-    device = request.mesh.devices.flat[0]
-    sends = boundary_bytes(objective.graph)
-    seconds = [f + b for f, b in zip(profile.forward_seconds, profile.backward_seconds, strict=True)]
-    rate = profiling.rates_of(device).bytes
-    cuts = _cut(objective, model, seconds, [2 * n / rate for n in sends], request.num_stages)
+    found = _place(request, objective, model, profile, m)
+    cuts = (0, *(stage.operators.stop for stage in found.stages))
+    mesh = arrange(request.mesh, [stage.devices for stage in found.stages], found.network)
     placement = place(objective, cuts)
     sections = with_backward(objective, cut_sections(objective, cuts, placement))
 
@@ -178,9 +186,9 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
         for x, shared_leaf in zip(jax.tree.leaves(batch), batching.shared, strict=True)
     ]
     memory = predict(program, update.layout, shared, local)
-    plan = _describe(request, program, cuts, profile, memory, size // (request.replicas * m), sends)
+    plan = _describe(request, program, found, memory, size // (request.replicas * m))
     checks.check_budget(request.budget, memory, stage_bytes(program, update.layout, shared, local))
-    return Planned(plan, batch, one, model, program, placement, update, batching)
+    return Planned(plan, found, mesh, batch, one, model, program, placement, update, batching)
 
 
 def _rows(x: Any, count: int) -> Any:
@@ -213,15 +221,31 @@ def _profile(request: Request, objective: Objective) -> Profile:
     return profiling.measure(linearization, device)
 
 
-def _cut(
-    objective: Objective, model: BoundModel, seconds: list[float], transfer: list[float], num_stages: int
-) -> tuple[int, ...]:
-    allowed = places_to_cut(objective)
-    try:
-        return cut(seconds, transfer, allowed, num_stages, slack=CUT_SLACK)
-    except checks.PartitionError as error:
-        tied = _widest(objective, model)
-        raise checks.PartitionError(f"{error} {tied}") from None
+def _place(request: Request, objective: Objective, model: BoundModel, profile: Profile, m: int) -> Partition:
+    """Stages and their devices: the shortest step that was found with the operators in this order."""
+    network = request.network
+    if network is None:
+        # Nothing is known of the links: they count, but little.
+        rate = profiling.rates_of(request.mesh.devices.flat[0]).bytes
+        network = Network.uniform(request.mesh.devices.size, rate)
+    tied = variable_spans(objective)
+    profile = replace(profile, together=tuple(tied.values()))
+    places = sum(places_to_cut(objective)[1:-1])
+    if request.num_stages > places + 1:
+        raise checks.PartitionError(
+            f"{request.num_stages} stages were asked for, but the model has {len(profile.names)} operators with "
+            f"{places} places where it may be cut, so it makes between 1 and {places + 1} stages. "
+            f"{_widest(objective, model)}".rstrip()
+        )
+    return partition_layers(
+        profile,
+        network,
+        replicate=request.replicas,
+        num_stages=request.num_stages,
+        num_microbatches=m,
+        reorder=False,
+        slack=CUT_SLACK,
+    )
 
 
 def _widest(objective: Objective, model: BoundModel) -> str:
@@ -244,19 +268,19 @@ def _widest(objective: Objective, model: BoundModel) -> str:
 def _describe(
     request: Request,
     program: Program,
-    cuts: tuple[int, ...],
-    profile: Profile,
+    found: Partition,
     memory: dict[str, int],
     microbatch_size: int,
-    sends: list[int],
 ) -> Plan:
-    graph = program.objective.graph
+    graph, profile = program.objective.graph, found.profile
     stages = []
     for s, section in enumerate(program.sections):
-        operators = slice(cuts[s], cuts[s + 1])
+        placed = found.stages[s]
+        operators = slice(placed.operators.start, placed.operators.stop)
         stages.append(
             StagePlan(
-                operators=(cuts[s], cuts[s + 1]),
+                operators=(placed.operators.start, placed.operators.stop),
+                devices=placed.devices,
                 modules=_modules(op.path for op in graph.operators[operators]),
                 forward_seconds=sum(profile.forward_seconds[operators]),
                 backward_seconds=sum(profile.backward_seconds[operators]),
@@ -266,12 +290,12 @@ def _describe(
                 sent_bytes=sum(4 * word_count(a) for a in program.avals(section.leaving)),
             )
         )
-    rate = profiling.rates_of(request.mesh.devices.flat[0]).bytes
+    speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
     timeline = simulate(
         program.schedule,
-        forward=[stage.forward_seconds for stage in stages],
-        backward=[stage.backward_seconds for stage in stages],
-        communication=4 * sum(program.message_words) / rate,
+        forward=[stage.forward_seconds / s for stage, s in zip(stages, speed, strict=True)],
+        backward=[stage.backward_seconds / s for stage, s in zip(stages, speed, strict=True)],
+        communication=_exchange_seconds(found, [4 * n for n in program.message_words]),
     )
     described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
     return Plan(
@@ -283,9 +307,18 @@ def _describe(
         profile=profile.source,
         step_seconds=timeline.makespan,
         bubble_fraction=timeline.bubble_fraction,
+        lower_bound_seconds=found.lower_bound_seconds,
         memory=memory,
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
     )
+
+
+def _exchange_seconds(found: Partition, messages: Sequence[float]) -> float:
+    """What sending a message forward and one back takes over the slowest link between neighbours."""
+    links = [
+        (a, b) for one, two in itertools.pairwise(found.stages) for a, b in zip(one.devices, two.devices, strict=True)
+    ]
+    return sum(max((found.network.seconds(a, b, size) for a, b in links), default=0.0) for size in messages)
 
 
 def _modules(paths: Any) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.network import Network
-from jaxpipe.planning import Partition, partition_layers
+from jaxpipe.planning import partition_layers
 from jaxpipe.profile import Edge, Profile
 from jaxpipe.schedules import one_f_one_b, simulate
 
@@ -62,7 +62,9 @@ class Plans:
         yield from extend(set(range(self.network.num_devices)), ())
 
     def crossing(self, before):
-        made = {(e.source, e.output): e.bytes for e in self.profile.edges if e.source in before and e.target not in before}
+        made = {
+            (e.source, e.output): e.bytes for e in self.profile.edges if e.source in before and e.target not in before
+        }
         return sum(made.values())
 
     def price(self, model, chain, teams):
@@ -128,9 +130,7 @@ class Plans:
         return timeline.makespan + reduction
 
     def best(self, model):
-        prices = [
-            self.price(model, chain, teams) for chain in self.chains() for teams in self.teams(len(chain) - 1)
-        ]
+        prices = [self.price(model, chain, teams) for chain in self.chains() for teams in self.teams(len(chain) - 1)]
         return min(prices)
 
     def price_of(self, found):

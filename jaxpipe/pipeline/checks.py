@@ -6,7 +6,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpipe.errors import BatchError, MemoryBudgetError, PartitionError, StateError
+from jaxpipe.errors import BatchError, MemoryBudgetError, NetworkError, PartitionError, StateError
+from jaxpipe.network import Network
 from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.units import bytes_text
 
@@ -29,6 +30,19 @@ def check_mesh(mesh: Mesh) -> tuple[int, int]:
             f"and no other; make it with jax.make_mesh((2, 4), ({DATA!r}, {STAGE!r}))."
         )
     return mesh.shape[STAGE], mesh.shape.get(DATA, 1)
+
+
+def check_network(network: Any, mesh: Mesh) -> None:
+    """Raise ``NetworkError`` unless a network is that of the mesh."""
+    if network is None:
+        return
+    if not isinstance(network, Network):
+        raise NetworkError(f"network is {type(network).__name__}; it must be a jaxpipe.Network.")
+    if network.num_devices != mesh.devices.size:
+        raise NetworkError(
+            f"network= has {network.num_devices} devices, the mesh {mesh.devices.size}; it must have one for each, in "
+            "the order of mesh.devices.flat."
+        )
 
 
 def batch_shapes(batch: Any) -> Any:

@@ -22,6 +22,7 @@ from jaxpipe.pipeline.program import STAGE, Program
 from jaxpipe.pipeline.sections import Placement, cut_sections, follow
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Batching, Update
+from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules.gpipe import forward_only
 
@@ -32,12 +33,16 @@ class Planned:
 
     Attributes:
       plan: what the user sees.
+      partition: the cuts and devices in it, with all that they were chosen from.
+      mesh: the devices, in the order in which the stages use them.
       batch: shapes of the batch that it was made for.
       microbatch: shapes of one micro-batch.
       model, program, placement, update, batching: see their types.
     """
 
     plan: Plan
+    partition: Partition
+    mesh: Mesh
     batch: Any
     microbatch: Any
     model: BoundModel
@@ -64,11 +69,7 @@ class MemoryReport:
 
 
 class Pipeline:
-    """A model that trains in stages; made by ``jaxpipe.partition``.
-
-    Attributes:
-      mesh: the devices it runs on.
-    """
+    """A model that trains in stages; made by ``jaxpipe.partition``."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Pipeline:
         planned: Planned | None,
         batch: Any = None,
     ):
-        self.mesh = mesh
+        self._mesh = mesh
         self._functions = dict(functions)
         self._optimizer = optimizer
         self._make_plan = make_plan
@@ -95,6 +96,20 @@ class Pipeline:
           PartitionError: if there was no batch to plan with yet, or a function's variables are not known yet.
         """
         return self._planned.plan
+
+    @property
+    def partition(self) -> Partition:
+        """Cuts and devices, with the profile and the network they were chosen for, and how good they are.
+
+        Raises:
+          PartitionError: as ``plan``.
+        """
+        return self._planned.partition
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices it runs on, in the order of the plan once there is one."""
+        return self._mesh if self._maybe_planned is None else self._maybe_planned.mesh
 
     @property
     def _planned(self) -> Planned:

@@ -38,6 +38,7 @@ def partition_layers(
     num_microbatches: int | None = None,
     num_stages: int | None = None,
     reorder: bool = True,
+    slack: float = 0.0,
 ) -> Partition:
     """Choose stages, and devices for each, so that the slowest part of the pipeline is as fast as can be.
 
@@ -59,6 +60,7 @@ def partition_layers(
       num_microbatches: of a step; ``"throughput"`` needs it, ``"synchronous"`` takes 32 if left out.
       num_stages: how many stages; needs ``replicate=False`` or a number.
       reorder: whether operators that do not depend on each other may change places.
+      slack: by what share of the best an answer may be worse, if it sends less.
 
     Raises:
       PartitionError: if the model does not know what was asked, or there are too few places to cut or devices.
@@ -93,7 +95,7 @@ def partition_layers(
     if not exact:
         classes = (_best_order(space, model, limits),)
     search = Search(space, model, classes, limits)
-    stages, seconds, bound, ties = _solve(search, model)
+    stages, seconds, bound, ties = _solve(search, model, slack)
     if stages is None:
         raise _nothing_fits(search, num_stages)
     if exact:
@@ -120,17 +122,17 @@ def partition_layers(
     )
 
 
-def _solve(search: Search, model: CostModel) -> tuple[Stages | None, float, float, int]:
+def _solve(search: Search, model: CostModel, slack: float) -> tuple[Stages | None, float, float, int]:
     """Stages, what they cost, what is the least possible with these cuts and devices, and how many are as good."""
     if isinstance(model, Synchronous):
-        found = shortest_step(search, model)
+        found = shortest_step(search, model, slack)
         if found is None:
             return None, math.inf, 0.0, 0
-        return found.stages, found.seconds, found.seconds if found.proven else found.bound, found.ties
+        return found.stages, found.seconds, found.bound, found.ties
     least = search.least()
     if least == math.inf:
         return None, math.inf, 0.0, 0
-    stages = search.lightest(least) or ()
+    stages = search.lightest(least * (1 + slack)) or ()
     return stages, model.objective(search.space, stages), least, search.ties(least)
 
 

@@ -19,6 +19,7 @@ class StagePlan:
 
     Attributes:
       operators: the range of the program's operators.
+      devices: positions in ``mesh.devices.flat`` of the mesh that was given; one for each replica.
       modules: paths of the modules in it.
       forward_seconds, backward_seconds: predicted.
       parameter_bytes: its own parameters, without gradients and optimizer state.
@@ -28,6 +29,7 @@ class StagePlan:
     """
 
     operators: tuple[int, int]
+    devices: tuple[int, ...]
     modules: tuple[str, ...]
     forward_seconds: float
     backward_seconds: float
@@ -51,12 +53,13 @@ class Plan:
       schedule: name of the table.
       profile: where the seconds come from, ``"measured"`` or ``"analytic"``.
       step_seconds: predicted time of a step, without the optimizer.
+      lower_bound_seconds: no cut and placement of this profile has a shorter step.
       bubble_fraction: share of the stages' time in which they wait.
       memory: predicted bytes on each device, by component.
       fingerprint: of the program that the plan is for.
 
     Example:
-      >>> plan = Plan((), 1, 1, 1, "1f1b", "analytic", 0.0, 0.0, {"parameters": 8}, "")
+      >>> plan = Plan((), 1, 1, 1, "1f1b", "analytic", 0.0, 0.0, 0.0, {"parameters": 8}, "")
       >>> Plan.from_json(plan.to_json()) == plan
       True
     """
@@ -68,6 +71,7 @@ class Plan:
     schedule: str
     profile: str
     step_seconds: float
+    lower_bound_seconds: float
     bubble_fraction: float
     memory: dict[str, int]
     fingerprint: str
@@ -107,12 +111,14 @@ class Plan:
         )
         table = Table(title=title, title_justify="left", caption_justify="left")
         table.add_column("stage", justify="right")
+        table.add_column("devices")
         table.add_column("modules")
         for name in ("forward", "backward", "parameters", "stash", "in flight", "sends on"):
             table.add_column(name, justify="right")
         for k, stage in enumerate(self.stages):
             table.add_row(
                 str(k),
+                ", ".join(map(str, stage.devices)),
                 shorten(stage.modules),
                 f"{1e3 * stage.forward_seconds:.2f} ms",
                 f"{1e3 * stage.backward_seconds:.2f} ms",
@@ -131,7 +137,9 @@ class Plan:
 
 def _stage_from(row: dict[str, Any]) -> StagePlan:
     start, stop = row["operators"]
-    return StagePlan(**{**row, "operators": (start, stop), "modules": tuple(row["modules"])})
+    return StagePlan(
+        **{**row, "operators": (start, stop), "devices": tuple(row["devices"]), "modules": tuple(row["modules"])}
+    )
 
 
 def shorten(modules: tuple[str, ...], most: int = 4) -> str:

@@ -23,20 +23,19 @@ class Found:
     Attributes:
       seconds: of a step.
       stages: the plan.
-      bound: a step takes at least as long as its slowest stage needs for all micro-batches.
-      proven: whether all plans were looked at, so that none is faster.
+      bound: no plan is faster; the best price, if all plans were looked at, or else what the slowest stage needs for
+        all micro-batches.
       ties: how many are as fast, if all were looked at; else 1.
     """
 
     seconds: float
     stages: Stages
     bound: float
-    proven: bool
     ties: int
 
 
-def shortest_step(search: Search, model: Synchronous) -> Found | None:
-    """Stages with a short step; the shortest of all that the search covers, if ``proven``.
+def shortest_step(search: Search, model: Synchronous, slack: float = 0.0) -> Found | None:
+    """Stages with a short step; the shortest of all that the search covers, if branch and bound gets through.
 
     Balanced stages are the seeds, with more or less allowed for what they send; cuts are then moved one by one while
     the step gets shorter; at last branch and bound either finds a better plan, shows that there is none, or gives up.
@@ -50,7 +49,18 @@ def shortest_step(search: Search, model: Synchronous) -> Found | None:
     best = min((shift_cuts(search, stages) for stages in seeds), key=lambda found: found[0])
     tree = _BranchAndBound(search, model, best)
     proven = tree.run()
-    return Found(*tree.best, model.m * least, proven, tree.ties if proven else 1)
+    seconds, stages = tree.best
+    bound = seconds if proven else model.m * least
+    for other in (*seeds, *(shift_cuts(search, seed)[1] for seed in seeds)) if slack else ():
+        price = model.objective(search.space, other)
+        if price <= tree.best[0] * (1 + slack) and sent(search.space, other) < sent(search.space, stages):
+            seconds, stages = price, other
+    return Found(seconds, stages, bound, tree.ties if proven else 1)
+
+
+def sent(space: CutSpace, stages: Stages) -> float:
+    """Bytes that cross all cuts."""
+    return float(sum(space.crossing[last] for _, last, _ in stages))
 
 
 def shift_cuts(search: Search, stages: Stages) -> tuple[float, Stages]:

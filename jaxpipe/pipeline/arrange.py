@@ -1,0 +1,44 @@
+"""Put the devices of a mesh in the order in which stages use them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+from scipy.optimize import linear_sum_assignment
+
+from jaxpipe.network import Network
+from jaxpipe.pipeline.program import STAGE
+
+
+def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mesh:
+    """The same mesh with other devices in its places.
+
+    Args:
+      mesh: with an axis ``stage``, and perhaps one of replicas.
+      teams: the devices of each stage, as positions in ``mesh.devices.flat``; one for each replica.
+      network: tells which replicas of neighbouring stages should exchange messages: of all ways to pair them, one
+        whose slowest link is the fastest.
+    """
+    flat = mesh.devices.flatten()
+    rows = [tuple(teams[0])]
+    for team in teams[1:]:
+        rows.append(pair(rows[-1], team, network))
+    axis = mesh.axis_names.index(STAGE)
+    places = (
+        np.moveaxis(np.array(rows).reshape(len(rows), -1), 0, axis) if mesh.devices.ndim > 1 else np.array(rows)[:, 0]
+    )
+    return Mesh(flat[places], mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def pair(before: Sequence[int], team: Sequence[int], network: Network) -> tuple[int, ...]:
+    """The devices of a team in the order of their partners, so that the slowest link is as fast as can be.
+
+    Example:
+      >>> pair((0, 1), (2, 3), Network([[0, 1, 1, 9], [1, 0, 9, 1], [1, 9, 0, 1], [9, 1, 1, 0]]))
+      (3, 2)
+    """
+    # Links from the slowest to the fastest; no sum of faster ones outweighs a slower one.
+    seconds = network.latency[np.ix_(before, team)] + 1.0 / np.maximum(network.bandwidth[np.ix_(before, team)], 1e-9)
+    ranks = np.unique(seconds, return_inverse=True)[1].reshape(seconds.shape)
+    chosen = linear_sum_assignment(np.minimum(float(len(team) + 1) ** ranks, 1e300))[1]
+    return tuple(int(team[k]) for k in chosen)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from jaxpipe.planning.plan import bytes_text
+from jaxpipe.units import bytes_text
 
 
 if TYPE_CHECKING:

@@ -315,10 +315,9 @@ def _describe(
 
 def _exchange_seconds(found: Partition, messages: Sequence[float]) -> float:
     """What sending a message forward and one back takes over the slowest link between neighbours."""
-    links = [
-        (a, b) for one, two in itertools.pairwise(found.stages) for a, b in zip(one.devices, two.devices, strict=True)
-    ]
-    return sum(max((found.network.seconds(a, b, size) for a, b in links), default=0.0) for size in messages)
+    stages = itertools.pairwise(found.stages)
+    links = [link for one, two in stages for link in itertools.product(one.devices, two.devices)]
+    return sum(max((found.network.seconds(*link, size) for link in links), default=0.0) for size in messages)
 
 
 def _modules(paths: Any) -> tuple[str, ...]:

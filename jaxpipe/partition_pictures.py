@@ -12,14 +12,14 @@ from jaxpipe.errors import NetworkError
 from jaxpipe.network import Network
 from jaxpipe.network_table import short
 from jaxpipe.pictures import BLUE, COMPONENT_COLOURS, ORANGE, VERMILION, WIDTH_INCHES, load_figure_class
-from jaxpipe.planning.plan import bytes_text
+from jaxpipe.units import bytes_text
 
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from jaxpipe.planning.layers import Partition, StageCost
+    from jaxpipe.planning.placed import Partition, StageCost
 
 IDLE = "#D9D9D9"
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.network import Network
-from jaxpipe.planning import partition_layers
+from jaxpipe.planning import Partition, partition_layers
 from jaxpipe.profile import Edge, Profile
 from jaxpipe.schedules import one_f_one_b, simulate
 
@@ -224,3 +224,207 @@ def test_best_of_all_plans(first):
 def test_best_of_all_plans_of_many(first):
     for seed in range(first, first + 25):
         check_instance(seed)
+
+
+# Published profiles, and what the published programme makes of them (times; splits are not unique).
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("network", "devices", "seconds", "sizes"),
+    [
+        ("vgg16", 2, 0.411041792, None),
+        ("vgg16", 4, 0.205520896, [3, 1]),
+        ("vgg16", 8, 0.103833170, [7, 1]),
+        ("alexnet", 4, 0.034217141, None),
+    ],
+)
+def test_published_optima(network, devices, seconds, sizes):
+    profile = Profile.from_pipedream(DATA / network / "graph.txt")
+    found = partition_layers(profile, Network.uniform(devices, 1e9), cost_model="pipedream")
+    assert found.bottleneck_seconds == pytest.approx(seconds, abs=5e-10)
+    if sizes:
+        assert [len(stage.devices) for stage in found.stages] == sizes
+
+
+def test_published_straight_pipeline():
+    profile = Profile.from_pipedream(DATA / "vgg16" / "graph.txt")
+    found = partition_layers(profile, Network.uniform(4, 1e9), cost_model="pipedream", replicate=False)
+    assert found.bottleneck_seconds == pytest.approx(0.411041792, abs=5e-10)
+
+
+def test_residual_network_keeps_only_what_is_read_again():
+    # The published program charges 0.1675 s, as it keeps a block's input alive after its last reader.
+    profile = Profile.from_pipedream(DATA / "resnet50" / "graph.txt")
+    found = partition_layers(profile, Network.uniform(4, 1e9), cost_model="pipedream")
+    assert found.bottleneck_seconds <= 0.162880924 + 5e-10
+    assert found.ratio == 1.0
+
+
+# What must hold for any instance.
+
+
+def random_chain(r, count=12):
+    return Profile.chain(
+        [f"op{k}" for k in range(count)],
+        r.random(count),
+        2 * r.random(count),
+        5 * r.random(count),
+        5 * r.random(count),
+        r.random(count),
+    )
+
+
+def random_matrix(r, devices):
+    matrix = np.triu(r.choice([0.5, 1.0, 4.0], (devices, devices)), 1)
+    return matrix + matrix.T
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("cost_model", ["min_max", "synchronous"])
+@pytest.mark.parametrize("replicate", [False, True])
+def test_names_of_devices_do_not_matter(cost_model, replicate):
+    r = np.random.default_rng(7)
+    for _ in range(3):
+        profile, matrix = random_chain(r, 7), random_matrix(r, 5)
+        speed = r.choice([1.0, 2.0], 5)
+        shuffled = r.permutation(5)
+        one = Network(matrix, 0.01, speed=tuple(speed))
+        two = Network(matrix[np.ix_(shuffled, shuffled)], 0.01, speed=tuple(speed[shuffled]))
+        prices = [
+            partition_layers(profile, net, cost_model=cost_model, replicate=replicate).bottleneck_seconds
+            for net in (one, two)
+        ]
+        # The same sums in another order.
+        assert prices[0] == pytest.approx(prices[1], rel=1e-12)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("cost_model", MODELS)
+def test_more_never_hurts(cost_model):
+    r = np.random.default_rng(11)
+    uniform = cost_model in ("pipedream", "throughput")
+    for _ in range(3):
+        profile, matrix = random_chain(r, 9), random_matrix(r, 4)
+        if uniform:
+            matrix = np.ones((4, 4))
+        cap = None if cost_model == "pipedream" else 60.0
+
+        def price(matrix, cap=cap, profile=profile):
+            return partition_layers(
+                profile, Network(matrix), cost_model=cost_model, memory=cap, num_microbatches=6
+            ).bottleneck_seconds
+
+        base = price(matrix)
+        assert price(matrix[:3, :3]) >= base * (1 - 1e-12)
+        assert price(2 * matrix) <= base * (1 + 1e-12)
+        if cap is not None:
+            assert price(matrix, cap=90.0) <= base * (1 + 1e-12)
+
+
+def test_every_result_is_sent_once_and_over_every_boundary_on_its_way():
+    # Operator 0 makes two results of 3 and 5 bytes; both are read by the last operator, the first also in between.
+    edges = (Edge(0, 1, 3, 0), Edge(0, 3, 3, 0), Edge(0, 3, 5, 1), Edge(1, 2, 1), Edge(2, 3, 1))
+    ones = (1.0,) * 4
+    profile = Profile(tuple("abcd"), ones, ones, ones, ones, edges=edges)
+    found = partition_layers(
+        profile, Network.uniform(4, 1e9), cost_model="min_max", replicate=False, num_stages=4, reorder=False
+    )
+    assert [stage.sent_bytes for stage in found.stages] == [8, 9, 9, 0]
+
+
+def test_operators_that_share_a_parameter_stay_together():
+    ones = [1.0] * 6
+    profile = Profile.chain(list("abcdef"), ones, ones, ones, ones, ones)
+    tied = Profile.from_json(profile.to_json().replace('"together": []', '"together": [[1, 4]]'))
+    assert tied.together == ((1, 4),)
+    network = Network.uniform(3, 1e9)
+    free = partition_layers(profile, network, cost_model="min_max", replicate=False)
+    held = partition_layers(tied, network, cost_model="min_max", replicate=False)
+    assert free.bottleneck_seconds == 4.0 and held.bottleneck_seconds == 8.0
+    assert [stage.operators for stage in held.stages] == [range(1), range(1, 5), range(5, 6)]
+
+
+# Searches that cannot look at everything.
+
+
+def test_many_different_devices(monkeypatch):
+    """An order of the devices is searched for; it finds what looking at all of them finds, or says how far it is."""
+    r = np.random.default_rng(3)
+    for replicate in (False, True):
+        profile, matrix = random_chain(r, 10), random_matrix(r, 5)
+        network = Network(matrix, speed=tuple(r.choice([1.0, 2.0], 5)))
+        exact = partition_layers(profile, network, cost_model="min_max", replicate=replicate)
+        with monkeypatch.context() as patch:
+            patch.setattr("jaxpipe.planning.layers.MOST_WORK", 0)
+            found = partition_layers(profile, network, cost_model="min_max", replicate=replicate)
+        assert "some orders of the devices" in found.searched and "all placements" in exact.searched
+        price = Plans(profile, network).price_of(found)
+        assert price == pytest.approx(found.bottleneck_seconds, rel=1e-12)
+        assert found.lower_bound_seconds <= exact.bottleneck_seconds <= found.bottleneck_seconds <= 1.5 * price
+
+
+def test_too_many_cuts(monkeypatch):
+    """Eight independent operators between two others: 256 cuts; along one order 10, then single operators move."""
+    middle = range(1, 9)
+    edges = [*(Edge(0, k, 1, k) for k in middle), *(Edge(k, 9, 1) for k in middle)]
+    seconds = (1.0, 2.0, 2.0, 2.0, 2.0, 7.0, 2.0, 2.0, 2.0, 1.0)
+    nothing = (0.0,) * 10
+    profile = Profile(tuple(map(str, range(10))), seconds, nothing, nothing, nothing, edges=tuple(edges))
+    options = {"cost_model": "min_max", "replicate": False}
+    exact = partition_layers(profile, Network.uniform(2, 1e9), **options)
+    assert (exact.bottleneck_seconds, exact.searched) == (12.0, "all cuts, all placements")
+    monkeypatch.setattr("jaxpipe.planning.cut_space.MOST_DOWN_SETS", 100)
+    found = partition_layers(profile, Network.uniform(2, 1e9), **options)
+    assert found.searched == "one order's cuts, all placements"
+    plans = Plans(profile, Network.uniform(2, 1e9))
+    assert plans.price_of(found) == pytest.approx(found.bottleneck_seconds, rel=1e-12)
+    assert 11.5 == found.lower_bound_seconds <= found.bottleneck_seconds <= 12.0
+    kept = partition_layers(profile, Network.uniform(2, 1e9), reorder=False, **options)
+    assert kept.order == tuple(range(10)) and kept.bottleneck_seconds == 14.0
+
+
+# The answer, and errors.
+
+
+def test_answer_as_json_and_as_a_table():
+    profile = Profile.from_pipedream(DATA / "alexnet" / "graph.txt")
+    found = partition_layers(profile, Network.uniform(4, 1e9), cost_model="pipedream")
+    assert Partition.from_json(found.to_json()) == found
+    text = str(found)
+    assert "2 stages on 4 of 4 devices, pipedream" in text and "34.2 ms" in text
+    assert "4 answers as good" in text and "searched: all cuts, all placements" in text
+
+
+def tiny(**fields):
+    return Profile.chain("abc", [1, 1, 1], [1, 1, 1], [4, 4, 4], [2, 2, 2], [8, 8, 8])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cost_model": "fast"}, r"cost_model='fast'; it must be one of 'pipedream', 'min_max', "),
+        ({"cost_model": "pipedream", "memory": 100}, r"'pipedream' knows no memory cap, but memory= "),
+        ({"cost_model": "throughput"}, r"'throughput' spreads the all-reduce over .* pass num_microbatches="),
+        ({"num_microbatches": 0}, "num_microbatches=0; it must be at least 1"),
+        ({"num_stages": 2}, "num_stages=2 needs to know how many devices each stage has"),
+        ({"num_stages": 2, "replicate": 2}, r"2 stage\(s\) of 2 device\(s\) each .* but the network has 3 devices"),
+        ({"replicate": 4}, r"1 stage\(s\) of 4 device\(s\) each .* but the network has 3 devices"),
+        ({"memory": (1, 2)}, "memory has 2 entries, the network has 3 devices"),
+        ({"memory": "much"}, "memory='much' is not a size"),
+        ({"memory": 5, "replicate": False, "cost_model": "min_max"}, "memory=5 B: no stages fit. .* is 10 bytes"),
+    ],
+)
+def test_bad_requests(options, message):
+    with pytest.raises((PartitionError, MemoryBudgetError), match=message):
+        partition_layers(tiny(), Network.uniform(3, 1e9), **options)
+
+
+@pytest.mark.parametrize("cost_model", ["pipedream", "throughput"])
+def test_models_that_know_one_bandwidth(cost_model):
+    matrix = [[0, 1, 2], [1, 0, 1], [2, 1, 0]]
+    with pytest.raises(PartitionError, match=f"cost_model='{cost_model}' knows one bandwidth .* has several"):
+        partition_layers(tiny(), Network(matrix), cost_model=cost_model, num_microbatches=4)
+    with pytest.raises(PartitionError, match=r"knows no latency, but network= has 0\.5 s"):
+        partition_layers(tiny(), Network.uniform(3, 1.0, 0.5), cost_model=cost_model, num_microbatches=4)

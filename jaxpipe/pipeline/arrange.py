@@ -24,9 +24,7 @@ def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mes
     for team in teams[1:]:
         rows.append(pair(rows[-1], team, network))
     axis = mesh.axis_names.index(STAGE)
-    places = (
-        np.moveaxis(np.array(rows).reshape(len(rows), -1), 0, axis) if mesh.devices.ndim > 1 else np.array(rows)[:, 0]
-    )
+    places = np.moveaxis(np.array(rows), 0, axis).reshape(mesh.devices.shape)
     return Mesh(flat[places], mesh.axis_names, axis_types=mesh.axis_types)
 
 

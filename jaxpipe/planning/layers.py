@@ -15,7 +15,7 @@ from jaxpipe.planning.costs import MODELS, CostModel, Stages, Synchronous
 from jaxpipe.planning.cut_space import CutSpace, cut_space
 from jaxpipe.planning.placed import Partition, describe
 from jaxpipe.planning.refine import move_operators
-from jaxpipe.planning.synchronous import shortest_step
+from jaxpipe.planning.synchronous import shortest_step, step_bound
 from jaxpipe.profile import Profile
 from jaxpipe.units import bytes_text, parse_bytes
 
@@ -184,7 +184,8 @@ def _relaxed(space: CutSpace, model: CostModel, limits: Limits) -> float:
     best = replace(best, speed=(max(network.speed),) * network.num_devices)
     kinder = replace(limits, memory=(max(limits.memory),) * network.num_devices)
     search = Search(space, replace(model, network=best), (tuple(range(network.num_devices)),), kinder)
-    return search.least() * (model.m if isinstance(model, Synchronous) else 1)
+    least = search.least()
+    return step_bound(search, model, least) if isinstance(model, Synchronous) else least
 
 
 def _least_possible(space: CutSpace, model: CostModel, limits: Limits) -> float:

@@ -136,10 +136,7 @@ class Plan:
 
 
 def _stage_from(row: dict[str, Any]) -> StagePlan:
-    start, stop = row["operators"]
-    return StagePlan(
-        **{**row, "operators": (start, stop), "devices": tuple(row["devices"]), "modules": tuple(row["modules"])}
-    )
+    return StagePlan(**{**row, **{name: tuple(row[name]) for name in ("operators", "devices", "modules")}})
 
 
 def shorten(modules: tuple[str, ...], most: int = 4) -> str:

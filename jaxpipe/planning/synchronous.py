@@ -12,6 +12,8 @@ from jaxpipe.planning.cut_space import CutSpace
 
 #: How much slower than the best the slowest stage may be, where that may pay in what is sent.
 SLACKS = (0.0, 0.03, 0.1, 0.3)
+#: With more cuts than this no attempt is made to look at all plans.
+FEW_CUTS = 40
 #: How many partial plans are looked at to show that none is better.
 MOST_NODES = 20_000
 
@@ -44,18 +46,28 @@ def shortest_step(search: Search, model: Synchronous, slack: float = 0.0) -> Fou
     if least == math.inf:
         return None
     seeds: list[Stages] = []
-    for slack in SLACKS:
-        seeds += [s for s in (search.lightest(least * (1 + slack)),) if s and s not in seeds]
+    for share in SLACKS:
+        seeds += [s for s in (search.lightest(least * (1 + share)),) if s and s not in seeds]
     best = min((shift_cuts(search, stages) for stages in seeds), key=lambda found: found[0])
     tree = _BranchAndBound(search, model, best)
-    proven = tree.run()
+    proven = len(search.space.crossing) <= FEW_CUTS and tree.run()
     seconds, stages = tree.best
-    bound = seconds if proven else model.m * least
+    bound = seconds if proven else step_bound(search, model, least)
     for other in (*seeds, *(shift_cuts(search, seed)[1] for seed in seeds)) if slack else ():
         price = model.objective(search.space, other)
         if price <= tree.best[0] * (1 + slack) and sent(search.space, other) < sent(search.space, stages):
             seconds, stages = price, other
     return Found(seconds, stages, bound, tree.ties if proven else 1)
+
+
+def step_bound(search: Search, model: Synchronous, least: float) -> float:
+    """The least time of a step, if no plan has a costliest stage or link below ``least``.
+
+    What is slowest happens for every micro-batch, and in front of the first or behind the last of them all others
+    have their turn once.
+    """
+    fastest = max(model.network.speed) * max(search.limits.team_sizes)
+    return (model.m - 1) * least + float(search.space.seconds[-1]) / fastest
 
 
 def sent(space: CutSpace, stages: Stages) -> float:

@@ -24,6 +24,7 @@ from jaxpipe.pipeline.pipeline import Pipeline as Pipeline
 from jaxpipe.pipeline.state import TrainState as TrainState
 from jaxpipe.planning.plan import Plan as Plan
 from jaxpipe.profile import Profile as Profile
+from jaxpipe.profiling.model import profile_model as profile_model
 from jaxpipe.report import ResidualReport as ResidualReport
 from jaxpipe.report import count_overflows as count_overflows
 from jaxpipe.report import residual_report as residual_report

@@ -13,15 +13,13 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe import profiling
-from jaxpipe.demand import linearize
-from jaxpipe.graph import is_differentiable
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
 from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.initialize import stage_devices
 from jaxpipe.pipeline.layout import lay_out
-from jaxpipe.pipeline.objective import Objective, trace_loss
+from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_loss
 from jaxpipe.pipeline.optimizer import colour_update
 from jaxpipe.pipeline.pipeline import Pipeline, Planned
 from jaxpipe.pipeline.program import DATA, Program
@@ -33,6 +31,7 @@ from jaxpipe.planning.memory import predict, stage_bytes
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan, StagePlan
 from jaxpipe.profile import Profile
+from jaxpipe.profiling.model import Source, profile_objective
 from jaxpipe.schedules import Schedule, one_f_one_b, simulate
 from jaxpipe.units import parse_bytes
 
@@ -58,7 +57,7 @@ class Request:
     budget: int | None
     num_microbatches: int | None
     schedule: ScheduleMaker
-    profile: str | Profile
+    profile: Source | Profile
     network: Network | None
     num_stages: int
     replicas: int
@@ -76,7 +75,7 @@ def partition(
     memory: int | str | None = None,
     num_microbatches: int | None = None,
     schedule: ScheduleMaker | Literal["auto"] = "auto",
-    profile: Profile | Literal["measured", "analytic"] | None = None,
+    profile: Profile | Source | None = None,
     network: Network | None = None,
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
@@ -96,8 +95,8 @@ def partition(
       memory: most bytes on a device, as an int or a text such as ``"8GiB"``.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth.
       schedule: ``(num_stages, num_microbatches) -> Schedule``; ``"auto"`` is ``schedules.one_f_one_b``.
-      profile: ``"measured"`` (the default) runs operators on the first device, ``"analytic"`` estimates them; or a
-        ``Profile``.
+      profile: ``"measured"`` (the default) runs operators on the first device, once for a program (see
+        ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
       network: the links between the devices, in the order of ``mesh.devices.flat``; left out: all alike. It decides
         which device runs which stage: ``pipeline.mesh`` has them in that order.
 
@@ -155,7 +154,7 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
         m = _default_microbatches(size, request.replicas, request.num_stages)
     checks.check_microbatches(size, request.replicas, m)
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
-    one = jax.tree.map(lambda x: _rows(x, size // (request.replicas * m)), batch)
+    one = microbatch_shapes(batch, request.replicas * m)
 
     model = bind(request.model, request.loss, one, variables)
     objective = trace_loss(model, request.loss, one)
@@ -188,7 +187,7 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     memory = predict(program, update.layout, shared, local)
     plan = _describe(request, program, found, memory, size // (request.replicas * m))
     checks.check_budget(request.budget, memory, stage_bytes(program, update.layout, shared, local))
-    return Planned(plan, found, mesh, batch, one, model, program, placement, update, batching)
+    return Planned(plan, profile, found, mesh, batch, one, model, program, placement, update, batching)
 
 
 def _rows(x: Any, count: int) -> Any:
@@ -213,12 +212,7 @@ def _profile(request: Request, objective: Objective) -> Profile:
                 "micro-batches of this size."
             )
         return request.profile
-    wrt = [t for t in objective.parameters if is_differentiable(graph.tensors[t].aval)]
-    linearization = linearize(graph, wrt, seeds=[objective.results[0]])
-    device = stage_devices(request.mesh, 0)[0]
-    if request.profile == "analytic":
-        return profiling.analytic(linearization, profiling.rates_of(device))
-    return profiling.measure(linearization, device)
+    return profile_objective(objective, request.profile, stage_devices(request.mesh, 0)[0])
 
 
 def _place(request: Request, objective: Objective, model: BoundModel, profile: Profile, m: int) -> Partition:

@@ -8,6 +8,14 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_in_a_temporary_folder(tmp_path_factory):
+    """Nothing is written into the user's cache folder; what one test has measured, another may use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXPIPE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def key():
     return jax.random.key(0)

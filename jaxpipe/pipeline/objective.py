@@ -80,6 +80,15 @@ def trace_prediction(model: BoundModel, function: UserFunction, batch: Any, name
     return replace(_trace(model, function, batch, results), tree=seen["tree"])
 
 
+def microbatch_shapes(batch: Any, count: int) -> Any:
+    """The shapes of one of ``count`` equal micro-batches of a batch of shapes; scalars are in each."""
+
+    def part(x: Any) -> Any:
+        return jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype) if x.shape else x
+
+    return jax.tree.map(part, batch)
+
+
 def microbatch_rows(batch: Any) -> int:
     """The number of examples of a micro-batch."""
     return next((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), 1)

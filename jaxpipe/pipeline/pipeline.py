@@ -24,6 +24,7 @@ from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
+from jaxpipe.profile import Profile
 from jaxpipe.schedules.gpipe import forward_only
 
 
@@ -33,6 +34,7 @@ class Planned:
 
     Attributes:
       plan: what the user sees.
+      profile: what its seconds were summed from.
       partition: the cuts and devices in it, with all that they were chosen from.
       mesh: the devices, in the order in which the stages use them.
       batch: shapes of the batch that it was made for.
@@ -41,6 +43,7 @@ class Planned:
     """
 
     plan: Plan
+    profile: Profile
     partition: Partition
     mesh: Mesh
     batch: Any
@@ -96,6 +99,11 @@ class Pipeline:
           PartitionError: if there was no batch to plan with yet, or a function's variables are not known yet.
         """
         return self._planned.plan
+
+    @property
+    def profile(self) -> Profile:
+        """What each operator was found to cost; the plan's seconds are sums of it. Raises as ``plan``."""
+        return self._planned.profile
 
     @property
     def partition(self) -> Partition:

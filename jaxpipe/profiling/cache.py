@@ -1,0 +1,102 @@
+"""Measured profiles on disk, so that a program is measured once on a kind of device and always cut the same.
+
+A profile is a JSON file in ``$JAXPIPE_CACHE_DIR``, or else in the user's cache folder, and may be deleted at any time.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import platformdirs
+
+import jaxpipe
+from jaxpipe.demand import Linearization
+from jaxpipe.density import room
+from jaxpipe.errors import ProfileError
+from jaxpipe.graph import Graph, Operator
+from jaxpipe.profile import Profile
+
+
+#: Environment variable that names the folder.
+FOLDER = "JAXPIPE_CACHE_DIR"
+
+
+def cache_folder() -> Path:
+    """Where profiles are kept: ``$JAXPIPE_CACHE_DIR/profiles``, or in the user's cache folder."""
+    chosen = os.environ.get(FOLDER)
+    return (Path(chosen) if chosen else platformdirs.user_cache_path("jaxpipe", appauthor=False)) / "profiles"
+
+
+def cache_key(linearization: Linearization, device: Any, held: Iterable[int] = ()) -> str:
+    """A hash of all that a measurement depends on.
+
+    That is the program with its shapes, dtypes and codecs, what of it is differentiated, the kind of device, and the
+    versions of everything that compiles and runs it; on a CPU also how many cores this process may use.
+    """
+    versions = [jax.__version__, jaxlib.__version__, jaxpipe.__version__, device.client.platform_version]
+    machine = [device.platform, device.device_kind]
+    if device.platform == "cpu":
+        affinity = getattr(os, "sched_getaffinity", None)
+        machine += [platform.machine(), platform.processor(), len(affinity(0)) if affinity else os.cpu_count()]
+    options = [os.environ.get("XLA_FLAGS", ""), str(getattr(jax.config, "jax_default_matmul_precision", ""))]
+    program = [_text(linearization.source), _text(linearization.graph), linearization.wrt, list(held)]
+    steps = [(step.needs, step.cotangents_in, step.cotangents_out) for step in linearization.backward]
+    capacities = sorted(room(linearization.graph).items())
+    return hashlib.sha256(json.dumps([versions, machine, options, program, steps, capacities]).encode()).hexdigest()
+
+
+def load(key: str) -> Profile | None:
+    """A kept profile; None if there is none, or with a warning if it cannot be read."""
+    path = _path(key)
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ProfileError, OSError, UnicodeDecodeError) as error:
+        warnings.warn(f"The kept profile {path} cannot be read ({error}); measuring again.", stacklevel=2)
+        return None
+
+
+def save(key: str, profile: Profile) -> None:
+    """Keep a profile: other processes see all of the file or none. A folder that cannot be written is a warning."""
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(profile.to_json())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        warnings.warn(f"The profile cannot be kept in {path.parent} ({error}); set {FOLDER}.", stacklevel=2)
+
+
+def _path(key: str) -> Path:
+    return cache_folder() / f"{key[:32]}.json"
+
+
+def _text(graph: Graph) -> str:
+    """The program in words: no memory address, no value of an array."""
+    lines = [f"{graph.inputs} -> {graph.outputs}; {sorted(graph.parameters)}", *map(_line, graph.operators)]
+    lines += [f"%{t}: {tensor.aval.str_short()} {tensor.bits}" for t, tensor in enumerate(graph.tensors)]
+    return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))
+
+
+def _line(op: Operator) -> str:
+    what = f"{op.outputs} = {op.name}{sorted(op.params.items())}{op.literals}{op.inputs} {op.path}"
+    context = "" if op.equation is None else op.equation.ctx
+    return f"{what} {context} {'' if op.policy is None else op.policy.name}"

@@ -1,0 +1,73 @@
+"""What a program's operators cost besides time: parameters, residuals, and what is read of each other's results."""
+
+from collections.abc import Iterable, Sequence
+
+from jaxpipe.demand import Linearization
+from jaxpipe.graph import itemsize
+from jaxpipe.profile import Edge, Profile
+from jaxpipe.stash import stored_bytes
+from jaxpipe.storage import default_plan
+
+
+def count_costs(linearization: Linearization, held: Iterable[int] = ()) -> Profile:
+    """A profile of a program without seconds.
+
+    Args:
+      linearization: the program and what its backward pass needs.
+      held: inputs that are kept alive anyway (tensor numbers): they are no residuals.
+    """
+    graph = linearization.source
+    position = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
+    size = [tensor.size * itemsize(tensor.dtype) for tensor in graph.tensors]
+    nothing = [0.0] * len(graph.operators)
+    parameter_bytes = list(nothing)
+    edges = []
+    unread = set(graph.parameters)
+    for k, op in enumerate(graph.operators):
+        for t in dict.fromkeys(op.inputs):
+            if t in unread:
+                unread.remove(t)
+                parameter_bytes[k] += size[t]
+            if t in position:
+                source = position[t]
+                edges.append(Edge(source, k, size[t], graph.operators[source].outputs.index(t)))
+    return Profile(
+        names=tuple(op.label for op in graph.operators),
+        forward_seconds=tuple(nothing),
+        backward_seconds=tuple(nothing),
+        parameter_bytes=tuple(parameter_bytes),
+        residual_bytes=tuple(_residual_bytes(linearization, frozenset(held))),
+        edges=tuple(edges),
+    )
+
+
+def by_operator(linearization: Linearization, steps: Sequence[float]) -> list[float]:
+    """What is known of each backward step, for each operator of the source graph."""
+    graph = linearization.source
+    position = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
+    total = [0.0] * len(graph.operators)
+    for step, value in zip(linearization.backward, steps, strict=True):
+        total[position[step.cotangents_in[0]]] += value
+    return total
+
+
+def _residual_bytes(linearization: Linearization, held: frozenset[int]) -> list[float]:
+    """Bytes that the default storage plan keeps of each operator's results.
+
+    What the derivative of an operator adds to the forward pass (a mask, positions in a window), and inputs of the
+    program, count for the operator whose backward step needs them.
+    """
+    graph = linearization.graph
+    home = {t: k for k, op in enumerate(linearization.source.operators) for t in op.outputs}
+    for step in linearization.backward:
+        for t in step.needs:
+            home.setdefault(t, home[step.cotangents_in[0]])
+    for op in reversed(graph.operators):
+        for t in op.inputs:
+            home.setdefault(t, max((home[u] for u in op.outputs if u in home), default=0))
+    plan = default_plan(linearization, held=held)
+    total = [0.0] * len(linearization.source.operators)
+    for t in plan.stored:
+        if t not in held:
+            total[home[t]] += stored_bytes(graph.tensors[t], plan.forms[t])
+    return total

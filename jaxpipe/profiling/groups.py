@@ -1,0 +1,126 @@
+"""Operators in groups that are large enough to time, and a group's two programs.
+
+One operator alone is not what XLA runs: it fuses cheap arithmetic with what is before and after it. A group ends with
+a product or a loop, whose operand is in memory anyway; what leads from the one before it to this operand (a
+normalisation, an activation) is in the same group, where its backward pass recomputes it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxpipe import _compat
+from jaxpipe import stage as stages
+from jaxpipe.demand import Linearization
+from jaxpipe.graph import Graph, Operator
+from jaxpipe.stage import Stage
+from jaxpipe.stash import Storage
+from jaxpipe.work import is_product, weight
+
+
+#: A group takes at least this share of the estimated time, so that there are not more than about as many.
+SMALLEST_SHARE = 1 / 48
+
+
+def cut_groups(graph: Graph, estimates: Sequence[float]) -> list[range]:
+    """Ranges of operators; every operator is in exactly one.
+
+    Args:
+      graph: the program.
+      estimates: seconds of each operator, of which only the proportions count.
+    """
+    least = SMALLEST_SHARE * sum(estimates)
+    groups, start, spent = [], 0, 0.0
+    for k, op in enumerate(graph.operators):
+        if op.has_effects and start < k:
+            groups.append(range(start, k))
+            start = k
+        spent += estimates[k]
+        if op.has_effects or (_ends_group(op) and spent >= least):
+            groups.append(range(start, k + 1))
+            start, spent = k + 1, 0.0
+    if start < len(graph.operators):
+        if groups and spent < least and not graph.operators[start - 1].has_effects:
+            start = groups.pop().start
+        groups.append(range(start, len(graph.operators)))
+    return groups
+
+
+def _ends_group(op: Operator) -> bool:
+    return is_product(op) or (weight(op) is None and bool(_compat.inner_programs(op.equation)))
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A function of flat arrays, to be compiled."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def group_stage(linearization: Linearization, operators: range, held: Sequence[int] = ()) -> Stage:
+    """A group as a stage.
+
+    Args:
+      linearization: the whole program.
+      operators: the group.
+      held: inputs of the whole program that are kept alive anyway.
+    """
+    graph = linearization.source
+    section = graph.section(operators.start, operators.stop)
+    made = {t for op in section.operators for t in op.outputs}
+    read = {t for op in section.operators for t in op.inputs}
+    section = replace(
+        section,
+        inputs=tuple(t for t in section.inputs if t in read),
+        outputs=tuple(t for t in section.outputs if t in made),
+    )
+    moving = {t for step in linearization.backward for t in (*step.cotangents_in, *step.cotangents_out)}
+    # An input of the group is stored once, whoever needs it; often it is the result of the product before it.
+    return stages.build(
+        section,
+        [t for t in section.inputs if t in moving],
+        held=[*held, *section.inputs],
+        seeds=[t for t in section.outputs if t in moving],
+    )
+
+
+def stage_programs(stage: Stage) -> Iterator[Program]:
+    """The forward program, and the backward program if there is one.
+
+    What is stored as it is, and is an operand or a result of the stage anyway, is not written a second time.
+    """
+    graph, source, stored = stage.graph, stage.linearization.source, stage.storage.stored
+    there = {*graph.inputs, *graph.outputs}
+    shared = [t for t in stored if t in there and stage.storage.forms[t].storage is Storage.KEEP]
+    own = [t for t in stored if t not in shared]
+
+    def forward(*inputs: Any) -> Any:
+        outputs, stash = stages.forward(stage, inputs)
+        parts = dict(zip(stored, stash, strict=True))
+        return outputs, [parts[t] for t in own]
+
+    yield Program(forward, tuple(graph.tensors[t].aval for t in graph.inputs))
+    if not stage.linearization.backward:
+        return
+    received = {t for step in stage.linearization.backward for t in step.cotangents_in}
+    seeds = [k for k, t in enumerate(source.outputs) if t in received]
+
+    def backward(parameters: Any, values: Any, encoded: Any, cotangents: Any) -> Any:
+        parts = {t: (value,) for t, value in zip(shared, values, strict=True)}
+        parts.update(zip(own, encoded, strict=True))
+        given: list[Any] = [None] * len(source.outputs)
+        for k, cotangent in zip(seeds, cotangents, strict=True):
+            given[k] = cotangent
+        return stages.backward(stage, parameters, [parts[t] for t in stored], given, beside_forward=False)
+
+    avals = dict(zip(stored, stage.stash_avals, strict=True))
+    yield Program(
+        backward,
+        (
+            [graph.tensors[t].aval for t in stage.parameters],
+            [graph.tensors[t].aval for t in shared],
+            [avals[t] for t in own],
+            [source.tensors[source.outputs[k]].aval.to_tangent_aval() for k in seeds],
+        ),
+    )

@@ -1,0 +1,106 @@
+"""Seconds of every operator by real runs on one device."""
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+from rich.console import Console
+from rich.progress import Progress
+
+from jaxpipe.demand import Linearization
+from jaxpipe.profile import Profile
+from jaxpipe.profiling.groups import Program, cut_groups, group_stage, stage_programs
+from jaxpipe.profiling.roofline import analytic, rates_of
+from jaxpipe.profiling.timing import Timing, on_device, time_program
+
+
+#: A progress bar appears after so many seconds.
+PATIENCE = 2.0
+
+#: Random keys are folded with a hash of the module path, so that equal layers differ in these constants.
+_KEY_NUMBER = re.compile(r"(?<=dense<)\d+(?=> : tensor<ui32>)")
+
+_T = TypeVar("_T")
+
+
+def measure(linearization: Linearization, device: Any, *, held: Iterable[int] = ()) -> Profile:
+    """Compile and run the operators of a program in groups, each group's forward and backward program by itself.
+
+    Groups whose programs are equal are run once. The seconds of a group are those of its program less what it takes to
+    start any program; they are given to its operators in proportion to the roofline estimate. Groups with side
+    effects are not run, only estimated. No more than the operands of one group are on the device at a time.
+
+    Args:
+      linearization: the program and its derivative.
+      device: where to run it.
+      held: inputs that are kept alive anyway (tensor numbers).
+    """
+    held = tuple(held)
+    estimate = analytic(linearization, rates_of(device), held=held, device_kind=device.device_kind)
+    groups = cut_groups(linearization.source, estimate.seconds)
+    stopwatch = _Stopwatch(device)
+    columns: dict[str, list[float]] = {
+        name: [] for name in ("forward_seconds", "forward_spread", "backward_seconds", "backward_spread")
+    }
+    for group in _track(groups, "Profiling"):
+        shares = {
+            "forward": estimate.forward_seconds[group.start : group.stop],
+            "backward": estimate.backward_seconds[group.start : group.stop],
+        }
+        if any(linearization.source.operators[k].has_effects for k in group):
+            timings = [Timing(sum(share), 0.0) for share in shares.values()]
+        else:
+            timings = [stopwatch.time(p) for p in stage_programs(group_stage(linearization, group, held))]
+        timings += [Timing(0.0, 0.0)] * (len(shares) - len(timings))
+        for (name, share), timing in zip(shares.items(), timings, strict=True):
+            columns[f"{name}_seconds"] += _split(timing.median, share)
+            columns[f"{name}_spread"] += _split(timing.spread, share)
+    measured = {name: tuple(values) for name, values in columns.items()}
+    return dataclasses.replace(estimate, **measured, source="measured")
+
+
+class _Stopwatch:
+    """Times programs on a device, each text once."""
+
+    def __init__(self, device: Any):
+        self._device = device
+        self._seen: dict[str, Timing] = {}
+        self._start = 0.0
+        self._start = self.time(Program(lambda x: x + 1, (jax.ShapeDtypeStruct((), "float32"),))).median
+
+    def time(self, program: Program) -> Timing:
+        arguments = on_device(program.arguments, self._device)
+        lowered = jax.jit(program.function).lower(*arguments)
+        text = _KEY_NUMBER.sub("", lowered.as_text())
+        if text not in self._seen:
+            median, spread = time_program(lowered, arguments, self._device)
+            self._seen[text] = Timing(max(0.0, median - self._start), spread)
+        return self._seen[text]
+
+
+def _split(total: float, proportions: Sequence[float]) -> list[float]:
+    """The total in the given proportions; in equal parts if they are all zero."""
+    whole = sum(proportions)
+    return [total * p / whole if whole else total / len(proportions) for p in proportions]
+
+
+def _track(items: Sequence[_T], what: str) -> Iterator[_T]:
+    """The items; if they take long and stderr is a terminal, with a progress bar."""
+    console = Console(stderr=True)
+    progress = Progress(console=console, transient=True)
+    task = progress.add_task(what, total=len(items))
+    begin = time.monotonic()
+    shown = False
+    try:
+        for k, item in enumerate(items):
+            yield item
+            progress.update(task, completed=k + 1)
+            if not shown and console.is_terminal and time.monotonic() - begin > PATIENCE:
+                progress.start()
+                shown = True
+    finally:
+        if shown:
+            progress.stop()

@@ -1,0 +1,100 @@
+"""``profile_model``: profile what ``partition`` would cut."""
+
+from typing import Any, Literal
+
+import jax
+
+from jaxpipe.demand import Linearization, linearize
+from jaxpipe.errors import ProfileError
+from jaxpipe.graph import is_differentiable
+from jaxpipe.model import UserFunction, bind
+from jaxpipe.pipeline import checks
+from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_loss
+from jaxpipe.profile import Profile
+from jaxpipe.profiling import cache as kept
+from jaxpipe.profiling.measured import measure
+from jaxpipe.profiling.roofline import analytic, rates_of, rates_of_kind
+
+
+#: Where the seconds of a profile come from.
+Source = Literal["measured", "analytic"]
+
+
+def profile_model(
+    model: Any,
+    batch: Any,
+    *,
+    loss: UserFunction,
+    source: Source = "measured",
+    device: Any = None,
+    num_microbatches: int = 1,
+    variables: Any = None,
+    cache: bool = True,
+) -> Profile:
+    """Find out what each operator of one micro-batch costs, forward and backward.
+
+    The profile is that of the program which ``partition`` cuts for micro-batches of this size: it can be written as
+    JSON, edited, and handed to ``partition(profile=...)``.
+
+    Args:
+      model: as for ``partition``. Its variables are not read, only their shapes.
+      batch: arrays or shapes ``[examples, ...]``.
+      loss: as for ``partition``.
+      source: ``"measured"`` compiles and runs the operators in groups, with random operands; ``"analytic"`` estimates
+        them from peak rates, and needs no device.
+      device: a ``jax.Device``, by default the first; for an estimate also the name of a kind of device, ``"H100"``.
+      num_microbatches: into how many the batch is cut, those of all replicas counted.
+      variables: needed if the model is a function of variables: their values or shapes.
+      cache: whether a measurement may be read from, and is kept on disk (in ``$JAXPIPE_CACHE_DIR``, or the user's cache
+        folder), under a hash of the program, the kind of device and all versions.
+
+    Raises:
+      ProfileError: if the source or the kind of device is not known.
+      ModelError, BatchError, PartitionError: as ``partition``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((3, 1)))
+      >>> batch, loss = jnp.ones((4, 3)), lambda f, x: f(x).mean()
+      >>> profile = profile_model(model, batch, loss=loss, source="analytic", device="H100")
+      >>> profile.names, profile.forward_flops[0], profile.parameter_bytes[0]
+      (('dot_general', 'reduce_sum', 'div'), 24.0, 12.0)
+    """
+    if source not in ("measured", "analytic"):
+        raise ProfileError(f"source={source!r}; it must be 'measured' or 'analytic'.")
+    kind = isinstance(device, str)
+    if kind and source == "measured":
+        raise ProfileError(
+            f"device={device!r} is the name of a kind of device; to measure, pass a jax.Device, or source='analytic'."
+        )
+    rates = rates_of_kind(device) if kind else None
+    shapes = checks.batch_shapes(batch)
+    checks.check_microbatches(checks.batch_size(shapes), 1, num_microbatches)
+    one = microbatch_shapes(shapes, num_microbatches)
+    objective = trace_loss(bind(model, loss, one, variables), loss, one)
+    if rates is not None:
+        linearization, held = _program(objective)
+        return analytic(linearization, rates, held=held, device_kind=device)
+    return profile_objective(objective, source, jax.devices()[0] if device is None else device, cache=cache)
+
+
+def profile_objective(objective: Objective, source: Source, device: Any, *, cache: bool = True) -> Profile:
+    """Profile a traced micro-batch, measured on a device or estimated for it."""
+    linearization, held = _program(objective)
+    if source == "analytic":
+        return analytic(linearization, rates_of(device), held=held, device_kind=device.device_kind)
+    if not cache:
+        return measure(linearization, device, held=held)
+    key = kept.cache_key(linearization, device, held)
+    profile = kept.load(key)
+    if profile is None:
+        profile = measure(linearization, device, held=held)
+        kept.save(key, profile)
+    return profile
+
+
+def _program(objective: Objective) -> tuple[Linearization, tuple[int, ...]]:
+    """A micro-batch's program with its derivative, and the inputs that are at hand everywhere."""
+    graph = objective.graph
+    wrt = [t for t in objective.parameters if is_differentiable(graph.tensors[t].aval)]
+    return linearize(graph, wrt, seeds=[objective.results[0]]), (*objective.batch, objective.key)

@@ -1,0 +1,89 @@
+"""Seconds of one compiled program on one device: repeated, warm-up dropped, median and spread."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+
+#: One measurement runs a program as often as it takes to last this long.
+SHORTEST_SECONDS = 2e-3
+
+#: Measurements of a program: at least so many, and more until ``ENOUGH_SECONDS`` have passed.
+FEWEST, MOST = 5, 25
+ENOUGH_SECONDS = 0.1
+
+
+class Timing(NamedTuple):
+    """Median of repeated measurements, and half the range between their quartiles; seconds."""
+
+    median: float
+    spread: float
+
+
+def time_runs(run: Callable[[int], Any], clock: Callable[[], float] = time.perf_counter) -> Timing:
+    """Measure ``run(count)``, which does something ``count`` times and waits for the end; seconds for once.
+
+    The first two runs, with which memory and caches fill and the count is chosen, are not counted.
+
+    Example:
+      >>> import itertools
+      >>> ticks = itertools.count()
+      >>> time_runs(lambda count: None, lambda: float(next(ticks)))
+      Timing(median=1.0, spread=0.0)
+    """
+
+    def measured(count: int) -> float:
+        begin = clock()
+        run(count)
+        return (clock() - begin) / count
+
+    measured(1)
+    count = math.ceil(SHORTEST_SECONDS / max(measured(1), SHORTEST_SECONDS / 1000))
+    seconds: list[float] = []
+    begin = clock()
+    while len(seconds) < FEWEST or (len(seconds) < MOST and clock() - begin < ENOUGH_SECONDS):
+        seconds.append(measured(count))
+    low, median, high = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
+    return Timing(median, (high - low) / 2)
+
+
+def time_program(lowered: Any, arguments: Any, device: Any) -> Timing:
+    """Compile and measure a program; compiling is not counted.
+
+    Args:
+      lowered: ``jax.jit(...).lower(*arguments)``.
+      arguments: shapes of its arguments, on the device.
+      device: where it runs.
+    """
+    compiled = lowered.compile()
+    with jax.default_device(device):
+        values = jax.tree.map(_example, arguments)
+    jax.block_until_ready(values)
+
+    def run(count: int) -> None:
+        results = None
+        for _ in range(count):
+            results = compiled(*values)
+        jax.block_until_ready(results)
+
+    return time_runs(run)
+
+
+def on_device(arguments: Any, device: Any) -> Any:
+    """Shapes of arrays on a device."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
+
+
+def _example(x: Any) -> jax.Array:
+    """Normally distributed floats, for zeros may be multiplied faster; zeros for all that may be an index."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0, impl=x.dtype), math.prod(x.shape)).reshape(x.shape)
+    if jax.dtypes.issubdtype(x.dtype, np.floating):
+        block = np.random.default_rng(0).standard_normal(4096).astype(x.dtype)
+        return jax.numpy.asarray(np.resize(block, x.shape))
+    return jax.numpy.zeros(x.shape, x.dtype)

@@ -1,0 +1,382 @@
+"""Measuring programs in groups of operators, keeping what was measured, and profiling a model without a mesh."""
+
+import io
+import itertools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from pipeline_models import CASES, cnn_linen, mlp, transformer
+from rich.console import Console
+
+import jaxpipe
+from jaxpipe import demand
+from jaxpipe.graph import trace
+from jaxpipe.model import bind
+from jaxpipe.pipeline.objective import trace_loss
+from jaxpipe.profiling import measured
+from jaxpipe.profiling.cache import cache_folder, cache_key
+from jaxpipe.profiling.groups import cut_groups, group_stage, stage_programs
+from jaxpipe.profiling.roofline import OTHER, analytic, estimates
+from jaxpipe.profiling.timing import Timing, time_runs
+
+
+def linearized(function, *shapes):
+    graph = trace(lambda *a: [function(*a)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    return demand.linearize(graph, graph.inputs)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXPIPE_CACHE_DIR", str(tmp_path))
+    return tmp_path / "profiles"
+
+
+@pytest.fixture
+def stopwatch(monkeypatch):
+    """Nothing is run: the first program takes no time, the next ones 1, 2, 3 ... seconds, a tenth of it the spread."""
+    found = []
+
+    def time_program(lowered, arguments, device):
+        found.append(float(len(found)))
+        return Timing(found[-1], found[-1] / 10)
+
+    monkeypatch.setattr(measured, "time_program", time_program)
+    return found
+
+
+# Groups
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet", "transformer"])
+def test_groups_have_every_operator_once(name):
+    linearization = linearized_case(CASES[name](4))
+    graph = linearization.source
+    groups = cut_groups(graph, [sum(pair) for pair in zip(*estimates(linearization, OTHER), strict=True)])
+    assert list(itertools.chain(*groups)) == list(range(len(graph.operators)))
+    assert 1 < len(groups) <= 50
+
+
+def test_a_group_ends_with_a_product():
+    def network(x, a, b):
+        return jnp.tanh(jnp.tanh(x @ a) @ b).sum()
+
+    graph = linearized(network, (2, 4), (4, 4), (4, 3)).source
+    assert [op.name for op in graph.operators] == ["dot_general", "tanh", "dot_general", "tanh", "reduce_sum"]
+    assert cut_groups(graph, [1, 1, 1, 1, 1]) == [range(1), range(1, 3), range(3, 5)]
+    # A product is too short to be timed by itself; so is what is left at the end.
+    assert cut_groups(graph, [0.01, 0, 1, 0.01, 0]) == [range(5)]
+
+
+def test_an_operator_with_side_effects_is_not_run(capfd, stopwatch):
+    def network(x, a):
+        y = x @ a
+        jax.debug.print("here {}", y.sum())
+        return (y @ a).sum()
+
+    linearization = linearized(network, (4, 4), (4, 4))
+    operators = linearization.source.operators
+    (position,) = [k for k, op in enumerate(operators) if op.has_effects]
+    assert range(position, position + 1) in cut_groups(linearization.source, [1.0] * len(operators))
+    profile = measured.measure(linearization, jax.devices()[0])
+    assert profile.forward_seconds[position] < 1e-3 and sum(profile.forward_seconds) >= 1
+    jax.effects_barrier()
+    assert "here" not in capfd.readouterr().out
+
+
+@pytest.mark.core
+def test_the_programs_of_groups_compute_the_gradient():
+    """Forward through all groups, and back, by the very programs that are timed."""
+
+    def network(x, a, b):
+        return jnp.square(jax.nn.relu(x @ a) @ b).sum()
+
+    linearization = linearized(network, (3, 4), (4, 5), (5, 2))
+    values = [jax.random.normal(jax.random.key(k), s) for k, s in enumerate([(3, 4), (4, 5), (5, 2)])]
+    graph = linearization.source
+    env = dict(zip(graph.inputs, values, strict=True))
+    ran = []
+    for group in cut_groups(graph, [1.0] * len(graph.operators)):
+        stage = group_stage(linearization, group)
+        forward, backward = stage_programs(stage)
+        outputs, own = jax.jit(forward.function)(*(env[t] for t in stage.graph.inputs))
+        env.update(zip(stage.graph.outputs, outputs, strict=True))
+        ran.append((stage, backward, own))
+    cotangents = {graph.outputs[0]: jnp.ones(())}
+    for stage, backward, own in reversed(ran):
+        parameters, shared, encoded, seeds = backward.arguments
+        assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, encoded)
+        there = {*stage.graph.inputs, *stage.graph.outputs}
+        known = [env[t] for t in stage.storage.stored if t in there]
+        assert len(known) == len(shared) and not parameters and len(seeds) == 1
+        (seed,) = (cotangents[t] for t in stage.linearization.source.outputs)
+        found = jax.jit(backward.function)([], known, own, [seed])
+        for t, value in zip(stage.linearization.wrt, found, strict=True):
+            cotangents[t] = value
+    for got, wanted in zip([cotangents[t] for t in graph.inputs], jax.grad(network, (0, 1, 2))(*values), strict=True):
+        assert np.array_equal(got, wanted)
+
+
+# Measuring
+
+
+def test_median_and_spread_without_warm_up():
+    # Starts and ends of runs that take 50 and 1 s (not counted), then 4, 1, 2, 5, 3; between them the clock is
+    # looked at once at the start of counting, and once more when there are enough.
+    ticks = []
+    for seconds in (50, 1):
+        ticks += [0, seconds]
+    ticks += [0]
+    for seconds in (4, 1, 2, 5, 3):
+        ticks += [100, 100 + seconds]
+    ticks += [1000]
+    clock = iter(map(float, ticks))
+    counts = []
+    assert time_runs(counts.append, lambda: next(clock)) == Timing(median=3.0, spread=1.0)
+    assert counts == [1] * 7
+
+
+def test_short_programs_run_until_they_last():
+    now = [0.0]
+
+    def run(count):
+        counts.append(count)
+        now[0] += count * 1e-5
+
+    counts = []
+    timing = time_runs(run, lambda: now[0])
+    assert timing.median == pytest.approx(1e-5)
+    assert counts[:2] == [1, 1] and set(counts[2:]) <= {200, 201}
+
+
+def test_equal_groups_are_timed_once(stopwatch):
+    def network(x, *weights):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    linearization = linearized(network, (2, 4), *[(4, 4)] * 6)
+    names = [op.name for op in linearization.source.operators]
+    profile = measured.measure(linearization, jax.devices()[0])
+    # What starts a program; then forward and backward of: the first product, a tanh with a product, tanh and the sum.
+    assert len(stopwatch) == 1 + 3 * 2
+    by_layer = [
+        (forward, backward)
+        for name, forward, backward in zip(names, profile.forward_seconds, profile.backward_seconds, strict=True)
+        if name == "dot_general"
+    ]
+    assert len(set(by_layer[1:])) == 1 and by_layer[0] != by_layer[1]
+
+
+def test_layers_that_draw_other_random_numbers_are_equal(stopwatch):
+    measured.measure(linearized_case(transformer(4)), jax.devices()[0])
+    once = len(stopwatch)
+    case = CASES["transformer"](4)
+    deeper = type(case)(**{**vars(case), "model": case.model.clone(num_layers=4)})
+    stopwatch.clear()
+    measured.measure(linearized_case(deeper), jax.devices()[0])
+    assert len(stopwatch) <= once + 2
+
+
+def test_operators_share_the_seconds_of_their_group(stopwatch):
+    def network(x, a, b):
+        return jnp.sin(jnp.tanh(x @ a) @ b).sum()
+
+    linearization = linearized(network, (8, 16), (16, 8), (8, 4))
+    profile = measured.measure(linearization, jax.devices()[0])
+    total = sum(stopwatch)
+    assert sum(profile.seconds) == pytest.approx(total)
+    assert sum(profile.forward_spread) + sum(profile.backward_spread) == pytest.approx(total / 10)
+    groups = cut_groups(linearization.source, profile.seconds)
+    for k, group in enumerate(groups):
+        forward, backward = (
+            column[group.start : group.stop]
+            for column in (
+                profile.forward_seconds,
+                profile.backward_seconds,
+            )
+        )
+        assert (sum(forward), sum(backward)) == (pytest.approx(2 * k + 1), pytest.approx(2 * k + 2))
+
+
+@pytest.mark.core
+def test_measured():
+    linearization = linearized(lambda x, w: jnp.tanh(x @ w).reshape(-1).sum(), (64, 64), (64, 64))
+    profile = measured.measure(linearization, jax.devices()[0])
+    assert (profile.source, profile.device_kind) == ("measured", "cpu")
+    assert profile.names == ("dot_general", "tanh", "reshape", "reduce_sum")
+    assert sum(profile.forward_seconds) > 0 and sum(profile.backward_seconds) > 0
+    assert profile.forward_seconds[2] == 0  # a view
+    assert len(profile.forward_spread) == len(profile.backward_spread) == 4
+    assert profile.forward_flops[0] == 2 * 64**3
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, terminal):
+    written = io.StringIO()
+    monkeypatch.setattr(measured, "PATIENCE", 0.0)
+    monkeypatch.setattr(measured, "Console", lambda **_: Console(file=written, force_terminal=terminal))
+    assert list(measured._track(range(3), "Profiling")) == [0, 1, 2]
+    assert ("Profiling" in written.getvalue()) == terminal
+
+
+# Residuals
+
+
+def partitioned(case, stages=1, m=2, **options):
+    mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
+    options = {"optimizer": optax.sgd(0.1), "num_microbatches": m, "profile": "analytic", **options}
+    return jaxpipe.partition(case.model, mesh, case.batch, loss=case.loss, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_residuals_are_the_stash_of_one_stage(name):
+    pipeline = partitioned(CASES[name](8))
+    program = pipeline._planned.program
+    stashed = program.stash_avals(program.sections[0])
+    assert sum(pipeline.profile.residual_bytes) == sum(a.size * a.dtype.itemsize for a in stashed) > 0
+
+
+@pytest.mark.core
+def test_residuals_belong_to_the_operator_that_makes_them():
+    def network(x, a, b):
+        return (jax.nn.relu(x @ a) @ b).sum()
+
+    graph = trace(lambda *v: [network(*v)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in [(16, 4), (4, 8), (8, 2)]))
+    linearization = demand.linearize(graph.with_parameters([False, True, True]), graph.inputs[1:])
+    profile = analytic(linearization, OTHER, held=graph.inputs[:1])
+    assert profile.names == ("dot_general", "relu", "dot_general", "reduce_sum")
+    # What the relu writes tells its own derivative too, 16x8 floats; the network's input is kept anyway.
+    assert profile.residual_bytes == (0, 16 * 8 * 4, 0, 0)
+    profile = analytic(linearization, OTHER)
+    # Otherwise the first product needs it, 16x4 floats.
+    assert profile.residual_bytes == (16 * 4 * 4, 16 * 8 * 4, 0, 0)
+
+
+# Profiles of models
+
+
+def linearized_case(case):
+    objective = trace_loss(bind(case.model, case.loss, case.batch), case.loss, case.batch)
+    return demand.linearize(objective.graph, objective.parameters, seeds=objective.results[:1])
+
+
+def profile_of(case, **options):
+    options = {"source": "analytic", **options}
+    return jaxpipe.profile_model(case.model, case.batch, loss=case.loss, **options)
+
+
+@pytest.mark.core
+def test_the_profile_is_that_of_the_program_that_is_cut():
+    case = cnn_linen(8)
+    pipeline = partitioned(case, stages=2, m=4)
+    profile = profile_of(case, num_microbatches=4)
+    assert pipeline.profile == profile
+    assert sum(stage.forward_seconds for stage in pipeline.plan.stages) == pytest.approx(sum(profile.forward_seconds))
+    assert profile_of(case).seconds != profile.seconds  # of other shapes
+
+
+@pytest.mark.core
+def test_an_edited_profile_decides_the_cut(stopwatch):
+    case = mlp(8)
+    profile = profile_of(case, source="measured", num_microbatches=2, cache=False)
+    text = profile.to_json()
+    assert jaxpipe.Profile.from_json(text) == profile
+    last = len(profile.names) - 1
+    lines = [k for k, line in enumerate(text.splitlines()) if '"names"' in line]
+    line = text.splitlines()[lines[last]]
+    edited = line.replace(f'"forward_seconds": {profile.forward_seconds[last]}', '"forward_seconds": 1e6')
+    assert edited != line
+    profile = jaxpipe.Profile.from_json(text.replace(line, edited))
+    pipeline = partitioned(case, stages=2, profile=profile)
+    assert pipeline.profile == profile and pipeline.plan.profile == "measured"
+    assert pipeline.plan.stages[1].operators == (last, last + 1)
+
+
+def test_an_estimate_needs_no_device(monkeypatch):
+    case = mlp(8)
+    monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("looked for devices"))
+    fast, slow = (profile_of(case, device=kind) for kind in ("H100", "V100"))
+    assert (fast.device_kind, fast.source) == ("H100", "analytic")
+    # Small products are bound by memory.
+    assert sum(slow.seconds) / sum(fast.seconds) == pytest.approx(3.35 / 0.9)
+
+
+def test_wrong_requests():
+    case = mlp(8)
+    with pytest.raises(jaxpipe.ProfileError, match=r"source='fast'; it must be 'measured' or 'analytic'"):
+        profile_of(case, source="fast")
+    with pytest.raises(jaxpipe.ProfileError, match=r"device='H100' is the name of a kind .* source='analytic'"):
+        profile_of(case, source="measured", device="H100")
+    with pytest.raises(jaxpipe.ProfileError, match=r"device='abacus': its peak rates are not known, only .*H100"):
+        profile_of(case, device="abacus")
+    with pytest.raises(jaxpipe.BatchError, match="num_microbatches=3"):
+        profile_of(case, num_microbatches=3)
+
+
+# The cache
+
+
+@pytest.mark.core
+def test_a_program_is_measured_once(own_cache, stopwatch):
+    first = profile_of(mlp(8), source="measured")
+    timed = len(stopwatch)
+    (file,) = own_cache.iterdir()
+    assert jaxpipe.Profile.from_json(file.read_text()) == first
+    assert profile_of(mlp(8), source="measured") == first and len(stopwatch) == timed
+    assert profile_of(mlp(4), source="measured") != first and len(stopwatch) > timed
+    assert len(list(own_cache.iterdir())) == 2
+
+
+def test_measured_plans_repeat(own_cache):
+    plans = [partitioned(mlp(8), stages=2, profile="measured").plan for _ in range(2)]
+    assert plans[0] == plans[1]
+    assert profile_of(mlp(8), source="measured", num_microbatches=2).source == "measured"
+    assert len(list(own_cache.iterdir())) == 1
+
+
+def test_without_a_cache_it_is_measured_again(own_cache, stopwatch):
+    for _ in range(2):
+        profile_of(mlp(8), source="measured", cache=False)
+    assert len(set(stopwatch)) == len(stopwatch) and not own_cache.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"operators": [], "edges": []}', "\x00"])
+def test_a_damaged_file_is_measured_again(own_cache, stopwatch, text):
+    profile_of(mlp(8), source="measured")
+    (file,) = own_cache.iterdir()
+    file.write_text(text)
+    timed = len(stopwatch)
+    with pytest.warns(UserWarning, match="cannot be read .* measuring again"):
+        again = profile_of(mlp(8), source="measured")
+    assert len(stopwatch) > timed
+    assert jaxpipe.Profile.from_json(file.read_text()) == again
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, stopwatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXPIPE_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="JAXPIPE_CACHE_DIR"):
+        profile_of(mlp(8), source="measured")
+
+
+def test_the_folder_is_the_users_unless_told(monkeypatch):
+    monkeypatch.delenv("JAXPIPE_CACHE_DIR")
+    assert cache_folder().parts[-2:] == ("jaxpipe", "profiles") or os.name == "nt"
+
+
+def test_the_key_is_the_same_in_every_process():
+    """No address and no order of a set is in it."""
+    code = (
+        "import sys; sys.path.insert(0, 'tests'); import jax; from pipeline_models import cnn_linen\n"
+        "from jaxpipe.profiling.cache import cache_key; from test_profiling import linearized_case\n"
+        "print(cache_key(linearized_case(cnn_linen(4)), jax.devices('cpu')[0]))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "JAX_PLATFORMS": "cpu"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == cache_key(linearized_case(cnn_linen(4)), jax.devices("cpu")[0])

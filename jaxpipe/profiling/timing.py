@@ -60,9 +60,7 @@ def time_program(lowered: Any, arguments: Any, device: Any) -> Timing:
       device: where it runs.
     """
     compiled = lowered.compile()
-    with jax.default_device(device):
-        values = jax.tree.map(_example, arguments)
-    jax.block_until_ready(values)
+    values = examples(arguments, device)
 
     def run(count: int) -> None:
         results = None
@@ -77,6 +75,12 @@ def on_device(arguments: Any, device: Any) -> Any:
     """Shapes of arrays on a device."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
+
+
+def examples(arguments: Any, device: Any) -> Any:
+    """Arrays of given shapes, on a device."""
+    with jax.default_device(device):
+        return jax.block_until_ready(jax.tree.map(_example, arguments))
 
 
 def _example(x: Any) -> jax.Array:

@@ -12,7 +12,6 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxpipe import profiling
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
 from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
@@ -32,6 +31,7 @@ from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan, StagePlan
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.model import Source, profile_objective
+from jaxpipe.profiling.roofline import rates_of
 from jaxpipe.schedules import Schedule, one_f_one_b, simulate
 from jaxpipe.units import parse_bytes
 
@@ -220,7 +220,7 @@ def _place(request: Request, objective: Objective, model: BoundModel, profile: P
     network = request.network
     if network is None:
         # Nothing is known of the links: they count, but little.
-        rate = profiling.rates_of(request.mesh.devices.flat[0]).bytes
+        rate = rates_of(request.mesh.devices.flat[0]).bytes
         network = Network.uniform(request.mesh.devices.size, rate)
     tied = variable_spans(objective)
     profile = replace(profile, together=tuple(tied.values()))

@@ -17,12 +17,12 @@ SCHEDULE = one_f_one_b(2, 3)
 
 def make_plan():
     stages = tuple(
-        StagePlan((s, s + 1), (f"dense{s}",), 1e-3, 2e-3, 4096, STASH_BYTES[s], SCHEDULE.in_flight(s), 512)
+        StagePlan((s, s + 1), (s,), (f"dense{s}",), 1e-3, 2e-3, 4096, STASH_BYTES[s], SCHEDULE.in_flight(s), 512)
         for s in range(2)
     )
     memory = {"parameters": 4096, "arena": 9216, "working": 1024}
     # Two stages in step: (3 + 2 - 1) * (1 + 2) ms, and 1 ms for the exchange after each of 5 ticks.
-    return Plan(stages, 1, 3, 8, "1f1b", "analytic", 17e-3, 1 - 18 / 34, memory, "")
+    return Plan(stages, 1, 3, 8, "1f1b", "analytic", 17e-3, 17e-3, 1 - 18 / 34, memory, "")
 
 
 def bars(axes):

@@ -428,3 +428,19 @@ def test_models_that_know_one_bandwidth(cost_model):
         partition_layers(tiny(), Network(matrix), cost_model=cost_model, num_microbatches=4)
     with pytest.raises(PartitionError, match=r"knows no latency, but network= has 0\.5 s"):
         partition_layers(tiny(), Network.uniform(3, 1.0, 0.5), cost_model=cost_model, num_microbatches=4)
+
+
+def test_bounds_of_few_cuts_do_not_hide_the_best(monkeypatch):
+    """Long programs are first searched with few cuts; what that excludes must not hold the best plan."""
+    r = np.random.default_rng(5)
+    for _ in range(4):
+        profile, matrix = random_chain(r, 40), random_matrix(r, 4)
+        network = Network(matrix, speed=tuple(r.uniform(1, 2, 4)))
+        for cost_model in ("min_max", "synchronous"):
+            with monkeypatch.context() as patch:
+                patch.setattr("jaxpipe.planning.assign.FEW_CUTS", 10_000)
+                direct = partition_layers(profile, network, cost_model=cost_model)
+            with monkeypatch.context() as patch:
+                patch.setattr("jaxpipe.planning.assign.FEW_CUTS", 6)
+                pruned = partition_layers(profile, network, cost_model=cost_model)
+            assert pruned.bottleneck_seconds == direct.bottleneck_seconds

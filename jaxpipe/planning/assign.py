@@ -111,6 +111,8 @@ class Search:
 
     def fits(self, stages: Stages) -> bool:
         """Whether every stage has the memory it needs."""
+        if min(self.limits.memory) == math.inf:
+            return True
         followers = 0
         for first, last, devices in reversed(stages):
             if not np.isfinite(self.stage(Team(devices, followers), (np.array([first]), np.array([last])))).all():
@@ -121,6 +123,10 @@ class Search:
     def on(self, space: CutSpace) -> "Search":
         """The same search over other cuts."""
         return Search(space, self.model, self.classes, self.limits)
+
+    def under(self, model: CostModel) -> "Search":
+        """The same search with another model."""
+        return Search(self.space, model, self.classes, self.limits)
 
     def stage(self, team: Team, block: Block) -> np.ndarray:
         """Cost of a stage on a team, infinite where it does not fit the memory or is none."""
@@ -140,9 +146,10 @@ class Search:
         """The cuts in front of which and behind which no more lies than the devices there can do within a bound."""
         if bound == math.inf:
             return slice(None)
-        behind = sum(float(self.speed[d]) for d in self._devices(used, used))
+        taken = np.isin(np.arange(len(self.speed)), self._devices(used, used))
+        behind, before = (float(self.speed[mask].sum()) * bound * ROUNDING for mask in (taken, ~taken))
         work = self.space.seconds
-        fits = (work[-1] - work <= behind * bound * ROUNDING) & (work <= (self.speed.sum() - behind) * bound * ROUNDING)
+        fits = (work[-1] - work <= behind) & (work <= before)
         cuts = np.flatnonzero(fits)
         if len(cuts) and cuts[-1] - cuts[0] + 1 == len(cuts):
             return slice(int(cuts[0]), int(cuts[-1]) + 1)

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -67,6 +68,23 @@ class CostModel:
         """What sending ``crossing`` bytes forward and as many back costs, between a team and the one behind it."""
         return np.zeros_like(crossing)
 
+    def transfer_seconds(self, count: np.ndarray, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
+        """Time to send bytes over the slowest of all links from some devices to others; nothing takes none."""
+        key = tuple(sources), tuple(targets)
+        if key not in self._links:
+            places = np.ix_(sources, targets)
+            kinds = zip(self.network.bandwidth[places].flat, self.network.latency[places].flat, strict=True)
+            self._links[key] = _slowest_links([(float(bandwidth), float(latency)) for bandwidth, latency in kinds])
+        slowest = np.zeros_like(count)
+        for bandwidth, latency in self._links[key]:
+            slowest = np.maximum(slowest, latency + count / bandwidth if bandwidth else np.inf)
+        return np.where(count > 0, slowest, 0.0)
+
+    @cached_property
+    def _links(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[float, float], ...]]:
+        """Bandwidth and latency of each kind of link between two teams that was asked for."""
+        return {}
+
     def objective(self, space: CutSpace, stages: Stages) -> float:
         """What is made small: here the costliest stage or link."""
         found, followers, behind = 0.0, 0, None
@@ -101,7 +119,7 @@ class MinMax(CostModel):
         return space.between(space.seconds, block) / (team.size * self.slowest(team))
 
     def link_seconds(self, crossing: np.ndarray, team: Team, after: Team) -> np.ndarray:
-        return 2 * transfer_seconds(self.network, crossing, team.devices, after.devices)
+        return 2 * self.transfer_seconds(crossing, team.devices, after.devices)
 
 
 class Uniform(CostModel):
@@ -180,6 +198,7 @@ class Throughput(Uniform):
         return work / team.size + reduction / (self.num_microbatches or 1)
 
 
+@dataclass(frozen=True)
 class Synchronous(CostModel):
     """A whole step on the executor's own timeline.
 
@@ -194,9 +213,14 @@ class Synchronous(CostModel):
 
     A replica holds its parameters, their gradients, and in pair ticks ``2 y - 1`` micro-batches where a pipeline that
     is kept full by any means holds ``y``.
+
+    Attributes:
+      weight: how much a link counts beside a stage, where the two are compared; as a step has the sum of the slowest
+        of both, no single weight leads to the best plan.
     """
 
     name = "synchronous"
+    weight: float = 1.0
 
     @property
     def m(self) -> int:
@@ -208,7 +232,7 @@ class Synchronous(CostModel):
         return space.between(space.seconds, block) / (team.size * self.slowest(team)) + reduction / self.m
 
     def link_seconds(self, crossing: np.ndarray, team: Team, after: Team) -> np.ndarray:
-        return 2 * transfer_seconds(self.network, crossing, team.devices, after.devices)
+        return 2 * self.weight * self.transfer_seconds(crossing, team.devices, after.devices)
 
     def objective(self, space: CutSpace, stages: Stages) -> float:
         forward, backward, reductions = [], [], [0.0]
@@ -228,8 +252,8 @@ class Synchronous(CostModel):
     def exchange_seconds(self, space: CutSpace, stages: Stages) -> float:
         """What neighbours need to exchange messages, forward and back, as large as the largest of all."""
         largest = np.array([max(float(space.crossing[last]) for _, last, _ in stages[:-1])])
-        return max(
-            float(self.link_seconds(largest, Team(before[2]), Team(behind[2]))[0])
+        return 2 * max(
+            float(self.transfer_seconds(largest, before[2], behind[2])[0])
             for before, behind in itertools.pairwise(stages)
         )
 
@@ -237,9 +261,8 @@ class Synchronous(CostModel):
         """A ring all-reduce over a team's slowest link, once in a step."""
         if team.size == 1:
             return np.zeros_like(parameters)
-        pairs = [(a, b) for a in team.devices for b in team.devices if a != b]
-        bandwidth = min(self.network.bandwidth[pair] for pair in pairs)
-        latency = max(self.network.latency[pair] for pair in pairs)
+        inside = np.ix_(team.devices, team.devices)
+        bandwidth, latency = self.network.bandwidth[inside].min(), self.network.latency[inside].max()
         if not bandwidth:
             return np.full_like(parameters, np.inf)
         return 2 * (team.size - 1) * (parameters / team.size / bandwidth + latency)
@@ -255,13 +278,13 @@ class Synchronous(CostModel):
 MODELS: dict[str, type[CostModel]] = {model.name: model for model in (PipeDream, MinMax, Throughput, Synchronous)}
 
 
-def transfer_seconds(network: Network, count: np.ndarray, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
-    """Time to send ``count`` bytes over the slowest of all links from some devices to others; nothing takes none."""
-    links = {(network.bandwidth[a, b], network.latency[a, b]) for a in sources for b in targets}
-    slowest = np.zeros_like(count)
-    for bandwidth, latency in links:
-        slowest = np.maximum(slowest, latency + count / bandwidth if bandwidth else np.inf)
-    return np.where(count > 0, slowest, 0.0)
+def _slowest_links(links: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Those of some links (bandwidth, latency) that no other is slower than for messages of any size."""
+    kept: list[tuple[float, float]] = []
+    for bandwidth, latency in sorted(links, key=lambda link: (link[0], -link[1])):
+        if not kept or latency > kept[-1][1]:
+            kept.append((bandwidth, latency))
+    return tuple(kept)
 
 
 def wavefront_seconds(seconds: Sequence[float], num_microbatches: int) -> float:

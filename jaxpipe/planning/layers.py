@@ -24,6 +24,8 @@ from jaxpipe.units import bytes_text, parse_bytes
 MOST_WORK = 3e9
 #: Cuts that are looked at to compare orders of devices.
 CUTS_FOR_ORDERS = 48
+#: How much links count beside stages there, if the objective is a whole step.
+LINK_WEIGHT = 4.0
 #: Micro-batches of a step, for ``"synchronous"``, if the caller does not say.
 MICROBATCHES = 32
 
@@ -170,7 +172,11 @@ def _best_order(space: CutSpace, model: CostModel, limits: Limits) -> tuple[int,
     few = space.thinned(CUTS_FOR_ORDERS)
 
     def price(order: tuple[int, ...]) -> float:
-        return Search(few, model, (order,), limits).least()
+        if not isinstance(model, Synchronous):
+            return Search(few, model, (order,), limits).least()
+        search = Search(few, replace(model, weight=LINK_WEIGHT), (order,), limits)
+        stages = search.lightest(search.least())
+        return model.objective(few, stages) if stages else math.inf
 
     start = min(orders.seeds(model.network), key=price)
     return orders.improve(start, price)[1]

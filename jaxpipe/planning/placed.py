@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe.network import Network
-from jaxpipe.planning.costs import CostModel, Stages, Team, transfer_seconds
+from jaxpipe.planning.costs import CostModel, Stages, Team
 from jaxpipe.planning.cut_space import CutSpace
 from jaxpipe.profile import Profile
 from jaxpipe.units import bytes_text, seconds_text
@@ -159,7 +159,7 @@ def describe(
     links = [0.0]
     for before, behind in itertools.pairwise(stages):
         crossing = space.crossing[[before[1]]]
-        links.append(2 * float(transfer_seconds(model.network, crossing, before[2], behind[2])[0]))
+        links.append(2 * float(model.transfer_seconds(crossing, before[2], behind[2])[0]))
     links.append(0.0)
     for k, (first, last, devices) in enumerate(stages):
         followers -= len(devices)

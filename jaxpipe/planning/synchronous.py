@@ -1,7 +1,7 @@
 """The search for stages that make a step of the executor short (see ``jaxpipe.planning.costs.Synchronous``)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from jaxpipe.planning.costs import Stages, Synchronous
 from jaxpipe.planning.cut_space import CutSpace
 
 
-#: How much slower than the best the slowest stage may be, where that may pay in what is sent.
-SLACKS = (0.0, 0.03, 0.1, 0.3)
+#: How much a link counts beside a stage, in plans to begin with.
+WEIGHTS = (1.0, 4.0, 16.0)
 #: With more cuts than this no attempt is made to look at all plans.
 FEW_CUTS = 40
 #: How many partial plans are looked at to show that none is better.
@@ -39,15 +39,19 @@ class Found:
 def shortest_step(search: Search, model: Synchronous, slack: float = 0.0) -> Found | None:
     """Stages with a short step; the shortest of all that the search covers, if branch and bound gets through.
 
-    Balanced stages are the seeds, with more or less allowed for what they send; cuts are then moved one by one while
-    the step gets shorter; at last branch and bound either finds a better plan, shows that there is none, or gives up.
+    Plans whose costliest stage or link is cheap are the seeds, links counting more or less; cuts are then moved one
+    by one while the step gets shorter; at last branch and bound either finds a better plan, shows that there is none,
+    or gives up.
     """
     least = search.least()
     if least == math.inf:
         return None
     seeds: list[Stages] = []
-    for share in SLACKS:
-        seeds += [s for s in (search.lightest(least * (1 + share)),) if s and s not in seeds]
+    for weight in WEIGHTS:
+        weighted = search.under(replace(model, weight=weight))
+        stages = weighted.lightest(weighted.least())
+        if stages and stages not in seeds:
+            seeds.append(stages)
     best = min((shift_cuts(search, stages) for stages in seeds), key=lambda found: found[0])
     tree = _BranchAndBound(search, model, best)
     proven = len(search.space.crossing) <= FEW_CUTS and tree.run()
@@ -87,10 +91,8 @@ def shift_cuts(search: Search, stages: Stages) -> tuple[float, Stages]:
             _, last, team_behind = stages[k + 1]
             for other in _neighbours(space, first, cut, last):
                 moved = (*stages[:k], (first, other, team), (other, last, team_behind), *stages[k + 2 :])
-                if not search.fits(moved):
-                    continue
                 shorter = search.model.objective(space, moved)
-                if shorter < seconds / ROUNDING:
+                if shorter < seconds / ROUNDING and search.fits(moved):
                     stages, seconds, improved = moved, shorter, True
                     break
     return seconds, stages

@@ -99,7 +99,7 @@ class Search:
 
     def lightest(self, limit: float) -> Stages | None:
         """Stages none of which costs more than ``limit``, and that send the fewest bytes in all."""
-        return self._run(_Lightest(self, limit * ROUNDING))[1]
+        return self._run(_Lightest(self, limit * ROUNDING))[1] if limit < math.inf else None
 
     def ties(self, limit: float) -> int:
         """How many ways there are to stay within ``limit``, exchanges of like devices not counted."""

@@ -88,7 +88,8 @@ def rule(pool: Operator, relu: Operator | None) -> Callable[[Any], Cut]:
                 position = lax.select(positive[0], position, lax.full_like(position, size + 1))
             # Each position is read by every element of its window: decode it once.
             position = _compat.materialize(position, cotangent)
-            return scatter_to_maxima(cotangent, position, aval.shape, windows)
+            # XLA would add a bias's cotangents up along the dimensions inside, and so in another order than JAX's.
+            return lax.optimization_barrier(scatter_to_maxima(cotangent, position, aval.shape, windows))
 
         bits = [position_bits(windows.shape)] + ([] if relu is None else [1])
         return from_rule(forward, backward, aval, bits)

@@ -12,14 +12,15 @@ nobody lists these demands by name, they are what is left of the derivative that
 operators have a cheaper derivative than JAX's own; they are in ``jaxpipe/rules``.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpipe import _compat, rules
 from jaxpipe.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
 from jaxpipe.policy import FAST, Policy
-from jaxpipe.vjp import Cut
+from jaxpipe.vjp import Cut, writes_zeros
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +127,7 @@ def linearize(
                 )
             )
 
-    steps = _reached(backward, graph.outputs if seeds is None else seeds)
+    steps = _merge_masks(_reached(backward, graph.outputs if seeds is None else seeds), {*graph.outputs, *wrt}, builder)
     results = tuple(stand_in.get(t, t) for t in graph.outputs)
     forward = replace(
         builder.build(graph.inputs, results),
@@ -200,6 +201,58 @@ def _hand_on(op: Operator, moving: Sequence[int], graph: Graph) -> Backward:
         cotangents_out=tuple(op.inputs[k] for k in moving),
         program=Graph(tensors, (), numbers, numbers),
     )
+
+
+def _merge_masks(steps: Sequence[Backward], visible: Collection[int], builder: GraphBuilder) -> tuple[Backward, ...]:
+    """Make one step of steps that do nothing but set a cotangent to zero by a mask, each straight after the other.
+
+    ``where(x > 1, 1, where(x < -1, -1, x))`` then needs one mask instead of two; the operator that joins them is added
+    to ``builder``. Only a cotangent that is neither ``visible`` outside nor a sum may disappear.
+    """
+    zeros = {t for op in builder.operators if writes_zeros(op) for t in op.outputs}
+    summands = Counter(t for step in steps for t in step.cotangents_out)
+    merged: list[Backward] = []
+    masking: dict[int, int] = {}  # by tensor, the place in ``merged`` of the step that masks its cotangent
+    for step in steps:
+        place = None
+        if _mask(step, zeros) is not None:
+            (source,), (result,) = step.cotangents_in, step.cotangents_out
+            place = masking.get(result) if summands[result] == 1 and result not in visible else None
+            masking[source] = len(merged) if place is None else place
+        if place is None:
+            merged.append(step)
+        else:
+            merged[place] = _merge(merged[place], step, zeros, builder)
+    return tuple(merged)
+
+
+def _merge(first: Backward, second: Backward, zeros: Collection[int], builder: GraphBuilder) -> Backward:
+    """The first of two masking steps, with a mask that does what the second does as well."""
+    masks = [mask for step in (first, second) if (mask := _mask(step, zeros)) is not None]
+    (mask, zero_if), (other, other_zero_if) = masks
+
+    def join(a: Any, b: Any) -> Any:
+        b = b if other_zero_if == zero_if else ~b
+        return a | b if zero_if else a & b
+
+    closed = _compat.trace_without_scope(join, *(builder.tensors[t].aval for t in (mask, other)))
+    policy = next((op.policy for op in builder.operators if mask in op.outputs), None)
+    (both,) = builder.read(closed, [mask, other], path=first.path, policy=policy)
+    needs = tuple(both if t == mask else t for t in first.needs)
+    return replace(first, needs=needs, cotangents_in=second.cotangents_in)
+
+
+def _mask(step: Backward, zeros: Collection[int]) -> tuple[int, bool] | None:
+    """The mask by which a step sets a cotangent to zero, and the value of it that does; None for other steps."""
+    program = step.program
+    if [op.name for op in program.operators] != ["select_n"] or len(program.operators[0].inputs) != 3:
+        return None
+    predicate, *cases = program.operators[0].inputs
+    number, seed = dict(zip(program.inputs, step.needs, strict=False)), program.inputs[-1]
+    if seed not in cases or program.tensors[predicate].shape != program.tensors[seed].shape:
+        return None
+    zero_if = cases[0] == seed
+    return (number[predicate], zero_if) if number.get(cases[zero_if]) in zeros else None
 
 
 def _reached(steps: Sequence[Backward], outputs: Iterable[int]) -> tuple[Backward, ...]:

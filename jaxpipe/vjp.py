@@ -126,7 +126,7 @@ def _split(
     for op in builder.operators:
         if not touched.isdisjoint(op.inputs):
             touched.update(op.outputs)
-    zeros = {t for op in builder.operators if _is_zero(op) for t in op.outputs}
+    zeros = {t for op in builder.operators if writes_zeros(op) for t in op.outputs}
     known = {g: builder.constants[g] for g in gradients if g in builder.constants}
     zeros |= {g for g, value in known.items() if not _compat.is_closed_over_tracer(value) and not np.any(value)}
     carried = [(k, g) for k, g in zip(moving, gradients, strict=True) if g not in zeros]
@@ -163,6 +163,6 @@ def _split(
     )
 
 
-def _is_zero(op: Operator) -> bool:
+def writes_zeros(op: Operator) -> bool:
     """Whether an operator writes zeros: what JAX makes of a gradient that there is none of."""
     return op.name == "broadcast_in_dim" and len(op.literals) == 1 and not np.any(op.literals[0])

@@ -8,6 +8,7 @@ import pytest
 from jaxpipe import demand, memory_encoded
 from jaxpipe.graph import trace
 from jaxpipe.policy import parse
+from tests.compare import assert_same_bits
 
 
 X = jnp.ones((4, 6))
@@ -46,6 +47,36 @@ def needed(function, *args, wrt=None, **options):
 )
 def test_needs_of_one_operator(function, expected):
     assert needed(function, X) == expected
+
+
+def hidden_and_clipped(x):
+    y = jax.nn.relu(x)
+    return y, jnp.where(x < 1, y, 0.0)
+
+
+def hidden_plus_clipped(x):
+    return sum(hidden_and_clipped(x))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("function", "masks"),
+    [
+        (jax.nn.hard_tanh, 1),
+        (lambda x: jnp.where(x < 1, jnp.where(x < -1, 0.0, x), 0.0), 1),  # zero where false, zero where true
+        (lambda x: jax.nn.relu6(jax.nn.relu(jnp.where(jnp.isnan(x), 0.0, x))), 1),
+        (lambda x: jnp.where(x[:, :1].sum() > 0, jax.nn.relu(x), 0.0), 2),  # a single boolean, broadcast
+        # What lies between the masks gets a cotangent of its own.
+        (hidden_and_clipped, 2),
+        (hidden_plus_clipped, 2),
+    ],
+)
+def test_masks_in_a_row_are_one_mask(function, masks):
+    assert len([need for need in needed(function, X) if need.startswith("bool")]) == masks
+    x = jnp.array([[-jnp.inf, -1.5, -1, -0.0, 0, 0.5, 1, 6, 7, jnp.inf, jnp.nan]])
+    (y, plain), (_, encoded) = (jax.vjp(f, x) for f in (function, memory_encoded(function)))
+    seed = jax.tree.map(lambda y: jnp.arange(-3.0, 8).reshape(y.shape), y)
+    assert_same_bits(encoded(seed), plain(seed))
 
 
 def test_exp_needs_its_output_and_log_its_input():

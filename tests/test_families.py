@@ -34,8 +34,14 @@ ACTIVATIONS = {
     "hard_sigmoid": (jax.nn.hard_sigmoid, ONE_BIT),
     "abs": (jnp.abs, ONE_BIT),
     "where": (lambda x: jnp.where(x > 0.5, 2 * x, -x), ONE_BIT),
+    # The slope is 0 on either side: the union of two masks.
+    "hard_tanh": (jax.nn.hard_tanh, ONE_BIT),
+    "threshold": (lambda x: jnp.where(x > 1, jax.nn.relu(x), 0.0), ONE_BIT),
     # The slope 0, 1 or, at a tie, 1/2: two bits.
     "maximum": (lambda x: jnp.maximum(x, 0), ONE_BIT * 2),
+    # A maximum and a minimum, whose slopes are factors. A zero slope is no mask (0 * inf is NaN) and two factors are no
+    # single one (numbers below the normal range round twice), so that they stay two times two bits.
+    "clip": (lambda x: jnp.clip(x, -1, 1), ONE_BIT * 4),
     # The slope takes any value, and follows from the input or from the output.
     "hard_silu": (jax.nn.hard_silu, ONE_FLOAT),
     "hard_swish": (jax.nn.hard_swish, ONE_FLOAT),

@@ -251,7 +251,8 @@ def _cut_plan(
         if t not in price:
             price[t] = 0 if t in held else stored_bytes(graph.tensors[t], forms[t])
             pending.extend(_sources(derivation.get(t), at_hand))
-    stored = _minimum_cut(price, {t: _sources(derivation.get(t), at_hand) for t in price if t in derivation}, needs)
+    cut = _minimum_cut(price, {t: _sources(derivation.get(t), at_hand) for t in price if t in derivation}, needs)
+    stored = {_input_seen(t, graph, derivation, price) for t in cut}
 
     chosen: dict[int, Form] = {}
     pending = list(needs)
@@ -265,6 +266,14 @@ def _cut_plan(
             chosen[t] = Form(Storage.ALIAS if derivation[t].name in VIEWS else Storage.RECOMPUTE)
             pending.extend(_sources(derivation[t], at_hand))
     return StoragePlan(dict(sorted(chosen.items())))
+
+
+def _input_seen(t: int, graph: Graph, derivation: Mapping[int, Operator], price: Mapping[int, int]) -> int:
+    """The input of which a tensor is a view, if it has no more bytes: the caller holds it anyway. Else the tensor."""
+    source = t
+    while source in derivation and derivation[source].name in VIEWS and len(derivation[source].inputs) == 1:
+        (source,) = derivation[source].inputs
+    return source if source in graph.inputs and price[source] <= price[t] else t
 
 
 def _trifles(graph: Graph, plan: StoragePlan) -> set[int]:

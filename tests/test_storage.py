@@ -113,6 +113,14 @@ def test_parameters_and_what_follows_from_them_are_never_stored():
     assert plan.stored == (linearization.graph.inputs[0],)
 
 
+def test_an_input_is_stored_rather_than_a_view_of_it():
+    linearization = linearized(lambda x, scale: jnp.sin(x) * scale.reshape(1, 8), (4, 8), (8,))
+    plan = storage.default_plan(linearization)
+    x, scale = linearization.graph.inputs
+    assert plan.stored == (x, scale)
+    assert Form(Storage.ALIAS) in plan.forms.values()
+
+
 def test_held_inputs_cost_nothing():
     linearization = linearized(lambda x: jax.nn.relu(x), (8, 8))
     (x,) = linearization.graph.inputs

@@ -209,6 +209,32 @@ def element_bits(aval: Any) -> int:
     return 8 * itemsize(aval.dtype)
 
 
+def position_bits(equation: Any, avals: Sequence[Any], operands: Sequence[int]) -> list[int | None]:
+    """Bits that hold an element of each output that counts positions along an axis: 8 or 16; None for the others.
+
+    The derivative of a sort takes its positions from an ``iota`` that is sorted beside the operand.
+
+    Args:
+      equation: what is read.
+      avals: its outputs.
+      operands: bits of its operands.
+    """
+    if equation is None:
+        return [None] * len(avals)
+    name = equation.primitive.name
+    if name == "iota" and np.issubdtype(avals[0].dtype, np.integer):
+        return [_bits_to_count(equation.params["shape"][equation.params["dimension"]])]
+    if name == "top_k":
+        return [None, _bits_to_count(equation.invars[0].aval.shape[equation.params["axis"]])]
+    if name == "sort" and len(operands) == len(avals):
+        return list(operands)
+    return [None] * len(avals)
+
+
+def _bits_to_count(length: int) -> int | None:
+    return next((bits for bits in (8, 16) if length <= 2**bits), None)
+
+
 def itemsize(dtype: Any) -> int:
     """Bytes of one element; for random keys, the bytes of the raw key data."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
@@ -239,7 +265,8 @@ class GraphBuilder:
         self, equation: Any, inputs: Sequence[int], path: str, avals: Sequence[Any], policy: Policy | None = None
     ) -> tuple[int, ...]:
         """Append an operator; returns the numbers of its outputs."""
-        outputs = tuple(self.tensor(aval) for aval in avals)
+        bits = position_bits(equation, avals, [self.tensors[t].bits for t in inputs])
+        outputs = tuple(self.tensor(aval, width) for aval, width in zip(avals, bits, strict=True))
         self.operators.append(Operator(equation, tuple(inputs), outputs, path, policy=policy))
         return outputs
 

@@ -11,7 +11,7 @@ from jaxpipe.errors import CodecError
 #: Codec names, and what each lets a plan do.
 CODECS = {
     "mask": "store booleans in 1 bit",
-    "index": "store the positions of pooling maxima, in 1, 2 or 4 bits, instead of the map",
+    "index": "store positions of pooling maxima in 1, 2 or 4 bits, those of sorted elements in 8 or 16",
     "alias": "take a view of what is stored",
     "recompute": "run cheap operators again",
     "bitmap": "store a map with many zeros as 1 bit for each element and the values that are not zero",

@@ -30,8 +30,8 @@ class StoredTensor:
     Attributes:
       producer: the module path and operator that made the tensor.
       shape, dtype: of the tensor, before it was encoded.
-      storage: ``"keep"``, ``"mask"``, ``"pool index"``, ``"bitmap"``, ``"csr"`` for encoded parts, ``"vjp"`` for what
-        JAX saves by itself.
+      storage: ``"keep"``, ``"mask"``, ``"pool index"``, ``"index"``, ``"bitmap"``, ``"csr"`` for encoded parts,
+        ``"vjp"`` for what JAX saves by itself.
       bytes: what is stored.
       readers: the steps of the backward pass that use it, itself or something recomputed from it.
       instead: what the alternative would have cost.

@@ -22,6 +22,7 @@ class Storage(enum.Enum):
     KEEP = "keep"  # stored as it is
     MASK = "mask"  # stored, 1 bit for each boolean
     POOL_INDEX = "pool index"  # stored, 1, 2 or 4 bits for each window position
+    INDEX = "index"  # stored, 8 or 16 bits for each position along an axis
     BITMAP = "bitmap"  # stored, 1 bit for each element and the values that are not zero
     CSR = "csr"  # stored, the values that are not zero with their columns, and row offsets
     ALIAS = "alias"  # a view of what is stored: no bytes, no work
@@ -57,6 +58,8 @@ def encode(value: Any, tensor: Tensor, form: Form) -> tuple[Any, ...]:
     """The parts of a tensor."""
     if form.capacity is not None:
         return _SPARSE[form.storage].encode(value, form.capacity)
+    if form.storage is Storage.INDEX:
+        return (value.astype(f"uint{tensor.bits}"),)
     return (value if form.storage is Storage.KEEP else bits.pack(value, tensor.bits),)
 
 
@@ -65,6 +68,8 @@ def decode(parts: Sequence[Any], tensor: Tensor, form: Form) -> Any:
     if form.storage.is_sparse:
         return _SPARSE[form.storage].decode(parts, tensor.shape)
     (part,) = parts
+    if form.storage is Storage.INDEX:
+        return part.astype(tensor.dtype)
     return part if form.storage is Storage.KEEP else bits.unpack(part, tensor.shape, tensor.bits, tensor.dtype)
 
 
@@ -82,6 +87,8 @@ def stored_bytes(tensor: Tensor, form: Form) -> int:
     """Bytes of one stored tensor."""
     if form.capacity is not None:
         return _SPARSE[form.storage].stored_bytes(tensor.size, itemsize(tensor.dtype), form.capacity)
+    if form.storage is Storage.INDEX:
+        return tensor.size * tensor.bits // 8
     if form.storage is Storage.KEEP or tensor.bits >= 8:
         return tensor.size * itemsize(tensor.dtype)
     return bits.packed_bytes(tensor.shape, tensor.bits)

@@ -81,6 +81,8 @@ def smallest_form(graph: Graph, t: int, codecs: Iterable[str], capacity: int | N
     if tensor.bits == 1 and tensor.dtype == np.bool_:
         return Form(Storage.MASK if "mask" in codecs else Storage.KEEP)
     packed = [Form(Storage.KEEP), Form(Storage.POOL_INDEX)]
+    if "index" in codecs and tensor.bits in (8, 16):
+        packed.append(Form(Storage.INDEX))
     if capacity is not None:
         sparse = {"bitmap": Storage.BITMAP, "csr": Storage.CSR}
         forms = [Form(storage, capacity) for name, storage in sparse.items() if name in codecs]

@@ -146,6 +146,21 @@ def test_pooling(pool, expected):
 
 
 @pytest.mark.parametrize(
+    ("function", "shape", "expected"),
+    [
+        (lambda x: jnp.sort(x, -1), (2, 128), [("index", 256)]),  # 8 bits for each of 256 elements
+        (lambda x: jnp.sort(x, 0), (4, 64), [("index", 256)]),
+        (lambda x: jnp.sort(x.reshape(-1)), (4, 64), [("index", 256)]),  # positions up to 255
+        (lambda x: jnp.sort(jnp.append(x.reshape(-1), 0)), (4, 64), [("index", 514)]),  # up to 256: 16 bits
+        (lambda x: jax.lax.top_k(x, 3)[0], (4, 64), [("index", 12)]),
+    ],
+    ids=["rows", "columns", "256", "257", "top 3"],
+)
+def test_a_sort_stores_where_each_element_came_from(function, shape, expected):
+    assert stored(function, shape=shape) == expected
+
+
+@pytest.mark.parametrize(
     ("rows", "expected"),
     # Arguments do not count; rows that are computed are stored, 6 of int32.
     [(lambda i: i, NOTHING), (lambda i: jnp.cumsum(i), [("keep", 24)])],

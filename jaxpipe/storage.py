@@ -17,13 +17,13 @@ from jaxpipe.density import room
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.policy import FAST, Policy
 from jaxpipe.stash import Form, Storage, stored_bytes
-from jaxpipe.work import VIEWS, contraction, is_product, multiplications, rerun_work
+from jaxpipe.work import VIEWS, contraction, is_product, product_work, rerun_work
 
 
 #: A tensor is recomputed only if that reads and writes at most this many elements for each of its own.
 RECOMPUTE_WORK_LIMIT = 24
 
-#: All products that may run again together do at most this fraction of the program's multiplications.
+#: All products that may run again together take at most this fraction of the time of all products.
 RERUN_SHARE = 0.07
 
 #: A sparse format must bring the bytes down at least to this fraction, or its arithmetic is not worth it.
@@ -349,9 +349,9 @@ def _cheap_derivations(
 
 
 def _products_to_rerun(graph: Graph) -> set[Operator]:
-    """The products with the shortest contractions, as many as do ``RERUN_SHARE`` of all multiplications."""
+    """The products with the shortest contractions, as many as take ``RERUN_SHARE`` of the time of all."""
     products = [op for op in graph.operators if is_product(op)]
-    work = {op: multiplications(op) for op in products}
+    work = {op: product_work(op) for op in products}
     left = RERUN_SHARE * sum(work.values())
     chosen = set()
     for op in sorted(products, key=lambda op: contraction(op.equation)):

@@ -181,6 +181,23 @@ def multiplications(op: Operator) -> int:
     return math.prod(op.equation.outvars[0].aval.shape) * contraction(op.equation)
 
 
+def product_work(op: Operator) -> int:
+    """The time that a matrix product or a convolution takes, in multiplications of a wide one.
+
+    A convolution with few channels does not get down to the time of its multiplications: from 3 channels to 16 it takes
+    as long as from 16 to 16 (``scripts/bench_convolutions.py``).
+    """
+    if op.name != "conv_general_dilated":
+        return multiplications(op)
+    (result,) = op.equation.outvars
+    channels = result.aval.shape[op.params["dimension_numbers"].out_spec[1]]
+    pixels = math.prod(result.aval.shape) // max(1, channels)
+    return max(multiplications(op), _PIXEL * pixels)
+
+
+#: A convolution takes at least the time of this many multiplications for each pixel that it makes.
+_PIXEL = 2000
+
 #: Pairs multiplied and added in the time in which one element is moved to or from memory. A careful guess, on which the
 #: step times of ``scripts/bench_encoding.py`` do not suffer; a processor's peak rates would allow more.
 PRODUCTS_PER_ELEMENT = 4

@@ -130,3 +130,17 @@ def test_sparse_codecs_work_under_vmap():
     parts = jax.vmap(lambda v: bitmap.encode(v, 450))(x)
     back = jax.vmap(lambda *p: bitmap.decode(p, (50, 9)))(*parts)
     assert np.array_equal(words_of(back), words_of(x))
+
+
+@pytest.mark.parametrize("codec", [bitmap, csr])
+def test_sparse_codecs_work_inside_shard_map(codec):
+    """Where a loop's carry has to vary over the mesh axes that its results vary over."""
+    mesh = jax.make_mesh((1,), ("data",))
+    x = jax.device_put(sparse_array((1, 50, 9), 0.4, jnp.float32), jax.NamedSharding(mesh, jax.P("data")))
+    there_and_back = jax.shard_map(
+        lambda v: codec.decode(codec.encode(v, 450), v.shape),
+        in_specs=jax.P("data"),
+        out_specs=jax.P("data"),
+        mesh=mesh,
+    )
+    assert np.array_equal(words_of(jax.jit(there_and_back)(x)), words_of(x))

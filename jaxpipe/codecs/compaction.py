@@ -8,10 +8,12 @@ array is something else than +0.0. "Not zero" means a bit pattern that is not ze
 An element's place is the number of set bits before it: a running sum over words (1/32 of the elements) plus a
 population count inside the word, both cheap. What costs is moving the elements. On a GPU that is one scatter and
 one gather, each fused with the counting. XLA:CPU runs a scatter one element at a time, so there the
-elements of a block of 64 are first gathered to the block's front, by arithmetic on its two words, and then whole
-blocks are written one after the other, each over the unused tail of the one before.
+elements of a block of 64 are gathered to the block's front, by arithmetic on its two words, and written there as a
+whole, one block after the other, each over the unused tail of the one before; and the same way back. A loop over the
+blocks takes a few kernels to compile.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,27 +77,39 @@ def _expand_by_gather(values: Any, words: Any, size: int) -> Any:
 
 def _compact_by_blocks(flat: Any, words: Any, capacity: int) -> Any:
     blocks = lax.pad(flat, jnp.zeros((), flat.dtype), [(0, -flat.size % BLOCK, 0)]).reshape(-1, BLOCK)
-    sources = _compat.materialize(_sources(words), words)
-    fronts = jnp.take_along_axis(blocks, sources, axis=1, mode="promise_in_bounds")
-    starts = _block_starts(words)
+    pairs, sources = words.reshape(-1, BLOCK // WORD), _sources(words)
 
-    def write(k: Any, values: Any) -> Any:
-        return lax.dynamic_update_slice(values, lax.dynamic_index_in_dim(fronts, k, keepdims=False), (starts[k],))
+    def move(k: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        start, values = carry
+        front = blocks[k].at[sources[k]].get(mode="promise_in_bounds")
+        return start + count(pairs[k]), lax.dynamic_update_slice(values, front, (start,))
 
-    empty = _compat.vary_as(jnp.zeros(capacity + BLOCK, flat.dtype), flat)
-    return lax.fori_loop(0, blocks.shape[0], write, empty)[:capacity]
+    return _for_each_block(move, words, jnp.zeros(capacity + BLOCK, flat.dtype))[:capacity]
 
 
 def _expand_by_blocks(values: Any, words: Any, size: int) -> Any:
     padded = lax.pad(values, jnp.zeros((), values.dtype), [(0, BLOCK, 0)])
-    windows = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,))
-    fronts = lax.gather(padded, _block_starts(words)[:, None], windows, (BLOCK,), mode="clip")
-    fronts = _compat.materialize(fronts, words)
-    pairs = lax.population_count(words).astype(jnp.int32).reshape(-1, BLOCK // WORD)
-    before = (jnp.cumsum(pairs, axis=1, dtype=jnp.int32) - pairs).reshape(-1)
-    place = _compat.materialize(_rank(words, before).reshape(-1, BLOCK).astype(jnp.uint8), words)
-    elements = jnp.take_along_axis(fronts, place, axis=1, mode="promise_in_bounds")
-    return jnp.where(_bits(words).reshape(-1, BLOCK), elements, jnp.zeros((), values.dtype)).reshape(-1)[:size]
+    pairs = words.reshape(-1, BLOCK // WORD)
+
+    def move(k: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        start, blocks = carry
+        pair = pairs[k]
+        front = lax.dynamic_slice(padded, (start,), (BLOCK,))
+        place = _rank(pair, _running_count(pair)).reshape(-1)
+        elements = front.at[place].get(mode="promise_in_bounds")
+        block = jnp.where(_bits(pair).reshape(-1), elements, jnp.zeros((), values.dtype))
+        return start + count(pair), lax.dynamic_update_slice(blocks, block, (BLOCK * k,))
+
+    return _for_each_block(move, words, jnp.zeros(words.size * WORD, values.dtype))[:size]
+
+
+def _for_each_block(move: Callable[[Any, tuple[Any, Any]], tuple[Any, Any]], words: Any, empty: Any) -> Any:
+    """The array that ``move`` fills block by block, the first item of the carry being the number of values before.
+
+    A running sum over all blocks is quick to run, but as slow to compile as all the rest.
+    """
+    start, empty = (_compat.vary_as(x, words) for x in (jnp.int32(0), empty))
+    return lax.fori_loop(0, words.size // (BLOCK // WORD), move, (start, empty))[1]
 
 
 def _sources(words: Any) -> Any:
@@ -120,12 +134,6 @@ def _sources(words: Any) -> Any:
 def _running_count(words: Any) -> Any:
     """How many bits are set before each word."""
     counts = lax.population_count(words).astype(jnp.int32)
-    return jnp.cumsum(counts, dtype=jnp.int32) - counts
-
-
-def _block_starts(words: Any) -> Any:
-    """How many bits are set before each block."""
-    counts = jnp.sum(lax.population_count(words).reshape(-1, BLOCK // WORD), axis=1, dtype=jnp.int32)
     return jnp.cumsum(counts, dtype=jnp.int32) - counts
 
 

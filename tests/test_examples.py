@@ -12,3 +12,12 @@ def test_train_digits_learns(capsys, tmp_path):
     assert accuracy > 0.85
     assert "2 stages" in printed and "plain jax.grad keeps" in printed and "bubble" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.png", "timeline.png"]
+
+
+def test_plan_cluster_answers_on_paper(capsys, tmp_path):
+    example = runpy.run_path(str(EXAMPLES / "plan_cluster.py"))
+    best = example["main"](example["Options"](out=tmp_path))
+    printed = capsys.readouterr().out
+    assert "of 16 devices, synchronous" in printed and "new 0/0" in printed
+    assert best.lower_bound_seconds <= best.bottleneck_seconds
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.png", "partition.json", "stages.png"]

@@ -170,7 +170,7 @@ def describe(
         rows.append(
             StageCost(
                 operators=range(int(ends[k] - counts[k]), int(ends[k])),
-                devices=devices,
+                devices=tuple(sorted(devices)),
                 compute_seconds=float(work[0]) / (team.size * model.slowest(team)),
                 communication_seconds=max(links[k], links[k + 1]),
                 sent_bytes=float(space.crossing[last]),
@@ -196,4 +196,7 @@ def describe(
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 24 else f"{name[:21]}..."
+    """The module of an operator, or what it is where it has none."""
+    where, _, what = name.rpartition(" ")
+    name = where or what
+    return name if len(name) <= 28 else f"...{name[-25:]}"

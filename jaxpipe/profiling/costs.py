@@ -32,7 +32,7 @@ def count_costs(linearization: Linearization, held: Iterable[int] = ()) -> Profi
                 source = position[t]
                 edges.append(Edge(source, k, size[t], graph.operators[source].outputs.index(t)))
     return Profile(
-        names=tuple(op.label for op in graph.operators),
+        names=tuple(f"{op.path} {op.label}".strip() for op in graph.operators),
         forward_seconds=tuple(nothing),
         backward_seconds=tuple(nothing),
         parameter_bytes=tuple(parameter_bytes),

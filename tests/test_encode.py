@@ -249,8 +249,10 @@ def test_mlp_function_in_several_precisions(dtype):
 
 @pytest.mark.parametrize("codecs", ["fast", "smallest", (), {"mask"}, ["index", "alias"], ("recompute",)])
 def test_every_set_of_codecs_gives_the_same_gradients(codecs):
-    gradients = jax.grad(squared(memory_encoded(body, codecs=codecs)))(*data())
-    assert_same_bits(gradients, jax.grad(squared(body))(*data()))
+    # Compiled: eagerly, JAX runs a matrix product's derivative and its transposition as one program, and we as two,
+    # which XLA of jax 0.12 rounds differently.
+    gradients = jax.jit(jax.grad(squared(memory_encoded(body, codecs=codecs))))(*data())
+    assert_same_bits(gradients, jax.jit(jax.grad(squared(body)))(*data()))
 
 
 def test_user_code_runs_once_for_each_call():

@@ -38,13 +38,29 @@ def test_linen_loss_gradients_and_state_are_those_of_the_plain_model(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["cnn", "scan", "custom_vjp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("transformer", "unet"))]
+    "name",
+    [
+        "cnn",
+        "scan",
+        "custom_vjp",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "transformer", "unet", "vit")),
+    ],
 )
 def test_bit_identical_where_every_operator_runs_alone(name):
     plain, arguments = value_and_gradients(LINEN[name], lambda cls: cls)
     encoded, _ = value_and_gradients(LINEN[name], memory_encoded)
     with jax.disable_jit():
         assert_same_bits(encoded(*arguments), plain(*arguments))
+
+
+@pytest.mark.slow
+def test_a_compiled_vision_transformer_is_within_two_ulps():
+    """Of each tensor's largest entry: XLA may fuse what runs again otherwise, and then adds up in another order."""
+    plain, arguments = value_and_gradients(LINEN["vit"], lambda cls: cls)
+    encoded, _ = value_and_gradients(LINEN["vit"], memory_encoded)
+    (_, expected), (_, actual) = jax.jit(plain)(*arguments), jax.jit(encoded)(*arguments)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert np.abs(a - b).max() <= 2 * np.spacing(np.abs(b).max())
 
 
 def nnx_step(cls, how):

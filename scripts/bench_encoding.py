@@ -14,6 +14,8 @@ Variants, all compared with ``plain``:
   nothing, dots, dots-no-batch
                 ``jax.checkpoint`` of the whole model with the policies ``nothing_saveable``, ``dots_saveable`` and
                 ``dots_with_no_batch_dims_saveable``
+  barrier       plain, with an ``optimization_barrier`` between the passes: how far gradients of one and the same
+                program differ as soon as XLA does not fuse the backward pass with the forward pass
 
 A step is one compiled program, ``jit(value_and_grad(loss, has_aux=True))`` of a cross entropy. Everything it works on,
 batch and batch statistics included, is an argument; new batch statistics are returned.
@@ -28,8 +30,8 @@ What is measured, model by model, in one process:
   step         the variants' steps alternate in one loop, forwards and backwards
   time ratio   variant / plain within a round: median and quartiles over rounds
   gradients    L2 norm of the difference over all parameters, relative to the plain gradient's; and the largest
-               difference of an entry, relative to its array's largest entry (of arrays that are not rounding errors
-               only, as the gradient of an attention's key bias is)
+               difference of an entry, in units in the last place of its array's largest entry (of arrays that are not
+               rounding errors only, as the gradient of an attention's key bias is)
   peak         ``peak_bytes_in_use`` of the device after one step in a process of its own, where the device tells; it
                includes whatever XLA allocates while it tunes kernels
 
@@ -60,7 +62,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
-from scripts.encoding_cases import CASES, SMALL_CASES, Case, Problem, Wrap
+from scripts.encoding_cases import CASES, SMALL_CASES, Apply, Case, Problem, Wrap
 from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
 
 
@@ -76,6 +78,22 @@ def identity(target: Any) -> Any:
 def checkpoint(policy: Callable[..., Any]) -> Wrap:
     """``jax.checkpoint`` with a policy."""
     return functools.partial(jax.checkpoint, policy=policy)
+
+
+def with_barrier(apply: Apply) -> Apply:
+    """The same, with a barrier between what its forward pass saves and its backward pass."""
+
+    apart = jax.custom_vjp(apply)
+
+    def forward(*arguments: Any) -> tuple[tuple[jax.Array, Any], Any]:
+        logits, pullback, state = jax.vjp(apply, *arguments, has_aux=True)
+        return (logits, state), jax.lax.optimization_barrier(pullback)
+
+    def backward(pullback: Callable[..., Any], cotangents: tuple[jax.Array, Any]) -> Any:
+        return pullback(cotangents[0])
+
+    apart.defvjp(forward, backward)
+    return apart
 
 
 @dataclass(frozen=True)
@@ -104,8 +122,9 @@ VARIANTS = {
     "nothing": Variant(wrap_apply=checkpoint(jax.checkpoint_policies.nothing_saveable)),
     "dots": Variant(wrap_apply=checkpoint(jax.checkpoint_policies.dots_saveable)),
     "dots-no-batch": Variant(wrap_apply=checkpoint(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)),
+    "barrier": Variant(wrap_apply=with_barrier),
 }
-DEFAULT = [name for name in VARIANTS if name != "encoded"]
+DEFAULT = [name for name in VARIANTS if name not in ("encoded", "barrier")]
 
 
 @dataclass(frozen=True)
@@ -128,7 +147,7 @@ class Measured:
     step: Quartiles
     time_ratio: Quartiles
     gradient_difference: float
-    gradient_difference_largest: float
+    gradient_difference_ulps: float
     bit_identical: bool
     peak: int | None
     largest_batch: int | None
@@ -191,8 +210,8 @@ def report_of(problem: Problem, variant: Variant, density: jaxpipe.Density | Non
 
 
 def compare(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[float, float, bool]:
-    """Relative L2 norm of the difference, largest relative difference of an entry, and whether all bits agree."""
-    squares = scale = largest = 0.0
+    """Relative L2 norm of the difference, its largest entry in ulps of an array's largest, whether all bits agree."""
+    squares = scale = ulps = 0.0
     floor = ROUNDING * max(np.max(np.abs(a), initial=0) for a in plain)
     for a, b in zip(plain, other, strict=True):
         difference = a.astype(np.float64) - b
@@ -200,8 +219,8 @@ def compare(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[f
         scale += float(np.square(a, dtype=np.float64).sum())
         size = np.max(np.abs(a), initial=0)
         if size > floor:
-            largest = max(largest, float(np.max(np.abs(difference)) / size))
-    return (squares / scale) ** 0.5, largest, all(a.tobytes() == b.tobytes() for a, b in zip(plain, other, strict=True))
+            ulps = max(ulps, float(np.max(np.abs(difference)) / np.spacing(size)))
+    return (squares / scale) ** 0.5, ulps, all(a.tobytes() == b.tobytes() for a, b in zip(plain, other, strict=True))
 
 
 def peak_of(case: Case, variant: Variant) -> int | None:
@@ -270,7 +289,7 @@ def measure(case: Case, chosen: Mapping[str, Variant], peak: Mapping[str, int], 
     gradients = jax.tree.leaves(jax.device_get(steps["plain"]()[1]))
     found = {}
     for name, each in made.items():
-        difference, largest, same = compare(gradients, jax.tree.leaves(jax.device_get(steps[name]()[1])))
+        difference, ulps, same = compare(gradients, jax.tree.leaves(jax.device_get(steps[name]()[1])))
         found[name] = Measured(
             stored=reports[name][0],
             temporaries=each.step.memory_analysis().temp_size_in_bytes,
@@ -279,7 +298,7 @@ def measure(case: Case, chosen: Mapping[str, Variant], peak: Mapping[str, int], 
             step=quartiles(times[name]),
             time_ratio=quartiles([b / a for a, b in zip(times["plain"], times[name], strict=True)]),
             gradient_difference=difference,
-            gradient_difference_largest=largest,
+            gradient_difference_ulps=ulps,
             bit_identical=same,
             peak=peak.get(f"{case.name}:{name}"),
             largest_batch=largest_batch(case, chosen[name], density, options.cap) if options.cap else None,
@@ -318,7 +337,7 @@ def table(rows: Sequence[Row], means: Mapping[str, Mapping[str, float]]) -> Tabl
     searched = any(found.largest_batch is not None for row in rows for found in row.variants.values())
     for column in ("model", "variant"):
         result.add_column(column)
-    columns = ["stored MiB", "temp. MiB", "peak", "lower s", "compile s", "step ms", "time", "gradients: L2, largest"]
+    columns = ["stored MiB", "temp. MiB", "peak", "lower s", "compile s", "step ms", "time", "gradients: L2, ulps"]
     for column in columns + ["batch"] * searched:
         result.add_column(column, justify="right")
     for row in rows:
@@ -337,7 +356,7 @@ def table(rows: Sequence[Row], means: Mapping[str, Mapping[str, float]]) -> Tabl
                 "" if name == "plain" else f"{median:.3f} ({low:.3f}-{high:.3f})",
                 "identical"
                 if found.bit_identical
-                else f"{found.gradient_difference:.1e}, {found.gradient_difference_largest:.1e}",
+                else f"{found.gradient_difference:.1e}, {found.gradient_difference_ulps:.1f}",
                 *[str(found.largest_batch)] * searched,
             )
         result.add_section()

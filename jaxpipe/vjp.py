@@ -3,7 +3,7 @@
 A cut is made once for equal operators and then placed into any graph (``Cut`` uses numbers of its own).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,8 @@ class Cut:
       primal: operators that make ``outputs`` and ``needs``.
       needs: local numbers that cross the cut.
       cotangents_in: positions among the outputs whose cotangents are read.
-      cotangents_out: positions among the inputs that receive one, in the order in which JAX adds them up.
+      cotangents_out: positions among the inputs that receive one, in the order in which JAX adds them up; one that
+        receives several terms occurs several times.
       program: ``(*needs, *cotangents_in) -> cotangents_out``.
     """
 
@@ -67,7 +68,20 @@ def differentiate(op: Operator, avals: Sequence[Any], moving: Sequence[int]) -> 
     early = live(builder.operators, outputs)
     late = [t for part in builder.operators if part.name == "transpose" and part not in early for t in part.outputs]
     seeds = dict(zip(carried, cotangents, strict=True))
-    return _split(builder, inputs, outputs, seeds, moving, gradients, late, op.name == "custom_vjp_call")
+    if op.name == "custom_vjp_call":  # what the user's own rule adds up stays one cotangent
+        return _split(builder, inputs, outputs, seeds, list(zip(moving, gradients, strict=True)), late, in_order=True)
+    sums = {id(eqn) for eqn in _compat.open_jaxpr(closed)[0].eqns if eqn.primitive.name == "add_any"}
+    terms = {t: part for part in builder.operators if id(part.equation) in sums for t in part.outputs}
+    apart = [(k, t) for k, g in zip(moving, gradients, strict=True) for t in _summands(g, terms)]
+    return _split(builder, inputs, outputs, seeds, apart, late)
+
+
+def _summands(gradient: int, sums: Mapping[int, Operator]) -> list[int]:
+    """The terms of a gradient, which JAX adds one by one to whatever cotangent the operand has already."""
+    if gradient not in sums:
+        return [gradient]
+    total, last = sums[gradient].inputs
+    return [*_summands(total, sums), last]
 
 
 def from_rule(
@@ -97,7 +111,7 @@ def from_rule(
     gradient = builder.read(closed, [*residuals, seed])
     # What the rule does in its backward pass is meant to be done there, with or without the cotangent.
     late = [t for op in builder.operators[start:] for t in op.outputs]
-    return _split(builder, [operand], [result], {0: seed}, (0,), gradient, late)
+    return _split(builder, [operand], [result], {0: seed}, [(0, gradient[0])], late)
 
 
 def _flat(forward: Callable[..., tuple[Any, Sequence[Any]]]) -> Callable[..., list[Any]]:
@@ -113,13 +127,13 @@ def _split(
     inputs: Sequence[int],
     outputs: Sequence[int],
     cotangents: dict[int, int],
-    moving: Sequence[int],
-    gradients: Sequence[int],
+    gradients: Sequence[tuple[int, int]],
     late: Sequence[int] = (),
     in_order: bool = False,
 ) -> Cut:
     """Sort the operators of a traced VJP by whether they depend on a cotangent, or on one of the tensors ``late``.
 
+    ``gradients`` are pairs of an operand's position and a cotangent for it.
     JAX adds up cotangents in the order in which it makes them; those of a ``custom_vjp`` in the order of its operands.
     """
     touched = {*cotangents.values(), *late}
@@ -127,9 +141,9 @@ def _split(
         if not touched.isdisjoint(op.inputs):
             touched.update(op.outputs)
     zeros = {t for op in builder.operators if writes_zeros(op) for t in op.outputs}
-    known = {g: builder.constants[g] for g in gradients if g in builder.constants}
+    known = {g: builder.constants[g] for _, g in gradients if g in builder.constants}
     zeros |= {g for g, value in known.items() if not _compat.is_closed_over_tracer(value) and not np.any(value)}
-    carried = [(k, g) for k, g in zip(moving, gradients, strict=True) if g not in zeros]
+    carried = [(k, g) for k, g in gradients if g not in zeros]
     if not in_order:
         made_at = {t: position for position, op in enumerate(builder.operators) for t in op.outputs}
         carried.sort(key=lambda item: made_at.get(item[1], -1))

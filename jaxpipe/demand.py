@@ -85,6 +85,7 @@ def linearize(
     stand_in: dict[int, int] = {}  # for an output that is another tensor handed on, that tensor
     cuts: dict[Hashable, Cut] = {}
     active = set(wrt)
+    audible = _audible(graph, graph.outputs if seeds is None else seeds)
     backward: list[Backward] = []
 
     for op in graph.operators:
@@ -93,6 +94,7 @@ def linearize(
             continue
         inputs, outputs = (op.inputs, op.outputs) if match is None else ((match.operand,), (match.result,))
         moving = tuple(k for k, t in enumerate(inputs) if t in active and is_differentiable(graph.tensors[t].aval))
+        heard = tuple(k for k, t in enumerate(outputs) if t in audible)
         operands = [stand_in.get(t, t) for t in inputs]
 
         if op.equation is None:
@@ -101,15 +103,15 @@ def linearize(
                 active.update(outputs[k] for k in moving)
                 backward.append(_hand_on(op, moving, graph))
             continue
-        if not moving:
+        if not moving or not heard:
             for part in (op,) if match is None else match.covers:
                 builder.operators.append(replace(part, inputs=tuple(stand_in.get(t, t) for t in part.inputs)))
             continue
 
         avals = [graph.tensors[t].aval for t in inputs]
-        key = equality_key(op, avals, moving, match)
+        key = equality_key(op, avals, moving, heard, match)
         if key not in cuts:
-            cuts[key] = rules.derive(op, avals, moving) if match is None else match.cut(avals[0])
+            cuts[key] = rules.derive(op, avals, moving, heard) if match is None else match.cut(avals[0])
         cut = cuts[key]
         label = op.label if match is None else match.name
         needs = _place(cut, builder, op, label, operands, outputs, stand_in)
@@ -137,13 +139,29 @@ def linearize(
     return Linearization(graph, forward, steps, wrt)
 
 
-def equality_key(op: Operator, avals: Sequence[Any], moving: tuple[int, ...] = (), match: Any = None) -> Hashable:
+def _audible(graph: Graph, seeds: Iterable[int]) -> set[int]:
+    """The tensors that lead to some outputs: all others have no cotangent."""
+    found = set(seeds)
+    for op in reversed(graph.operators):
+        if not found.isdisjoint(op.outputs):
+            found.update(op.inputs)
+    return found
+
+
+def equality_key(
+    op: Operator,
+    avals: Sequence[Any],
+    moving: tuple[int, ...] = (),
+    heard: tuple[int, ...] = (),
+    match: Any = None,
+) -> Hashable:
     """Equal for operators that compute the same; unique where the operator's parameters cannot be hashed.
 
     Args:
       op: the operator.
       avals: its operands.
       moving: positions of the operands that are differentiated.
+      heard: positions of the results that may have a cotangent.
       match: the rule that stands for it, if there is one.
     """
     if match is not None:
@@ -151,7 +169,7 @@ def equality_key(op: Operator, avals: Sequence[Any], moving: tuple[int, ...] = (
     literals = tuple(
         (k, repr(atom.val), atom.aval) for k, atom in enumerate(op.equation.invars) if _compat.is_literal(atom)
     )
-    key = (op.name, tuple(sorted(op.params.items())), literals, tuple(avals), moving, op.equation.ctx)
+    key = (op.name, tuple(sorted(op.params.items())), literals, tuple(avals), moving, heard, op.equation.ctx)
     try:
         hash(key)
     except TypeError:

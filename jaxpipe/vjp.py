@@ -41,10 +41,13 @@ class Cut:
     program: Graph
 
 
-def differentiate(op: Operator, avals: Sequence[Any], moving: Sequence[int]) -> Cut:
-    """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``moving``, and cut it."""
+def differentiate(op: Operator, avals: Sequence[Any], moving: Sequence[int], heard: Sequence[int]) -> Cut:
+    """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``moving``, and cut it.
+
+    Outputs at other positions than ``heard`` have no cotangent. A zero in its place would do for finite numbers only.
+    """
     program = _compat.isolate(_compat.without_scope(op.equation))
-    carried = [k for k, var in enumerate(program.outvars) if is_differentiable(var.aval)]
+    carried = [k for k in heard if is_differentiable(program.outvars[k].aval)]
 
     def vjp(inputs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
         def primal(*varied: Any) -> tuple[list[Any], list[Any]]:

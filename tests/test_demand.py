@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxpipe
 from jaxpipe import demand, memory_encoded
 from jaxpipe.graph import trace
 from jaxpipe.policy import parse
@@ -143,3 +144,16 @@ def test_cotangents_of_an_unused_output_are_zero():
     graph = trace(two, X)
     (step,) = [s for s in demand.linearize(graph, graph.inputs).backward if s.name == "scan"]
     assert np.all([t in (*graph.outputs, *step.cotangents_in) for t in graph.outputs])
+
+
+def test_results_without_a_cotangent_are_not_multiplied_by_zero():
+    """Of a conditional with two results one is read: the derivative of the other, at infinity, is nobody's."""
+
+    def one_of_two(x, y):
+        return jax.lax.cond(x.sum() > 0, lambda a, b: (a * 2.0, b * b), lambda a, b: (jnp.sin(b), a), x, y)[1]
+
+    x, y = jnp.array([-1.0, 2.0, -5.0]), jnp.array([1.0, jnp.inf, jnp.nan])
+    expected = jax.vjp(one_of_two, x, y)[1](jnp.ones(3))
+    assert expected[1].tolist() == [0, 0, 0]
+    actual = jax.vjp(jaxpipe.memory_encoded(one_of_two), x, y)[1](jnp.ones(3))
+    assert [a.tolist() for a in actual] == [e.tolist() for e in expected]

@@ -308,7 +308,7 @@ class GraphBuilder:
         return [self.constant(a.val) if _compat.is_literal(a) else env[a] for a in jaxpr.outvars]
 
     def _bound(self, inner: Any, arguments: list[int], path: str) -> list[int]:
-        """Put a call boundary on the arguments that the call uses more than once."""
+        """Put a call boundary on the arguments that the call uses more than once, or that are one tensor."""
         jaxpr, _ = _compat.open_jaxpr(inner)
         uses: dict[Any, int] = {}
         for eqn in jaxpr.eqns:
@@ -319,7 +319,9 @@ class GraphBuilder:
         many = [
             k
             for k, var in enumerate(jaxpr.invars)
-            if uses.get(var, 0) > 1 and arguments[k] not in self.constants and is_differentiable(var.aval)
+            if (uses.get(var, 0) > 1 or arguments.count(arguments[k]) > 1)
+            and arguments[k] not in self.constants
+            and is_differentiable(var.aval)
         ]
         if many:
             outer = [arguments[k] for k in many]

@@ -30,7 +30,7 @@ RERUN_SHARE = 0.07
 WORTH_PACKING = 0.8
 
 #: And it must save at least this fraction of the bytes of the whole stash, or compiling it is not worth it.
-WORTH_A_KERNEL = 0.002
+WORTH_A_KERNEL = 0.01
 
 #: A tensor is stored in a sparse format only if, should it not fit, at most this many expensive operators give it back.
 FALLBACK_LIMIT = 4

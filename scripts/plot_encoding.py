@@ -18,7 +18,7 @@ from scripts.plotting import plot
 
 JAXPIPE = {"encoded": "#9ecae1", "fast": "#1f6fb4", "smallest": "#08306b"}
 CHECKPOINT = {"nothing": "#fdd0a2", "dots": "#f0883e", "dots-no-batch": "#a63603"}
-COLORS = JAXPIPE | CHECKPOINT
+COLORS = JAXPIPE | CHECKPOINT | {"barrier": "#999999"}
 
 #: Logarithmic axes end here; what is smaller has no bar.
 SMALLEST_RATIO = 0.02

@@ -28,7 +28,7 @@ Row = Mapping[str, Any]
 
 def label(variant: str, mean: float) -> str:
     """A variant in the legend, with its geometric mean."""
-    return f"{variant if variant in JAXPIPE else f'checkpoint {variant}'} ({mean:.2f})"
+    return f"{f'checkpoint {variant}' if variant in CHECKPOINT else variant} ({mean:.2f})"
 
 
 def draw_bars(axes: Axes, rows: Sequence[Row], means: Mapping[str, Row], key: str, title: str) -> None:

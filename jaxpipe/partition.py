@@ -159,7 +159,7 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     model = bind(request.model, request.loss, one, variables)
     objective = trace_loss(model, request.loss, one)
     profile = _profile(request, objective)
-    found = _place(request, objective, model, profile, m)
+    found = _place(request, objective, model, profile, m * request.replicas)
     cuts = (0, *(stage.operators.stop for stage in found.stages))
     mesh = arrange(request.mesh, [stage.devices for stage in found.stages], found.network)
     placement = place(objective, cuts)
@@ -216,7 +216,7 @@ def _profile(request: Request, objective: Objective) -> Profile:
 
 
 def _place(request: Request, objective: Objective, model: BoundModel, profile: Profile, m: int) -> Partition:
-    """Stages and their devices: the shortest step that was found with the operators in this order."""
+    """Stages and their devices: the shortest step of ``m`` micro-batches with the operators in this order."""
     network = request.network
     if network is None:
         # Nothing is known of the links: they count, but little.

@@ -81,7 +81,7 @@ class Plans:
             y = math.ceil(sum(k[s:]) / k[s])
             held = residuals[s] * y + weights[s]
             if model == "synchronous":
-                held = residuals[s] * min(2 * y - 1, m) + 2 * weights[s]
+                held = residuals[s] * min(2 * y - 1, math.ceil(m / k[s])) + 2 * weights[s]
             if self.memory is not None and any(held > self.memory[d] for d in teams[s]):
                 return math.inf
 
@@ -112,11 +112,16 @@ class Plans:
             prices = [c / n for c, n in zip(seconds, k, strict=True)]
             prices += [2 * links(a[s], teams[s - 1], teams[s]) for s in range(1, last + 1)]
             return max(prices)
+        # A round: one micro-batch on each device of the smallest team; the others share as many.
+        share = [min(k) / n for n in k]
         forward, backward = (
-            [sum(x[v] for v in stage) / s / n for stage, s, n in zip(stages, speed, k, strict=True)]
+            [sum(x[v] for v in stage) / s * part for stage, s, part in zip(stages, speed, share, strict=True)]
             for x in (p.forward_seconds, p.backward_seconds)
         )
-        exchange = max((2 * links(max(a), teams[s - 1], teams[s]) for s in range(1, last + 1)), default=0.0)
+        exchange = max(
+            (2 * links(max(a), teams[s - 1], teams[s]) * min(k) / min(k[s - 1], k[s]) for s in range(1, last + 1)),
+            default=0.0,
+        )
         reduction = 0.0
         for team, w in zip(teams, weights, strict=True):
             n = len(team)
@@ -125,7 +130,7 @@ class Plans:
                 slowest = min(net.bandwidth_bytes_per_second[g][h] for g, h in pairs)
                 latency = max(net.latency_seconds[g][h] for g, h in pairs)
                 reduction = max(reduction, 2 * (n - 1) * (w / n / slowest + latency) if slowest else math.inf)
-        schedule = one_f_one_b(len(stages), m)
+        schedule = one_f_one_b(len(stages), math.ceil(m / min(k)))
         timeline = simulate(schedule, forward=forward, backward=backward, communication=exchange)
         return timeline.makespan + reduction
 
@@ -396,7 +401,7 @@ def test_answer_as_json_and_as_a_table():
     assert "4 answers as good" in text and "searched: all cuts, all placements" in text
 
 
-def tiny(**fields):
+def tiny():
     return Profile.chain("abc", [1, 1, 1], [1, 1, 1], [4, 4, 4], [2, 2, 2], [8, 8, 8])
 
 
@@ -444,3 +449,16 @@ def test_bounds_of_few_cuts_do_not_hide_the_best(monkeypatch):
                 patch.setattr("jaxpipe.planning.assign.FEW_CUTS", 6)
                 pruned = partition_layers(profile, network, cost_model=cost_model)
             assert pruned.bottleneck_seconds == direct.bottleneck_seconds
+
+
+def test_more_stages_than_places_to_cut():
+    message = "There are no 4 stages: the profile has 2 places to cut, .* Ask for fewer stages"
+    with pytest.raises(PartitionError, match=message):
+        partition_layers(tiny(), Network.uniform(4, 1e9), replicate=False, num_stages=4)
+
+
+def test_teams_without_a_link():
+    """Two islands of two: a pair across them has no link, and that is not a matter of memory."""
+    matrix = [[0, 1e9, 0, 0], [1e9, 0, 0, 0], [0, 0, 0, 1e9], [0, 0, 1e9, 0]]
+    with pytest.raises(PartitionError, match=r"need a link .* for fewer devices in each"):
+        partition_layers(tiny(), Network(matrix), replicate=3)

@@ -124,6 +124,22 @@ def test_faster_devices_do_more():
     assert pipeline.plan.step_seconds == pytest.approx(2 * (8 + 1), rel=1e-6)
 
 
+def test_replicas_count_once():
+    """Two replicas of two equal stages, 8 micro-batches each: the search and the executor's timeline agree."""
+    mesh = jax.make_mesh((2, 2), ("data", "stage"), devices=jax.devices()[:4])
+    network = Network.uniform(4, 1e15)
+    usual = make(mesh, network).profile
+    seconds = tuple(float("dot" in name) for name in usual.names)
+    profile = dataclasses.replace(
+        usual, forward_seconds=seconds, backward_seconds=seconds, parameter_bytes=(0.0,) * len(seconds)
+    )
+    pipeline = make(mesh, network, num_microbatches=4, profile=profile)
+    # Two layers in each stage; four micro-batches of a replica and one stage to fill.
+    assert pipeline.plan.step_seconds == pytest.approx(2 * 2 * (4 + 1), rel=1e-6)
+    assert pipeline.partition.bottleneck_seconds == pytest.approx(2 * 2 * (4 + 1), rel=1e-6)
+    assert pipeline.partition.num_microbatches == 8
+
+
 def test_the_plan_says_what_it_was_made_from():
     mesh = jax.make_mesh((4,), ("stage",), devices=jax.devices()[:4])
     pipeline = make(mesh, PATH)

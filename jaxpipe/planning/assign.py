@@ -9,8 +9,9 @@ along one order of them: each stage then takes the next ones.
 import functools
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -67,7 +68,7 @@ def device_classes(network: Network, memory: Sequence[float]) -> tuple[tuple[int
 
 
 def work(classes: Sequence[Sequence[int]], cuts: int, limits: Limits) -> float:
-    """Elementary steps of a search, to tell beforehand whether it is affordable."""
+    """Elementary steps of a search, to tell beforehand whether it is affordable; a link costs at least 5000."""
     if limits.team_sizes == (1,):
         states = math.prod(len(group) + 1 for group in classes) * len(classes)
         return float(states) * (cuts**2 + len(classes) * cuts)
@@ -127,6 +128,11 @@ class Search:
     def under(self, model: CostModel) -> "Search":
         """The same search with another model."""
         return Search(self.space, model, self.classes, self.limits)
+
+    def unlimited(self) -> "Search":
+        """The same search with all the memory there could be."""
+        limits = replace(self.limits, memory=(math.inf,) * len(self.limits.memory))
+        return Search(self.space, self.model, self.classes, limits)
 
     def stage(self, team: Team, block: Block) -> np.ndarray:
         """Cost of a stage on a team, infinite where it does not fit the memory or is none."""
@@ -254,7 +260,7 @@ class _Step:
     after: list[Counts]
 
 
-class _Rule:
+class _Rule(ABC):
     """How values of stages behind a cut become values of one stage more; no stage or link may cost over a bound."""
 
     nothing, done = np.inf, 0.0
@@ -262,13 +268,13 @@ class _Rule:
     def __init__(self, search: Search, bound: float):
         self.search, self.bound = search, bound
 
+    @abstractmethod
     def across(self, ways: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray | None]:
         """Join the values behind each cut with the links over it; the best, and which way it was."""
-        raise NotImplementedError
 
+    @abstractmethod
     def through(self, team: Team, block: Block, behind: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Put a stage in front; the best value for each cut it may begin at, and where it ends."""
-        raise NotImplementedError
 
     def choose(self, ends: list[tuple[float, Counts, Counts]]) -> tuple[float, Counts, Counts]:
         # Of equals the one with the fewest devices.
@@ -297,8 +303,8 @@ class _Memory(_Slowest):
         return functools.reduce(np.minimum, (np.where(link < np.inf, value, np.inf) for value, link in ways)), None
 
     def cost(self, team: Team, block: Block) -> np.ndarray:
-        nested = self.search.space.nested[block[0]][:, block[1]]
-        return np.where(nested, self.search.memory(team, block), np.inf)
+        possible = self.search.unlimited().stage(team, block) < np.inf
+        return np.where(possible, self.search.memory(team, block), np.inf)
 
 
 class _Lightest(_Rule):

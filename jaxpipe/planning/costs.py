@@ -10,6 +10,7 @@ synchronous   this library                                       a whole step on
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,7 +45,7 @@ class Team:
 
 
 @dataclass(frozen=True)
-class CostModel:
+class CostModel(ABC):
     """Prices stages; all array arguments may be broadcast against each other.
 
     Attributes:
@@ -57,12 +58,12 @@ class CostModel:
 
     name = ""
 
-    def check(self, *, memory_given: bool) -> None:
+    def check(self, *, memory_given: bool) -> None:  # noqa: B027, as most models take anything
         """Raise ``PartitionError`` if the model does not know what was given."""
 
+    @abstractmethod
     def stage_seconds(self, space: CutSpace, team: Team, block: Block = EVERYWHERE) -> np.ndarray:
         """``[first cuts, last cuts]``: what the stage between two cuts costs on a team, its neighbours left aside."""
-        raise NotImplementedError
 
     def link_seconds(self, crossing: np.ndarray, team: Team, after: Team) -> np.ndarray:
         """What sending ``crossing`` bytes forward and as many back costs, between a team and the one behind it."""
@@ -204,12 +205,13 @@ class Synchronous(CostModel):
 
     All stages walk through the ticks in step (``jaxpipe.schedules.simulate``): of the forward passes in a tick the
     slowest counts, of the backward passes too, and after each tick neighbours exchange messages that are as large as
-    the largest of all. With ``M`` micro-batches, ``F_s`` and ``B_s`` the seconds of stage ``s``, and ``T`` ticks
+    the largest of all. The micro-batches of a step go through in ``R`` rounds of as many as the smallest team has
+    devices; a stage on a larger team shares them. With ``F_s`` and ``B_s`` the seconds of a round, and ``T`` ticks
 
         step = wavefront(F) + wavefront(B) + T * exchange + all-reduce
 
-    It is at least ``sum(F) + (M - 1) max(F)``, and the same of ``B``. A stage on ``k`` devices takes a ``k``-th of
-    the time, as its replicas share the micro-batches. Stage and link alone are priced as what they add to a tick.
+    It is at least ``sum(F) + (R - 1) max(F)``, and the same of ``B``. Stage and link alone are priced as what they
+    add to a step for each micro-batch.
 
     A replica holds its parameters, their gradients, and in pair ticks ``2 y - 1`` micro-batches where a pipeline that
     is kept full by any means holds ``y``.
@@ -224,7 +226,7 @@ class Synchronous(CostModel):
 
     @property
     def m(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches of a step, of all replicas together."""
         return self.num_microbatches or 1
 
     def stage_seconds(self, space: CutSpace, team: Team, block: Block = EVERYWHERE) -> np.ndarray:
@@ -232,29 +234,35 @@ class Synchronous(CostModel):
         return space.between(space.seconds, block) / (team.size * self.slowest(team)) + reduction / self.m
 
     def link_seconds(self, crossing: np.ndarray, team: Team, after: Team) -> np.ndarray:
-        return 2 * self.weight * self.transfer_seconds(crossing, team.devices, after.devices)
+        sends = 2 * self.transfer_seconds(crossing, team.devices, after.devices)
+        return self.weight * sends / min(team.size, after.size)
 
     def objective(self, space: CutSpace, stages: Stages) -> float:
         forward, backward, reductions = [], [], [0.0]
+        together = min(len(devices) for *_, devices in stages)
+        rounds = math.ceil(self.m / together)
         for first, last, devices in stages:
             team = Team(devices)
-            rate = team.size * self.slowest(team)
+            rate = team.size * self.slowest(team) / together
             forward.append(max(0.0, space.forward[last] - space.forward[first]) / rate)
             backward.append(max(0.0, space.backward[last] - space.backward[first]) / rate)
             weights = np.array([space.parameters[last] - space.parameters[first]])
             reductions.append(float(self.all_reduce_seconds(weights, team)[0]))
-        total = wavefront_seconds(forward, self.m) + wavefront_seconds(backward, self.m) + max(reductions)
+        total = wavefront_seconds(forward, rounds) + wavefront_seconds(backward, rounds) + max(reductions)
         if len(stages) == 1:
             return total
-        ticks = self.m + 2 * (len(stages) - 1)  # of pair ticks, jaxpipe.schedules.one_f_one_b
-        return total + ticks * self.exchange_seconds(space, stages)
+        ticks = rounds + 2 * (len(stages) - 1)  # of pair ticks, jaxpipe.schedules.one_f_one_b
+        return total + ticks * together * self.exchange_seconds(space, stages)
 
     def exchange_seconds(self, space: CutSpace, stages: Stages) -> float:
-        """What neighbours need to exchange messages, forward and back, as large as the largest of all."""
+        """What neighbours need to exchange messages, forward and back, as large as the largest of all.
+
+        For one micro-batch: of two teams, every device of the smaller one sends or receives at a time.
+        """
         largest = np.array([max(float(space.crossing[last]) for _, last, _ in stages[:-1])])
         return 2 * max(
-            float(self.transfer_seconds(largest, before[2], behind[2])[0])
-            for before, behind in itertools.pairwise(stages)
+            float(self.transfer_seconds(largest, before, behind)[0]) / min(len(before), len(behind))
+            for (*_, before), (*_, behind) in itertools.pairwise(stages)
         )
 
     def all_reduce_seconds(self, parameters: np.ndarray, team: Team) -> np.ndarray:
@@ -271,7 +279,7 @@ class Synchronous(CostModel):
         return residuals * self.in_flight(team) + 2 * parameters
 
     def in_flight(self, team: Team) -> int:
-        return min(2 * super().in_flight(team) - 1, self.m)
+        return min(2 * super().in_flight(team) - 1, math.ceil(self.m / team.size))
 
 
 #: Every cost model by the name it is asked for.

@@ -59,7 +59,8 @@ def partition_layers(
         ``memory_bytes`` holds too. A stage keeps ``ceil(devices from here on / k)`` micro-batches' residuals and its
         parameters; on the executor's timeline one less than twice as many, and gradients.
       replicate: whether a stage may have several devices; a number: how many each has.
-      num_microbatches: of a step; ``"throughput"`` needs it, ``"synchronous"`` takes 32 if left out.
+      num_microbatches: of a step, on all replicas together; ``"throughput"`` needs it, ``"synchronous"`` takes 32 if
+        left out.
       num_stages: how many stages; needs ``replicate=False`` or a number.
       reorder: whether operators that do not depend on each other may change places.
       slack: by what share of the best an answer may be worse, if it sends less.
@@ -88,12 +89,9 @@ def partition_layers(
     model = MODELS[cost_model](network, num_microbatches)
     model.check(memory_given=min(limits.memory) < math.inf)
     space = cut_space(profile, reorder=reorder)
-    places = len(space.crossing) - 1
-    if num_stages is not None and space.nested.all() and num_stages > places:
-        raise PartitionError(f"num_stages={num_stages}, but the profile makes at most {places} stages.")
 
     classes = device_classes(network, limits.memory)
-    exact = work(classes, len(space.crossing), limits) <= MOST_WORK
+    exact = len(classes) == 1 or work(classes, len(space.crossing), limits) <= MOST_WORK
     if not exact:
         classes = (_best_order(space, model, limits),)
     search = Search(space, model, classes, limits)
@@ -117,6 +115,10 @@ def partition_layers(
         bound=min(least, seconds),
         ties=ties,
         memory=limits.memory,
+        replicate=replicate,
+        num_stages=num_stages,
+        reorder=reorder,
+        slack=slack,
         searched=(
             ("all cuts" if space.complete else "the cuts of the given order" if not reorder else "one order's cuts")
             + (", all placements" if exact else ", some orders of the devices")
@@ -206,7 +208,8 @@ def _nothing_fits(search: Search, num_stages: int | None) -> Exception:
     if least == math.inf:
         return PartitionError(
             f"There are no {num_stages or 'possible'} stages: the profile has {len(search.space.crossing) - 2} places "
-            f"to cut, and stages that follow each other need a link between their devices (bandwidth above 0)."
+            "to cut, and devices of one stage, or of two that follow each other, need a link (bandwidth above 0). Ask "
+            "for fewer stages (num_stages), or for fewer devices in each (replicate)."
         )
     given = sorted(set(search.limits.memory))
     text = bytes_text(given[0]) if len(given) == 1 else f"{bytes_text(given[0])} to {bytes_text(given[-1])}"

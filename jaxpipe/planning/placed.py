@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -51,10 +52,10 @@ class Partition:
       order: the operators of the profile, in the order that the stages are ranges of.
       bottleneck_seconds: what the cost model makes small: the costliest stage or link; for ``"synchronous"`` the
         whole step.
-      lower_bound_seconds: nothing can be better than that.
+      lower_bound_seconds: nothing can be better than that; with ``reorder=False``, nothing in the given order.
       ties: how many answers are as good, exchanges of like devices not counted; 1 if they were not counted.
       searched: which cuts and placements were looked at.
-      cost_model, num_microbatches, memory, profile, network: what was asked.
+      cost_model, num_microbatches, memory, replicate, num_stages, reorder, slack, profile, network: what was asked.
     """
 
     stages: tuple[StageCost, ...]
@@ -66,6 +67,10 @@ class Partition:
     cost_model: str
     num_microbatches: int | None
     memory: tuple[float | None, ...]
+    replicate: bool | int
+    num_stages: int | None
+    reorder: bool
+    slack: float
     profile: Profile
     network: Network
 
@@ -148,8 +153,9 @@ def describe(
     ties: int,
     memory: tuple[float, ...],
     searched: str,
+    **asked: Any,
 ) -> Partition:
-    """Stages that a search found, with what each costs, and the inputs."""
+    """Stages that a search found, with what each costs, and what else was ``asked``."""
     stage_of = sum((~space.members[last]).astype(int) for _, last, _ in stages)
     order = np.argsort(stage_of, kind="stable")
     counts = np.bincount(stage_of, minlength=len(stages))
@@ -192,6 +198,7 @@ def describe(
         memory=tuple(None if m == np.inf else m for m in memory),
         profile=profile,
         network=model.network,
+        **asked,
     )
 
 

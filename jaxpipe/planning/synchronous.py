@@ -10,8 +10,8 @@ from jaxpipe.planning.costs import Stages, Synchronous
 from jaxpipe.planning.cut_space import CutSpace
 
 
-#: How much a link counts beside a stage, in plans to begin with.
-WEIGHTS = (1.0, 4.0, 16.0)
+#: How much more than beside a stage a link counts, in further plans to begin with.
+WEIGHTS = (4.0, 16.0)
 #: With more cuts than this no attempt is made to look at all plans.
 FEW_CUTS = 40
 #: How many partial plans are looked at to show that none is better.
@@ -46,19 +46,19 @@ def shortest_step(search: Search, model: Synchronous, slack: float = 0.0) -> Fou
     least = search.least()
     if least == math.inf:
         return None
-    seeds: list[Stages] = []
+    seeds = [search.lightest(least)]
     for weight in WEIGHTS:
         weighted = search.under(replace(model, weight=weight))
-        stages = weighted.lightest(weighted.least())
-        if stages and stages not in seeds:
-            seeds.append(stages)
-    best = min((shift_cuts(search, stages) for stages in seeds), key=lambda found: found[0])
+        seeds.append(weighted.lightest(weighted.least()))
+    known = [stages for stages in dict.fromkeys(seeds) if stages]
+    known = [(model.objective(search.space, stages), stages) for stages in known]
+    shifted = [shift_cuts(search, *found) for found in known]
+    best = min(shifted, key=lambda found: found[0])
     tree = _BranchAndBound(search, model, best)
     proven = len(search.space.crossing) <= FEW_CUTS and tree.run()
     seconds, stages = tree.best
     bound = seconds if proven else step_bound(search, model, least)
-    for other in (*seeds, *(shift_cuts(search, seed)[1] for seed in seeds)) if slack else ():
-        price = model.objective(search.space, other)
+    for price, other in (*known, *shifted):
         if price <= tree.best[0] * (1 + slack) and sent(search.space, other) < sent(search.space, stages):
             seconds, stages = price, other
     return Found(seconds, stages, bound, tree.ties if proven else 1)
@@ -67,11 +67,12 @@ def shortest_step(search: Search, model: Synchronous, slack: float = 0.0) -> Fou
 def step_bound(search: Search, model: Synchronous, least: float) -> float:
     """The least time of a step, if no plan has a costliest stage or link below ``least``.
 
-    What is slowest happens for every micro-batch, and in front of the first or behind the last of them all others
+    What is slowest happens for every micro-batch, and in front of the first round or behind the last one all others
     have their turn once.
     """
-    fastest = max(model.network.speed) * max(search.limits.team_sizes)
-    return (model.m - 1) * least + float(search.space.seconds[-1]) / fastest
+    sizes = search.limits.team_sizes
+    once = float(search.space.seconds[-1]) / (max(model.network.speed) * max(sizes))
+    return model.m * least + min(sizes) * max(0.0, once - least)
 
 
 def sent(space: CutSpace, stages: Stages) -> float:
@@ -79,10 +80,9 @@ def sent(space: CutSpace, stages: Stages) -> float:
     return float(sum(space.crossing[last] for _, last, _ in stages))
 
 
-def shift_cuts(search: Search, stages: Stages) -> tuple[float, Stages]:
+def shift_cuts(search: Search, seconds: float, stages: Stages) -> tuple[float, Stages]:
     """Move one cut at a time to a neighbouring one while that makes the step shorter."""
     space = search.space
-    seconds = search.model.objective(space, stages)
     improved = True
     while improved:
         improved = False
@@ -110,17 +110,14 @@ class _BranchAndBound:
 
     def __init__(self, search: Search, model: Synchronous, best: tuple[float, Stages]):
         self.search, self.model, self.best = search, model, best
-        self.nodes, self.ties = 0, 1
-        self.cuts = len(search.space.crossing)
+        self.nodes, self.ties = 0, 0
 
     def run(self) -> bool:
         """Whether all plans were looked at."""
-        self.ties = 0
         try:
-            self._extend(self.cuts - 1, (0,) * len(self.search.classes), (), 0.0, 0.0, 0.0)
+            self._extend(len(self.search.space.crossing) - 1, (0,) * len(self.search.classes), (), 0.0, 0.0, 0.0)
         except _GaveUp:
             return False
-        self.ties = max(self.ties, 1)
         return True
 
     def _extend(self, cut: int, used: Counts, behind: Stages, total: float, forward: float, backward: float) -> None:
@@ -132,6 +129,7 @@ class _BranchAndBound:
         if self.nodes > MOST_NODES:
             raise _GaveUp
         search, space, most, m = self.search, self.search.space, self.search.limits.num_devices, self.model.m
+        size = min(search.limits.team_sizes)  # of a round, at least
         if cut == 0:
             if most in (None, sum(used)):
                 self._compare(behind)
@@ -144,13 +142,14 @@ class _BranchAndBound:
                 continue
             rate = team.size * self.model.slowest(team)
             f, b = ((sums[cut] - sums) / rate for sums in (space.forward, space.backward))
-            least = total + f + b + (m - 1) * (np.maximum(forward, f) + np.maximum(backward, b)) + m * exchange
+            slowest = np.maximum(forward, f) + np.maximum(backward, b)
+            least = size * (total + f + b) + (m - size) * slowest + m * exchange
             possible = np.isfinite(search.stage(team, (slice(None), np.array([cut])))[:, 0])
             for first in np.flatnonzero(possible & (least <= self.best[0] * ROUNDING))[::-1]:
                 stages = ((int(first), cut, team.devices), *behind)
-                slowest = max(forward, float(f[first])), max(backward, float(b[first]))
+                longest = max(forward, float(f[first])), max(backward, float(b[first]))
                 together = tuple(u + t for u, t in zip(used, taken, strict=True))
-                self._extend(int(first), together, stages, total + float(f[first] + b[first]), *slowest)
+                self._extend(int(first), together, stages, total + float(f[first] + b[first]), *longest)
 
     def _compare(self, stages: Stages) -> None:
         seconds = self.model.objective(self.search.space, stages)

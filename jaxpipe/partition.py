@@ -12,28 +12,35 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jaxpipe.graph import Graph, Operator
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
 from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import arrange
+from jaxpipe.pipeline.fit import Fitted, Prices, fit
 from jaxpipe.pipeline.initialize import stage_devices
 from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_loss
 from jaxpipe.pipeline.optimizer import colour_update
 from jaxpipe.pipeline.pipeline import Pipeline, Planned
 from jaxpipe.pipeline.program import DATA, Program
-from jaxpipe.pipeline.sections import cut_sections, place, places_to_cut, variable_spans, with_backward
+from jaxpipe.pipeline.sections import Section, cut_sections, place, places_to_cut, variable_spans, with_backward
 from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.planning.layers import partition_layers
-from jaxpipe.planning.memory import predict, stage_bytes
+from jaxpipe.planning.memory import predict, working_bytes
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan, StagePlan
+from jaxpipe.planning.storing.choose import check_solver
+from jaxpipe.policy import FAST, Codecs, Policy, parse
 from jaxpipe.profile import Profile
+from jaxpipe.profiling import roofline
 from jaxpipe.profiling.model import Source, profile_objective
 from jaxpipe.profiling.roofline import rates_of
 from jaxpipe.schedules import Schedule, one_f_one_b, simulate
+from jaxpipe.stash import stored_bytes
 from jaxpipe.units import parse_bytes
+from jaxpipe.work import weight
 
 
 #: ``(num_stages, num_microbatches) -> Schedule``.
@@ -59,6 +66,9 @@ class Request:
     schedule: ScheduleMaker
     profile: Source | Profile
     network: Network | None
+    policy: Policy
+    solver: str
+    time_limit: float
     num_stages: int
     replicas: int
 
@@ -77,6 +87,9 @@ def partition(
     schedule: ScheduleMaker | Literal["auto"] = "auto",
     profile: Profile | Source | None = None,
     network: Network | None = None,
+    storage: Codecs | Literal["auto"] = "auto",
+    solver: str = "HIGHS",
+    time_limit: float = 10.0,
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
 
@@ -92,20 +105,26 @@ def partition(
       optimizer: any optax optimizer; gets the gradient of the whole batch.
       evaluate: like ``loss``, or gives metrics alone; without dropout, with running statistics.
       predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``.
-      memory: most bytes on a device, as an int or a text such as ``"8GiB"``.
+      memory: most bytes on a device, as an int or a text such as ``"8GiB"``. If the default storage needs more, an
+        integer programme chooses for every tensor whether it is stored, in which form, or computed again.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth.
       schedule: ``(num_stages, num_microbatches) -> Schedule``; ``"auto"`` is ``schedules.one_f_one_b``.
       profile: ``"measured"`` (the default) runs operators on the first device, once for a program (see
         ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
       network: the links between the devices, in the order of ``mesh.devices.flat``; left out: all alike. It decides
         which device runs which stage: ``pipeline.mesh`` has them in that order.
+      storage: the codecs that may be used where a module is not decorated, as ``memory_encoded(codecs=...)`` takes
+        them; ``"auto"`` is ``"fast"``, ``()`` stores what ``jax.grad`` does.
+      solver: a mixed-integer solver that cvxpy finds, used if there is a budget.
+      time_limit: seconds that it may take for each stage.
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.
       PartitionError: if the mesh, the loss, the optimizer or the number of stages does not fit.
       ModelError: if the model is none of the above.
       BatchError: if the batch cannot be cut into micro-batches.
-      MemoryBudgetError: if the plan needs more than ``memory``.
+      MemoryBudgetError: if no plan within ``memory`` is found; it tells the smallest budget that is.
+      CodecError: if ``storage`` names an unknown codec.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -137,6 +156,9 @@ def partition(
         schedule=one_f_one_b if isinstance(schedule, str) else schedule,
         profile=profile,
         network=network,
+        policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage),
+        solver=check_solver(solver),
+        time_limit=time_limit,
         num_stages=num_stages,
         replicas=replicas,
     )
@@ -163,7 +185,7 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     cuts = (0, *(stage.operators.stop for stage in found.stages))
     mesh = arrange(request.mesh, [stage.devices for stage in found.stages], found.network)
     placement = place(objective, cuts)
-    sections = with_backward(objective, cut_sections(objective, cuts, placement))
+    sections = with_backward(objective, cut_sections(objective, cuts, placement), request.policy)
 
     schedule = request.schedule(request.num_stages, m)
     schedule.validate()
@@ -184,10 +206,41 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
         x if shared_leaf else _rows(x, size // request.replicas)
         for x, shared_leaf in zip(jax.tree.leaves(batch), batching.shared, strict=True)
     ]
-    memory = predict(program, update.layout, shared, local)
-    plan = _describe(request, program, found, memory, size // (request.replicas * m))
-    checks.check_budget(request.budget, memory, stage_bytes(program, update.layout, shared, local))
-    return Planned(plan, profile, found, mesh, batch, one, model, program, placement, update, batching)
+
+    def memory_of(program: Program) -> dict[str, int]:
+        return predict(program, update, shared, local)
+
+    def planned(budget: int | None) -> Planned:
+        chosen, fitted = program, (Fitted(),) * len(sections)
+        if budget is not None:
+            prices = _prices(request, objective, found)
+            options = {"solver": request.solver, "time_limit": request.time_limit}
+            chosen, fitted = fit(program, memory_of, working_bytes, budget, prices, **options)
+        plan = _describe(request, chosen, found, memory_of(chosen), size // (request.replicas * m), fitted)
+        refit = None if budget is None else planned
+        return Planned(plan, profile, found, mesh, batch, one, model, chosen, placement, update, batching, refit)
+
+    return planned(request.budget)
+
+
+def _prices(request: Request, objective: Objective, found: Partition) -> Prices:
+    """What computing an operator again costs: as profiled where that is known, else in proportion to an estimate."""
+    graph, profile = objective.graph, found.profile
+    rates = rates_of(request.mesh.devices.flat[0])
+    estimated = sum(roofline.seconds([op], graph, rates) for op in graph.operators)
+    scale = sum(profile.forward_seconds) / estimated if estimated else 1.0
+    known = {
+        t: seconds
+        for op, seconds in zip(graph.operators, profile.forward_seconds, strict=True)
+        for t in op.outputs
+        if weight(op) is None
+    }
+
+    def seconds(graph: Graph, op: Operator) -> float:
+        return known.get(op.outputs[0], scale * roofline.seconds([op], graph, rates))
+
+    slow = tuple(1 / min(found.network.speed[d] for d in stage.devices) for stage in found.stages)
+    return Prices(seconds, rates.bytes / scale if scale else rates.bytes, slow)
 
 
 def _rows(x: Any, count: int) -> Any:
@@ -265,6 +318,7 @@ def _describe(
     found: Partition,
     memory: dict[str, int],
     microbatch_size: int,
+    fitted: Sequence[Fitted],
 ) -> Plan:
     graph, profile = program.objective.graph, found.profile
     stages = []
@@ -277,7 +331,11 @@ def _describe(
                 devices=placed.devices,
                 modules=_modules(op.path for op in graph.operators[operators]),
                 forward_seconds=sum(profile.forward_seconds[operators]),
-                backward_seconds=sum(profile.backward_seconds[operators]),
+                backward_seconds=sum(profile.backward_seconds[operators]) + fitted[s].added_seconds,
+                added_seconds=fitted[s].added_seconds,
+                storage=fitted[s].status,
+                storage_gap=fitted[s].gap,
+                stored=_stored_bytes(section),
                 parameter_bytes=sum(4 * word_count(a) for a in program.avals(section.parameters)),
                 stash_bytes=sum(4 * word_count(a) for a in program.stash_avals(section)),
                 in_flight=program.schedule.in_flight(s),
@@ -302,9 +360,21 @@ def _describe(
         step_seconds=timeline.makespan,
         bubble_fraction=timeline.bubble_fraction,
         lower_bound_seconds=found.lower_bound_seconds,
+        budget=request.budget,
         memory=memory,
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
     )
+
+
+def _stored_bytes(section: Section) -> dict[str, int]:
+    """Bytes of one micro-batch's stash, by storage."""
+    assert section.stage is not None
+    graph, forms = section.stage.graph, section.stage.storage.forms
+    found: dict[str, int] = {}
+    for t in section.stashed:
+        name = forms[t].storage.value
+        found[name] = found.get(name, 0) + stored_bytes(graph.tensors[t], forms[t])
+    return found
 
 
 def _exchange_seconds(found: Partition, messages: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ from jaxpipe.demand import Backward, Linearization, linearize
 from jaxpipe.graph import Graph, live, ordered, run
 from jaxpipe.policy import FAST, Policy
 from jaxpipe.stash import Storage, decode, encode, has_overflowed, part_avals
-from jaxpipe.storage import Derivations, StoragePlan, check_plan, default_plan
+from jaxpipe.storage import Choices, Derivations, check_plan, default_plan
 
 
 #: Operators whose weight cotangent is worth delaying: it costs as much as the input cotangent.
@@ -47,7 +47,7 @@ class Stage:
     """
 
     linearization: Linearization
-    storage: StoragePlan
+    storage: Choices
     parameters: tuple[int, ...]
     input_part: tuple[int, ...]
     weight_part: tuple[int, ...]
@@ -87,7 +87,7 @@ def build(
     return assemble(linearization, default_plan(linearization, policy, held))
 
 
-def assemble(linearization: Linearization, storage: StoragePlan) -> Stage:
+def assemble(linearization: Linearization, storage: Choices) -> Stage:
     """A stage of a linearization and a storage plan for it.
 
     Raises:

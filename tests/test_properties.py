@@ -22,7 +22,7 @@ from jaxpipe.demand import Linearization, linearize
 from jaxpipe.graph import Graph, is_differentiable, trace
 from jaxpipe.policy import CODECS, parse
 from jaxpipe.stash import Form, Storage
-from jaxpipe.storage import Derivations, StoragePlan, check_plan, smallest_form
+from jaxpipe.storage import Choices, Derivations, check_plan, smallest_form
 from jaxpipe.work import VIEWS
 
 
@@ -283,7 +283,7 @@ class Case:
             graph = graph.with_parameters([k < len(leaves) - 4 for k in range(len(leaves))])
         return linearize(graph, [graph.inputs[k] for k in self.moving(leaves)], policy=parse(self.codecs))
 
-    def plan(self, linearization: Linearization) -> StoragePlan:
+    def plan(self, linearization: Linearization) -> Choices:
         """A random plan among the legal ones: any operator without side effects may run again."""
         rng, graph = np.random.default_rng(self.seed), linearization.graph
         producers = {t: op for op in graph.operators for t in op.outputs}
@@ -307,14 +307,14 @@ class Case:
                 # Room for everything, for nothing, or in between: what does not fit is computed again.
                 chosen = Form(sparse[rng.integers(len(sparse))], int(rng.choice([0, tensor.size // 2, tensor.size])))
                 forms = with_sparse(graph, forms, t, chosen)
-        return StoragePlan(forms)
+        return Choices(forms)
 
 
 def with_sparse(graph: Graph, forms: dict[int, Form], t: int, chosen: Form) -> dict[int, Form]:
     """The forms with a sparse one for ``t``, and the inputs that its way back needs; unchanged if there is none."""
     trial = {**forms, t: chosen}
     known = always_known(graph)
-    program, leaves = Derivations(graph).fallback(t, StoragePlan(trial), known)
+    program, leaves = Derivations(graph).fallback(t, Choices(trial), known)
     made = {u for op in program for u in op.outputs}
     lost = {u for op in program for u in op.inputs} - made - known - set(leaves)
     if any(op.has_effects for op in program) or not lost <= set(graph.inputs):
@@ -359,7 +359,7 @@ def always_known(graph: Graph) -> set[int]:
     return known | set(graph.constants)
 
 
-def read_in_backward(linearization: Linearization, plan: StoragePlan) -> set[int]:
+def read_in_backward(linearization: Linearization, plan: Choices) -> set[int]:
     """Tensors that some backward step reads, or that a tensor recomputed for one is made of."""
     producers = {t: op for op in linearization.graph.operators for t in op.outputs}
     known = always_known(linearization.graph)
@@ -461,7 +461,7 @@ def check_necessity(case: Case) -> None:
                 continue
             forms[t] = Form(Storage.KEEP)
         with pytest.raises(ValueError, match="storage plan"):
-            check_plan(linearization, StoragePlan(forms))
+            check_plan(linearization, Choices(forms))
 
 
 def check_report(case: Case) -> None:

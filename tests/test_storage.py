@@ -11,7 +11,7 @@ from jaxpipe import demand, storage
 from jaxpipe.graph import trace
 from jaxpipe.policy import parse
 from jaxpipe.stash import Form, Storage
-from jaxpipe.storage import StoragePlan
+from jaxpipe.storage import Choices
 from jaxpipe.work import is_product, rerun_work, weight
 
 
@@ -174,15 +174,15 @@ def test_check_plan_names_what_is_wrong():
     linearization = linearized(lambda x: jax.nn.relu(jnp.sin(x)), (4, 4))
     plan = storage.default_plan(linearization)
     (some,) = plan.stored[:1]
-    missing = StoragePlan({t: form for t, form in plan.forms.items() if t != some})
+    missing = Choices({t: form for t, form in plan.forms.items() if t != some})
     with pytest.raises(ValueError, match=rf"needs tensor %{some}, for which there is no choice"):
         storage.check_plan(linearization, missing)
-    surplus = StoragePlan({**plan.forms, 999: Form(Storage.KEEP)})
+    surplus = Choices({**plan.forms, 999: Form(Storage.KEEP)})
     with pytest.raises(ValueError, match=r"nothing in the backward pass reads tensors \[999\]"):
         storage.check_plan(linearization, surplus)
     (x,) = linearization.graph.inputs
     with pytest.raises(ValueError, match=rf"tensor %{x} is to be recomputed, but it is an input"):
-        storage.check_plan(linearization, StoragePlan({**plan.forms, x: Form(Storage.RECOMPUTE)}))
+        storage.check_plan(linearization, Choices({**plan.forms, x: Form(Storage.RECOMPUTE)}))
 
 
 def test_a_product_runs_again_only_if_it_is_cheap_and_a_small_part():

@@ -1,15 +1,13 @@
 """What can be wrong with a mesh, a batch or a budget, said before anything is traced."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jaxpipe.errors import BatchError, MemoryBudgetError, NetworkError, PartitionError, StateError
+from jaxpipe.errors import BatchError, NetworkError, PartitionError, StateError
 from jaxpipe.network import Network
 from jaxpipe.pipeline.program import DATA, STAGE
-from jaxpipe.units import bytes_text
 
 
 def check_mesh(mesh: Mesh) -> tuple[int, int]:
@@ -117,17 +115,3 @@ def check_state(given: str, expected: str) -> None:
             "differently. Use the pipeline that made the state, or pass its variables to "
             "init(key, variables=other.parameters(state))."
         )
-
-
-def check_budget(budget: int | None, memory: dict[str, int], per_stage: Sequence[int]) -> None:
-    """Raise ``MemoryBudgetError`` if the predicted bytes are over a budget."""
-    needed = sum(memory.values())
-    if budget is None or needed <= budget:
-        return
-    worst = max(range(len(per_stage)), key=per_stage.__getitem__)
-    parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in memory.items())
-    raise MemoryBudgetError(
-        f"memory={bytes_text(budget)}: each device needs {bytes_text(needed)} ({parts}); alone, stage {worst} needs "
-        f"{bytes_text(per_stage[worst])}, the most of all. The smallest budget that fits this number of stages and "
-        f"micro-batches is {needed} bytes; more micro-batches or more stages need less."
-    )

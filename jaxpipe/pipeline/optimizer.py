@@ -212,16 +212,7 @@ def run_update(
     everywhere: dict[int, Any] = dict(graph.constants)
     shared = [t for t, s in zip(update.state, update.state_stage, strict=True) if s is None]
     everywhere.update(zip(shared, shared_state, strict=True))
-    own_operators = [[op for op in graph.operators if _belongs(op, update.colour, s)] for s in range(num_stages)]
     common = [op for op in graph.operators if not any(t in update.colour for t in op.outputs)]
-    held = [_held(update, s) for s in range(num_stages)]
-
-    def environment(s: int) -> dict[int, Any]:
-        parameters, gradients, state = read(s)
-        numbers = held[s]
-        env = dict(everywhere)
-        env.update(zip((*numbers[0], *numbers[1], *numbers[2]), (*parameters, *gradients, *state), strict=True))
-        return env
 
     def advance(limit: int) -> None:
         run([op for op in common if update.round[op.outputs[0]] == limit], everywhere)
@@ -231,9 +222,9 @@ def run_update(
         length = sum(word_count(graph.tensors[t].aval) for t in tensors)
 
         def send(s: int, tensors: Sequence[int] = tensors) -> jax.Array:
-            env = environment(s)
+            env = _environment(update, s, everywhere, read(s))
             mine = [t for t in tensors if update.colour[t] == s]
-            run(_needed(own_operators[s], mine, env), env)
+            run(_needed(_own_operators(update, s), mine, env), env)
             return jnp.concatenate(
                 [
                     to_words(env[t])
@@ -253,17 +244,44 @@ def run_update(
             start += count
         advance(number + 1)
 
-    def finish(s: int) -> Any:
-        env = environment(s)
-        mine = [t for t, c in zip(update.parameters, update.new_parameters, strict=True) if update.colour[t] == s]
-        new = [n for t, n in zip(update.parameters, update.new_parameters, strict=True) if t in set(mine)]
-        state = [n for n, owner in zip(update.new_state, update.state_stage, strict=True) if owner == s]
-        run(_needed(own_operators[s], [*new, *state], env), env)
-        return write(s, [env[t] for t in new], [env[t] for t in state])
-
-    written = lax.switch(stage, [lambda s=s: finish(s) for s in range(num_stages)])
+    written = lax.switch(
+        stage, [lambda s=s: write(s, *finish_update(update, s, everywhere, read(s))) for s in range(num_stages)]
+    )
     new_shared = [everywhere[n] for n, s in zip(update.new_state, update.state_stage, strict=True) if s is None]
     return written, new_shared
+
+
+def finish_update(
+    update: ColouredUpdate, s: int, everywhere: dict[int, Any], own: tuple[Sequence[Any], ...]
+) -> tuple[list[Any], list[Any]]:
+    """New parameters and new state of a stage.
+
+    Args:
+      update: the coloured program.
+      s: the stage.
+      everywhere: values by tensor number that all stages have, those that were exchanged included.
+      own: the stage's parameters, gradients and state.
+    """
+    env = _environment(update, s, everywhere, own)
+    pairs = zip(update.parameters, update.new_parameters, strict=True)
+    new = [n for t, n in pairs if update.colour[t] == s]
+    state = [n for n, owner in zip(update.new_state, update.state_stage, strict=True) if owner == s]
+    run(_needed(_own_operators(update, s), [*new, *state], env), env)
+    return [env[t] for t in new], [env[t] for t in state]
+
+
+def _environment(
+    update: ColouredUpdate, s: int, everywhere: dict[int, Any], own: tuple[Sequence[Any], ...]
+) -> dict[int, Any]:
+    """Values by tensor number that a stage begins with."""
+    env = dict(everywhere)
+    for numbers, values in zip(_held(update, s), own, strict=True):
+        env.update(zip(numbers, values, strict=True))
+    return env
+
+
+def _own_operators(update: ColouredUpdate, s: int) -> list[Operator]:
+    return [op for op in update.graph.operators if _belongs(op, update.colour, s)]
 
 
 def _belongs(op: Operator, colour: dict[int, int], stage: int) -> bool:

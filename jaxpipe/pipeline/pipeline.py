@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.errors import PartitionError
+from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.model import BoundModel, UserFunction, with_values
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline import step as steps
@@ -26,6 +26,11 @@ from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.profile import Profile
 from jaxpipe.schedules.gpipe import forward_only
+from jaxpipe.units import bytes_text
+
+
+#: How many plans are compiled at most until one keeps the budget.
+_MOST_COMPILATIONS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +45,7 @@ class Planned:
       batch: shapes of the batch that it was made for.
       microbatch: shapes of one micro-batch.
       model, program, placement, update, batching: see their types.
+      refit: makes another plan for another budget, with the same cuts; None if there is no budget.
     """
 
     plan: Plan
@@ -53,6 +59,7 @@ class Planned:
     placement: Placement
     update: Update
     batching: Batching
+    refit: Callable[[int | None], "Planned"] | None = None
 
 
 @dataclass(frozen=True)
@@ -218,15 +225,10 @@ class Pipeline:
 
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
-        found = self._compiled_step.memory_analysis()
-        compiled = (
-            found.argument_size_in_bytes
-            + found.output_size_in_bytes
-            + found.temp_size_in_bytes
-            - found.alias_size_in_bytes
-        )
+        compiled = _reserved_bytes(self._compiled_step)
+        temporary = self._compiled_step.memory_analysis().temp_size_in_bytes
         count = self.mesh.devices.size
-        sizes = self.plan.predicted_bytes, compiled, found.temp_size_in_bytes
+        sizes = self.plan.predicted_bytes, compiled, temporary
         return MemoryReport(*((size,) * count for size in sizes))
 
     def _check(self, state: TrainState, batch: Any) -> list[Any]:
@@ -270,11 +272,25 @@ class Pipeline:
 
     @cached_property
     def _compiled_step(self) -> Any:
+        """The training step. If XLA reserves more than the budget, storage is chosen again for as much less."""
         planned = self._planned
-        function = steps.training_step(
-            self.mesh, planned.program, planned.update, planned.batching, self._abstract_state
+        budget = target = planned.plan.budget
+        reserved = 0
+        for _ in range(_MOST_COMPILATIONS):
+            function = steps.training_step(
+                self.mesh, planned.program, planned.update, planned.batching, self._abstract_state
+            )
+            compiled = self._lower(function, planned.batch, planned.batching).compile()
+            reserved = _reserved_bytes(compiled)
+            if budget is None or target is None or planned.refit is None or reserved <= budget:
+                return compiled
+            target = min(target, planned.plan.predicted_bytes) - (reserved - budget)
+            planned = self._maybe_planned = planned.refit(target)
+        raise MemoryBudgetError(
+            f"memory={bytes_text(budget or 0)}: XLA reserves {bytes_text(reserved)} on each device for a plan of "
+            f"{bytes_text(planned.plan.predicted_bytes)}, and did so for {_MOST_COMPILATIONS} plans, each smaller than "
+            "the one before. Use more micro-batches or more stages."
         )
-        return self._lower(function, planned.batch, planned.batching).compile()
 
     @cached_property
     def _gradient_step(self) -> Any:
@@ -329,6 +345,13 @@ class Pipeline:
         build = steps.evaluation_step if name == "evaluate" else steps.prediction_step
         compiled = self._lower(build(self.mesh, program, batching, self._abstract_state), shapes, batching).compile()
         return compiled, objective, batching
+
+
+def _reserved_bytes(compiled: Any) -> int:
+    """Arguments, results and temporaries of a compiled function, less what is donated."""
+    found = compiled.memory_analysis()
+    needed = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    return needed - found.alias_size_in_bytes
 
 
 def _metrics(objective: Objective, loss: Any, leaves: Sequence[Any]) -> dict[str, Any]:

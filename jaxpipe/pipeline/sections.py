@@ -8,6 +8,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, is_differentiable
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.planning.order import allowed_cuts, spans
+from jaxpipe.policy import FAST, Policy
 from jaxpipe.stage import Stage
 
 
@@ -151,8 +152,8 @@ def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement
     return tuple(sections)
 
 
-def with_backward(objective: Objective, sections: Sequence[Section]) -> tuple[Section, ...]:
-    """The same sections with backward programs, by the default storage plan of each."""
+def with_backward(objective: Objective, sections: Sequence[Section], policy: Policy = FAST) -> tuple[Section, ...]:
+    """The same sections with backward programs, by the default storage plan of each under a policy."""
     active = _active(objective)
     loss = objective.results[0]
     done: list[Section] = []
@@ -160,7 +161,7 @@ def with_backward(objective: Objective, sections: Sequence[Section]) -> tuple[Se
     for section in reversed(sections):
         given = [t for t in section.graph.outputs if t in seeds]
         wrt = [t for t in (*section.parameters, *section.arriving) if t in active]
-        built = stages.build(section.graph, wrt, held=section.used, seeds=given)
+        built = stages.build(section.graph, wrt, policy=policy, held=section.used, seeds=given)
         reached = stages.reached(built, given)
         returning = tuple(t for t in section.arriving if t in reached)
         done.append(replace(section, stage=built, returning=returning))

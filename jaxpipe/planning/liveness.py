@@ -19,6 +19,9 @@ _COSTLY = TRANSCENDENTAL | {"div", "integer_pow", "rem", "rsqrt", "sqrt"}
 #: Operators that XLA fuses with what they read, unless others read that too.
 _REDUCTIONS = frozenset(["argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"])
 
+#: A concatenation of more arrays than this does not take in what others read too; XLA's limit is a matter of size.
+_FUSED_PIECES = 4
+
 #: Operators that XLA fuses with what they read.
 _ELEMENTWISE = ARITHMETIC | TRANSCENDENTAL | VIEWS
 
@@ -28,7 +31,8 @@ def peak_bytes(function: Callable[..., Any], *avals: Any) -> int:
 
     A model of what XLA does: elementwise operators are fused into their readers, so that only some tensors are ever
     written to memory: results of products, convolutions, reductions and control flow, what those read (reductions
-    only if others read it too), what is returned, and what is costly and read more than once. A written tensor lives
+    and long concatenations only if others read it too), what is returned, and what is costly and read more than once.
+    A written tensor lives
     from its operator to the last written tensor that is computed from it.
     """
     return _peak(read_graph(jax.make_jaxpr(function)(*avals)))
@@ -58,8 +62,8 @@ def _peak(graph: Graph) -> int:
     for op in operators:
         for t in op.outputs:
             several = len(readers.get(t, ())) > 1
-            reduced = any(reader.name in _REDUCTIONS for reader in readers.get(t, ()))
-            if op.name not in _ELEMENTWISE or (several and (op.name in _COSTLY or reduced)):
+            stopped = any(_takes_values(reader) for reader in readers.get(t, ()))
+            if op.name not in _ELEMENTWISE or (several and (op.name in _COSTLY or stopped)):
                 written.add(t)
     made = {t: k for k, op in enumerate(graph.operators) for t in op.outputs if t not in root}
     sources = _written_sources(graph.operators, written, resolve)
@@ -79,6 +83,11 @@ def _peak(graph: Graph) -> int:
             change[k] += size
             change[max(last.get(t, k), k) + 1] -= size
     return int(np.cumsum(change).max(initial=0))
+
+
+def _takes_values(reader: Operator) -> bool:
+    """Whether an operator reads from memory what others read too, rather than to compute it again for itself."""
+    return reader.name in _REDUCTIONS or (reader.name == "concatenate" and len(reader.inputs) > _FUSED_PIECES)
 
 
 def _written_sources(

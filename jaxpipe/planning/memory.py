@@ -7,12 +7,13 @@ import jax
 import numpy as np
 
 from jaxpipe.graph import itemsize
-from jaxpipe.pipeline.layout import Layout
+from jaxpipe.pipeline.optimizer import finish_update
 from jaxpipe.pipeline.program import PAGE, Program, backward_branch, forward_branch
+from jaxpipe.pipeline.step import Update
 from jaxpipe.planning.liveness import peak_bytes
 
 
-def predict(program: Program, optimizer: Layout, shared: Sequence[Any], batch: Sequence[Any]) -> dict[str, int]:
+def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequence[Any]) -> dict[str, int]:
     """Bytes on each device, by component.
 
     One program runs everywhere, so every component is the largest over the stages. ``working`` is what is needed
@@ -21,14 +22,14 @@ def predict(program: Program, optimizer: Layout, shared: Sequence[Any], batch: S
 
     Args:
       program: the training program.
-      optimizer: where the optimizer state lives.
+      update: the optimizer, and where its state lives.
       shared: optimizer state that every device has.
       batch: one replica's part of the batch.
     """
     parameters = program.parameters.bytes
     held = {
         "parameters": parameters,
-        "optimizer": optimizer.bytes + sum(map(_bytes, shared)),
+        "optimizer": update.layout.bytes + sum(map(_bytes, shared)),
         "state": program.state.bytes,
         "batch": sum(map(_bytes, batch)),
         "gradients": parameters,
@@ -37,8 +38,7 @@ def predict(program: Program, optimizer: Layout, shared: Sequence[Any], batch: S
     # What arrives, and what is being sent.
     transport = 2 * 4 * sum(program.message_words) if len(program.sections) > 1 else 0
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
-    # A conditional does not write into what it reads, so new values stand beside the old until the step ends.
-    updating = parameters + optimizer.bytes if len(program.sections) > 1 else parameters
+    updating = max(updating_bytes(program, update, s) for s in range(len(program.sections)))
     return {
         **held,
         "arena": arena,
@@ -47,25 +47,11 @@ def predict(program: Program, optimizer: Layout, shared: Sequence[Any], batch: S
     }
 
 
-def stage_bytes(program: Program, optimizer: Layout, shared: Sequence[Any], batch: Sequence[Any]) -> list[int]:
-    """Bytes that each stage would need by itself, without the others' shapes to make room for."""
-    found = []
-    for s, section in enumerate(program.sections):
-        own = sum(map(_bytes, program.parameters.avals[s]))
-        state = sum(map(_bytes, program.state.avals[s])) + sum(map(_bytes, optimizer.avals[s]))
-        stash = sum(map(_bytes, program.stash_avals(section)))
-        sent = sum(map(_bytes, program.avals((*section.leaving, *section.returning))))
-        everywhere = sum(map(_bytes, (*shared, *batch)))
-        slots = program.schedule.in_flight(s)
-        found.append(2 * own + state + slots * stash + sent + everywhere + working_bytes(program, s))
-    return found
-
-
 def working_bytes(program: Program, s: int) -> int:
     """What a stage needs besides while it computes: the larger of its forward and its backward pass.
 
-    The forward pass returns its stash packed, the backward pass gets a copy out of the arena. Either has a copy
-    of its micro-batch.
+    The forward pass returns its stash packed, the backward pass gets a copy out of the arena; a stage that is alone
+    goes through both at once. Either has a copy of its micro-batch.
     """
     m = program.schedule.num_microbatches
     parameters, state = (
@@ -77,14 +63,43 @@ def working_bytes(program: Program, s: int) -> int:
     forward, backward = (jax.ShapeDtypeStruct((n,), np.uint32) for n in program.message_words)
     copies = 2 * sum(map(_bytes, rows)) if m > 1 else 0
     if program.alone:
-        stash: Any = program.stash_avals(program.sections[0])
-        copy = sum(map(_bytes, stash))
-    else:
-        stash = jax.ShapeDtypeStruct((max(program.stash_pages), PAGE), np.uint32)
-        copy = _bytes(stash)
+
+        def both(parameters: Any, state: Any, key: Any, rows: Any, forward: Any, backward: Any) -> Any:
+            message, stash, state, made = forward_branch(program, s)(parameters, state, key, rows, forward)
+            return message, state, made, backward_branch(program, s)(parameters, key, rows, stash, backward)
+
+        return copies + peak_bytes(both, parameters, state, key, rows, forward, backward)
+    stash = jax.ShapeDtypeStruct((max(program.stash_pages), PAGE), np.uint32)
     computing = peak_bytes(forward_branch(program, s), parameters, state, key, rows, forward)
     returning = peak_bytes(backward_branch(program, s), parameters, key, rows, stash, backward)
-    return copies + max(computing, returning + copy)
+    return copies + max(computing, returning + _bytes(stash))
+
+
+def updating_bytes(program: Program, update: Update, s: int) -> int:
+    """What the optimizer needs besides in a stage, its results included.
+
+    A conditional over stages does not write into what it reads, so new values stand beside the old until the step
+    ends; a stage that is alone has none, and the new optimizer state takes the place of the old.
+    """
+    coloured = update.coloured
+    tensors = coloured.graph.tensors
+    layouts = program.parameters, program.parameters, update.layout
+    buffers = [[jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers] for layout in layouts]
+    local = {t for t, colour in coloured.colour.items() if colour == s}
+    common = [t for op in coloured.graph.operators for t in op.outputs if t not in coloured.colour]
+    state = zip(coloured.state, coloured.state_stage, strict=True)
+    numbers = [*common, *(t for t, owner in state if owner is None)]
+    numbers += [t for ts in coloured.exchanged for t in ts if t not in local]
+    constants = coloured.graph.constants
+
+    def branch(values: Any, *buffers: Any) -> Any:
+        everywhere = {**constants, **dict(zip(numbers, values, strict=True))}
+        own = tuple(layout.read(s, held) for layout, held in zip(layouts, buffers, strict=True))
+        new, state = finish_update(coloured, s, everywhere, own)
+        return program.parameters.write(s, new), update.layout.write(s, state)
+
+    needed = peak_bytes(branch, [tensors[t].aval for t in numbers], *buffers)
+    return needed if len(program.sections) > 1 else max(0, needed - update.layout.bytes)
 
 
 def _bytes(aval: Any) -> int:

@@ -25,6 +25,11 @@ class StagePlan:
       parameter_bytes: its own parameters, without gradients and optimizer state.
       stash_bytes: what one micro-batch keeps for the backward pass.
       in_flight: the most micro-batches that keep a stash at the same time.
+      stored: bytes of the stash, by kind of storage.
+      storage: how it was chosen: ``"default"``, or within a budget ``"optimal"``, ``"gap"``, ``"time limit"``,
+        ``"greedy"`` or ``"lowest peak"``.
+      added_seconds: what computing again and codecs add over the default, in ``backward_seconds``.
+      storage_gap: by what share of the time of all codecs and recomputation another choice may be faster.
       sent_bytes: what it sends on to the next stage for one micro-batch.
     """
 
@@ -37,6 +42,10 @@ class StagePlan:
     stash_bytes: int
     in_flight: int
     sent_bytes: int
+    stored: dict[str, int]
+    storage: str
+    added_seconds: float
+    storage_gap: float
 
 
 @dataclass(frozen=True)
@@ -55,11 +64,12 @@ class Plan:
       step_seconds: predicted time of a step, without the optimizer.
       lower_bound_seconds: no cut and placement of this profile has a shorter step.
       bubble_fraction: share of the stages' time in which they wait.
+      budget: bytes on each device at most, if the caller gave it.
       memory: predicted bytes on each device, by component.
       fingerprint: of the program that the plan is for.
 
     Example:
-      >>> plan = Plan((), 1, 1, 1, "1f1b", "analytic", 0.0, 0.0, 0.0, {"parameters": 8}, "")
+      >>> plan = Plan((), 1, 1, 1, "1f1b", "analytic", 0.0, 0.0, 0.0, None, {"parameters": 8}, "")
       >>> Plan.from_json(plan.to_json()) == plan
       True
     """
@@ -73,6 +83,7 @@ class Plan:
     step_seconds: float
     lower_bound_seconds: float
     bubble_fraction: float
+    budget: int | None
     memory: dict[str, int]
     fingerprint: str
 
@@ -128,11 +139,22 @@ class Plan:
                 bytes_text(stage.sent_bytes),
             )
         parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in self.memory.items())
+        limit = "" if self.budget is None else f" of {bytes_text(self.budget)}"
         table.caption = (
             f"step {1e3 * self.step_seconds:.1f} ms ({self.profile} profile), bubble {self.bubble_fraction:.1%}\n"
-            f"{bytes_text(self.predicted_bytes)} on each device: {parts}"
+            f"{bytes_text(self.predicted_bytes)}{limit} on each device: {parts}"
         )
+        chosen = [f"stage {k}: {_storage_text(stage)}" for k, stage in enumerate(self.stages)]
+        if any(stage.storage != "default" for stage in self.stages):
+            table.caption += "\nstorage chosen within the budget:\n" + "\n".join(chosen)
         return table
+
+
+def _storage_text(stage: StagePlan) -> str:
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in stage.stored.items())
+    share = stage.added_seconds / max(1e-30, stage.forward_seconds + stage.backward_seconds - stage.added_seconds)
+    gap = f", gap {stage.storage_gap:.1%}" if stage.storage != "optimal" else ""
+    return f"{parts or 'nothing'}; {share:+.1%} time ({stage.storage}{gap})"
 
 
 def _stage_from(row: dict[str, Any]) -> StagePlan:

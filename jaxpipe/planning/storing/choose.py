@@ -1,0 +1,117 @@
+"""The best choice that can be had: a solver's or the greedy one, whichever is faster, both simulated."""
+
+from dataclasses import dataclass, replace
+
+import cvxpy
+
+from jaxpipe.errors import PartitionError
+from jaxpipe.planning.storing.greedy import give_up
+from jaxpipe.planning.storing.problem import NOT_STORED, Outcome, Problem, simulate
+from jaxpipe.planning.storing.programme import solve
+
+
+#: A solver's numbers are exact to this fraction; an answer that is over the limit by so little is asked for again.
+ACCURACY = 1e-6
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A choice within the limits.
+
+    Attributes:
+      choice: by item.
+      outcome: what it leads to, simulated.
+      status: ``"optimal"``, ``"gap"`` (within the gap that was asked for), ``"time limit"``, ``"greedy"`` if no
+        solver had a better one, or ``"lowest peak"`` if nothing but that was asked for.
+      bound: no choice has fewer seconds.
+    """
+
+    choice: tuple[int, ...]
+    outcome: Outcome
+    status: str
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """By what share of its seconds a better choice may be faster."""
+        seconds = self.outcome.seconds
+        return (seconds - self.bound) / seconds if seconds > self.bound else 0.0
+
+
+def choose(problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0, gap: float = 0.0) -> Answer | None:
+    """The fastest choice within the limits, as far as it is found in the time; None if none was found."""
+    least = least_seconds(problem)
+    candidates = []
+    greedy = give_up(problem)
+    if greedy is not None:
+        found = simulate(problem, greedy)
+        assert found is not None
+        if found.seconds <= least:
+            return Answer(greedy, found, "optimal", found.seconds)
+        candidates.append((1, greedy))
+    solved = solve(problem, solver=solver, time_limit=time_limit, gap=gap)
+    if solved.choice is not None:
+        found = simulate(problem, solved.choice)
+        if found is not None and not found.fits(problem):
+            # Once more, with the limits lowered by what the solver's arithmetic leaves open.
+            stash = None if problem.most_stored is None else problem.most_stored * (1 - ACCURACY)
+            strict = replace(problem, capacity=problem.capacity * (1 - ACCURACY), most_stored=stash)
+            solved = solve(strict, solver=solver, time_limit=time_limit, gap=gap)
+            found = None if solved.choice is None else simulate(problem, solved.choice)
+        if solved.choice is not None and found is not None and found.fits(problem):
+            candidates.append((0, solved.choice))
+    if not candidates:
+        return None
+    answers = [(origin, *_tidy(problem, choice)) for origin, choice in candidates]
+    origin, choice, found = min(answers, key=lambda answer: (answer[2].seconds, answer[0]))
+    seconds = found.seconds
+    bound = max(least, min(seconds, solved.bound or 0.0))
+    if solved.optimal:
+        status = "optimal" if seconds <= bound * (1 + 1e-9) else "gap"
+    else:
+        status = "greedy" if origin else "time limit"
+    return Answer(choice, found, status, bound)
+
+
+def check_solver(solver: str) -> str:
+    """The name of a mixed-integer solver, as cvxpy spells it.
+
+    Raises:
+      PartitionError: if it is not installed.
+    """
+    installed = cvxpy.installed_solvers()
+    if not isinstance(solver, str) or solver.upper() not in installed:
+        raise PartitionError(
+            f"solver={solver!r} is not installed; cvxpy finds {', '.join(sorted(installed))}, of which HIGHS and SCIPY "
+            "solve mixed-integer programmes. Install it, or use solver='HIGHS'."
+        )
+    return solver.upper()
+
+
+def lowest_peak(problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0) -> Answer | None:
+    """A choice with as low a peak as is found in the time, whatever it costs; None if nothing can be had at all."""
+    solved = solve(problem, solver=solver, time_limit=time_limit, least_peak=True)
+    if solved.choice is None or simulate(problem, solved.choice) is None:
+        return None
+    choice, outcome = _tidy(problem, solved.choice)
+    return Answer(choice, outcome, "lowest peak", 0.0)
+
+
+def _tidy(problem: Problem, choice: tuple[int, ...]) -> tuple[tuple[int, ...], Outcome]:
+    """The same choice without what is stored for nobody."""
+    outcome = simulate(problem, choice)
+    assert outcome is not None
+    tidy = tuple(option if k in outcome.read else NOT_STORED for k, option in enumerate(choice))
+    found = simulate(problem, tidy)
+    assert found is not None
+    return tidy, found
+
+
+def least_seconds(problem: Problem) -> float:
+    """A bound for any choice: every item that is read, in the form in which by itself it is fastest."""
+    total = 0.0
+    for item in problem.items:
+        if item.uses:
+            ways = [option.seconds for option in item.options]
+            total += min([*ways, item.seconds] if item.seconds is not None else ways)
+    return total

@@ -1,0 +1,234 @@
+"""A stage's backward pass as a problem of items and events, and a choice as a storage plan.
+
+Items are the tensors that the default plan stores, and those that would be good to start from if one of them is
+given up: what products, reductions, windows and lookups make, and sums of branches. All between them is cheap and
+fuses with what reads it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxpipe.demand import Linearization
+from jaxpipe.graph import Graph, Operator, itemsize
+from jaxpipe.planning.storing.problem import NOT_STORED, Item, Option, Problem
+from jaxpipe.stash import Form, Storage, stored_bytes
+from jaxpipe.storage import Choices, Derivations, not_at_hand, with_fallbacks
+from jaxpipe.work import VIEWS, weight
+
+
+#: Events of a problem at most; steps of the backward pass next to each other are joined.
+MOST_EVENTS = 48
+
+#: How often the bytes of a tensor are moved to pack and unpack it; sparse formats move single elements, too.
+PACKING, COMPACTION = 2.0, 12.0
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """A problem without limits, and what its items are.
+
+    Attributes:
+      linearization: the stage.
+      problem: items and events; unlimited.
+      tensors: the tensor of each item.
+      forms: the form that each option of each item stands for.
+      default: what the default plan chooses.
+      held: inputs that are at hand without being stored.
+    """
+
+    linearization: Linearization
+    problem: Problem
+    tensors: tuple[int, ...]
+    forms: tuple[tuple[Form, ...], ...]
+    default: tuple[int, ...]
+    held: frozenset[int]
+
+
+def stage_items(
+    linearization: Linearization,
+    plan: Choices,
+    seconds: Callable[[Operator], float],
+    bytes_per_second: float,
+    held: Iterable[int] = (),
+) -> Items:
+    """The items and events of a stage.
+
+    Args:
+      linearization: the stage.
+      plan: its default storage plan.
+      seconds: what it takes to run an operator of ``linearization.graph`` again.
+      bytes_per_second: the rate of memory, for the codecs.
+      held: inputs that cost nothing to store.
+    """
+    graph, held = linearization.graph, frozenset(held)
+    at_hand = graph.derived_from_parameters()
+    producers = {t: op for op in graph.operators for t in op.outputs}
+    chosen = {t: plan.forms[t] for t in plan.stored if t not in held}
+    for t in _starting_points(linearization, at_hand | held):
+        chosen.setdefault(t, _plain_form(graph, t))
+    order = {t: k for k, t in enumerate([*graph.inputs, *(t for op in graph.operators for t in op.outputs)])}
+    tensors = tuple(sorted(chosen, key=order.__getitem__))
+    position = {t: k for k, t in enumerate(tensors)}
+    everything = Choices({**chosen, **{t: Form(Storage.KEEP) for t in held}})
+    derivations = Derivations(graph)
+    events, base = _events(linearization, derivations, everything, at_hand, position)
+    items, forms = [], []
+    for t in tensors:
+        options = [chosen[t]]
+        if chosen[t].storage.is_sparse:
+            options.append(Form(Storage.KEEP))
+        again, sources = None, ()
+        producer = producers.get(t)
+        if producer is not None:
+            program, leaves = derivations.of(producer.inputs, everything, at_hand)
+            program = [*program, producer]
+            if not not_at_hand(program, {*leaves, *at_hand}) and not any(op.has_effects for op in program):
+                again = sum(map(seconds, program))
+                sources = tuple(sorted(position[u] for u in leaves if u in position))
+        tensor = graph.tensors[t]
+        dense = tensor.size * itemsize(tensor.dtype)
+        items.append(
+            Item(
+                name=f"{producer.path} {producer.label}".strip() if producer is not None else "an input",
+                options=tuple(
+                    Option(
+                        form.storage.value,
+                        stored_bytes(tensor, form),
+                        _codec_moves(form) * dense / bytes_per_second,
+                        dense if form.storage.is_sparse else 0,
+                    )
+                    for form in options
+                ),
+                uses=events.get(t, ()),
+                bytes=dense,
+                sources=sources,
+                seconds=again,
+            )
+        )
+        forms.append(tuple(options))
+    return Items(
+        linearization=linearization,
+        problem=Problem(tuple(items), base, float("inf")),
+        tensors=tensors,
+        forms=tuple(forms),
+        default=tuple(0 if plan.is_stored(t) else NOT_STORED for t in tensors),
+        held=held,
+    )
+
+
+def storage_plan(found: Items, choice: Sequence[int]) -> Choices:
+    """The plan that a choice stands for."""
+    linearization, graph = found.linearization, found.linearization.graph
+    at_hand = graph.derived_from_parameters()
+    producers = {t: op for op in graph.operators for t in op.outputs}
+    stored = {t: Form(Storage.KEEP) for t in found.held}
+    for t, forms, option in zip(found.tensors, found.forms, choice, strict=True):
+        if option != NOT_STORED:
+            stored[t] = forms[option]
+    while True:
+        touched: dict[int, Form] = {}
+        pending = [t for t in linearization.needs if t not in at_hand]
+        while pending:
+            t = pending.pop()
+            if t in touched:
+                continue
+            if t in stored:
+                touched[t] = stored[t]
+                continue
+            producer = producers[t]
+            touched[t] = Form(Storage.ALIAS if producer.name in VIEWS else Storage.RECOMPUTE)
+            pending.extend(u for u in producer.inputs if u not in at_hand)
+        plan, hopeless = with_fallbacks(graph, Choices(dict(sorted(touched.items()))), found.held)
+        if not hopeless:
+            return plan
+        stored.update({t: Form(Storage.KEEP) for t in hopeless})
+
+
+def _codec_moves(form: Form) -> float:
+    if form.storage is Storage.KEEP:
+        return 0.0
+    return COMPACTION if form.storage.is_sparse else PACKING
+
+
+def _plain_form(graph: Graph, t: int) -> Form:
+    """A tensor that is no feature map to be packed: as it is, or 1 bit for each boolean."""
+    return Form(Storage.MASK if graph.tensors[t].dtype == np.bool_ and graph.tensors[t].bits == 1 else Storage.KEEP)
+
+
+def _starting_points(linearization: Linearization, there: frozenset[int]) -> list[int]:
+    """Tensors from which others can be computed again without looking further back."""
+    graph = linearization.graph
+    producers = {t: op for op in graph.operators for t in op.outputs}
+    readers: dict[int, int] = {}
+    for op in graph.operators:
+        for t in op.inputs:
+            readers[t] = readers.get(t, 0) + 1
+    needed: set[int] = set()
+    pending = list(linearization.needs)
+    while pending:
+        t = pending.pop()
+        if t in needed or t in there:
+            continue
+        needed.add(t)
+        if t in producers:
+            pending.extend(producers[t].inputs)
+
+    def is_one(t: int) -> bool:
+        op = producers.get(t)
+        if op is None or op.has_effects or weight(op) is None:
+            return True
+        return op.name in ("add", "add_any") and readers.get(t, 0) > 1 and sum(u in needed for u in op.inputs) > 1
+
+    return [t for t in needed if is_one(t)]
+
+
+def _events(
+    linearization: Linearization,
+    derivations: Derivations,
+    everything: Choices,
+    at_hand: frozenset[int],
+    position: Mapping[int, int],
+) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
+    """The events that read each item, and the bytes of cotangents in each."""
+    reads: list[set[int]] = []
+    base: list[int] = []
+    tensors = linearization.source.tensors
+    cotangents: set[int] = set()
+    for step in reversed(linearization.backward):
+        _, leaves = derivations.of(step.needs, everything, at_hand)
+        cotangents |= {*step.cotangents_in, *step.cotangents_out}
+        base.append(sum(tensors[t].size * itemsize(tensors[t].dtype) for t in cotangents))
+        cotangents -= {t for t in step.cotangents_in if t not in linearization.wrt}
+        reads.append({t for t in leaves if t in position})
+    joined_reads: list[set[int]] = []
+    joined_base: list[int] = []
+    for here, size in zip(reads, base, strict=True):
+        if joined_reads and (not here or here == joined_reads[-1]):
+            joined_base[-1] = max(joined_base[-1], size)
+        else:
+            joined_reads.append(set(here))
+            joined_base.append(size)
+    per_event = -(-len(joined_reads) // MOST_EVENTS)
+    uses: dict[int, list[int]] = {}
+    total: list[int] = []
+    for e in range(0, len(joined_reads), max(1, per_event)):
+        for t in sorted(set().union(*joined_reads[e : e + per_event])):
+            uses.setdefault(t, []).append(len(total))
+        total.append(max(joined_base[e : e + per_event]))
+    return {t: tuple(events) for t, events in uses.items()}, tuple(total) or (0,)
+
+
+def limited(
+    found: Items,
+    capacity: float,
+    *,
+    held: int = 0,
+    frees: bool = True,
+    most_stored: float | None = None,
+    extra: int = 0,
+) -> Problem:
+    """The problem under limits; ``extra`` bytes are needed in every event besides, or are not if negative."""
+    base = tuple(b + extra for b in found.problem.base)
+    return replace(found.problem, base=base, capacity=capacity, held=held, frees=frees, most_stored=most_stored)

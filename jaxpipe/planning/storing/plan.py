@@ -1,0 +1,197 @@
+"""``plan_storage``: what one stage stores under a budget."""
+
+import functools
+import io
+import math
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxpipe import stage as stages
+from jaxpipe.errors import MemoryBudgetError
+from jaxpipe.graph import Graph, Operator, is_differentiable
+from jaxpipe.planning.storing.choose import Answer, check_solver, choose, lowest_peak
+from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
+from jaxpipe.planning.storing.problem import NOT_STORED, simulate
+from jaxpipe.profiling.roofline import OTHER, Rates, seconds
+from jaxpipe.stage import Stage
+from jaxpipe.storage import Choices
+from jaxpipe.units import bytes_text, parse_bytes, seconds_text
+
+
+#: By what part of a budget it is raised at a time, if the caller allows that.
+STEP = 0.1
+
+
+@dataclass(frozen=True)
+class TensorChoice:
+    """One tensor's row in a plan.
+
+    Attributes:
+      name: module path and operator.
+      storage: ``"keep"``, ``"mask"``, ..., ``"recompute"``, or ``"unused"`` if nothing needs it then.
+      bytes: that it takes between the passes.
+      seconds: for the codec, or to compute it again.
+    """
+
+    name: str
+    storage: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StoragePlan:
+    """What a stage stores, and what that costs.
+
+    Attributes:
+      tensors: the choice for each tensor that may be stored.
+      choices: the same as a form for every tensor that the backward pass touches, for ``jaxpipe.stage.assemble``.
+      budget_bytes: what was asked for; more, if it was raised.
+      peak_bytes: the most that is in memory at once during the backward pass: stashes, what is computed again, and
+        cotangents. Simulated, not what the solver says.
+      stash_bytes: what one micro-batch stores.
+      added_seconds: for a micro-batch, over the default plan.
+      lower_bound_seconds: no choice within the budget adds less.
+      status: ``"optimal"``, ``"gap"``, ``"time limit"`` or ``"greedy"``.
+      raised_from: the budget that was asked for, if there was no plan for it.
+    """
+
+    tensors: tuple[TensorChoice, ...]
+    choices: Choices
+    budget_bytes: int
+    peak_bytes: int
+    stash_bytes: int
+    added_seconds: float
+    lower_bound_seconds: float
+    status: str
+    raised_from: int | None = None
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120)
+        console.print(self.__rich__())
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    def __rich__(self) -> Table:
+        table = Table(title="storage of one stage", title_justify="left", caption_justify="left")
+        table.add_column("tensor", min_width=40)
+        table.add_column("storage")
+        table.add_column("bytes", justify="right")
+        table.add_column("time", justify="right")
+        for row in self.tensors:
+            if row.storage != "unused":
+                table.add_row(row.name, row.storage, bytes_text(row.bytes), seconds_text(row.seconds))
+        raised = "" if self.raised_from is None else f" (raised from {bytes_text(self.raised_from)})"
+        table.caption = (
+            f"peak {bytes_text(self.peak_bytes)} of {bytes_text(self.budget_bytes)}{raised}, stash "
+            f"{bytes_text(self.stash_bytes)}\n"
+            f"{seconds_text(self.added_seconds)} more than by default, at least "
+            f"{seconds_text(self.lower_bound_seconds)} ({self.status})"
+        )
+        return table
+
+
+def plan_storage(
+    stage: Stage | Graph,
+    budget_bytes: int | str,
+    *,
+    in_flight: int = 1,
+    rates: Rates = OTHER,
+    solver: str = "HIGHS",
+    time_limit: float = 10.0,
+    gap: float = 0.0,
+    allow_over_budget: bool = False,
+) -> StoragePlan:
+    """Choose for every tensor of a stage whether it is stored, in which form, or computed again.
+
+    The time that this adds is as small as can be, while at no moment of the backward pass more bytes are in memory than
+    the budget has. Arguments and parameters are not counted.
+
+    Args:
+      stage: a stage, or a traced program, of which all floating inputs are then differentiated.
+      budget_bytes: an int, or a text such as ``"1GiB"``.
+      in_flight: micro-batches whose stash is there at the same time.
+      rates: of the device, for estimates of what operators take.
+      solver: a mixed-integer solver that cvxpy finds.
+      time_limit: seconds for it.
+      gap: how far from the best it may stop.
+      allow_over_budget: raise the budget by a tenth at a time, until there is a plan.
+
+    Raises:
+      MemoryBudgetError: if no plan is found, with the smallest budget for which one is.
+      PartitionError: if the solver is not installed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxpipe.graph import trace
+      >>> graph = trace(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).sum(), jnp.ones((8, 8)), jnp.ones((64, 8)))
+      >>> plan_storage(graph, "16KiB").status
+      'optimal'
+    """
+    budget, solver = int(parse_bytes(budget_bytes)), check_solver(solver)
+    if isinstance(stage, Graph):
+        wrt = [t for t in stage.inputs if is_differentiable(stage.tensors[t].aval)]
+        stage = stages.build(stage, wrt, held=stage.inputs)
+    graph = stage.graph
+    price = functools.partial(_seconds, graph, rates)
+    items = stage_items(stage.linearization, stage.storage, price, rates.bytes, graph.inputs)
+    problem = functools.partial(limited, items, held=in_flight - 1)
+    default = simulate(problem(math.inf), items.default)
+    asked = budget
+    answer = choose(problem(budget), solver=solver, time_limit=time_limit, gap=gap)
+    if answer is None:
+        lowest = lowest_peak(problem(math.inf), solver=solver, time_limit=time_limit)
+        least = None if lowest is None else lowest.outcome.peak_bytes
+        if least is None or not allow_over_budget:
+            raise _too_small(items, budget, lowest)
+        while answer is None:
+            budget = min(math.ceil(budget + max(1.0, STEP * asked)), max(budget + 1, least))
+            if budget >= least:
+                answer = choose(problem(budget), solver=solver, time_limit=time_limit, gap=gap) or lowest
+    before = 0.0 if default is None else default.seconds
+    return StoragePlan(
+        tensors=_rows(items, answer),
+        choices=storage_plan(items, answer.choice),
+        budget_bytes=budget,
+        peak_bytes=answer.outcome.peak_bytes,
+        stash_bytes=answer.outcome.stash_bytes,
+        added_seconds=answer.outcome.seconds - before,
+        lower_bound_seconds=answer.bound - before,
+        status=answer.status,
+        raised_from=asked if budget > asked else None,
+    )
+
+
+def _seconds(graph: Graph, rates: Rates, op: Operator) -> float:
+    return seconds([op], graph, rates)
+
+
+def _rows(items: Items, answer: Answer) -> tuple[TensorChoice, ...]:
+    rows = []
+    for k, (item, option) in enumerate(zip(items.problem.items, answer.choice, strict=True)):
+        if option != NOT_STORED:
+            chosen = item.options[option]
+            rows.append(TensorChoice(item.name, chosen.name, chosen.bytes, chosen.seconds))
+        elif k in answer.outcome.computed:
+            rows.append(TensorChoice(item.name, "recompute", 0, item.seconds or 0.0))
+        else:
+            rows.append(TensorChoice(item.name, "unused", 0, 0.0))
+    return tuple(rows)
+
+
+def _too_small(items: Items, budget: int, lowest: Answer | None) -> MemoryBudgetError:
+    if lowest is None:
+        return MemoryBudgetError(
+            f"budget_bytes={budget}: no plan was found for any budget in the time. Raise time_limit."
+        )
+    peak = max(range(len(lowest.outcome.bytes)), key=lowest.outcome.bytes.__getitem__)
+    cotangents = items.problem.base[peak]
+    sizes = [(row.bytes, f"{row.name} ({bytes_text(row.bytes)}, {row.storage})") for row in _rows(items, lowest)]
+    largest = ", ".join(text for size, text in sorted(sizes, reverse=True)[:3] if size)
+    return MemoryBudgetError(
+        f"budget_bytes={budget} ({bytes_text(budget)}): the smallest budget with a plan is {lowest.outcome.peak_bytes} "
+        f"bytes ({bytes_text(lowest.outcome.peak_bytes)}), of which cotangents are {bytes_text(cotangents)}. What is "
+        f"stored most even then: {largest or 'nothing'}. Smaller micro-batches or fewer in flight need less; or pass "
+        "allow_over_budget=True."
+    )

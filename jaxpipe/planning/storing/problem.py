@@ -1,0 +1,168 @@
+"""What can be chosen for the tensors that a backward pass needs, and what a choice costs: data and its simulation.
+
+A backward pass is a row of events. Each reads some items; an item is stored in one of several forms, or computed
+again from other items when it is first needed, and then kept until it is last read:
+
+    event         0    1    2    3    4            d and b are stored, c is computed again from b in event 1
+    reads         d    c    b    a    -            and a from nothing in event 3
+    in memory    d b  c b   b    a
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+#: The choice of an item that is not stored.
+NOT_STORED = -1
+
+
+@dataclass(frozen=True)
+class Option:
+    """One form in which an item may be stored.
+
+    Attributes:
+      name: of the storage.
+      bytes: that it takes between the passes.
+      seconds: to encode and decode it.
+      unpacked_bytes: that it takes besides, from its first to its last reading.
+    """
+
+    name: str
+    bytes: int
+    seconds: float = 0.0
+    unpacked_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor that may be stored.
+
+    Attributes:
+      name: for people.
+      options: the forms it may be stored in; none if it is always computed again.
+      uses: the events that read it, ascending.
+      bytes: that it takes while it is there without being stored.
+      sources: the items that it is computed from.
+      seconds: to compute it again from them; None if that is not possible.
+    """
+
+    name: str
+    options: tuple[Option, ...]
+    uses: tuple[int, ...]
+    bytes: int
+    sources: tuple[int, ...] = ()
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A stage's choices under a budget.
+
+    In an event there are in memory: ``held`` times the whole stash, those stored items that are still to be read (if
+    ``frees``), those that were computed again or unpacked and are still to be read, and the event's own ``base`` bytes.
+
+    Attributes:
+      items: each reads only items before it.
+      base: bytes that every event needs besides.
+      capacity: bytes in memory at most.
+      held: how many times the stash is there all the time: other micro-batches in flight, a copy out of an arena.
+      frees: whether the stash of the micro-batch at work is given back piece by piece.
+      most_stored: bytes of one stash at most, if that is limited.
+    """
+
+    items: tuple[Item, ...]
+    base: tuple[int, ...]
+    capacity: float
+    held: int = 0
+    frees: bool = True
+    most_stored: float | None = None
+
+    def __post_init__(self) -> None:
+        for k, item in enumerate(self.items):
+            if any(source >= k for source in item.sources):
+                raise ValueError(f"item {k} ({item.name}) has sources {item.sources}; they must come before it.")
+            if list(item.uses) != sorted(set(item.uses)) or any(not 0 <= e < len(self.base) for e in item.uses):
+                raise ValueError(f"item {k} ({item.name}) has uses {item.uses} of {len(self.base)} events.")
+            if item.seconds is None and not item.options:
+                raise ValueError(f"item {k} ({item.name}) can neither be stored nor computed again.")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a choice leads to.
+
+    Attributes:
+      seconds: of encoding, decoding and computing again.
+      stash_bytes: what is stored for one micro-batch.
+      bytes: in memory, by event.
+      computed: the event in which each item that is computed again is so.
+      read: the items that are read at all.
+    """
+
+    seconds: float
+    stash_bytes: int
+    bytes: tuple[int, ...]
+    computed: dict[int, int]
+    read: frozenset[int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in memory at once."""
+        return max(self.bytes, default=0)
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether the limits of a problem hold."""
+        limit = problem.most_stored
+        return self.peak_bytes <= problem.capacity and (limit is None or self.stash_bytes <= limit)
+
+
+def simulate(problem: Problem, choice: Sequence[int]) -> Outcome | None:
+    """Walk through the events with one option (its position) or ``NOT_STORED`` for each item.
+
+    Nothing here knows of the solvers; their answers are checked by it.
+
+    Returns:
+      None if an item that is needed can not be had.
+    """
+    items, events = problem.items, len(problem.base)
+    reads: list[set[int]] = [set() for _ in items]
+    computed: dict[int, int] = {}
+    at: list[list[int]] = [[] for _ in range(events)]
+    for k, item in enumerate(items):
+        for e in item.uses:
+            at[e].append(k)
+    for e in range(events):
+        pending = list(at[e])
+        while pending:
+            k = pending.pop()
+            reads[k].add(e)
+            if choice[k] != NOT_STORED or k in computed:
+                continue
+            if items[k].seconds is None:
+                return None
+            computed[k] = e
+            pending.extend(items[k].sources)
+    seconds = sum(items[k].seconds or 0.0 for k in computed)
+    change = np.zeros(events + 1, np.int64)
+    stash = 0
+    for k, item in enumerate(items):
+        last = max(reads[k], default=-1)
+        if choice[k] == NOT_STORED:
+            if k in computed:
+                change[computed[k]] += item.bytes
+                change[last + 1] -= item.bytes
+            continue
+        option = item.options[choice[k]]
+        seconds += option.seconds
+        stash += option.bytes
+        if problem.frees:
+            change[0] += option.bytes
+            change[last + 1] -= option.bytes
+        if reads[k]:
+            change[min(reads[k])] += option.unpacked_bytes
+            change[last + 1] -= option.unpacked_bytes
+    total = np.cumsum(change[:events]) + np.asarray(problem.base, np.int64) + problem.held * stash
+    read = frozenset(k for k, events_of in enumerate(reads) if events_of)
+    return Outcome(seconds, stash, tuple(map(int, total)), computed, read)

@@ -1,0 +1,158 @@
+"""Storage under a budget: the integer programme and the greedy search against all choices there are."""
+
+import heapq
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from jaxpipe.planning.storing.greedy import give_up
+from jaxpipe.planning.storing.problem import NOT_STORED, Item, Option, Problem, simulate
+from jaxpipe.planning.storing.programme import solve
+
+
+def all_choices(problem):
+    """Every choice with what it leads to."""
+    ways = [(NOT_STORED, *range(len(item.options))) for item in problem.items]
+    for choice in itertools.product(*ways):
+        found = simulate(problem, choice)
+        if found is not None:
+            yield choice, found
+
+
+def fastest(problem):
+    """Seconds of the best choice within the limits; infinite if there is none."""
+    return min((found.seconds for _, found in all_choices(problem) if found.fits(problem)), default=math.inf)
+
+
+def instance(seed):
+    """A random problem with small numbers, so that ties and zeros are common."""
+    r = np.random.default_rng(seed)
+    count, events = int(r.integers(1, 8)), int(r.integers(1, 7))
+    items = []
+    for k in range(count):
+        options = [
+            Option(f"form{n}", int(r.integers(0, 9)), float(r.integers(0, 4)), int(r.integers(0, 6)) * int(n > 0))
+            for n in range(int(r.integers(0, 3)))
+        ]
+        again = bool(r.random() < 0.8) or not options
+        items.append(
+            Item(
+                f"item{k}",
+                tuple(options),
+                tuple(sorted({int(e) for e in r.integers(0, events, int(r.integers(0, 3)))})),
+                int(r.integers(0, 9)),
+                tuple(sorted({int(j) for j in r.integers(0, k, int(r.integers(0, 3)))})) if k and again else (),
+                float(r.integers(0, 6)) if again else None,
+            )
+        )
+    base = tuple(int(b) for b in r.integers(0, 5, events))
+    most = float(r.integers(0, 30)) if r.random() < 0.3 else None
+    return Problem(tuple(items), base, float(r.integers(3, 40)), int(r.integers(0, 3)), bool(r.random() < 0.6), most)
+
+
+def check_instance(seed):
+    problem = instance(seed)
+    best = fastest(problem)
+    answer = solve(problem)
+    if best == math.inf:
+        assert answer.choice is None and answer.infeasible, seed
+    else:
+        found = simulate(problem, answer.choice)
+        assert found is not None and found.fits(problem), seed
+        assert answer.optimal and found.seconds == best, seed
+    unlimited = Problem(problem.items, problem.base, math.inf, problem.held, problem.frees, problem.most_stored)
+    lowest = min((f.peak_bytes for _, f in all_choices(unlimited) if f.fits(unlimited)), default=None)
+    least = solve(unlimited, least_peak=True)
+    if lowest is None:
+        assert least.choice is None, seed
+    else:
+        assert simulate(problem, least.choice).peak_bytes == lowest, seed
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("first", range(0, 60, 15))
+def test_best_of_all_choices(first):
+    for seed in range(first, first + 15):
+        check_instance(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 2000, 50))
+def test_best_of_all_choices_of_many(first):
+    for seed in range(first, first + 50):
+        check_instance(seed)
+
+
+@pytest.mark.core
+def test_greedy_keeps_the_limits():
+    """It may fail where there is an answer, and be slower than the best, but never lie."""
+    solved, ratios = 0, []
+    for seed in range(200):
+        problem = instance(seed)
+        best, choice = fastest(problem), give_up(problem)
+        if best == math.inf:
+            assert choice is None, seed
+        elif choice is not None:
+            found = simulate(problem, choice)
+            assert found.fits(problem) and found.seconds >= best, seed
+            solved += 1
+            ratios.append((found.seconds + 1) / (best + 1))
+    possible = sum(fastest(instance(seed)) < math.inf for seed in range(200))
+    assert solved >= 0.8 * possible
+    assert np.mean(ratios) < 1.25
+
+
+def chain(layers, budget):
+    """Unit forward operators, a loss, unit backward operators; gradients count in memory, the loss as one of them."""
+    items = tuple(
+        Item(f"f{k}", (Option("keep", 1),), (layers - 1 - k,), 1, (k - 1,) if k else (), 1.0) for k in range(layers)
+    )
+    return Problem(items, (2,) * layers, budget)
+
+
+def executions_with_any_recomputation(layers, budget):
+    """The fewest executions of any schedule of the chain, by Dijkstra over what is in memory."""
+    count = 2 * layers + 1
+    reads = [{v - 1} if v else set() for v in range(count)]
+    for k in range(layers):
+        reads[2 * layers - k].add(k)
+    queue, seen = [(0, (), ())], set()
+    queue = [(0, 0, frozenset())]
+    while queue:
+        cost, done, memory = heapq.heappop(queue)
+        if done == count:
+            return cost
+        if (done, memory) in seen:
+            continue
+        seen.add((done, memory))
+        for v in memory:
+            heapq.heappush(queue, (cost, done, memory - {v}))
+        for v in range(count):
+            if v not in memory and reads[v] <= memory and len(memory) < budget and v <= done:
+                heapq.heappush(queue, (cost + 1, max(done, v + 1), memory | {v}))
+    return math.inf
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("layers", "budget", "executions"),
+    [(4, 5, 10), (4, 7, 9), (6, 5, 16), (6, 7, 14), (8, 5, 22), (8, 7, 20)],
+)
+def test_known_optima_of_chains(layers, budget, executions):
+    answer = solve(chain(layers, budget))
+    assert answer.optimal
+    found = simulate(chain(layers, budget), answer.choice)
+    assert found.peak_bytes <= budget
+    assert 2 * layers + 1 + found.seconds == executions
+
+
+@pytest.mark.core
+def test_a_chain_that_needs_a_tensor_three_times():
+    """Six layers in four units of memory: 18 executions do it, but not with one decision for each tensor."""
+    assert executions_with_any_recomputation(6, 4) == 18
+    assert executions_with_any_recomputation(6, 5) == 16
+    assert all(not found.fits(chain(6, 4)) for _, found in all_choices(chain(6, 4)))
+    assert solve(chain(6, 4)).infeasible
+    assert solve(chain(6, 4), least_peak=True).choice is not None

@@ -335,6 +335,7 @@ def _describe(
                 added_seconds=fitted[s].added_seconds,
                 storage=fitted[s].status,
                 storage_gap=fitted[s].gap,
+                solve_seconds=fitted[s].solve_seconds,
                 stored=_stored_bytes(section),
                 parameter_bytes=sum(4 * word_count(a) for a in program.avals(section.parameters)),
                 stash_bytes=sum(4 * word_count(a) for a in program.stash_avals(section)),

@@ -261,7 +261,7 @@ def _too_small(
     largest = [] if least is None else search.largest(least)
     binding = f" What then is stored most: {', '.join(largest)}." if largest else ""
     return MemoryBudgetError(
-        f"memory={bytes_text(budget)}: by default each device needs {bytes_text(needed)} ({parts}). The smallest budget "
-        f"that was found to be met, for this number of stages and micro-batches, is {smallest} bytes "
+        f"memory={bytes_text(budget)}: by default each device needs {bytes_text(needed)} ({parts}). The smallest "
+        f"budget that was found to be met, for this number of stages and micro-batches, is {smallest} bytes "
         f"({bytes_text(smallest)}).{binding} More micro-batches or more stages need less."
     )

@@ -30,6 +30,7 @@ class StagePlan:
         ``"greedy"`` or ``"lowest peak"``.
       added_seconds: what computing again and codecs add over the default, in ``backward_seconds``.
       storage_gap: by what share of the time of all codecs and recomputation another choice may be faster.
+      solve_seconds: what the solver took for it.
       sent_bytes: what it sends on to the next stage for one micro-batch.
     """
 
@@ -46,6 +47,7 @@ class StagePlan:
     storage: str
     added_seconds: float
     storage_gap: float
+    solve_seconds: float
 
 
 @dataclass(frozen=True)

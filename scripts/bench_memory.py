@@ -1,0 +1,261 @@
+"""Pipelines under memory budgets: bytes, time to plan, step time, against no plan and ``jax.checkpoint``.
+
+    python -m scripts.bench_memory
+    python -m scripts.bench_memory --models U-Net --stages 4 --seconds 20 --out out/some.json
+    python -m scripts.plot_memory
+
+A budget is the bytes that do not depend on storage (parameters, gradients, optimizer, state, batch, transport) plus a
+share of what the pipeline without codecs (``storage=()``, named ``plain``) has XLA reserve besides. ``default`` is
+the pipeline without a budget. With one stage also ``jax.checkpoint`` of the whole loss, in the same executor, with
+JAX's policies: what users have today.
+
+  predicted   bytes on each device in the plan, made before the first compile
+  compiled    argument + result + temporary - donated bytes of the compiled step
+  plan        seconds to plan, profile excluded; solve: the longest that solvers took for a stage
+  added       predicted time of codecs and recomputation, relative to a step's work
+  ratio       step time / plain within a round: median and quartiles; all variants run in turn in one loop
+  difference  of the gradients from plain ones, relative, in L2 over all parameters
+"""
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import jaxpipe
+from examples import models
+from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
+
+
+SHARES = (1.0, 0.75, 0.5, 0.35, 0.25)
+MICROBATCHES = {1: 2, 4: 8}
+POLICIES = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots-no-batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the shape of an example, examples of a micro-batch, a loss, and how many tokens there are."""
+
+    model: Callable[[], Any]
+    example: tuple[int, ...]
+    rows: int
+    loss: Callable[[Any, Any], Any]
+    tokens: int | None = None
+
+
+def entropy(logits: Any, labels: Any) -> Any:
+    """Mean cross entropy."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def transformer() -> Any:
+    """Twelve layers."""
+    return models.Transformer(vocab=256, num_layers=12, width=128, num_heads=4, max_length=128, tied=False)
+
+
+CASES = {
+    "VGG-16": Case(
+        lambda: models.VGG16(num_classes=10), (32, 32, 3), 32, lambda model, b: entropy(model(b["x"]), b["y"])
+    ),
+    "ResNet-50": Case(
+        lambda: models.ResNet50(num_classes=10),
+        (32, 32, 3),
+        16,
+        lambda model, b: entropy(model(b["x"], train=True), b["y"]),
+    ),
+    "U-Net": Case(
+        lambda: models.UNet(width=16, depth=3),
+        (64, 64, 3),
+        4,
+        lambda model, b: jnp.square(model(b["x"])[..., 0] - b["x"][..., 0]).mean(),
+    ),
+    "transformer": Case(
+        transformer, (128,), 8, lambda model, b: entropy(model(b["x"], train=True)[:, :-1], b["x"][:, 1:]), 256
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant of one model on some stages; see above."""
+
+    model: str
+    stages: int
+    variant: str
+    budget: int | None
+    predicted: int | None
+    compiled: int | None
+    plan_seconds: float | None
+    solve_seconds: float | None
+    status: str
+    gap: float | None
+    added: float | None
+    ratio: Quartiles | None
+    difference: float | None
+
+
+def make_batch(case: Case, m: int) -> dict[str, Any]:
+    """``m`` micro-batches of random examples."""
+    key = jax.random.key(0)
+    shape = (m * case.rows, *case.example)
+    x = jax.random.normal(key, shape) if case.tokens is None else jax.random.randint(key, shape, 0, case.tokens)
+    return {"x": x, "y": jnp.arange(len(x)) % 10}
+
+
+def checkpointed(case: Case, policy: Callable[..., Any], variables: Any) -> Any:
+    """The model as a function under ``jax.checkpoint``; running statistics are dropped."""
+
+    def apply(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        return case.model().apply(variables, *args, **kwargs, mutable=["batch_stats"])[0]
+
+    def model(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        return jax.checkpoint(functools.partial(apply, **kwargs), policy=policy)(variables, *args)
+
+    return jax.tree_util.Partial(model, variables)
+
+
+def stepper(pipeline: jaxpipe.Pipeline, state: Any, batch: Any) -> Callable[[], Any]:
+    """A training step that goes on from the one before."""
+    held = [state]
+
+    def step() -> Any:
+        held[0], metrics = pipeline.step(held[0], batch)
+        return metrics["loss"]
+
+    return step
+
+
+def difference(actual: Any, expected: Any) -> float:
+    """``|actual - expected| / |expected|`` over all leaves together."""
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    squares = np.sum([[np.sum((np.float64(a) - b) ** 2), np.sum(np.float64(b) ** 2)] for a, b in pairs], axis=0)
+    return float(np.sqrt(squares[0] / squares[1]))
+
+
+def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
+    """All variants of a model."""
+    case, m = CASES[name], MICROBATCHES[stages]
+    batch = make_batch(case, m)
+    mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
+
+    def make(model: Any = None, **options: Any) -> jaxpipe.Pipeline:
+        options = {"optimizer": optax.sgd(0.01, momentum=0.9), "num_microbatches": m, **options}
+        model = case.model() if model is None else model
+        return jaxpipe.partition(model, mesh, batch, loss=case.loss, **options)
+
+    plain = make(storage=())
+    profile = plain.profile
+    reserved = plain.memory_report().compiled_bytes[0]
+    fixed = sum(n for part, n in plain.plan.memory.items() if part not in ("arena", "working"))
+    key = jax.random.key(1)
+    variables = plain.parameters(plain.init(key))
+    pipelines: dict[str, jaxpipe.Pipeline] = {"plain": plain, "default": make(profile=profile)}
+    failed: dict[str, str] = {}
+    spent, budgets = {}, {}
+    for share in SHARES:
+        label = f"{share:.0%}"
+        budgets[label] = int(fixed + share * (reserved - fixed))
+        start = time.perf_counter()
+        try:
+            pipelines[label] = make(profile=profile, memory=budgets[label])
+            spent[label] = time.perf_counter() - start
+            pipelines[label].memory_report()
+        except jaxpipe.MemoryBudgetError as error:
+            pipelines.pop(label, None)
+            failed[label] = str(error)
+    predicted = {label: pipeline.plan.predicted_bytes for label, pipeline in pipelines.items()}
+    if stages == 1:
+        for label, policy in POLICIES.items():
+            pipelines[label] = make(checkpointed(case, policy, variables), storage=())
+            predicted[label] = pipelines[label].plan.predicted_bytes
+    given = {label: None if label in POLICIES else variables for label in pipelines}
+    states = {label: pipeline.init(key, variables=given[label]) for label, pipeline in pipelines.items()}
+    ours = [label for label in pipelines if label not in POLICIES]
+    gradients = {label: pipelines[label].value_and_grad(states[label], batch)[1] for label in ours}
+    steps = {label: stepper(pipeline, states[label], batch) for label, pipeline in pipelines.items()}
+    times = alternate(steps, rounds, seconds)
+    rows = []
+    for label, pipeline in pipelines.items():
+        plan, report = pipeline.plan, pipeline.memory_report()
+        work = [s.forward_seconds + s.backward_seconds - s.added_seconds for s in plan.stages]
+        rows.append(
+            Row(
+                name,
+                stages,
+                label,
+                budgets.get(label),
+                predicted[label],
+                report.compiled_bytes[0],
+                spent.get(label),
+                max(s.solve_seconds for s in plan.stages),
+                "/".join(dict.fromkeys(s.storage for s in plan.stages)),
+                max(s.storage_gap for s in plan.stages),
+                max(s.added_seconds / w if w else 0.0 for s, w in zip(plan.stages, work, strict=True)),
+                quartiles([b / a for a, b in zip(times["plain"], times[label], strict=True)]),
+                difference(gradients[label], gradients["plain"]) if label in gradients else None,
+            )
+        )
+    for label, message in failed.items():
+        rows.append(Row(name, stages, label, budgets[label], None, None, None, None, message, None, None, None, None))
+    return rows
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows for people."""
+    found = Table(title="memory budgets", title_justify="left")
+    for name in ("model", "stages", "variant"):
+        found.add_column(name)
+    for name in ("budget", "predicted", "compiled", "plan s", "solve s", "added", "ratio", "difference", "storage"):
+        found.add_column(name, justify="right")
+    for r in rows:
+        sizes = ["" if n is None else f"{n / 2**20:.1f}" for n in (r.budget, r.predicted, r.compiled)]
+        seconds = ["" if x is None else f"{x:.1f}" for x in (r.plan_seconds, r.solve_seconds)]
+        added = "" if r.added is None else f"{r.added:+.1%}"
+        ratio = "" if r.ratio is None else f"{r.ratio[1]:.2f}"
+        off = "" if r.difference is None else f"{r.difference:.0e}"
+        found.add_row(r.model, str(r.stages), r.variant, *sizes, *seconds, added, ratio, off, r.status[:40])
+    return found
+
+
+def main() -> None:
+    """Measure, write the JSON file and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--stages", nargs="+", type=int, choices=MICROBATCHES, default=list(MICROBATCHES))
+    parser.add_argument("--rounds", type=int, default=20, help="most rounds per model (default 20)")
+    parser.add_argument("--seconds", type=float, default=60, help="most seconds of rounds per model (default 60)")
+    parser.add_argument("--out", type=Path, default=Path("out/bench_memory.json"))
+    options = parser.parse_args()
+    keep_freed_memory()
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    jax.config.update("jax_num_cpu_devices", max(options.stages))
+    rows: list[Row] = []
+    for name in options.models:
+        for stages in options.stages:
+            rows += measure(name, stages, options.rounds, options.seconds)
+            Console(width=170).print(table([r for r in rows if (r.model, r.stages) == (name, stages)]))
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            result = {**header(), "microbatches": MICROBATCHES, "rows": [asdict(row) for row in rows]}
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

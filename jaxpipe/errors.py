@@ -38,7 +38,15 @@ class StateError(JaxpipeError, ValueError):
 
 
 class MemoryBudgetError(JaxpipeError, ValueError):
-    """A memory budget that no plan meets."""
+    """A memory budget that no plan meets.
+
+    Attributes:
+      smallest: the smallest budget for which a plan was found, if one was.
+    """
+
+    def __init__(self, message: str, smallest: int | None = None):
+        super().__init__(message)
+        self.smallest = smallest
 
 
 class ProfileError(JaxpipeError, ValueError):

@@ -23,7 +23,7 @@ from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_loss
 from jaxpipe.pipeline.optimizer import colour_update
 from jaxpipe.pipeline.pipeline import Pipeline, Planned
-from jaxpipe.pipeline.program import DATA, Program
+from jaxpipe.pipeline.program import DATA, PAGE, Program, moved_pages
 from jaxpipe.pipeline.sections import Section, cut_sections, place, places_to_cut, variable_spans, with_backward
 from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.pipeline.words import word_count
@@ -38,6 +38,7 @@ from jaxpipe.profiling import roofline
 from jaxpipe.profiling.model import Source, profile_objective
 from jaxpipe.profiling.roofline import rates_of
 from jaxpipe.schedules import Schedule, one_f_one_b, simulate
+from jaxpipe.schedules.swaps import peer
 from jaxpipe.stash import stored_bytes
 from jaxpipe.units import parse_bytes
 from jaxpipe.work import weight
@@ -240,7 +241,7 @@ def _prices(request: Request, objective: Objective, found: Partition) -> Prices:
         return known.get(op.outputs[0], scale * roofline.seconds([op], graph, rates))
 
     slow = tuple(1 / min(found.network.speed[d] for d in stage.devices) for stage in found.stages)
-    return Prices(seconds, rates.bytes / scale if scale else rates.bytes, slow)
+    return Prices(seconds, rates.bytes / scale if scale else rates.bytes, slow, functools.partial(swap_seconds, found))
 
 
 def _rows(x: Any, count: int) -> Any:
@@ -340,15 +341,19 @@ def _describe(
                 parameter_bytes=sum(4 * word_count(a) for a in program.avals(section.parameters)),
                 stash_bytes=sum(4 * word_count(a) for a in program.stash_avals(section)),
                 in_flight=program.schedule.in_flight(s),
+                away=0 if program.swaps is None else program.swaps.away(s),
                 sent_bytes=sum(4 * word_count(a) for a in program.avals(section.leaving)),
             )
         )
     speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
+    exchange = _exchange_seconds(found, [4 * n for n in program.message_words])
+    if program.swaps is not None:
+        exchange += swap_seconds(found, 4 * PAGE * max(moved_pages(program)))
     timeline = simulate(
         program.schedule,
         forward=[stage.forward_seconds / s for stage, s in zip(stages, speed, strict=True)],
         backward=[stage.backward_seconds / s for stage, s in zip(stages, speed, strict=True)],
-        communication=_exchange_seconds(found, [4 * n for n in program.message_words]),
+        communication=exchange,
     )
     described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
     return Plan(
@@ -376,6 +381,14 @@ def _stored_bytes(section: Section) -> dict[str, int]:
         name = forms[t].storage.value
         found[name] = found.get(name, 0) + stored_bytes(graph.tensors[t], forms[t])
     return found
+
+
+def swap_seconds(found: Partition, size: int) -> float:
+    """What it takes peers to exchange stashes of some bytes, over the slowest of their links."""
+    count = len(found.stages)
+    pairs = [(stage, found.stages[peer(s, count)]) for s, stage in enumerate(found.stages) if peer(s, count) != s]
+    links = [link for one, two in pairs for link in zip(one.devices, two.devices, strict=True)]
+    return max((found.network.seconds(*link, size) for link in links), default=0.0)
 
 
 def _exchange_seconds(found: Partition, messages: Sequence[float]) -> float:

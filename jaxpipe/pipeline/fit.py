@@ -3,6 +3,7 @@
     default plans ──▶ predicted bytes ──within──▶ done
                            │ over
                            ▼
+    with stashes at home, and with some of them in a peer's memory (jaxpipe.schedules.swaps):
     limits for each stage ──▶ a choice for each (jaxpipe.planning.storing) ──▶ stage programs ──▶ predicted bytes ...
 
 All devices reserve the largest arena and the largest working memory of any stage, so a budget is split between the
@@ -19,12 +20,13 @@ from dataclasses import dataclass, replace
 from jaxpipe import stage as stages
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph import Graph, Operator
-from jaxpipe.pipeline.program import PAGE, Program
+from jaxpipe.pipeline.program import PAGE, Program, moved_pages
 from jaxpipe.pipeline.sections import Section
 from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, Problem, simulate
+from jaxpipe.schedules.swaps import balance
 from jaxpipe.units import bytes_text
 
 
@@ -66,11 +68,13 @@ class Prices:
       seconds: of an operator of a graph, on the device.
       bytes_per_second: the rate of memory.
       slow: by stage, how many times slower than the profiled device the stage's own is.
+      swap_seconds: for two peers to exchange messages of some bytes.
     """
 
     seconds: Callable[[Graph, Operator], float]
     bytes_per_second: float
     slow: tuple[float, ...]
+    swap_seconds: Callable[[int], float]
 
 
 def fit(
@@ -98,33 +102,16 @@ def fit(
       MemoryBudgetError: if no choice was found, with the smallest budget for which one is.
       PartitionError: if the solver is not installed.
     """
-    count = len(program.sections)
     memory = predict(program)
     if sum(memory.values()) <= budget:
-        return program, (Fitted(),) * count
-    room = budget - sum(n for name, n in memory.items() if name not in ("arena", "working"))
-    search = _Search(program, working_bytes, prices, solver, time_limit)
-    tried: list[int] = []
-    target = room
-    for _ in range(MOST_ROUNDS):
-        answers = search.best(target) if target > 0 else None
-        if answers is None:
-            break
-        candidate = search.apply(answers)
-        needed = sum(predict(candidate).values())
-        tried.append(needed)
-        if needed <= budget:
-            return candidate, search.report(answers)
-        search.correct(candidate, answers)
-        if len(tried) > 1 and tried[-1] >= tried[-2]:
-            target -= needed - budget
-    least = search.least()
-    if least is not None:
-        candidate = search.apply(least)
-        tried.append(sum(predict(candidate).values()))
-        if tried[-1] <= budget:
-            return candidate, search.report(least)
-    raise _too_small(memory, search, least, budget, tried)
+        return program, (Fitted(),) * len(program.sections)
+    swaps = None if program.alone else balance(program.schedule)
+    variants = [program] if swaps is None else [program, replace(program, swaps=swaps)]
+    searches = [_Search(variant, predict, working_bytes, prices, solver, time_limit) for variant in variants]
+    found = [result for search in searches if (result := search.within(budget)) is not None]
+    if not found:
+        raise _too_small(memory, searches, budget)
+    return min(found, key=lambda result: result[0])[1:]
 
 
 class _Search:
@@ -133,14 +120,20 @@ class _Search:
     def __init__(
         self,
         program: Program,
+        predict: Callable[[Program], dict[str, int]],
         working_bytes: Callable[[Program, int], int],
         prices: Prices,
         solver: str,
         time_limit: float,
     ):
-        self.program, self._working, self._solver = program, working_bytes, solver
-        self._time_limit, self._slow = time_limit, prices.slow
-        self.slots = [1 if program.alone else program.schedule.in_flight(s) for s in range(len(program.sections))]
+        self.program, self._predict, self._working, self._solver = program, predict, working_bytes, solver
+        self._time_limit, self._prices = time_limit, prices
+        stages = range(len(program.sections))
+        if program.swaps is not None:
+            self.slots = [program.swaps.slots for _ in stages]
+        else:
+            self.slots = [1 if program.alone else program.schedule.in_flight(s) for s in stages]
+        self.tried: list[int] = []
         self.items: list[Items] = []
         for section in program.sections:
             assert section.stage is not None
@@ -162,6 +155,44 @@ class _Search:
             self.items[s], capacity, held=0 if alone else 1, frees=alone, most_stored=most_stored, extra=extra
         )
 
+    def within(self, budget: int) -> tuple[float, Program, tuple[Fitted, ...]] | None:
+        """What a step takes longer, the program and its stages' storage within a budget; None if none was found."""
+        memory = self._predict(self.program)
+        if sum(memory.values()) <= budget:
+            return self._cost(self.program, [Fitted()] * len(self.items))
+        room = target = budget - sum(n for name, n in memory.items() if name not in ("arena", "working"))
+        last = math.inf
+        for _ in range(MOST_ROUNDS):
+            answers = self.best(target) if target > 0 else None
+            if answers is None:
+                break
+            candidate, needed = self._tried(answers)
+            if needed <= budget:
+                return self._cost(candidate, self.report(answers))
+            self.correct(candidate, answers)
+            if needed >= last:
+                target -= needed - budget
+            last = needed
+        least = self.least if room > 0 or not self.tried else None
+        if least is None:
+            return None
+        candidate, needed = self._tried(least)
+        return self._cost(candidate, self.report(least)) if needed <= budget else None
+
+    def _tried(self, answers: Sequence[Answer]) -> tuple[Program, int]:
+        candidate = self.apply(answers)
+        needed = sum(self._predict(candidate).values())
+        self.tried.append(needed)
+        return candidate, needed
+
+    def _cost(self, program: Program, fitted: Sequence[Fitted]) -> tuple[float, Program, tuple[Fitted, ...]]:
+        schedule, seconds = program.schedule, self._prices.swap_seconds
+        added = max(f.added_seconds * slow for f, slow in zip(fitted, self._prices.slow, strict=True))
+        total = schedule.num_microbatches * added
+        if program.swaps is not None:
+            total += len(schedule.ticks) * seconds(4 * PAGE * max(moved_pages(program)))
+        return total, program, tuple(fitted)
+
     def best(self, room: float) -> list[Answer] | None:
         """Answers for all stages within a room, the slowest added time least."""
         if self.program.alone:
@@ -174,7 +205,7 @@ class _Search:
     def _greedily(self, arena: float, working: float) -> float:
         """The seconds of the slowest stage without a solver; infinite if a stage finds nothing."""
         slowest = 0.0
-        for s, slow in enumerate(self._slow):
+        for s, slow in enumerate(self._prices.slow):
             problem = self._limited(s, arena, working)
             choice = give_up(problem)
             outcome = None if choice is None else simulate(problem, choice)
@@ -199,7 +230,9 @@ class _Search:
         return answers
 
     def _added(self, answers: Sequence[Answer]) -> tuple[float, float]:
-        added = [fitted.added_seconds * slow for fitted, slow in zip(self.report(answers), self._slow, strict=True)]
+        added = [
+            fitted.added_seconds * slow for fitted, slow in zip(self.report(answers), self._prices.slow, strict=True)
+        ]
         return max(added), sum(added)
 
     def apply(self, answers: Sequence[Answer]) -> Program:
@@ -224,6 +257,7 @@ class _Search:
             for answer, seconds, spent in zip(answers, before, self.spent, strict=True)
         )
 
+    @functools.cached_property
     def least(self) -> list[Answer] | None:
         """Answers with as little memory as is found."""
         found = []
@@ -248,20 +282,16 @@ class _Search:
         return [f"{name} ({bytes_text(size)})" for size, name in sorted(stored, reverse=True)[:3]]
 
 
-def _too_small(
-    memory: dict[str, int],
-    search: _Search,
-    least: Sequence[Answer] | None,
-    budget: int,
-    tried: Sequence[int],
-) -> MemoryBudgetError:
+def _too_small(memory: dict[str, int], searches: Sequence[_Search], budget: int) -> MemoryBudgetError:
     parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in memory.items())
     needed = sum(memory.values())
-    smallest = min([needed, *tried])
-    largest = [] if least is None else search.largest(least)
+    search = min(searches, key=lambda search: min(search.tried, default=math.inf))
+    smallest = min([needed, *search.tried])
+    largest = [] if search.least is None else search.largest(search.least)
     binding = f" What then is stored most: {', '.join(largest)}." if largest else ""
     return MemoryBudgetError(
         f"memory={bytes_text(budget)}: by default each device needs {bytes_text(needed)} ({parts}). The smallest "
         f"budget that was found to be met, for this number of stages and micro-batches, is {smallest} bytes "
-        f"({bytes_text(smallest)}).{binding} More micro-batches or more stages need less."
+        f"({bytes_text(smallest)}).{binding} More micro-batches or more stages need less.",
+        smallest,
     )

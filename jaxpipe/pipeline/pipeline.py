@@ -275,21 +275,25 @@ class Pipeline:
         """The training step. If XLA reserves more than the budget, storage is chosen again for as much less."""
         planned = self._planned
         budget = target = planned.plan.budget
-        reserved = 0
+        reserved: list[int] = []
         for _ in range(_MOST_COMPILATIONS):
             function = steps.training_step(
                 self.mesh, planned.program, planned.update, planned.batching, self._abstract_state
             )
             compiled = self._lower(function, planned.batch, planned.batching).compile()
-            reserved = _reserved_bytes(compiled)
-            if budget is None or target is None or planned.refit is None or reserved <= budget:
+            reserved.append(_reserved_bytes(compiled))
+            if budget is None or target is None or planned.refit is None or reserved[-1] <= budget:
                 return compiled
-            target = min(target, planned.plan.predicted_bytes) - (reserved - budget)
-            planned = self._maybe_planned = planned.refit(target)
+            target = min(target, planned.plan.predicted_bytes) - (reserved[-1] - budget)
+            smaller = _smaller(planned, target)
+            if smaller is None:
+                break
+            planned = self._maybe_planned = smaller
         raise MemoryBudgetError(
-            f"memory={bytes_text(budget or 0)}: XLA reserves {bytes_text(reserved)} on each device for a plan of "
-            f"{bytes_text(planned.plan.predicted_bytes)}, and did so for {_MOST_COMPILATIONS} plans, each smaller than "
-            "the one before. Use more micro-batches or more stages."
+            f"memory={bytes_text(budget or 0)}: XLA reserves {', '.join(map(bytes_text, reserved))} on each device for "
+            f"plans that were made smaller each time, the last one of {bytes_text(planned.plan.predicted_bytes)}. Use "
+            "more micro-batches or more stages.",
+            min(reserved),
         )
 
     @cached_property
@@ -341,10 +345,22 @@ class Pipeline:
             objective=objective,
             sections=cut_sections(objective, cuts, planned.placement),
             schedule=forward_only(count, m),
+            swaps=None,
         )
         build = steps.evaluation_step if name == "evaluate" else steps.prediction_step
         compiled = self._lower(build(self.mesh, program, batching, self._abstract_state), shapes, batching).compile()
         return compiled, objective, batching
+
+
+def _smaller(planned: Planned, target: int) -> Planned | None:
+    """A plan for ``target`` bytes, or the smallest that there is; None if that is no smaller than this one."""
+    assert planned.refit is not None
+    try:
+        return planned.refit(target)
+    except MemoryBudgetError as error:
+        if error.smallest is None or error.smallest >= planned.plan.predicted_bytes:
+            return None
+        return planned.refit(error.smallest)
 
 
 def _reserved_bytes(compiled: Any) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxpipe.graph import itemsize
 from jaxpipe.pipeline.optimizer import finish_update
-from jaxpipe.pipeline.program import PAGE, Program, backward_branch, forward_branch
+from jaxpipe.pipeline.program import PAGE, Program, backward_branch, forward_branch, landing_pages
 from jaxpipe.pipeline.step import Update
 from jaxpipe.planning.liveness import peak_bytes
 
@@ -37,6 +37,8 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     arena = program.arena_pages * PAGE * 4
     # What arrives, and what is being sent.
     transport = 2 * 4 * sum(program.message_words) if len(program.sections) > 1 else 0
+    if program.swaps is not None:
+        transport += 2 * 4 * PAGE * landing_pages(program)
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
     updating = max(updating_bytes(program, update, s) for s in range(len(program.sections)))
     return {

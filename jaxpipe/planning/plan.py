@@ -25,6 +25,7 @@ class StagePlan:
       parameter_bytes: its own parameters, without gradients and optimizer state.
       stash_bytes: what one micro-batch keeps for the backward pass.
       in_flight: the most micro-batches that keep a stash at the same time.
+      away: of these, how many are in its peer's memory at most (``jaxpipe.schedules.swaps``).
       stored: bytes of the stash, by kind of storage.
       storage: how it was chosen: ``"default"``, or within a budget ``"optimal"``, ``"gap"``, ``"time limit"``,
         ``"greedy"`` or ``"lowest peak"``.
@@ -43,6 +44,7 @@ class StagePlan:
     stash_bytes: int
     in_flight: int
     sent_bytes: int
+    away: int
     stored: dict[str, int]
     storage: str
     added_seconds: float
@@ -137,7 +139,7 @@ class Plan:
                 f"{1e3 * stage.backward_seconds:.2f} ms",
                 bytes_text(stage.parameter_bytes),
                 bytes_text(stage.stash_bytes),
-                str(stage.in_flight),
+                f"{stage.in_flight}, {stage.away} away" if stage.away else str(stage.in_flight),
                 bytes_text(stage.sent_bytes),
             )
         parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in self.memory.items())
@@ -147,7 +149,7 @@ class Plan:
             f"{bytes_text(self.predicted_bytes)}{limit} on each device: {parts}"
         )
         chosen = [f"stage {k}: {_storage_text(stage)}" for k, stage in enumerate(self.stages)]
-        if any(stage.storage != "default" for stage in self.stages):
+        if any(stage.storage != "default" or stage.away for stage in self.stages):
             table.caption += "\nstorage chosen within the budget:\n" + "\n".join(chosen)
         return table
 

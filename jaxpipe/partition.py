@@ -17,6 +17,7 @@ from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_var
 from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import arrange
+from jaxpipe.pipeline.balance import balanced
 from jaxpipe.pipeline.fit import Fitted, Prices, fit
 from jaxpipe.pipeline.initialize import stage_devices
 from jaxpipe.pipeline.layout import lay_out
@@ -183,12 +184,51 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     objective = trace_loss(model, request.loss, one)
     profile = _profile(request, objective)
     found = _place(request, objective, model, profile, m * request.replicas)
+    local = [
+        x if shared_leaf else _rows(x, size // request.replicas)
+        for x, shared_leaf in zip(jax.tree.leaves(batch), batching.shared, strict=True)
+    ]
+
+    def laid_out(found: Partition) -> Planned:
+        return _lay_out(request, objective, model, profile, found, batch, one, batching, local)
+
+    def cut_again(charged: Profile) -> Planned:
+        other = _place(request, objective, model, charged, m * request.replicas)
+        bound = found.lower_bound_seconds
+        return laid_out(replace(other, profile=found.profile, lower_bound_seconds=bound))
+
+    planned = laid_out(found)
+    return planned if request.budget is None else balanced(planned, cut_again)
+
+
+def _lay_out(
+    request: Request,
+    objective: Objective,
+    model: BoundModel,
+    profile: Profile,
+    found: Partition,
+    batch: Any,
+    one: Any,
+    batching: Batching,
+    local: Sequence[Any],
+) -> Planned:
+    """Programs and layouts for some cuts, and storage within the budget.
+
+    Args:
+      request: what was asked for.
+      objective, model: what is computed for a micro-batch.
+      profile: what its operators cost.
+      found: the cuts, and a device for each stage.
+      batch, one: shapes of the batch and of a micro-batch.
+      batching: how the batch is cut.
+      local: one replica's part of the batch.
+    """
     cuts = (0, *(stage.operators.stop for stage in found.stages))
     mesh = arrange(request.mesh, [stage.devices for stage in found.stages], found.network)
     placement = place(objective, cuts)
     sections = with_backward(objective, cut_sections(objective, cuts, placement), request.policy)
 
-    schedule = request.schedule(request.num_stages, m)
+    schedule = request.schedule(request.num_stages, batching.num_microbatches)
     schedule.validate()
     program = Program(
         objective=objective,
@@ -203,10 +243,7 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
     update = Update(coloured, lay_out([[a for a, owner in owned if owner == s] for s in range(len(sections))]))
     shared = [a for a, owner in owned if owner is None]
-    local = [
-        x if shared_leaf else _rows(x, size // request.replicas)
-        for x, shared_leaf in zip(jax.tree.leaves(batch), batching.shared, strict=True)
-    ]
+    rows = checks.batch_size(one)
 
     def memory_of(program: Program) -> dict[str, int]:
         return predict(program, update, shared, local)
@@ -217,7 +254,7 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
             prices = _prices(request, objective, found)
             options = {"solver": request.solver, "time_limit": request.time_limit}
             chosen, fitted = fit(program, memory_of, working_bytes, budget, prices, **options)
-        plan = _describe(request, chosen, found, memory_of(chosen), size // (request.replicas * m), fitted)
+        plan = _describe(request, chosen, found, memory_of(chosen), rows, fitted)
         refit = None if budget is None else planned
         return Planned(plan, profile, found, mesh, batch, one, model, chosen, placement, update, batching, refit)
 

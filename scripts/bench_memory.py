@@ -88,7 +88,7 @@ CASES = {
         lambda model, b: jnp.square(model(b["x"])[..., 0] - b["x"][..., 0]).mean(),
     ),
     "transformer": Case(
-        transformer, (128,), 8, lambda model, b: entropy(model(b["x"], train=True)[:, :-1], b["x"][:, 1:]), 256
+        transformer, (128,), 8, lambda model, b: entropy(model(b["x"], train=False)[:, :-1], b["x"][:, 1:]), 256
     ),
 }
 

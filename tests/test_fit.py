@@ -1,5 +1,6 @@
 """Pipelines under a memory budget: what is stored differs, gradients do not."""
 
+import dataclasses
 import functools
 import re
 
@@ -13,6 +14,7 @@ import jaxpipe
 from examples import models as zoo
 from jaxpipe.errors import CodecError, MemoryBudgetError, PartitionError
 from jaxpipe.graph import trace
+from jaxpipe.pipeline.balance import balanced
 from jaxpipe.planning import plan_storage
 from jaxpipe.stage import assemble, backward, build, forward
 from tests.compare import relative_l2
@@ -198,3 +200,54 @@ def test_a_solver_without_time():
     pipeline, _ = make(mlp, 2, 4, memory=budget, time_limit=1e-9)
     assert pipeline.plan.predicted_bytes <= budget
     assert relative_l2(gradients(pipeline, state, batch), expected) <= FUSION
+
+
+def deep(m):
+    """Forty equal layers: a stage that computes again can hand layers on."""
+    weights = jax.random.normal(KEY, (40, 32, 32)) / 6
+    x = jax.random.normal(KEY, (m * 256, 32))
+
+    def apply(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    return jax.tree_util.Partial(apply, list(weights)), x, lambda model, x: model(x).sum()
+
+
+def test_cuts_follow_what_storage_adds():
+    """A stage that computes much again gets fewer layers, until stages are balanced or no shorter step is found."""
+    first = make(deep, 4, 8)[0]._planned
+    stage = first.plan.stages[0]
+    work = stage.forward_seconds + stage.backward_seconds
+    slow = dataclasses.replace(stage, backward_seconds=stage.backward_seconds + work, added_seconds=work)
+    # Twice the work in the slowest stage is twice the time of nearly all ticks.
+    plan = dataclasses.replace(
+        first.plan, stages=(slow, *first.plan.stages[1:]), step_seconds=2 * first.plan.step_seconds
+    )
+    asked = []
+
+    def cut_again(profile):
+        asked.append(profile)
+        return make(deep, 4, 8, profile=profile)[0]._planned
+
+    found = balanced(dataclasses.replace(first, plan=plan), cut_again).plan
+    (charged,) = asked  # one round, after which nothing is added any more
+    own = slice(*stage.operators)
+    extra = np.subtract(charged.backward_seconds, first.profile.backward_seconds)
+    assert extra[own].sum() == pytest.approx(work, rel=1e-9) and extra.sum() == pytest.approx(work, rel=1e-9)
+    before, after = found.rounds
+    assert before.cuts == tuple(s.operators[1] for s in first.plan.stages[:-1])
+    assert before.rate == pytest.approx(0.5, abs=0.05)
+    assert after.cuts[0] < before.cuts[0] and after.rate > 0.85
+    assert found.step_seconds == after.step_seconds < before.step_seconds
+    assert type(found).from_json(found.to_json()) == found
+
+
+def test_a_budget_logs_its_rounds():
+    usual, _ = make(mlp, 2, 4)
+    budget = (smallest_budget(mlp, 2, 4) + usual.plan.predicted_bytes) // 2
+    plan = make(mlp, 2, 4, memory=budget)[0].plan
+    assert plan.step_seconds == min(r.step_seconds for r in plan.rounds)
+    assert "fastest over slowest stage, round by round" in str(plan)
+    assert usual.plan.rounds == ()

@@ -33,7 +33,10 @@ from jaxpipe.units import bytes_text
 #: Shares of what is left of a budget that are tried for the arena.
 ARENA_SHARES = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85)
 
-#: Of these the ones that are given to the solver.
+#: Shares of the largest stash that are tried for the window through which an arena is read.
+WINDOW_SHARES = (0.4, 0.6, 0.8, 1.0)
+
+#: Of all splits the ones that are given to the solver.
 MOST_SPLITS = 3
 
 #: How often limits are corrected by what the programs really need.
@@ -144,40 +147,48 @@ class _Search:
         self.spent = [0.0] * len(self.items)
         self.defaults = [simulate(self.problem(s, math.inf), found.default) for s, found in enumerate(self.items)]
         self.extra = [
-            working_bytes(program, s) - outcome.peak_bytes if outcome is not None else 0
+            working_bytes(program, s) - _window(program) - outcome.peak_bytes if outcome is not None else 0
             for s, outcome in enumerate(self.defaults)
         ]
 
-    def problem(self, s: int, capacity: float, most_stored: float | None = None, extra: int = 0) -> Problem:
-        """A stage's problem: alone it gives its stash back piece by piece, else it has a copy out of the arena."""
-        alone = self.program.alone
-        return limited(
-            self.items[s], capacity, held=0 if alone else 1, frees=alone, most_stored=most_stored, extra=extra
-        )
+    def problem(self, s: int, capacity: float, most_stored: float = math.inf, extra: int = 0) -> Problem:
+        """A stage's problem. A stage that is alone gives its stash back piece by piece.
+
+        Others have a copy of the window out of the arena, which the capacity leaves out.
+        """
+        limit = None if most_stored == math.inf else most_stored
+        return limited(self.items[s], capacity, frees=self.program.alone, most_stored=limit, extra=extra)
 
     def within(self, budget: int) -> tuple[float, Program, tuple[Fitted, ...]] | None:
         """What a step takes longer, the program and its stages' storage within a budget; None if none was found."""
         memory = self._predict(self.program)
         if sum(memory.values()) <= budget:
             return self._cost(self.program, [Fitted()] * len(self.items))
-        room = target = budget - sum(n for name, n in memory.items() if name not in ("arena", "working"))
-        last = math.inf
+        target = budget - sum(n for name, n in memory.items() if name not in ("arena", "working"))
+        last, least = math.inf, None
         for _ in range(MOST_ROUNDS):
             answers = self.best(target) if target > 0 else None
             if answers is None:
-                break
+                if least is not None or self.least is None:
+                    break
+                # What a large plan needs besides says little about a small one.
+                answers = least = self.least
+                candidate, needed = self._tried(answers)
+                if needed > budget:
+                    return None
+                self.extra = self._beyond(candidate, answers)
+                continue
             candidate, needed = self._tried(answers)
             if needed <= budget:
                 return self._cost(candidate, self.report(answers))
-            self.correct(candidate, answers)
+            self.extra = list(map(max, self.extra, self._beyond(candidate, answers)))
             if needed >= last:
                 target -= needed - budget
             last = needed
-        least = self.least if room > 0 or not self.tried else None
-        if least is None:
+        if self.least is None:
             return None
-        candidate, needed = self._tried(least)
-        return self._cost(candidate, self.report(least)) if needed <= budget else None
+        candidate, needed = self._tried(self.least)
+        return self._cost(candidate, self.report(self.least)) if needed <= budget else None
 
     def _tried(self, answers: Sequence[Answer]) -> tuple[Program, int]:
         candidate = self.apply(answers)
@@ -196,33 +207,45 @@ class _Search:
     def best(self, room: float) -> list[Answer] | None:
         """Answers for all stages within a room, the slowest added time least."""
         if self.program.alone:
-            return self._within(0.0, room)
-        limits = [(share * room, (1 - share) * room) for share in ARENA_SHARES]
-        limits.sort(key=lambda limit: self._greedily(*limit))
-        found = [answers for limit in limits[:MOST_SPLITS] if (answers := self._within(*limit))]
+            return self._within(_Split((math.inf,), room))
+        splits = sorted(self._splits(room), key=self._greedily)
+        found = [answers for split in splits[:MOST_SPLITS] if (answers := self._within(split))]
         return min(found, key=self._added, default=None)
 
-    def _greedily(self, arena: float, working: float) -> float:
+    def _splits(self, room: float) -> list["_Split"]:
+        """Ways to split a room between arena and working memory.
+
+        Every stage's slots but one are as large as its stash; the last is the window, as large as the largest stash.
+        """
+        page = 4 * PAGE
+        largest = max(outcome.stash_bytes for outcome in self.defaults if outcome is not None)
+        splits = []
+        for share in ARENA_SHARES:
+            arena = share * room
+            windows = {min(arena, share * largest) for share in WINDOW_SHARES} | {arena / max(self.slots)}
+            for window in sorted(windows):
+                most = [min(window, (arena - window) / (n - 1)) if n > 1 else window for n in self.slots]
+                splits.append(_Split(tuple(n // page * page for n in most), room - arena - window))
+        return splits
+
+    def _greedily(self, split: "_Split") -> float:
         """The seconds of the slowest stage without a solver; infinite if a stage finds nothing."""
         slowest = 0.0
         for s, slow in enumerate(self._prices.slow):
-            problem = self._limited(s, arena, working)
+            problem = self.problem(s, split.working, split.most_stored[s], self.extra[s])
             choice = give_up(problem)
             outcome = None if choice is None else simulate(problem, choice)
             slowest = max(slowest, math.inf if outcome is None else outcome.seconds * slow)
         return slowest
 
-    def _limited(self, s: int, arena: float, working: float) -> Problem:
-        most = None if self.program.alone else arena // self.slots[s] // (4 * PAGE) * (4 * PAGE)
-        return self.problem(s, working, most, self.extra[s])
-
-    def _within(self, arena: float, working: float) -> list[Answer] | None:
-        """The fastest answers with an arena and working memory of some bytes; None if a stage has none."""
+    def _within(self, split: "_Split") -> list[Answer] | None:
+        """The fastest answers within the limits of a split; None if a stage has none."""
         answers = []
         limit = self._time_limit if self.program.alone else self._time_limit / MOST_SPLITS
-        for s in range(len(self.slots)):
+        for s, most in enumerate(split.most_stored):
             start = time.perf_counter()
-            answer = choose(self._limited(s, arena, working), solver=self._solver, time_limit=limit, gap=GAP)
+            problem = self.problem(s, split.working, most, self.extra[s])
+            answer = choose(problem, solver=self._solver, time_limit=limit, gap=GAP)
             self.spent[s] += time.perf_counter() - start
             if answer is None:
                 return None
@@ -243,11 +266,14 @@ class _Search:
             sections.append(replace(section, stage=built))
         return replace(self.program, sections=tuple(sections))
 
-    def correct(self, candidate: Program, answers: Sequence[Answer]) -> None:
-        """Learn what the stages' programs need beyond what the problems know."""
+    def _beyond(self, candidate: Program, answers: Sequence[Answer]) -> list[int]:
+        """What the stages' programs need beyond what the problems know."""
+        found = []
         for s, answer in enumerate(answers):
-            known = answer.outcome.peak_bytes - self.extra[s]
-            self.extra[s] = max(self.extra[s], self._working(candidate, s) - known)
+            outcome = simulate(self.problem(s, math.inf), answer.choice)
+            assert outcome is not None
+            found.append(self._working(candidate, s) - _window(candidate) - outcome.peak_bytes)
+        return found
 
     def report(self, answers: Sequence[Answer]) -> tuple[Fitted, ...]:
         """What is said of each stage."""
@@ -264,7 +290,7 @@ class _Search:
         for s, slots in enumerate(self.slots):
             problem = self.problem(s, math.inf, extra=self.extra[s])
             if not self.program.alone:
-                problem = replace(problem, held=problem.held + slots)
+                problem = replace(problem, held=slots + 1)
             answer = lowest_peak(problem, solver=self._solver, time_limit=self._time_limit)
             if answer is None:
                 return None
@@ -280,6 +306,19 @@ class _Search:
             if option != NOT_STORED
         ]
         return [f"{name} ({bytes_text(size)})" for size, name in sorted(stored, reverse=True)[:3]]
+
+
+def _window(program: Program) -> int:
+    """Bytes of the window through which an arena is read."""
+    return 0 if program.alone else 4 * PAGE * max(program.stash_pages)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Limits of all stages: bytes of one stash of each, and working memory without the window."""
+
+    most_stored: tuple[float, ...]
+    working: float
 
 
 def _too_small(memory: dict[str, int], searches: Sequence[_Search], budget: int) -> MemoryBudgetError:

@@ -53,6 +53,26 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class BalanceRound:
+    """One round of cutting a program and choosing its stages' storage (``jaxpipe.pipeline.balance``).
+
+    Attributes:
+      cuts: the first operator of each stage but the first.
+      stage_seconds: of one micro-batch, recomputation and codecs included.
+      step_seconds: predicted.
+    """
+
+    cuts: tuple[int, ...]
+    stage_seconds: tuple[float, ...]
+    step_seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Fastest over slowest stage."""
+        return min(self.stage_seconds) / max(self.stage_seconds) if max(self.stage_seconds, default=0.0) else 1.0
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a model is trained on a mesh; made before anything is compiled.
 
@@ -71,6 +91,7 @@ class Plan:
       budget: bytes on each device at most, if the caller gave it.
       memory: predicted bytes on each device, by component.
       fingerprint: of the program that the plan is for.
+      rounds: how cuts and storage were found together, if there is a budget.
 
     Example:
       >>> plan = Plan((), 1, 1, 1, "1f1b", "analytic", 0.0, 0.0, 0.0, None, {"parameters": 8}, "")
@@ -90,6 +111,7 @@ class Plan:
     budget: int | None
     memory: dict[str, int]
     fingerprint: str
+    rounds: tuple[BalanceRound, ...] = ()
 
     @property
     def predicted_bytes(self) -> int:
@@ -112,7 +134,11 @@ class Plan:
         data = json.loads(text)
         data.pop("predicted_bytes")
         stages = tuple(_stage_from(row) for row in data.pop("stages"))
-        return cls(stages=stages, **data)
+        rounds = tuple(
+            BalanceRound(tuple(row["cuts"]), tuple(row["stage_seconds"]), row["step_seconds"])
+            for row in data.pop("rounds")
+        )
+        return cls(stages=stages, rounds=rounds, **data)
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=120)
@@ -151,6 +177,8 @@ class Plan:
         chosen = [f"stage {k}: {_storage_text(stage)}" for k, stage in enumerate(self.stages)]
         if any(stage.storage != "default" or stage.away for stage in self.stages):
             table.caption += "\nstorage chosen within the budget:\n" + "\n".join(chosen)
+            rates = ", ".join(f"{r.rate:.2f} ({1e3 * r.step_seconds:.1f} ms)" for r in self.rounds)
+            table.caption += f"\nfastest over slowest stage, round by round: {rates}" if rates else ""
         return table
 
 

@@ -1,0 +1,70 @@
+"""The balance loop: what storage within a budget adds to a stage counts when the program is cut again.
+
+cut ──▶ storage within the budget ──▶ seconds of each stage ──▶ balanced? ──yes──▶ done
+ ▲                                                                │ no
+ └────────── operators charged with what their stage adds ◀───────┘
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from jaxpipe.errors import MemoryBudgetError, PartitionError
+from jaxpipe.pipeline.pipeline import Planned
+from jaxpipe.planning.plan import BalanceRound
+from jaxpipe.profile import Profile
+
+
+#: Fastest over slowest stage at which no better cut is looked for.
+BALANCED = 0.9
+
+#: How often a program is cut again at most.
+MOST_ROUNDS = 3
+
+
+def balanced(first: Planned, cut_again: Callable[[Profile], Planned]) -> Planned:
+    """The plan with the shortest step of all that the loop comes by, with a record of the rounds.
+
+    Args:
+      first: the plan of the first cut.
+      cut_again: makes a plan for another profile.
+    """
+    best = now = first
+    rounds = [_round(first)]
+    for _ in range(MOST_ROUNDS):
+        if rounds[-1].rate >= BALANCED or not any(stage.added_seconds for stage in now.plan.stages):
+            break
+        try:
+            now = cut_again(_charged(now))
+        except (MemoryBudgetError, PartitionError):  # the cuts we have do fit
+            break
+        found = _round(now)
+        if any(found.cuts == earlier.cuts for earlier in rounds):
+            break
+        rounds.append(found)
+        if now.plan.step_seconds < best.plan.step_seconds:
+            best = now
+    return replace(best, plan=replace(best.plan, rounds=tuple(rounds)))
+
+
+def _round(planned: Planned) -> BalanceRound:
+    network = planned.partition.network
+    seconds = [
+        (stage.forward_seconds + stage.backward_seconds) / min(network.speed[d] for d in placed.devices)
+        for stage, placed in zip(planned.plan.stages, planned.partition.stages, strict=True)
+    ]
+    return BalanceRound(
+        cuts=tuple(stage.operators[1] for stage in planned.plan.stages[:-1]),
+        stage_seconds=tuple(seconds),
+        step_seconds=planned.plan.step_seconds,
+    )
+
+
+def _charged(planned: Planned) -> Profile:
+    """The profile with the seconds that each stage's storage adds, spread over the stage's operators."""
+    backward = list(planned.profile.backward_seconds)
+    for stage in planned.plan.stages:
+        here = range(*stage.operators)
+        own = sum(backward[k] for k in here)
+        for k in here:
+            backward[k] += stage.added_seconds * (backward[k] / own if own else 1 / len(here))
+    return replace(planned.profile, backward_seconds=tuple(backward))

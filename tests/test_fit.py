@@ -239,7 +239,7 @@ def test_cuts_follow_what_storage_adds():
     before, after = found.rounds
     assert before.cuts == tuple(s.operators[1] for s in first.plan.stages[:-1])
     assert before.rate == pytest.approx(0.5, abs=0.05)
-    assert after.cuts[0] < before.cuts[0] and after.rate > 0.85
+    assert after.cuts[0] < before.cuts[0] and after.rate > 0.7 > before.rate
     assert found.step_seconds == after.step_seconds < before.step_seconds
     assert type(found).from_json(found.to_json()) == found
 

@@ -15,14 +15,25 @@ STASH_BYTES = (3072, 1024)
 SCHEDULE = one_f_one_b(2, 3)
 
 
-def make_plan():
+def make_plan(away=0):
     stages = tuple(
-        StagePlan((s, s + 1), (s,), (f"dense{s}",), 1e-3, 2e-3, 4096, STASH_BYTES[s], SCHEDULE.in_flight(s), 512)
+        StagePlan(
+            (s, s + 1),
+            (s,),
+            (f"dense{s}",),
+            1e-3,
+            2e-3,
+            4096,
+            STASH_BYTES[s],
+            SCHEDULE.in_flight(s),
+            512,
+            away if s == 0 else 0,
+        )
         for s in range(2)
     )
     memory = {"parameters": 4096, "arena": 9216, "working": 1024}
     # Two stages in step: (3 + 2 - 1) * (1 + 2) ms, and 1 ms for the exchange after each of 5 ticks.
-    return Plan(stages, 1, 3, 8, "1f1b", "analytic", 17e-3, 17e-3, 1 - 18 / 34, memory, "")
+    return Plan(stages, 1, 3, 8, "1f1b", "analytic", 17e-3, 17e-3, 1 - 18 / 34, None, memory, "")
 
 
 def bars(axes):
@@ -65,6 +76,15 @@ def test_memory_shows_the_stash_of_each_stage_by_tick():
     assert [bar.get_height() for bar in second.patches] == [0, 1, 1, 1, 0]
     assert [axes.get_ylabel() for axes in (first, second)] == ["KiB", "KiB"]
     assert second.get_xlabel() == "tick of the schedule"
+
+
+def test_memory_shows_what_is_in_a_peers_memory():
+    _, first, second = draw_memory(make_plan(away=1), SCHEDULE).axes
+    # By hand: stage 0 sends each stash away in the tick in which it is made, and has it back two ticks later.
+    assert [bar.get_height() for bar in first.patches] == [3, 3, 6, 3, 3]
+    assert [bar.get_height() for bar in second.patches] == [0, 1, 1, 1, 0, 0, 3, 3, 3, 0]
+    assert [bar.get_y() for bar in second.patches[5:]] == [0, 1, 1, 1, 0]
+    assert second.get_legend().get_texts()[0].get_text() == "of stage 0"
 
 
 @pytest.mark.parametrize("draw", [draw_timeline, draw_memory])

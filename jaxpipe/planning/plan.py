@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -44,12 +44,12 @@ class StagePlan:
     stash_bytes: int
     in_flight: int
     sent_bytes: int
-    away: int
-    stored: dict[str, int]
-    storage: str
-    added_seconds: float
-    storage_gap: float
-    solve_seconds: float
+    away: int = 0
+    stored: dict[str, int] = field(default_factory=dict)
+    storage: str = "default"
+    added_seconds: float = 0.0
+    storage_gap: float = 0.0
+    solve_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

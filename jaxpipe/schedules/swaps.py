@@ -57,8 +57,12 @@ class Swaps:
 
     def away(self, stage: int) -> int:
         """The most stashes of a stage that are on its peer at the same time."""
-        changes = [(m.tick, (m.source == stage) - (m.target == stage)) for m in self.moves if m.stage == stage]
-        return max((sum(change for t, change in changes if t <= tick) for tick, _ in changes), default=0)
+        return max((self.away_in(stage, m.tick + 1) for m in self.moves), default=0)
+
+    def away_in(self, stage: int, tick: int) -> int:
+        """How many stashes of a stage are on its peer in a tick."""
+        earlier = [m for m in self.moves if m.stage == stage and m.tick < tick]
+        return sum((m.source == stage) - (m.target == stage) for m in earlier)
 
     @property
     def slots(self) -> int:

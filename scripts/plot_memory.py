@@ -1,0 +1,68 @@
+"""Plot what ``scripts.bench_memory`` measured: bytes against step time, and predicted against compiled bytes.
+
+python -m scripts.plot_memory
+python -m scripts.plot_memory --json out/bench_memory.json --out docs/results/memory.png
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from scripts.plotting import plot
+
+
+COLOURS = ("#9aa5b1", "#e69f00", "#0072b2", "#cc79a7")
+
+
+def draw_front(axes: Axes, rows: list[Mapping[str, Any]], title: str) -> None:
+    """Step time of every variant over its bytes."""
+
+    def points(chosen: list[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+        return [r["compiled"] / 2**20 for r in chosen], [r["ratio"][1] for r in chosen]
+
+    ours = sorted((r for r in rows if r["budget"] is not None), key=lambda r: r["compiled"])
+    axes.plot(*points(ours), "o-", color=COLOURS[2], label="budget")
+    for variant, colour in (("plain", COLOURS[0]), ("default", COLOURS[1])):
+        axes.plot(*points([r for r in rows if r["variant"] == variant]), "s", color=colour, label=variant)
+    for r in rows:
+        if r["budget"] is None and r["variant"] not in ("plain", "default"):
+            axes.plot(*points([r]), "x", color=COLOURS[3])
+            axes.annotate(r["variant"], (r["compiled"] / 2**20, r["ratio"][1]), fontsize=7)
+    axes.set_title(title)
+    axes.set_xlabel("MiB on each device, compiled")
+    axes.set_ylabel("step time / plain")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def draw_prediction(axes: Axes, rows: list[Mapping[str, Any]]) -> None:
+    """Compiled over predicted bytes."""
+    places = np.arange(len(rows))
+    axes.bar(places, [r["compiled"] / r["predicted"] for r in rows], color=COLOURS[2])
+    axes.axhline(1.0, color="black", linewidth=1)
+    axes.set_xticks(places, [f"{r['model']} {r['stages']} {r['variant']}" for r in rows], rotation=90, fontsize=6)
+    axes.set_ylabel("compiled / predicted")
+
+
+def draw(result: Mapping[str, Any]) -> Figure:
+    """A panel for each model and number of stages, and one for predictions, from the content of the JSON file."""
+    met = [row for row in result["rows"] if row["compiled"] is not None]
+    cases = list(dict.fromkeys((row["model"], row["stages"]) for row in met))
+    columns = -(-(len(cases) + 1) // 2)
+    figure = Figure(figsize=(5 * columns, 8), layout="constrained")
+    panels = np.ravel(figure.subplots(2, columns, squeeze=False))
+    for axes, (model, stages) in zip(panels, cases, strict=False):
+        here = [row for row in met if (row["model"], row["stages"]) == (model, stages)]
+        draw_front(axes, here, f"{model}, {stages} stage{'s' * (stages > 1)}")
+    draw_prediction(panels[-1], met)
+    for axes in panels[len(cases) : -1]:
+        axes.set_visible(False)
+    figure.suptitle(f"Memory budgets (jax {result['versions']['jax']}, {result['machine']['device']})")
+    return figure
+
+
+if __name__ == "__main__":
+    plot(draw, "memory", __doc__)

@@ -90,7 +90,7 @@ FUSION = 1e-6
 @pytest.mark.parametrize(
     ("build", "stages", "m", "off"),
     [
-        (unet, 2, 4, 0.0),
+        pytest.param(unet, 2, 4, 0.0, marks=pytest.mark.slow),
         (mlp, 1, 2, 0.0),
         pytest.param(mlp, 3, 4, 0.0, marks=pytest.mark.slow),
         pytest.param(unet, 1, 2, 0.0, marks=pytest.mark.slow),

@@ -31,10 +31,10 @@ from jaxpipe.units import bytes_text
 
 
 #: Shares of what is left of a budget that are tried for the arena.
-ARENA_SHARES = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85)
+ARENA_SHARES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
 
 #: Shares of the largest stash that are tried for the window through which an arena is read.
-WINDOW_SHARES = (0.4, 0.6, 0.8, 1.0)
+WINDOW_SHARES = (0.5, 0.75, 1.0)
 
 #: Of all splits the ones that are given to the solver.
 MOST_SPLITS = 3
@@ -235,7 +235,9 @@ class _Search:
             problem = self.problem(s, split.working, split.most_stored[s], self.extra[s])
             choice = give_up(problem)
             outcome = None if choice is None else simulate(problem, choice)
-            slowest = max(slowest, math.inf if outcome is None else outcome.seconds * slow)
+            if outcome is None:
+                return math.inf
+            slowest = max(slowest, outcome.seconds * slow)
         return slowest
 
     def _within(self, split: "_Split") -> list[Answer] | None:

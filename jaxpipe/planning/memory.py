@@ -1,5 +1,6 @@
 """Bytes that each device will reserve, from shapes alone."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxpipe.graph import itemsize
+from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import finish_update
 from jaxpipe.pipeline.program import PAGE, Program, backward_branch, forward_branch, landing_pages
 from jaxpipe.pipeline.step import Update
@@ -40,7 +42,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     if program.swaps is not None:
         transport += 2 * 4 * PAGE * landing_pages(program)
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
-    updating = max(updating_bytes(program, update, s) for s in range(len(program.sections)))
+    updating = max(updating_bytes(program.parameters, update, s) for s in range(len(program.sections)))
     return {
         **held,
         "arena": arena,
@@ -49,6 +51,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     }
 
 
+@functools.lru_cache(maxsize=64)  # a search asks again for programs that were predicted before
 def working_bytes(program: Program, s: int) -> int:
     """What a stage needs besides while it computes: the larger of its forward and its backward pass.
 
@@ -77,7 +80,8 @@ def working_bytes(program: Program, s: int) -> int:
     return copies + max(computing, returning + _bytes(stash))
 
 
-def updating_bytes(program: Program, update: Update, s: int) -> int:
+@functools.lru_cache(maxsize=64)  # the same whatever is stored
+def updating_bytes(parameters: Layout, update: Update, s: int) -> int:
     """What the optimizer needs besides in a stage, its results included.
 
     A conditional over stages does not write into what it reads, so new values stand beside the old until the step
@@ -85,7 +89,7 @@ def updating_bytes(program: Program, update: Update, s: int) -> int:
     """
     coloured = update.coloured
     tensors = coloured.graph.tensors
-    layouts = program.parameters, program.parameters, update.layout
+    layouts = parameters, parameters, update.layout
     buffers = [[jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers] for layout in layouts]
     local = {t for t, colour in coloured.colour.items() if colour == s}
     common = [t for op in coloured.graph.operators for t in op.outputs if t not in coloured.colour]
@@ -98,10 +102,10 @@ def updating_bytes(program: Program, update: Update, s: int) -> int:
         everywhere = {**constants, **dict(zip(numbers, values, strict=True))}
         own = tuple(layout.read(s, held) for layout, held in zip(layouts, buffers, strict=True))
         new, state = finish_update(coloured, s, everywhere, own)
-        return program.parameters.write(s, new), update.layout.write(s, state)
+        return parameters.write(s, new), update.layout.write(s, state)
 
     needed = peak_bytes(branch, [tensors[t].aval for t in numbers], *buffers)
-    return needed if len(program.sections) > 1 else max(0, needed - update.layout.bytes)
+    return needed if len(parameters.avals) > 1 else max(0, needed - update.layout.bytes)
 
 
 def _bytes(aval: Any) -> int:

@@ -6,7 +6,7 @@ from jaxpipe.planning.storing.problem import NOT_STORED, Outcome, Problem, simul
 
 
 #: How many changes are tried before each is made.
-MOST_TRIALS = 48
+MOST_TRIALS = 16
 
 
 def give_up(problem: Problem) -> tuple[int, ...] | None:

@@ -51,7 +51,7 @@ class Fitted:
     """How a stage's storage was chosen.
 
     Attributes:
-      status: ``"default"``, ``"optimal"``, ``"gap"``, ``"time limit"`` or ``"greedy"``.
+      status: ``"default"``, or that of an ``Answer``.
       added_seconds: of a micro-batch, over the default plan.
       gap: by what share of the time for codecs and recomputation a better choice may be faster.
       solve_seconds: that all solutions for this stage took.
@@ -103,7 +103,6 @@ def fit(
 
     Raises:
       MemoryBudgetError: if no choice was found, with the smallest budget for which one is.
-      PartitionError: if the solver is not installed.
     """
     memory = predict(program)
     if sum(memory.values()) <= budget:

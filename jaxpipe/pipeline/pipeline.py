@@ -356,11 +356,12 @@ def _smaller(planned: Planned, target: int) -> Planned | None:
     """A plan for ``target`` bytes, or the smallest that there is; None if that is no smaller than this one."""
     assert planned.refit is not None
     try:
-        return planned.refit(target)
+        found = planned.refit(target)
     except MemoryBudgetError as error:
         if error.smallest is None or error.smallest >= planned.plan.predicted_bytes:
             return None
-        return planned.refit(error.smallest)
+        found = planned.refit(error.smallest)
+    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, rounds=planned.plan.rounds))
 
 
 def _reserved_bytes(compiled: Any) -> int:

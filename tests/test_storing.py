@@ -71,7 +71,6 @@ def check_instance(seed):
         assert simulate(problem, least.choice).peak_bytes == lowest, seed
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("first", range(0, 60, 15))
 def test_best_of_all_choices(first):
     for seed in range(first, first + 15):
@@ -85,7 +84,6 @@ def test_best_of_all_choices_of_many(first):
         check_instance(seed)
 
 
-@pytest.mark.core
 def test_greedy_keeps_the_limits():
     """It may fail where there is an answer, and be slower than the best, but never lie."""
     solved, ratios = 0, []
@@ -135,7 +133,6 @@ def executions_with_any_recomputation(layers, budget):
     return math.inf
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("layers", "budget", "executions"),
     [(4, 5, 10), (4, 7, 9), (6, 5, 16), (6, 7, 14), (8, 5, 22), (8, 7, 20)],
@@ -148,7 +145,6 @@ def test_known_optima_of_chains(layers, budget, executions):
     assert 2 * layers + 1 + found.seconds == executions
 
 
-@pytest.mark.core
 def test_a_chain_that_needs_a_tensor_three_times():
     """Six layers in four units of memory: 18 executions do it, but not with one decision for each tensor."""
     assert executions_with_any_recomputation(6, 4) == 18

@@ -55,7 +55,6 @@ def play(schedule, swaps):
     assert not any(token for device in memory for token in device)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("p", range(2, 9))
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 16, 33])
 def test_every_backward_pass_finds_its_stash(p, m):
@@ -67,7 +66,6 @@ def test_every_backward_pass_finds_its_stash(p, m):
     play(schedule, swaps)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("p", range(2, 9))
 def test_the_ideal_number_of_slots(p):
     """In the steady state ``p`` stages hold ``p * p`` stashes: ``p`` each, where ``2 p - 1`` are held without."""
@@ -77,13 +75,11 @@ def test_the_ideal_number_of_slots(p):
     assert balance(schedule).slots == p
 
 
-@pytest.mark.core
 def test_where_all_hold_as_much_nothing_moves():
     assert balance(gpipe(4, 8)) is None
     assert balance(one_f_one_b(1, 8)) is None
 
 
-@pytest.mark.core
 def test_one_stash_in_a_literal_table():
     """Two stages: the first holds three micro-batches, or two if one is with the second for a tick."""
     swaps = balance(one_f_one_b(2, 4))

@@ -105,15 +105,19 @@ def test_gradients_within_a_budget(build, stages, m, off):
     needed = usual.plan.predicted_bytes
     least = smallest_budget(build, stages, m)
     assert least < needed
-    added = []
+    added, steps = [], []
     for budget in (least, (least + needed) // 2, needed):
         pipeline, _ = make(build, stages, m, memory=budget)
         assert pipeline.plan.predicted_bytes <= budget == pipeline.plan.budget
         added.append(sum(stage.added_seconds for stage in pipeline.plan.stages))
+        steps.append(pipeline.plan.step_seconds)
         if budget < needed:
             assert any(stage.storage != "default" for stage in pipeline.plan.stages)
-            assert relative_l2(gradients(pipeline, state, batch), expected) <= off
-    assert added == sorted(added, reverse=True)
+            same = pipeline.plan.identity == usual.plan.identity
+            mine = state if same else pipeline.init(KEY, variables=usual.parameters(state))
+            # Other cuts: XLA fuses other operators.
+            assert relative_l2(gradients(pipeline, mine, batch), expected) <= (off if same else FUSION)
+    assert steps == sorted(steps, reverse=True)
     assert added[0] > 0 and added[-1] == 0
 
 

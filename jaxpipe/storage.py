@@ -254,14 +254,22 @@ def _cut_plan(
     cut = _minimum_cut(price, {t: _sources(derivation.get(t), at_hand) for t in price if t in derivation}, needs)
     stored = {_input_seen(t, graph, derivation, price) for t in cut}
 
+    return derived_from(linearization, {t: forms[t] for t in stored}, derivation)
+
+
+def derived_from(
+    linearization: Linearization, stored: Mapping[int, Form], derivation: Mapping[int, Operator]
+) -> Choices:
+    """What the backward pass needs in the forms given, the rest by the operators given, as far as they are needed."""
+    at_hand = linearization.graph.derived_from_parameters()
     chosen: dict[int, Form] = {}
-    pending = list(needs)
+    pending = [t for t in linearization.needs if t not in at_hand]
     while pending:
         t = pending.pop()
         if t in chosen:
             continue
         if t in stored:
-            chosen[t] = forms[t]
+            chosen[t] = stored[t]
         else:
             chosen[t] = Form(Storage.ALIAS if derivation[t].name in VIEWS else Storage.RECOMPUTE)
             pending.extend(_sources(derivation[t], at_hand))

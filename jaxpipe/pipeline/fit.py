@@ -164,18 +164,17 @@ class _Search:
         if sum(memory.values()) <= budget:
             return self._cost(self.program, [Fitted()] * len(self.items))
         target = budget - sum(n for name, n in memory.items() if name not in ("arena", "working"))
-        last, least = math.inf, None
+        last, smallest = math.inf, None
         for _ in range(MOST_ROUNDS):
             answers = self.best(target) if target > 0 else None
             if answers is None:
-                if least is not None or self.least is None:
+                if smallest is not None or self.least is None:
                     break
-                # What a large plan needs besides says little about a small one.
-                answers = least = self.least
-                candidate, needed = self._tried(answers)
+                smallest = candidate, needed = self._tried(self.least)
                 if needed > budget:
                     return None
-                self.extra = self._beyond(candidate, answers)
+                # What a large plan needs besides says little about a small one.
+                self.extra = self._beyond(candidate, self.least)
                 continue
             candidate, needed = self._tried(answers)
             if needed <= budget:
@@ -186,7 +185,7 @@ class _Search:
             last = needed
         if self.least is None:
             return None
-        candidate, needed = self._tried(self.least)
+        candidate, needed = smallest or self._tried(self.least)
         return self._cost(candidate, self.report(self.least)) if needed <= budget else None
 
     def _tried(self, answers: Sequence[Answer]) -> tuple[Program, int]:

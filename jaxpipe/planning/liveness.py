@@ -32,8 +32,7 @@ def peak_bytes(function: Callable[..., Any], *avals: Any) -> int:
     A model of what XLA does: elementwise operators are fused into their readers, so that only some tensors are ever
     written to memory: results of products, convolutions, reductions and control flow, what those read (reductions
     and long concatenations only if others read it too), what is returned, and what is costly and read more than once.
-    A written tensor lives
-    from its operator to the last written tensor that is computed from it.
+    A written tensor lives from its operator to the last written tensor that is computed from it.
     """
     return _peak(read_graph(jax.make_jaxpr(function)(*avals)))
 

@@ -14,8 +14,8 @@ from jaxpipe.demand import Linearization
 from jaxpipe.graph import Graph, Operator, itemsize
 from jaxpipe.planning.storing.problem import NOT_STORED, Item, Option, Problem
 from jaxpipe.stash import Form, Storage, stored_bytes
-from jaxpipe.storage import Choices, Derivations, not_at_hand, with_fallbacks
-from jaxpipe.work import VIEWS, weight
+from jaxpipe.storage import Choices, Derivations, derived_from, not_at_hand, with_fallbacks
+from jaxpipe.work import weight
 
 
 #: Events of a problem at most; steps of the backward pass next to each other are joined.
@@ -121,26 +121,13 @@ def stage_items(
 def storage_plan(found: Items, choice: Sequence[int]) -> Choices:
     """The plan that a choice stands for."""
     linearization, graph = found.linearization, found.linearization.graph
-    at_hand = graph.derived_from_parameters()
     producers = {t: op for op in graph.operators for t in op.outputs}
     stored = {t: Form(Storage.KEEP) for t in found.held}
     for t, forms, option in zip(found.tensors, found.forms, choice, strict=True):
         if option != NOT_STORED:
             stored[t] = forms[option]
     while True:
-        touched: dict[int, Form] = {}
-        pending = [t for t in linearization.needs if t not in at_hand]
-        while pending:
-            t = pending.pop()
-            if t in touched:
-                continue
-            if t in stored:
-                touched[t] = stored[t]
-                continue
-            producer = producers[t]
-            touched[t] = Form(Storage.ALIAS if producer.name in VIEWS else Storage.RECOMPUTE)
-            pending.extend(u for u in producer.inputs if u not in at_hand)
-        plan, hopeless = with_fallbacks(graph, Choices(dict(sorted(touched.items()))), found.held)
+        plan, hopeless = with_fallbacks(graph, derived_from(linearization, stored, producers), found.held)
         if not hopeless:
             return plan
         stored.update({t: Form(Storage.KEEP) for t in hopeless})

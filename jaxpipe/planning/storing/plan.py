@@ -54,7 +54,7 @@ class StoragePlan:
       stash_bytes: what one micro-batch stores.
       added_seconds: for a micro-batch, over the default plan.
       lower_bound_seconds: no choice within the budget adds less.
-      status: ``"optimal"``, ``"gap"``, ``"time limit"`` or ``"greedy"``.
+      status: ``"optimal"``, ``"gap"``, ``"time limit"``, ``"greedy"`` or ``"lowest peak"``.
       raised_from: the budget that was asked for, if there was no plan for it.
     """
 
@@ -193,5 +193,6 @@ def _too_small(items: Items, budget: int, lowest: Answer | None) -> MemoryBudget
         f"budget_bytes={budget} ({bytes_text(budget)}): the smallest budget with a plan is {lowest.outcome.peak_bytes} "
         f"bytes ({bytes_text(lowest.outcome.peak_bytes)}), of which cotangents are {bytes_text(cotangents)}. What is "
         f"stored most even then: {largest or 'nothing'}. Smaller micro-batches or fewer in flight need less; or pass "
-        "allow_over_budget=True."
+        "allow_over_budget=True.",
+        lowest.outcome.peak_bytes,
     )

@@ -202,10 +202,9 @@ def solve(
     Args:
       problem: what is to be chosen.
       solver: the name of a mixed-integer solver that cvxpy finds.
-      time_limit: seconds, where the solver knows one (HiGHS and SCIP do).
+      time_limit: seconds, for HiGHS itself and through SciPy; others are not limited.
       gap: relative difference from the bound at which to stop.
       least_peak: make the peak as low as can be, whatever it costs, instead of keeping to the capacity.
-
     """
     if not any(item.options for item in problem.items):  # nothing to choose, and a solver would refuse
         choice = (NOT_STORED,) * len(problem.items)
@@ -261,9 +260,8 @@ def _solved(model: _Model, cost: np.ndarray, scale: float, solver: str, time_lim
         constraints.append(free[limited] <= np.asarray(rows.upper)[rest][limited])
     constraints.append(left <= right)
     problem = cp.Problem(cp.Minimize(objective), constraints)
-    options = {"HIGHS": {"time_limit": time_limit, "mip_rel_gap": gap, "random_seed": 0}, "SCIPY": {}}.get(solver, {})
-    if solver == "SCIPY":
-        options = {"scipy_options": {"time_limit": time_limit, "mip_rel_gap": gap}}
+    limits = {"time_limit": time_limit, "mip_rel_gap": gap}
+    options = {"HIGHS": {**limits, "random_seed": 0}, "SCIPY": {"scipy_options": limits}}.get(solver, {})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -98,9 +98,9 @@ def test_greedy_keeps_the_limits():
             solved += 1
             ratios.append((found.seconds + 1) / (best + 1))
     possible = sum(fastest(instance(seed)) < math.inf for seed in range(200))
-    # What it is good for: it solves 146 of 148, in 1.16 times the best time, or did when this was written.
+    # It solves 146 of 148, in 1.003 times the best time in the mean: room for other rules, not for a broken one.
     assert solved >= 0.8 * possible
-    assert np.mean(ratios) < 1.25
+    assert np.mean(ratios) < 1.05
 
 
 def chain(layers, budget):

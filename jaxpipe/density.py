@@ -92,7 +92,7 @@ def measure_density(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         counted = []
         for op in graph.operators:
             env.update(zip(op.outputs, op.evaluate(*(env[t] for t in op.inputs)), strict=True))
-            counted += [jnp.mean(compaction.to_integers(env[t]) != 0) for t in op.outputs if t in names]
+            counted += [jnp.mean(compaction.is_occupied(env[t])) for t in op.outputs if t in names]
         return counted
 
     order = [names[t] for op in graph.operators for t in op.outputs if t in names]

@@ -24,7 +24,7 @@ What is measured, model by model, in one process:
 
   stored       ``jaxpipe.residual_report`` of the loss; of variants without jaxpipe, what it says that ``jax.vjp`` saves
   temporaries  ``compiled.memory_analysis().temp_size_in_bytes``
-  lower        seconds for ``.lower()``, tracing and planning included: the median over builds of a fresh function, the
+  lower        seconds for ``.lower()``, tracing and planning included: the least over builds of a fresh function, the
                variants in turn, so that JAX's own caches are equally warm for all
   compile      seconds for ``.compile()``, in the same builds
   step         the variants' steps alternate in one loop, forwards and backwards
@@ -189,15 +189,15 @@ def build(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -
 
 
 def build_all(problem: Problem, chosen: Mapping[str, Variant], density: Any, builds: int) -> dict[str, Build]:
-    """The last build of each variant, with the median times of all."""
+    """The last build of each variant, with the least times of all: whatever else runs only adds to them."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
     last: dict[str, Build] = {}
     for _ in range(builds):
         for name, variant in chosen.items():
             last[name] = build(problem, variant, density)
             times[name].append((last[name].lower, last[name].compile))
-    lower = {name: statistics.median(seconds for seconds, _ in found) for name, found in times.items()}
-    compiling = {name: statistics.median(seconds for _, seconds in found) for name, found in times.items()}
+    lower = {name: min(seconds for seconds, _ in found) for name, found in times.items()}
+    compiling = {name: min(seconds for _, seconds in found) for name, found in times.items()}
     return {name: Build(lower[name], compiling[name], made.step) for name, made in last.items()}
 
 
@@ -385,7 +385,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT, help="besides plain")
     parser.add_argument("--rounds", type=int, default=300, help="most rounds per model (default 300)")
     parser.add_argument("--seconds", type=float, default=120, help="most seconds of rounds per model (default 120)")
-    parser.add_argument("--builds", type=int, default=3, help="builds per variant, for the median times (default 3)")
+    parser.add_argument("--builds", type=int, default=3, help="builds per variant, for the least times (default 3)")
     parser.add_argument("--batch-search", type=float, metavar="GIB", help="find the largest batch for this much memory")
     parser.add_argument("--out", type=Path, default=Path("out/bench_encoding.json"))
     parser.add_argument("--peak-of", metavar="NAME:VARIANT", help="print the peak memory of one program, nothing else")

@@ -3,7 +3,7 @@
     0 7 0 0 3 9 0 0  ->  words 0b00110010, values 7 3 9
 
 The smaller of the two sparse formats unless about 89 % of the elements or more are zero. The number of values is
-fixed when the program is traced; whether they all fit is read off the bits.
+fixed when the program is traced; their count, stored beside them, tells whether they all fit.
 """
 
 import math
@@ -15,25 +15,24 @@ from jax import lax
 from jaxpipe.codecs import compaction
 
 
-def encode(x: Any, capacity: int) -> tuple[Any, Any]:
-    """``uint32[2 ceil(n / 64)]`` words and ``capacity`` values of an array of ``n`` elements."""
-    flat = compaction.to_integers(lax.reshape(x, (x.size,)))
+def encode(x: Any, capacity: int) -> tuple[Any, Any, Any]:
+    """Of ``n`` elements: ``uint32[2 ceil(n / 64)]`` words, ``capacity + 64`` values and their count, ``int32[]``."""
+    flat = lax.reshape(x, (x.size,))
     words = compaction.occupancy(flat)
-    return words, lax.bitcast_convert_type(compaction.compact(flat, words, capacity), x.dtype)
+    return (words, *compaction.compact(flat, words, capacity))
 
 
 def decode(parts: Sequence[Any], shape: Sequence[int]) -> Any:
     """Inverse of ``encode`` if the values fit the capacity."""
-    words, values = parts
-    flat = compaction.expand(compaction.to_integers(values), words, math.prod(shape))
-    return lax.bitcast_convert_type(lax.reshape(flat, tuple(shape)), values.dtype)
+    words, values, _ = parts
+    return lax.reshape(compaction.expand(values, words, math.prod(shape)), tuple(shape))
 
 
 def count(parts: Sequence[Any]) -> Any:
     """How many elements are not zero, ``int32[]``: more than the capacity if they do not fit."""
-    return compaction.count(parts[0])
+    return parts[2]
 
 
 def stored_bytes(size: int, itemsize: int, capacity: int) -> int:
     """Bytes of an encoded array of ``size`` elements."""
-    return 8 * -(-size // compaction.BLOCK) + capacity * itemsize
+    return 8 * -(-size // compaction.BLOCK) + (capacity + compaction.BLOCK) * itemsize + 4

@@ -9,8 +9,9 @@ An element's place is the number of set bits before it: a running sum over words
 population count inside the word, both cheap. What costs is moving the elements. On a GPU that is one scatter and
 one gather, each fused with the counting. XLA:CPU runs a scatter one element at a time, so there the
 elements of a block of 64 are gathered to the block's front, by arithmetic on its two words, and written there as a
-whole, one block after the other, each over the unused tail of the one before; and the same way back. A loop over the
-blocks takes a few kernels to compile.
+whole, one block after the other, each over the unused tail of the one before; and the same way back. The array of
+values is one block longer than its capacity, so that any block can be written and read as a whole. A loop over the
+blocks takes few kernels to compile, and knows in the end how many values there are.
 """
 
 from collections.abc import Callable
@@ -29,28 +30,26 @@ BLOCK = 64
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
-def to_integers(x: Any) -> Any:
-    """The bits of an array of numbers, as unsigned integers of the same width."""
-    return lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize])
+def is_occupied(x: Any) -> Any:
+    """Whether elements are something else than +0.0, by their bits."""
+    return lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]) != 0
 
 
 def occupancy(flat: Any) -> Any:
     """``uint32[ceil(n / 64) * 2]``: one bit for each element of ``flat``, set where it is not zero."""
     missing = -flat.size % BLOCK
-    occupied = to_integers(flat) != 0
+    occupied = is_occupied(flat)
     if missing:
         occupied = lax.pad(occupied, False, [(0, missing, 0)])
     bits = lax.reshape(occupied, (occupied.size // WORD, WORD)).astype(jnp.uint32)
     return jnp.sum(bits << jnp.arange(WORD, dtype=jnp.uint32), axis=1, dtype=jnp.uint32)
 
 
-def count(words: Any) -> Any:
-    """The number of set bits, over the last axis."""
-    return jnp.sum(lax.population_count(words), axis=-1, dtype=jnp.int32)
+def compact(flat: Any, words: Any, capacity: int) -> tuple[Any, Any]:
+    """``capacity + 64`` values, and how many elements of ``flat`` have their bit set, ``int32[]``.
 
-
-def compact(flat: Any, words: Any, capacity: int) -> Any:
-    """The first ``capacity`` elements of ``flat`` whose bit is set; what follows them means nothing."""
+    The first ``capacity`` values are the first of those elements, as far as there are so many.
+    """
     if jax.default_backend() == "cpu":
         return _compact_by_blocks(flat, words, capacity)
     return _compact_by_scatter(flat, words, capacity)
@@ -63,59 +62,71 @@ def expand(values: Any, words: Any, size: int) -> Any:
     return _expand_by_gather(values, words, size)
 
 
-def _compact_by_scatter(flat: Any, words: Any, capacity: int) -> Any:
-    place = _rank(words, _running_count(words)).reshape(-1)[: flat.size]
-    beyond = capacity + lax.iota(jnp.int32, flat.size)  # no two alike, all dropped
-    place = jnp.where(_bits(words).reshape(-1)[: flat.size], place, beyond)
-    return jnp.zeros(capacity, flat.dtype).at[place].set(flat, mode="drop", unique_indices=True)
+def _compact_by_scatter(flat: Any, words: Any, capacity: int) -> tuple[Any, Any]:
+    counts = lax.population_count(words).astype(jnp.int32)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    place, occupied = _in_order(words, ends - counts, flat.size)
+    beyond = capacity + BLOCK + lax.iota(jnp.int32, flat.size)  # no two alike, all dropped
+    place = jnp.where(occupied, place, beyond)
+    values = jnp.zeros(capacity + BLOCK, flat.dtype).at[place].set(flat, mode="drop", unique_indices=True)
+    return values, ends[-1] if words.size else jnp.int32(0)
 
 
 def _expand_by_gather(values: Any, words: Any, size: int) -> Any:
-    place = _rank(words, _running_count(words)).reshape(-1)[:size]
-    return jnp.where(_bits(words).reshape(-1)[:size], values.at[place].get(mode="clip"), jnp.zeros((), values.dtype))
+    counts = lax.population_count(words).astype(jnp.int32)
+    place, occupied = _in_order(words, jnp.cumsum(counts, dtype=jnp.int32) - counts, size)
+    return jnp.where(occupied, values.at[place].get(mode="clip"), jnp.zeros((), values.dtype))
 
 
-def _compact_by_blocks(flat: Any, words: Any, capacity: int) -> Any:
+def _in_order(words: Any, before: Any, size: int) -> tuple[Any, Any]:
+    """For each element, how many bits are set before it, ``before`` its word included, and whether its own is."""
+    bit = jnp.arange(WORD, dtype=jnp.uint32)
+    below = lax.population_count(words[:, None] & ((jnp.uint32(1) << bit) - jnp.uint32(1))).astype(jnp.int32)
+    occupied = (words[:, None] >> bit) & jnp.uint32(1) != 0
+    return (before[:, None] + below).reshape(-1)[:size], occupied.reshape(-1)[:size]
+
+
+def _compact_by_blocks(flat: Any, words: Any, capacity: int) -> tuple[Any, Any]:
     blocks = lax.pad(flat, jnp.zeros((), flat.dtype), [(0, -flat.size % BLOCK, 0)]).reshape(-1, BLOCK)
-    pairs, sources = words.reshape(-1, BLOCK // WORD), _sources(words)
 
-    def move(k: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        start, values = carry
-        front = blocks[k].at[sources[k]].get(mode="promise_in_bounds")
-        return start + count(pairs[k]), lax.dynamic_update_slice(values, front, (start,))
+    def move(k: Any, low: Any, high: Any, start: Any, values: Any) -> Any:
+        block = lax.dynamic_index_in_dim(blocks, k, keepdims=False)
+        return lax.dynamic_update_slice(values, block.at[_sources(low, high)].get(mode="promise_in_bounds"), (start,))
 
-    return _for_each_block(move, words, jnp.zeros(capacity + BLOCK, flat.dtype))[:capacity]
+    return _for_each_block(move, words, jnp.zeros(capacity + BLOCK, flat.dtype))
 
 
 def _expand_by_blocks(values: Any, words: Any, size: int) -> Any:
-    padded = lax.pad(values, jnp.zeros((), values.dtype), [(0, BLOCK, 0)])
-    pairs = words.reshape(-1, BLOCK // WORD)
+    def move(k: Any, low: Any, high: Any, start: Any, elements: Any) -> Any:
+        place, occupied = _targets(low, high)
+        front = lax.dynamic_slice(values, (start,), (BLOCK,))
+        block = jnp.where(occupied, front.at[place].get(mode="promise_in_bounds"), jnp.zeros((), values.dtype))
+        return lax.dynamic_update_slice(elements, block, (BLOCK * k,))
 
-    def move(k: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        start, blocks = carry
-        pair = pairs[k]
-        front = lax.dynamic_slice(padded, (start,), (BLOCK,))
-        place = _rank(pair, _running_count(pair)).reshape(-1)
-        elements = front.at[place].get(mode="promise_in_bounds")
-        block = jnp.where(_bits(pair).reshape(-1), elements, jnp.zeros((), values.dtype))
-        return start + count(pair), lax.dynamic_update_slice(blocks, block, (BLOCK * k,))
-
-    return _for_each_block(move, words, jnp.zeros(words.size * WORD, values.dtype))[:size]
+    elements, _ = _for_each_block(move, words, jnp.zeros(words.size * WORD, values.dtype))
+    return elements[:size]
 
 
-def _for_each_block(move: Callable[[Any, tuple[Any, Any]], tuple[Any, Any]], words: Any, empty: Any) -> Any:
-    """The array that ``move`` fills block by block, the first item of the carry being the number of values before.
+def _for_each_block(move: Callable[..., Any], words: Any, empty: Any) -> tuple[Any, Any]:
+    """The array that ``move(block, its low word, its high word, set bits before it, array)`` fills; and all set bits.
 
     A running sum over all blocks is quick to run, but as slow to compile as all the rest.
     """
-    start, empty = (_compat.vary_as(x, words) for x in (jnp.int32(0), empty))
-    return lax.fori_loop(0, words.size // (BLOCK // WORD), move, (start, empty))[1]
+
+    def step(k: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        array, start = carry
+        low, high = lax.dynamic_slice(words, (2 * k,), (2,))
+        return move(k, low, high, start, array), start + lax.population_count(low) + lax.population_count(high)
+
+    # Unsigned numbers all along: a signed index would be checked for being negative.
+    start, empty = (_compat.vary_as(x, words) for x in (jnp.uint32(0), empty))
+    array, count = lax.fori_loop(jnp.uint32(0), jnp.uint32(words.size // 2), step, (empty, start))
+    return array, count.astype(jnp.int32)
 
 
-def _sources(words: Any) -> Any:
-    """For each block, the positions of its set bits in order: ``uint8[blocks, 64]``."""
-    low, high = (words.reshape(-1, 2)[:, k : k + 1] for k in (0, 1))
-    wanted = jnp.arange(BLOCK, dtype=jnp.uint32)[None, :]
+def _sources(low: Any, high: Any) -> Any:
+    """The positions of a block's set bits in order, ``uint32[64]``; what follows them means nothing."""
+    wanted = lax.iota(jnp.uint32, BLOCK)
     in_low = lax.population_count(low)
     second = wanted >= in_low
     word = jnp.where(second, high, low)
@@ -128,21 +139,15 @@ def _sources(words: Any) -> Any:
         wanted = jnp.where(above, wanted - below, wanted)
         position = jnp.where(above, position + jnp.uint32(width), position)
         word = jnp.where(above, word >> width, word)
-    return jnp.minimum(position, BLOCK - 1).astype(jnp.uint8)
+    return jnp.minimum(position, BLOCK - 1)
 
 
-def _running_count(words: Any) -> Any:
-    """How many bits are set before each word."""
-    counts = lax.population_count(words).astype(jnp.int32)
-    return jnp.cumsum(counts, dtype=jnp.int32) - counts
-
-
-def _rank(words: Any, before: Any) -> Any:
-    """``int32[words, 32]``: ``before`` its word, plus the set bits of the word below the element."""
-    below = (jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)) - jnp.uint32(1)
-    return before[:, None] + lax.population_count(words[:, None] & below).astype(jnp.int32)
-
-
-def _bits(words: Any) -> Any:
-    """``bool[words, 32]``."""
-    return ((words[:, None] >> jnp.arange(WORD, dtype=jnp.uint32)) & jnp.uint32(1)) != 0
+def _targets(low: Any, high: Any) -> tuple[Any, Any]:
+    """For each element of a block, how many bits are set before it, ``uint32[64]``, and whether its own is."""
+    element = lax.iota(jnp.uint32, BLOCK)
+    bit = element & jnp.uint32(WORD - 1)
+    second = element >= WORD
+    word = jnp.where(second, high, low)
+    below = lax.population_count(word & ((jnp.uint32(1) << bit) - jnp.uint32(1)))
+    place = below + jnp.where(second, lax.population_count(low), jnp.uint32(0))
+    return place, (word >> bit) & jnp.uint32(1) != 0

@@ -22,30 +22,31 @@ COLUMNS = 256
 
 
 def encode(x: Any, capacity: int) -> tuple[Any, Any, Any]:
-    """``capacity`` values, ``uint8[capacity]`` columns and ``int32[ceil(n / 256) + 1]`` offsets."""
-    flat = compaction.to_integers(lax.reshape(x, (x.size,)))
+    """``capacity + 64`` values, as many ``uint8`` columns, and ``int32[ceil(n / 256) + 1]`` offsets."""
+    flat = lax.reshape(x, (x.size,))
     words = compaction.occupancy(flat)
-    values = compaction.compact(flat, words, capacity)
-    columns = compaction.compact(lax.iota(jnp.int32, x.size).astype(jnp.uint8), words, capacity)
+    values, _ = compaction.compact(flat, words, capacity)
+    columns, _ = compaction.compact(lax.iota(jnp.int32, x.size).astype(jnp.uint8), words, capacity)
     missing = -words.size % (COLUMNS // compaction.WORD)
     counts = lax.population_count(lax.pad(words, jnp.uint32(0), [(0, missing, 0)]))
     rows = jnp.sum(counts.reshape(-1, COLUMNS // compaction.WORD), axis=1, dtype=jnp.int32)
     ends = jnp.cumsum(rows, dtype=jnp.int32)
-    return lax.bitcast_convert_type(values, x.dtype), columns, lax.pad(ends, jnp.int32(0), [(1, 0, 0)])
+    return values, columns, lax.pad(ends, jnp.int32(0), [(1, 0, 0)])
 
 
 def decode(parts: Sequence[Any], shape: Sequence[int]) -> Any:
     """Inverse of ``encode`` if the values fit the capacity."""
     values, columns, offsets = parts
-    capacity, size = values.size, math.prod(shape)
+    length, size = values.size, math.prod(shape)
     # The row of the k-th value: how many rows end at or before k.
-    ends = jnp.zeros(capacity, jnp.int32).at[offsets[1:]].add(1, mode="drop")
+    ends = jnp.zeros(length, jnp.int32).at[offsets[1:]].add(1, mode="drop")
     place = jnp.cumsum(ends, dtype=jnp.int32) * COLUMNS + columns
-    number = lax.iota(jnp.int32, capacity)
-    place = jnp.where(number < offsets[-1], place, size + number)  # no two alike; those beyond are dropped
-    bits = compaction.to_integers(values)
-    flat = jnp.zeros(size, bits.dtype).at[place].set(bits, mode="drop", unique_indices=True)
-    return lax.bitcast_convert_type(lax.reshape(flat, tuple(shape)), values.dtype)
+    number = lax.iota(jnp.int32, length)
+    # No two places alike; those beyond the array are dropped.
+    held = jnp.minimum(offsets[-1], length - compaction.BLOCK)
+    place = jnp.where(number < held, place, size + number)
+    flat = jnp.zeros(size, values.dtype).at[place].set(values, mode="drop", unique_indices=True)
+    return lax.reshape(flat, tuple(shape))
 
 
 def count(parts: Sequence[Any]) -> Any:
@@ -55,4 +56,4 @@ def count(parts: Sequence[Any]) -> Any:
 
 def stored_bytes(size: int, itemsize: int, capacity: int) -> int:
     """Bytes of an encoded array of ``size`` elements."""
-    return capacity * (itemsize + 1) + 4 * (-(-size // COLUMNS) + 1)
+    return (capacity + compaction.BLOCK) * (itemsize + 1) + 4 * (-(-size // COLUMNS) + 1)

@@ -226,10 +226,9 @@ def _homes(steps: Sequence[Backward]) -> dict[int, int]:
     """
     home: dict[int, int] = {}
     for step in steps:
-        program = step.program
-        if not program.operators and len(program.outputs) == len(step.cotangents_in) == 1:
-            if program.outputs[0] == program.inputs[-1]:
-                home[step.cotangents_in[0]] = home.get(step.cotangents_out[0], step.cotangents_out[0])
+        handed_on = not step.program.operators and step.program.outputs == step.program.inputs[-1:]
+        if handed_on and len(step.cotangents_in) == 1:
+            home[step.cotangents_in[0]] = home.get(step.cotangents_out[0], step.cotangents_out[0])
     return home
 
 

@@ -1,5 +1,6 @@
 """jaxpipe: train any Flax model as a pipeline over several GPUs under a memory budget."""
 
+from jaxpipe import gradients as gradients
 from jaxpipe.density import Density as Density
 from jaxpipe.density import measure_density as measure_density
 from jaxpipe.density import with_density as with_density
@@ -8,6 +9,7 @@ from jaxpipe.encode import without_encoding as without_encoding
 from jaxpipe.errors import BatchError as BatchError
 from jaxpipe.errors import CodecError as CodecError
 from jaxpipe.errors import DifferentiationError as DifferentiationError
+from jaxpipe.errors import ExchangeError as ExchangeError
 from jaxpipe.errors import JaxpipeError as JaxpipeError
 from jaxpipe.errors import MemoryBudgetError as MemoryBudgetError
 from jaxpipe.errors import ModelError as ModelError

@@ -130,6 +130,11 @@ def _varies_alike(value: jax.Array, after: jax.Array) -> bool:
     return _manual_axes(jax.typeof(value)) == _manual_axes(jax.typeof(after))
 
 
+def manual_axes(value: Any) -> frozenset[str]:
+    """The manual mesh axes that a value varies over, where JAX keeps track of that."""
+    return _manual_axes(jax.typeof(value))
+
+
 def _manual_axes(aval: Any) -> frozenset[str]:
     """The manual mesh axes that an array varies over."""
     kind = getattr(aval, "mat", None)
@@ -209,6 +214,7 @@ __all__ = [
     "is_forward_mode",
     "is_literal",
     "isolate",
+    "manual_axes",
     "materialize",
     "named_scope_of",
     "open_jaxpr",

@@ -49,6 +49,10 @@ class MemoryBudgetError(JaxpipeError, ValueError):
         self.smallest = smallest
 
 
+class ExchangeError(JaxpipeError, ValueError):
+    """A gradient exchange that does not make sense, or does not fit the gradients."""
+
+
 class ProfileError(JaxpipeError, ValueError):
     """A profile that cannot be read or does not make sense."""
 

@@ -12,12 +12,15 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jaxpipe.errors import MemoryBudgetError
+from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
 from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.balance import balanced
+from jaxpipe.pipeline.exchange import check_exchange, stage_exchange
 from jaxpipe.pipeline.fit import Fitted, Prices, fit
 from jaxpipe.pipeline.initialize import stage_devices
 from jaxpipe.pipeline.layout import lay_out
@@ -32,7 +35,7 @@ from jaxpipe.planning.layers import partition_layers
 from jaxpipe.planning.memory import predict, working_bytes
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan, StagePlan
-from jaxpipe.planning.storing.choose import check_solver
+from jaxpipe.planning.storing.choose import check_solver, raised
 from jaxpipe.policy import FAST, Codecs, Policy, parse
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
@@ -64,6 +67,7 @@ class Request:
     loss: UserFunction
     optimizer: optax.GradientTransformation
     budget: int | None
+    allow_over_budget: bool
     num_microbatches: int | None
     schedule: ScheduleMaker
     profile: Source | Profile
@@ -71,6 +75,7 @@ class Request:
     policy: Policy
     solver: str
     time_limit: float
+    exchange: BlockSparse | None
     num_stages: int
     replicas: int
 
@@ -85,6 +90,7 @@ def partition(
     evaluate: UserFunction | None = None,
     predict: UserFunction | None = None,
     memory: int | str | None = None,
+    allow_over_budget: bool = False,
     num_microbatches: int | None = None,
     schedule: ScheduleMaker | Literal["auto"] = "auto",
     profile: Profile | Source | None = None,
@@ -92,6 +98,7 @@ def partition(
     storage: Codecs | Literal["auto"] = "auto",
     solver: str = "HIGHS",
     time_limit: float = 10.0,
+    gradient_exchange: BlockSparse | Literal["dense"] = "dense",
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
 
@@ -109,6 +116,7 @@ def partition(
       predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``.
       memory: most bytes on a device, as an int or a text such as ``"8GiB"``. If the default storage needs more, an
         integer programme chooses for every tensor whether it is stored, in which form, or computed again.
+      allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth.
       schedule: ``(num_stages, num_microbatches) -> Schedule``; ``"auto"`` is ``schedules.one_f_one_b``.
       profile: ``"measured"`` (the default) runs operators on the first device, once for a program (see
@@ -119,6 +127,8 @@ def partition(
         them; ``"auto"`` is ``"fast"``, ``()`` stores what ``jax.grad`` does.
       solver: a mixed-integer solver that cvxpy finds, used if there is a budget.
       time_limit: seconds that it may take for each stage.
+      gradient_exchange: ``jaxpipe.gradients.block_sparse(...)``: replicas of a stage send each other only the best
+        blocks of their gradients. Without replicas, nothing is sent and nothing left out.
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.
@@ -127,6 +137,7 @@ def partition(
       BatchError: if the batch cannot be cut into micro-batches.
       MemoryBudgetError: if no plan within ``memory`` is found; it tells the smallest budget that is.
       CodecError: if ``storage`` names an unknown codec.
+      ExchangeError: if ``gradient_exchange`` does not fit the parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -154,6 +165,7 @@ def partition(
         loss=loss,
         optimizer=optimizer,
         budget=None if memory is None else parse_bytes(memory),
+        allow_over_budget=allow_over_budget,
         num_microbatches=num_microbatches,
         schedule=one_f_one_b if isinstance(schedule, str) else schedule,
         profile=profile,
@@ -161,6 +173,7 @@ def partition(
         policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage),
         solver=check_solver(solver),
         time_limit=time_limit,
+        exchange=check_exchange(gradient_exchange, optimizer, DATA),
         num_stages=num_stages,
         replicas=replicas,
     )
@@ -189,16 +202,22 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
         for x, shared_leaf in zip(jax.tree.leaves(batch), batching.shared, strict=True)
     ]
 
-    def laid_out(found: Partition) -> Planned:
+    def laid_out(request: Request, found: Partition) -> Planned:
         return _lay_out(request, objective, model, profile, found, batch, one, batching, local)
+
+    planned = laid_out(request, found)
 
     def cut_again(charged: Profile) -> Planned:
         other = _place(request, objective, model, charged, m * request.replicas)
         bound = found.lower_bound_seconds
-        return laid_out(replace(other, profile=found.profile, lower_bound_seconds=bound))
+        within = replace(request, budget=planned.plan.budget, allow_over_budget=False)
+        return laid_out(within, replace(other, profile=found.profile, lower_bound_seconds=bound))
 
-    planned = laid_out(found)
-    return planned if request.budget is None else balanced(planned, cut_again)
+    if request.budget is None:
+        return planned
+    best = balanced(planned, cut_again)
+    plan = replace(best.plan, raised_from=planned.plan.raised_from)
+    return replace(best, plan=plan, may_raise=request.allow_over_budget)
 
 
 def _lay_out(
@@ -241,7 +260,11 @@ def _lay_out(
     program.check_transport()
     coloured = colour_update(request.optimizer, model, placement.parameters)
     owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
-    update = Update(coloured, lay_out([[a for a, owner in owned if owner == s] for s in range(len(sections))]))
+    exchange = None
+    if request.exchange is not None and request.replicas > 1:
+        exchange = stage_exchange(request.exchange, model, placement, program.parameters, request.replicas)
+    state_layout = lay_out([[a for a, owner in owned if owner == s] for s in range(len(sections))])
+    update = Update(coloured, state_layout, exchange)
     shared = [a for a, owner in owned if owner is None]
     rows = checks.batch_size(one)
 
@@ -254,11 +277,20 @@ def _lay_out(
             prices = _prices(request, objective, found)
             options = {"solver": request.solver, "time_limit": request.time_limit}
             chosen, fitted = fit(program, memory_of, working_bytes, budget, prices, **options)
-        plan = _describe(request, chosen, found, memory_of(chosen), rows, fitted)
+        plan = _describe(request, chosen, found, memory_of(chosen), rows, fitted, budget)
+        if exchange is not None:
+            plan = replace(plan, exchange_bytes=exchange.sent_bytes)
         refit = None if budget is None else planned
         return Planned(plan, profile, found, mesh, batch, one, model, chosen, placement, update, batching, refit)
 
-    return planned(request.budget)
+    asked = request.budget
+    try:
+        return planned(asked)
+    except MemoryBudgetError as error:
+        if asked is None or error.smallest is None or not request.allow_over_budget:
+            raise
+        higher = planned(raised(asked, error.smallest))
+    return replace(higher, plan=replace(higher.plan, raised_from=asked))
 
 
 def _prices(request: Request, objective: Objective, found: Partition) -> Prices:
@@ -357,6 +389,7 @@ def _describe(
     memory: dict[str, int],
     microbatch_size: int,
     fitted: Sequence[Fitted],
+    budget: int | None,
 ) -> Plan:
     graph, profile = program.objective.graph, found.profile
     stages = []
@@ -403,7 +436,7 @@ def _describe(
         step_seconds=timeline.makespan,
         bubble_fraction=timeline.bubble_fraction,
         lower_bound_seconds=found.lower_bound_seconds,
-        budget=request.budget,
+        budget=budget,
         memory=memory,
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
     )

@@ -187,7 +187,8 @@ def test_a_plan_for_one_function():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"solver": "NONE"}, PartitionError, "solver='NONE' is not installed; cvxpy finds .*HIGHS"),
+        ({"solver": "NONE"}, PartitionError, "solver='NONE' is none of the mixed-integer solvers .*HIGHS"),
+        ({"solver": "OSQP"}, PartitionError, "solver='OSQP' is none of the mixed-integer solvers .*HIGHS"),
         ({"storage": "smalest"}, CodecError, "unknown codec 'smalest'"),
         ({"memory": 1000}, MemoryBudgetError, "by default each device needs .* The smallest budget"),
     ],
@@ -195,6 +196,21 @@ def test_a_plan_for_one_function():
 def test_bad_input(options, error, message):
     with pytest.raises(error, match=message):
         make(mlp, 2, 4, **options)
+
+
+def test_a_budget_that_nothing_keeps_may_be_raised():
+    """By tenths of it, no further than needed; the compiled step keeps the raised one."""
+    smallest = smallest_budget(mlp, 2, 4)
+    asked = smallest // 2
+    pipeline, batch = make(mlp, 2, 4, memory=asked, allow_over_budget=True)
+    plan = pipeline.plan
+    assert plan.raised_from == asked and smallest <= plan.budget < smallest + 0.1 * asked + 2
+    assert "raised from" in str(plan) and jaxpipe.Plan.from_json(plan.to_json()) == plan
+    _, state, batch, expected = unlimited(mlp, 2, 4)
+    assert relative_l2(gradients(pipeline, state, batch), expected) <= FUSION
+    assert max(pipeline.memory_report().compiled_bytes) <= pipeline.plan.budget
+    unchanged, _ = make(mlp, 2, 4, memory=2 * smallest, allow_over_budget=True)
+    assert unchanged.plan.raised_from is None and unchanged.plan.budget == 2 * smallest
 
 
 def test_a_solver_without_time():

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
 from jaxpipe.model import BoundModel
+from jaxpipe.pipeline.exchange import StageExchange
 from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.program import STAGE
+from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Update
@@ -52,15 +53,27 @@ def initial_state(
         copies = [jax.device_put(made, device) for device in others]
         parts.append(jax.tree.map(lambda *rows: list(rows), made, *copies))
     shared = _shared_state(model, optimizer, update)
+    residual = () if update.exchange is None else _residual(mesh, update.exchange)
     everywhere = NamedSharding(mesh, P())
     gathered = [_assemble(mesh, [part[k] for part in parts]) for k in range(3)]
     return TrainState(
         *gathered,
+        residual=residual,
         shared=tuple(jax.device_put(x, everywhere) for x in shared),
         key=jax.device_put(_copied(key), everywhere),
         step=jax.device_put(jnp.zeros((), jnp.int32), everywhere),
         plan=plan,
     )
+
+
+def _residual(mesh: Mesh, exchange: StageExchange) -> tuple[Any, ...]:
+    """Nothing is left over yet."""
+    sharding = NamedSharding(mesh, P(STAGE, DATA))
+    count = mesh.shape[STAGE], mesh.shape[DATA]
+    shapes = [(*count, length) for length, _ in exchange.layout.buffers]
+    dtypes = [dtype for _, dtype in exchange.layout.buffers]
+    make = jax.jit(lambda: [jnp.zeros(*spec) for spec in zip(shapes, dtypes, strict=True)], out_shardings=sharding)
+    return tuple(make())
 
 
 def _copied(key: Any) -> Any:

@@ -18,12 +18,13 @@ from jaxpipe.pipeline import step as steps
 from jaxpipe.pipeline.initialize import initial_state
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction
-from jaxpipe.pipeline.program import STAGE, Program
+from jaxpipe.pipeline.program import DATA, STAGE, Program
 from jaxpipe.pipeline.sections import Placement, cut_sections, follow
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
+from jaxpipe.planning.storing.choose import raised
 from jaxpipe.profile import Profile
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.units import bytes_text
@@ -46,6 +47,7 @@ class Planned:
       microbatch: shapes of one micro-batch.
       model, program, placement, update, batching: see their types.
       refit: makes another plan for another budget, with the same cuts; None if there is no budget.
+      may_raise: whether the budget may be raised if no plan keeps it.
     """
 
     plan: Plan
@@ -60,6 +62,7 @@ class Planned:
     update: Update
     batching: Batching
     refit: Callable[[int | None], "Planned"] | None = None
+    may_raise: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,16 +172,17 @@ class Pipeline:
 
         Returns:
           The new state, and metrics: ``loss``, ``gradient_norm``, ``learning_rate`` if the optimizer was made with
-          ``optax.inject_hyperparams``, and those of the loss function.
+          ``optax.inject_hyperparams``, those of the loss function, and, with a block-sparse exchange, ``sent_share``
+          (of the squared norm of gradients and residuals) and ``residual_norm``.
 
         Raises:
           BatchError, StateError: if an argument does not fit the plan.
         """
         leaves = self._check(state, batch)
-        state, loss, norm, overflows, metrics = self._compiled_step(state, leaves)
-        found = _metrics(self._planned.program.objective, loss, metrics) | {"gradient_norm": norm}
-        if any(section.stage and section.stage.storage.sparse for section in self._planned.program.sections):
-            found["overflows"] = overflows
+        state, loss, counters, metrics = self._compiled_step(state, leaves)
+        if not any(section.stage and section.stage.storage.sparse for section in self._planned.program.sections):
+            del counters["overflows"]
+        found = _metrics(self._planned.program.objective, loss, metrics) | counters
         if self._learning_rate is not None:
             found["learning_rate"] = state.shared[self._learning_rate]
         return state, found
@@ -252,13 +256,16 @@ class Pipeline:
             tuple(self._abstract((count, length), dtype, P(STAGE)) for length, dtype in layout.buffers)
             for layout in layouts
         )
+        exchange = planned.update.exchange
+        shapes = [] if exchange is None else [((count, exchange.replicas, n), d) for n, d in exchange.layout.buffers]
+        residual = tuple(self._abstract(shape, dtype, P(STAGE, DATA)) for shape, dtype in shapes)
         key = jax.eval_shape(lambda: jax.random.key(0))
         coloured = planned.update.coloured
         owned = zip(coloured.state_avals, coloured.state_stage, strict=True)
         shared = tuple(self._abstract(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
         step = self._abstract((), np.int32, P())
         key = self._abstract((), key.dtype, P())
-        return TrainState(parameters, variables, optimizer, shared, key, step, self.plan.identity)
+        return TrainState(parameters, variables, optimizer, residual, shared, key, step, self.plan.identity)
 
     def _abstract(self, shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(self.mesh, spec))
@@ -276,6 +283,7 @@ class Pipeline:
         planned = self._planned
         budget = target = planned.plan.budget
         reserved: list[int] = []
+        smallest = None
         for _ in range(_MOST_COMPILATIONS):
             function = steps.training_step(
                 self.mesh, planned.program, planned.update, planned.batching, self._abstract_state
@@ -284,11 +292,19 @@ class Pipeline:
             reserved.append(_reserved_bytes(compiled))
             if budget is None or target is None or planned.refit is None or reserved[-1] <= budget:
                 return compiled
+            if reserved[-1] == min(reserved):
+                smallest = planned, compiled
             target = min(target, planned.plan.predicted_bytes) - (reserved[-1] - budget)
             smaller = _smaller(planned, target)
             if smaller is None:
                 break
             planned = self._maybe_planned = smaller
+        if planned.may_raise and smallest is not None and budget is not None:
+            planned, compiled = smallest
+            higher = {"budget": raised(budget, min(reserved)), "raised_from": planned.plan.raised_from or budget}
+            plan = dataclasses.replace(planned.plan, **higher)
+            self._maybe_planned = dataclasses.replace(planned, plan=plan)
+            return compiled
         raise MemoryBudgetError(
             f"memory={bytes_text(budget or 0)}: XLA reserves {', '.join(map(bytes_text, reserved))} on each device for "
             f"plans that were made smaller each time, the last one of {bytes_text(planned.plan.predicted_bytes)}. Use "
@@ -361,7 +377,8 @@ def _smaller(planned: Planned, target: int) -> Planned | None:
         if error.smallest is None or error.smallest >= planned.plan.predicted_bytes:
             return None
         found = planned.refit(error.smallest)
-    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, rounds=planned.plan.rounds))
+    kept = {name: getattr(planned.plan, name) for name in ("budget", "rounds", "raised_from")}
+    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, **kept))
 
 
 def _reserved_bytes(compiled: Any) -> int:

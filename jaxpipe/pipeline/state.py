@@ -13,6 +13,8 @@ class TrainState:
 
     Attributes:
       parameters, variables, optimizer: buffers ``[num_stages, length]``, one row on the devices of each stage.
+      residual: buffers ``[num_stages, replicas, length]`` with what each replica has not sent of its gradients; none
+        if gradients are exchanged whole.
       shared: optimizer state that every device has (step counts, schedules).
       key: the random key of the run.
       step: steps taken.
@@ -22,6 +24,7 @@ class TrainState:
     parameters: tuple[Any, ...]
     variables: tuple[Any, ...]
     optimizer: tuple[Any, ...]
+    residual: tuple[Any, ...]
     shared: tuple[Any, ...]
     key: Any
     step: Any

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.pipeline.exchange import StageExchange, run_exchange
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import ColouredUpdate, run_update
 from jaxpipe.pipeline.program import DATA, STAGE, Program, Totals, run_ticks
@@ -48,10 +49,17 @@ class Batching:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """The optimizer as the stages run it, and where its state lives."""
+    """The optimizer as the stages run it, and where its state lives.
+
+    Attributes:
+      coloured: the optimizer.
+      layout: of its state.
+      exchange: how replicas exchange gradients; None if whole.
+    """
 
     coloured: ColouredUpdate
     layout: Layout
+    exchange: StageExchange | None = None
 
 
 def state_specs(state: TrainState) -> TrainState:
@@ -62,6 +70,7 @@ def state_specs(state: TrainState) -> TrainState:
         by_stage(state.parameters),
         by_stage(state.variables),
         by_stage(state.optimizer),
+        jax.tree.map(lambda _: P(STAGE, DATA), state.residual),
         everywhere(state.shared),
         P(),
         P(),
@@ -70,13 +79,27 @@ def state_specs(state: TrainState) -> TrainState:
 
 
 def training_step(mesh: Mesh, program: Program, update: Update, batching: Batching, state: TrainState) -> Any:
-    """``(state, batch leaves) -> (state, loss, gradient norm, overflows, metrics)``, compiled when first called."""
+    """``(state, batch leaves) -> (state, loss, counters, metrics)``, compiled when first called.
+
+    Counters are the gradient's norm and the overflows; and, of a sparse exchange, the share of the gradients' squared
+    norm that was sent, and the norm of the residuals.
+    """
     specs = state_specs(state)
 
     def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
         parameters, variables, optimizer = map(_own, (state.parameters, state.variables, state.optimizer))
         totals = _train(program, batching, parameters, variables, state, batch)
-        loss, gradients, norm, metrics = _mean(program, totals)
+        residual, told = (), {}
+        if update.exchange is None:
+            loss, gradients, metrics = _mean(program, totals)
+        else:
+            loss, own, metrics = _mean(program, totals, summed=False)
+            held = [x.reshape(x.shape[2:]) for x in state.residual]
+            gradients, residual, squares, left = run_exchange(
+                update.exchange, lax.axis_index(STAGE), DATA, state.step, own, held
+            )
+            squares, left = lax.psum((squares, left), (STAGE, DATA))
+            told = {"sent_share": 1 - left / jnp.where(squares > 0, squares, 1), "residual_norm": jnp.sqrt(left)}
 
         def read(s: int) -> Any:
             return (
@@ -95,15 +118,17 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             _rows(parameters),
             _rows(_replicas_agree(program, totals.state)),
             _rows(optimizer),
+            tuple(x.reshape(1, 1, *x.shape) for x in residual),
             tuple(shared),
             state.key,
             state.step + 1,
             state.plan,
         )
         overflows = lax.psum(totals.overflows, (STAGE, DATA) if program.replicated else (STAGE,))
-        return new, loss, norm, overflows, metrics
+        counters = {"gradient_norm": _norm(gradients), "overflows": overflows, **told}
+        return new, loss, counters, metrics
 
-    return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P(), P()), donate=True)
+    return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
 
 
 def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:
@@ -112,7 +137,7 @@ def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: Train
     def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
         parameters, variables = _own(state.parameters), _own(state.variables)
         totals = _train(program, batching, parameters, variables, state, batch)
-        loss, gradients, _, metrics = _mean(program, totals)
+        loss, gradients, metrics = _mean(program, totals)
         return loss, metrics, _rows(gradients)
 
     return _compile(mesh, device_step, (state_specs(state), batching.specs()), (P(), P(), P(STAGE)))
@@ -124,7 +149,7 @@ def evaluation_step(mesh: Mesh, program: Program, batching: Batching, state: Tra
     def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
         parameters, variables = _own(state.parameters), _own(state.variables)
         totals = _train(program, batching, parameters, variables, state, batch)
-        loss, _, _, metrics = _mean(program, totals)
+        loss, _, metrics = _mean(program, totals)
         return loss, metrics
 
     return _compile(mesh, device_step, (state_specs(state), batching.specs()), (P(), P()))
@@ -170,20 +195,26 @@ def _train(
     return run_ticks(program, parameters, variables, key, batching.rows(batch), collect)
 
 
-def _mean(program: Program, totals: Totals) -> tuple[Any, list[Any], Any, list[Any]]:
-    """Loss, gradients, their norm and metrics, from sums over the micro-batches of this device.
+def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, list[Any], list[Any]]:
+    """Loss, gradients and metrics, from sums over the micro-batches of this device.
 
-    A stage that does not make a result has zeros for it.
+    A stage that does not make a result has zeros for it. With ``summed=False``, gradients are this replica's own, of
+    which the mean over the replicas is the gradient.
     """
     axes = (STAGE, DATA) if program.replicated else (STAGE,)
     loss, weight, *metrics = lax.psum(totals.results, axes)
     gradients = totals.gradients
-    if program.replicated:
+    if program.replicated and summed:
         gradients = lax.psum(gradients, DATA)
-    gradients = [g / weight.astype(g.dtype) for g in gradients]
+    share = weight if summed else weight / lax.axis_size(DATA)
+    gradients = [g / share.astype(g.dtype) for g in gradients]
+    return loss / weight.astype(loss.dtype), gradients, [x / weight.astype(x.dtype) for x in metrics]
+
+
+def _norm(gradients: Sequence[Any]) -> Any:
+    """The L2 norm over all stages."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients]
-    norm = jnp.sqrt(lax.psum(sum(squares, start=jnp.float32(0)), STAGE))
-    return loss / weight.astype(loss.dtype), gradients, norm, [x / weight.astype(x.dtype) for x in metrics]
+    return jnp.sqrt(lax.psum(sum(squares, start=jnp.float32(0)), STAGE))
 
 
 def _replicas_agree(program: Program, state: Sequence[Any]) -> list[Any]:

@@ -19,8 +19,8 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     """Bytes on each device, by component.
 
     One program runs everywhere, so every component is the largest over the stages. ``working`` is what is needed
-    besides while a stage computes, or while the optimizer writes new parameters and state, at a time when the arena
-    is free again.
+    besides while a stage computes, or while replicas exchange gradients or the optimizer writes new parameters and
+    state, at a time when the arena is free again.
 
     Args:
       program: the training program.
@@ -36,6 +36,10 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         "batch": sum(map(_bytes, batch)),
         "gradients": parameters,
     }
+    exchanging = 0
+    if update.exchange is not None:
+        held["residual"] = update.exchange.residual_bytes
+        exchanging = update.exchange.working_bytes
     arena = program.arena_pages * PAGE * 4
     # What arrives, and what is being sent.
     transport = 2 * 4 * sum(program.message_words) if len(program.sections) > 1 else 0
@@ -47,7 +51,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         **held,
         "arena": arena,
         "transport": transport,
-        "working": max(computing, updating - arena - transport),
+        "working": max(computing, exchanging - arena - transport, updating - arena - transport),
     }
 
 

@@ -88,10 +88,13 @@ class Plan:
       step_seconds: predicted time of a step, without the optimizer.
       lower_bound_seconds: no cut and placement of this profile has a shorter step.
       bubble_fraction: share of the stages' time in which they wait.
-      budget: bytes on each device at most, if the caller gave it.
+      budget: bytes on each device at most, if the caller gave it; more, if it was raised.
       memory: predicted bytes on each device, by component.
       fingerprint: of the program that the plan is for.
       rounds: how cuts and storage were found together, if there is a budget.
+      exchange_bytes: what each device hands to the collectives of a block-sparse gradient exchange in a step after
+        its warm-up; None if gradients are exchanged whole.
+      raised_from: the budget that was asked for, if there was no plan for it and the caller let it be raised.
 
     Example:
       >>> plan = Plan((), 1, 1, 1, "1f1b", "analytic", 0.0, 0.0, 0.0, None, {"parameters": 8}, "")
@@ -112,6 +115,8 @@ class Plan:
     memory: dict[str, int]
     fingerprint: str
     rounds: tuple[BalanceRound, ...] = ()
+    raised_from: int | None = None
+    exchange_bytes: int | None = None
 
     @property
     def predicted_bytes(self) -> int:
@@ -170,10 +175,14 @@ class Plan:
             )
         parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in self.memory.items())
         limit = "" if self.budget is None else f" of {bytes_text(self.budget)}"
+        limit += "" if self.raised_from is None else f" (raised from {bytes_text(self.raised_from)})"
         table.caption = (
             f"step {1e3 * self.step_seconds:.1f} ms ({self.profile} profile), bubble {self.bubble_fraction:.1%}\n"
             f"{bytes_text(self.predicted_bytes)}{limit} on each device: {parts}"
         )
+        if self.exchange_bytes is not None:
+            dense = bytes_text(self.memory["gradients"])
+            table.caption += f"\nblock-sparse exchange: {bytes_text(self.exchange_bytes)} of {dense} sent in a step"
         chosen = [f"stage {k}: {_storage_text(stage)}" for k, stage in enumerate(self.stages)]
         if any(stage.storage != "default" or stage.away for stage in self.stages):
             table.caption += "\nstorage chosen within the budget:\n" + "\n".join(chosen)

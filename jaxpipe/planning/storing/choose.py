@@ -1,8 +1,9 @@
 """The best choice that can be had: a solver's or the greedy one, whichever is faster, both simulated."""
 
+import math
 from dataclasses import dataclass, replace
 
-import cvxpy
+from cvxpy.reductions.solvers.defines import INSTALLED_MI_SOLVERS
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.planning.storing.greedy import give_up
@@ -12,6 +13,9 @@ from jaxpipe.planning.storing.programme import solve
 
 #: A solver's numbers are exact to this fraction; an answer that is over the limit by so little is asked for again.
 ACCURACY = 1e-6
+
+#: By what part of a budget it is raised at a time, if the caller allows that.
+STEP = 0.1
 
 
 @dataclass(frozen=True)
@@ -77,15 +81,20 @@ def check_solver(solver: str) -> str:
     """The name of a mixed-integer solver, as cvxpy spells it.
 
     Raises:
-      PartitionError: if it is not installed.
+      PartitionError: if it is not installed, or solves no mixed-integer programmes.
     """
-    installed = cvxpy.installed_solvers()
-    if not isinstance(solver, str) or solver.upper() not in installed:
+    if not isinstance(solver, str) or solver.upper() not in INSTALLED_MI_SOLVERS:
         raise PartitionError(
-            f"solver={solver!r} is not installed; cvxpy finds {', '.join(sorted(installed))}, of which HIGHS and SCIPY "
-            "solve mixed-integer programmes. Install it, or use solver='HIGHS'."
+            f"solver={solver!r} is none of the mixed-integer solvers that cvxpy finds: "
+            f"{', '.join(sorted(INSTALLED_MI_SOLVERS))}. Install it if it is one, or use solver='HIGHS'."
         )
     return solver.upper()
+
+
+def raised(budget: int, least: int) -> int:
+    """A budget that was too small, raised by tenths of it until it is no less than ``least``."""
+    step = max(1, math.ceil(STEP * budget))
+    return budget + max(0, -(-(least - budget) // step)) * step
 
 
 def lowest_peak(problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0) -> Answer | None:

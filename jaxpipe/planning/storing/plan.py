@@ -11,17 +11,13 @@ from rich.table import Table
 from jaxpipe import stage as stages
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph import Graph, Operator, is_differentiable
-from jaxpipe.planning.storing.choose import Answer, check_solver, choose, lowest_peak
+from jaxpipe.planning.storing.choose import Answer, check_solver, choose, lowest_peak, raised
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, simulate
 from jaxpipe.profiling.roofline import OTHER, Rates, seconds
 from jaxpipe.stage import Stage
 from jaxpipe.storage import Choices
 from jaxpipe.units import bytes_text, parse_bytes, seconds_text
-
-
-#: By what part of a budget it is raised at a time, if the caller allows that.
-STEP = 0.1
 
 
 @dataclass(frozen=True)
@@ -142,13 +138,10 @@ def plan_storage(
     answer = choose(problem(budget), solver=solver, time_limit=time_limit, gap=gap)
     if answer is None:
         lowest = lowest_peak(problem(math.inf), solver=solver, time_limit=time_limit)
-        least = None if lowest is None else lowest.outcome.peak_bytes
-        if least is None or not allow_over_budget:
+        if lowest is None or not allow_over_budget:
             raise _too_small(items, budget, lowest)
-        while answer is None:
-            budget = min(math.ceil(budget + max(1.0, STEP * asked)), max(budget + 1, least))
-            if budget >= least:
-                answer = choose(problem(budget), solver=solver, time_limit=time_limit, gap=gap) or lowest
+        budget = raised(asked, lowest.outcome.peak_bytes)
+        answer = choose(problem(budget), solver=solver, time_limit=time_limit, gap=gap) or lowest
     before = 0.0 if default is None else default.seconds
     return StoragePlan(
         tensors=_rows(items, answer),

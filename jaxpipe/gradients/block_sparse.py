@@ -1,0 +1,213 @@
+"""``block_sparse``: the block-sparse exchange with error feedback as an optax transformation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe import _compat
+from jaxpipe.errors import ExchangeError
+from jaxpipe.gradients.blocks import BlockRules, Blocks, Count, find_blocks
+from jaxpipe.gradients.exchange import Averaged, Rule, Traffic, exchange, traffic
+
+
+class BlockSparseState(NamedTuple):
+    """What a replica keeps from step to step.
+
+    Attributes:
+      step: steps taken, ``int32[]``.
+      residual: what was not sent, for each parameter; empty, ``[0]``, for one that is always sent whole.
+      sent_share: ``float32[1]``, the part of the last gradient's squared norm, residual included, that was sent.
+      residual_norm: ``float32[1]``, the L2 norm of all residuals.
+    """
+
+    step: Any
+    residual: Any
+    sent_share: Any
+    residual_norm: Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ``block_sparse``, checked."""
+
+    axis_name: str | None
+    phases: tuple[tuple[int | None, Any], ...]
+    dense_1d: bool
+    rules: Any
+    rule: Rule
+
+    def plans(self, tree: Any) -> list[tuple[Blocks, ...]]:
+        """The blocks of each leaf, by phase."""
+        return [find_blocks(tree, k, self.dense_1d, self.rules) for _, k in self.phases]
+
+    def phase(self, step: Any) -> Any:
+        """The number of the phase that a step is in, ``int32[]``."""
+        ends, end = [], 0
+        for steps, _ in self.phases[:-1]:
+            end += steps or 0
+            ends.append(end)
+        return sum((step >= end for end in ends), start=jnp.zeros((), jnp.int32))
+
+
+class BlockSparse(optax.GradientTransformationExtraArgs):
+    """An optax transformation that knows how it was made."""
+
+    settings: Settings
+
+    def traffic(self, params: Any, step: int | None = None) -> Traffic:
+        """What one replica sends in a step: the step of that number, or any after the warm-up.
+
+        Args:
+          params: arrays or shapes.
+          step: counted from 0.
+        """
+        last = len(self.settings.phases) - 1
+        phase = last if step is None else int(self.settings.phase(step))
+        return traffic(self.settings.plans(params)[phase], self.settings.rule.mode)
+
+
+def block_sparse(
+    axis_name: str | None = None,
+    k: Count = 1,
+    norm: Literal["l1", "l2"] = "l2",
+    dense_1d: bool = True,
+    mode: Literal["own", "consensus"] = "own",
+    blocks: BlockRules | None = None,
+    warmup: Sequence[tuple[int, Count]] = (),
+) -> BlockSparse:
+    """Average gradients over replicas, sending only the best blocks of each and keeping the rest for later steps.
+
+    A block is one filter of a convolution, the fan-in of one neuron of a dense layer, or one element of a vector.
+    Each step adds the residual to the gradient, scores the blocks by their norm, sends the ``k`` best of each
+    parameter, and keeps what was not sent as the new residual. What comes out is the average over the replicas of
+    what they sent: chain it with ``optax.trace`` and ``optax.scale`` for the method's global momentum.
+
+    Error feedback holds for updates that are linear in the gradient. Adam and its kind divide by what they have seen of
+    it: they can be chained, but nothing is known of where that converges to.
+
+    Args:
+      axis_name: the mesh axis of the replicas, inside ``shard_map``; None for a single replica.
+      k: blocks sent of each parameter: a number, or a float for a fraction of them; or by pattern of paths (those of
+        a shell, such as ``{"*Conv*": 4}``), 1 for what none fits. 1 of 4,096 is far more sparse than anything known to
+        converge on large networks: warm up.
+      norm: of a block, its score.
+      dense_1d: parameters with one axis (biases, scales) are sent whole; False: element by element.
+      mode: ``"own"``: each replica picks its blocks, which are gathered, so what arrives grows with their number.
+        ``"consensus"``: all send the blocks whose norms, summed over the replicas, are largest.
+      blocks: by pattern of paths, the axis that numbers blocks, -1 where none fits; ``(0, -1)`` if axis 0 stacks
+        layers, each of which sends its own ``k``; ``"whole"`` to send all.
+      warmup: ``(steps, k)`` for the first steps, one after the other: ``[(100, 1.0), (200, 0.25)]``.
+
+    Returns:
+      A transformation. ``init`` makes a residual of zeros; ``update(updates, state)`` takes a replica's own gradients
+      and gives averages that have the same bits on all replicas. ``.traffic(params)`` counts what is sent.
+
+    Raises:
+      ExchangeError: if an argument has no meaning or fits no parameter; in ``update``, if gradients were summed over
+        the axis before.
+
+    The method: error feedback after F. Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; choice by
+    consensus after P. Sun et al., "Optimizing network performance for distributed DNN training on GPU clusters:
+    ImageNet/AlexNet training in 1.5 minutes", 2019.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> optimizer = optax.chain(block_sparse(k=1), optax.trace(0.9), optax.scale(-0.1))
+      >>> w = jnp.zeros((4, 3))
+      >>> updates, state = optimizer.update(jnp.arange(12.0).reshape(4, 3), optimizer.init(w))
+      >>> updates[:, 0].sum() == 0, updates[:, 2].tolist()
+      (Array(True, dtype=bool), [-0.2..., -0.5, -0.8..., -1.1...])
+    """
+    settings = _check(axis_name, k, norm, dense_1d, mode, blocks, warmup)
+
+    def init(params: Any) -> BlockSparseState:
+        plans = settings.plans(params)
+        leaves, tree = jax.tree.flatten(params)
+        always = [all(b.is_whole for b in choices) for choices in zip(*plans, strict=True)]
+        residual = [
+            jnp.zeros((0,) if whole else x.shape, jnp.promote_types(x.dtype, jnp.float32))
+            for x, whole in zip(leaves, always, strict=True)
+        ]
+        zero = jnp.zeros(1, jnp.float32)
+        return BlockSparseState(jnp.zeros((), jnp.int32), jax.tree.unflatten(tree, residual), zero, zero)
+
+    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, BlockSparseState]:
+        leaves, tree = jax.tree.flatten(updates)
+        _check_local(leaves, axis_name)
+        residuals = jax.tree.leaves(state.residual)
+        corrected = [g if not r.size else g.astype(r.dtype) + r for g, r in zip(leaves, residuals, strict=True)]
+
+        def write(s: int, found: Averaged) -> Any:
+            kept = [new if old.size else old for old, new in zip(residuals, found.residuals, strict=True)]
+            share = 1 - found.unsent / jnp.where(found.squares > 0, found.squares, 1)
+            return found.gradients, kept, share.reshape(1), jnp.sqrt(found.unsent).reshape(1)
+
+        def run(plan: Sequence[Blocks], operands: Sequence[Any]) -> Any:
+            return exchange([plan], settings.rule, axis_name, lambda f: f(0), lambda s: operands, write)
+
+        branches = [lambda operands, plan=plan: run(plan, operands) for plan in settings.plans(updates)]
+        averages, kept, share, norm = lax.switch(settings.phase(state.step), branches, corrected)
+        new = BlockSparseState(state.step + 1, jax.tree.unflatten(tree, kept), share, norm)
+        return jax.tree.unflatten(tree, averages), new
+
+    made = BlockSparse(init, update)
+    made.settings = settings
+    return made
+
+
+def state_specs(state: Any, axis_name: str) -> Any:
+    """The ``PartitionSpec`` of each leaf of an optimizer state: only residuals differ from replica to replica.
+
+    Args:
+      state: of any optax transformation that ``block_sparse`` is part of, arrays or shapes.
+      axis_name: the mesh axis of the replicas, along which residuals are put one after the other.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> tx = block_sparse("data")
+      >>> params = {"kernel": jnp.ones((8, 4))}
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> specs = state_specs(jax.eval_shape(tx.init, params), "data")
+      >>> state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
+    """
+
+    def specs(part: Any) -> Any:
+        if isinstance(part, BlockSparseState):
+            return BlockSparseState(
+                P(), jax.tree.map(lambda _: P(axis_name), part.residual), P(axis_name), P(axis_name)
+            )
+        return P()
+
+    return jax.tree.map(specs, state, is_leaf=lambda part: isinstance(part, BlockSparseState))
+
+
+def _check(axis_name: Any, k: Any, norm: Any, dense_1d: Any, mode: Any, blocks: Any, warmup: Any) -> Settings:
+    if norm not in ("l1", "l2"):
+        raise ExchangeError(f"norm={norm!r}; it must be 'l1' or 'l2'.")
+    if mode not in ("own", "consensus"):
+        raise ExchangeError(f"mode={mode!r}; it must be 'own' or 'consensus'.")
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise ExchangeError(f"axis_name={axis_name!r}; it must be the name of one mesh axis, or None.")
+    for phase in warmup:
+        if len(phase) != 2 or not isinstance(phase[0], int) or phase[0] < 1:
+            raise ExchangeError(f"warmup: {phase!r}; each entry must be (steps, k) with 1 or more steps.")
+    phases = (*((steps, count) for steps, count in warmup), (None, k))
+    return Settings(axis_name, phases, dense_1d, dict(blocks or {}), Rule(mode, norm))
+
+
+def _check_local(gradients: Sequence[Any], axis_name: str | None) -> None:
+    """Under ``shard_map`` with types, a gradient that does not vary over the axis was summed over it by JAX."""
+    if axis_name is None or axis_name not in _compat.manual_axes(lax.axis_index(axis_name)):
+        return
+    if not all(axis_name in _compat.manual_axes(g) for g in gradients):
+        raise ExchangeError(
+            f"block_sparse was given gradients that are the same on all replicas along {axis_name!r}: JAX has summed "
+            "them when it differentiated by parameters that do not vary over the axis. Differentiate by "
+            f"jax.lax.pcast(params, {axis_name!r}, to='varying')."
+        )

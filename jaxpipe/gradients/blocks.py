@@ -1,0 +1,168 @@
+"""Gradient blocks: which parts of a gradient are sent or kept as one.
+
+    convolution kernel [3, 3, in, out]   one filter            out blocks of 9 in elements
+    dense kernel [in, out]               one neuron's fan-in   out blocks of in elements
+    bias [out]                           one element           out blocks of 1 element
+
+In Flax the axis that numbers filters and neurons is the last one, which is the default. Where it is another, a rule
+by parameter path says so: 0 for embedding tables, ``(0, -1)`` for kernels that are stacked layer by layer, of which
+every layer has a choice of its own.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.errors import ExchangeError
+from jaxpipe.policy import fits
+
+
+#: How many blocks are sent of a gradient: a number, or a fraction of all. Or patterns of paths with one for each.
+Count = int | float | Mapping[str, int | float]
+
+#: The axis that numbers blocks, axes of stacked layers before it, or "whole"; by pattern of paths.
+BlockRules = Mapping[str, int | Sequence[int] | str]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How one gradient is cut into blocks.
+
+    Attributes:
+      path: of the parameter.
+      shape, dtype: of the gradient.
+      stacked: axes that number layers.
+      axis: the axis that numbers blocks; None if the gradient is sent whole.
+      k: blocks that are sent of each layer.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    stacked: tuple[int, ...]
+    axis: int | None
+    k: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is sent."""
+        return self.axis is None
+
+    @property
+    def layers(self) -> int:
+        """Choices of ``k`` blocks."""
+        return math.prod(self.shape[a] for a in self.stacked)
+
+    @property
+    def count(self) -> int:
+        """Blocks of a layer."""
+        return 1 if self.axis is None else self.shape[self.axis]
+
+    @property
+    def size(self) -> int:
+        """Elements of a block."""
+        return math.prod(self.shape) // max(1, self.layers * self.count)
+
+    @property
+    def indices(self) -> int:
+        """Block numbers that are sent."""
+        return 0 if self.is_whole else self.layers * self.k
+
+    @property
+    def values(self) -> int:
+        """Elements that are sent."""
+        return math.prod(self.shape) if self.is_whole else self.indices * self.size
+
+    def to_blocks(self, x: Any) -> Any:
+        """``[layers, count, size]``: the elements of each block side by side."""
+        return jnp.transpose(x, self._order).reshape(self.layers, self.count, self.size)
+
+    def from_blocks(self, blocks: Any) -> Any:
+        """Inverse of ``to_blocks``."""
+        shape = [self.shape[a] for a in self._order]
+        return jnp.transpose(blocks.reshape(shape), _inverse(self._order))
+
+    def spread(self, flags: Any) -> Any:
+        """A value for each block, ``[layers, count]``, in a shape that broadcasts against the gradient."""
+        ordered = flags.reshape([self.shape[a] for a in self.numbered])
+        ordered = jnp.transpose(ordered, _inverse(self.numbered))
+        return ordered.reshape([n if a in self.numbered else 1 for a, n in enumerate(self.shape)])
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return (*self.numbered, *self.inside)
+
+    @property
+    def numbered(self) -> tuple[int, ...]:
+        """The axes that number layers and blocks."""
+        assert self.axis is not None
+        return (*self.stacked, self.axis)
+
+    @property
+    def inside(self) -> tuple[int, ...]:
+        """The axes of one block."""
+        return tuple(a for a in range(len(self.shape)) if a not in self.numbered)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return np.argsort(np.asarray(order)).tolist()
+
+
+def find_blocks(tree: Any, k: Count, dense_1d: bool, rules: BlockRules) -> tuple[Blocks, ...]:
+    """The blocks of each leaf of a tree of arrays or shapes.
+
+    A leaf is sent whole if it has no axes; one axis, with ``dense_1d`` and no rule for it; or if its ``k`` blocks and
+    their numbers are no fewer words than all of it.
+
+    Raises:
+      ExchangeError: if ``k`` or a rule does not fit a leaf, or a pattern fits none.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    for name, patterns in (("k", k if isinstance(k, Mapping) else {}), ("blocks", rules)):
+        unused = [p for p in patterns if not any(fits(path, p) for path in paths)]
+        if unused:
+            raise ExchangeError(
+                f"{name}: the pattern {unused[0]!r} fits no parameter. There are {', '.join(paths[:8])}"
+                f"{', ...' if len(paths) > 8 else ''}; patterns are those of a shell."
+            )
+    return tuple(_blocks(path, leaf, k, dense_1d, rules) for path, (_, leaf) in zip(paths, leaves, strict=True))
+
+
+def _blocks(path: str, leaf: Any, k: Count, dense_1d: bool, rules: BlockRules) -> Blocks:
+    shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+    whole = Blocks(path, shape, dtype, (), None, 1)
+    rule = next((rules[p] for p in rules if fits(path, p)), None)
+    if rule == "whole" or not math.prod(shape) or not shape or (rule is None and len(shape) == 1 and dense_1d):
+        return whole
+    *stacked, axis = _axes(path, shape, -1 if rule is None else rule)
+    wanted = k if not isinstance(k, Mapping) else next((k[p] for p in k if fits(path, p)), 1)
+    blocks = Blocks(path, shape, dtype, tuple(stacked), axis, _number(path, wanted, shape[axis]))
+    return blocks if blocks.indices + blocks.values < math.prod(shape) else whole
+
+
+def _axes(path: str, shape: tuple[int, ...], rule: Any) -> list[int]:
+    axes = [rule] if isinstance(rule, int) else list(rule) if isinstance(rule, (tuple, list)) else [None]
+    if not axes or not all(isinstance(a, int) and -len(shape) <= a < len(shape) for a in axes):
+        raise ExchangeError(
+            f"blocks: {rule!r} for {path} of shape {shape}; it must be the axis that numbers blocks, axes of stacked "
+            "layers and then that axis, or 'whole'."
+        )
+    axes = [a % len(shape) for a in axes]
+    if len(set(axes)) < len(axes):
+        raise ExchangeError(f"blocks: {rule!r} for {path} of shape {shape} names an axis twice.")
+    return axes
+
+
+def _number(path: str, k: Any, count: int) -> int:
+    if isinstance(k, bool) or not isinstance(k, (int, float)) or k <= 0 or (isinstance(k, float) and k > 1):
+        raise ExchangeError(
+            f"k={k!r} for {path}; it must be a number of blocks, 1 or more, or a fraction of them: a float above 0.0 "
+            "and no more than 1.0."
+        )
+    return min(count, k) if isinstance(k, int) else max(1, math.ceil(k * count - 1e-9))

@@ -1,0 +1,282 @@
+"""What replicas send each other of their gradients, and what they make of it.
+
+    own         each replica picks blocks ──all-gather of numbers and values──▶ every pick is added up
+    consensus   norms ──all-reduce──▶ one choice for all ──all-reduce of its values──▶ the sums
+
+Gradients that are sent whole go by one all-reduce in either mode. All that is sent of one type travels in one array.
+The result is the average over the replicas; it has the same bits on all of them, as picks are added up in the order
+of the replicas.
+
+In a pipeline every stage has gradients of its own, but one program runs everywhere: what depends on the stage is
+computed for all stages under ``by_stage``, a conditional, with arrays as long as the longest stage needs; the
+collectives stand between the conditionals.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe import _compat
+from jaxpipe.gradients.blocks import Blocks
+
+
+#: ``by_stage(f)`` is ``f(s)`` of the stage that this device is.
+ByStage = Callable[[Callable[[int], Any]], Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How blocks are chosen.
+
+    Attributes:
+      mode: whether each replica picks for itself.
+      norm: of a block, its score.
+    """
+
+    mode: Literal["own", "consensus"]
+    norm: Literal["l1", "l2"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one replica hands to the collectives in one step.
+
+    Attributes:
+      values: elements of gradients, whole ones included.
+      indices: numbers of blocks, 4 bytes each.
+      norms: of blocks, 4 bytes each.
+      value_bytes: bytes of the values.
+      dense_bytes: bytes of all gradients.
+    """
+
+    values: int
+    indices: int
+    norms: int
+    value_bytes: int
+    dense_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """All that is sent."""
+        return self.value_bytes + 4 * (self.indices + self.norms)
+
+
+def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
+    """What a replica sends of gradients that are cut as given.
+
+    Example:
+      >>> import jax
+      >>> from jaxpipe.gradients.blocks import find_blocks
+      >>> plan = find_blocks({"kernel": jax.ShapeDtypeStruct((100, 10), "float32")}, 1, True, {})
+      >>> traffic(plan, "own").bytes, traffic(plan, "own").dense_bytes
+      (404, 4000)
+    """
+    sparse = [b for b in plan if not b.is_whole]
+    own = mode == "own"
+    return Traffic(
+        values=sum(b.values for b in plan),
+        indices=sum(b.indices for b in sparse) if own else 0,
+        norms=0 if own else sum(b.layers * b.count for b in sparse),
+        value_bytes=sum(b.values * b.dtype.itemsize for b in plan),
+        dense_bytes=sum(int(np.prod(b.shape, dtype=np.int64)) * b.dtype.itemsize for b in plan),
+    )
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """A stage's share of an exchange.
+
+    Attributes:
+      gradients: the averages, zero where nobody sent anything.
+      residuals: what this replica has not sent.
+      squares: the sum of squares of all that this replica had.
+      unsent: the same of its residuals.
+    """
+
+    gradients: list[Any]
+    residuals: list[Any]
+    squares: Any
+    unsent: Any
+
+
+def exchange(
+    plans: Sequence[Sequence[Blocks]],
+    rule: Rule,
+    axis_name: str | None,
+    by_stage: ByStage,
+    read: Callable[[int], Sequence[Any]],
+    write: Callable[[int, Averaged], Any],
+) -> Any:
+    """Average gradients over the replicas along a mesh axis, sending the best blocks only.
+
+    Args:
+      plans: by stage, the blocks of each gradient.
+      rule: how blocks are chosen.
+      axis_name: the axis; None if there is but one replica.
+      by_stage: runs a function for the stage of this device.
+      read: a stage's gradients with their residuals added.
+      write: what is made of the result.
+    """
+    wire = _Wire(plans)
+    replicas = 1 if axis_name is None else lax.axis_size(axis_name)
+
+    def total(x: Any) -> Any:
+        return x if axis_name is None else lax.psum(x, axis_name)
+
+    def gathered(x: Any) -> Any:
+        return x[None] if axis_name is None else lax.all_gather(x, axis_name, to="invarying")
+
+    def scores(s: int) -> Any:
+        found = [_scores(b, x, rule.norm) for b, x in zip(plans[s], read(s), strict=True) if not b.is_whole]
+        return _pad(found, wire.norms, jnp.float32)
+
+    def message(s: int, scores: Any) -> tuple[Any, list[Any], list[Any]]:
+        chosen = _choose(plans[s], scores)
+        return _pad(chosen, wire.indices, jnp.int32), *wire.pack(s, read(s), chosen)
+
+    if rule.mode == "consensus":
+        common = total(by_stage(scores))
+        chosen, whole, values = by_stage(lambda s: message(s, common))
+        picks, arrived = chosen[None], [total(v)[None] for v in values]
+    else:
+        chosen, whole, values = by_stage(lambda s: message(s, scores(s)))
+        picks, arrived = gathered(chosen), [gathered(v) for v in values]
+    whole = [total(v) for v in whole]
+
+    def finish(s: int) -> Any:
+        gradients = read(s)
+        own = _cut(chosen, [b.indices for b in plans[s]])
+        residuals = [_unsent(b, x, numbers) for b, x, numbers in zip(plans[s], gradients, own, strict=True)]
+        sums = wire.unpack(s, whole, picks, arrived)
+        averages = [(x / replicas).astype(b.dtype) for b, x in zip(plans[s], sums, strict=True)]
+        return write(s, Averaged(averages, residuals, _squares(gradients), _squares(residuals)))
+
+    return by_stage(finish)
+
+
+def wire_bytes(plans: Sequence[Sequence[Blocks]], mode: str) -> int:
+    """Bytes that every device hands to the collectives: as many as the stage needs that needs most."""
+    wire = _Wire(plans)
+    return 4 * (wire.indices if mode == "own" else wire.norms) + wire.value_bytes
+
+
+class _Wire:
+    """The arrays that travel: as long as the longest stage needs, for each type one whole and one of blocks."""
+
+    def __init__(self, plans: Sequence[Sequence[Blocks]]):
+        self._plans = plans
+        self._dtypes = sorted({b.dtype for plan in plans for b in plan}, key=str)
+
+        def longest(length: Callable[[Blocks], int]) -> int:
+            return max(sum(map(length, plan)) for plan in plans)
+
+        self.indices = longest(lambda b: b.indices)
+        self.norms = longest(lambda b: 0 if b.is_whole else b.layers * b.count)
+        self._whole = [longest(lambda b, d=d: b.values * (b.is_whole and b.dtype == d)) for d in self._dtypes]
+        self._values = [longest(lambda b, d=d: b.values * (not b.is_whole and b.dtype == d)) for d in self._dtypes]
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of all values."""
+        lengths = zip(self._dtypes, self._whole, self._values, strict=True)
+        return sum(dtype.itemsize * (whole + values) for dtype, whole, values in lengths)
+
+    def pack(self, s: int, gradients: Sequence[Any], chosen: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Whole gradients and chosen blocks, by type."""
+        numbers = iter(chosen)
+        parts = [
+            (b, x if b.is_whole else _take(b, x, next(numbers))) for b, x in zip(self._plans[s], gradients, strict=True)
+        ]
+
+        def packed(dtype: Any, is_whole: bool, length: int) -> Any:
+            return _pad([x for b, x in parts if (b.dtype, b.is_whole) == (dtype, is_whole)], length, dtype)
+
+        whole = [packed(dtype, True, length) for dtype, length in zip(self._dtypes, self._whole, strict=True)]
+        return whole, [packed(dtype, False, length) for dtype, length in zip(self._dtypes, self._values, strict=True)]
+
+    def unpack(self, s: int, whole: Sequence[Any], picks: Any, arrived: Sequence[Any]) -> list[Any]:
+        """Sums over the senders: ``picks`` and ``arrived`` have a row for each."""
+        plan = self._plans[s]
+        numbers = _cut(picks, [b.indices for b in plan])
+        pieces: dict[Any, Any] = {}
+        for dtype, flat, values in zip(self._dtypes, whole, arrived, strict=True):
+            here = [b if b.dtype == dtype else None for b in plan]
+            one = _cut(flat, [b.values if b and b.is_whole else 0 for b in here])
+            other = _cut(values, [b.values if b and not b.is_whole else 0 for b in here])
+            pieces[dtype] = [x if b and b.is_whole else y for b, x, y in zip(here, one, other, strict=True)]
+        return [
+            pieces[b.dtype][k].reshape(b.shape) if b.is_whole else _add_up(b, numbers[k], pieces[b.dtype][k])
+            for k, b in enumerate(plan)
+        ]
+
+
+def _scores(b: Blocks, x: Any, norm: str) -> Any:
+    """``float32[layers, count]``: the L1 norm of each block, or the square of its L2 norm."""
+    x = x.astype(jnp.float32)
+    sums = jnp.sum(jnp.abs(x) if norm == "l1" else jnp.square(x), axis=b.inside)
+    remaining = sorted(b.numbered)
+    return jnp.transpose(sums, [remaining.index(a) for a in b.numbered]).reshape(b.layers, b.count)
+
+
+def _choose(plan: Sequence[Blocks], scores: Any) -> list[Any]:
+    """``int32[layers, k]`` for each gradient that is not sent whole: its best blocks; of equals, the first."""
+    sparse = [b for b in plan if not b.is_whole]
+    parts = _cut(scores, [b.layers * b.count for b in sparse])
+    return [lax.top_k(part.reshape(b.layers, b.count), b.k)[1] for b, part in zip(sparse, parts, strict=True)]
+
+
+def _take(b: Blocks, x: Any, numbers: Any) -> Any:
+    """``[layers, k, size]``: the chosen blocks."""
+    return jnp.take_along_axis(b.to_blocks(x), numbers[:, :, None], axis=1, mode="promise_in_bounds")
+
+
+def _add_up(b: Blocks, numbers: Any, values: Any) -> Any:
+    """The sum of the blocks that each sender has picked, zero elsewhere, in the shape of the gradient."""
+    numbers = numbers.reshape(-1, b.layers, b.k)
+    values = values.reshape(-1, b.layers, b.k, b.size).astype(jnp.promote_types(b.dtype, jnp.float32))
+    layer = jnp.arange(b.layers)[:, None]
+
+    def add(r: Any, total: Any) -> Any:
+        where = total.at[layer, numbers[r]]
+        return where.add(values[r], unique_indices=True, mode="promise_in_bounds")
+
+    empty = _compat.vary_as(jnp.zeros((b.layers, b.count, b.size), values.dtype), values)
+    return b.from_blocks(lax.fori_loop(0, values.shape[0], add, empty))
+
+
+def _unsent(b: Blocks, x: Any, numbers: Any) -> Any:
+    """What is left of a gradient when it has been sent whole, or the blocks with some numbers have been.
+
+    Nothing of what was sent is left but what its type could not hold, if the residual is wider.
+    """
+    nothing = _compat.vary_as(jnp.zeros(x.shape, x.dtype), x)
+    lost = nothing if x.dtype == b.dtype else x - x.astype(b.dtype).astype(x.dtype)
+    if b.is_whole:
+        return lost
+    layer = jnp.arange(b.layers)[:, None]
+    chosen = jnp.zeros((b.layers, b.count), bool).at[layer, numbers.reshape(b.layers, b.k)].set(True)
+    return jnp.where(b.spread(chosen), lost, x)
+
+
+def _squares(arrays: Sequence[Any]) -> Any:
+    return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays), start=jnp.float32(0))
+
+
+def _pad(parts: Sequence[Any], length: int, dtype: Any) -> Any:
+    """All parts, flat, one after the other, and zeros up to a length."""
+    flat = [part.reshape(-1).astype(dtype) for part in parts if part.size]
+    missing = length - sum(part.size for part in flat)
+    if missing or not flat:
+        flat.append(jnp.zeros(missing, dtype))
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+def _cut(flat: Any, lengths: Sequence[int]) -> list[Any]:
+    """The first elements along the last axis, in parts of the given lengths."""
+    ends = np.cumsum([0, *lengths]).tolist()
+    return [lax.slice_in_dim(flat, start, stop, axis=-1) for start, stop in itertools.pairwise(ends)]

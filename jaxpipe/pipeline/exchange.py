@@ -1,0 +1,156 @@
+"""The block-sparse gradient exchange of a pipeline: each stage's replicas among themselves.
+
+    gradients + residuals ──conditional over stages──▶ what is sent ──collectives over the replicas──▶ ...
+    ... ──conditional over stages──▶ averages, new residuals
+
+Residuals lie in buffers like the gradients', one for each replica.
+"""
+
+import functools
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxpipe.errors import PartitionError
+from jaxpipe.gradients.block_sparse import BlockSparse, Settings
+from jaxpipe.gradients.blocks import Blocks
+from jaxpipe.gradients.exchange import Averaged, exchange, wire_bytes
+from jaxpipe.model import BoundModel
+from jaxpipe.pipeline.layout import Layout
+from jaxpipe.pipeline.sections import Placement
+
+
+@dataclass(frozen=True, eq=False)
+class StageExchange:
+    """What the replicas of each stage send each other.
+
+    Attributes:
+      settings: of ``block_sparse``.
+      plans: by phase of the warm-up and stage, the blocks of each gradient.
+      layout: where gradients and residuals are, that of the parameters.
+      replicas: of each stage.
+    """
+
+    settings: Settings
+    plans: tuple[tuple[tuple[Blocks, ...], ...], ...]
+    layout: Layout
+    replicas: int
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of the residuals on each device."""
+        return self.layout.bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a device hands to the collectives in a step after the warm-up."""
+        return wire_bytes(self.plans[-1], self.settings.rule.mode)
+
+    @property
+    def working_bytes(self) -> int:
+        """What is needed besides: gradients with residuals, their averages, and what was sent and has arrived."""
+        messages = max(wire_bytes(plans, self.settings.rule.mode) for plans in self.plans)
+        return 2 * self.layout.bytes + (1 + self.replicas) * messages
+
+
+def stage_exchange(
+    transformation: BlockSparse, model: BoundModel, placement: Placement, layout: Layout, replicas: int
+) -> StageExchange:
+    """The exchange that ``block_sparse(...)`` asks for, cut up for the stages.
+
+    Raises:
+      ExchangeError: if its arguments do not fit the model's parameters.
+    """
+    avals = [v.aval for v in model.parameters]
+    order = jax.tree.leaves(model.parameter_tree(list(range(len(avals)))))
+    phases = []
+    for blocks in transformation.settings.plans(model.parameter_tree(avals)):
+        by_parameter = dict(zip(order, blocks, strict=True))
+        stages = range(len(layout.avals))
+        phases.append(tuple(tuple(by_parameter[k] for k in placement.held_by(s)[0]) for s in stages))
+    return StageExchange(transformation.settings, tuple(phases), layout, replicas)
+
+
+def run_exchange(
+    plan: StageExchange, stage: Any, axis_name: str, step: Any, gradients: Sequence[Any], residuals: Sequence[Any]
+) -> tuple[list[Any], list[Any], Any, Any]:
+    """One exchange, inside ``shard_map``.
+
+    Args:
+      plan: what is sent.
+      stage: this device's stage, a tracer.
+      axis_name: of the replicas.
+      step: steps taken.
+      gradients: buffers with this replica's share of the batch's gradient, times the number of replicas.
+      residuals: buffers with what it has not sent.
+
+    Returns:
+      Buffers with averages and with new residuals; sums of squares of what this device had, and of what is left.
+    """
+    layout = plan.layout
+
+    def by_stage(function: Any) -> Any:
+        return lax.switch(stage, [functools.partial(function, s) for s in range(len(layout.avals))])
+
+    def read(s: int) -> list[Any]:
+        return [g + r for g, r in zip(layout.read(s, gradients), layout.read(s, residuals), strict=True)]
+
+    def write(s: int, found: Averaged) -> Any:
+        return layout.write(s, found.gradients), layout.write(s, found.residuals), found.squares, found.unsent
+
+    def phase(plans: Sequence[Sequence[Blocks]]) -> Any:
+        return exchange(plans, plan.settings.rule, axis_name, by_stage, read, write)
+
+    branches = [functools.partial(phase, plans) for plans in plan.plans]
+    return lax.switch(plan.settings.phase(step), branches)
+
+
+def check_exchange(
+    gradient_exchange: Any, optimizer: optax.GradientTransformation, axis_name: str
+) -> BlockSparse | None:
+    """The block-sparse transformation that was asked for; None for a dense exchange.
+
+    Raises:
+      PartitionError: if it is neither.
+    """
+    if isinstance(gradient_exchange, str) and gradient_exchange == "dense":
+        return None
+    if not isinstance(gradient_exchange, BlockSparse):
+        raise PartitionError(
+            f"gradient_exchange={gradient_exchange!r}; it must be 'dense' or jaxpipe.gradients.block_sparse(...)."
+        )
+    if gradient_exchange.settings.axis_name not in (None, axis_name):
+        raise PartitionError(
+            f"gradient_exchange: axis_name={gradient_exchange.settings.axis_name!r}, but replicas are along the mesh "
+            f"axis {axis_name!r}. Leave axis_name out."
+        )
+    scaled = _divides_by_gradients(optimizer)
+    if scaled:
+        warnings.warn(
+            f"gradient_exchange=block_sparse(...) with an optimizer that divides by what it has seen of the gradient "
+            f"({scaled}): blocks arrive late and several steps' worth at once, so the update is not what Adam and its "
+            "kind would make of the whole gradient, and nothing is known of its convergence. Momentum "
+            "(optax.sgd(rate, momentum=0.9)) is what the method was made for.",
+            stacklevel=3,
+        )
+    return gradient_exchange
+
+
+def _divides_by_gradients(optimizer: optax.GradientTransformation) -> str:
+    """The name of a state that holds squares of gradients, such as Adam's; empty if there is none."""
+    state = jax.eval_shape(optimizer.init, {"w": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
+    found: list[str] = []
+
+    def look(part: Any) -> bool:
+        if {"nu", "sum_of_squares", "v_row"} & set(getattr(part, "_fields", ())):
+            found.append(type(part).__name__)
+        return False
+
+    jax.tree.leaves(state, is_leaf=look)
+    return found[0] if found else ""

@@ -1,0 +1,174 @@
+"""The block-sparse exchange between the replicas of a pipeline's stages."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpipe
+from examples import models
+from jaxpipe.errors import ExchangeError, PartitionError
+from jaxpipe.gradients import block_sparse
+from tests.compare import assert_same_bits, relative_l2
+from tests.test_gradients import Reference
+
+
+ROWS, STAGES, REPLICAS, MICROBATCHES = 16, 2, 2, 2
+SIZES = [12, 24, 24, 8]
+
+
+def mesh(replicas=REPLICAS):
+    devices = np.array(jax.devices()[: STAGES * replicas]).reshape(replicas, STAGES)
+    return jax.sharding.Mesh(devices, ("data", "stage"))
+
+
+def data(step=0):
+    keys = jax.random.split(jax.random.key(step))
+    return jax.random.normal(keys[0], (ROWS, SIZES[0])), jax.random.randint(keys[1], (ROWS,), 0, SIZES[-1])
+
+
+def loss(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch[0]), batch[1]).mean()
+
+
+def parameters():
+    return models.init_mlp(jax.random.key(0), SIZES)
+
+
+def pipeline(gradient_exchange="dense", replicas=REPLICAS, optimizer=None, **options):
+    optimizer = optax.sgd(0.125, momentum=0.5) if optimizer is None else optimizer
+    options = {"num_microbatches": MICROBATCHES, "profile": "analytic", **options}
+    model = jax.tree_util.Partial(models.mlp, parameters())
+    return jaxpipe.partition(
+        model, mesh(replicas), data(), loss=loss, optimizer=optimizer, gradient_exchange=gradient_exchange, **options
+    )
+
+
+def trained(pipe, steps=3):
+    state, told = pipe.init(jax.random.key(0)), []
+    for step in range(steps):
+        state, metrics = pipe.step(state, data(step))
+        told.append({name: float(value) for name, value in metrics.items()})
+    return pipe.parameters(state), told, state
+
+
+@pytest.fixture(scope="module")
+def sparse():
+    """A pipeline, trained for three steps."""
+    pipe = pipeline(block_sparse(k=2))
+    return pipe, *trained(pipe)
+
+
+@pytest.fixture(scope="module")
+def replica_gradients():
+    """Of a replica's half of the batch."""
+    return jax.jit(jax.grad(lambda params, batch: loss(lambda x: models.mlp(params, x), batch)))
+
+
+@pytest.mark.core
+def test_parameters_are_those_of_the_method(sparse, replica_gradients):
+    """The method in NumPy, on gradients of the whole undivided model."""
+    expected = parameters()
+    reference, velocity = Reference(2, "l2", "own"), jax.tree.map(np.zeros_like, expected)
+    half = ROWS // REPLICAS
+    for step in range(3):
+        parts = [jax.tree.map(lambda x, r=r: x[r * half : (r + 1) * half], data(step)) for r in range(REPLICAS)]
+        found = [jax.tree.map(np.asarray, replica_gradients(expected, part)) for part in parts]
+        tree = jax.tree.structure(found[0])
+        rows = zip(*map(jax.tree.leaves, found), strict=True)
+        means = jax.tree.unflatten(tree, [reference(k, list(row)) for k, row in enumerate(rows)])
+        velocity = jax.tree.map(lambda v, u: np.float32(0.5) * v + u, velocity, means)
+        expected = jax.tree.map(lambda w, v: w - np.float32(0.125) * v, expected, velocity)
+    _, actual, _, _ = sparse
+    assert relative_l2(actual, expected) < 1e-6  # micro-batches are summed in another order
+
+
+def test_what_is_told(sparse):
+    pipe, _, told, state = sparse
+    assert all(0 < metrics["sent_share"] < 1 and metrics["residual_norm"] > 0 for metrics in told)
+    left = sum(float((np.asarray(x) ** 2).sum()) for x in state.residual)
+    assert told[-1]["residual_norm"] == pytest.approx(left**0.5, rel=1e-5)
+    assert "block-sparse" in str(pipe.plan) and pipe.plan.memory["residual"] == pipe.plan.memory["parameters"]
+
+
+@pytest.mark.core
+def test_all_blocks_train_as_a_dense_exchange_does():
+    """Bit for bit: weights of the examples are powers of two, so that it does not matter when sums are divided."""
+    dense, _, _ = trained(pipeline())
+    everything, told, state = trained(pipeline(block_sparse(k=1.0)))
+    assert relative_l2(everything, dense) < 1e-7  # XLA contracts momentum's product with what stands beside it
+    assert all(metrics["sent_share"] == 1 for metrics in told)
+    assert not any(np.asarray(x).any() for x in state.residual)
+
+
+def test_consensus_and_warm_up_run_in_a_pipeline():
+    pipe = pipeline(block_sparse(k=1, mode="consensus", warmup=[(2, 1.0)]))
+    dense, _, _ = trained(pipeline(), steps=2)
+    warm, told, state = trained(pipe, steps=2)
+    assert relative_l2(warm, dense) < 1e-7 and told[-1]["residual_norm"] == 0
+    _, metrics = pipe.step(state, data(2))
+    assert metrics["sent_share"] < 1
+
+
+def test_replicas_hold_the_same_parameters(sparse):
+    _, _, _, state = sparse
+    for buffer in (*state.parameters, *state.optimizer):
+        rows: dict[str, list[np.ndarray]] = {}
+        for shard in buffer.addressable_shards:
+            rows.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+        for copies in rows.values():
+            assert len(copies) == REPLICAS
+            assert_same_bits(copies[0], copies[1])
+
+
+def test_a_resumed_run_goes_on_with_its_residuals(sparse):
+    pipe, _, _, _ = sparse
+    _, _, expected = trained(pipe, steps=4)
+    _, _, state = trained(pipe, steps=2)
+    saved = jax.tree.map(lambda x: x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x), state)
+    fresh = pipe.init(jax.random.key(0))
+    state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), saved, fresh)
+    for step in (2, 3):
+        state, _ = pipe.step(state, data(step))
+    assert_same_bits(
+        jax.tree.map(jnp.asarray, pipe.parameters(state)), jax.tree.map(jnp.asarray, pipe.parameters(expected))
+    )
+
+
+def test_memory_is_predicted(sparse):
+    pipe, _, _, _ = sparse
+    report = pipe.memory_report()
+    assert report.predicted_bytes[0] == pytest.approx(report.compiled_bytes[0], rel=0.16)
+
+
+def test_stages_without_replicas_exchange_nothing():
+    alone = pipeline(block_sparse(k=1), replicas=1)
+    found, told, state = trained(alone, steps=1)
+    dense, _, _ = trained(pipeline(replicas=1), steps=1)
+    assert_same_bits(jax.tree.map(jnp.asarray, found), jax.tree.map(jnp.asarray, dense))
+    assert state.residual == () and "sent_share" not in told[0]
+
+
+def test_adam_is_warned_about():
+    with pytest.warns(UserWarning, match="ScaleByAdamState.*nothing is known of its convergence"):
+        pipeline(block_sparse(k=1), optimizer=optax.adam(1e-3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        pipeline(block_sparse(k=1))
+
+
+@pytest.mark.parametrize(
+    ("gradient_exchange", "error", "message"),
+    [
+        ("sparse", PartitionError, "gradient_exchange='sparse'; it must be 'dense' or"),
+        (optax.sgd(0.1), PartitionError, "must be 'dense' or"),
+        (block_sparse("model"), PartitionError, "axis_name='model', but replicas are along the mesh axis 'data'"),
+        (block_sparse(k={"conv": 2}), ExchangeError, "'conv' fits no parameter"),
+    ],
+)
+def test_bad_exchanges(gradient_exchange, error, message):
+    with pytest.raises(error, match=message):
+        pipeline(gradient_exchange)

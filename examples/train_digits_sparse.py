@@ -37,9 +37,9 @@ class Options:
     blocks: tuple[int, ...] = (1, 2, 4)
     """Blocks sent of each layer, one run for each number, after a dense one."""
     replicas: int = 4
-    epochs: int = 40
+    epochs: int = 120
     batch_size: int = 96
-    learning_rate: float = 0.05
+    learning_rate: float = 0.02
     mode: Literal["own", "consensus"] = "own"
     seed: int = 0
     out: Path = Path("out")

@@ -138,8 +138,8 @@ def main() -> None:
     """Measure, write the JSON file and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--blocks", type=int, nargs="*", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--epochs", type=int, default=120)
+    parser.add_argument("--blocks", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--modes", nargs="+", choices=("own", "consensus"), default=["own", "consensus"])
     parser.add_argument("--sizes", type=int, nargs="*", default=[16, 18, 20, 22, 24], help="powers of two, even")
     parser.add_argument("--rounds", type=int, default=50)

@@ -21,3 +21,12 @@ def test_plan_cluster_answers_on_paper(capsys, tmp_path):
     assert "of 16 devices, synchronous" in printed and "new 0/0" in printed
     assert best.lower_bound_seconds <= best.bottleneck_seconds
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.png", "partition.json", "stages.png"]
+
+
+def test_train_digits_sparse_compares_exchanges(capsys, tmp_path):
+    example = runpy.run_path(str(EXAMPLES / "train_digits_sparse.py"))
+    dense, sparse = example["main"](example["Options"](blocks=(2,), epochs=8, learning_rate=0.05, out=tmp_path))
+    assert dense.accuracy > 0.85 and sparse.accuracy > 0.75
+    assert dense.ratio == 1 and 50 < sparse.ratio < 60
+    assert "4 replicas, 8 epochs, own" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["sparse.png"]

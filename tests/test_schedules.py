@@ -3,12 +3,24 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.pipeline.program import Program
-from jaxpipe.schedules import Action, Kind, Schedule, gpipe, one_f_one_b, simulate
+from jaxpipe.schedules import (
+    Action,
+    Kind,
+    Schedule,
+    from_csv,
+    from_orders,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    simulate,
+    to_csv,
+    zero_bubble,
+)
 from jaxpipe.schedules.gpipe import forward_only
 
 
@@ -65,7 +77,7 @@ def test_all_work_once_and_in_order(maker, p, m):
             for place, action in enumerate(actions):
                 assert (s, action) not in at
                 at[s, action] = t, place
-    assert set(at) == {(s, Action(k, j)) for s in range(p) for k in Kind for j in range(m)}
+    assert set(at) == {(s, Action(k, j)) for s in range(p) for k in (F, B) for j in range(m)}
     for s, j in itertools.product(range(p), range(m)):
         assert at[s, Action(F, j)] < at[s, Action(B, j)]
         if s:
@@ -146,7 +158,7 @@ def test_unequal_stages_wait_for_the_slowest(data, p, m, communication):
         (["F0 B0 | F1 | B1 | F0"], r"stage 0 does F of micro-batches \[0, 0, 1\]; it must do each of 0..1 once"),
         (["F0 | B0", " | "], r"stage 1 does F of micro-batches \[\]"),
         (["B0 | F0"], r"B of stage 0 for micro-batch 0 is in tick 0, .* F of stage 0, which is in tick 1"),
-        (["B0 F0"], r"stage 0 does B0 F0 in one tick; a tick holds at most one forward and then one backward"),
+        (["B0 F0"], r"stage 0 does B0 F0 in one tick; a tick holds at most one each of F, B, in this order"),
         (["F0 F1 | B0 | B1"], r"stage 0 does F0 F1 in one tick"),
         (["F0 | | B0", "F0 | B0 | "], r"F of stage 1 for micro-batch 0 is in tick 0, .* it may start in tick 1"),
         ([" | F0 | | B0", "F0 | | B0 | "], r"F of stage 1 .* needs F of stage 0, which is in tick 1"),
@@ -189,3 +201,179 @@ def test_the_executor_refuses_a_message_that_waits(rows, message):
 def test_sizes_below_one(maker, size):
     with pytest.raises(ScheduleError, match=f"num_stages={size[0]}, num_microbatches={size[1]}; both must be at least"):
         maker(*size)
+
+
+# Tables for paper: the textbook's 1F1B, interleaved, zero-bubble.
+
+
+def textbook(p, m):
+    return one_f_one_b(p, m, paired=False)
+
+
+PARTS = {"backward_input": 1, "backward_weight": 1}
+
+
+def two_chunks(p, m):
+    return interleaved(p, p * m)
+
+
+def three_chunks(p, m):
+    return interleaved(p, p * m, 3)
+
+
+EVERY = [one_f_one_b, gpipe, textbook, zero_bubble, two_chunks, three_chunks]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("made", "rows"),
+    [
+        (textbook(2, 3), ["F0 | F1 | | B0 | F2 | B1 | | B2", " | F0 | B0 | F1 | B1 | F2 | B2 | "]),
+        (textbook(1, 2), ["F0 | B0 | F1 | B1"]),
+        (zero_bubble(1, 2), ["F0 | I0 | W0 | F1 | I1 | W1"]),
+        (
+            zero_bubble(2, 3),
+            ["F0 | F1 | | I0 | W0 | F2 | I1 | W1 | I2 | W2", " | F0 | I0 | F1 | I1 | W0 | F2 | I2 | W1 | W2"],
+        ),
+    ],
+    ids=lambda x: x.name if isinstance(x, Schedule) else "",
+)
+def test_literal_tables_for_paper(made, rows):
+    assert made.ticks == drawn(*rows).ticks
+    made.validate()
+
+
+def test_literal_interleaved_table():
+    made = interleaved(2, 2)
+    made.validate()
+    assert to_csv(made) == "0F0,0F1,2F0,2F1,,2B0,,2B1,0B0,0B1\n,1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1,\n"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("p", "m", "classic", "split", "chunked"),
+    [(4, 8, 33, 27, 28.5), (4, 16, 57, 51, 52.5), (8, 16, 69, 55, 58.5), (8, 32, 117, 103, 106.5)],
+)
+def test_published_makespans_running_free(p, m, classic, split, chunked):
+    for maker in (gpipe, textbook, one_f_one_b):
+        assert maker(p, m).simulate(forward=1, **PARTS).makespan == classic == (m + p - 1) * 3
+    assert zero_bubble(p, m).simulate(forward=1, **PARTS).makespan == split == 3 * m + p - 1
+    half = dict.fromkeys(PARTS, 0.5)
+    assert interleaved(p, m).simulate(forward=0.5, **half).makespan == chunked
+
+
+@settings(deadline=None)
+@given(p=STAGES, m=MICROBATCHES)
+def test_stashes_of_the_tables_for_paper(p, m):
+    assert textbook(p, m).simulate(forward=1, **PARTS).peak_in_flight == tuple(min(m, p - i) for i in range(p))
+    assert all(zero_bubble(p, m).in_flight(i) <= min(m, p) for i in range(p))
+    chunked = interleaved(p, p * m)
+    assert [chunked.in_flight(i) for i in range(p)] == [min(2 * p * m, p + 2 * (p - 1 - i) + 1) for i in range(p)]
+
+
+@settings(deadline=None)
+@given(maker=st.sampled_from(EVERY), p=st.integers(1, 5), m=st.integers(1, 6), communication=st.integers(0, 3))
+def test_running_free_is_bounded(maker, p, m, communication):
+    """No device works longer than its work, nor the whole longer than all work and all transport one after another."""
+    schedule = maker(p, m)
+    schedule.validate()
+    timeline = schedule.simulate(forward=2, backward_input=3, backward_weight=1, communication=communication)
+    j, v = schedule.num_microbatches, schedule.num_chunks
+    busy = [sum(x.end - x.start for x in timeline.spans if x.stage == s) for s in range(p)]
+    assert busy == [6 * j * v] * p
+    path = v * p * (2 + 3) + 1 + 2 * (v * p - 1) * communication * (p > 1)  # forth, back, and one weight part
+    assert max(6 * j * v, path) <= timeline.makespan <= 6 * j * v * p + 2 * j * v * p * communication
+    in_step = schedule.simulate(
+        forward=2, backward_input=3, backward_weight=1, communication=communication, lockstep=True
+    )
+    assert timeline.makespan <= in_step.makespan
+
+
+@settings(deadline=None)
+@given(maker=st.sampled_from(EVERY), p=st.integers(1, 5), m=st.integers(1, 6))
+def test_csv_round_trip(maker, p, m):
+    schedule = maker(p, m)
+    back = from_csv(to_csv(schedule), schedule.name)
+    assert [list(back.order(s)) for s in range(p)] == [list(schedule.order(s)) for s in range(p)]
+    assert (back.num_microbatches, back.num_chunks) == (schedule.num_microbatches, schedule.num_chunks)
+
+
+@settings(deadline=None)
+@given(data=st.data(), maker=st.sampled_from(EVERY), p=st.integers(1, 4), m=st.integers(1, 5))
+def test_corrupted_orders_are_refused_or_run(data, maker, p, m):
+    """A missing or a doubled action is named; a swap either breaks a dependency or makes another legal schedule."""
+    schedule = maker(p, m)
+    orders = [list(schedule.order(s)) for s in range(p)]
+    assume(schedule.num_stages * schedule.num_microbatches > 1)  # one forward alone is a schedule for evaluation
+    device = data.draw(st.integers(0, p - 1))
+    place = data.draw(st.integers(0, len(orders[device]) - 1))
+    damage = data.draw(st.sampled_from(["missing", "doubled", "swapped"]))
+    action = orders[device][place]
+    if damage == "swapped":
+        other = data.draw(st.integers(0, len(orders[device]) - 1))
+        orders[device][place], orders[device][other] = orders[device][other], action
+    else:
+        orders[device][place : place + 1] = [action] * (2 if damage == "doubled" else 0)
+    size = schedule.num_microbatches, schedule.num_chunks
+    if damage == "swapped":
+        try:
+            changed = from_orders("swapped", orders, *size)
+        except ScheduleError as error:
+            assert "waits for ever at" in str(error)
+        else:
+            changed.validate()
+    else:
+        with pytest.raises(ScheduleError, match=r"waits for ever at|must do each of"):
+            from_orders(damage, orders, *size).validate()
+
+
+def test_a_deadlock_names_who_waits():
+    f, b = Action(F, 0), Action(B, 0)
+    with pytest.raises(ScheduleError, match="stage 0 waits for ever at B0"):
+        from_orders("dead", [[f, b], [b, f]], 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "there are no rows"),
+        (",,\n", "all cells are empty"),
+        ("0F0,0X0", "row 0 has '0X0'; a cell is a stage"),
+        ("0F0,0B0\n0F0,0B0", "row 1 has 0F0; with 2 rows, stage 0 belongs to row 0"),
+        ("0F0,0B0,0F9,0B9", "4 actions cannot be all work of 10 micro-batches"),
+        ("0F0,0F1,0B0", r"stage 0 does B of micro-batches \[0\]"),
+        ("0F0,0I0", r"stage 0 does W of micro-batches \[\]"),
+        ("0B0,0F0", "stage 0 waits for ever at B0"),
+        ("0F0,0B999999999", "numbers are at most"),
+    ],
+)
+def test_bad_csv(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        from_csv(text)
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ({}, "either backward=, or backward_input="),
+        ({"backward": 1, "backward_input": 1, "backward_weight": 1}, "either backward="),
+        ({"backward_input": 1}, "either backward="),
+        ({"backward": [1, 2, 3]}, "backward= has 3 times, but 1f1b has 2 stages"),
+    ],
+)
+def test_bad_costs(costs, message):
+    with pytest.raises(ScheduleError, match=message):
+        simulate(one_f_one_b(2, 2), forward=1, **costs)
+    with pytest.raises(ScheduleError, match="zero-bubble-h1 splits the backward work"):
+        simulate(zero_bubble(2, 2), forward=1, backward=1)
+
+
+@pytest.mark.parametrize("made", [zero_bubble(2, 2), interleaved(2, 2)], ids=lambda s: s.name)
+def test_the_executor_refuses_what_it_cannot_run(made):
+    with pytest.raises(ScheduleError, match=f"{made.name}: .* is for paper"):
+        transport(made)
+
+
+def test_interleaved_needs_whole_groups():
+    with pytest.raises(ScheduleError, match=r"num_microbatches=6, num_chunks=2; .* a multiple"):
+        interleaved(4, 6)

@@ -106,7 +106,16 @@ class Program:
         return [aval for t, avals in stored if t in kept for aval in avals]
 
     def check_transport(self) -> None:
-        """Raise ``ScheduleError`` if a message would have to wait: what a tick sends is read in the next one."""
+        """Raise ``ScheduleError`` if the executor cannot run the schedule.
+
+        It runs one stage on each device and whole backward passes, and what a tick sends is read in the next one.
+        """
+        if self.schedule.num_chunks > 1 or self.schedule.splits_backward:
+            what = "several stages on a device" if self.schedule.num_chunks > 1 else "a split backward pass"
+            raise ScheduleError(
+                f"{self.schedule.name}: {what} is for paper (schedules.simulate) so far; the executor runs one stage "
+                "on each device and whole backward passes, such as schedules.one_f_one_b and schedules.gpipe."
+            )
         for s in range(1, len(self.sections)):
             for kind, (source, target) in ((Kind.FORWARD, (s - 1, s)), (Kind.BACKWARD, (s, s - 1))):
                 sent, read = self.schedule.when(source, kind), self.schedule.when(target, kind)

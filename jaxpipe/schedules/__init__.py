@@ -1,9 +1,18 @@
-"""Pipeline schedules as tables of data, pure Python: one file per schedule, one table, one simulator."""
+"""Pipeline schedules as tables of data, pure Python: one file per schedule, one table, one simulator.
+
+The executor runs tables with one stage on each device and whole backward passes: ``one_f_one_b`` in pair ticks,
+``gpipe``. ``interleaved``, ``zero_bubble`` and the textbook's 1F1B are for paper: to be compared and simulated.
+"""
 
 from jaxpipe.schedules.gpipe import gpipe as gpipe
+from jaxpipe.schedules.interleaved import interleaved as interleaved
+from jaxpipe.schedules.notation import from_csv as from_csv
+from jaxpipe.schedules.notation import to_csv as to_csv
 from jaxpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b
+from jaxpipe.schedules.ordered import from_orders as from_orders
 from jaxpipe.schedules.simulate import Timeline as Timeline
 from jaxpipe.schedules.simulate import simulate as simulate
 from jaxpipe.schedules.table import Action as Action
 from jaxpipe.schedules.table import Kind as Kind
 from jaxpipe.schedules.table import Schedule as Schedule
+from jaxpipe.schedules.zero_bubble import zero_bubble as zero_bubble

@@ -1,9 +1,14 @@
-"""The time a schedule takes when all stages walk through its ticks in step, as the executor does."""
+"""The time a schedule takes, in step as the executor walks through it, or with every device running free."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpipe.schedules.table import Action, Kind, Schedule
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedules.table import KINDS, Action, Kind, Schedule
+
+
+#: Seconds of a micro-batch: for every stage the same, or by stage.
+Seconds = float | Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -21,9 +26,9 @@ class Timeline:
     """Who computes what when.
 
     Attributes:
-      spans: every action.
+      spans: every action; ``stage`` is the device.
       makespan: seconds from the first start to the last end.
-      peak_in_flight: by stage, the most micro-batches whose stash is held at once.
+      peak_in_flight: by device, the most stashes that are held at once.
     """
 
     spans: tuple[Span, ...]
@@ -32,38 +37,135 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all stages' time in which they do not compute."""
+        """The share of all devices' time in which they do not compute."""
         busy = sum(span.end - span.start for span in self.spans)
         total = self.makespan * len(self.peak_in_flight)
         return 1 - busy / total if total else 0.0
 
 
 def simulate(
-    schedule: Schedule, *, forward: Sequence[float], backward: Sequence[float], communication: float = 0.0
+    schedule: Schedule,
+    *,
+    forward: Seconds,
+    backward: Seconds | None = None,
+    backward_input: Seconds | None = None,
+    backward_weight: Seconds | None = None,
+    communication: float = 0.0,
+    lockstep: bool = True,
 ) -> Timeline:
     """Run a schedule on paper.
 
-    In a tick all stages first do their forward work, then their backward work; either takes as long as the slowest
-    stage that has any. Then neighbours exchange what they computed.
+    In step, all devices do the work of one kind in a tick before the next kind begins, so that it takes as long as
+    the slowest device that has any; then neighbours exchange what they computed. Free, a device begins its next
+    action as soon as it is done with the last and all that the action needs has arrived.
 
     Args:
       schedule: the table.
-      forward, backward: seconds of one micro-batch, by stage.
-      communication: seconds for the exchange after a tick.
+      forward: seconds of one micro-batch.
+      backward: the same, for the whole of the backward work; or
+      backward_input, backward_weight: for its two parts. A schedule that does not split takes their sum.
+      communication: seconds for the exchange after a tick; or, running free, from one device to another.
+      lockstep: in step.
+
+    Raises:
+      ScheduleError: if costs do not fit the schedule, or an action waits for one behind it.
 
     Example:
       >>> from jaxpipe.schedules import one_f_one_b
-      >>> simulate(one_f_one_b(4, 16), forward=[1] * 4, backward=[2] * 4).makespan
+      >>> simulate(one_f_one_b(4, 16), forward=1, backward=2).makespan
       57.0
     """
-    seconds = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
+    seconds = _seconds(schedule, forward, backward, backward_input, backward_weight)
+    spans = _in_step(schedule, seconds, communication) if lockstep else _free(schedule, seconds, communication)
+    end = max((span.end for span in spans), default=0.0)
+    if lockstep and schedule.num_stages > 1:
+        end += communication
+    return Timeline(tuple(spans), float(end), tuple(schedule.in_flight(s) for s in range(schedule.num_stages)))
+
+
+Costs = dict[Kind, tuple[float, ...]]
+
+
+def _seconds(
+    schedule: Schedule, forward: Seconds, backward: Seconds | None, first: Seconds | None, second: Seconds | None
+) -> Costs:
+    """Seconds of each kind by stage, chunk after chunk."""
+    count = schedule.num_stages * schedule.num_chunks
+
+    def by_stage(name: str, cost: Seconds) -> tuple[float, ...]:
+        found = (float(cost),) * count if isinstance(cost, (int, float)) else tuple(cost)
+        if len(found) != count:
+            raise ScheduleError(f"{name}= has {len(found)} times, but {schedule.name} has {count} stages.")
+        return found
+
+    if (first is None) != (second is None) or (backward is None) == (first is None):
+        raise ScheduleError("simulate takes either backward=, or backward_input= and backward_weight=.")
+    costs = {Kind.FORWARD: by_stage("forward", forward)}
+    if first is not None and second is not None:
+        costs[Kind.BACKWARD_INPUT] = by_stage("backward_input", first)
+        costs[Kind.BACKWARD_WEIGHT] = by_stage("backward_weight", second)
+        parts = zip(costs[Kind.BACKWARD_INPUT], costs[Kind.BACKWARD_WEIGHT], strict=True)
+        costs[Kind.BACKWARD] = tuple(i + w for i, w in parts)
+    elif schedule.splits_backward:
+        raise ScheduleError(f"{schedule.name} splits the backward work; pass backward_input= and backward_weight=.")
+    else:
+        assert backward is not None
+        costs[Kind.BACKWARD] = by_stage("backward", backward)
+    return costs
+
+
+def _in_step(schedule: Schedule, seconds: Costs, communication: float) -> list[Span]:
     spans = []
     now = 0.0
     for tick in schedule.ticks:
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for kind in KINDS:
             here = [(s, a) for s, actions in enumerate(tick) for a in actions if a.kind is kind]
-            spans += [Span(s, a, now, now + seconds[kind][s]) for s, a in here]
-            now += max((seconds[kind][s] for s, _ in here), default=0.0)
-        if schedule.num_stages > 1:
+            took = [seconds[kind][a.chunk * schedule.num_stages + s] for s, a in here]
+            spans += [Span(s, a, now, now + t) for (s, a), t in zip(here, took, strict=True)]
+            now += max(took, default=0.0)
+        if schedule.num_stages > 1 and tick is not schedule.ticks[-1]:
             now += communication
-    return Timeline(tuple(spans), now, tuple(schedule.in_flight(s) for s in range(schedule.num_stages)))
+    return spans
+
+
+def _free(schedule: Schedule, seconds: Costs, communication: float) -> list[Span]:
+    """Each device walks through its own list; a round lets every device go as far as it can."""
+    p = schedule.num_stages
+    orders = [list(schedule.order(s)) for s in range(p)]
+    free, position = [0.0] * p, [0] * p
+    done: dict[tuple[Kind, int, int], float] = {}
+    spans: list[Span] = []
+    while any(position[s] < len(orders[s]) for s in range(p)):
+        before = len(spans)
+        for s in range(p):
+            while position[s] < len(orders[s]):
+                action = orders[s][position[s]]
+                stage = action.chunk * p + s
+                arrivals = [
+                    done[need] + (communication if need[1] % p != s else 0.0) if need in done else None
+                    for need in _needs(schedule, action.kind, stage, action.microbatch)
+                ]
+                if None in arrivals:
+                    break
+                start = max([free[s], *(t for t in arrivals if t is not None)])
+                free[s] = start + seconds[action.kind][stage]
+                done[action.kind, stage, action.microbatch] = free[s]
+                spans.append(Span(s, action, start, free[s]))
+                position[s] += 1
+        if len(spans) == before:
+            waiting = next(s for s in range(p) if position[s] < len(orders[s]))
+            raise ScheduleError(
+                f"{schedule.name}: stage {waiting} waits for ever at {orders[waiting][position[waiting]]}: what that "
+                "needs comes later, in its own list or behind another that waits."
+            )
+    return spans
+
+
+def _needs(schedule: Schedule, kind: Kind, stage: int, j: int) -> list[tuple[Kind, int, int]]:
+    """What must be done before an action: kind, stage and micro-batch."""
+    if kind is Kind.FORWARD:
+        return [(kind, stage - 1, j)] if stage else []
+    if kind is Kind.BACKWARD_WEIGHT:
+        return [(Kind.BACKWARD_INPUT, stage, j)]
+    last = stage + 1 == schedule.num_stages * schedule.num_chunks
+    return [(Kind.FORWARD, stage, j), *([] if last else [(kind, stage + 1, j)])]

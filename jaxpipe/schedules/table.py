@@ -1,41 +1,55 @@
-"""A schedule: which stage works on which micro-batch in which tick."""
+"""A schedule: which device works on which micro-batch of which of its stages in which tick."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.errors import ScheduleError
 
 
+if TYPE_CHECKING:
+    from jaxpipe.schedules.simulate import Timeline
+
+
 class Kind(enum.Enum):
-    """What a stage does with a micro-batch."""
+    """What a stage does with a micro-batch: backward as a whole, or in two parts."""
 
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+#: The order of actions within a tick.
+KINDS = tuple(Kind)
 
 
 class Action(NamedTuple):
-    """One piece of work of one stage."""
+    """One piece of work. The chunks of device ``d`` of ``p`` are the stages ``d``, ``p + d``, ``2 p + d``, ..."""
 
     kind: Kind
     microbatch: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.microbatch}"
+        return f"{self.kind.value}{self.microbatch}" + (f"'{self.chunk}" if self.chunk else "")
 
 
 @dataclass(frozen=True)
 class Schedule:
     """A table of work.
 
-    All stages walk through the ticks in step. Within a tick a stage does at most one action of each kind, forward
-    before backward; what a tick sends to a neighbour arrives for the next tick.
+    All devices walk through the ticks in step. Within a tick a device does at most one action of each kind, forward
+    before backward; what a tick sends to a neighbour arrives for the next tick. Run free, devices keep the order of
+    their actions and wait for nothing but what they need.
 
     Attributes:
       name: what it is called.
-      num_stages, num_microbatches: its size.
-      ticks: ``ticks[t][s]`` are the actions of stage ``s`` in tick ``t``.
+      num_stages: devices; with one chunk for each, stages.
+      num_microbatches: of a step.
+      ticks: ``ticks[t][s]`` are the actions of device ``s`` in tick ``t``.
+      num_chunks: stages on each device.
 
     Example:
       >>> from jaxpipe.schedules import one_f_one_b
@@ -49,18 +63,29 @@ class Schedule:
     num_stages: int
     num_microbatches: int
     ticks: tuple[tuple[tuple[Action, ...], ...], ...]
+    num_chunks: int = 1
 
     def row(self, stage: int, kind: Kind) -> tuple[int, ...]:
-        """The micro-batch that a stage works on in each tick, -1 for none."""
+        """The micro-batch that a device works on in each tick, -1 for none; with one chunk."""
         return tuple(next((a.microbatch for a in tick[stage] if a.kind is kind), -1) for tick in self.ticks)
 
-    def when(self, stage: int, kind: Kind) -> dict[int, int]:
-        """The tick in which a stage works on each micro-batch."""
-        return {j: t for t, j in enumerate(self.row(stage, kind)) if j >= 0}
+    def when(self, stage: int, kind: Kind, chunk: int = 0) -> dict[int, int]:
+        """The tick in which a device works on each micro-batch of a chunk."""
+        actions = ((t, a) for t, tick in enumerate(self.ticks) for a in tick[stage])
+        return {a.microbatch: t for t, a in actions if (a.kind, a.chunk) == (kind, chunk)}
+
+    def order(self, stage: int) -> Iterator[Action]:
+        """The actions of a device, one after the other."""
+        return (a for tick in self.ticks for a in tick[stage])
 
     def in_flight(self, stage: int) -> int:
-        """The most micro-batches whose stash a stage holds at the same time."""
-        return max(self.slots(stage).values(), default=-1) + 1
+        """The most stashes that a device holds at the same time, each of a micro-batch and a chunk."""
+        last = Kind.BACKWARD_WEIGHT if self.splits_backward else Kind.BACKWARD
+        held = most = 0
+        for action in self.order(stage):
+            held += (action.kind is Kind.FORWARD) - (action.kind is last)
+            most = max(most, held)
+        return most if self.has_backward else 0
 
     def slots(self, stage: int) -> dict[int, int]:
         """A place in the stage's arena for each micro-batch: the lowest one free from its forward to its backward."""
@@ -74,7 +99,27 @@ class Schedule:
     @property
     def has_backward(self) -> bool:
         """Whether it trains, rather than only computes forward."""
-        return any(a.kind is Kind.BACKWARD for tick in self.ticks for actions in tick for a in actions)
+        return any(a.kind is not Kind.FORWARD for s in range(self.num_stages) for a in self.order(s))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward work comes in two parts."""
+        return any(a.kind is Kind.BACKWARD_INPUT for s in range(self.num_stages) for a in self.order(s))
+
+    def simulate(
+        self,
+        *,
+        forward: float | Sequence[float],
+        backward_input: float | Sequence[float],
+        backward_weight: float | Sequence[float],
+        communication: float = 0.0,
+        lockstep: bool = False,
+    ) -> "Timeline":
+        """Run it on paper; see ``jaxpipe.schedules.simulate``."""
+        from jaxpipe.schedules.simulate import simulate
+
+        costs = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+        return simulate(self, **costs, communication=communication, lockstep=lockstep)
 
     def validate(self) -> None:
         """Check that every stage does all its work once and that nothing is needed before it is there.
@@ -82,34 +127,50 @@ class Schedule:
         Raises:
           ScheduleError: naming the stage, the micro-batch and the ticks.
         """
-        kinds = [Kind.FORWARD, Kind.BACKWARD] if self.has_backward else [Kind.FORWARD]
         for tick in self.ticks:
             if len(tick) != self.num_stages:
                 raise ScheduleError(f"{self.name}: a tick has {len(tick)} stages, expected {self.num_stages}.")
+        kinds = [Kind.FORWARD]
+        if self.has_backward:
+            kinds += [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if self.splits_backward else [Kind.BACKWARD]
+        for tick in self.ticks:
             for s, actions in enumerate(tick):
-                if [a.kind for a in actions] not in ([], *([k] for k in kinds), kinds):
+                places = [kinds.index(a.kind) if a.kind in kinds else -1 for a in actions]
+                if -1 in places or places != sorted(set(places)):
                     raise ScheduleError(
                         f"{self.name}: stage {s} does {' '.join(map(str, actions))} in one tick; a tick holds at most "
-                        "one forward and then one backward."
+                        f"one each of {', '.join(k.value for k in kinds)}, in this order."
                     )
+        expected = {(chunk, j) for chunk in range(self.num_chunks) for j in range(self.num_microbatches)}
         for s in range(self.num_stages):
             for kind in kinds:
-                done = sorted(j for j in self.row(s, kind) if j >= 0)
-                if done != list(range(self.num_microbatches)):
+                done = [(a.chunk, a.microbatch) for a in self.order(s) if a.kind is kind]
+                if len(done) != len(expected) or set(done) != expected:
                     raise ScheduleError(
-                        f"{self.name}: stage {s} does {kind.value} of micro-batches {done}; it must do each of "
-                        f"0..{self.num_microbatches - 1} once."
+                        f"{self.name}: stage {s} does {kind.value} of {self._microbatches(done)}; it must do each of "
+                        f"0..{self.num_microbatches - 1} once{' in every chunk' if self.num_chunks > 1 else ''}."
                     )
-        for s in range(self.num_stages):
-            forward = self.when(s, Kind.FORWARD)
-            if s > 0:
-                self._check_order(forward, self.when(s - 1, Kind.FORWARD), 1, f"F of stage {s}", f"F of stage {s - 1}")
+        back = Kind.BACKWARD_INPUT if self.splits_backward else Kind.BACKWARD
+        for stage in range(self.num_stages * self.num_chunks):
+            self._check(Kind.FORWARD, stage, Kind.FORWARD, stage - 1)
             if self.has_backward:
-                backward = self.when(s, Kind.BACKWARD)
-                self._check_order(backward, forward, 0, f"B of stage {s}", f"F of stage {s}")
-                if s + 1 < self.num_stages:
-                    after = self.when(s + 1, Kind.BACKWARD)
-                    self._check_order(backward, after, 1, f"B of stage {s}", f"B of stage {s + 1}")
+                self._check(back, stage, Kind.FORWARD, stage)
+                self._check(back, stage, back, stage + 1)
+            if self.splits_backward:
+                self._check(Kind.BACKWARD_WEIGHT, stage, back, stage)
+
+    def _microbatches(self, done: Sequence[tuple[int, int]]) -> str:
+        if self.num_chunks == 1:
+            return f"micro-batches {sorted(j for _, j in done)}"
+        return f"(chunk, micro-batch) {sorted(done)}"
+
+    def _check(self, kind: Kind, stage: int, needed: Kind, source: int) -> None:
+        """A stage's work of one kind comes after another stage's of another kind."""
+        if 0 <= source < self.num_stages * self.num_chunks:
+            (chunk, device), (other_chunk, other) = (divmod(s, self.num_stages) for s in (stage, source))
+            later, earlier = self.when(device, kind, chunk), self.when(other, needed, other_chunk)
+            what, needs = f"{kind.value} of stage {stage}", f"{needed.value} of stage {source}"
+            self._check_order(later, earlier, 0 if device == other else 1, what, needs)
 
     def _check_order(self, later: dict[int, int], earlier: dict[int, int], gap: int, what: str, needs: str) -> None:
         for j, tick in later.items():
@@ -133,15 +194,20 @@ def _spread(widths: Sequence[int]) -> list[int]:
     return [widths[0] + 1, *([max(widths[1:], default=0)] * (len(widths) - 1))]
 
 
-def table(name: str, num_stages: int, num_microbatches: int, work: dict[tuple[int, int], list[Action]]) -> Schedule:
+def table(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    work: dict[tuple[int, int], list[Action]],
+    num_chunks: int = 1,
+) -> Schedule:
     """A schedule from the actions of each ``(tick, stage)``, forward before backward."""
     length = 1 + max(t for t, _ in work)
-    order = {Kind.FORWARD: 0, Kind.BACKWARD: 1}
     ticks = tuple(
-        tuple(tuple(sorted(work.get((t, s), []), key=lambda a: order[a.kind])) for s in range(num_stages))
+        tuple(tuple(sorted(work.get((t, s), []), key=lambda a: KINDS.index(a.kind))) for s in range(num_stages))
         for t in range(length)
     )
-    return Schedule(name, num_stages, num_microbatches, ticks)
+    return Schedule(name, num_stages, num_microbatches, ticks, num_chunks)
 
 
 def check_size(num_stages: int, num_microbatches: int) -> None:

@@ -1,0 +1,36 @@
+"""A schedule from the order in which each device does its work."""
+
+import itertools
+from collections.abc import Sequence
+
+from jaxpipe.schedules.simulate import simulate
+from jaxpipe.schedules.table import Action, Schedule, table
+
+
+def from_orders(name: str, orders: Sequence[Sequence[Action]], num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """Each action in the first tick in which all that it needs is there, one action of a device in a tick.
+
+    Args:
+      name: what the schedule is called.
+      orders: the actions of each device.
+      num_microbatches, num_chunks: its size.
+
+    Raises:
+      ScheduleError: if devices wait for each other for ever.
+
+    Example:
+      >>> from jaxpipe.schedules.table import Kind
+      >>> f, b = Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)
+      >>> print(from_orders("drawn", [[f, b], [f, b]], 1))
+      tick     0  1  2  3
+      stage 0  F0       B0
+      stage 1     F0 B0
+    """
+    columns = tuple(
+        tuple((action,) if action else () for action in column) for column in itertools.zip_longest(*orders)
+    )
+    listed = Schedule(name, len(orders), num_microbatches, columns, num_chunks)
+    unit = {"forward": 1, "backward_input": 1, "backward_weight": 1} if listed.splits_backward else None
+    timeline = simulate(listed, **(unit or {"forward": 1, "backward": 1}), lockstep=False)
+    work = {(int(span.start), span.stage): [span.action] for span in timeline.spans}
+    return table(name, len(orders), num_microbatches, work, num_chunks)

@@ -25,7 +25,8 @@ def draw_frontier(axes: Axes, points: list[Mapping[str, Any]]) -> None:
         high = [100 * (max(p["accuracies"]) - p["mean"]) for p in here]
         axes.errorbar(x, y, yerr=[low, high], fmt="o-", capsize=3, color=COLOURS[mode], label=mode)
         for p, height in zip(here, y, strict=True):
-            axes.annotate(p["setting"], (p["ratio"], height), textcoords="offset points", xytext=(4, 5), fontsize=7)
+            shift = (4, 6) if mode != "consensus" else (-6, -12)
+            axes.annotate(p["setting"], (p["ratio"], height), textcoords="offset points", xytext=shift, fontsize=7)
     axes.set_xscale("log")
     axes.set_xlabel("times fewer bytes than a dense exchange")
     axes.set_ylabel("test accuracy, %")

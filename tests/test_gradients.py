@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import ExchangeError
-from jaxpipe.gradients import block_sparse, state_specs
+from jaxpipe.gradients import block_sparse, run_length, state_specs
 from jaxpipe.gradients.blocks import find_blocks
 from tests.compare import assert_same_bits
 
@@ -327,6 +327,21 @@ def test_bytes_in_the_compiled_program(mode, dense_1d):
     kernels, biases = (3 * 3 * 2 + 6) * 2, (5 + 7) if dense_1d else (2 + 2)
     extra = {"own": 4 if dense_1d else 8, "consensus": (5 + 7) * (1 if dense_1d else 2)}[mode]
     assert collective_bytes(text) == 4 * (kernels + biases + extra) == transformation.traffic(PARAMETERS).bytes
+
+
+def test_bytes_of_the_run_length_code():
+    """Of block-major gradients: a run for each block, and one for a vector that is sent whole."""
+    exchange = block_sparse(k=2)
+    rng = np.random.default_rng(0)
+    gradients = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), PARAMETERS)
+    sent, _ = exchange.update(gradients, exchange.init(gradients))
+    blocks = find_blocks(PARAMETERS, 2, True, {})
+    kernels = [b.to_blocks(x) for b, x in zip(blocks, jax.tree.leaves(sent), strict=True) if not b.is_whole]
+    codes = [run_length.encode(np.asarray(x)) for x in kernels]
+    whole = 4 * (5 + 7)
+    most = exchange.traffic(PARAMETERS).run_length_bytes
+    neighbours = sum(2 - len(code.runs) for code in codes)  # two blocks side by side are one run
+    assert sum(code.bytes for code in codes) + whole + 8 * neighbours == most
 
 
 def test_warm_up_goes_from_dense_to_sparse():

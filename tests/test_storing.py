@@ -26,15 +26,72 @@ def fastest(problem):
     return min((found.seconds for _, found in all_choices(problem) if found.fits(problem)), default=math.inf)
 
 
-def instance(seed):
+class AllAtOnce:
+    """The outcomes of all choices of a problem, in arrays: written apart from ``simulate``, for up to a million.
+
+    A row for each choice; items are looked at from the last to the first, since they are computed from those before.
+    """
+
+    def __init__(self, problem):
+        counts = [len(item.options) + 1 for item in problem.items]
+        chosen = np.indices(counts, np.int8).reshape(len(counts), -1) - 1  # -1: not stored
+        rows, events = chosen.shape[1], len(problem.base)
+        self.seconds = np.zeros(rows)
+        self.possible = np.ones(rows, bool)
+        self.stash = np.zeros(rows, np.int64)
+        reads = np.zeros((len(counts), events, rows), bool)
+        there = np.zeros((len(counts), rows), bool)  # computed again in an earlier event
+        for e in range(events):
+            for k in reversed(range(len(counts))):
+                item = problem.items[k]
+                if e in item.uses:
+                    reads[k, e] = True
+                fresh = reads[k, e] & (chosen[k] < 0) & ~there[k]
+                there[k] |= fresh
+                if item.seconds is None:
+                    self.possible &= ~fresh
+                    continue
+                self.seconds += fresh * item.seconds
+                for source in item.sources:
+                    reads[source, e] |= fresh
+        self.bytes = np.zeros((events, rows), np.int64) + np.asarray(problem.base)[:, None]
+        for k, item in enumerate(problem.items):
+            sizes, unpacked, seconds = (
+                np.array([*(getattr(option, name) for option in item.options), 0])[chosen[k]]
+                for name in ("bytes", "unpacked_bytes", "seconds")
+            )
+            self.stash += sizes
+            self.seconds += seconds
+            before = np.zeros(rows, bool)
+            for e in range(events):
+                after = reads[k, e:].any(0)
+                before |= reads[k, e]
+                during = before & after
+                here = during * np.where(chosen[k] < 0, item.bytes, unpacked)
+                self.bytes[e] += here + (after * sizes if problem.frees else 0)
+        self.bytes += problem.held * self.stash
+        self.peak = self.bytes.max(0)
+        self.allowed = self.possible & (True if problem.most_stored is None else self.stash <= problem.most_stored)
+        self.fits = self.allowed & (self.peak <= problem.capacity)
+
+    def fastest(self):
+        """Seconds of the best choice within the limits; infinite if there is none."""
+        return float(self.seconds[self.fits].min(initial=math.inf))
+
+    def lowest_peak(self):
+        """The least bytes that any choice needs; None if nothing can be had."""
+        return int(self.peak[self.allowed].min()) if self.allowed.any() else None
+
+
+def instance(seed, count=None, forms=None):
     """A random problem with small numbers, so that ties and zeros are common."""
     r = np.random.default_rng(seed)
-    count, events = int(r.integers(1, 8)), int(r.integers(1, 7))
+    drawn, events = int(r.integers(1, 8)), int(r.integers(1, 7))
     items = []
-    for k in range(count):
+    for k in range(count or drawn):
         options = [
             Option(f"form{n}", int(r.integers(0, 9)), float(r.integers(0, 4)), int(r.integers(0, 6)) * int(n > 0))
-            for n in range(int(r.integers(0, 3)))
+            for n in range(int(r.integers(0, 3)) if forms is None else forms)
         ]
         again = bool(r.random() < 0.8) or not options
         items.append(
@@ -75,6 +132,48 @@ def check_instance(seed):
 def test_best_of_all_choices(first):
     for seed in range(first, first + 15):
         check_instance(seed)
+
+
+def test_outcomes_in_arrays_are_those_of_the_simulation():
+    for seed in range(40):
+        problem, arrays = instance(seed), AllAtOnce(instance(seed))
+        found = dict(all_choices(problem))
+        ways = itertools.product(*((NOT_STORED, *range(len(item.options))) for item in problem.items))
+        for row, choice in enumerate(ways):
+            assert arrays.possible[row] == (choice in found), seed
+            if choice in found:
+                outcome = found[choice]
+                assert arrays.seconds[row] == outcome.seconds and arrays.stash[row] == outcome.stash_bytes, seed
+                assert tuple(arrays.bytes[:, row]) == outcome.bytes, seed
+
+
+def check_large_instance(seed):
+    """Ten tensors, each stored in one of three forms or computed again: a million choices."""
+    problem = instance(seed, count=10, forms=3)
+    arrays, answer = AllAtOnce(problem), solve(problem)
+    if arrays.fastest() == math.inf:
+        assert answer.choice is None and answer.infeasible, seed
+    else:
+        found = simulate(problem, answer.choice)
+        assert found is not None and found.fits(problem), seed
+        assert answer.optimal and found.seconds == arrays.fastest(), seed
+    least = solve(problem, least_peak=True)
+    if arrays.lowest_peak() is None:
+        assert least.choice is None, seed
+    else:
+        assert simulate(problem, least.choice).peak_bytes == arrays.lowest_peak(), seed
+
+
+@pytest.mark.parametrize("seed", range(5000, 5006))
+def test_best_of_a_million_choices(seed):
+    check_large_instance(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(6000, 6200, 10))
+def test_best_of_a_million_choices_of_many(first):
+    for seed in range(first, first + 10):
+        check_large_instance(seed)
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ class Traffic:
 
     Attributes:
       values: elements of gradients, whole ones included.
+      blocks: that are sent of gradients that are not sent whole.
       indices: numbers of blocks, 4 bytes each.
       norms: of blocks, 4 bytes each.
       value_bytes: bytes of the values.
@@ -55,6 +56,7 @@ class Traffic:
     """
 
     values: int
+    blocks: int
     indices: int
     norms: int
     value_bytes: int
@@ -64,6 +66,11 @@ class Traffic:
     def bytes(self) -> int:
         """All that is sent."""
         return self.value_bytes + 4 * (self.indices + self.norms)
+
+    @property
+    def run_length_bytes(self) -> int:
+        """What the gradients take in the code of ``jaxpipe.gradients.run_length``, a run for each block, or less."""
+        return self.value_bytes + 8 * self.blocks
 
 
 def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
@@ -80,6 +87,7 @@ def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
     own = mode == "own"
     return Traffic(
         values=sum(b.values for b in plan),
+        blocks=sum(b.indices for b in sparse),
         indices=sum(b.indices for b in sparse) if own else 0,
         norms=0 if own else sum(b.layers * b.count for b in sparse),
         value_bytes=sum(b.values * b.dtype.itemsize for b in plan),

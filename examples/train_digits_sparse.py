@@ -145,7 +145,7 @@ def picture(results: list[Result]) -> Figure:
     axes.semilogx([r.sent / 2**20 for r in results], [100 * r.accuracy for r in results], "o-", color="#0072b2")
     for r in results:
         axes.annotate(r.setting, (r.sent / 2**20, 100 * r.accuracy), textcoords="offset points", xytext=(4, 6))
-    axes.set_xlabel("MiB that one replica has sent")
+    axes.set_xlabel("MiB that one replica has handed to the collectives")
     axes.set_ylabel("test accuracy, %")
     axes.grid(alpha=0.3)
     return figure
@@ -160,7 +160,7 @@ def main(options: Options) -> list[Result]:
         with console.status(f"training, {setting}"):
             results.append(train(plan(options, k), setting, options, options.seed))
     table = Table(title=f"{options.replicas} replicas, {options.epochs} epochs, {options.mode}", title_justify="left")
-    for column in ("exchange", "test accuracy", "sent by a replica", "fewer bytes", "seconds"):
+    for column in ("exchange", "test accuracy", "handed on by a replica", "fewer bytes", "seconds"):
         table.add_column(column, justify="left" if column == "exchange" else "right")
     for r in results:
         row = r.setting, f"{r.accuracy:.2%}", bytes_text(r.sent), f"{r.ratio:.0f}x", f"{r.seconds:.0f}"

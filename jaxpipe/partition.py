@@ -20,7 +20,7 @@ from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.balance import balanced
-from jaxpipe.pipeline.exchange import check_exchange, stage_exchange
+from jaxpipe.pipeline.exchange import check_exchange, stage_exchange, warn_of_adam
 from jaxpipe.pipeline.fit import Fitted, Prices, fit
 from jaxpipe.pipeline.initialize import stage_devices
 from jaxpipe.pipeline.layout import lay_out
@@ -173,7 +173,7 @@ def partition(
         policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage),
         solver=check_solver(solver),
         time_limit=time_limit,
-        exchange=check_exchange(gradient_exchange, optimizer, DATA),
+        exchange=check_exchange(gradient_exchange, DATA),
         num_stages=num_stages,
         replicas=replicas,
     )
@@ -262,6 +262,7 @@ def _lay_out(
     owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
     exchange = None
     if request.exchange is not None and request.replicas > 1:
+        warn_of_adam(jax.tree.unflatten(coloured.state_tree, coloured.state_avals))
         exchange = stage_exchange(request.exchange, model, placement, program.parameters, request.replicas)
     state_layout = lay_out([[a for a, owner in owned if owner == s] for s in range(len(sections))])
     update = Update(coloured, state_layout, exchange)

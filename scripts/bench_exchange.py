@@ -5,7 +5,8 @@
     python -m scripts.plot_exchange
 
 Frontier: the network of ``examples/train_digits_sparse.py`` on four replicas, densely and with the ``k`` best blocks of
-each layer; mean test accuracy over the seeds, and how many times fewer bytes a replica hands to the collectives.
+each layer; mean test accuracy over the seeds, and how many times fewer bytes a replica hands to the collectives. (A
+ring carries what is gathered P - 1 times and what is reduced 2 (P - 1) / P times.)
 
 Cost: one dense kernel ``[n, n]`` on four replicas, ``k = 1``, in one compiled program each: a dense all-reduce,
 ``own``, ``consensus``, and, on one device, ``choosing`` (scores, choice, residual: all but the collectives). Simulated

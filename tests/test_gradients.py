@@ -324,8 +324,9 @@ def test_bytes_in_the_compiled_program(mode, dense_1d):
     transformation = block_sparse("data", k=2, mode=mode, dense_1d=dense_1d)
     run = Replicas(transformation)
     text = run.step.lower(whole_gradients(0), run.state).compile().as_text()
-    kernels, biases = (3 * 3 * 2 + 6) * 2, (5 + 7) if dense_1d else (2 + 2)
-    extra = {"own": 4 if dense_1d else 8, "consensus": (5 + 7) * (1 if dense_1d else 2)}[mode]
+    by_element = mode == "own" and not dense_1d  # by consensus, as many norms would be sent as there are elements
+    kernels, biases = (3 * 3 * 2 + 6) * 2, (2 + 2) if by_element else (5 + 7)
+    extra = {"own": 8 if by_element else 4, "consensus": 5 + 7}[mode]
     assert collective_bytes(text) == 4 * (kernels + biases + extra) == transformation.traffic(PARAMETERS).bytes
 
 
@@ -387,20 +388,70 @@ def test_resumed_runs_need_the_residuals(keep_residual):
 
 def test_half_precision_gradients_keep_what_their_type_could_not_hold():
     transformation = block_sparse(k=1)
-    gradients = jnp.array([[1.0, 0.25], [2.0, 0.5]], jnp.bfloat16) * jnp.bfloat16(1.0)
+    gradients = jnp.array([[1.0, 0.25], [2.0, 0.5]] * 2, jnp.bfloat16)
     state = transformation.init(gradients)
     assert state.residual.dtype == jnp.float32
-    state = state._replace(residual=jnp.full((2, 2), 2.0**-12, jnp.float32))
+    state = state._replace(residual=jnp.full((4, 2), 2.0**-12, jnp.float32))
     sent, state = transformation.update(gradients, state)
-    assert sent.dtype == jnp.bfloat16 and sent.tolist() == [[1.0, 0.0], [2.0, 0.0]]
-    assert state.residual.tolist() == [[2.0**-12, 0.25 + 2.0**-12], [2.0**-12, 0.5 + 2.0**-12]]
+    assert sent.dtype == jnp.bfloat16 and sent.tolist() == [[1.0, 0.0], [2.0, 0.0]] * 2
+    assert state.residual.tolist() == [[2.0**-12, 0.25 + 2.0**-12], [2.0**-12, 0.5 + 2.0**-12]] * 2
 
 
-def test_not_finite_blocks_are_sent_and_leave_nothing():
-    transformation = block_sparse(k=2)
-    gradients = jnp.ones((5, 3)).at[0].set(jnp.array([jnp.nan, jnp.inf, 1.0]))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_not_finite_blocks_are_sent_and_leave_nothing(dtype, norm, sign):
+    """A NaN of either sign: sorted by its bits, a negative one would come last, and stay for ever."""
+    transformation = block_sparse(k=2, norm=norm)
+    not_finite = jnp.array([jnp.copysign(jnp.nan, sign), jnp.inf, 1.0])
+    gradients = jnp.ones((5, 3)).at[0].set(not_finite).astype(dtype)
     sent, state = transformation.update(gradients, transformation.init(gradients))
+    assert state.sent_share != 1 or not np.isfinite(state.sent_share)
     assert not np.isfinite(sent[0, :2]).any() and state.residual.tolist() == [[0, 0, 1]] * 5
+
+
+def test_what_overflows_a_narrow_type_leaves_nothing():
+    transformation = block_sparse(k=1)
+    gradients = jnp.full((5, 3), 1.0, jnp.float16).at[:, 0].set(6e4)
+    state = transformation.init(gradients)
+    sent, state = transformation.update(gradients, state._replace(residual=state.residual.at[:, 0].set(6e4)))
+    assert np.isinf(sent[:, 0]).all() and state.residual[:, 0].tolist() == [0] * 5
+
+
+def test_a_state_made_of_varying_parameters_is_a_carry():
+    transformation = block_sparse("data", k=1)
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+
+    def run(params, gradients):
+        own = jax.lax.pcast(params, "data", to="varying")
+
+        def step(state, g):
+            return transformation.update({"w": g}, state)[::-1]
+
+        _, updates = jax.lax.scan(step, transformation.init({"w": own}), gradients[0])
+        return updates["w"]
+
+    gradients = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5, 4)), jnp.float32)
+    updates = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))(
+        jnp.zeros((5, 4)), gradients
+    )
+    one_by_one = Replicas(transformation, shapes({"w": (5, 4)}), replicas=2)
+    assert_same_bits(updates, jnp.stack([one_by_one({"w": gradients[:, t]})["w"][0] for t in range(3)]))
+
+
+def test_momentum_before_the_exchange_is_refused():
+    chain = optax.chain(optax.trace(0.9), block_sparse("data"))
+    with pytest.raises(ExchangeError, match="comes before block_sparse"):
+        state_specs(jax.eval_shape(chain.init, PARAMETERS), "data")
+    state_specs(jax.eval_shape(optax.chain(optax.clip(1.0), block_sparse("data")).init, PARAMETERS), "data")
+
+
+def test_nothing_is_sent_in_blocks_that_whole_takes_fewer_bytes():
+    bias = shapes({"bias": (64,)})
+    assert block_sparse(dense_1d=False).traffic(bias).bytes == 8
+    assert block_sparse(dense_1d=False, mode="consensus").traffic(bias).bytes == 4 * 64
+    half = {"bias": jax.ShapeDtypeStruct((100,), jnp.bfloat16)}
+    assert block_sparse(k=0.4, dense_1d=False).traffic(half).bytes == 200
 
 
 def test_without_checked_types_the_result_is_the_same():
@@ -422,6 +473,7 @@ def test_without_checked_types_the_result_is_the_same():
         ({"blocks": {"*kernel": "all"}}, "'all' for conv/kernel"),
         ({"blocks": {"*kernel": (0, 0)}}, "names an axis twice"),
         ({"warmup": [(0, 1.0)]}, "warmup"),
+        ({"warmup": (100, 1.0)}, "warmup: 100; each entry must be"),
     ],
 )
 def test_bad_arguments(options, message):

@@ -10,7 +10,7 @@ import pytest
 
 import jaxpipe
 from examples import models
-from jaxpipe.errors import ExchangeError, PartitionError
+from jaxpipe.errors import ExchangeError, PartitionError, StateError
 from jaxpipe.gradients import block_sparse
 from tests.compare import assert_same_bits, relative_l2
 from tests.test_gradients import Reference
@@ -138,10 +138,65 @@ def test_a_resumed_run_goes_on_with_its_residuals(sparse):
     )
 
 
-def test_memory_is_predicted(sparse):
-    pipe, _, _, _ = sparse
+@pytest.mark.parametrize(
+    ("stages", "replicas", "options"),
+    [
+        (2, 2, {"k": 1}),
+        (2, 2, {"k": 0.45}),
+        (1, 4, {"k": 1, "warmup": [(5, 1.0)]}),
+        (2, 2, {"k": 2, "mode": "consensus"}),
+    ],
+)
+def test_memory_is_predicted(stages, replicas, options):
+    """Of a model whose gradients are what matters."""
+    devices = np.array(jax.devices()[: stages * replicas]).reshape(replicas, stages)
+    model = jax.tree_util.Partial(models.mlp, models.init_mlp(jax.random.key(0), [256] * 4 + [8]))
+    batch = jax.ShapeDtypeStruct((8, 256), "float32"), jax.ShapeDtypeStruct((8,), "int32")
+    pipe = jaxpipe.partition(
+        model,
+        jax.sharding.Mesh(devices, ("data", "stage")),
+        batch,
+        loss=loss,
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        num_microbatches=1,
+        profile="analytic",
+        gradient_exchange=block_sparse(**options),
+    )
     report = pipe.memory_report()
     assert report.predicted_bytes[0] == pytest.approx(report.compiled_bytes[0], rel=0.16)
+
+
+def test_half_precision_gradients_are_kept_in_full():
+    """Steps of 2**-10 beside a residual of 1 would be lost in bfloat16."""
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), models.init_mlp(jax.random.key(0), [12, 16, 8]))
+    devices = np.array(jax.devices()[:2]).reshape(2, 1)
+    x = data()[0].astype(jnp.bfloat16), data()[1]
+    pipe = jaxpipe.partition(
+        jax.tree_util.Partial(models.mlp, params),
+        jax.sharding.Mesh(devices, ("data", "stage")),
+        x,
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+        num_microbatches=1,
+        profile="analytic",
+        gradient_exchange=block_sparse(k=1),
+    )
+    state, _ = pipe.step(pipe.init(jax.random.key(0)), x)
+    assert {r.dtype for r in state.residual} == {np.dtype(np.float32)}
+    assert pipe.plan.memory["residual"] >= 2 * pipe.plan.memory["parameters"]
+
+
+def test_a_state_of_another_exchange_is_refused(sparse):
+    pipe, _, _, _ = sparse
+    dense = pipeline()
+    with pytest.raises(StateError, match="residuals of a gradient exchange"):
+        pipe.step(dense.init(jax.random.key(0)), data())
+
+
+def test_an_optimizer_with_a_mask_of_the_model_is_taken():
+    mask = jax.tree.map(lambda x: x.ndim > 1, jax.tree_util.Partial(models.mlp, parameters()))
+    optimizer = optax.chain(optax.masked(optax.add_decayed_weights(1e-3), mask), optax.sgd(0.1))
+    pipeline(block_sparse(k=1), optimizer=optimizer)
 
 
 def test_stages_without_replicas_exchange_nothing():

@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_same_bits
+from compare import assert_same_bits, relative_l2
 from jax import lax
 
 from jaxpipe import demand, memory_encoded, rules, stage, storage

@@ -327,6 +327,13 @@ def test_corrupted_orders_are_refused_or_run(data, maker, p, m):
             from_orders(damage, orders, *size).validate()
 
 
+def test_orders_of_work_that_there_is_not():
+    with pytest.raises(ScheduleError, match="stage 0 does F0'1, but there are 1 micro-batches and 1 stages"):
+        from_orders("drawn", [[Action(F, 0), Action(F, 0, 1)]], 1)
+    with pytest.raises(ScheduleError, match="no device does anything"):
+        from_orders("drawn", [[], []], 1)
+
+
 def test_a_deadlock_names_who_waits():
     f, b = Action(F, 0), Action(B, 0)
     with pytest.raises(ScheduleError, match="stage 0 waits for ever at B0"):
@@ -345,6 +352,7 @@ def test_a_deadlock_names_who_waits():
         ("0F0,0I0", r"stage 0 does W of micro-batches \[\]"),
         ("0B0,0F0", "stage 0 waits for ever at B0"),
         ("0F0,0B999999999", "numbers are at most"),
+        ("0" * 200_000, "this is no CSV"),
     ],
 )
 def test_bad_csv(text, message):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import _compat
 from jaxpipe.errors import ExchangeError
 from jaxpipe.gradients.blocks import BlockRules, Blocks, Count, find_blocks
-from jaxpipe.gradients.exchange import Averaged, Rule, Traffic, exchange, traffic
+from jaxpipe.gradients.exchange import Averaged, Rule, Traffic, exchange, sent_share, traffic
 
 
 class BlockSparseState(NamedTuple):
@@ -44,7 +44,7 @@ class Settings:
 
     def plans(self, tree: Any) -> list[tuple[Blocks, ...]]:
         """The blocks of each leaf, by phase."""
-        return [find_blocks(tree, k, self.dense_1d, self.rules) for _, k in self.phases]
+        return [find_blocks(tree, k, self.dense_1d, self.rules, self.rule.mode) for _, k in self.phases]
 
     def phase(self, step: Any) -> Any:
         """The number of the phase that a step is in, ``int32[]``."""
@@ -99,14 +99,16 @@ def block_sparse(
       norm: of a block, its score.
       dense_1d: parameters with one axis (biases, scales) are sent whole; False: element by element.
       mode: ``"own"``: each replica picks its blocks, which are gathered, so what arrives grows with their number.
-        ``"consensus"``: all send the blocks whose norms, summed over the replicas, are largest.
+        ``"consensus"``: all send the blocks whose L1 norms, or squares of L2 norms, summed over the replicas are
+        largest.
       blocks: by pattern of paths, the axis that numbers blocks, -1 where none fits; ``(0, -1)`` if axis 0 stacks
         layers, each of which sends its own ``k``; ``"whole"`` to send all.
       warmup: ``(steps, k)`` for the first steps, one after the other: ``[(100, 1.0), (200, 0.25)]``.
 
     Returns:
-      A transformation. ``init`` makes a residual of zeros; ``update(updates, state)`` takes a replica's own gradients
-      and gives averages that have the same bits on all replicas. ``.traffic(params)`` counts what is sent.
+      A transformation. ``init`` makes a residual of zeros, which varies over the mesh axes that the parameters vary
+      over; ``update(updates, state)`` takes a replica's own gradients and gives averages that have the same bits on all
+      replicas. ``.traffic(params)`` counts what is sent.
 
     Raises:
       ExchangeError: if an argument has no meaning or fits no parameter; in ``update``, if gradients were summed over
@@ -130,11 +132,15 @@ def block_sparse(
         plans = settings.plans(params)
         leaves, tree = jax.tree.flatten(params)
         always = [all(b.is_whole for b in choices) for choices in zip(*plans, strict=True)]
+
+        def zeros(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
+            return _compat.vary_as(jnp.zeros(shape, dtype), like)
+
         residual = [
-            jnp.zeros((0,) if whole else x.shape, jnp.promote_types(x.dtype, jnp.float32))
+            zeros((0,) if whole else x.shape, jnp.promote_types(x.dtype, jnp.float32), x)
             for x, whole in zip(leaves, always, strict=True)
         ]
-        zero = jnp.zeros(1, jnp.float32)
+        zero = zeros((1,), jnp.float32, leaves[0]) if leaves else jnp.zeros(1)
         return BlockSparseState(jnp.zeros((), jnp.int32), jax.tree.unflatten(tree, residual), zero, zero)
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, BlockSparseState]:
@@ -145,7 +151,7 @@ def block_sparse(
 
         def write(s: int, found: Averaged) -> Any:
             kept = [new if old.size else old for old, new in zip(residuals, found.residuals, strict=True)]
-            share = 1 - found.unsent / jnp.where(found.squares > 0, found.squares, 1)
+            share = sent_share(found.squares, found.unsent)
             return found.gradients, kept, share.reshape(1), jnp.sqrt(found.unsent).reshape(1)
 
         def run(plan: Sequence[Blocks], operands: Sequence[Any]) -> Any:
@@ -165,8 +171,12 @@ def state_specs(state: Any, axis_name: str) -> Any:
     """The ``PartitionSpec`` of each leaf of an optimizer state: only residuals differ from replica to replica.
 
     Args:
-      state: of any optax transformation that ``block_sparse`` is part of, arrays or shapes.
+      state: of an optax transformation in which ``block_sparse`` comes before all that keeps arrays (momentum, say),
+        since what is before it sees gradients of its own on every replica; arrays or shapes.
       axis_name: the mesh axis of the replicas, along which residuals are put one after the other.
+
+    Raises:
+      ExchangeError: if something that keeps arrays comes before ``block_sparse``.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -176,6 +186,15 @@ def state_specs(state: Any, axis_name: str) -> Any:
       >>> specs = state_specs(jax.eval_shape(tx.init, params), "data")
       >>> state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
     """
+
+    for part in jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, BlockSparseState)):
+        if isinstance(part, BlockSparseState):
+            break
+        if part.ndim:
+            raise ExchangeError(
+                f"state_specs: a state of shape {part.shape} comes before block_sparse in the chain, so it would "
+                "differ from replica to replica. Put block_sparse first, or after what keeps no arrays."
+            )
 
     def specs(part: Any) -> Any:
         if isinstance(part, BlockSparseState):
@@ -195,7 +214,7 @@ def _check(axis_name: Any, k: Any, norm: Any, dense_1d: Any, mode: Any, blocks: 
     if axis_name is not None and not isinstance(axis_name, str):
         raise ExchangeError(f"axis_name={axis_name!r}; it must be the name of one mesh axis, or None.")
     for phase in warmup:
-        if len(phase) != 2 or not isinstance(phase[0], int) or phase[0] < 1:
+        if not isinstance(phase, (tuple, list)) or len(phase) != 2 or not isinstance(phase[0], int) or phase[0] < 1:
             raise ExchangeError(f"warmup: {phase!r}; each entry must be (steps, k) with 1 or more steps.")
     phases = (*((steps, count) for steps, count in warmup), (None, k))
     return Settings(axis_name, phases, dense_1d, dict(blocks or {}), Rule(mode, norm))

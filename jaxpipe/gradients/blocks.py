@@ -12,7 +12,7 @@ every layer has a choice of its own.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -113,11 +113,13 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return np.argsort(np.asarray(order)).tolist()
 
 
-def find_blocks(tree: Any, k: Count, dense_1d: bool, rules: BlockRules) -> tuple[Blocks, ...]:
+def find_blocks(
+    tree: Any, k: Count, dense_1d: bool, rules: BlockRules, mode: Literal["own", "consensus"] = "own"
+) -> tuple[Blocks, ...]:
     """The blocks of each leaf of a tree of arrays or shapes.
 
-    A leaf is sent whole if it has no axes; one axis, with ``dense_1d`` and no rule for it; or if its ``k`` blocks and
-    their numbers are no fewer words than all of it.
+    A leaf is sent whole if it has no axes; one axis, with ``dense_1d`` and no rule for it; or if its ``k`` blocks, with
+    their numbers or, by consensus, the norms of all, take no fewer bytes than all of it.
 
     Raises:
       ExchangeError: if ``k`` or a rule does not fit a leaf, or a pattern fits none.
@@ -131,10 +133,10 @@ def find_blocks(tree: Any, k: Count, dense_1d: bool, rules: BlockRules) -> tuple
                 f"{name}: the pattern {unused[0]!r} fits no parameter. There are {', '.join(paths[:8])}"
                 f"{', ...' if len(paths) > 8 else ''}; patterns are those of a shell."
             )
-    return tuple(_blocks(path, leaf, k, dense_1d, rules) for path, (_, leaf) in zip(paths, leaves, strict=True))
+    return tuple(_blocks(path, leaf, k, dense_1d, rules, mode) for path, (_, leaf) in zip(paths, leaves, strict=True))
 
 
-def _blocks(path: str, leaf: Any, k: Count, dense_1d: bool, rules: BlockRules) -> Blocks:
+def _blocks(path: str, leaf: Any, k: Count, dense_1d: bool, rules: BlockRules, mode: str) -> Blocks:
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     whole = Blocks(path, shape, dtype, (), None, 1)
     rule = next((rules[p] for p in rules if fits(path, p)), None)
@@ -143,7 +145,8 @@ def _blocks(path: str, leaf: Any, k: Count, dense_1d: bool, rules: BlockRules) -
     *stacked, axis = _axes(path, shape, -1 if rule is None else rule)
     wanted = k if not isinstance(k, Mapping) else next((k[p] for p in k if fits(path, p)), 1)
     blocks = Blocks(path, shape, dtype, tuple(stacked), axis, _number(path, wanted, shape[axis]))
-    return blocks if blocks.indices + blocks.values < math.prod(shape) else whole
+    told = blocks.indices if mode == "own" else blocks.layers * blocks.count
+    return blocks if 4 * told + blocks.values * dtype.itemsize < math.prod(shape) * dtype.itemsize else whole
 
 
 def _axes(path: str, shape: tuple[int, ...], rule: Any) -> list[int]:
@@ -160,9 +163,12 @@ def _axes(path: str, shape: tuple[int, ...], rule: Any) -> list[int]:
 
 
 def _number(path: str, k: Any, count: int) -> int:
-    if isinstance(k, bool) or not isinstance(k, (int, float)) or k <= 0 or (isinstance(k, float) and k > 1):
+    """How many of ``count`` blocks ``k`` stands for."""
+    value = k.item() if isinstance(k, np.generic) else k
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not is_count and not (isinstance(value, float) and 0 < value <= 1):
         raise ExchangeError(
             f"k={k!r} for {path}; it must be a number of blocks, 1 or more, or a fraction of them: a float above 0.0 "
             "and no more than 1.0."
         )
-    return min(count, k) if isinstance(k, int) else max(1, math.ceil(k * count - 1e-9))
+    return min(count, int(value)) if is_count else max(1, math.ceil(value * count - 1e-9))

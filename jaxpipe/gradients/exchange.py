@@ -167,10 +167,17 @@ def exchange(
     return by_stage(finish)
 
 
-def wire_bytes(plans: Sequence[Sequence[Blocks]], mode: str) -> int:
-    """Bytes that every device hands to the collectives: as many as the stage needs that needs most."""
+def sent_share(squares: Any, unsent: Any) -> Any:
+    """The part of a squared norm that was sent; all of nothing."""
+    return 1 - unsent / jnp.where(squares == 0, 1, squares)
+
+
+def wire_bytes(plans: Sequence[Sequence[Blocks]], mode: str) -> tuple[int, int]:
+    """Bytes that every device hands to gathers and to reductions: as many as the stage needs that needs most."""
     wire = _Wire(plans)
-    return 4 * (wire.indices if mode == "own" else wire.norms) + wire.value_bytes
+    if mode == "own":
+        return 4 * wire.indices + wire.value_bytes, wire.whole_bytes
+    return 0, 4 * wire.norms + wire.value_bytes + wire.whole_bytes
 
 
 class _Wire:
@@ -190,9 +197,13 @@ class _Wire:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of all values."""
-        lengths = zip(self._dtypes, self._whole, self._values, strict=True)
-        return sum(dtype.itemsize * (whole + values) for dtype, whole, values in lengths)
+        """Bytes of the blocks."""
+        return sum(d.itemsize * length for d, length in zip(self._dtypes, self._values, strict=True))
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of what is sent whole."""
+        return sum(d.itemsize * length for d, length in zip(self._dtypes, self._whole, strict=True))
 
     def pack(self, s: int, gradients: Sequence[Any], chosen: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Whole gradients and chosen blocks, by type."""
@@ -232,8 +243,12 @@ def _scores(b: Blocks, x: Any, norm: str) -> Any:
 
 
 def _choose(plan: Sequence[Blocks], scores: Any) -> list[Any]:
-    """``int32[layers, k]`` for each gradient that is not sent whole: its best blocks; of equals, the first."""
+    """``int32[layers, k]`` for each gradient that is not sent whole: its best blocks; of equals, the first.
+
+    A block with a NaN is sent before others, whatever the NaN's sign: it would stay in the residual for ever.
+    """
     sparse = [b for b in plan if not b.is_whole]
+    scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
     parts = _cut(scores, [b.layers * b.count for b in sparse])
     return [lax.top_k(part.reshape(b.layers, b.count), b.k)[1] for b, part in zip(sparse, parts, strict=True)]
 
@@ -260,10 +275,12 @@ def _add_up(b: Blocks, numbers: Any, values: Any) -> Any:
 def _unsent(b: Blocks, x: Any, numbers: Any) -> Any:
     """What is left of a gradient when it has been sent whole, or the blocks with some numbers have been.
 
-    Nothing of what was sent is left but what its type could not hold, if the residual is wider.
+    Nothing of what was sent is left but what its type could not hold, if the residual is wider; of what is not finite,
+    nothing.
     """
     nothing = _compat.vary_as(jnp.zeros(x.shape, x.dtype), x)
     lost = nothing if x.dtype == b.dtype else x - x.astype(b.dtype).astype(x.dtype)
+    lost = jnp.where(jnp.isfinite(lost), lost, nothing)
     if b.is_whole:
         return lost
     layer = jnp.arange(b.layers)[:, None]

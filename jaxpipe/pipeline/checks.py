@@ -1,5 +1,6 @@
 """What can be wrong with a mesh, a batch or a budget, said before anything is traced."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -105,6 +106,16 @@ def check_same_structure(given: Any, planned: Any) -> None:
                 f"batch{jax.tree_util.keystr(path)} is {x.dtype}{list(x.shape)}, the plan was made for "
                 f"{y.dtype}{list(y.shape)}. Pad or drop the last examples of an epoch, or make another pipeline."
             )
+
+
+def check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:
+    """Raise ``StateError`` if a state has residuals of another gradient exchange."""
+    if list(given) != list(expected):
+        raise StateError(
+            f"The state has residuals of a gradient exchange of shapes {list(given)}, this pipeline expects "
+            f"{list(expected)}: the exchange, or the number of replicas, is another. Pass the state's variables to "
+            "init(key, variables=other.parameters(state))."
+        )
 
 
 def check_state(given: str, expected: str) -> None:

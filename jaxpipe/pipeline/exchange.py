@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from jaxpipe.errors import PartitionError
@@ -22,7 +21,7 @@ from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.gradients.exchange import Averaged, exchange, wire_bytes
 from jaxpipe.model import BoundModel
-from jaxpipe.pipeline.layout import Layout
+from jaxpipe.pipeline.layout import Layout, lay_out
 from jaxpipe.pipeline.sections import Placement
 
 
@@ -33,30 +32,34 @@ class StageExchange:
     Attributes:
       settings: of ``block_sparse``.
       plans: by phase of the warm-up and stage, the blocks of each gradient.
-      layout: where gradients and residuals are, that of the parameters.
+      layout: where gradients are, that of the parameters.
+      residuals: where residuals are, which have at least 32 bits.
       replicas: of each stage.
     """
 
     settings: Settings
     plans: tuple[tuple[tuple[Blocks, ...], ...], ...]
     layout: Layout
+    residuals: Layout
     replicas: int
-
-    @property
-    def residual_bytes(self) -> int:
-        """Bytes of the residuals on each device."""
-        return self.layout.bytes
 
     @property
     def sent_bytes(self) -> int:
         """What a device hands to the collectives in a step after the warm-up."""
-        return wire_bytes(self.plans[-1], self.settings.rule.mode)
+        return sum(wire_bytes(self.plans[-1], self.settings.rule.mode))
 
     @property
     def working_bytes(self) -> int:
-        """What is needed besides: gradients with residuals, their averages, and what was sent and has arrived."""
-        messages = max(wire_bytes(plans, self.settings.rule.mode) for plans in self.plans)
-        return 2 * self.layout.bytes + (1 + self.replicas) * messages
+        """What is needed besides: the replica's own gradients, averages, new residuals, what is sent and arrives.
+
+        A conditional over stages does not write into what it reads.
+        """
+        needed = []
+        for plans in self.plans:
+            gathered, reduced = wire_bytes(plans, self.settings.rule.mode)
+            needed.append((1 + self.replicas) * gathered + 2 * reduced)
+        residuals = self.residuals.bytes if len(self.layout.avals) > 1 else 0
+        return 2 * self.layout.bytes + residuals + max(needed)
 
 
 def stage_exchange(
@@ -74,7 +77,10 @@ def stage_exchange(
         by_parameter = dict(zip(order, blocks, strict=True))
         stages = range(len(layout.avals))
         phases.append(tuple(tuple(by_parameter[k] for k in placement.held_by(s)[0]) for s in stages))
-    return StageExchange(transformation.settings, tuple(phases), layout, replicas)
+    residuals = [
+        [jax.ShapeDtypeStruct(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in held] for held in layout.avals
+    ]
+    return StageExchange(transformation.settings, tuple(phases), layout, lay_out(residuals), replicas)
 
 
 def run_exchange(
@@ -99,10 +105,12 @@ def run_exchange(
         return lax.switch(stage, [functools.partial(function, s) for s in range(len(layout.avals))])
 
     def read(s: int) -> list[Any]:
-        return [g + r for g, r in zip(layout.read(s, gradients), layout.read(s, residuals), strict=True)]
+        pairs = zip(layout.read(s, gradients), plan.residuals.read(s, residuals), strict=True)
+        return [g.astype(r.dtype) + r for g, r in pairs]
 
     def write(s: int, found: Averaged) -> Any:
-        return layout.write(s, found.gradients), layout.write(s, found.residuals), found.squares, found.unsent
+        new = layout.write(s, found.gradients), plan.residuals.write(s, found.residuals)
+        return *new, found.squares, found.unsent
 
     def phase(plans: Sequence[Sequence[Blocks]]) -> Any:
         return exchange(plans, plan.settings.rule, axis_name, by_stage, read, write)
@@ -111,9 +119,7 @@ def run_exchange(
     return lax.switch(plan.settings.phase(step), branches)
 
 
-def check_exchange(
-    gradient_exchange: Any, optimizer: optax.GradientTransformation, axis_name: str
-) -> BlockSparse | None:
+def check_exchange(gradient_exchange: Any, axis_name: str) -> BlockSparse | None:
     """The block-sparse transformation that was asked for; None for a dense exchange.
 
     Raises:
@@ -130,27 +136,24 @@ def check_exchange(
             f"gradient_exchange: axis_name={gradient_exchange.settings.axis_name!r}, but replicas are along the mesh "
             f"axis {axis_name!r}. Leave axis_name out."
         )
-    scaled = _divides_by_gradients(optimizer)
-    if scaled:
-        warnings.warn(
-            f"gradient_exchange=block_sparse(...) with an optimizer that divides by what it has seen of the gradient "
-            f"({scaled}): blocks arrive late and several steps' worth at once, so the update is not what Adam and its "
-            "kind would make of the whole gradient, and nothing is known of its convergence. Momentum "
-            "(optax.sgd(rate, momentum=0.9)) is what the method was made for.",
-            stacklevel=3,
-        )
     return gradient_exchange
 
 
-def _divides_by_gradients(optimizer: optax.GradientTransformation) -> str:
-    """The name of a state that holds squares of gradients, such as Adam's; empty if there is none."""
-    state = jax.eval_shape(optimizer.init, {"w": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
-    found: list[str] = []
+def warn_of_adam(optimizer_state: Any) -> None:
+    """Warn if an optimizer keeps squares of gradients, by which it divides."""
+    names: list[str] = []
 
     def look(part: Any) -> bool:
-        if {"nu", "sum_of_squares", "v_row"} & set(getattr(part, "_fields", ())):
-            found.append(type(part).__name__)
+        if {"nu", "sum_of_squares", "v_row", "e_g"} & set(getattr(part, "_fields", ())):
+            names.append(type(part).__name__)
         return False
 
-    jax.tree.leaves(state, is_leaf=look)
-    return found[0] if found else ""
+    jax.tree.leaves(optimizer_state, is_leaf=look)
+    if names:
+        warnings.warn(
+            f"gradient_exchange=block_sparse(...) with an optimizer that divides by what it has seen of the gradient "
+            f"({names[0]}): blocks arrive late and several steps' worth at once, so the update is not what Adam and "
+            "its kind would make of the whole gradient, and nothing is known of its convergence. Momentum "
+            "(optax.sgd(rate, momentum=0.9)) is what the method was made for.",
+            stacklevel=2,
+        )

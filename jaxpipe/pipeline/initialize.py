@@ -70,8 +70,8 @@ def _residual(mesh: Mesh, exchange: StageExchange) -> tuple[Any, ...]:
     """Nothing is left over yet."""
     sharding = NamedSharding(mesh, P(STAGE, DATA))
     count = mesh.shape[STAGE], mesh.shape[DATA]
-    shapes = [(*count, length) for length, _ in exchange.layout.buffers]
-    dtypes = [dtype for _, dtype in exchange.layout.buffers]
+    shapes = [(*count, length) for length, _ in exchange.residuals.buffers]
+    dtypes = [dtype for _, dtype in exchange.residuals.buffers]
     make = jax.jit(lambda: [jnp.zeros(*spec) for spec in zip(shapes, dtypes, strict=True)], out_shardings=sharding)
     return tuple(make())
 

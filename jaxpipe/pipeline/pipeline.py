@@ -238,6 +238,7 @@ class Pipeline:
     def _check(self, state: TrainState, batch: Any) -> list[Any]:
         planned = self._planned
         checks.check_state(state.plan, self.plan.identity)
+        checks.check_residual([x.shape for x in state.residual], [x.shape for x in self._abstract_state.residual])
         checks.check_same_structure(checks.batch_shapes(batch), planned.batch)
         return self._placed(batch, planned.batching)
 
@@ -257,8 +258,9 @@ class Pipeline:
             for layout in layouts
         )
         exchange = planned.update.exchange
-        shapes = [] if exchange is None else [((count, exchange.replicas, n), d) for n, d in exchange.layout.buffers]
-        residual = tuple(self._abstract(shape, dtype, P(STAGE, DATA)) for shape, dtype in shapes)
+        held = () if exchange is None else exchange.residuals.buffers
+        replicas = planned.batching.replicas
+        residual = tuple(self._abstract((count, replicas, n), dtype, P(STAGE, DATA)) for n, dtype in held)
         key = jax.eval_shape(lambda: jax.random.key(0))
         coloured = planned.update.coloured
         owned = zip(coloured.state_avals, coloured.state_stage, strict=True)

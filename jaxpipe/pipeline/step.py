@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.gradients.exchange import sent_share
 from jaxpipe.pipeline.exchange import StageExchange, run_exchange
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import ColouredUpdate, run_update
@@ -99,7 +100,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
                 update.exchange, lax.axis_index(STAGE), DATA, state.step, own, held
             )
             squares, left = lax.psum((squares, left), (STAGE, DATA))
-            told = {"sent_share": 1 - left / jnp.where(squares > 0, squares, 1), "residual_norm": jnp.sqrt(left)}
+            told = {"sent_share": sent_share(squares, left), "residual_norm": jnp.sqrt(left)}
 
         def read(s: int) -> Any:
             return (

@@ -38,7 +38,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     }
     exchanging = 0
     if update.exchange is not None:
-        held["residual"] = update.exchange.residual_bytes
+        held["residual"] = update.exchange.residuals.bytes
         exchanging = update.exchange.working_bytes
     arena = program.arena_pages * PAGE * 4
     # What arrives, and what is being sent.

@@ -52,7 +52,10 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     """
     if len(text) > LARGEST_TEXT:
         raise ScheduleError(f"{name}: {len(text)} characters; a schedule has at most {LARGEST_TEXT}.")
-    rows = [row for row in csv.reader(io.StringIO(text)) if row]
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text)) if row]
+    except csv.Error as error:
+        raise ScheduleError(f"{name}: this is no CSV: {error}.") from error
     if not rows:
         raise ScheduleError(f"{name}: there are no rows; each device has one.")
     orders = [[_action(name, d, len(rows), cell) for cell in row if cell.strip()] for d, row in enumerate(rows)]

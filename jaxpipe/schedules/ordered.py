@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
+from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules.simulate import simulate
 from jaxpipe.schedules.table import Action, Schedule, table
 
@@ -16,7 +17,7 @@ def from_orders(name: str, orders: Sequence[Sequence[Action]], num_microbatches:
       num_microbatches, num_chunks: its size.
 
     Raises:
-      ScheduleError: if devices wait for each other for ever.
+      ScheduleError: if devices wait for each other for ever, or an action is of no micro-batch or chunk that there is.
 
     Example:
       >>> from jaxpipe.schedules.table import Kind
@@ -26,6 +27,14 @@ def from_orders(name: str, orders: Sequence[Sequence[Action]], num_microbatches:
       stage 0  F0       B0
       stage 1     F0 B0
     """
+    for device, action in ((d, a) for d, order in enumerate(orders) for a in order):
+        if not (0 <= action.microbatch < num_microbatches and 0 <= action.chunk < num_chunks):
+            raise ScheduleError(
+                f"{name}: stage {device} does {action}, but there are {num_microbatches} micro-batches and "
+                f"{num_chunks} stages on a device."
+            )
+    if not any(orders):
+        raise ScheduleError(f"{name}: no device does anything.")
     columns = tuple(
         tuple((action,) if action else () for action in column) for column in itertools.zip_longest(*orders)
     )

@@ -93,7 +93,7 @@ def _seconds(
     count = schedule.num_stages * schedule.num_chunks
 
     def by_stage(name: str, cost: Seconds) -> tuple[float, ...]:
-        found = (float(cost),) * count if isinstance(cost, (int, float)) else tuple(cost)
+        found = tuple(cost) if isinstance(cost, Sequence) else (float(cost),) * count
         if len(found) != count:
             raise ScheduleError(f"{name}= has {len(found)} times, but {schedule.name} has {count} stages.")
         return found

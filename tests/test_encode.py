@@ -19,7 +19,16 @@ from jaxpipe import memory_encoded, without_encoding
 # last bit of single sums: a few float32 roundings (6e-8) of a tensor's largest entries.
 FUSION = 1e-6
 
-SLOW = ("alexnet", "gpt2", "nin", "overfeat", "resnet50", "unet_norm", "vit")  # each takes more than 15 seconds
+SLOW = (
+    "alexnet",
+    "gpt2",
+    "nin",
+    "overfeat",
+    "resnet18",
+    "resnet50",
+    "unet_norm",
+    "vit",
+)  # each takes more than 15 seconds
 
 
 def value_and_gradients(case, decorate):

@@ -1,7 +1,9 @@
 """Schedules as CSV, in the notation of torch's pipelining: a row for each device, ``stage kind micro-batch`` in a cell.
 
-0F0,0F1,,,0B0,0B1
-,1F0,1B0,1F1,1B1,
+    0F0,0F1,,0B0,,0B1
+    ,1F0,1B0,1F1,1B1,
+
+A tick with several actions takes as many columns.
 """
 
 import csv
@@ -23,8 +25,8 @@ def to_csv(schedule: Schedule) -> str:
     Example:
       >>> from jaxpipe.schedules import one_f_one_b
       >>> print(to_csv(one_f_one_b(2, 2)), end="")
-      0F0,,0F1,,0B0,0B1
-      ,,1F0,1B0,1F1,1B1
+      0F0,0F1,,0B0,,0B1
+      ,1F0,1B0,1F1,1B1,
     """
     p = schedule.num_stages
     rows: list[list[str]] = [[] for _ in range(p)]

@@ -183,7 +183,7 @@ def _received(stage: Stage, cotangents: Sequence[Any | None]) -> dict[int, Any]:
     received: dict[int, Any] = {}
     for t, value in zip(stage.linearization.source.outputs, cotangents, strict=True):
         if value is not None:
-            _add(received, t, value)
+            received[t] = value if t not in received else jnp.add(received[t], value)
     return received
 
 
@@ -197,9 +197,6 @@ def _walk(
     """Run backward steps in reverse; cotangents are summed in the order in which JAX sums them."""
     keep = keep | set(stage.linearization.wrt)
     tensors = stage.linearization.source.tensors
-    home = _homes(steps)
-    for t in [t for t in received if t in home]:
-        _add(received, home[t], received.pop(t))
     for step in reversed(steps):
         present = [t for t in step.cotangents_in if t in received]
         if not present:
@@ -212,24 +209,7 @@ def _walk(
         with jax.named_scope(step.path or step.name):
             results = step.program.evaluate([*needs, *seeds])
         for t, value in zip(step.cotangents_out, results, strict=True):
-            _add(received, home.get(t, t), value)
-
-
-def _add(received: dict[int, Any], t: int, value: Any) -> None:
-    received[t] = value if t not in received else jnp.add(received[t], value)
-
-
-def _homes(steps: Sequence[Backward]) -> dict[int, int]:
-    """Where cotangents are summed that a step only hands on to one other tensor, as of ``x + 1`` to ``x``.
-
-    To JAX the two tensors have one and the same tangent, so their cotangents are summed in one place.
-    """
-    home: dict[int, int] = {}
-    for step in steps:
-        handed_on = not step.program.operators and step.program.outputs == step.program.inputs[-1:]
-        if handed_on and len(step.cotangents_in) == 1:
-            home[step.cotangents_in[0]] = home.get(step.cotangents_out[0], step.cotangents_out[0])
-    return home
+            received[t] = value if t not in received else jnp.add(received[t], value)
 
 
 class _Recall:

@@ -96,7 +96,7 @@ def test_what_is_told(sparse):
 
 @pytest.mark.core
 def test_all_blocks_train_as_a_dense_exchange_does():
-    """Bit for bit: weights of the examples are powers of two, so that it does not matter when sums are divided."""
+    """Weights of the examples are powers of two, so that it does not matter when sums are divided."""
     dense, _, _ = trained(pipeline())
     everything, told, state = trained(pipeline(block_sparse(k=1.0)))
     assert relative_l2(everything, dense) < 1e-7  # XLA contracts momentum's product with what stands beside it

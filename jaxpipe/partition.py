@@ -27,10 +27,12 @@ from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_loss
 from jaxpipe.pipeline.optimizer import colour_update
 from jaxpipe.pipeline.pipeline import Pipeline, Planned
-from jaxpipe.pipeline.program import DATA, PAGE, Program, moved_pages
+from jaxpipe.pipeline.program import DATA, PAGE, Program
 from jaxpipe.pipeline.sections import Section, cut_sections, place, places_to_cut, variable_spans, with_backward
 from jaxpipe.pipeline.step import Batching, Update
+from jaxpipe.pipeline.swap import moved_pages
 from jaxpipe.pipeline.words import word_count
+from jaxpipe.planning.chunked import chunked
 from jaxpipe.planning.layers import partition_layers
 from jaxpipe.planning.memory import predict, working_bytes
 from jaxpipe.planning.placed import Partition
@@ -40,7 +42,7 @@ from jaxpipe.policy import FAST, Codecs, Policy, parse
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.profiling.model import Source, profile_objective
-from jaxpipe.profiling.roofline import rates_of
+from jaxpipe.profiling.roofline import Rates, rates_of
 from jaxpipe.schedules import Schedule, one_f_one_b, simulate
 from jaxpipe.schedules.swaps import peer
 from jaxpipe.stash import stored_bytes
@@ -195,20 +197,21 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
 
     model = bind(request.model, request.loss, one, variables)
     objective = trace_loss(model, request.loss, one)
+    schedule = checks.check_schedule(request.schedule(request.num_stages, m), request.num_stages, m)
     profile = _profile(request, objective)
-    found = _place(request, objective, model, profile, m * request.replicas)
+    found = _place(request, objective, model, profile, schedule)
     local = [
         x if shared_leaf else _rows(x, size // request.replicas)
         for x, shared_leaf in zip(jax.tree.leaves(batch), batching.shared, strict=True)
     ]
 
     def laid_out(request: Request, found: Partition) -> Planned:
-        return _lay_out(request, objective, model, profile, found, batch, one, batching, local)
+        return _lay_out(request, objective, model, profile, found, schedule, batch, one, batching, local)
 
     planned = laid_out(request, found)
 
     def cut_again(charged: Profile) -> Planned:
-        other = _place(request, objective, model, charged, m * request.replicas)
+        other = _place(request, objective, model, charged, schedule)
         bound = found.lower_bound_seconds
         within = replace(request, budget=planned.plan.budget, allow_over_budget=False)
         return laid_out(within, replace(other, profile=found.profile, lower_bound_seconds=bound))
@@ -226,6 +229,7 @@ def _lay_out(
     model: BoundModel,
     profile: Profile,
     found: Partition,
+    schedule: Schedule,
     batch: Any,
     one: Any,
     batching: Batching,
@@ -238,33 +242,33 @@ def _lay_out(
       objective, model: what is computed for a micro-batch.
       profile: what its operators cost.
       found: the cuts, and a device for each stage.
+      schedule: the table.
       batch, one: shapes of the batch and of a micro-batch.
       batching: how the batch is cut.
       local: one replica's part of the batch.
     """
     cuts = (0, *(stage.operators.stop for stage in found.stages))
-    mesh = arrange(request.mesh, [stage.devices for stage in found.stages], found.network)
-    placement = place(objective, cuts)
-    sections = with_backward(objective, cut_sections(objective, cuts, placement), request.policy)
-
-    schedule = request.schedule(request.num_stages, batching.num_microbatches)
-    schedule.validate()
+    count = request.num_stages
+    mesh = arrange(request.mesh, [stage.devices for stage in found.stages[:count]], found.network)
+    stages = place(objective, cuts)
+    sections = with_backward(objective, cut_sections(objective, cuts, stages), request.policy)
+    placement = stages.on_devices(count)
     program = Program(
         objective=objective,
         sections=sections,
         schedule=schedule,
-        parameters=lay_out([[model.parameters[k].aval for k in placement.held_by(s)[0]] for s in range(len(sections))]),
-        state=lay_out([[model.state[k].aval for k in placement.held_by(s)[1]] for s in range(len(sections))]),
+        placement=placement,
+        parameters=lay_out([[model.parameters[k].aval for k in placement.held_by(d)[0]] for d in range(count)]),
+        state=lay_out([[model.state[k].aval for k in placement.held_by(d)[1]] for d in range(count)]),
         replicated=DATA in request.mesh.axis_names,
     )
-    program.check_transport()
     coloured = colour_update(request.optimizer, model, placement.parameters)
     owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
     exchange = None
     if request.exchange is not None and request.replicas > 1:
         warn_of_adam(jax.tree.unflatten(coloured.state_tree, coloured.state_avals))
         exchange = stage_exchange(request.exchange, model, placement, program.parameters, request.replicas)
-    state_layout = lay_out([[a for a, owner in owned if owner == s] for s in range(len(sections))])
+    state_layout = lay_out([[a for a, owner in owned if owner == d] for d in range(count)])
     update = Update(coloured, state_layout, exchange)
     shared = [a for a, owner in owned if owner is None]
     rows = checks.batch_size(one)
@@ -282,7 +286,9 @@ def _lay_out(
         if exchange is not None:
             plan = replace(plan, exchange_bytes=exchange.sent_bytes)
         refit = None if budget is None else planned
-        return Planned(plan, profile, found, mesh, batch, one, model, chosen, placement, update, batching, refit)
+        return Planned(
+            plan, profile, found, mesh, batch, one, model, chosen, stages, placement, update, batching, refit
+        )
 
     asked = request.budget
     try:
@@ -339,8 +345,10 @@ def _profile(request: Request, objective: Objective) -> Profile:
     return profile_objective(objective, request.profile, stage_devices(request.mesh, 0)[0])
 
 
-def _place(request: Request, objective: Objective, model: BoundModel, profile: Profile, m: int) -> Partition:
-    """Stages and their devices: the shortest step of ``m`` micro-batches with the operators in this order."""
+def _place(
+    request: Request, objective: Objective, model: BoundModel, profile: Profile, schedule: Schedule
+) -> Partition:
+    """Stages and their devices: the shortest step with the operators in this order."""
     network = request.network
     if network is None:
         # Nothing is known of the links: they count, but little.
@@ -349,21 +357,20 @@ def _place(request: Request, objective: Objective, model: BoundModel, profile: P
     tied = variable_spans(objective)
     profile = replace(profile, together=tuple(tied.values()))
     places = sum(places_to_cut(objective)[1:-1])
-    if request.num_stages > places + 1:
+    if schedule.total_stages > places + 1:
         raise checks.PartitionError(
-            f"{request.num_stages} stages were asked for, but the model has {len(profile.names)} operators with "
+            f"{schedule.total_stages} stages were asked for, but the model has {len(profile.names)} operators with "
             f"{places} places where it may be cut, so it makes between 1 and {places + 1} stages. "
             f"{_widest(objective, model)}".rstrip()
         )
-    return partition_layers(
-        profile,
-        network,
-        replicate=request.replicas,
-        num_stages=request.num_stages,
-        num_microbatches=m,
-        reorder=False,
-        slack=CUT_SLACK,
-    )
+    asked = {
+        "replicate": request.replicas,
+        "num_microbatches": schedule.num_microbatches * request.replicas,
+        "reorder": False,
+        "slack": CUT_SLACK,
+    }
+    found = partition_layers(profile, network, num_stages=request.num_stages, **asked)
+    return found if schedule.num_chunks == 1 else chunked(found, schedule.num_chunks, **asked)
 
 
 def _widest(objective: Objective, model: BoundModel) -> str:
@@ -393,17 +400,20 @@ def _describe(
     budget: int | None,
 ) -> Plan:
     graph, profile = program.objective.graph, found.profile
+    splits, rates = program.schedule.splits_backward, rates_of(request.mesh.devices.flat[0])
     stages = []
     for s, section in enumerate(program.sections):
         placed = found.stages[s]
         operators = slice(placed.operators.start, placed.operators.stop)
+        backward = sum(profile.backward_seconds[operators]) + fitted[s].added_seconds
         stages.append(
             StagePlan(
                 operators=(placed.operators.start, placed.operators.stop),
                 devices=placed.devices,
                 modules=_modules(op.path for op in graph.operators[operators]),
                 forward_seconds=sum(profile.forward_seconds[operators]),
-                backward_seconds=sum(profile.backward_seconds[operators]) + fitted[s].added_seconds,
+                backward_seconds=backward,
+                weight_seconds=backward * _weight_share(section, rates) if splits else 0.0,
                 added_seconds=fitted[s].added_seconds,
                 storage=fitted[s].status,
                 storage_gap=fitted[s].gap,
@@ -411,7 +421,7 @@ def _describe(
                 stored=_stored_bytes(section),
                 parameter_bytes=sum(4 * word_count(a) for a in program.avals(section.parameters)),
                 stash_bytes=sum(4 * word_count(a) for a in program.stash_avals(section)),
-                in_flight=program.schedule.in_flight(s),
+                in_flight=program.schedule.in_flight(program.device(s), s // program.num_devices),
                 away=0 if program.swaps is None else program.swaps.away(s),
                 sent_bytes=sum(4 * word_count(a) for a in program.avals(section.leaving)),
             )
@@ -423,7 +433,8 @@ def _describe(
     timeline = simulate(
         program.schedule,
         forward=[stage.forward_seconds / s for stage, s in zip(stages, speed, strict=True)],
-        backward=[stage.backward_seconds / s for stage, s in zip(stages, speed, strict=True)],
+        backward_input=[(t.backward_seconds - t.weight_seconds) / s for t, s in zip(stages, speed, strict=True)],
+        backward_weight=[t.weight_seconds / s for t, s in zip(stages, speed, strict=True)],
         communication=exchange,
     )
     described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
@@ -441,6 +452,16 @@ def _describe(
         memory=memory,
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
     )
+
+
+def _weight_share(section: Section, rates: Rates) -> float:
+    """The part for weights of a stage's backward work, by estimate."""
+    assert section.stage is not None
+    parts = section.stage.input_steps, section.stage.weight_steps
+    first, second = (
+        sum(roofline.seconds(step.program.operators, step.program, rates) for step in steps) for steps in parts
+    )
+    return second / (first + second) if second else 0.0
 
 
 def _stored_bytes(section: Section) -> dict[str, int]:

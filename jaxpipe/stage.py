@@ -152,20 +152,32 @@ def backward(
 
 
 def backward_input(
-    stage: Stage, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], cotangents: Sequence[Any | None]
+    stage: Stage,
+    parameters: Sequence[Any],
+    stash: Sequence[Sequence[Any]],
+    cotangents: Sequence[Any | None],
+    *,
+    beside_forward: bool = True,
 ) -> tuple[list[Any | None], list[Any | None]]:
     """First part: cotangents of ``stage.input_part``, and those saved for ``backward_weight``."""
     received = _received(stage, cotangents)
-    _walk(stage, stage.input_steps, received, _Recall(stage, parameters, stash), keep=frozenset(stage.saved))
+    recall = _Recall(stage, parameters, stash, beside_forward)
+    _walk(stage, stage.input_steps, received, recall, keep=frozenset(stage.saved))
     return [received.get(t) for t in stage.input_part], [received.get(t) for t in stage.saved]
 
 
 def backward_weight(
-    stage: Stage, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], saved: Sequence[Any | None]
+    stage: Stage,
+    parameters: Sequence[Any],
+    stash: Sequence[Sequence[Any]],
+    saved: Sequence[Any | None],
+    *,
+    beside_forward: bool = True,
 ) -> list[Any | None]:
     """Second part: cotangents of ``stage.weight_part``."""
     received = {t: value for t, value in zip(stage.saved, saved, strict=True) if value is not None}
-    _walk(stage, stage.weight_steps, received, _Recall(stage, parameters, stash), keep=frozenset(stage.saved))
+    recall = _Recall(stage, parameters, stash, beside_forward)
+    _walk(stage, stage.weight_steps, received, recall, keep=frozenset(stage.saved))
     return [received.get(t) for t in stage.weight_part]
 
 

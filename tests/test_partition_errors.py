@@ -221,11 +221,11 @@ def test_an_unknown_profile(profile):
         partition(profile=profile, loss=untouched)
 
 
-def test_a_schedule_that_waits():
+def test_a_schedule_that_is_not_valid():
     forward, backward = Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)
-    ticks = (((forward,), ()), ((), ()), ((), (forward, backward)), ((backward,), ()))
-    with pytest.raises(ScheduleError, match=r"late: stage 1 does F0 in tick 2, .* stage 0 is made in tick 0"):
-        partition(num_microbatches=1, schedule=lambda p, m: Schedule("late", p, m, ticks))
+    ticks = (((forward,), (forward,)), ((), (backward,)), ((backward,), ()))
+    with pytest.raises(ScheduleError, match=r"early: F of stage 1 for micro-batch 0 is in tick 0, but it needs F of"):
+        partition(num_microbatches=1, schedule=lambda p, m: Schedule("early", p, m, ticks))
 
 
 # Memory

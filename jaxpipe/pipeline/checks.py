@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxpipe.errors import BatchError, NetworkError, PartitionError, StateError
 from jaxpipe.network import Network
 from jaxpipe.pipeline.program import DATA, STAGE
+from jaxpipe.schedules import Schedule
 
 
 def check_mesh(mesh: Mesh) -> tuple[int, int]:
@@ -42,6 +43,31 @@ def check_network(network: Any, mesh: Mesh) -> None:
             f"network= has {network.num_devices} devices, the mesh {mesh.devices.size}; it must have one for each, in "
             "the order of mesh.devices.flat."
         )
+
+
+def check_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Schedule:
+    """What ``schedule(num_stages, num_microbatches)`` has given, if it is a valid table of this size.
+
+    Raises:
+      PartitionError: if it is not a table, or one of another size.
+      ScheduleError: if it is not valid.
+    """
+    if not isinstance(schedule, Schedule):
+        raise PartitionError(
+            f"schedule(num_stages={num_stages}, num_microbatches={num_microbatches}) gave a {type(schedule).__name__}; "
+            "it must give a jaxpipe.schedules.Schedule."
+        )
+    found = schedule.num_stages, schedule.num_microbatches
+    if found != (num_stages, num_microbatches):
+        raise PartitionError(
+            f"schedule(num_stages={num_stages}, num_microbatches={num_microbatches}) gave {schedule.name} for "
+            f"{found[0]} stages and {found[1]} micro-batches. Pass num_microbatches={found[1]} and a mesh with "
+            f"{found[0]} stages, or another table."
+        )
+    schedule.validate()
+    if not schedule.has_backward:
+        raise PartitionError(f"schedule= gave {schedule.name}, which has no backward work; it must train.")
+    return schedule
 
 
 def batch_shapes(batch: Any) -> Any:

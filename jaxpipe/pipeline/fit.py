@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from jaxpipe import stage as stages
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph import Graph, Operator
-from jaxpipe.pipeline.program import PAGE, Program, moved_pages
+from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.sections import Section
+from jaxpipe.pipeline.swap import moved_pages
 from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
@@ -107,7 +108,8 @@ def fit(
     memory = predict(program)
     if sum(memory.values()) <= budget:
         return program, (Fitted(),) * len(program.sections)
-    swaps = None if program.alone else balance(program.schedule)
+    whole = program.schedule.num_chunks == 1 and not program.schedule.splits_backward
+    swaps = balance(program.schedule) if whole and not program.alone else None
     variants = [program] if swaps is None else [program, replace(program, swaps=swaps)]
     searches = [_Search(variant, predict, working_bytes, prices, solver, time_limit) for variant in variants]
     found = [result for search in searches if (result := search.within(budget)) is not None]
@@ -134,7 +136,7 @@ class _Search:
         if program.swaps is not None:
             self.slots = [program.swaps.slots for _ in stages]
         else:
-            self.slots = [1 if program.alone else program.schedule.in_flight(s) for s in stages]
+            self.slots = [1 if program.alone else program.schedule.in_flight(program.device(s)) for s in stages]
         self.tried: list[int] = []
         self.items: list[Items] = []
         for section in program.sections:
@@ -196,8 +198,10 @@ class _Search:
 
     def _cost(self, program: Program, fitted: Sequence[Fitted]) -> tuple[float, Program, tuple[Fitted, ...]]:
         schedule, seconds = program.schedule, self._prices.swap_seconds
-        added = max(f.added_seconds * slow for f, slow in zip(fitted, self._prices.slow, strict=True))
-        total = schedule.num_microbatches * added
+        added = [0.0] * program.num_devices
+        for s, (found, slow) in enumerate(zip(fitted, self._prices.slow, strict=True)):
+            added[program.device(s)] += found.added_seconds * slow
+        total = schedule.num_microbatches * max(added)
         if program.swaps is not None:
             total += len(schedule.ticks) * seconds(4 * PAGE * max(moved_pages(program)))
         return total, program, tuple(fitted)

@@ -45,7 +45,8 @@ class Planned:
       mesh: the devices, in the order in which the stages use them.
       batch: shapes of the batch that it was made for.
       microbatch: shapes of one micro-batch.
-      model, program, placement, update, batching: see their types.
+      stages, placement: the stage and the device of every variable.
+      model, program, update, batching: see their types.
       refit: makes another plan for another budget, with the same cuts; None if there is no budget.
       may_raise: whether the budget may be raised if no plan keeps it.
     """
@@ -58,6 +59,7 @@ class Planned:
     microbatch: Any
     model: BoundModel
     program: Program
+    stages: Placement
     placement: Placement
     update: Update
     batching: Batching
@@ -355,14 +357,14 @@ class Pipeline:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x, shapes)
         trace = trace_loss if name == "evaluate" else trace_prediction
         objective = trace(planned.model, function, one, name)
-        count = self.mesh.shape[STAGE]
+        before = planned.program.schedule
         names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
-        cuts = follow(objective, planned.placement, count, names, name)
+        cuts = follow(objective, planned.stages, before.total_stages, names, name)
         program = dataclasses.replace(
             planned.program,
             objective=objective,
-            sections=cut_sections(objective, cuts, planned.placement),
-            schedule=forward_only(count, m),
+            sections=cut_sections(objective, cuts, planned.stages),
+            schedule=forward_only(before.num_stages, m, before.num_chunks),
             swaps=None,
         )
         build = steps.evaluation_step if name == "evaluate" else steps.prediction_step

@@ -25,6 +25,7 @@ class Section:
       new_state: the new value of each state variable placed here.
       stage: forward and backward program, where the section is trained.
       returning: the subset of ``arriving`` whose cotangent is sent back.
+      saved: tensors whose cotangent waits for the weight part of the backward pass, where a schedule splits it.
     """
 
     graph: Graph
@@ -37,6 +38,7 @@ class Section:
     new_state: tuple[int, ...]
     stage: Stage | None = None
     returning: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()
 
     @property
     def stashed(self) -> tuple[int, ...]:
@@ -52,10 +54,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Placement:
-    """The stage of every parameter and state variable, by position."""
+    """The stage of every parameter and state variable, by position; or, of several stages on each, the device."""
 
     parameters: tuple[int, ...]
     state: tuple[int, ...]
+
+    def on_devices(self, num_devices: int) -> "Placement":
+        """The device of every variable, from the stage: stage ``s`` is on device ``s % num_devices``."""
+        return Placement(*(tuple(s % num_devices for s in stages) for stages in (self.parameters, self.state)))
 
     def held_by(self, stage: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Positions of the parameters and of the state variables in a stage."""
@@ -164,7 +170,8 @@ def with_backward(objective: Objective, sections: Sequence[Section], policy: Pol
         built = stages.build(section.graph, wrt, policy=policy, held=section.used, seeds=given)
         reached = stages.reached(built, given)
         returning = tuple(t for t in section.arriving if t in reached)
-        done.append(replace(section, stage=built, returning=returning))
+        saved = tuple(t for t in built.saved if t in reached)
+        done.append(replace(section, stage=built, returning=returning, saved=saved))
         seeds = {loss, *returning}
     return tuple(reversed(done))
 

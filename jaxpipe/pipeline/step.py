@@ -16,8 +16,9 @@ from jaxpipe.gradients.exchange import sent_share
 from jaxpipe.pipeline.exchange import StageExchange, run_exchange
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import ColouredUpdate, run_update
-from jaxpipe.pipeline.program import DATA, STAGE, Program, Totals, run_ticks
+from jaxpipe.pipeline.program import DATA, STAGE, Program
 from jaxpipe.pipeline.state import TrainState
+from jaxpipe.pipeline.ticks import Totals, run_ticks
 from jaxpipe.pipeline.words import from_words, to_words
 
 
@@ -113,7 +114,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             return program.parameters.write(s, new), update.layout.write(s, new_state)
 
         (parameters, optimizer), shared = run_update(
-            update.coloured, lax.axis_index(STAGE), STAGE, read, write, state.shared, len(program.sections)
+            update.coloured, lax.axis_index(STAGE), STAGE, read, write, state.shared, program.num_devices
         )
         new = TrainState(
             _rows(parameters),

@@ -8,10 +8,12 @@ import jax
 import numpy as np
 
 from jaxpipe.graph import itemsize
+from jaxpipe.pipeline.branches import backward_branch, forward_branch, saved_shape, stash_shape, weight_branch
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import finish_update
-from jaxpipe.pipeline.program import PAGE, Program, backward_branch, forward_branch, landing_pages
+from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.step import Update
+from jaxpipe.pipeline.swap import landing_pages
 from jaxpipe.planning.liveness import peak_bytes
 
 
@@ -41,12 +43,13 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         held["residual"] = update.exchange.residuals.bytes
         exchanging = update.exchange.working_bytes
     arena = program.arena_pages * PAGE * 4
-    # What arrives, and what is being sent.
-    transport = 2 * 4 * sum(program.message_words) if len(program.sections) > 1 else 0
+    # What has arrived, and what is being sent.
+    words = sum(program.inbox_words) + sum(program.message_words)
+    transport = 4 * words if len(program.sections) > 1 else 0
     if program.swaps is not None:
         transport += 2 * 4 * PAGE * landing_pages(program)
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
-    updating = max(updating_bytes(program.parameters, update, s) for s in range(len(program.sections)))
+    updating = max(updating_bytes(program.parameters, update, s) for s in range(program.num_devices))
     return {
         **held,
         "arena": arena,
@@ -78,10 +81,14 @@ def working_bytes(program: Program, s: int) -> int:
             return message, state, made, backward_branch(program, s)(parameters, key, rows, stash, backward)
 
         return copies + peak_bytes(both, parameters, state, key, rows, forward, backward)
-    stash = jax.ShapeDtypeStruct((max(program.stash_pages), PAGE), np.uint32)
+    stash, saved = (jax.ShapeDtypeStruct(shape(program), np.uint32) for shape in (stash_shape, saved_shape))
     computing = peak_bytes(forward_branch(program, s), parameters, state, key, rows, forward)
     returning = peak_bytes(backward_branch(program, s), parameters, key, rows, stash, backward)
-    return copies + max(computing, returning + _bytes(stash))
+    needed = max(computing, returning + _bytes(stash))
+    if program.schedule.splits_backward:
+        weights = peak_bytes(weight_branch(program, s), parameters, key, rows, stash, saved)
+        needed = max(needed, weights + _bytes(stash) + _bytes(saved))
+    return copies + needed
 
 
 @functools.lru_cache(maxsize=64)  # the same whatever is stored

@@ -22,6 +22,7 @@ class StagePlan:
       devices: positions in ``mesh.devices.flat`` of the mesh that was given; one for each replica.
       modules: paths of the modules in it.
       forward_seconds, backward_seconds: predicted.
+      weight_seconds: of the backward work, the part for weights, if the schedule splits it.
       parameter_bytes: its own parameters, without gradients and optimizer state.
       stash_bytes: what one micro-batch keeps for the backward pass.
       in_flight: the most micro-batches that keep a stash at the same time.
@@ -50,6 +51,7 @@ class StagePlan:
     added_seconds: float = 0.0
     storage_gap: float = 0.0
     solve_seconds: float = 0.0
+    weight_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

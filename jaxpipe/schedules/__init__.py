@@ -1,7 +1,6 @@
 """Pipeline schedules as tables of data, pure Python: one file per schedule, one table, one simulator.
 
-The executor runs tables with one stage on each device and whole backward passes: ``one_f_one_b`` in pair ticks,
-``gpipe``. ``interleaved``, ``zero_bubble`` and the textbook's 1F1B are for paper: to be compared and simulated.
+The executor runs every table that ``Schedule.validate`` lets through: those made here, and your own.
 """
 
 from jaxpipe.schedules.gpipe import gpipe as gpipe

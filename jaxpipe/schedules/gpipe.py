@@ -1,5 +1,6 @@
 """GPipe: all forwards, then all backwards; and its forward half, for evaluation."""
 
+from jaxpipe.schedules.ordered import from_orders
 from jaxpipe.schedules.table import Action, Kind, Schedule, check_size, table
 
 
@@ -20,9 +21,12 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     return table("gpipe", num_stages, num_microbatches, work)
 
 
-def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
-    """All micro-batches forward, nothing backward."""
-    return table("forward", num_stages, num_microbatches, _forward(num_stages, num_microbatches))
+def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """All micro-batches forward, nothing backward; with chunks, as many at a time as there are devices."""
+    check_size(num_stages, num_microbatches)
+    groups = [range(j, min(j + num_stages, num_microbatches)) for j in range(0, num_microbatches, num_stages)]
+    order = [Action(Kind.FORWARD, j, chunk) for group in groups for chunk in range(num_chunks) for j in group]
+    return from_orders("forward", [order] * num_stages, num_microbatches, num_chunks)
 
 
 def _forward(num_stages: int, num_microbatches: int) -> dict[tuple[int, int], list[Action]]:

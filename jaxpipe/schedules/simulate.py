@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedules.table import KINDS, Action, Kind, Schedule
+from jaxpipe.schedules.table import Action, Kind, Schedule
 
 
 #: Seconds of a micro-batch: for every stage the same, or by stage.
@@ -55,9 +55,9 @@ def simulate(
 ) -> Timeline:
     """Run a schedule on paper.
 
-    In step, all devices do the work of one kind in a tick before the next kind begins, so that it takes as long as
-    the slowest device that has any; then neighbours exchange what they computed. Free, a device begins its next
-    action as soon as it is done with the last and all that the action needs has arrived.
+    In step, all devices do the work of one phase of a tick before the next begins (``Schedule.phases``), so that it
+    takes as long as the slowest device that has any; then neighbours exchange what they computed. Free, a device
+    begins its next action as soon as it is done with the last and all that the action needs has arrived.
 
     Args:
       schedule: the table.
@@ -118,9 +118,9 @@ def _in_step(schedule: Schedule, seconds: Costs, communication: float) -> list[S
     spans = []
     now = 0.0
     for tick in schedule.ticks:
-        for kind in KINDS:
-            here = [(s, a) for s, actions in enumerate(tick) for a in actions if a.kind is kind]
-            took = [seconds[kind][a.chunk * schedule.num_stages + s] for s, a in here]
+        for phase in schedule.phases:
+            here = [(s, a) for s, actions in enumerate(tick) for a in actions if a.kind in phase]
+            took = [seconds[a.kind][a.chunk * schedule.num_stages + s] for s, a in here]
             spans += [Span(s, a, now, now + t) for (s, a), t in zip(here, took, strict=True)]
             now += max(took, default=0.0)
         if schedule.num_stages > 1 and tick is not schedule.ticks[-1]:

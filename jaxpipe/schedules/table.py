@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.errors import ScheduleError
@@ -41,8 +42,9 @@ class Schedule:
     """A table of work.
 
     All devices walk through the ticks in step. Within a tick a device does at most one action of each kind, forward
-    before backward; what a tick sends to a neighbour arrives for the next tick. Run free, devices keep the order of
-    their actions and wait for nothing but what they need.
+    before backward; what a tick sends to a neighbour arrives for the next tick. Kinds that no device does both of in
+    one tick share a phase: all devices do the work of a phase at the same time, then the next (``phases``). Run free,
+    devices keep the order of their actions and wait for nothing but what they need.
 
     Attributes:
       name: what it is called.
@@ -74,17 +76,52 @@ class Schedule:
         actions = ((t, a) for t, tick in enumerate(self.ticks) for a in tick[stage])
         return {a.microbatch: t for t, a in actions if (a.kind, a.chunk) == (kind, chunk)}
 
+    def home(self, stage: int, kind: Kind) -> tuple[int, Kind, int]:
+        """Device, kind and chunk of a stage's work: what ``when`` takes."""
+        chunk, device = divmod(stage, self.num_stages)
+        return device, kind, chunk
+
+    @property
+    def total_stages(self) -> int:
+        """Stages on all devices."""
+        return self.num_stages * self.num_chunks
+
+    @cached_property
+    def phases(self) -> tuple[tuple[Kind, ...], ...]:
+        """The kinds of work in a tick, those together that wait for each other at the end only.
+
+        Example:
+          >>> from jaxpipe.schedules import one_f_one_b
+          >>> [[[kind.value for kind in phase] for phase in one_f_one_b(2, 4, paired=p).phases] for p in (True, False)]
+          [[['F'], ['B']], [['F', 'B']]]
+        """
+        together = [{a.kind for a in actions} for tick in self.ticks for actions in tick]
+        phases: list[list[Kind]] = []
+        for kind in KINDS:
+            if not any(kind in kinds for kinds in together):
+                continue
+            if not phases or any(kind in kinds and not kinds.isdisjoint(phases[-1]) for kinds in together):
+                phases.append([])
+            phases[-1].append(kind)
+        return tuple(map(tuple, phases))
+
+    @property
+    def backward_kind(self) -> Kind:
+        """The work that hands cotangents on: backward as a whole, or its first part."""
+        return Kind.BACKWARD_INPUT if self.splits_backward else Kind.BACKWARD
+
     def order(self, stage: int) -> Iterator[Action]:
         """The actions of a device, one after the other."""
         return (a for tick in self.ticks for a in tick[stage])
 
-    def in_flight(self, stage: int) -> int:
-        """The most stashes that a device holds at the same time, each of a micro-batch and a chunk."""
+    def in_flight(self, stage: int, chunk: int | None = None) -> int:
+        """The most stashes that a device holds at the same time, of all its chunks or of one."""
         last = Kind.BACKWARD_WEIGHT if self.splits_backward else Kind.BACKWARD
         held = most = 0
         for action in self.order(stage):
-            held += (action.kind is Kind.FORWARD) - (action.kind is last)
-            most = max(most, held)
+            if chunk in (None, action.chunk):
+                held += (action.kind is Kind.FORWARD) - (action.kind is last)
+                most = max(most, held)
         return most if self.has_backward else 0
 
     def slots(self, stage: int) -> dict[int, int]:
@@ -150,8 +187,8 @@ class Schedule:
                         f"{self.name}: stage {s} does {kind.value} of {self._microbatches(done)}; it must do each of "
                         f"0..{self.num_microbatches - 1} once{' in every chunk' if self.num_chunks > 1 else ''}."
                     )
-        back = Kind.BACKWARD_INPUT if self.splits_backward else Kind.BACKWARD
-        for stage in range(self.num_stages * self.num_chunks):
+        back = self.backward_kind
+        for stage in range(self.total_stages):
             self._check(Kind.FORWARD, stage, Kind.FORWARD, stage - 1)
             if self.has_backward:
                 self._check(back, stage, Kind.FORWARD, stage)
@@ -166,7 +203,7 @@ class Schedule:
 
     def _check(self, kind: Kind, stage: int, needed: Kind, source: int) -> None:
         """A stage's work of one kind comes after another stage's of another kind."""
-        if 0 <= source < self.num_stages * self.num_chunks:
+        if 0 <= source < self.total_stages:
             (chunk, device), (other_chunk, other) = (divmod(s, self.num_stages) for s in (stage, source))
             later, earlier = self.when(device, kind, chunk), self.when(other, needed, other_chunk)
             what, needs = f"{kind.value} of stage {stage}", f"{needed.value} of stage {source}"

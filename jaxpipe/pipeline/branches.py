@@ -1,0 +1,223 @@
+"""What a stage does with a micro-batch, as branches of one conditional: all take and return arrays of the same shapes.
+
+    forward:  parameters, state, key, micro-batch, message      -> message, stash, state, results
+    backward: parameters, key, micro-batch, stash, message      -> message, saved, gradients
+    weight:   parameters, key, micro-batch, stash, saved        -> gradients        (where backward work is split)
+
+Each has an idle branch beside it, whose results have every bit set.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe import stage as stages
+from jaxpipe.graph import Graph
+from jaxpipe.pipeline.program import PAGE, Program
+from jaxpipe.pipeline.sections import Section
+from jaxpipe.pipeline.words import POISON, pack_words, unpack_words
+from jaxpipe.schedules import Kind
+
+
+def made_avals(program: Program) -> list[Any]:
+    """What a forward branch hands out of each micro-batch: the results, and how many tensors overflowed."""
+    return [*program.avals(program.objective.results), jax.ShapeDtypeStruct((), jnp.int32)]
+
+
+def stash_shape(program: Program) -> tuple[int, int]:
+    """Pages and words of the window through which stashes go to and from the arena."""
+    return (max(program.stash_pages), PAGE)
+
+
+def saved_shape(program: Program) -> tuple[int, int]:
+    """The same for the cotangents that the weight part of the backward work waits for."""
+    return (max(program.saved_pages), PAGE)
+
+
+def touched(program: Program, kind: Kind) -> tuple[int, ...]:
+    """The gradient buffers that backward work of a kind adds to, in any stage."""
+    found: set[int] = set()
+    for s, section in enumerate(program.sections):
+        device = program.device(s)
+        places = zip(program.held(device)[0], program.parameters.places[device], strict=True)
+        given = differentiated(section, kind)
+        found.update(buffer for t, (buffer, _) in places if t in given)
+    return tuple(sorted(found))
+
+
+def differentiated(section: Section, kind: Kind) -> frozenset[int]:
+    """The inputs of a section whose cotangent is ready after backward work of a kind."""
+    assert section.stage is not None
+    parts = {Kind.BACKWARD_INPUT: section.stage.input_part, Kind.BACKWARD_WEIGHT: section.stage.weight_part}
+    return frozenset(parts.get(kind, section.stage.linearization.wrt))
+
+
+def idle_forward(program: Program) -> Callable[..., Any]:
+    """No forward work; the state stays."""
+
+    def idle(_: Any, state: Any, *__: Any) -> Any:
+        results = [_poisoned(a.shape, a.dtype) for a in made_avals(program)]
+        message = jnp.full((program.message_words[0],), POISON)
+        return message, jnp.full(stash_shape(program), POISON), list(state), results
+
+    return idle
+
+
+def idle_backward(program: Program) -> Callable[..., Any]:
+    """No backward work, whole or of the input part."""
+
+    def idle(*_: Any) -> Any:
+        message = jnp.full((program.message_words[1],), POISON)
+        saved = jnp.full(saved_shape(program), POISON)
+        return message, saved, _idle_steps(program, program.schedule.backward_kind)
+
+    return idle
+
+
+def idle_weight(program: Program) -> Callable[..., Any]:
+    """No work for weights."""
+    return lambda *_: _idle_steps(program, Kind.BACKWARD_WEIGHT)
+
+
+def _idle_steps(program: Program, kind: Kind) -> list[Any]:
+    buffers = program.parameters.buffers
+    return [_poisoned((buffers[k][0],), buffers[k][1]) for k in touched(program, kind)]
+
+
+def _poisoned(shape: Sequence[int], dtype: Any) -> Any:
+    """An array that nothing may read: NaN where there is one, else every bit set."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.full(shape, jnp.nan, dtype)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return jnp.ones(shape, dtype)
+    return jnp.full(shape, jnp.iinfo(dtype).max, dtype)
+
+
+def forward_branch(program: Program, s: int) -> Callable[..., Any]:
+    """The forward work of a stage."""
+    section, device = program.sections[s], program.device(s)
+
+    def forward(parameters: Any, state: Any, key: Any, rows: Any, message: Any) -> Any:
+        known = _at_hand(program, s, parameters, key, rows)
+        variables = program.held(device)[1]
+        known.update(zip(variables, program.state.read(device, state), strict=True))
+        known.update(zip(section.arriving, unpack_words(message, program.avals(section.arriving)), strict=True))
+        inputs = [known[t] for t in section.graph.inputs]
+        overflows = jnp.int32(0)
+        if section.stage is None or not program.schedule.has_backward:
+            outputs, stash = section.graph.evaluate(inputs), []
+        else:
+            outputs, stash = stages.forward(section.stage, inputs)
+            overflows = stages.overflows(section.stage, stash)
+            kept = set(section.stashed)
+            stash = [
+                x for t, parts in zip(section.stage.storage.stored, stash, strict=True) if t in kept for x in parts
+            ]
+        made = dict(zip(section.graph.outputs, outputs, strict=True))
+        results = [
+            made[t] if k in section.results else jnp.zeros(a.shape, a.dtype)
+            for k, (t, a) in enumerate(
+                zip(program.objective.results, program.avals(program.objective.results), strict=True)
+            )
+        ]
+        new = dict(zip(section.state, section.new_state, strict=True))
+        return (
+            pack_words([made[t] for t in section.leaving], program.message_words[0]),
+            stash if program.alone else _packed(stash, stash_shape(program)),
+            program.state.write(device, [made[new[t]] if t in new else known[t] for t in variables]),
+            [*results, overflows],
+        )
+
+    return forward
+
+
+def backward_branch(program: Program, s: int) -> Callable[..., Any]:
+    """The backward work of a stage, or its input part if the schedule splits it."""
+    section = program.sections[s]
+    following = program.sections[s + 1].returning if s + 1 < len(program.sections) else ()
+    loss = program.objective.results[0]
+    kind = program.schedule.backward_kind
+
+    def backward(parameters: Any, key: Any, rows: Any, stash: Any, message: Any) -> Any:
+        built = section.stage
+        assert built is not None
+        known = _at_hand(program, s, parameters, key, rows)
+        cotangents = dict(zip(following, unpack_words(message, program.tangents(following)), strict=True))
+        if 0 in section.results:
+            one = jnp.ones((), program.objective.graph.tensors[loss].dtype)
+            cotangents[loss] = cotangents[loss] + one if loss in cotangents else one
+        operands = _stashed(program, section, known, stash)
+        given = _once(built.linearization.source, cotangents)
+        saved = []
+        if kind is Kind.BACKWARD:
+            found = stages.backward(built, *operands, given, beside_forward=program.alone)
+            gradients = dict(zip(built.linearization.wrt, found, strict=True))
+        else:
+            found, handed = stages.backward_input(built, *operands, given, beside_forward=False)
+            gradients = dict(zip(built.input_part, found, strict=True))
+            waiting = dict(zip(built.saved, handed, strict=True))
+            saved = [waiting[t] for t in section.saved]
+        message = pack_words([gradients[t] for t in section.returning], program.message_words[1])
+        return message, _packed(saved, saved_shape(program)), _steps(program, s, kind, gradients)
+
+    return backward
+
+
+def weight_branch(program: Program, s: int) -> Callable[..., Any]:
+    """The weight part of the backward work of a stage."""
+    section = program.sections[s]
+
+    def weight(parameters: Any, key: Any, rows: Any, stash: Any, saved: Any) -> Any:
+        built = section.stage
+        assert built is not None
+        known = _at_hand(program, s, parameters, key, rows)
+        handed = dict(zip(section.saved, unpack_words(saved.reshape(-1), program.tangents(section.saved)), strict=True))
+        operands = _stashed(program, section, known, stash)
+        found = stages.backward_weight(built, *operands, [handed.get(t) for t in built.saved], beside_forward=False)
+        return _steps(program, s, Kind.BACKWARD_WEIGHT, dict(zip(built.weight_part, found, strict=True)))
+
+    return weight
+
+
+def _at_hand(program: Program, s: int, parameters: Sequence[Any], key: Any, rows: Sequence[Any]) -> dict[int, Any]:
+    """What a stage need not be sent: the micro-batch, its key, and the parameters on the device."""
+    device = program.device(s)
+    known = dict(zip((*program.objective.batch, program.objective.key), (*rows, key), strict=True))
+    known.update(zip(program.held(device)[0], program.parameters.read(device, parameters), strict=True))
+    return known
+
+
+def _stashed(program: Program, section: Section, known: dict[int, Any], stash: Any) -> tuple[list[Any], list[Any]]:
+    """The parameters and the stash that a backward pass is given."""
+    built = section.stage
+    assert built is not None
+    stored = iter(stash if program.alone else unpack_words(stash.reshape(-1), program.stash_avals(section)))
+    counts = dict(zip(built.storage.stored, map(len, built.stash_avals), strict=True))
+    arena = {t: [next(stored) for _ in range(counts[t])] for t in section.stashed}
+    parts = [arena[t] if t in arena else (known[t],) for t in built.storage.stored]
+    return [known[t] for t in built.parameters], parts
+
+
+def _packed(values: Sequence[Any], shape: tuple[int, int]) -> Any:
+    return pack_words(values, shape[0] * shape[1]).reshape(shape)
+
+
+def _steps(program: Program, s: int, kind: Kind, gradients: dict[int, Any]) -> list[Any]:
+    """The buffers that work of a kind adds to, with a stage's gradients in them and zeros elsewhere."""
+    device = program.device(s)
+    own = program.held(device)[0]
+    given = differentiated(program.sections[s], kind)
+    values = [
+        gradients[t] if t in given and gradients.get(t) is not None else jnp.zeros(a.shape, a.dtype)
+        for t, a in zip(own, program.avals(own), strict=True)
+    ]
+    written = program.parameters.write(device, values)
+    return [written[k] for k in touched(program, kind)]
+
+
+def _once(graph: Graph, cotangents: dict[int, Any]) -> list[Any]:
+    """A cotangent for each output; for one that is returned twice, only at its first place."""
+    left = dict(cotangents)
+    return [left.pop(t, None) for t in graph.outputs]

@@ -1,0 +1,233 @@
+"""The tick loop that every device runs: a scan over the rows of a schedule.
+
+    tick:  forward of one micro-batch ─▶ stash to the arena
+           stash from the arena ─▶ backward of one micro-batch ─▶ add to gradients
+           (stash and cotangents from the arena ─▶ weight part of the backward ─▶ add to gradients)
+           send to the next stage and to the one before
+
+Which stage a device works for is a number at run time: work of each kind is a ``switch`` over the stages. Everything
+that all stages do alike stays outside it: collectives, arena reads and writes, sums. What is not there to be read
+(an idle tick, a slot that nobody has written) has every bit set, which is a NaN in each floating type.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe.pipeline.branches import (
+    backward_branch,
+    forward_branch,
+    idle_backward,
+    idle_forward,
+    idle_weight,
+    made_avals,
+    saved_shape,
+    stash_shape,
+    touched,
+    weight_branch,
+)
+from jaxpipe.pipeline.columns import Work
+from jaxpipe.pipeline.program import DATA, PAGE, STAGE, Program, send
+from jaxpipe.pipeline.swap import swap
+from jaxpipe.pipeline.words import POISON
+from jaxpipe.schedules import Kind
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a device has after the last tick.
+
+    Attributes:
+      gradients: sums over its micro-batches, in the buffers of the parameters; empty without a backward pass.
+      state: the state buffers, folded over the micro-batches.
+      results: sums of the results, or predictions by micro-batch, where this stage makes them; zeros elsewhere.
+      overflows: sparse tensors of this stage that did not fit their room and were computed again.
+    """
+
+    gradients: Sequence[Any]
+    state: Sequence[Any]
+    results: Sequence[Any]
+    overflows: Any
+
+
+class Row(NamedTuple):
+    """What a device does in a tick: work of each kind, and where messages and moved stashes go; -1 for nowhere."""
+
+    forward: Work
+    backward: Work
+    weight: Work
+    forward_landed: Any
+    backward_landed: Any
+    swap_sent: Any
+    swap_landed: Any
+
+
+class Carry(NamedTuple):
+    """What a device takes from tick to tick."""
+
+    arena: Any
+    forward_inbox: Any
+    backward_inbox: Any
+    state: list[Any]
+    gradients: list[Any]
+    results: list[Any]
+
+
+def run_ticks(
+    program: Program,
+    parameters: Sequence[Any],
+    state: Sequence[Any],
+    key: Any,
+    batch: Sequence[Any],
+    collect: bool = False,
+) -> Totals:
+    """All micro-batches of one device through its stages, inside ``shard_map``.
+
+    Args:
+      program: what to run.
+      parameters, state: this device's buffers.
+      key: random key of the step.
+      batch: the micro-batches of this replica: leaves ``[num_microbatches, ...]``.
+      collect: keep the results of each micro-batch apart, instead of adding them up.
+    """
+    schedule, count = program.schedule, program.num_devices
+    m, kind = schedule.num_microbatches, schedule.backward_kind
+    stage = lax.axis_index(STAGE)
+    replica = lax.axis_index(DATA) if program.replicated else 0
+    forward = _by_stage(program, forward_branch, idle_forward)
+    backward = _by_stage(program, backward_branch, idle_backward)
+    weight = _by_stage(program, weight_branch, idle_weight)
+    window, kept = stash_shape(program)[0], saved_shape(program)[0]
+    there, back = program.columns.forward_inbox, program.columns.backward_inbox
+    ring = schedule.num_chunks > 1
+    onward = [(s, (s + 1) % count) for s in range(count if ring else count - 1)]
+    # Kinds that share a phase exchange their messages after all of it.
+    early = len(schedule.phases) > 1 and kind not in schedule.phases[0]
+
+    def microbatch(j: Any) -> tuple[Any, list[Any]]:
+        own = jnp.maximum(j, 0)
+        return jax.random.fold_in(key, replica * m + own), [x[own] for x in batch]
+
+    def pages(branch: Any, sizes: Sequence[int]) -> Any:
+        """How many pages the stage of a branch has."""
+        return jnp.asarray((0, *sizes), jnp.int32)[branch]
+
+    def tick(carry: Carry, row: Row) -> tuple[Carry, None]:
+        arena, inbox, back_inbox, state, gradients, results = carry
+        work = row.forward
+        active = work.microbatch >= 0
+        operands = parameters, state, *microbatch(work.microbatch), _message(inbox, work)
+        message, stash, state, made = forward(work.branch, *operands)
+        results = [_add(old, new, work.microbatch, active, collect) for old, new in zip(results, made, strict=True)]
+        if early or not schedule.has_backward:
+            inbox = _deliver(inbox, send(message, onward), row.forward_landed, there.direct)
+        if not schedule.has_backward:
+            return Carry(arena, inbox, back_inbox, state, gradients, results), None
+        if window and not program.alone:
+            arena = _write(arena, stash, work.stash, pages(work.branch, program.stash_pages))
+
+        work = row.backward
+        if window and not program.alone:
+            stash = _read(arena, work.stash, window)
+        operands = parameters, *microbatch(work.microbatch), stash, _message(back_inbox, work)
+        cotangents, saved, steps = backward(work.branch, *operands)
+        gradients = _sum(program, kind, gradients, steps, work.microbatch >= 0)
+        if schedule.splits_backward:
+            if kept:
+                arena = _write(arena, saved, work.saved, pages(work.branch, program.saved_pages))
+            work = row.weight
+            stash = _read(arena, work.stash, window)
+            operands = parameters, *microbatch(work.microbatch), stash, _read(arena, work.saved, kept)
+            steps = weight(work.branch, *operands)
+            gradients = _sum(program, Kind.BACKWARD_WEIGHT, gradients, steps, work.microbatch >= 0)
+        if not early:
+            message, cotangents = lax.optimization_barrier((message, cotangents))
+            inbox = _deliver(inbox, send(message, onward), row.forward_landed, there.direct)
+        arrived = send(cotangents, [(b, a) for a, b in onward])
+        back_inbox = _deliver(back_inbox, arrived, row.backward_landed, back.direct)
+        if program.swaps is not None and window:
+            # XLA copies the arena unless it sees that the stash is read before anything is written over it.
+            over = row.backward.microbatch < -1
+            after = jnp.where(over, lax.convert_element_type(cotangents[:1].sum(), jnp.int32), 0)
+            arena = swap(program, arena, stage, row.swap_sent, row.swap_landed + after)
+        return Carry(arena, inbox, back_inbox, state, gradients, results), None
+
+    lead = (m,) if collect else ()
+    initial = Carry(
+        arena=jnp.full((program.arena_pages, PAGE), POISON),
+        forward_inbox=jnp.full((there.slots, program.message_words[0]), POISON),
+        backward_inbox=jnp.full((back.slots, program.message_words[1]), POISON),
+        state=list(state),
+        gradients=[jnp.zeros(n, dtype) for n, dtype in program.parameters.buffers] if schedule.has_backward else [],
+        results=[jnp.zeros((*lead, *a.shape), a.dtype) for a in made_avals(program)],
+    )
+    last, _ = lax.scan(tick, initial, _rows(program, stage))
+    return Totals(last.gradients, last.state, last.results[:-1], last.results[-1])
+
+
+def _by_stage(program: Program, branch: Callable[..., Any], idle: Callable[..., Any]) -> Callable[..., Any]:
+    """Work of one kind: ``(0 or one more than the stage, operands)``."""
+    branches = [branch(program, s) for s in range(len(program.sections))]
+    if program.alone:
+        return lambda _, *operands: branches[0](*operands)
+    return lambda number, *operands: lax.switch(number, [idle(program), *branches], *operands)
+
+
+def _rows(program: Program, stage: Any) -> Row:
+    """This device's rows of the table, by tick."""
+    table, swaps, ticks = program.columns, program.swaps, len(program.schedule.ticks)
+    moves = np.full((program.num_devices, 2, ticks), -1, np.int32)
+    if swaps is not None:
+        for s in range(program.num_devices):
+            moves[s] = swaps.columns(s, ticks, program.stash_pages)
+    there, back = (np.asarray(box.landed, np.int32) for box in (table.forward_inbox, table.backward_inbox))
+    rows = Row(table.forward, table.backward, table.weight, there, back, moves[:, 0], moves[:, 1])
+    leaves, treedef = jax.tree.flatten(rows)
+    own = jnp.asarray(np.stack(leaves, axis=1))[stage]
+    return jax.tree.unflatten(treedef, [own[k] for k in range(len(leaves))])
+
+
+def _message(inbox: Any, work: Work) -> Any:
+    """The message that some work needs."""
+    return inbox[0] if inbox.shape[0] == 1 else lax.dynamic_index_in_dim(inbox, work.message, keepdims=False)
+
+
+def _deliver(inbox: Any, message: Any, slot: Any, direct: bool) -> Any:
+    """The inbox with what has arrived."""
+    if direct:
+        return message[None]
+    place = jnp.maximum(slot, 0)
+    old = lax.dynamic_index_in_dim(inbox, place, keepdims=False)
+    return lax.dynamic_update_index_in_dim(inbox, jnp.where(slot >= 0, message, old), place, 0)
+
+
+def _read(arena: Any, first: Any, window: int) -> Any:
+    return lax.dynamic_slice(arena, (first, jnp.int32(0)), (window, PAGE))
+
+
+def _write(arena: Any, pages: Any, first: Any, count: Any) -> Any:
+    """The arena with the first ``count`` pages of some in their place."""
+    start = (first, jnp.int32(0))
+    mine = jnp.arange(len(pages), dtype=jnp.int32)[:, None] < count
+    old = lax.dynamic_slice(arena, start, pages.shape)
+    return lax.dynamic_update_slice(arena, jnp.where(mine, pages, old), start)
+
+
+def _sum(program: Program, kind: Kind, gradients: Sequence[Any], steps: Sequence[Any], active: Any) -> list[Any]:
+    """Gradients with what work of a kind adds to some of them."""
+    total = list(gradients)
+    for k, step in zip(touched(program, kind), steps, strict=True):
+        total[k] = total[k] + step if program.alone else jnp.where(active, total[k] + step, total[k])
+    return total
+
+
+def _add(total: Any, new: Any, j: Any, active: Any, collect: bool) -> Any:
+    if not collect:
+        return jnp.where(active, total + new, total)
+    place = jnp.maximum(j, 0)
+    return total.at[place].set(jnp.where(active, new, total[place]))

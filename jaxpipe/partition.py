@@ -4,7 +4,7 @@ import functools
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from jaxpipe.pipeline.exchange import check_exchange, stage_exchange, warn_of_ad
 from jaxpipe.pipeline.fit import Fitted, Prices, fit
 from jaxpipe.pipeline.initialize import stage_devices
 from jaxpipe.pipeline.layout import lay_out
+from jaxpipe.pipeline.live import check_live
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_loss
 from jaxpipe.pipeline.optimizer import colour_update
 from jaxpipe.pipeline.pipeline import Pipeline, Planned
@@ -43,15 +44,12 @@ from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.profiling.model import Source, profile_objective
 from jaxpipe.profiling.roofline import Rates, rates_of
-from jaxpipe.schedules import Schedule, one_f_one_b, simulate
+from jaxpipe.schedules import Schedule, simulate
 from jaxpipe.schedules.swaps import peer
 from jaxpipe.stash import stored_bytes
 from jaxpipe.units import parse_bytes
 from jaxpipe.work import weight
 
-
-#: ``(num_stages, num_microbatches) -> Schedule``.
-ScheduleMaker = Callable[[int, int], Schedule]
 
 #: Micro-batches for each stage when the caller does not say: the bubble is then below a fifth of the step.
 MICROBATCHES_PER_STAGE = 4
@@ -71,7 +69,7 @@ class Request:
     budget: int | None
     allow_over_budget: bool
     num_microbatches: int | None
-    schedule: ScheduleMaker
+    schedule: checks.ScheduleMaker
     profile: Source | Profile
     network: Network | None
     policy: Policy
@@ -94,7 +92,7 @@ def partition(
     memory: int | str | None = None,
     allow_over_budget: bool = False,
     num_microbatches: int | None = None,
-    schedule: ScheduleMaker | Literal["auto"] = "auto",
+    schedule: checks.ScheduleMaker | str = "auto",
     profile: Profile | Source | None = None,
     network: Network | None = None,
     storage: Codecs | Literal["auto"] = "auto",
@@ -120,7 +118,8 @@ def partition(
         integer programme chooses for every tensor whether it is stored, in which form, or computed again.
       allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth.
-      schedule: ``(num_stages, num_microbatches) -> Schedule``; ``"auto"`` is ``schedules.one_f_one_b``.
+      schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``; ``"auto"``
+        is ``schedules.one_f_one_b``.
       profile: ``"measured"`` (the default) runs operators on the first device, once for a program (see
         ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
       network: the links between the devices, in the order of ``mesh.devices.flat``; left out: all alike. It decides
@@ -156,11 +155,6 @@ def partition(
     if not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
         raise checks.PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
     checks.check_network(network, mesh)
-    if schedule != "auto" and (isinstance(schedule, str) or not callable(schedule)):
-        raise checks.PartitionError(
-            f"schedule={schedule!r}; it must be 'auto' or a function (num_stages, num_microbatches) -> Schedule, such "
-            "as jaxpipe.schedules.gpipe."
-        )
     request = Request(
         model=model,
         mesh=mesh,
@@ -169,7 +163,7 @@ def partition(
         budget=None if memory is None else parse_bytes(memory),
         allow_over_budget=allow_over_budget,
         num_microbatches=num_microbatches,
-        schedule=one_f_one_b if isinstance(schedule, str) else schedule,
+        schedule=checks.schedule_maker(schedule),
         profile=profile,
         network=network,
         policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage),
@@ -263,6 +257,7 @@ def _lay_out(
         replicated=DATA in request.mesh.axis_names,
     )
     coloured = colour_update(request.optimizer, model, placement.parameters)
+    check_live(schedule, coloured, objective, request.exchange is not None and request.replicas > 1)
     owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
     exchange = None
     if request.exchange is not None and request.replicas > 1:
@@ -450,6 +445,7 @@ def _describe(
         lower_bound_seconds=found.lower_bound_seconds,
         budget=budget,
         memory=memory,
+        staleness=program.schedule.staleness if program.schedule.versions is not None else (),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
     )
 

@@ -211,7 +211,7 @@ def test_a_tied_parameter_is_named():
 
 
 def test_an_unknown_schedule():
-    with pytest.raises(PartitionError, match=r"schedule='1f1b'; it must be 'auto' or a function"):
+    with pytest.raises(PartitionError, match=r"schedule='1f1b'; it must be 'auto', 'one_f_one_b', .* or a function"):
         partition(schedule="1f1b", loss=untouched)
 
 

@@ -1,6 +1,6 @@
 """What can be wrong with a mesh, a batch or a budget, said before anything is traced."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxpipe.errors import BatchError, NetworkError, PartitionError, StateError
 from jaxpipe.network import Network
 from jaxpipe.pipeline.program import DATA, STAGE
-from jaxpipe.schedules import Schedule
+from jaxpipe.schedules import BY_NAME, Schedule, one_f_one_b
 
 
 def check_mesh(mesh: Mesh) -> tuple[int, int]:
@@ -43,6 +43,25 @@ def check_network(network: Any, mesh: Mesh) -> None:
             f"network= has {network.num_devices} devices, the mesh {mesh.devices.size}; it must have one for each, in "
             "the order of mesh.devices.flat."
         )
+
+
+#: ``(num_stages, num_microbatches) -> Schedule``.
+ScheduleMaker = Callable[[int, int], Schedule]
+
+
+def schedule_maker(schedule: Any) -> ScheduleMaker:
+    """What makes the table that was asked for.
+
+    Raises:
+      PartitionError: if there is no such name, or it is no function.
+    """
+    maker = {**BY_NAME, "auto": one_f_one_b}.get(schedule) if isinstance(schedule, str) else schedule
+    if not callable(maker):
+        raise PartitionError(
+            f"schedule={schedule!r}; it must be 'auto', {', '.join(map(repr, BY_NAME))}, or a function (num_stages, "
+            "num_microbatches) -> Schedule, such as jaxpipe.schedules.gpipe."
+        )
+    return maker
 
 
 def check_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Schedule:

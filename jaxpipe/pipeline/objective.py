@@ -23,6 +23,7 @@ class Objective:
       results: tensor numbers: loss, weight, then metrics; or the leaves of a prediction.
       new_state: tensor numbers, one for each state variable.
       metrics_only: whether an evaluation returned metrics and no loss.
+      weighted: whether micro-batches have weights of their own.
       tree: structure of the metrics, or of the prediction.
     """
 
@@ -35,6 +36,7 @@ class Objective:
     new_state: tuple[int, ...]
     tree: Any = None
     metrics_only: bool = False
+    weighted: bool = False
 
 
 def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str = "loss") -> Objective:
@@ -49,6 +51,7 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str 
 
     def results(returned: Any) -> list[Any]:
         seen["metrics_only"] = name != "loss" and isinstance(returned, Mapping)
+        seen["weighted"] = isinstance(returned, tuple) and len(returned) == 3
         loss, weight, metrics = _parts((0.0, returned) if seen["metrics_only"] else returned, name)
         leaves, seen["tree"] = jax.tree.flatten(metrics)
         return [jnp.asarray(loss), jnp.asarray(weight, jnp.float32), *(_averaged(x) for x in leaves)]

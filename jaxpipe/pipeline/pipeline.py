@@ -26,6 +26,7 @@ from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.planning.storing.choose import raised
 from jaxpipe.profile import Profile
+from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.units import bytes_text
 
@@ -125,6 +126,11 @@ class Pipeline:
           PartitionError: as ``plan``.
         """
         return self._planned.partition
+
+    @property
+    def schedule(self) -> Schedule:
+        """The table that a training step walks through. Raises as ``plan``."""
+        return self._planned.program.schedule
 
     @property
     def mesh(self) -> Mesh:
@@ -319,7 +325,9 @@ class Pipeline:
     @cached_property
     def _gradient_step(self) -> Any:
         planned = self._planned
-        function = steps.gradient_step(self.mesh, planned.program, planned.batching, self._abstract_state)
+        schedule = dataclasses.replace(planned.program.schedule, versions=None, group=1)
+        program = dataclasses.replace(planned.program, schedule=schedule)
+        function = steps.gradient_step(self.mesh, program, planned.batching, self._abstract_state)
         return self._lower(function, planned.batch, planned.batching).compile()
 
     @cached_property

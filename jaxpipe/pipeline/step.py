@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.gradients.exchange import sent_share
 from jaxpipe.pipeline.exchange import StageExchange, run_exchange
 from jaxpipe.pipeline.layout import Layout
+from jaxpipe.pipeline.live import Live
 from jaxpipe.pipeline.optimizer import ColouredUpdate, run_update
 from jaxpipe.pipeline.program import DATA, STAGE, Program
 from jaxpipe.pipeline.state import TrainState
@@ -88,6 +89,9 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
     """
     specs = state_specs(state)
 
+    if program.schedule.versions is not None:
+        return _live_step(mesh, program, update, batching, state)
+
     def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
         parameters, variables, optimizer = map(_own, (state.parameters, state.variables, state.optimizer))
         totals = _train(program, batching, parameters, variables, state, batch)
@@ -129,6 +133,36 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
         overflows = lax.psum(totals.overflows, (STAGE, DATA) if program.replicated else (STAGE,))
         counters = {"gradient_norm": _norm(gradients), "overflows": overflows, **told}
         return new, loss, counters, metrics
+
+    return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
+
+
+def _live_step(mesh: Mesh, program: Program, update: Update, batching: Batching, state: TrainState) -> Any:
+    """A training step in which every stage updates its weights on the way.
+
+    The gradient's norm is the root of the mean square over the updates.
+    """
+    specs = state_specs(state)
+
+    def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
+        parameters, variables, optimizer = map(_own, (state.parameters, state.variables, state.optimizer))
+        live = Live(program, update.coloured, update.layout, optimizer, state.shared)
+        totals = _train(program, batching, parameters, variables, state, batch, live=live)
+        weights = totals.weights
+        assert weights is not None
+        loss, _, metrics = _mean(program, replace(totals, gradients=[]))
+        new = replace(
+            state,
+            parameters=_rows(live.end(weights, lax.axis_index(STAGE))),
+            variables=_rows(_replicas_agree(program, totals.state)),
+            optimizer=_rows(weights.optimizer),
+            shared=tuple(weights.shared),
+            step=state.step + 1,
+        )
+        updates = program.schedule.num_microbatches // program.schedule.group
+        squares = lax.psum(weights.squares, STAGE) / updates
+        overflows = lax.psum(totals.overflows, (STAGE, DATA) if program.replicated else (STAGE,))
+        return new, loss, {"gradient_norm": jnp.sqrt(squares), "overflows": overflows}, metrics
 
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
 
@@ -192,9 +226,10 @@ def _train(
     state: TrainState,
     batch: Sequence[Any],
     collect: bool = False,
+    live: Live | None = None,
 ) -> Totals:
     key = jax.random.fold_in(state.key, state.step)
-    return run_ticks(program, parameters, variables, key, batching.rows(batch), collect)
+    return run_ticks(program, parameters, variables, key, batching.rows(batch), collect, live)
 
 
 def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, list[Any], list[Any]]:

@@ -32,6 +32,7 @@ from jaxpipe.pipeline.branches import (
     weight_branch,
 )
 from jaxpipe.pipeline.columns import Work
+from jaxpipe.pipeline.live import Live, WeightRow, Weights, version
 from jaxpipe.pipeline.program import DATA, PAGE, STAGE, Program, send
 from jaxpipe.pipeline.swap import swap
 from jaxpipe.pipeline.words import POISON
@@ -47,12 +48,14 @@ class Totals:
       state: the state buffers, folded over the micro-batches.
       results: sums of the results, or predictions by micro-batch, where this stage makes them; zeros elsewhere.
       overflows: sparse tensors of this stage that did not fit their room and were computed again.
+      weights: what updates on the way have left; None without any.
     """
 
     gradients: Sequence[Any]
     state: Sequence[Any]
     results: Sequence[Any]
     overflows: Any
+    weights: Weights | None = None
 
 
 class Row(NamedTuple):
@@ -65,6 +68,7 @@ class Row(NamedTuple):
     backward_landed: Any
     swap_sent: Any
     swap_landed: Any
+    weights: WeightRow | None
 
 
 class Carry(NamedTuple):
@@ -76,6 +80,7 @@ class Carry(NamedTuple):
     state: list[Any]
     gradients: list[Any]
     results: list[Any]
+    weights: Weights | None
 
 
 def run_ticks(
@@ -85,6 +90,7 @@ def run_ticks(
     key: Any,
     batch: Sequence[Any],
     collect: bool = False,
+    live: Live | None = None,
 ) -> Totals:
     """All micro-batches of one device through its stages, inside ``shard_map``.
 
@@ -94,6 +100,7 @@ def run_ticks(
       key: random key of the step.
       batch: the micro-batches of this replica: leaves ``[num_microbatches, ...]``.
       collect: keep the results of each micro-batch apart, instead of adding them up.
+      live: updates parameters on the way, by the versions of the schedule.
     """
     schedule, count = program.schedule, program.num_devices
     m, kind = schedule.num_microbatches, schedule.backward_kind
@@ -118,23 +125,26 @@ def run_ticks(
         return jnp.asarray((0, *sizes), jnp.int32)[branch]
 
     def tick(carry: Carry, row: Row) -> tuple[Carry, None]:
-        arena, inbox, back_inbox, state, gradients, results = carry
+        arena, inbox, back_inbox, state, gradients, results, weights = carry
         work = row.forward
         active = work.microbatch >= 0
-        operands = parameters, state, *microbatch(work.microbatch), _message(inbox, work)
+        own = parameters if weights is None or row.weights is None else version(weights, row.weights.forward)
+        operands = own, state, *microbatch(work.microbatch), _message(inbox, work)
         message, stash, state, made = forward(work.branch, *operands)
         results = [_add(old, new, work.microbatch, active, collect) for old, new in zip(results, made, strict=True)]
         if early or not schedule.has_backward:
             inbox = _deliver(inbox, send(message, onward), row.forward_landed, there.direct)
         if not schedule.has_backward:
-            return Carry(arena, inbox, back_inbox, state, gradients, results), None
+            return Carry(arena, inbox, back_inbox, state, gradients, results, weights), None
         if window and not program.alone:
             arena = _write(arena, stash, work.stash, pages(work.branch, program.stash_pages))
 
         work = row.backward
         if window and not program.alone:
             stash = _read(arena, work.stash, window)
-        operands = parameters, *microbatch(work.microbatch), stash, _message(back_inbox, work)
+        if weights is not None and row.weights is not None:
+            own = version(weights, row.weights.backward)
+        operands = own, *microbatch(work.microbatch), stash, _message(back_inbox, work)
         cotangents, saved, steps = backward(work.branch, *operands)
         gradients = _sum(program, kind, gradients, steps, work.microbatch >= 0)
         if schedule.splits_backward:
@@ -142,9 +152,11 @@ def run_ticks(
                 arena = _write(arena, saved, work.saved, pages(work.branch, program.saved_pages))
             work = row.weight
             stash = _read(arena, work.stash, window)
-            operands = parameters, *microbatch(work.microbatch), stash, _read(arena, work.saved, kept)
+            operands = own, *microbatch(work.microbatch), stash, _read(arena, work.saved, kept)
             steps = weight(work.branch, *operands)
             gradients = _sum(program, Kind.BACKWARD_WEIGHT, gradients, steps, work.microbatch >= 0)
+        if live is not None and weights is not None and row.weights is not None:
+            weights, gradients = live.update(weights, gradients, row.weights, stage)
         if not early:
             message, cotangents = lax.optimization_barrier((message, cotangents))
             inbox = _deliver(inbox, send(message, onward), row.forward_landed, there.direct)
@@ -155,7 +167,7 @@ def run_ticks(
             over = row.backward.microbatch < -1
             after = jnp.where(over, lax.convert_element_type(cotangents[:1].sum(), jnp.int32), 0)
             arena = swap(program, arena, stage, row.swap_sent, row.swap_landed + after)
-        return Carry(arena, inbox, back_inbox, state, gradients, results), None
+        return Carry(arena, inbox, back_inbox, state, gradients, results, weights), None
 
     lead = (m,) if collect else ()
     initial = Carry(
@@ -165,9 +177,10 @@ def run_ticks(
         state=list(state),
         gradients=[jnp.zeros(n, dtype) for n, dtype in program.parameters.buffers] if schedule.has_backward else [],
         results=[jnp.zeros((*lead, *a.shape), a.dtype) for a in made_avals(program)],
+        weights=None if live is None else live.begin(parameters),
     )
-    last, _ = lax.scan(tick, initial, _rows(program, stage))
-    return Totals(last.gradients, last.state, last.results[:-1], last.results[-1])
+    last, _ = lax.scan(tick, initial, _rows(program, stage, None if live is None else live.rows()))
+    return Totals(last.gradients, last.state, last.results[:-1], last.results[-1], last.weights)
 
 
 def _by_stage(program: Program, branch: Callable[..., Any], idle: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,7 +191,7 @@ def _by_stage(program: Program, branch: Callable[..., Any], idle: Callable[..., 
     return lambda number, *operands: lax.switch(number, [idle(program), *branches], *operands)
 
 
-def _rows(program: Program, stage: Any) -> Row:
+def _rows(program: Program, stage: Any, weights: WeightRow | None) -> Row:
     """This device's rows of the table, by tick."""
     table, swaps, ticks = program.columns, program.swaps, len(program.schedule.ticks)
     moves = np.full((program.num_devices, 2, ticks), -1, np.int32)
@@ -186,7 +199,7 @@ def _rows(program: Program, stage: Any) -> Row:
         for s in range(program.num_devices):
             moves[s] = swaps.columns(s, ticks, program.stash_pages)
     there, back = (np.asarray(box.landed, np.int32) for box in (table.forward_inbox, table.backward_inbox))
-    rows = Row(table.forward, table.backward, table.weight, there, back, moves[:, 0], moves[:, 1])
+    rows = Row(table.forward, table.backward, table.weight, there, back, moves[:, 0], moves[:, 1], weights)
     leaves, treedef = jax.tree.flatten(rows)
     own = jnp.asarray(np.stack(leaves, axis=1))[stage]
     return jax.tree.unflatten(treedef, [own[k] for k in range(len(leaves))])

@@ -15,6 +15,7 @@ from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.step import Update
 from jaxpipe.pipeline.swap import landing_pages
 from jaxpipe.planning.liveness import peak_bytes
+from jaxpipe.schedules.weights import weight_slots
 
 
 def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequence[Any]) -> dict[str, int]:
@@ -50,6 +51,11 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         transport += 2 * 4 * PAGE * landing_pages(program)
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
     updating = max(updating_bytes(program.parameters, update, s) for s in range(program.num_devices))
+    if program.schedule.versions is not None:
+        # Weights are copied out of their slot, and updated while stashes wait.
+        held["versions"] = weight_slots(program.schedule).count * parameters
+        computing = parameters + max(computing, parameters + updating)
+        updating = 0
     return {
         **held,
         "arena": arena,

@@ -96,6 +96,8 @@ class Plan:
       rounds: how cuts and storage were found together, if there is a budget.
       exchange_bytes: what each device hands to the collectives of a block-sparse gradient exchange in a step after
         its warm-up; None if gradients are exchanged whole.
+      staleness: by stage, how many updates its weights lack at most when a gradient is computed with them, if they
+        change while micro-batches are on their way; a step then is as many updates as there are groups of these.
       raised_from: the budget that was asked for, if there was no plan for it and the caller let it be raised.
 
     Example:
@@ -119,6 +121,7 @@ class Plan:
     rounds: tuple[BalanceRound, ...] = ()
     raised_from: int | None = None
     exchange_bytes: int | None = None
+    staleness: tuple[int, ...] = ()
 
     @property
     def predicted_bytes(self) -> int:
@@ -145,7 +148,7 @@ class Plan:
             BalanceRound(tuple(row["cuts"]), tuple(row["stage_seconds"]), row["step_seconds"])
             for row in data.pop("rounds")
         )
-        return cls(stages=stages, rounds=rounds, **data)
+        return cls(stages=stages, rounds=rounds, staleness=tuple(data.pop("staleness")), **data)
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=120)
@@ -185,6 +188,9 @@ class Plan:
         if self.exchange_bytes is not None:
             dense = bytes_text(self.memory["gradients"])
             table.caption += f"\nblock-sparse exchange: {bytes_text(self.exchange_bytes)} of {dense} sent in a step"
+        if self.staleness:
+            behind = ", ".join(map(str, self.staleness))
+            table.caption += f"\nweights change on the way: by stage at most {behind} updates behind"
         chosen = [f"stage {k}: {_storage_text(stage)}" for k, stage in enumerate(self.stages)]
         if any(stage.storage != "default" or stage.away for stage in self.stages):
             table.caption += "\nstorage chosen within the budget:\n" + "\n".join(chosen)

@@ -3,6 +3,10 @@
 The executor runs every table that ``Schedule.validate`` lets through: those made here, and your own.
 """
 
+from collections.abc import Callable
+
+from jaxpipe.schedules.asynchronous import double_buffered as double_buffered
+from jaxpipe.schedules.asynchronous import pipedream as pipedream
 from jaxpipe.schedules.gpipe import gpipe as gpipe
 from jaxpipe.schedules.interleaved import interleaved as interleaved
 from jaxpipe.schedules.notation import from_csv as from_csv
@@ -15,3 +19,14 @@ from jaxpipe.schedules.table import Action as Action
 from jaxpipe.schedules.table import Kind as Kind
 from jaxpipe.schedules.table import Schedule as Schedule
 from jaxpipe.schedules.zero_bubble import zero_bubble as zero_bubble
+
+
+#: Schedules by name, each made by ``(num_stages, num_microbatches)``.
+BY_NAME: dict[str, Callable[[int, int], Schedule]] = {
+    "one_f_one_b": one_f_one_b,
+    "gpipe": gpipe,
+    "interleaved": interleaved,
+    "zero_bubble": zero_bubble,
+    "pipedream": pipedream,
+    "double_buffered": double_buffered,
+}

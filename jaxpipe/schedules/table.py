@@ -52,6 +52,10 @@ class Schedule:
       num_microbatches: of a step.
       ticks: ``ticks[t][s]`` are the actions of device ``s`` in tick ``t``.
       num_chunks: stages on each device.
+      versions: ``versions[s][j]`` updates are in the weights that stage ``s`` uses for micro-batch ``j``, forward and
+        backward, where weights change on the way (``jaxpipe.schedules.asynchronous``); None if they change at the end.
+      group: micro-batches to an update, if they change on the way.
+      rates: by device, what each update is multiplied with; None for 1.
 
     Example:
       >>> from jaxpipe.schedules import one_f_one_b
@@ -66,6 +70,9 @@ class Schedule:
     num_microbatches: int
     ticks: tuple[tuple[tuple[Action, ...], ...], ...]
     num_chunks: int = 1
+    versions: tuple[tuple[int, ...], ...] | None = None
+    group: int = 1
+    rates: tuple[float, ...] | None = None
 
     def row(self, stage: int, kind: Kind) -> tuple[int, ...]:
         """The micro-batch that a device works on in each tick, -1 for none; with one chunk."""
@@ -134,6 +141,13 @@ class Schedule:
         return taken
 
     @property
+    def staleness(self) -> tuple[int, ...]:
+        """By device, how many updates its weights lack at most when a gradient is computed with them."""
+        if self.versions is None:
+            return (0,) * self.num_stages
+        return tuple(max(j // self.group - v for j, v in enumerate(row)) for row in self.versions)
+
+    @property
     def has_backward(self) -> bool:
         """Whether it trains, rather than only computes forward."""
         return any(a.kind is not Kind.FORWARD for s in range(self.num_stages) for a in self.order(s))
@@ -195,6 +209,33 @@ class Schedule:
                 self._check(back, stage, back, stage + 1)
             if self.splits_backward:
                 self._check(Kind.BACKWARD_WEIGHT, stage, back, stage)
+        if self.versions is not None:
+            self._check_versions(self.versions)
+
+    def _check_versions(self, versions: Sequence[Sequence[int]]) -> None:
+        """Weights exist when they are used, and updates follow the order of the micro-batches."""
+        if self.num_chunks > 1 or self.splits_backward or not self.has_backward:
+            raise ScheduleError(
+                f"{self.name}: weights change on the way only with one stage on each device and whole backward work."
+            )
+        if self.group < 1 or self.num_microbatches % self.group:
+            raise ScheduleError(f"{self.name}: group={self.group} does not divide {self.num_microbatches}.")
+        if [len(row) for row in versions] != [self.num_microbatches] * self.num_stages:
+            raise ScheduleError(f"{self.name}: versions must have a number for each stage and micro-batch.")
+        for s, row in enumerate(versions):
+            forward, backward = self.when(s, Kind.FORWARD), self.when(s, Kind.BACKWARD)
+            order = sorted(backward, key=backward.__getitem__)
+            if order != sorted(order):
+                raise ScheduleError(
+                    f"{self.name}: stage {s} updates its weights by micro-batches in the order {order}."
+                )
+            for j, version in enumerate(row):
+                done = sum(tick < forward[j] for tick in backward.values()) // self.group
+                if not 0 <= version <= done:
+                    raise ScheduleError(
+                        f"{self.name}: stage {s} uses weights with {version} updates for micro-batch {j}, but has done "
+                        f"{done} when F{j} begins, in tick {forward[j]}."
+                    )
 
     def _microbatches(self, done: Sequence[tuple[int, int]]) -> str:
         if self.num_chunks == 1:

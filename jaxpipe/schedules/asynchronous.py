@@ -1,0 +1,91 @@
+"""Schedules that update weights while micro-batches are on their way.
+
+Each micro-batch is a mini-batch of its own (or each group of them, with double buffers): a stage updates its weights
+as soon as its backward work on it is done, and never waits for the others. The weights that the backward work of a
+micro-batch uses are those of its forward work, so that each gradient is one of some weights, if not of the newest.
+
+    weights of 4 stages for 8 micro-batches, as updates that they contain (``Schedule.versions``)
+    stage 0  0 0 0 0 1 2 3 4        three updates behind
+    stage 1  0 0 0 1 2 3 4 5
+    stage 2  0 0 1 2 3 4 5 6
+    stage 3  0 1 2 3 4 5 6 7        none behind: as training on one device
+
+After the last micro-batch the pipeline drains; all stages then have the same number of updates.
+"""
+
+from dataclasses import replace
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedules.one_f_one_b import one_f_one_b
+from jaxpipe.schedules.table import Kind, Schedule
+
+
+def pipedream(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    paired: bool = False,
+    vertical_sync: bool = False,
+    scale_updates: bool = False,
+) -> Schedule:
+    """1F1B with an update after every backward pass, and stashed weights.
+
+    Stage ``i`` of ``p`` is ``p - 1 - i`` updates behind and keeps ``p - i`` versions of its weights. After D. Narayanan
+    et al., "PipeDream: Generalized pipeline parallelism for DNN training", SOSP 2019.
+
+    Args:
+      num_stages, num_microbatches: its size.
+      paired: in pair ticks, which take less time in step, but leave stage ``i`` twice as far behind.
+      vertical_sync: every stage uses weights as old as those of the first, so that all are of one time.
+      scale_updates: divide each stage's updates by one more than how far it is behind, after B. Yang et al.,
+        "PipeMare: Asynchronous pipeline parallel DNN training", MLSys 2021.
+
+    Raises:
+      ScheduleError: if a size is below 1.
+
+    Example:
+      >>> pipedream(4, 8).versions[1]
+      (0, 0, 0, 1, 2, 3, 4, 5)
+    """
+    base = one_f_one_b(num_stages, num_microbatches, paired=paired)
+    versions = [_newest(base, s) for s in range(num_stages)]
+    if vertical_sync:
+        versions = [versions[0]] * num_stages
+    name = "pipedream" + ("-paired" if paired else "") + ("-vertical" if vertical_sync else "")
+    found = replace(base, name=name, versions=tuple(versions))
+    return replace(found, rates=tuple(1 / (1 + s) for s in found.staleness)) if scale_updates else found
+
+
+def double_buffered(num_stages: int, num_microbatches: int, *, group: int | None = None) -> Schedule:
+    """1F1B with an update after every group of micro-batches, and two versions of the weights (2BW).
+
+    Groups of at least ``num_stages`` micro-batches use the weights that lack the update of the group before them, on
+    all stages: ``w[t+1] = w[t] - f(gradient at w[t-1])``. After D. Narayanan et al., "Memory-efficient
+    pipeline-parallel DNN training", ICML 2021.
+
+    Args:
+      num_stages, num_microbatches: its size.
+      group: micro-batches to an update; left out, as many as there are stages.
+
+    Raises:
+      ScheduleError: if a size is below 1, or groups are too small or do not divide the micro-batches.
+
+    Example:
+      >>> double_buffered(2, 8).versions[0]
+      (0, 0, 0, 0, 1, 1, 2, 2)
+    """
+    group = num_stages if group is None else group
+    base = one_f_one_b(num_stages, num_microbatches, paired=False)
+    if group < num_stages or num_microbatches % group:
+        raise ScheduleError(
+            f"double_buffered was asked for with num_stages={num_stages}, num_microbatches={num_microbatches}, "
+            f"group={group}; a group has at least as many micro-batches as there are stages, and groups divide all."
+        )
+    versions = tuple(max(0, j // group - 1) for j in range(num_microbatches))
+    return replace(base, name="2bw", versions=(versions,) * num_stages, group=group)
+
+
+def _newest(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    """By micro-batch, how often a stage has updated its weights before its forward work."""
+    forward, backward = (schedule.when(stage, kind) for kind in (Kind.FORWARD, Kind.BACKWARD))
+    return tuple(sum(tick < forward[j] for tick in backward.values()) for j in sorted(forward))

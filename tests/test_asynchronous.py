@@ -1,0 +1,219 @@
+"""Weights that change on the way, against a plain loop over the same recurrence of delayed gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compare import assert_same_bits, relative_l2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
+
+import jaxpipe
+from jaxpipe.errors import PartitionError, ScheduleError
+from jaxpipe.schedules import Schedule, double_buffered, interleaved, one_f_one_b, pipedream, zero_bubble
+from jaxpipe.schedules.weights import weight_slots
+
+
+paired = functools.partial(pipedream, paired=True)
+vertical = functools.partial(pipedream, vertical_sync=True)
+
+
+@pytest.mark.core
+def test_weight_versions_of_four_stages_and_eight_mini_batches():
+    assert pipedream(4, 8).versions == (
+        (0, 0, 0, 0, 1, 2, 3, 4),
+        (0, 0, 0, 1, 2, 3, 4, 5),
+        (0, 0, 1, 2, 3, 4, 5, 6),
+        (0, 1, 2, 3, 4, 5, 6, 7),
+    )
+    assert paired(4, 8).versions == (
+        (0, 0, 0, 0, 0, 0, 0, 1),
+        (0, 0, 0, 0, 0, 1, 2, 3),
+        (0, 0, 0, 1, 2, 3, 4, 5),
+        (0, 1, 2, 3, 4, 5, 6, 7),
+    )
+    assert vertical(4, 8).versions == ((0, 0, 0, 0, 1, 2, 3, 4),) * 4
+    assert double_buffered(4, 16).versions == ((0,) * 8 + (1,) * 4 + (2,) * 4,) * 4
+    assert [s(4, 16).staleness for s in (pipedream, paired, vertical, double_buffered, one_f_one_b)] == [
+        (3, 2, 1, 0),
+        (6, 4, 2, 0),
+        (3, 3, 3, 3),
+        (1, 1, 1, 1),
+        (0, 0, 0, 0),
+    ]
+    # Slots of the weights: as many as PipeDream has in flight on the first stage; two buffers.
+    assert [weight_slots(s(4, 16)).count for s in (pipedream, paired, double_buffered)] == [4, 7, 2]
+
+
+@settings(deadline=None)
+@given(p=st.integers(1, 5), m=st.integers(1, 12), maker=st.sampled_from([pipedream, paired, vertical]))
+def test_every_version_is_in_its_slot_when_it_is_used(p, m, maker):
+    schedule = maker(p, m)
+    schedule.validate()
+    slots = weight_slots(schedule)
+    for s in range(p):
+        held = {0: 0}  # slot: version
+        done = 0
+        for t, tick in enumerate(schedule.ticks):
+            for action in tick[s]:
+                row = slots.forward if action.kind.value == "F" else slots.backward
+                assert held[row[s][t]] == schedule.versions[s][action.microbatch]
+            if slots.updated[s][t] >= 0:
+                assert held[slots.newest[s][t]] == done
+                done += 1
+                held[slots.updated[s][t]] = done
+        assert done == m and held[slots.last[s]] == m
+
+
+def recurrence(pipeline: jaxpipe.Pipeline, name: str, optimizer, keys, replicas: int):
+    """Mini-batch after mini-batch: the gradient at each stage's old weights goes to the newest. Loss and variables."""
+    schedule, model, case = pipeline.schedule, pipeline._planned.model, case_of(name)
+    stages = model.parameter_tree(pipeline._planned.stages.parameters)
+    params, state = case.start(jax.random.key(3))
+    history, slots, m = [params], optimizer.init(params), schedule.num_microbatches
+    states, losses = [state] * replicas, []
+    gradient = jax.jit(jax.value_and_grad(case.plain, has_aux=True))
+
+    @jax.jit  # as one program: XLA contracts products and sums
+    def update(mean, slots, params):
+        updates, slots = optimizer.update(mean, slots, params)
+        return optax.apply_updates(params, updates), slots
+
+    rows = jax.tree.leaves(case.batch)[0].shape[0] // (m * replicas)
+    total = None
+    for j in range(m):
+        used = jax.tree.map(lambda s, *x, j=j: x[schedule.versions[s][j]], stages, *history)
+        for r in range(replicas):
+            k = r * m + j
+            batch = jax.tree.map(lambda x, k=k: x[k * rows : (k + 1) * rows], case.batch)
+            (loss, states[r]), found = gradient(used, states[r], keys[k], batch)
+            losses.append(loss)
+            total = found if total is None else jax.tree.map(jnp.add, total, found)
+        if (j + 1) % schedule.group == 0:
+            mean = jax.tree.map(lambda x: x / (schedule.group * replicas), total)
+            new, slots = update(mean, slots, history[-1])
+            history.append(new)
+            total = None
+    state = jax.tree.map(lambda *x: jnp.stack(x).mean(0), *states)
+    return np.mean(losses), case.variables(history[-1], state)
+
+
+def check(name: str, stages: int, m: int, schedule, replicas: int | None = None, exact: bool = True) -> None:
+    optimizer = optax.sgd(0.05, momentum=0.9)
+    pipeline = pipeline_of(name, stages, m, replicas, schedule=schedule, optimizer=optimizer)
+    state = pipeline.init(jax.random.key(3))
+    keys = [pipeline.microbatch_key(state, j) for j in range(m * (replicas or 1))]
+    loss, wanted = recurrence(pipeline, name, optimizer, keys, replicas or 1)
+    state, metrics = pipeline.step(state, case_of(name).batch)
+    found = arrays(pipeline.parameters(state))
+    if exact:
+        assert_same_bits(found, arrays(wanted))
+    assert relative_l2(found, arrays(wanted)) < FUSION
+    # Losses are added up in another order.
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("schedule", [pipedream, double_buffered])
+def test_delayed_gradients_are_those_of_the_recurrence(schedule):
+    check("mlp", 2, 8, schedule)
+
+
+def test_delayed_gradients_with_running_statistics_and_replicas():
+    check("cnn-linen", 2, 4, pipedream, replicas=2, exact=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [pipedream, paired, vertical, double_buffered])
+@pytest.mark.parametrize(("name", "stages"), [("mlp", 1), ("mlp", 4), ("cnn-nnx", 2), ("unet", 2)])
+def test_every_asynchronous_schedule_on_more_models(name, stages, schedule):
+    check(name, stages, 8, schedule, exact=False)
+
+
+def test_updates_of_late_gradients_can_be_scaled():
+    """Of plain SGD, a stage's rate is that of its updates: the last stage's are whole, the first's halved."""
+    found = []
+    for scale in (False, True):
+        schedule = functools.partial(pipedream, scale_updates=scale)
+        pipeline = pipeline_of("mlp", 2, 2, None, schedule=schedule, optimizer=optax.sgd(0.5))
+        start = pipeline.init(jax.random.key(3))
+        before = arrays(pipeline.parameters(start))
+        after = arrays(pipeline.parameters(pipeline.step(start, case_of("mlp").batch)[0]))
+        found.append([a - b for a, b in zip(after, before, strict=True)])
+    model = pipeline._planned.model
+    stages = jax.tree.leaves(model.parameter_tree(pipeline._planned.stages.parameters))
+    assert pipeline.schedule.rates == (0.5, 1.0) and set(stages) == {0, 1}
+    for stage, whole, scaled in zip(stages, *found, strict=True):
+        # Both mini-batches of the first stage see its first weights; a difference of parameters has rounding errors.
+        if stage == 0:
+            np.testing.assert_allclose(scaled, whole / 2, atol=1e-6)
+
+
+def test_value_and_grad_is_synchronous():
+    pipelines = [pipeline_of("mlp", 2, 4, None, schedule=schedule) for schedule in (pipedream, one_f_one_b)]
+    batch = case_of("mlp").batch
+    found = [pipeline.value_and_grad(pipeline.init(jax.random.key(3)), batch) for pipeline in pipelines]
+    assert_same_bits(*(arrays(x) for x in found))
+
+
+def test_one_name_is_enough():
+    assert pipeline_of("mlp", 2, 4, None, schedule="pipedream").plan.schedule == "pipedream"
+
+
+def line(model, x):
+    return model(x).sum()
+
+
+def partition(schedule, optimizer=None, loss=line, **options):
+    weights = [jnp.ones((4, 4)), jnp.ones((4, 4))]
+    model = jax.tree_util.Partial(lambda w, x: jax.nn.relu(x @ w[0]) @ w[1], weights)
+    optimizer = optax.sgd(0.1) if optimizer is None else optimizer
+    options = {"profile": "analytic", "num_microbatches": 4, "schedule": schedule, **options}
+    return jaxpipe.partition(model, mesh_of(2, None), jnp.ones((8, 4)), loss=loss, optimizer=optimizer, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))},
+            r"schedule=pipedream: .* before the gradient of an early one exists, .* \(of shape \(\)\).*optax.clip",
+        ),
+        (
+            {"loss": lambda model, x: (line(model, x), 2.0, {})},
+            r"total weight of a batch is not known .* Return a mean",
+        ),
+    ],
+)
+def test_what_needs_the_whole_gradient_is_refused(options, message):
+    with pytest.raises(PartitionError, match=message):
+        partition(pipedream, **options)
+
+
+def table_of(schedule: Schedule, **changed) -> Schedule:
+    return Schedule(**{**{k: getattr(schedule, k) for k in schedule.__dataclass_fields__}, **changed})
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: table_of(pipedream(2, 2), versions=((0, 1), (0, 1))), "stage 0 uses weights with 1 updates for micro"),
+        (lambda: table_of(pipedream(2, 2), versions=((0,), (0,))), "a number for each stage and micro-batch"),
+        (lambda: table_of(pipedream(2, 3), group=2), "group=2 does not divide 3"),
+        (lambda: table_of(zero_bubble(2, 2), versions=((0, 0),) * 2), "only with one stage on each device and whole"),
+        (lambda: table_of(interleaved(2, 2), versions=((0, 0),) * 2), "only with one stage on each device and whole"),
+    ],
+)
+def test_versions_that_cannot_be(made, message):
+    with pytest.raises(ScheduleError, match=message):
+        made().validate()
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, {}), (4, 8, {"group": 2})])
+def test_groups_that_do_not_fit(sizes):
+    with pytest.raises(ScheduleError, match="a group has at least as many micro-batches as there are stages"):
+        double_buffered(*sizes[:2], **sizes[2])

@@ -55,7 +55,7 @@ def schedule_maker(schedule: Any) -> ScheduleMaker:
     Raises:
       PartitionError: if there is no such name, or it is no function.
     """
-    maker = {**BY_NAME, "auto": one_f_one_b}.get(schedule) if isinstance(schedule, str) else schedule
+    maker: Any = {**BY_NAME, "auto": one_f_one_b}.get(schedule) if isinstance(schedule, str) else schedule
     if not callable(maker):
         raise PartitionError(
             f"schedule={schedule!r}; it must be 'auto', {', '.join(map(repr, BY_NAME))}, or a function (num_stages, "

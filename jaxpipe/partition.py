@@ -27,9 +27,10 @@ from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_loss
 from jaxpipe.pipeline.optimizer import colour_update
 from jaxpipe.pipeline.pipeline import Pipeline, Planned
-from jaxpipe.pipeline.program import DATA, PAGE, Program, moved_pages
+from jaxpipe.pipeline.program import DATA, PAGE, Program
 from jaxpipe.pipeline.sections import Section, cut_sections, place, places_to_cut, variable_spans, with_backward
 from jaxpipe.pipeline.step import Batching, Update
+from jaxpipe.pipeline.swap import moved_pages
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.planning.layers import partition_layers
 from jaxpipe.planning.memory import predict, working_bytes

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from jaxpipe import stage as stages
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph import Graph, Operator
-from jaxpipe.pipeline.program import PAGE, Program, moved_pages
+from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.sections import Section
+from jaxpipe.pipeline.swap import moved_pages
 from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan

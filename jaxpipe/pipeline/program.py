@@ -24,16 +24,14 @@ from jaxpipe.graph import Graph
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.sections import Section
+from jaxpipe.pipeline.swap import swap, swap_columns
 from jaxpipe.pipeline.words import POISON, pack_words, unpack_words, word_count
 from jaxpipe.schedules import Kind, Schedule
-from jaxpipe.schedules.swaps import Swaps, peer
+from jaxpipe.schedules.swaps import Swaps
 
 
 #: Names of the mesh axes.
 STAGE, DATA = "stage", "data"
-
-#: A stash goes to a peer in at most about as many pieces.
-SWAP_PIECES = 8
 
 #: 32-bit words of a page of the arena.
 PAGE = 1024
@@ -178,7 +176,7 @@ def run_ticks(
 
     def tick(carry: Any, columns: Any) -> tuple[Any, None]:
         arena, arriving, returning, state, gradients, results = carry
-        j, place, back_j, back_place, sent, landed = columns
+        j, place, back_j, back_place, *moves = columns
 
         active = j >= 0
         local_key, rows = microbatch(j)
@@ -215,7 +213,7 @@ def run_ticks(
         if program.swaps is not None and window:
             # XLA copies the arena unless it sees that the stash is read before anything is written over it.
             after = jnp.where(back_j < -1, lax.convert_element_type(message[:1].sum(), jnp.int32), 0)
-            arena = _swap(program, arena, stage, sent, landed + after)
+            arena = swap(program, arena, stage, STAGE, moves, after)
         return (arena, arriving, returning, state, gradients, results), None
 
     words = program.message_words
@@ -232,36 +230,6 @@ def run_ticks(
     return Totals(gradients, state, results[:-1], results[-1])
 
 
-def moved_pages(program: Program) -> tuple[int, ...]:
-    """Pages of the stashes that each device and its peer exchange."""
-    if program.swaps is None:
-        return (0,) * len(program.sections)
-    moved = [program.swaps.moved(s) for s in range(len(program.sections))]
-    return tuple(0 if s is None else program.stash_pages[s] for s in moved)
-
-
-def landing_pages(program: Program) -> int:
-    """Pages that peers exchange at a time: what arrives needs room of its own before it is written."""
-    return -(-max(moved_pages(program)) // SWAP_PIECES)
-
-
-def _swap(program: Program, arena: Any, stage: Any, sent: Any, landed: Any) -> Any:
-    """The arena after each device has handed a stash to its peer, and taken in what came from there."""
-    count = len(program.sections)
-    pairs = [(s, peer(s, count)) for s in range(count) if peer(s, count) != s]
-    moved, step = moved_pages(program), landing_pages(program)
-    mine = jnp.asarray(moved, jnp.int32)[stage]
-    for first in range(0, max(moved), step):
-        pages = min(step, max(moved) - first)
-        leaving = lax.dynamic_slice(arena, (jnp.maximum(sent, 0) + first, jnp.int32(0)), (pages, PAGE))
-        arrived = _send(leaving, pairs)
-        start = (jnp.maximum(landed, 0) + first, jnp.int32(0))
-        old = lax.dynamic_slice(arena, start, (pages, PAGE))
-        written = (jnp.arange(first, first + pages, dtype=jnp.int32)[:, None] < mine) & (landed >= 0)
-        arena = lax.dynamic_update_slice(arena, jnp.where(written, arrived, old), start)
-    return arena
-
-
 def _made_avals(program: Program) -> list[Any]:
     """What a forward branch hands out of each micro-batch: the results, and how many tensors overflowed."""
     return [*program.avals(program.objective.results), jax.ShapeDtypeStruct((), jnp.int32)]
@@ -270,21 +238,18 @@ def _made_avals(program: Program) -> list[Any]:
 def _columns(program: Program, stage: Any) -> list[Any]:
     """This device's rows of the table, by tick.
 
-    Micro-batch and first page of its stash, forward and backward; first pages of what is sent to the peer, and of
-    what comes from there.
+    Micro-batch and first page of its stash, forward and backward; then those of ``jaxpipe.pipeline.swap``.
     """
     schedule, swaps, sizes = program.schedule, program.swaps, program.stash_pages
-    none = [-1] * len(schedule.ticks)
     table: list[list[Sequence[int]]] = []
     for s in range(schedule.num_stages):
         slots = schedule.slots(s)
         written, read = (slots, slots) if swaps is None else (swaps.written[s], swaps.read[s])
         rows = schedule.row(s, Kind.FORWARD), schedule.row(s, Kind.BACKWARD)
         places = [[sizes[s] * found.get(j, 0) for j in row] for row, found in zip(rows, (written, read), strict=True)]
-        sent, landed = (none, none) if swaps is None else swaps.columns(s, len(schedule.ticks), sizes)
-        table.append([rows[0], places[0], rows[1], places[1], sent, landed])
+        table.append([rows[0], places[0], rows[1], places[1]])
     columns = jnp.asarray(np.asarray(table, np.int32))[stage]
-    return [columns[k] for k in range(6)]
+    return [*(columns[k] for k in range(4)), *swap_columns(program, stage)]
 
 
 def _add(total: Any, new: Any, j: Any, active: Any, collect: bool) -> Any:

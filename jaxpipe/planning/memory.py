@@ -10,8 +10,9 @@ import numpy as np
 from jaxpipe.graph import itemsize
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import finish_update
-from jaxpipe.pipeline.program import PAGE, Program, backward_branch, forward_branch, landing_pages
+from jaxpipe.pipeline.program import PAGE, Program, backward_branch, forward_branch
 from jaxpipe.pipeline.step import Update
+from jaxpipe.pipeline.swap import landing_pages
 from jaxpipe.planning.liveness import peak_bytes
 
 

@@ -3,7 +3,7 @@
     default plans ──▶ predicted bytes ──within──▶ done
                            │ over
                            ▼
-    with stashes at home, and with some of them in a peer's memory (jaxpipe.schedules.swaps):
+    with stashes at home, and with some of them in peers' memory (jaxpipe.schedules.peers):
     limits for each stage ──▶ a choice for each (jaxpipe.planning.storing) ──▶ stage programs ──▶ predicted bytes ...
 
 All devices reserve the largest arena and the largest working memory of any stage, so a budget is split between the
@@ -22,12 +22,12 @@ from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.sections import Section
-from jaxpipe.pipeline.swap import moved_pages
+from jaxpipe.pipeline.swap import exchange_seconds
 from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, Problem, simulate
-from jaxpipe.schedules.swaps import balance
+from jaxpipe.schedules.peers import Links, balance
 from jaxpipe.units import bytes_text
 
 
@@ -72,13 +72,13 @@ class Prices:
       seconds: of an operator of a graph, on the device.
       bytes_per_second: the rate of memory.
       slow: by stage, how many times slower than the profiled device the stage's own is.
-      swap_seconds: for two peers to exchange messages of some bytes.
+      links: between the devices of stages.
     """
 
     seconds: Callable[[Graph, Operator], float]
     bytes_per_second: float
     slow: tuple[float, ...]
-    swap_seconds: Callable[[int], float]
+    links: Links
 
 
 def fit(
@@ -108,13 +108,37 @@ def fit(
     memory = predict(program)
     if sum(memory.values()) <= budget:
         return program, (Fitted(),) * len(program.sections)
-    swaps = None if program.alone else balance(program.schedule)
-    variants = [program] if swaps is None else [program, replace(program, swaps=swaps)]
+    swapped = None if program.alone else with_swaps(program, predict, budget, prices.links)
+    variants = [program] if swapped is None else [program, swapped]
     searches = [_Search(variant, predict, working_bytes, prices, solver, time_limit) for variant in variants]
     found = [result for search in searches if (result := search.within(budget)) is not None]
     if not found:
         raise _too_small(memory, searches, budget)
     return min(found, key=lambda result: result[0])[1:]
+
+
+def with_swaps(
+    program: Program, predict: Callable[[Program], dict[str, int]], budget: int, links: Links
+) -> Program | None:
+    """The program with the fastest swaps that keep a budget by themselves, else those with the smallest arena.
+
+    None if no swap makes the arena smaller.
+    """
+    find = functools.partial(balance, program.schedule, program.stash_pages, links)
+    memory = predict(program)
+    room = (budget - sum(memory.values()) + memory["arena"]) // (4 * PAGE)
+    while room > 0:
+        swaps = find(room)
+        if swaps is None:
+            return None
+        swapped = replace(program, swaps=swaps)
+        over = sum(predict(swapped).values()) - budget
+        if over <= 0 or swapped.arena_pages > room:
+            return swapped
+        # What lands before it is written needs room, too.
+        room -= max(1, over // (4 * PAGE))
+    smallest = find()
+    return None if smallest is None else replace(program, swaps=smallest)
 
 
 class _Search:
@@ -196,12 +220,8 @@ class _Search:
         return candidate, needed
 
     def _cost(self, program: Program, fitted: Sequence[Fitted]) -> tuple[float, Program, tuple[Fitted, ...]]:
-        schedule, seconds = program.schedule, self._prices.swap_seconds
         added = max(f.added_seconds * slow for f, slow in zip(fitted, self._prices.slow, strict=True))
-        total = schedule.num_microbatches * added
-        if program.swaps is not None:
-            total += len(schedule.ticks) * seconds(4 * PAGE * max(moved_pages(program)))
-        return total, program, tuple(fitted)
+        return program.schedule.num_microbatches * added + exchange_seconds(program), program, tuple(fitted)
 
     def best(self, room: float) -> list[Answer] | None:
         """Answers for all stages within a room, the slowest added time least."""
@@ -291,7 +311,7 @@ class _Search:
         for s, slots in enumerate(self.slots):
             problem = self.problem(s, math.inf, extra=self.extra[s])
             if not self.program.alone:
-                problem = replace(problem, held=slots + 1)
+                problem = replace(problem, held=math.ceil(slots) + 1)
             answer = lowest_peak(problem, solver=self._solver, time_limit=self._time_limit)
             if answer is None:
                 return None

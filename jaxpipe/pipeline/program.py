@@ -28,6 +28,7 @@ from jaxpipe.pipeline.swap import swap, swap_columns
 from jaxpipe.pipeline.words import POISON, pack_words, unpack_words, word_count
 from jaxpipe.schedules import Kind, Schedule
 from jaxpipe.schedules.swaps import Swaps
+from jaxpipe.schedules.transport import Transport, transport
 
 
 #: Names of the mesh axes.
@@ -77,13 +78,18 @@ class Program:
         )
 
     @cached_property
+    def transport(self) -> Transport | None:
+        """How stashes go to peers; None if all stay."""
+        return None if self.swaps is None else transport(self.swaps, self.stash_pages)
+
+    @cached_property
     def arena_pages(self) -> int:
         """Pages of the arena: every stage's slots, each read and written through a window of the largest stash."""
         if self.alone:
             return 0
         window = max(self.stash_pages)
-        if self.swaps is not None:
-            return self.swaps.arena(self.stash_pages)
+        if self.transport is not None:
+            return self.transport.arena
         slots = [self.schedule.in_flight(s) for s in range(len(self.sections))]
         return max(
             (max(n - 1, 0) * pages + window for n, pages in zip(slots, self.stash_pages, strict=True)), default=0
@@ -210,10 +216,10 @@ def run_ticks(
             sums if program.alone else [jnp.where(active, new, g) for g, new in zip(gradients, sums, strict=True)]
         )
         returning = _send(message, [(s + 1, s) for s in range(count - 1)])
-        if program.swaps is not None and window:
+        if program.transport is not None and window:
             # XLA copies the arena unless it sees that the stash is read before anything is written over it.
             after = jnp.where(back_j < -1, lax.convert_element_type(message[:1].sum(), jnp.int32), 0)
-            arena = swap(program, arena, stage, STAGE, moves, after)
+            arena = swap(program, arena, STAGE, moves, after)
         return (arena, arriving, returning, state, gradients, results), None
 
     words = program.message_words
@@ -241,12 +247,14 @@ def _columns(program: Program, stage: Any) -> list[Any]:
     Micro-batch and first page of its stash, forward and backward; then those of ``jaxpipe.pipeline.swap``.
     """
     schedule, swaps, sizes = program.schedule, program.swaps, program.stash_pages
+    home = (0,) * len(sizes) if program.transport is None else program.transport.home
     table: list[list[Sequence[int]]] = []
     for s in range(schedule.num_stages):
         slots = schedule.slots(s)
         written, read = (slots, slots) if swaps is None else (swaps.written[s], swaps.read[s])
         rows = schedule.row(s, Kind.FORWARD), schedule.row(s, Kind.BACKWARD)
-        places = [[sizes[s] * found.get(j, 0) for j in row] for row, found in zip(rows, (written, read), strict=True)]
+        tables = zip(rows, (written, read), strict=True)
+        places = [[home[s] + sizes[s] * found.get(j, 0) for j in row] for row, found in tables]
         table.append([rows[0], places[0], rows[1], places[1]])
     columns = jnp.asarray(np.asarray(table, np.int32))[stage]
     return [*(columns[k] for k in range(4)), *swap_columns(program, stage)]

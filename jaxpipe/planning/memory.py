@@ -44,8 +44,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     arena = program.arena_pages * PAGE * 4
     # What arrives, and what is being sent.
     transport = 2 * 4 * sum(program.message_words) if len(program.sections) > 1 else 0
-    if program.swaps is not None:
-        transport += 2 * 4 * PAGE * landing_pages(program)
+    transport += 2 * 4 * PAGE * landing_pages(program)
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
     updating = max(updating_bytes(program.parameters, update, s) for s in range(len(program.sections)))
     return {

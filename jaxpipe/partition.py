@@ -34,6 +34,7 @@ from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.pipeline.swap import exchange_seconds
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.planning.layers import partition_layers
+from jaxpipe.planning.mapping import best_mapping
 from jaxpipe.planning.memory import predict, working_bytes
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan, StagePlan, StashPiece
@@ -259,6 +260,8 @@ def _lay_out(
         replicated=DATA in request.mesh.axis_names,
     )
     program.check_transport()
+    if request.budget is not None:
+        found = _map_for_swaps(program, found)
     mesh = arrange(request.mesh, [stage.devices for stage in found.stages], found.network)
     coloured = colour_update(request.optimizer, model, placement.parameters)
     owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
@@ -294,6 +297,14 @@ def _lay_out(
             raise
         higher = planned(raised(asked, error.smallest))
     return replace(higher, plan=replace(higher.plan, raised_from=asked))
+
+
+def _map_for_swaps(program: Program, found: Partition) -> Partition:
+    """The same cuts on the devices with which swaps to peers can do most, if a step takes no longer with them."""
+    messages = [4 * n for n in program.message_words]
+    stash = [4 * PAGE * n for n in program.stash_pages]
+    tick = found.bottleneck_seconds / len(program.schedule.ticks)
+    return best_mapping(found, program.schedule, stash, tick, messages)
 
 
 def _prices(request: Request, objective: Objective, found: Partition) -> Prices:

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxpipe import stage as stages
 from jaxpipe.errors import MemoryBudgetError
@@ -42,6 +43,9 @@ MOST_SPLITS = 3
 
 #: How often limits are corrected by what the programs really need.
 MOST_ROUNDS = 4
+
+#: Budgets that are compared with their neighbours, between nothing and the default plan's arena and working memory.
+LEVELS = 20
 
 #: How far from the best a solver may stop.
 GAP = 0.01
@@ -81,6 +85,10 @@ class Prices:
     links: Links
 
 
+#: What a step takes longer, the program, and its stages' storage.
+Answered = tuple[float, Program, tuple[Fitted, ...]]
+
+
 def fit(
     program: Program,
     predict: Callable[[Program], dict[str, int]],
@@ -108,13 +116,36 @@ def fit(
     memory = predict(program)
     if sum(memory.values()) <= budget:
         return program, (Fitted(),) * len(program.sections)
-    swapped = None if program.alone else with_swaps(program, predict, budget, prices.links)
-    variants = [program] if swapped is None else [program, swapped]
-    searches = [_Search(variant, predict, working_bytes, prices, solver, time_limit) for variant in variants]
-    found = [result for search in searches if (result := search.within(budget)) is not None]
-    if not found:
-        raise _too_small(memory, searches, budget)
-    return min(found, key=lambda result: result[0])[1:]
+    searches: dict[Any, _Search] = {}
+
+    def answer(budget: int) -> Answered | None:
+        swapped = None if program.alone else with_swaps(program, predict, budget, prices.links)
+        found = []
+        for variant in (program,) if swapped is None else (program, swapped):
+            moved = None if variant.swaps is None else (variant.swaps.ticks, variant.swaps.slices)
+            if moved not in searches:
+                searches[moved] = _Search(variant, predict, working_bytes, prices, solver, time_limit)
+            result = searches[moved].within(budget)
+            if result is not None:
+                found.append(result)
+        return min(found, key=lambda result: result[0], default=None)
+
+    best = answer(budget)
+    if best is None:
+        raise _too_small(memory, list(searches.values()), budget)
+    step = max(1, (memory["arena"] + memory["working"]) // LEVELS)
+    spent = max(max(search.spent) for search in searches.values())
+    if budget - sum(predict(best[1]).values()) >= step and 3 * spent <= time_limit:
+        # So much room is left that the search may have gone astray. The plan of a smaller budget is kept if it is as
+        # fast; that of a larger one is taken if it is faster and fits.
+        steps = (sum(memory.values()) - budget) / step
+        levels = math.floor(steps) + 1, math.ceil(steps) - 1
+        below, above = (answer(sum(memory.values()) - k * step) for k in levels)
+        if below is not None and below[0] <= best[0]:
+            best = below
+        if above is not None and above[0] < best[0] and sum(predict(above[1]).values()) <= budget:
+            best = above
+    return best[1:]
 
 
 def with_swaps(
@@ -170,7 +201,7 @@ class _Search:
             self.items.append(stage_items(linearization, section.stage.storage, price, prices.bytes_per_second, held))
         self.spent = [0.0] * len(self.items)
         self.defaults = [simulate(self.problem(s, math.inf), found.default) for s, found in enumerate(self.items)]
-        self.extra = [
+        self.first_extra = self.extra = [
             working_bytes(program, s) - _window(program) - outcome.peak_bytes if outcome is not None else 0
             for s, outcome in enumerate(self.defaults)
         ]
@@ -183,17 +214,18 @@ class _Search:
         limit = None if most_stored == math.inf else most_stored
         return limited(self.items[s], capacity, frees=self.program.alone, most_stored=limit, extra=extra)
 
-    def within(self, budget: int) -> tuple[float, Program, tuple[Fitted, ...]] | None:
-        """What a step takes longer, the program and its stages' storage within a budget; None if none was found."""
+    def within(self, budget: int) -> Answered | None:
+        """The fastest program within a budget; None if none was found."""
+        self.extra = list(self.first_extra)
         memory = self._predict(self.program)
         if sum(memory.values()) <= budget:
             return self._cost(self.program, [Fitted()] * len(self.items))
         target = budget - sum(n for name, n in memory.items() if name not in ("arena", "working"))
-        last, smallest = math.inf, None
+        last, smallest, best = math.inf, None, None
         for _ in range(MOST_ROUNDS):
             answers = self.best(target) if target > 0 else None
             if answers is None:
-                if smallest is not None or self.least is None:
+                if best is not None or smallest is not None or self.least is None:
                     break
                 smallest = candidate, needed = self._tried(self.least)
                 if needed > budget:
@@ -203,11 +235,22 @@ class _Search:
                 continue
             candidate, needed = self._tried(answers)
             if needed <= budget:
-                return self._cost(candidate, self.report(answers))
+                found = self._cost(candidate, self.report(answers))
+                if best is not None and found[0] >= best[0]:
+                    break
+                best = found
+                # What larger plans need besides was counted; this one may need less, and leave room.
+                beyond = self._beyond(candidate, answers)
+                if all(more >= less for more, less in zip(beyond, self.extra, strict=True)):
+                    break
+                self.extra = beyond
+                continue
             self.extra = list(map(max, self.extra, self._beyond(candidate, answers)))
             if needed >= last:
                 target -= needed - budget
             last = needed
+        if best is not None:
+            return best
         if self.least is None:
             return None
         candidate, needed = smallest or self._tried(self.least)
@@ -219,7 +262,7 @@ class _Search:
         self.tried.append(needed)
         return candidate, needed
 
-    def _cost(self, program: Program, fitted: Sequence[Fitted]) -> tuple[float, Program, tuple[Fitted, ...]]:
+    def _cost(self, program: Program, fitted: Sequence[Fitted]) -> Answered:
         added = max(f.added_seconds * slow for f, slow in zip(fitted, self._prices.slow, strict=True))
         return program.schedule.num_microbatches * added + exchange_seconds(program), program, tuple(fitted)
 

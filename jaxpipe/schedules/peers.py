@@ -68,11 +68,13 @@ def balance(
     if not can_swap(schedule):
         return None
     search = _Search(schedule, tuple(sizes or (1,) * p), links or Links.equal(p))
-    if room is not None:
-        for level in search.levels_within(room):
-            found = search.fastest(level)
-            if found is not None and transport(found, search.sizes).arena <= room:
-                return found
+    level = room
+    while level is not None and (found := search.fastest(level)) is not None:
+        # Messages as large as their round's largest may need more than slices.
+        over = transport(found, search.sizes).arena - (room or 0)
+        if over <= 0:
+            return found
+        level -= over
     least = search.lowest()
     found = None if least is None else search.fastest(least)
     return found if found is not None and transport(found, search.sizes).arena < search.usual else None
@@ -132,18 +134,14 @@ class _Search:
             found.append(sorted(options, key=lambda option: (option.seconds, len(option.slices))))
         return found
 
-    def levels_within(self, room: int) -> list[int]:
-        """Levels whose arenas may be as large as a room: a window sticks out by what its stage's stash is smaller."""
-        slack = max(self.sizes) - min(size for size in self.sizes if size) if any(self.sizes) else 0
-        return sorted({level for level in (room, room - slack) if level > 0}, reverse=True)
-
     def lowest(self) -> int | None:
         """The lowest level that peers are found for; None if none is below that without swaps."""
-        highest = max(n[0] * size for n, size in zip(self.own, self.sizes, strict=True))
-        lowest = max(-(-sum(n[0] * size for n, size in zip(self.own, self.sizes, strict=True)) // len(self.sizes)), 1)
-        lowest = min(lowest, highest)
-        level = _least(lowest, highest, lambda level: self._assigned(level, math.inf) is not None)
-        return level if level < highest else None
+        held = sum(n[0] * size for n, size in zip(self.own, self.sizes, strict=True))
+        lowest = max(-(-held // len(self.sizes)), *self.sizes, 1)
+        if lowest >= self.usual:
+            return None
+        level = _least(lowest, self.usual, lambda level: self._assigned(level, math.inf) is not None)
+        return level if level < self.usual else None
 
     def fastest(self, level: int) -> Swaps | None:
         """The fastest swaps within a level; None if there are none, or if nothing has to move."""
@@ -160,7 +158,9 @@ class _Search:
         """For how few ticks the stashes of each stage must be away; None if no number is enough."""
         found = []
         for counts, size in zip(self.own, self.sizes, strict=True):
-            enough = [away for away, count in enumerate(counts) if count * size <= level]
+            # The last one through a window as large as the largest stash.
+            last = max(self.sizes) - size
+            enough = [away for away, count in enumerate(counts) if count * size + last <= level]
             if not enough:
                 return None
             found.append(enough[0])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -31,13 +32,14 @@ from jaxpipe.pipeline.pipeline import Pipeline, Planned
 from jaxpipe.pipeline.program import DATA, PAGE, Program
 from jaxpipe.pipeline.sections import Section, cut_sections, place, places_to_cut, variable_spans, with_backward
 from jaxpipe.pipeline.step import Batching, Update
-from jaxpipe.pipeline.swap import moved_pages
+from jaxpipe.pipeline.swap import exchange_seconds
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.planning.chunked import chunked
 from jaxpipe.planning.layers import partition_layers
+from jaxpipe.planning.mapping import best_mapping
 from jaxpipe.planning.memory import predict, working_bytes
 from jaxpipe.planning.placed import Partition
-from jaxpipe.planning.plan import Plan, StagePlan
+from jaxpipe.planning.plan import Plan, StagePlan, StashPiece
 from jaxpipe.planning.storing.choose import check_solver, raised
 from jaxpipe.policy import FAST, Codecs, Policy, parse
 from jaxpipe.profile import Profile
@@ -45,7 +47,7 @@ from jaxpipe.profiling import roofline
 from jaxpipe.profiling.model import Source, profile_objective
 from jaxpipe.profiling.roofline import Rates, rates_of
 from jaxpipe.schedules import Schedule, simulate
-from jaxpipe.schedules.swaps import peer
+from jaxpipe.schedules.peers import Links
 from jaxpipe.stash import stored_bytes
 from jaxpipe.units import parse_bytes
 from jaxpipe.work import weight
@@ -243,7 +245,6 @@ def _lay_out(
     """
     cuts = (0, *(stage.operators.stop for stage in found.stages))
     count = request.num_stages
-    mesh = arrange(request.mesh, [stage.devices for stage in found.stages[:count]], found.network)
     stages = place(objective, cuts)
     sections = with_backward(objective, cut_sections(objective, cuts, stages), request.policy)
     placement = stages.on_devices(count)
@@ -256,6 +257,9 @@ def _lay_out(
         state=lay_out([[model.state[k].aval for k in placement.held_by(d)[1]] for d in range(count)]),
         replicated=DATA in request.mesh.axis_names,
     )
+    if request.budget is not None and schedule.num_chunks == 1:
+        found = _map_for_swaps(program, found)
+    mesh = arrange(request.mesh, [stage.devices for stage in found.stages[:count]], found.network)
     coloured = colour_update(request.optimizer, model, placement.parameters)
     check_live(schedule, coloured, objective, request.exchange is not None and request.replicas > 1)
     owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
@@ -295,6 +299,14 @@ def _lay_out(
     return replace(higher, plan=replace(higher.plan, raised_from=asked))
 
 
+def _map_for_swaps(program: Program, found: Partition) -> Partition:
+    """The same cuts on the devices with which swaps to peers can do most, if a step takes no longer with them."""
+    messages = [4 * n for n in program.message_words]
+    stash = [4 * PAGE * n for n in program.stash_pages]
+    tick = found.bottleneck_seconds / len(program.schedule.ticks)
+    return best_mapping(found, program.schedule, stash, tick, messages)
+
+
 def _prices(request: Request, objective: Objective, found: Partition) -> Prices:
     """What computing an operator again costs: as profiled where that is known, else in proportion to an estimate."""
     graph, profile = objective.graph, found.profile
@@ -312,7 +324,7 @@ def _prices(request: Request, objective: Objective, found: Partition) -> Prices:
         return known.get(op.outputs[0], scale * roofline.seconds([op], graph, rates))
 
     slow = tuple(1 / min(found.network.speed[d] for d in stage.devices) for stage in found.stages)
-    return Prices(seconds, rates.bytes / scale if scale else rates.bytes, slow, functools.partial(swap_seconds, found))
+    return Prices(seconds, rates.bytes / scale if scale else rates.bytes, slow, stage_links(found))
 
 
 def _rows(x: Any, count: int) -> Any:
@@ -417,14 +429,13 @@ def _describe(
                 parameter_bytes=sum(4 * word_count(a) for a in program.avals(section.parameters)),
                 stash_bytes=sum(4 * word_count(a) for a in program.stash_avals(section)),
                 in_flight=program.schedule.in_flight(program.device(s), s // program.num_devices),
-                away=0 if program.swaps is None else program.swaps.away(s),
+                **_away(program, found, s),
                 sent_bytes=sum(4 * word_count(a) for a in program.avals(section.leaving)),
             )
         )
     speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
     exchange = _exchange_seconds(found, [4 * n for n in program.message_words])
-    if program.swaps is not None:
-        exchange += swap_seconds(found, 4 * PAGE * max(moved_pages(program)))
+    exchange += exchange_seconds(program) / len(program.schedule.ticks)
     timeline = simulate(
         program.schedule,
         forward=[stage.forward_seconds / s for stage, s in zip(stages, speed, strict=True)],
@@ -471,12 +482,27 @@ def _stored_bytes(section: Section) -> dict[str, int]:
     return found
 
 
-def swap_seconds(found: Partition, size: int) -> float:
-    """What it takes peers to exchange stashes of some bytes, over the slowest of their links."""
-    count = len(found.stages)
-    pairs = [(stage, found.stages[peer(s, count)]) for s, stage in enumerate(found.stages) if peer(s, count) != s]
-    links = [link for one, two in pairs for link in zip(one.devices, two.devices, strict=True)]
-    return max((found.network.seconds(*link, size) for link in links), default=0.0)
+def _away(program: Program, found: Partition, s: int) -> dict[str, Any]:
+    """What the plan says of a stage's stashes that are away."""
+    swaps, transport = program.swaps, program.transport
+    if swaps is None or transport is None or not swaps.ticks[s]:
+        return {}
+    pieces = zip(swaps.slices[s], transport.pages[s], strict=True)
+    return {
+        "away": swaps.guests[s],
+        "away_ticks": swaps.ticks[s],
+        "pieces": tuple(StashPiece(one.target, found.stages[one.target].devices, 4 * PAGE * n) for one, n in pieces),
+    }
+
+
+def stage_links(found: Partition) -> Links:
+    """The direct links between the devices of two stages, in pages of the arena; of all replicas the slowest."""
+    network = found.network
+    places = [np.ix_(one.devices, two.devices) for one in found.stages for two in found.stages]
+    shape = len(found.stages), len(found.stages)
+    bandwidth = np.array([network.bandwidth[place].min() for place in places]).reshape(shape) / (4 * PAGE)
+    latency = np.array([network.latency[place].max() for place in places]).reshape(shape)
+    return Links(tuple(map(tuple, bandwidth.tolist())), tuple(map(tuple, latency.tolist())))
 
 
 def _exchange_seconds(found: Partition, messages: Sequence[float]) -> float:

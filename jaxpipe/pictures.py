@@ -8,7 +8,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.pipeline.pipeline import MemoryReport
 from jaxpipe.planning.plan import Plan, shorten
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
-from jaxpipe.schedules.swaps import Swaps, balance, peer
+from jaxpipe.schedules.swaps import Slice, swap_table
 from jaxpipe.units import bytes_text
 
 
@@ -22,6 +22,9 @@ SKY, VERMILION, PURPLE, GREY = "#56B4E9", "#D55E00", "#CC79A7", "#999999"
 
 #: Neighbours differ in brightness as well.
 COMPONENT_COLOURS = (BLUE, SKY, GREEN, YELLOW, VERMILION, ORANGE, PURPLE, GREY)
+
+#: Stashes of other stages, one colour after the other.
+GUEST_COLOURS = (ORANGE, SKY, PURPLE, YELLOW)
 
 KIND_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
 KIND_COLOURS = {Kind.FORWARD: (BLUE, "white"), Kind.BACKWARD: (ORANGE, "black")}
@@ -188,19 +191,22 @@ def _draw_components(axes: "Axes", plan: Plan, report: MemoryReport | None) -> N
 def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
     """One row for each stage; the arena is as large on all devices, because one program runs on all."""
     arena = plan.memory.get("arena", 0)
-    swaps = balance(schedule) if any(stage.away for stage in plan.stages) else None
+    slices = [[Slice(piece.stage) for piece in stage.pieces] for stage in plan.stages]
+    swaps = swap_table(schedule, [stage.away_ticks for stage in plan.stages], slices)
     scale, unit = _unit(max(arena, *(stage.in_flight * stage.stash_bytes for stage in plan.stages)))
     ticks = range(len(schedule.ticks))
     last = schedule.num_stages - 1
     for s, (axes, stage) in enumerate(zip(rows, plan.stages, strict=True)):
-        other = peer(s, schedule.num_stages)
-        away, guests = ([_away(swaps, device, t) for t in ticks] for device in (s, other))
+        away = [swaps.away_in(s, t) for t in ticks]
         held = [(n - m) * stage.stash_bytes / scale for n, m in zip(_held(schedule, s), away, strict=True)]
         axes.bar(ticks, held, width=0.9, color=BLUE)
-        if any(guests):
-            sizes = [n * plan.stages[other].stash_bytes / scale for n in guests]
-            axes.bar(ticks, sizes, bottom=held, width=0.9, color=ORANGE, label=f"of stage {other}")
+        lenders = [(other, piece) for other, one in enumerate(plan.stages) for piece in one.pieces if piece.stage == s]
+        for k, (other, piece) in enumerate(lenders):
+            sizes = [swaps.away_in(other, t) * piece.bytes / scale for t in ticks]
+            colour = GUEST_COLOURS[k % len(GUEST_COLOURS)]
+            axes.bar(ticks, sizes, bottom=held, width=0.9, color=colour, label=f"of stage {other}")
             axes.legend(loc="upper left", frameon=False)
+            held = [below + size for below, size in zip(held, sizes, strict=True)]
         axes.axhline(arena / scale, color=VERMILION, linestyle="--", label=f"arena reserved, {bytes_text(arena)}")
         axes.set_title(
             f"stage {s}: {stage.in_flight} x {bytes_text(stage.stash_bytes)} = "
@@ -217,11 +223,6 @@ def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
         if s == last:
             axes.set_xlabel("tick of the schedule")
             axes.locator_params(axis="x", integer=True)
-
-
-def _away(swaps: Swaps | None, stage: int, tick: int) -> int:
-    """How many of a stage's stashes are on its peer."""
-    return 0 if swaps is None else swaps.away_in(stage, tick)
 
 
 def _held(schedule: Schedule, stage: int) -> list[int]:

@@ -92,7 +92,7 @@ FUSION = 1e-6
     [
         pytest.param(unet, 2, 4, 0.0, marks=pytest.mark.slow),
         (mlp, 1, 2, 0.0),
-        pytest.param(mlp, 3, 4, 0.0, marks=pytest.mark.slow),
+        pytest.param(mlp, 3, 4, FUSION, marks=pytest.mark.slow),  # computes the exponentials of its softmax again
         pytest.param(unet, 1, 2, 0.0, marks=pytest.mark.slow),
         pytest.param(transformer, 2, 4, FUSION, marks=pytest.mark.slow),
         pytest.param(resnet, 2, 4, 0.0, marks=pytest.mark.slow),
@@ -211,6 +211,24 @@ def test_a_budget_that_nothing_keeps_may_be_raised():
     assert max(pipeline.memory_report().compiled_bytes) <= pipeline.plan.budget
     unchanged, _ = make(mlp, 2, 4, memory=2 * smallest, allow_over_budget=True)
     assert unchanged.plan.raised_from is None and unchanged.plan.budget == 2 * smallest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "m", "levels"), [(2, 4, range(14, 19)), (4, 8, range(12, 21, 4))])
+def test_more_memory_is_used_for_shorter_steps(stages, m, levels):
+    """Predicted bytes never fall with a larger budget, compiled ones by 2 % at most, and no step is longer."""
+    usual, *_ = unlimited(mlp, stages, m)
+    fixed = _fixed(mlp, stages, m)
+    rest = usual.plan.predicted_bytes - fixed
+    predicted, compiled, steps = [], [], []
+    for k in levels:
+        pipeline, _ = make(mlp, stages, m, memory=fixed + rest * k // 20)
+        predicted.append(pipeline.plan.predicted_bytes)
+        steps.append(pipeline.plan.step_seconds)
+        compiled.append(max(pipeline.memory_report().compiled_bytes))
+    assert predicted == sorted(predicted) and predicted[0] < predicted[-1]
+    assert steps == sorted(steps, reverse=True)
+    assert all(later >= 0.98 * max(compiled[:k]) for k, later in enumerate(compiled) if k)
 
 
 def test_a_solver_without_time():

@@ -7,7 +7,7 @@ import pytest
 from jaxpipe.errors import ScheduleError
 from jaxpipe.pictures import draw_memory, draw_timeline
 from jaxpipe.pipeline.pipeline import MemoryReport
-from jaxpipe.planning.plan import Plan, StagePlan
+from jaxpipe.planning.plan import Plan, StagePlan, StashPiece
 from jaxpipe.schedules import one_f_one_b
 
 
@@ -28,6 +28,8 @@ def make_plan(away=0):
             SCHEDULE.in_flight(s),
             512,
             away if s == 0 else 0,
+            away if s == 0 else 0,
+            (StashPiece(1, (1,), STASH_BYTES[0]),) if away and s == 0 else (),
         )
         for s in range(2)
     )

@@ -1,57 +1,73 @@
 """Stashes in a peer's memory: the table is played with tokens, and the pipeline gives the same gradients."""
 
+import itertools
+import math
+
 import jax
+import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jaxpipe
 from jaxpipe import Network
 from jaxpipe.schedules import gpipe, one_f_one_b
-from jaxpipe.schedules.swaps import balance, peer
+from jaxpipe.schedules.peers import Links, balance
+from jaxpipe.schedules.swaps import Slice, slice_pages
 from jaxpipe.schedules.table import Kind
+from jaxpipe.schedules.transport import transport
+from jaxpipe.units import bytes_text
 from tests.compare import assert_same_bits
 
 
 KEY = jax.random.key(0)
 
 
-def play(schedule, swaps):
-    """Walk through the ticks with tokens for each stash, whose sizes differ from stage to stage."""
+def play(schedule, swaps, sizes):
+    """Walk through the ticks with a token for each page of each stash; messages are as large as their round's."""
     p = schedule.num_stages
-    memory = [[None] * 1000 for _ in range(p)]
-    sizes = [3 + 2 * s for s in range(p)]
+    found = transport(swaps, sizes)
+    memory = [[None] * found.arena for _ in range(p)]
 
-    def place(device, stage, slot):
-        start = swaps.address(device, stage, slot, sizes)
-        assert start >= 0 and start + max(sizes) <= swaps.arena(sizes)
-        return slice(start, start + sizes[stage])
+    def place(s, slot):
+        start = found.home[s] + slot * sizes[s]
+        assert start >= 0 and start + max(sizes) <= found.arena
+        return slice(start, start + sizes[s])
+
+    def stash(s, j):
+        return [(s, j, n) for n in range(sizes[s])]
 
     for t in range(len(schedule.ticks)):
         for s in range(p):
             j = schedule.row(s, Kind.FORWARD)[t]
             if j >= 0:
-                here = place(s, s, swaps.written[s][j])
+                here = place(s, swaps.written[s][j])
                 assert not any(memory[s][here]), f"tick {t}: stage {s} writes over a stash"
-                memory[s][here] = [(s, j)] * sizes[s]
+                memory[s][here] = stash(s, j)
         for s in range(p):
             j = schedule.row(s, Kind.BACKWARD)[t]
             if j >= 0:
-                here = place(s, s, swaps.read[s][j])
-                assert memory[s][here] == [(s, j)] * sizes[s], f"tick {t}: stage {s} finds {memory[s][here]} for {j}"
+                here = place(s, swaps.read[s][j])
+                assert memory[s][here] == stash(s, j), f"tick {t}: stage {s} finds {memory[s][here]} for {j}"
                 memory[s][here] = [None] * sizes[s]
-        moves = [m for m in swaps.moves if m.tick == t]
-        assert len({m.source for m in moves}) == len({m.target for m in moves}) == len(moves)
+        rows = [row for row in found.rows if row.tick == t]
+        for k, one in enumerate(found.rounds):
+            mine = [row for row in rows if row.round == k]
+            assert len({row.source for row in mine}) == len({row.target for row in mine}) == len(mine)
+            for row in mine:
+                assert (row.source, row.target) in one.pairs and 0 < row.pages <= one.pages
+                assert max(row.source_page, row.target_page) + one.pages <= found.arena
         carried = []
-        for m in moves:
-            assert m.target == peer(m.source, p)
-            here = place(m.source, m.stage, m.source_slot)
-            assert memory[m.source][here] == [(m.stage, m.microbatch)] * sizes[m.stage]
-            carried.append(memory[m.source][here])
-            memory[m.source][here] = [None] * sizes[m.stage]
-        for m, tokens in zip(moves, carried, strict=True):
-            here = place(m.target, m.stage, m.target_slot)
-            assert not any(memory[m.target][here])
-            memory[m.target][here] = tokens
+        for row in rows:
+            here = slice(row.source_page, row.source_page + row.pages)
+            carried.append(memory[row.source][here])
+            assert all(carried[-1])
+            memory[row.source][here] = [None] * row.pages
+        for row, tokens in zip(rows, carried, strict=True):
+            here = slice(row.target_page, row.target_page + row.pages)
+            assert not any(memory[row.target][here]), f"tick {t}: {row} lands on a stash"
+            memory[row.target][here] = tokens
     assert not any(token for device in memory for token in device)
 
 
@@ -59,11 +75,39 @@ def play(schedule, swaps):
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 16, 33])
 def test_every_backward_pass_finds_its_stash(p, m):
     schedule = one_f_one_b(p, m)
-    swaps = balance(schedule)
+    sizes = [3 + 2 * (p - s) for s in range(p)]
+    swaps = balance(schedule, sizes)
     if swaps is None:
         return
-    assert swaps.slots < max(schedule.in_flight(s) for s in range(p))
-    play(schedule, swaps)
+    before = max((schedule.in_flight(s) - 1) * sizes[s] for s in range(p)) + max(sizes)
+    assert transport(swaps, sizes).arena < before
+    play(schedule, swaps, sizes)
+
+
+@st.composite
+def networks(draw):
+    """A schedule with stashes of any size and links of any speed, some of them missing."""
+    p, m = draw(st.integers(2, 6)), draw(st.integers(1, 12))
+    sizes = draw(st.lists(st.integers(0, 12), min_size=p, max_size=p))
+    rate = st.sampled_from([0.0, 1.0, 2.0, 3.0, 10.0])
+    rates = {pair: draw(rate) for pair in itertools.combinations(range(p), 2)}
+    bandwidth = tuple(tuple(rates[min(a, b), max(a, b)] if a != b else math.inf for b in range(p)) for a in range(p))
+    latency = ((draw(st.sampled_from([0.0, 0.5])),) * p,) * p
+    return one_f_one_b(p, m), sizes, Links(bandwidth, latency), draw(st.none() | st.integers(1, 60))
+
+
+@settings(max_examples=100, deadline=None)
+@given(networks())
+def test_any_sizes_and_links(case):
+    schedule, sizes, links, room = case
+    swaps = balance(schedule, sizes, links, room)
+    if swaps is None:
+        return
+    for s, slices in enumerate(swaps.slices):
+        assert all(one.target != s and links.bandwidth[s][one.target] == one.bandwidth > 0 for one in slices)
+    play(schedule, swaps, sizes)
+    # What was chosen for some sizes is right for all others.
+    play(schedule, swaps, sizes[::-1])
 
 
 @pytest.mark.parametrize("p", range(2, 9))
@@ -96,6 +140,137 @@ def test_one_stash_in_a_literal_table():
     ]
 
 
+def test_slices_are_in_proportion_to_bandwidth():
+    """Two links of bandwidth 2 : 1, by the largest remainder; nothing is lost for any number of pages."""
+    two = [Slice(2, 2.0), Slice(3, 1.0)]
+    assert [slice_pages(n, two) for n in (0, 1, 2, 3, 4, 5, 300)] == [
+        (0, 0),
+        (1, 0),
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (3, 2),
+        (200, 100),
+    ]
+    assert slice_pages(7, [Slice(1, 1.0), Slice(2, 1.0), Slice(3, 1.0)]) == (3, 2, 2)
+
+
+def links(p, rates, other=0.0):
+    """Links between stages: some given, all others of one rate."""
+    table = [[other] * p for _ in range(p)]
+    for (a, b), rate in rates.items():
+        table[a][b] = table[b][a] = rate
+    return Links(tuple(map(tuple, table)), ((0.0,) * p,) * p)
+
+
+def test_a_stash_goes_over_two_links_at_once():
+    """Only the first stage stores much: 7 stashes of 300 pages, and two peers with links of 2 : 1."""
+    schedule, sizes = one_f_one_b(4, 16), [300, 1, 1, 1]
+    swaps = balance(schedule, sizes, links(4, {(0, 2): 20.0, (0, 3): 10.0}))
+    found = transport(swaps, sizes)
+    assert [one.target for one in swaps.slices[0]] == [2, 3] and not any(swaps.slices[1:])
+    assert found.pages[0] == (200, 100)
+    # A third of a stash is as long on its way over the slow link as two thirds over the fast one.
+    assert found.seconds == 10.0
+    # With stashes away for 4 ticks the first device holds 3, the second peer 4 * 200 pages: a level of 900.
+    assert swaps.ticks[0] == 4 and swaps.own[0] == 3
+    assert found.arena == 900
+    assert [(row.target, row.pages) for row in found.rows if row.tick == 0] == [(2, 200), (3, 100)]
+    assert all(row.tick < 5 for row in found.rows if row.tick < 5 and row.source == 0)
+    play(schedule, swaps, sizes)
+
+
+def test_a_slow_mirrored_link_is_not_used():
+    """All links alike but that to the mirrored stage: what went there goes to others, and as much is saved."""
+    schedule, sizes = one_f_one_b(4, 16), [300, 10, 10, 10]
+    even = dict.fromkeys(itertools.combinations(range(4), 2), 10.0)
+    slow = balance(schedule, sizes, links(4, even | {(0, 3): 0.01}))
+    assert slow.slices[0] and 3 not in [one.target for one in slow.slices[0]]
+    usual = balance(schedule, sizes, links(4, even))
+    assert 3 in [one.target for one in usual.slices[0]]
+    play(schedule, slow, sizes)
+
+
+def test_a_peer_takes_no_more_than_it_has_free():
+    """The first stage can keep two stashes below 600 pages, and has five away; the last stage's own needs 400."""
+    schedule = one_f_one_b(4, 16)
+    even = links(4, {(0, 2): 10.0, (0, 3): 10.0})
+    full = balance(schedule, [100, 1, 1, 400], even)
+    assert [one.target for one in full.slices[0]] == [2] and transport(full, [100, 1, 1, 400]).arena == 503
+    free = balance(schedule, [100, 1, 1, 10], even)
+    assert [one.target for one in free.slices[0]] == [2, 3]
+
+
+def test_of_swaps_that_fit_the_fastest_are_taken():
+    """With room to spare a stash goes to all peers at once; with less only to those that have it."""
+    schedule, sizes = one_f_one_b(4, 16), [60, 60, 60, 60]
+    assert transport(balance(schedule, sizes), sizes).arena == 4 * 60
+    roomy = balance(schedule, sizes, room=6 * 60)
+    assert transport(roomy, sizes).arena <= 6 * 60
+    assert transport(roomy, sizes).seconds < transport(balance(schedule, sizes), sizes).seconds == 60
+    # Below the lowest level there is nothing else than the lowest.
+    assert transport(balance(schedule, sizes, room=60), sizes).arena == 4 * 60
+
+
+def best_level(schedule, sizes, bandwidth):
+    """By brute force: the lowest level over all ways to choose ticks, and peers whose own stashes stay."""
+    p = schedule.num_stages
+    starts = [schedule.when(s, Kind.FORWARD) for s in range(p)]
+    ends = [schedule.when(s, Kind.BACKWARD) for s in range(p)]
+    ways = []
+    for s in range(p):
+        peers = [t for t in range(p) if t != s and bandwidth[s][t]]
+        chosen = [c for n in range(1, len(peers) + 1) for c in itertools.combinations(peers, n)]
+        longest = max(ends[s][j] - starts[s][j] for j in starts[s])
+        ways.append([(0, ())] + [(away, c) for away in range(1, longest) for c in chosen])
+
+    def held(s, away):
+        """The most stashes at home and the most away, each over all ticks."""
+        home, gone = [], []
+        for t in range(len(schedule.ticks)):
+            here = [j for j in starts[s] if starts[s][j] <= t <= ends[s][j]]
+            out = [j for j in here if 0 < away < ends[s][j] - starts[s][j] and 1 <= t - starts[s][j] <= away]
+            home.append(len(here) - len(out))
+            gone.append(len(out))
+        return max(home), max(gone)
+
+    known = [{away: held(s, away) for away in range(len(schedule.ticks))} for s in range(p)]
+    best = math.inf
+    for choice in itertools.product(*ways):
+        level = [known[s][away][0] * sizes[s] for s, (away, _) in enumerate(choice)]
+        # The last of its own stashes is read through a window as large as the largest of all.
+        window = max(level[s] + max(sizes) - sizes[s] for s in range(p))
+        for s, (away, peers) in enumerate(choice):
+            total = sum(bandwidth[s][t] for t in peers)
+            for t in peers:
+                share = sizes[s] * bandwidth[s][t] / total
+                assert share == int(share)
+                level[t] += known[s][away][1] * share
+        if not any(choice[t][0] for _, peers in choice for t in peers):
+            best = min(best, max([window, *level]))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_lowest_level_is_that_of_brute_force(seed):
+    """Three stages, or four of which not all are joined; sizes that all sums of bandwidths divide."""
+    rng = np.random.default_rng(seed)
+    p = 3 if seed % 2 else 4
+    schedule = one_f_one_b(p, 8)
+    sizes = [int(n) for n in 60 * rng.integers(1, 5, p)]
+    pairs = list(itertools.combinations(range(p), 2))[: 4 if p == 4 else 3]
+    found = links(p, {pair: float(rng.choice([1, 2])) for pair in pairs})
+    expected = best_level(schedule, sizes, found.bandwidth)
+    swaps = balance(schedule, sizes, found)
+    if swaps is None:
+        assert expected == max((schedule.in_flight(s) - 1) * sizes[s] for s in range(p)) + max(sizes)
+        return
+    arena = transport(swaps, sizes).arena
+    # Messages of a round are as large as its largest; the window for a smaller one may stick out of an arena.
+    assert expected <= arena <= expected + max(one.pages for one in transport(swaps, sizes).rounds)
+    assert len(transport(swaps, sizes).rounds) > 1 or arena == expected
+
+
 def layers(weights, x):
     x = x * 2  # so that the first stage stores as much as the others
     for w in weights:
@@ -103,12 +278,13 @@ def layers(weights, x):
     return x
 
 
-def chain(network=None, memory=None):
+def chain(network=None, memory=None, replicas=1):
     """Sixteen equal layers in four stages: the first holds seven stashes, the last one."""
     m, rows, width = 8, 256, 64
-    x = jax.random.normal(KEY, (m * rows, width))
+    x = jax.random.normal(KEY, (replicas * m * rows, width))
     model = jax.tree_util.Partial(layers, list(jax.random.normal(KEY, (16, width, width)) / 8))
-    mesh = jax.make_mesh((4,), ("stage",), devices=jax.devices()[:4])
+    shape, names = ((4,), ("stage",)) if replicas == 1 else ((replicas, 4), ("data", "stage"))
+    mesh = jax.make_mesh(shape, names, devices=jax.devices()[: 4 * replicas])
     options = {"optimizer": optax.sgd(0.1), "num_microbatches": m, "profile": "analytic", "storage": ()}
     pipeline = jaxpipe.partition(
         model, mesh, x, loss=lambda f, x: f(x).sum(), network=network, memory=memory, **options
@@ -132,6 +308,8 @@ def test_less_is_reserved_and_gradients_stay():
     assert {stage.storage for stage in swapped.plan.stages} == {"default"}
     assert "7, 3 away" in str(swapped.plan)
     assert_same_bits(swapped.value_and_grad(state, x), expected)
+    text = swapped.plan.to_json()
+    assert jaxpipe.Plan.from_json(text) == swapped.plan and '"away_ticks": 3' in text
     fallen = usual.memory_report().compiled_bytes[0] - swapped.memory_report().compiled_bytes[0]
     # Within a page for each slot and what lands; XLA finds room for that in other buffers.
     assert fallen >= before["arena"] - after["arena"] - landing
@@ -139,3 +317,36 @@ def test_less_is_reserved_and_gradients_stay():
     assert [stage.away for stage in again.plan.stages] == [0, 0, 0, 0]
     assert any(stage.added_seconds > 0 for stage in again.plan.stages)
     assert again.plan.predicted_bytes <= budget
+
+
+def test_a_stash_is_split_over_two_peers():
+    """Room for five of seven stashes, and links of 2 : 1 from the first stage to the two that have some free."""
+    usual, x = chain()
+    before, state = usual.plan.memory, usual.init(KEY)
+    (stash,) = {stage.stash_bytes for stage in usual.plan.stages}
+    bandwidth = np.full((4, 4), 1e15)
+    bandwidth[0, 3] = bandwidth[3, 0] = 2e15
+    budget = usual.plan.predicted_bytes - before["arena"] + int(5.4 * stash)
+    swapped, _ = chain(Network(bandwidth), budget)
+    plan = swapped.plan
+    assert plan.predicted_bytes <= budget and {stage.storage for stage in plan.stages} == {"default"}
+    first, *others = plan.stages
+    assert first.away == 2 and not any(stage.away for stage in others)
+    assert [(piece.stage, piece.devices) for piece in first.pieces] == [(2, (2,)), (3, (3,))]
+    pages = stash // 4096
+    assert [piece.bytes // 4096 for piece in first.pieces] == [round(pages / 3), round(2 * pages / 3)]
+    assert f"of stage 0 2 stashes, each for 2 ticks: {bytes_text(first.pieces[0].bytes)} with stage 2" in str(plan)
+    assert jaxpipe.Plan.from_json(plan.to_json()) == plan
+    assert_same_bits(swapped.value_and_grad(state, x), usual.value_and_grad(state, x))
+    assert max(swapped.memory_report().compiled_bytes) <= budget
+
+
+@pytest.mark.slow
+def test_replicas_swap_among_themselves():
+    usual, x = chain(replicas=2)
+    state = usual.init(KEY)
+    budget = usual.plan.predicted_bytes - int(0.35 * usual.plan.memory["arena"])
+    swapped, _ = chain(Network.uniform(8, 1e15), budget, replicas=2)
+    first = swapped.plan.stages[0]
+    assert first.away == 3 and [len(piece.devices) for piece in first.pieces] == [2]
+    assert_same_bits(swapped.value_and_grad(state, x), usual.value_and_grad(state, x))

@@ -1,7 +1,7 @@
 """What can be wrong with a mesh, a batch or a budget, said before anything is traced."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh
@@ -55,13 +55,15 @@ def schedule_maker(schedule: Any) -> ScheduleMaker:
     Raises:
       PartitionError: if there is no such name, or it is no function.
     """
-    maker: Any = {**BY_NAME, "auto": one_f_one_b}.get(schedule) if isinstance(schedule, str) else schedule
-    if not callable(maker):
+    named = {**BY_NAME, "auto": one_f_one_b}
+    if isinstance(schedule, str) and schedule in named:
+        return named[schedule]
+    if isinstance(schedule, str) or not callable(schedule):
         raise PartitionError(
             f"schedule={schedule!r}; it must be 'auto', {', '.join(map(repr, BY_NAME))}, or a function (num_stages, "
             "num_microbatches) -> Schedule, such as jaxpipe.schedules.gpipe."
         )
-    return maker
+    return cast(ScheduleMaker, schedule)
 
 
 def check_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Schedule:

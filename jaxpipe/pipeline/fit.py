@@ -3,7 +3,7 @@
     default plans ──▶ predicted bytes ──within──▶ done
                            │ over
                            ▼
-    with stashes at home, and with some of them in a peer's memory (jaxpipe.schedules.swaps):
+    with stashes at home, and with some of them in peers' memory (jaxpipe.schedules.peers):
     limits for each stage ──▶ a choice for each (jaxpipe.planning.storing) ──▶ stage programs ──▶ predicted bytes ...
 
 All devices reserve the largest arena and the largest working memory of any stage, so a budget is split between the
@@ -16,18 +16,19 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxpipe import stage as stages
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.sections import Section
-from jaxpipe.pipeline.swap import moved_pages
+from jaxpipe.pipeline.swap import exchange_seconds
 from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, Problem, simulate
-from jaxpipe.schedules.swaps import balance
+from jaxpipe.schedules.peers import Links, balance
 from jaxpipe.units import bytes_text
 
 
@@ -42,6 +43,9 @@ MOST_SPLITS = 3
 
 #: How often limits are corrected by what the programs really need.
 MOST_ROUNDS = 4
+
+#: Budgets that are compared with their neighbours, between nothing and the default plan's arena and working memory.
+LEVELS = 20
 
 #: How far from the best a solver may stop.
 GAP = 0.01
@@ -72,13 +76,17 @@ class Prices:
       seconds: of an operator of a graph, on the device.
       bytes_per_second: the rate of memory.
       slow: by stage, how many times slower than the profiled device the stage's own is.
-      swap_seconds: for two peers to exchange messages of some bytes.
+      links: between the devices of stages.
     """
 
     seconds: Callable[[Graph, Operator], float]
     bytes_per_second: float
     slow: tuple[float, ...]
-    swap_seconds: Callable[[int], float]
+    links: Links
+
+
+#: What a step takes longer, the program, and its stages' storage.
+Answered = tuple[float, Program, tuple[Fitted, ...]]
 
 
 def fit(
@@ -108,14 +116,61 @@ def fit(
     memory = predict(program)
     if sum(memory.values()) <= budget:
         return program, (Fitted(),) * len(program.sections)
-    whole = program.schedule.num_chunks == 1 and not program.schedule.splits_backward
-    swaps = balance(program.schedule) if whole and not program.alone else None
-    variants = [program] if swaps is None else [program, replace(program, swaps=swaps)]
-    searches = [_Search(variant, predict, working_bytes, prices, solver, time_limit) for variant in variants]
-    found = [result for search in searches if (result := search.within(budget)) is not None]
-    if not found:
-        raise _too_small(memory, searches, budget)
-    return min(found, key=lambda result: result[0])[1:]
+    searches: dict[Any, _Search] = {}
+    swaps = program.schedule.num_chunks == 1 and not program.schedule.splits_backward and not program.alone
+
+    def answer(budget: int) -> Answered | None:
+        swapped = with_swaps(program, predict, budget, prices.links) if swaps else None
+        found = []
+        for variant in (program,) if swapped is None else (program, swapped):
+            moved = None if variant.swaps is None else (variant.swaps.ticks, variant.swaps.slices)
+            if moved not in searches:
+                searches[moved] = _Search(variant, predict, working_bytes, prices, solver, time_limit)
+            result = searches[moved].within(budget)
+            if result is not None:
+                found.append(result)
+        return min(found, key=lambda result: result[0], default=None)
+
+    best = answer(budget)
+    if best is None:
+        raise _too_small(memory, list(searches.values()), budget)
+    step = max(1, (memory["arena"] + memory["working"]) // LEVELS)
+    spent = max(max(search.spent) for search in searches.values())
+    if budget - sum(predict(best[1]).values()) >= step and 3 * spent <= time_limit:
+        # So much room is left that the search may have gone astray. The plan of a smaller budget is kept if it is as
+        # fast; that of a larger one is taken if it is faster and fits.
+        steps = (sum(memory.values()) - budget) / step
+        levels = math.floor(steps) + 1, math.ceil(steps) - 1
+        below, above = (answer(sum(memory.values()) - k * step) for k in levels)
+        if below is not None and below[0] <= best[0]:
+            best = below
+        if above is not None and above[0] < best[0] and sum(predict(above[1]).values()) <= budget:
+            best = above
+    return best[1:]
+
+
+def with_swaps(
+    program: Program, predict: Callable[[Program], dict[str, int]], budget: int, links: Links
+) -> Program | None:
+    """The program with the fastest swaps that keep a budget by themselves, else those with the smallest arena.
+
+    None if no swap makes the arena smaller.
+    """
+    find = functools.partial(balance, program.schedule, program.stash_pages, links)
+    memory = predict(program)
+    room = (budget - sum(memory.values()) + memory["arena"]) // (4 * PAGE)
+    while room > 0:
+        swaps = find(room)
+        if swaps is None:
+            return None
+        swapped = replace(program, swaps=swaps)
+        over = sum(predict(swapped).values()) - budget
+        if over <= 0 or swapped.arena_pages > room:
+            return swapped
+        # What lands before it is written needs room, too.
+        room -= max(1, over // (4 * PAGE))
+    smallest = find()
+    return None if smallest is None else replace(program, swaps=smallest)
 
 
 class _Search:
@@ -147,7 +202,7 @@ class _Search:
             self.items.append(stage_items(linearization, section.stage.storage, price, prices.bytes_per_second, held))
         self.spent = [0.0] * len(self.items)
         self.defaults = [simulate(self.problem(s, math.inf), found.default) for s, found in enumerate(self.items)]
-        self.extra = [
+        self.first_extra = self.extra = [
             working_bytes(program, s) - _window(program) - outcome.peak_bytes if outcome is not None else 0
             for s, outcome in enumerate(self.defaults)
         ]
@@ -160,17 +215,18 @@ class _Search:
         limit = None if most_stored == math.inf else most_stored
         return limited(self.items[s], capacity, frees=self.program.alone, most_stored=limit, extra=extra)
 
-    def within(self, budget: int) -> tuple[float, Program, tuple[Fitted, ...]] | None:
-        """What a step takes longer, the program and its stages' storage within a budget; None if none was found."""
+    def within(self, budget: int) -> Answered | None:
+        """The fastest program within a budget; None if none was found."""
+        self.extra = list(self.first_extra)
         memory = self._predict(self.program)
         if sum(memory.values()) <= budget:
             return self._cost(self.program, [Fitted()] * len(self.items))
         target = budget - sum(n for name, n in memory.items() if name not in ("arena", "working"))
-        last, smallest = math.inf, None
+        last, smallest, best = math.inf, None, None
         for _ in range(MOST_ROUNDS):
             answers = self.best(target) if target > 0 else None
             if answers is None:
-                if smallest is not None or self.least is None:
+                if best is not None or smallest is not None or self.least is None:
                     break
                 smallest = candidate, needed = self._tried(self.least)
                 if needed > budget:
@@ -180,11 +236,22 @@ class _Search:
                 continue
             candidate, needed = self._tried(answers)
             if needed <= budget:
-                return self._cost(candidate, self.report(answers))
+                found = self._cost(candidate, self.report(answers))
+                if best is not None and found[0] >= best[0]:
+                    break
+                best = found
+                # What larger plans need besides was counted; this one may need less, and leave room.
+                beyond = self._beyond(candidate, answers)
+                if all(more >= less for more, less in zip(beyond, self.extra, strict=True)):
+                    break
+                self.extra = beyond
+                continue
             self.extra = list(map(max, self.extra, self._beyond(candidate, answers)))
             if needed >= last:
                 target -= needed - budget
             last = needed
+        if best is not None:
+            return best
         if self.least is None:
             return None
         candidate, needed = smallest or self._tried(self.least)
@@ -196,15 +263,11 @@ class _Search:
         self.tried.append(needed)
         return candidate, needed
 
-    def _cost(self, program: Program, fitted: Sequence[Fitted]) -> tuple[float, Program, tuple[Fitted, ...]]:
-        schedule, seconds = program.schedule, self._prices.swap_seconds
+    def _cost(self, program: Program, fitted: Sequence[Fitted]) -> Answered:
         added = [0.0] * program.num_devices
         for s, (found, slow) in enumerate(zip(fitted, self._prices.slow, strict=True)):
             added[program.device(s)] += found.added_seconds * slow
-        total = schedule.num_microbatches * max(added)
-        if program.swaps is not None:
-            total += len(schedule.ticks) * seconds(4 * PAGE * max(moved_pages(program)))
-        return total, program, tuple(fitted)
+        return program.schedule.num_microbatches * max(added) + exchange_seconds(program), program, tuple(fitted)
 
     def best(self, room: float) -> list[Answer] | None:
         """Answers for all stages within a room, the slowest added time least."""
@@ -294,7 +357,7 @@ class _Search:
         for s, slots in enumerate(self.slots):
             problem = self.problem(s, math.inf, extra=self.extra[s])
             if not self.program.alone:
-                problem = replace(problem, held=slots + 1)
+                problem = replace(problem, held=math.ceil(slots) + 1)
             answer = lowest_peak(problem, solver=self._solver, time_limit=self._time_limit)
             if answer is None:
                 return None

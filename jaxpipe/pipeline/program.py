@@ -17,6 +17,7 @@ from jaxpipe.pipeline.sections import Placement, Section
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.schedules import Kind, Schedule
 from jaxpipe.schedules.swaps import Swaps
+from jaxpipe.schedules.transport import Transport, transport
 
 
 #: Names of the mesh axes.
@@ -91,12 +92,18 @@ class Program:
         return tuple(_pages(self.tangents(section.saved)) for section in self.sections)
 
     @cached_property
+    def transport(self) -> Transport | None:
+        """How stashes go to peers; None if all stay."""
+        return None if self.swaps is None else transport(self.swaps, self.stash_pages)
+
+    @cached_property
     def places(self) -> Arena:
         """Where everything is in the arena."""
         if self.swaps is None:
             return arena(self.schedule, self.stash_pages, self.saved_pages)
+        home = (0,) * len(self.sections) if self.transport is None else self.transport.home
         written, read = (
-            {(s, j): self.stash_pages[s] * slot for s, slots in enumerate(found) for j, slot in slots.items()}
+            {(s, j): home[s] + self.stash_pages[s] * slot for s, slots in enumerate(found) for j, slot in slots.items()}
             for found in (self.swaps.written, self.swaps.read)
         )
         return Arena(written, read, {})
@@ -107,8 +114,8 @@ class Program:
         if self.alone or not self.schedule.has_backward:
             return 0
         window = max(self.stash_pages)
-        if self.swaps is not None:
-            return self.swaps.arena(self.stash_pages)
+        if self.transport is not None:
+            return self.transport.arena
         ends = [place + window for place in self.places.written.values()]
         ends += [place + max(self.saved_pages) for place in self.places.saved.values()]
         return max(ends, default=0)

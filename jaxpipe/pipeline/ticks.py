@@ -34,7 +34,7 @@ from jaxpipe.pipeline.branches import (
 from jaxpipe.pipeline.columns import Work
 from jaxpipe.pipeline.live import Live, WeightRow, Weights, version
 from jaxpipe.pipeline.program import DATA, PAGE, STAGE, Program, send
-from jaxpipe.pipeline.swap import swap
+from jaxpipe.pipeline.swap import swap, swap_columns
 from jaxpipe.pipeline.words import POISON
 from jaxpipe.schedules import Kind
 
@@ -59,15 +59,14 @@ class Totals:
 
 
 class Row(NamedTuple):
-    """What a device does in a tick: work of each kind, and where messages and moved stashes go; -1 for nowhere."""
+    """What a device does in a tick: work of each kind, slots for messages (-1 for none), and what is moved."""
 
     forward: Work
     backward: Work
     weight: Work
     forward_landed: Any
     backward_landed: Any
-    swap_sent: Any
-    swap_landed: Any
+    swaps: list[Any]
     weights: WeightRow | None
 
 
@@ -162,11 +161,11 @@ def run_ticks(
             inbox = _deliver(inbox, send(message, onward), row.forward_landed, there.direct)
         arrived = send(cotangents, [(b, a) for a, b in onward])
         back_inbox = _deliver(back_inbox, arrived, row.backward_landed, back.direct)
-        if program.swaps is not None and window:
+        if program.transport is not None and window:
             # XLA copies the arena unless it sees that the stash is read before anything is written over it.
             over = row.backward.microbatch < -1
             after = jnp.where(over, lax.convert_element_type(cotangents[:1].sum(), jnp.int32), 0)
-            arena = swap(program, arena, stage, row.swap_sent, row.swap_landed + after)
+            arena = swap(program, arena, STAGE, row.swaps, after)
         return Carry(arena, inbox, back_inbox, state, gradients, results, weights), None
 
     lead = (m,) if collect else ()
@@ -193,16 +192,13 @@ def _by_stage(program: Program, branch: Callable[..., Any], idle: Callable[..., 
 
 def _rows(program: Program, stage: Any, weights: WeightRow | None) -> Row:
     """This device's rows of the table, by tick."""
-    table, swaps, ticks = program.columns, program.swaps, len(program.schedule.ticks)
-    moves = np.full((program.num_devices, 2, ticks), -1, np.int32)
-    if swaps is not None:
-        for s in range(program.num_devices):
-            moves[s] = swaps.columns(s, ticks, program.stash_pages)
+    table = program.columns
     there, back = (np.asarray(box.landed, np.int32) for box in (table.forward_inbox, table.backward_inbox))
-    rows = Row(table.forward, table.backward, table.weight, there, back, moves[:, 0], moves[:, 1], weights)
+    rows = Row(table.forward, table.backward, table.weight, there, back, [], weights)
     leaves, treedef = jax.tree.flatten(rows)
     own = jnp.asarray(np.stack(leaves, axis=1))[stage]
-    return jax.tree.unflatten(treedef, [own[k] for k in range(len(leaves))])
+    rows = jax.tree.unflatten(treedef, [own[k] for k in range(len(leaves))])
+    return rows._replace(swaps=swap_columns(program, stage))
 
 
 def _message(inbox: Any, work: Work) -> Any:

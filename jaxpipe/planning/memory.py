@@ -47,8 +47,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     # What has arrived, and what is being sent.
     words = sum(program.inbox_words) + sum(program.message_words)
     transport = 4 * words if len(program.sections) > 1 else 0
-    if program.swaps is not None:
-        transport += 2 * 4 * PAGE * landing_pages(program)
+    transport += 2 * 4 * PAGE * landing_pages(program)
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
     updating = max(updating_bytes(program.parameters, update, s) for s in range(program.num_devices))
     if program.schedule.versions is not None:

@@ -14,6 +14,21 @@ from jaxpipe.units import bytes_text
 
 
 @dataclass(frozen=True)
+class StashPiece:
+    """The part of every stash of a stage that one of its peers keeps for it (``jaxpipe.schedules.swaps``).
+
+    Attributes:
+      stage: the peer.
+      devices: the peer's; one for each replica.
+      bytes: of one stash, in whole pages.
+    """
+
+    stage: int
+    devices: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
 class StagePlan:
     """One stage. Seconds are for one micro-batch.
 
@@ -26,7 +41,9 @@ class StagePlan:
       parameter_bytes: its own parameters, without gradients and optimizer state.
       stash_bytes: what one micro-batch keeps for the backward pass.
       in_flight: the most micro-batches that keep a stash at the same time.
-      away: of these, how many are in its peer's memory at most (``jaxpipe.schedules.swaps``).
+      away: of these, how many are in peers' memory at most (``jaxpipe.schedules.swaps``).
+      away_ticks: for how many ticks each of them is.
+      pieces: the slices of one of them, and which peers keep them.
       stored: bytes of the stash, by kind of storage.
       storage: how it was chosen: ``"default"``, or within a budget ``"optimal"``, ``"gap"``, ``"time limit"``,
         ``"greedy"`` or ``"lowest peak"``.
@@ -46,6 +63,8 @@ class StagePlan:
     in_flight: int
     sent_bytes: int
     away: int = 0
+    away_ticks: int = 0
+    pieces: tuple[StashPiece, ...] = ()
     stored: dict[str, int] = field(default_factory=dict)
     storage: str = "default"
     added_seconds: float = 0.0
@@ -196,6 +215,9 @@ class Plan:
             table.caption += "\nstorage chosen within the budget:\n" + "\n".join(chosen)
             rates = ", ".join(f"{r.rate:.2f} ({1e3 * r.step_seconds:.1f} ms)" for r in self.rounds)
             table.caption += f"\nfastest over slowest stage, round by round: {rates}" if rates else ""
+        for k, stage in enumerate(self.stages):
+            if stage.away:
+                table.caption += f"\nin peers' memory: of stage {k} {_away_text(stage)}"
         return table
 
 
@@ -206,8 +228,18 @@ def _storage_text(stage: StagePlan) -> str:
     return f"{parts or 'nothing'}; {share:+.1%} time ({stage.storage}{gap})"
 
 
+def _away_text(stage: StagePlan) -> str:
+    pieces = ", ".join(
+        f"{bytes_text(piece.bytes)} with stage {piece.stage} (device {', '.join(map(str, piece.devices))})"
+        for piece in stage.pieces
+    )
+    return f"{stage.away} stashes, each for {stage.away_ticks} ticks: {pieces}"
+
+
 def _stage_from(row: dict[str, Any]) -> StagePlan:
-    return StagePlan(**{**row, **{name: tuple(row[name]) for name in ("operators", "devices", "modules")}})
+    tuples = {name: tuple(row[name]) for name in ("operators", "devices", "modules")}
+    pieces = tuple(StashPiece(**{**piece, "devices": tuple(piece["devices"])}) for piece in row["pieces"])
+    return StagePlan(**{**row, **tuples, "pieces": pieces})
 
 
 def shorten(modules: tuple[str, ...], most: int = 4) -> str:

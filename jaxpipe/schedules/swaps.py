@@ -1,17 +1,19 @@
-"""Stashes that spend some ticks in a peer's memory, as transport rows beside a schedule.
+"""Stashes that spend some ticks in peers' memory, as transport rows beside a schedule.
 
 Early stages hold more micro-batches than late ones, but every device reserves as much as the one that holds most. So
-stage ``s`` and stage ``p - 1 - s`` share: the fuller one sends each stash to the other in the tick in which it is made,
-and has it back ``away`` ticks later, in time for its backward pass. In each tick at most one stash goes each way.
+a stage that holds much lends: each of its stashes is cut into slices, one for every peer that has room, which leave in
+the tick in which the stash is made, over direct links at once, and are back some ticks later, in time for its
+backward pass. In each tick at most one stash of a stage leaves and one comes back.
 
     1f1b, 4 stages, steady state        stage 0  1  2  3       together
     in flight without                         7  5  3  1             16
     with                                      4  4  4  4             16
 
-The pairing is that of T. Kim et al., "BPipe", ICML 2023.
+Pairs of an early and a late stage are from T. Kim et al., "BPipe", ICML 2023; slices in proportion to the bandwidth of
+several links from Q. Zhou et al., "MPress", HPCA 2023. Which peers are best is for ``jaxpipe.schedules.peers``.
 """
 
-import itertools
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,19 +21,41 @@ from jaxpipe.schedules.table import Kind, Schedule
 
 
 @dataclass(frozen=True)
+class Slice:
+    """The part of each stash of a stage that one peer keeps; its share is that of its bandwidth.
+
+    Attributes:
+      target: the stage on whose device it is.
+      bandwidth: of the direct link, in pages of the arena per second.
+      latency: of the link, in seconds.
+    """
+
+    target: int
+    bandwidth: float = 1.0
+    latency: float = 0.0
+
+    def seconds(self, pages: int) -> float:
+        """What it takes to send some pages there, or back."""
+        return self.latency + pages / self.bandwidth
+
+
+@dataclass(frozen=True)
 class Move:
-    """One stash on its way, after the backward work of a tick.
+    """One slice of a stash on its way, after the backward work of a tick.
 
     Attributes:
       tick: it is at the target from the next tick on.
       stage, microbatch: whose stash it is.
+      piece: which slice, as a position in the stage's ``Swaps.slices``.
       source, target: stages whose devices it moves between.
-      source_slot, target_slot: where it is there, among the device's own slots or among those for guests.
+      source_slot, target_slot: where it is there: among the slots of the stage's own device, or among those that the
+        peer has for this slice.
     """
 
     tick: int
     stage: int
     microbatch: int
+    piece: int
     source: int
     target: int
     source_slot: int
@@ -43,138 +67,123 @@ class Swaps:
     """Where every stash is in every tick.
 
     Attributes:
-      own, guests: by device, the slots for its own stage's stashes and for those of its peer.
+      ticks: by stage, for how many ticks its stashes are away; 0 if they stay.
+      slices: by stage, what goes where.
+      own: by device, the slots for its own stage's stashes.
+      guests: by stage, the slots that each of its peers has for its slice.
       moves: in the order of ticks.
       written, read: by stage, the slot of each micro-batch when its forward pass writes it, and when its backward
         pass reads it; both on its own device.
     """
 
+    ticks: tuple[int, ...]
+    slices: tuple[tuple[Slice, ...], ...]
     own: tuple[int, ...]
     guests: tuple[int, ...]
     moves: tuple[Move, ...]
     written: tuple[dict[int, int], ...]
     read: tuple[dict[int, int], ...]
 
-    def away(self, stage: int) -> int:
-        """The most stashes of a stage that are on its peer at the same time."""
-        return max((self.away_in(stage, m.tick + 1) for m in self.moves), default=0)
-
     def away_in(self, stage: int, tick: int) -> int:
-        """How many stashes of a stage are on its peer in a tick."""
-        earlier = [m for m in self.moves if m.stage == stage and m.tick < tick]
+        """How many stashes of a stage are with its peers in a tick."""
+        earlier = [m for m in self.moves if m.stage == stage and m.tick < tick and m.piece == 0]
         return sum((m.source == stage) - (m.target == stage) for m in earlier)
 
     @property
-    def slots(self) -> int:
-        """The most stashes that a device has room for."""
-        return max(map(sum, zip(self.own, self.guests, strict=True)))
-
-    def moved(self, device: int) -> int | None:
-        """The stage whose stashes a device and its peer exchange; None if they exchange nothing."""
-        return next((m.stage for m in self.moves if device in (m.source, m.target)), None)
-
-    def address(self, device: int, stage: int, slot: int, sizes: Sequence[int]) -> int:
-        """Where a slot begins on a device: its own come first. ``sizes`` are those of each stage's stash."""
-        return slot * sizes[stage] + (0 if device == stage else self.own[device] * sizes[device])
-
-    def arena(self, sizes: Sequence[int]) -> int:
-        """The size of every device's arena, if it is read and written through a window of the largest stash."""
-        ends = [
-            self.address(device, stage, count - 1, sizes) + max(sizes)
-            for device in range(len(self.own))
-            for stage, count in ((device, self.own[device]), (peer(device, len(self.own)), self.guests[device]))
-            if count
-        ]
-        return max(ends, default=0)
-
-    def columns(self, device: int, num_ticks: int, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-        """For each tick the address of what a device sends to its peer, and that for what arrives; -1 for none."""
-        sent, landed = [-1] * num_ticks, [-1] * num_ticks
-        for m in self.moves:
-            if m.source == device:
-                sent[m.tick] = self.address(device, m.stage, m.source_slot, sizes)
-            if m.target == device:
-                landed[m.tick] = self.address(device, m.stage, m.target_slot, sizes)
-        return sent, landed
+    def slots(self) -> float:
+        """How many stashes, slices as fractions of one, there is room for where it is most, if all are of one size."""
+        room = list(map(float, self.own))
+        for slices, count in zip(self.slices, self.guests, strict=True):
+            total = sum(one.bandwidth for one in slices)
+            for one in slices:
+                room[one.target] += count * one.bandwidth / total
+        return max(room)
 
 
-def peer(stage: int, num_stages: int) -> int:
-    """The stage with which another shares its memory."""
-    return num_stages - 1 - stage
+def swap_table(schedule: Schedule, ticks: Sequence[int], slices: Sequence[Sequence[Slice]]) -> Swaps:
+    """The swaps in which every stash of a stage is away for some ticks; one whose interval is too short stays.
 
-
-def balance(schedule: Schedule) -> Swaps | None:
-    """Swaps with which every device needs the fewest slots; None if no swap makes them fewer.
+    Args:
+      schedule: with one chunk on each device and whole backward passes.
+      ticks: by stage; 0 for a stage whose stashes stay.
+      slices: by stage; none for a stage whose stashes stay.
 
     Example:
       >>> from jaxpipe.schedules import one_f_one_b
-      >>> schedule = one_f_one_b(4, 16)
-      >>> schedule.in_flight(0), balance(schedule).slots
-      (7, 4)
+      >>> swaps = swap_table(one_f_one_b(2, 4), (1, 0), ([Slice(1)], []))
+      >>> swaps.own, swaps.guests, len(swaps.moves)
+      ((2, 1), (1, 0), 8)
     """
-    p = schedule.num_stages
-    usual = max(schedule.in_flight(s) for s in range(p))
-    stays: list[list[tuple[int, int, int, int]]] = [[] for _ in range(p)]
-    for s in range(p):
-        other = peer(s, p)
-        if schedule.in_flight(s) < schedule.in_flight(other) or (s > other):
-            continue
-        options = [_stays(schedule, s, other, away) for away in range(len(schedule.ticks))]
-        best = min(options, key=lambda pair: (max(map(_most, pair)), sum(map(len, pair))))
-        stays[s] = best[0]
-        if other != s:
-            stays[other] = best[1]
-    swaps = _described(stays)
-    return swaps if swaps.slots < usual else None
+    own, guests, moves = [], [], []
+    written: list[dict[int, int]] = []
+    read: list[dict[int, int]] = []
+    for s, (away, parts) in enumerate(zip(ticks, slices, strict=True)):
+        here, there = stays(schedule, s, away if parts else 0)
+        places, places_there = _slots(here), _slots(there)
+        own.append(1 + max(places.values(), default=-1))
+        guests.append(1 + max(places_there.values(), default=-1))
+        written.append({})
+        read.append({})
+        for (_, _, j), slot in sorted(places.items()):
+            written[s].setdefault(j, slot)
+            read[s][j] = slot
+        for (first, last, j), slot in places_there.items():
+            for k, part in enumerate(parts):
+                moves.append(Move(first - 1, s, j, k, s, part.target, written[s][j], slot))
+                moves.append(Move(last, s, j, k, part.target, s, slot, read[s][j]))
+    moves.sort(key=lambda m: (m.tick, m.source, m.stage, m.piece))
+    found = tuple(map(tuple, slices))
+    return Swaps(tuple(ticks), found, tuple(own), tuple(guests), tuple(moves), tuple(written), tuple(read))
 
 
-def _stays(
-    schedule: Schedule, s: int, other: int, away: int
-) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int, int]]]:
-    """``(first tick, last tick, stage, micro-batch)`` of what is on each of two devices, ``s`` sending to ``other``."""
-    here: list[tuple[int, int, int, int]] = []
-    there: list[tuple[int, int, int, int]] = []
-    starts, ends = schedule.when(s, Kind.FORWARD), schedule.when(s, Kind.BACKWARD)
+#: First tick, last tick and micro-batch of a stash in one place.
+Stay = tuple[int, int, int]
+
+
+def stays(schedule: Schedule, stage: int, away: int) -> tuple[list[Stay], list[Stay]]:
+    """Where the stashes of a stage are, at home and with its peers, if they are away for some ticks."""
+    here: list[Stay] = []
+    there: list[Stay] = []
+    starts, ends = schedule.when(stage, Kind.FORWARD), schedule.when(stage, Kind.BACKWARD)
     for j, start in starts.items():
-        if other != s and 0 < away < ends[j] - start:
-            here += [(start, start, s, j), (start + away + 1, ends[j], s, j)]
-            there.append((start + 1, start + away, s, j))
+        if 0 < away < ends[j] - start:
+            here += [(start, start, j), (start + away + 1, ends[j], j)]
+            there.append((start + 1, start + away, j))
         else:
-            here.append((start, ends[j], s, j))
-    if other != s:
-        starts, ends = schedule.when(other, Kind.FORWARD), schedule.when(other, Kind.BACKWARD)
-        there += [(start, ends[j], other, j) for j, start in starts.items()]
+            here.append((start, ends[j], j))
     return here, there
 
 
-def _most(stays: list[tuple[int, int, int, int]]) -> int:
-    """How many stashes are there at once."""
-    return max((sum(a <= t <= b for a, b, *_ in stays) for t in {a for a, *_ in stays}), default=0)
+def most(found: Sequence[Stay]) -> int:
+    """How many stashes are in one place at once."""
+    return 1 + max(_slots(found).values(), default=-1)
 
 
-def _slots(stays: list[tuple[int, int, int, int]]) -> dict[tuple[int, int, int, int], int]:
-    """The lowest slot that is free for each stay."""
-    taken: dict[tuple[int, int, int, int], int] = {}
-    for stay in sorted(stays):
-        busy = {slot for (_, last, *_), slot in taken.items() if last >= stay[0]}
-        taken[stay] = next(k for k in range(len(stays)) if k not in busy)
+def _slots(found: Sequence[Stay]) -> dict[Stay, int]:
+    """The lowest slot that is free for each stay; no more are used than there are stashes at once."""
+    taken: dict[Stay, int] = {}
+    busy: list[tuple[int, int]] = []
+    free: list[int] = []
+    for stay in sorted(found):
+        while busy and busy[0][0] < stay[0]:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        slot = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (stay[1], slot))
+        taken[stay] = slot
     return taken
 
 
-def _described(stays: list[list[tuple[int, int, int, int]]]) -> Swaps:
-    where: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    counts = []
-    for device, here in enumerate(stays):
-        for guests in (False, True):
-            places = _slots([stay for stay in here if (stay[2] != device) == guests])
-            counts.append(max(places.values(), default=-1) + 1)
-            for (first, _, s, j), slot in places.items():
-                where.setdefault((s, j), []).append((first, device, slot))
-    moves, written, read = [], [{} for _ in stays], [{} for _ in stays]
-    for (s, j), path in where.items():
-        path.sort()
-        written[s][j], read[s][j] = path[0][2], path[-1][2]
-        for (_, source, source_slot), (first, target, target_slot) in itertools.pairwise(path):
-            moves.append(Move(first - 1, s, j, source, target, source_slot, target_slot))
-    moves.sort(key=lambda m: (m.tick, m.source))
-    return Swaps(tuple(counts[::2]), tuple(counts[1::2]), tuple(moves), tuple(written), tuple(read))
+def slice_pages(pages: int, slices: Sequence[Slice]) -> tuple[int, ...]:
+    """The pages of each slice: in proportion to bandwidths, by the largest remainder.
+
+    Example:
+      >>> slice_pages(100, [Slice(2, bandwidth=2.0), Slice(3, bandwidth=1.0)])
+      (67, 33)
+    """
+    total = sum(one.bandwidth for one in slices)
+    quotas = [pages * one.bandwidth / total for one in slices]
+    found = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(slices)), key=lambda k: (found[k] - quotas[k], k))
+    for k in by_remainder[: pages - sum(found)]:
+        found[k] += 1
+    return tuple(found)

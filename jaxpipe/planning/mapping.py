@@ -1,0 +1,221 @@
+"""Which devices run which stages: of all mappings that make a step no slower, the one with which swaps can do most.
+
+The partitioner's cuts stay. A mapping's score is how many bytes of stashes can be with peers at a time, if every stage
+that holds more than the mean sends to those that hold less: a slice goes out and one comes back over a direct link in
+every tick, so the link keeps the bandwidth times a tick times the ticks for which a stash may be away. Of mappings that
+let everything be moved the best is the one that does so in the shortest ticks.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxpipe.planning.assign import device_classes
+from jaxpipe.planning.costs import Synchronous
+from jaxpipe.planning.cut_space import space_of
+from jaxpipe.planning.placed import Partition, describe
+from jaxpipe.schedules.peers import can_swap
+from jaxpipe.schedules.table import Kind, Schedule
+from jaxpipe.schedules.transport import ROUNDING
+
+
+#: With more devices than this only exchanges of two are looked at, one after the other.
+MOST_DEVICES = 8
+
+#: How often a tick is halved at most to tell mappings apart that let everything be moved.
+MOST_HALVINGS = 60
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What stages would lend and could host.
+
+    Attributes:
+      excess: by stage, bytes of stashes that it holds beyond the mean.
+      free: by stage, bytes that it holds less.
+      seconds: by stage, how long a link may send one way while a stash is away, latencies left out.
+      messages: in how many messages.
+    """
+
+    excess: np.ndarray
+    free: np.ndarray
+    seconds: np.ndarray
+    messages: np.ndarray
+
+
+def demand(schedule: Schedule, stash_bytes: Sequence[float], tick_seconds: float) -> Demand:
+    """What there is to lend and to host, if a tick takes some seconds."""
+    stages = range(schedule.num_stages)
+    held = np.array([schedule.in_flight(s) * stash_bytes[s] for s in stages], np.float64)
+    ticks = []
+    for s in stages:
+        starts, ends = schedule.when(s, Kind.FORWARD), schedule.when(s, Kind.BACKWARD)
+        ticks.append(max(max(ends[j] - start for j, start in starts.items()) - 1, 0))
+    away = np.array(ticks, np.float64)
+    over = held - held.mean()
+    return Demand(np.maximum(over, 0.0), np.maximum(-over, 0.0), away * tick_seconds, away)
+
+
+def movable_bytes(wanted: Demand, bandwidth: np.ndarray, latency: np.ndarray, mappings: np.ndarray) -> np.ndarray:
+    """The score of each mapping: the largest flow of bytes from stages with too much over their links to others.
+
+    It is the smallest cut: some of the lending stages count with the links to every host, or with its free memory if
+    that is less, and all others with their excess.
+
+    Args:
+      wanted: by stage.
+      bandwidth, latency: ``[devices, devices]``.
+      mappings: ``[mappings, stages, replicas]``, devices; of the links between two teams the slowest counts.
+    """
+    lenders, hosts = (np.flatnonzero(part > 0) for part in (wanted.excess, wanted.free))
+    keeps = np.zeros((len(mappings), len(lenders), len(hosts)))
+    for (a, s), (b, t) in itertools.product(enumerate(lenders), enumerate(hosts)):
+        ends = mappings[:, s, :, None], mappings[:, t, None, :]
+        sending = np.maximum(wanted.seconds[s] - wanted.messages[s] * latency[ends], 0.0)
+        keeps[:, a, b] = (bandwidth[ends] * sending).min((1, 2))
+    best = np.full(len(mappings), np.inf)
+    for chosen in itertools.product((False, True), repeat=len(lenders)):
+        inside = np.array(chosen, bool)
+        taken = np.minimum(keeps[:, inside].sum(1), wanted.free[hosts]).sum(1)
+        best = np.minimum(best, wanted.excess[lenders][~inside].sum() + taken)
+    return best
+
+
+def best_mapping(
+    found: Partition,
+    schedule: Schedule,
+    stash_bytes: Sequence[float],
+    tick_seconds: float,
+    messages: Sequence[float] = (),
+) -> Partition:
+    """The partition with its stages on other devices, if swaps can move more bytes then and a step takes no longer.
+
+    Up to ``MOST_DEVICES`` devices every mapping is looked at, those that differ in exchanges of like devices once;
+    with more devices, pairs are exchanged as long as that helps. ``Partition.searched`` tells which.
+
+    Args:
+      found: the partitioner's answer.
+      schedule: of the stages.
+      stash_bytes: by stage, of one micro-batch.
+      tick_seconds: of the executor.
+      messages: bytes that neighbours exchange after a tick, by message; no mapping may take longer for them.
+    """
+    if not can_swap(schedule):
+        return found
+    wanted = demand(schedule, stash_bytes, tick_seconds)
+    search = _Search(found, wanted, messages)
+    own = best = np.array([[stage.devices for stage in found.stages]])
+    if own.size <= MOST_DEVICES:
+        how = "all mappings for swaps"
+        best = search.best(own, np.array(list(_mappings(found))))
+    else:
+        how = "exchanges of two devices for swaps"
+        while True:
+            better = search.best(best, _exchanges(best[0]))
+            if np.array_equal(better, best):
+                break
+            best = better
+    return search.described(best[0], f"{found.searched}, {how}")
+
+
+class _Search:
+    """Mappings of one partition and what they cost."""
+
+    def __init__(self, found: Partition, wanted: Demand, messages: Sequence[float]):
+        self.found, self.wanted, self.network = found, wanted, found.network
+        self.model = Synchronous(found.network, found.num_microbatches)
+        stops = [0, *(stage.operators.stop for stage in found.stages)]
+        sets = np.zeros((len(stops), len(found.order)), bool)
+        for k, stop in enumerate(stops):
+            sets[k, list(found.order[:stop])] = True
+        self.space = space_of(found.profile, sets)
+        self.memory = np.array([math.inf if m is None else m for m in found.memory])
+        with np.errstate(divide="ignore"):
+            self.sends = [self.network.latency + size / self.network.bandwidth for size in messages]
+
+    def best(self, own: np.ndarray, mappings: np.ndarray) -> np.ndarray:
+        """Of one mapping and those of some others that are no slower, the one with the best score; of equals the first.
+
+        Where several let everything be moved, they are compared for half of a tick, and so on.
+        """
+        needed = np.array([stage.memory_bytes for stage in self.found.stages])
+        fits = (needed[:, None] <= self.memory[mappings]).all((1, 2))
+        mappings = mappings[fits & (self.exchange(mappings) <= self.exchange(own)[0] * ROUNDING)]
+        limit = self.seconds(own[0]) * ROUNDING
+        mappings = np.concatenate([own, *(one[None] for one in mappings if self.seconds(one) <= limit)])
+        wanted, everything = self.wanted, self.wanted.excess.sum()
+        for _ in range(MOST_HALVINGS):
+            scores = movable_bytes(wanted, self.network.bandwidth, self.network.latency, mappings)
+            mappings = mappings[scores >= scores.max() / ROUNDING]
+            if len(mappings) == 1 or scores.max() < everything / ROUNDING:
+                break
+            wanted = replace(wanted, seconds=wanted.seconds / 2)
+        return mappings[:1]
+
+    def exchange(self, mappings: np.ndarray) -> np.ndarray:
+        """What neighbours take to exchange the messages, each over the slowest link."""
+        total = np.zeros(len(mappings))
+        for sends in self.sends:
+            links = sends[mappings[:, :-1, :, None], mappings[:, 1:, None, :]]
+            total += links.max((1, 2, 3))
+        return total
+
+    def stages(self, mapping: np.ndarray) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        return tuple((k, k + 1, tuple(map(int, team))) for k, team in enumerate(mapping))
+
+    def seconds(self, mapping: np.ndarray) -> float:
+        """The partitioner's own price."""
+        return self.model.objective(self.space, self.stages(mapping))
+
+    def described(self, mapping: np.ndarray, searched: str) -> Partition:
+        found = self.found
+        return describe(
+            found.profile,
+            self.model,
+            self.space,
+            self.stages(mapping),
+            seconds=found.bottleneck_seconds,
+            bound=found.lower_bound_seconds,
+            ties=found.ties,
+            memory=tuple(self.memory.tolist()),
+            searched=searched,
+            replicate=found.replicate,
+            num_stages=found.num_stages,
+            reorder=found.reorder,
+            slack=found.slack,
+        )
+
+
+def _mappings(found: Partition) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every mapping on the devices that are used, exchanges of like devices left out."""
+    memory = [math.inf if m is None else m for m in found.memory]
+    used = {d for stage in found.stages for d in stage.devices}
+    classes = [[d for d in group if d in used] for group in device_classes(found.network, memory)]
+    sizes = [len(stage.devices) for stage in found.stages]
+
+    def extend(teams: tuple[tuple[int, ...], ...], taken: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+        if len(teams) == len(sizes):
+            yield teams
+            return
+        for kinds in itertools.combinations_with_replacement(range(len(classes)), sizes[len(teams)]):
+            after = tuple(n + kinds.count(k) for k, n in enumerate(taken))
+            if all(n <= len(group) for n, group in zip(after, classes, strict=True)):
+                team = [d for k, group in enumerate(classes) for d in group[taken[k] : after[k]]]
+                yield from extend((*teams, tuple(sorted(team))), after)
+
+    yield from extend((), (0,) * len(classes))
+
+
+def _exchanges(mapping: np.ndarray) -> np.ndarray:
+    """All mappings in which two devices of different stages have changed places."""
+    found = []
+    places = list(np.ndindex(mapping.shape))
+    for one, two in itertools.combinations(places, 2):
+        if one[0] != two[0]:
+            other = mapping.copy()
+            other[one], other[two] = mapping[two], mapping[one]
+            found.append(np.sort(other, axis=1))
+    return np.array(found)

@@ -11,6 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.checkpoint.contents import Contents
+from jaxpipe.checkpoint.files import Writer, open_checkpoint
+from jaxpipe.checkpoint.state import put, take
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.model import BoundModel, UserFunction, with_values
 from jaxpipe.pipeline import checks
@@ -218,6 +221,43 @@ class Pipeline:
         values = _from_stages(planned.program.parameters, planned.placement.parameters, state.parameters)
         rest = _from_stages(planned.program.state, planned.placement.state, state.variables)
         return planned.model.variable_tree(values, rest)
+
+    def save(self, state: TrainState, directory: Any, *, data: Any = None) -> None:
+        """Save a checkpoint as ``directory/<step>``, and wait until it is on disk. In a loop, use ``Checkpointer``.
+
+        It is in the model's own layout: any pipeline of this model and optimizer can restore it, whatever its stages,
+        replicas and devices, and ``jaxpipe.checkpoint.load`` can without one.
+
+        Args:
+          state: of this pipeline.
+          directory: made if it is not there.
+          data: where the run is in its data, as JSON.
+
+        Raises:
+          CheckpointError: if ``data`` is not JSON, or there is a checkpoint of this or a later step.
+        """
+        contents = self._contents(state, data)
+        writer = Writer(directory)
+        writer.write(contents)
+        writer.close()
+
+    def restore(self, directory: Any, *, step: int | None = None) -> TrainState:
+        """The state of a checkpoint, made stage by stage; training goes on with the same bits.
+
+        With another number of replicas, each gets the mean of the residuals of a block-sparse exchange.
+
+        Args:
+          directory: that it was saved to.
+          step: which; left out: the last.
+
+        Raises:
+          CheckpointError: if there is none, it is damaged, or of another model or optimizer.
+        """
+        return put(self._planned, open_checkpoint(directory, step))
+
+    def _contents(self, state: TrainState, data: Any) -> Contents:
+        checks.check_state(state.plan, self.plan.identity)
+        return take(self._planned, state, data)
 
     def microbatch_key(self, state: TrainState, j: int) -> Any:
         """The random key of micro-batch ``j`` in the step that starts from ``state``; ``j`` counts over replicas.

@@ -3,7 +3,6 @@
 from typing import Any
 
 
-
 class JaxpipeError(Exception):
     """Base of every error that jaxpipe raises on purpose."""
 

@@ -22,6 +22,7 @@ from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.balance import balanced
 from jaxpipe.pipeline.exchange import check_exchange, stage_exchange, warn_of_adam
 from jaxpipe.pipeline.fit import Fitted, Prices, fit
+from jaxpipe.pipeline.guard import OnNonFinite
 from jaxpipe.pipeline.initialize import stage_devices
 from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_loss
@@ -76,6 +77,7 @@ class Request:
     solver: str
     time_limit: float
     exchange: BlockSparse | None
+    on_nonfinite: OnNonFinite
     num_stages: int
     replicas: int
 
@@ -99,6 +101,7 @@ def partition(
     solver: str = "HIGHS",
     time_limit: float = 10.0,
     gradient_exchange: BlockSparse | Literal["dense"] = "dense",
+    on_nonfinite: OnNonFinite = None,
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
 
@@ -129,6 +132,9 @@ def partition(
       time_limit: seconds that it may take for each stage.
       gradient_exchange: ``jaxpipe.gradients.block_sparse(...)``: replicas of a stage send each other only the best
         blocks of their gradients. Without replicas, nothing is sent and nothing left out.
+      on_nonfinite: what to do if the loss or a gradient is not finite. ``"skip"``: parameters, state and optimizer
+        state stay as they are, and the metrics count it. ``"raise"``: so do they, and ``NonFiniteError`` says in which
+        stage it began; each step then waits for its result. None: not looked at.
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.
@@ -159,6 +165,8 @@ def partition(
             f"schedule={schedule!r}; it must be 'auto' or a function (num_stages, num_microbatches) -> Schedule, such "
             "as jaxpipe.schedules.gpipe."
         )
+    if on_nonfinite not in (None, "raise", "skip"):
+        raise checks.PartitionError(f"on_nonfinite={on_nonfinite!r}; it must be 'raise', 'skip' or None.")
     request = Request(
         model=model,
         mesh=mesh,
@@ -174,6 +182,7 @@ def partition(
         solver=check_solver(solver),
         time_limit=time_limit,
         exchange=check_exchange(gradient_exchange, DATA),
+        on_nonfinite=on_nonfinite,
         num_stages=num_stages,
         replicas=replicas,
     )
@@ -265,7 +274,7 @@ def _lay_out(
         warn_of_adam(jax.tree.unflatten(coloured.state_tree, coloured.state_avals))
         exchange = stage_exchange(request.exchange, model, placement, program.parameters, request.replicas)
     state_layout = lay_out([[a for a, owner in owned if owner == s] for s in range(len(sections))])
-    update = Update(coloured, state_layout, exchange)
+    update = Update(coloured, state_layout, exchange, request.on_nonfinite)
     shared = [a for a, owner in owned if owner is None]
     rows = checks.batch_size(one)
 

@@ -1,5 +1,6 @@
 """What a checkpoint holds, and how two of them differ."""
 
+import itertools
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,16 +25,17 @@ class Contents:
     """A training state in the model's own layout, on the host.
 
     Attributes:
-      step: steps taken.
+      step, skipped: steps taken, and how many of them changed nothing.
       key: data of the random key of the run.
       key_impl: its kind.
-      arrays: by group and path: ``variables``, the model's own; ``optimizer``, the state that optax has for the whole
-        tree; ``residuals`` of a block-sparse exchange, ``[replicas, ...]`` for each parameter. A random key is its data.
+      arrays: by group and path. ``variables``: the model's own; ``optimizer``: the state that optax has for the whole
+        tree; ``residuals`` of a block-sparse exchange: ``[replicas, ...]`` for each parameter. Random keys as data.
       types: by group and path, the dtypes of random keys among them.
       data: where the run is in its data, as JSON.
     """
 
     step: int
+    skipped: int
     key: np.ndarray
     key_impl: str
     arrays: dict[str, dict[Path, np.ndarray]]
@@ -76,7 +78,7 @@ def describe(contents: Contents) -> dict[str, dict[Path, Leaf]]:
 
 def checksum(x: np.ndarray) -> int:
     """CRC-32 of an array's bytes."""
-    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
 
 
 def expected(paths: Sequence[Path], avals: Sequence[Any]) -> dict[Path, Leaf]:
@@ -102,15 +104,16 @@ def differences(saved: Mapping[Path, Leaf], wanted: Mapping[Path, Leaf], owner: 
       >>> differences({("w",): Leaf((2,), "float32")}, {("w",): Leaf((3,), "float32")}, "the model")
       'w is float32[2] in the checkpoint, float32[3] in the model'
     """
-    found = []
+    other, missing, extra = [], [], []
     for path in dict.fromkeys((*wanted, *saved)):
         name = "/".join(path) or "its only array"
         if path not in saved:
-            found.append(f"{name} ({wanted[path]}) is only in {owner}")
+            missing.append(f"{name} ({wanted[path]}) is only in {owner}")
         elif path not in wanted:
-            found.append(f"{name} ({saved[path]}) is only in the checkpoint")
+            extra.append(f"{name} ({saved[path]}) is only in the checkpoint")
         elif str(saved[path]) != str(wanted[path]):
-            found.append(f"{name} is {saved[path]} in the checkpoint, {wanted[path]} in {owner}")
+            other.append(f"{name} is {saved[path]} in the checkpoint, {wanted[path]} in {owner}")
+    found = [text for texts in itertools.zip_longest(other, missing, extra) for text in texts if text]  # some of each
     if not found:
         return None
     rest = len(found) - _NAMED

@@ -36,12 +36,13 @@ class Saved:
 
     Attributes:
       folder: where it is.
-      step, key, key_impl, data: see ``Contents``.
+      step, skipped, key, key_impl, data: see ``Contents``.
       leaves: by group and path, what arrays there are.
     """
 
     folder: FilePath
     step: int
+    skipped: int
     key: np.ndarray
     key_impl: str
     data: Any
@@ -82,8 +83,8 @@ class Writer:
         last = max(steps(self.directory), default=-1)
         if contents.step <= last:
             raise CheckpointError(
-                f"directory={str(self.directory)!r} has a checkpoint of step {last}, and step {contents.step} was to be "
-                "saved: checkpoints of one run follow each other. Save into another directory, or remove the steps "
+                f"directory={str(self.directory)!r} has a checkpoint of step {last}, so that step {contents.step} "
+                "cannot be saved: checkpoints of one run follow each other. Save into another directory, or remove the steps "
                 f"from {contents.step} on if they are not wanted."
             )
         arrays = nest({(g, *path): x for g, group in contents.arrays.items() for path, x in group.items() if x.size})
@@ -121,21 +122,23 @@ def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
     if not there:
         raise CheckpointError(f"directory={str(directory)!r} has no checkpoint; it must be one that was saved to.")
     if step is not None and step not in there:
-        raise CheckpointError(f"directory={str(directory)!r} has no checkpoint of step={step}, only of {_listed(there)}.")
+        raise CheckpointError(
+            f"directory={str(directory)!r} has no checkpoint of step={step}, only of {_listed(there)}."
+        )
     folder = FilePath(directory).absolute() / str(there[-1] if step is None else step)
     try:
         about = _unsealed(json.loads((folder / _ABOUT / "metadata").read_text()))
         if about["format"] > FORMAT:
             raise CheckpointError(
-                f"The checkpoint {folder} has the format {about['format']}, written by jaxpipe {about['jaxpipe']}; this "
-                f"is jaxpipe {jaxpipe.__version__}, which reads formats up to {FORMAT}. Install a newer one."
+                f"The checkpoint {folder} has the format {about['format']}, written by jaxpipe {about['jaxpipe']}; "
+                f"this is jaxpipe {jaxpipe.__version__}, which reads formats up to {FORMAT}. Install a newer one."
             )
         leaves = {
             group: {tuple(path): Leaf(tuple(shape), dtype, crc32) for path, shape, dtype, crc32 in rows}
             for group, rows in about["leaves"].items()
         }
         key = np.array(about["key"], np.uint32)
-        return Saved(folder, about["step"], key, about["key_impl"], about["data"], leaves)
+        return Saved(folder, about["step"], about["skipped"], key, about["key_impl"], about["data"], leaves)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{folder} is not a checkpoint of jaxpipe, or files of it were removed: {error.filename} is missing."
@@ -155,7 +158,7 @@ def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[n
     """
     import orbax.checkpoint as ocp  # see Writer
 
-    leaves = {(g, *path): saved.leaves[g][path] for g, paths in wanted.items() for path in paths}
+    leaves: dict[Path, Leaf] = {(g, *path): saved.leaves[g][path] for g, paths in wanted.items() for path in paths}
     stored = {path: leaf for path, leaf in leaves.items() if np.prod(leaf.shape, dtype=np.int64)}
     found: dict[Path, np.ndarray] = {}
     if stored:
@@ -169,14 +172,20 @@ def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[n
         except Exception as error:  # whatever orbax and tensorstore say of files that are not theirs
             reason = str(error).splitlines()[0][:300] if str(error) else ""
             raise damaged(saved.folder, f"its arrays cannot be read ({type(error).__name__}: {reason})") from error
-    wrong = [path for path, x in found.items() if x.shape != leaves[path].shape or checksum(x) != leaves[path].crc32]
+    wrong = [path for path, x in found.items() if not _is_written(x, leaves[path])]
     if wrong:
         names = ", ".join("/".join(path) for path in wrong[:4])
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise damaged(saved.folder, f"{names}{more} do not have the values that were saved")
     empty = {path: np.zeros(leaf.shape, np.dtype(leaf.dtype)) for path, leaf in leaves.items() if path not in stored}
     found |= empty
-    return {g: [found[g, *path] for path in paths] for g, paths in wanted.items()}
+    whole = nest(found)
+    return {g: pick(whole.get(g), paths) for g, paths in wanted.items()}
+
+
+def _is_written(x: np.ndarray, leaf: Leaf) -> bool:
+    is_key = leaf.dtype.startswith("key<")
+    return x.shape == leaf.shape and (is_key or x.dtype.name == leaf.dtype) and checksum(x) == leaf.crc32
 
 
 def damaged(folder: FilePath, what: str) -> CheckpointError:
@@ -189,6 +198,7 @@ def _about(contents: Contents) -> dict[str, Any]:
         "format": FORMAT,
         "jaxpipe": jaxpipe.__version__,
         "step": contents.step,
+        "skipped": contents.skipped,
         "key": contents.key.tolist(),
         "key_impl": contents.key_impl,
         "data": contents.data,

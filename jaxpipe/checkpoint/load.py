@@ -51,9 +51,10 @@ def load(directory: Any, *, step: int | None = None, variables: Any = None, opti
     Example:
       >>> import optax, tempfile
       >>> import jaxpipe
-      >>> model, folder = jax.tree_util.Partial(lambda w, x: x @ w["out"], {"out": jnp.ones((3, 1))}), tempfile.mkdtemp()
+      >>> model = jax.tree_util.Partial(lambda w, x: x @ w["out"], {"out": jnp.ones((3, 1))})
       >>> mesh, batch = jax.make_mesh((1,), ("stage",)), jnp.ones((4, 3))
       >>> pipeline = jaxpipe.partition(model, mesh, batch, loss=lambda f, x: f(x).mean(), optimizer=optax.sgd(0.5))
+      >>> folder = tempfile.mkdtemp()
       >>> pipeline.save(pipeline.init(jax.random.key(0)), folder)
       >>> load(folder, variables=model).variables.args[0]["out"].shape
       (3, 1)

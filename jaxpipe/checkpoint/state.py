@@ -80,6 +80,7 @@ def take(planned: "Planned", state: TrainState, data: Any = None) -> Contents:
     variables = _from_rows(program.state, planned.placement.state, _host(state.variables))
     return Contents(
         step=int(state.step),
+        skipped=int(state.skipped),
         key=np.array(jax.random.key_data(state.key)),
         key_impl=str(jax.random.key_impl(state.key)),
         arrays={
@@ -116,7 +117,7 @@ def put(planned: "Planned", saved: Saved) -> TrainState:
     Raises:
       CheckpointError: if the checkpoint is of another model or optimizer, or is damaged.
     """
-    names, model, update, mesh = _names(planned), planned.model, planned.update, planned.mesh
+    names, update, mesh = _names(planned), planned.update, planned.mesh
     coloured, exchange = update.coloured, update.exchange
     check(saved, VARIABLES, _variable_leaves(planned, names), "the model")
     check(saved, OPTIMIZER, expected(names.optimizer, coloured.state_avals), "the optimizer")
@@ -166,6 +167,7 @@ def put(planned: "Planned", saved: Saved) -> TrainState:
         ),
         key=jax.device_put(jax.random.wrap_key_data(jnp.asarray(saved.key), impl=saved.key_impl), everywhere),
         step=jax.device_put(np.int32(saved.step), everywhere),
+        skipped=jax.device_put(np.int32(saved.skipped), everywhere),
         plan=planned.plan.identity,
     )
 

@@ -62,6 +62,7 @@ def initial_state(
         shared=tuple(jax.device_put(x, everywhere) for x in shared),
         key=jax.device_put(_copied(key), everywhere),
         step=jax.device_put(jnp.zeros((), jnp.int32), everywhere),
+        skipped=jax.device_put(jnp.zeros((), jnp.int32), everywhere),
         plan=plan,
     )
 

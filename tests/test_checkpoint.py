@@ -60,8 +60,13 @@ def trained(pipeline: jaxpipe.Pipeline, name: str, count: int, state=None):
 
 
 @functools.cache
+def compiled(name: str, stages: int, replicas: int | None = None) -> jaxpipe.Pipeline:
+    """A pipeline that several tests share."""
+    return pipeline_of(name, stages, replicas)
+
+
 def mlp_pipeline() -> jaxpipe.Pipeline:
-    return pipeline_of("mlp", 2)
+    return compiled("mlp", 2)
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +85,14 @@ def saved_mlp(tmp_path_factory):
     ("name", "stages", "replicas"),
     [
         pytest.param("mlp", 2, None, marks=pytest.mark.core),
-        ("cnn-nnx", 2, None),
+        ("cnn-linen", 4, None),
+        pytest.param("cnn-nnx", 2, None, marks=pytest.mark.slow),
         pytest.param("transformer", 4, None, marks=pytest.mark.slow),
         pytest.param("resnet", 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(name, stages, replicas, tmp_path):
-    pipeline = pipeline_of(name, stages, replicas)
+    pipeline = compiled(name, stages, replicas)
     state, _ = trained(pipeline, name, 2)
     pipeline.save(state, tmp_path)
     expected, metrics = trained(pipeline, name, 2, state)
@@ -149,10 +155,20 @@ def test_random_keys_and_signs_of_zero_are_kept(tmp_path):
 # Other stages
 
 
+def test_no_device_holds_the_whole_tree(tmp_path):
+    pipeline = compiled("mlp", 4)
+    pipeline.save(pipeline.init(jax.random.key(3)), tmp_path)
+    state = pipeline.restore(tmp_path)
+    whole = sum(x.nbytes for x in jax.tree.leaves(pipeline.parameters(state)))
+    for device in pipeline.mesh.devices.flat:
+        held = sum(s.data.nbytes for x in state.parameters for s in x.addressable_shards if s.device == device)
+        assert 0 < held < whole
+
+
 @pytest.fixture(scope="module")
 def four_stages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("four")
-    pipeline = pipeline_of("cnn-linen", 4)
+    pipeline = compiled("cnn-linen", 4)
     state, _ = trained(pipeline, "cnn-linen", 2)
     pipeline.save(state, folder, data=[1, 2])
     return folder, pipeline.parameters(state)
@@ -168,7 +184,7 @@ def plain_prediction(variables):
 @pytest.mark.parametrize("stages", [1, 2, pytest.param(8, marks=pytest.mark.slow)])
 def test_four_stages_become_any_number(stages, four_stages):
     folder, variables = four_stages
-    pipeline = pipeline_of("cnn-linen", stages)
+    pipeline = compiled("cnn-linen", stages)
     state = pipeline.restore(folder)
     assert_same_bits(pipeline.parameters(state), variables)
     assert int(state.step) == 2
@@ -181,7 +197,7 @@ def test_four_stages_become_any_number(stages, four_stages):
 def test_a_checkpoint_becomes_plain_flax_and_optax(four_stages):
     """Predictions are those of the pipeline, and the next plain update is optax's own from its state."""
     folder, variables = four_stages
-    pipeline = pipeline_of("cnn-linen", 1)
+    pipeline = compiled("cnn-linen", 1)
     state = pipeline.restore(folder)
     found = load(folder)
     assert_same_bits(found.variables, variables)
@@ -241,7 +257,7 @@ def test_other_models_shapes_and_optimizers_are_refused(saved_mlp):
         jaxpipe.CheckpointError,
         match="does not fit the model: .* is only in the model; .* is only in the checkpoint; .* and 20 more",
     ):
-        pipeline_of("cnn-linen", 1).restore(saved_mlp)
+        compiled("cnn-linen", 1).restore(saved_mlp)
     with pytest.raises(
         jaxpipe.CheckpointError, match="does not fit the optimizer: 0/trace/.* is only in the optimizer"
     ):
@@ -356,7 +372,7 @@ def test_a_save_does_not_replace_another(saved_mlp, tmp_path):
     with pytest.raises(jaxpipe.CheckpointError, match="data= must be what JSON can hold"):
         pipeline.save(state, tmp_path, data=np.zeros(3))
     with pytest.raises(jaxpipe.StateError, match="belongs to the plan"):
-        pipeline_of("mlp", 4).save(state, tmp_path)
+        compiled("mlp", 4).save(state, tmp_path)
     assert steps(tmp_path) == []
 
 

@@ -84,7 +84,7 @@ def runs(tmp_path):
 
 def kill_again_and_again(runs: Runs, directory: Path, count: int) -> None:
     chance, reference = random.Random(1), Reference()
-    complete, kills = 0, 0
+    complete, unfinished = 0, 0
     for _ in range(count):
         pid = runs.start(every=2, until=10**9)
         _, step = runs.read("ready")
@@ -93,7 +93,7 @@ def kill_again_and_again(runs: Runs, directory: Path, count: int) -> None:
         os.kill(pid, signal.SIGKILL)
         told, code = runs.read("ended")
         assert code == -signal.SIGKILL
-        kills += 1
+        unfinished += any(not p.name.isdecimal() for p in directory.glob("[!.]*"))
         complete = max(told.get("complete", 0), complete)
         there = steps(directory)
         assert max(there, default=0) >= complete
@@ -108,7 +108,8 @@ def kill_again_and_again(runs: Runs, directory: Path, count: int) -> None:
             assert_same_bits(found[0], reference.state)
             assert found[1] == reference.data.bit_generator.state
             complete = there[-1]
-    assert complete > 2 * count and kills == count
+    assert complete > 0
+    assert unfinished > count // 10  # deaths in the midst of a save, which are what this is about
 
     last = complete + 7
     runs.start(every=2, until=last)

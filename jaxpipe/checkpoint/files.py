@@ -5,6 +5,7 @@
 
 A step is written under another name, which says that it is temporary, and renamed when complete; one that is no longer
 kept is renamed before it is deleted. So a folder named after a step is a complete checkpoint whenever the process dies.
+(What a machine that loses power keeps of files just written is up to its file system.)
 """
 
 import json
@@ -84,8 +85,8 @@ class Writer:
         if contents.step <= last:
             raise CheckpointError(
                 f"directory={str(self.directory)!r} has a checkpoint of step {last}, so that step {contents.step} "
-                "cannot be saved: checkpoints of one run follow each other. Save into another directory, or remove the steps "
-                f"from {contents.step} on if they are not wanted."
+                "cannot be saved: checkpoints of one run follow each other. Save into another directory, or remove the "
+                f"steps from {contents.step} on if they are not wanted."
             )
         arrays = nest({(g, *path): x for g, group in contents.arrays.items() for path, x in group.items() if x.size})
         # orbax is given one array at least.

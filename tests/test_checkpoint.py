@@ -4,6 +4,9 @@ import functools
 import json
 import shutil
 import signal
+import tempfile
+import zlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,8 @@ import optax
 import pytest
 from compare import assert_same_bits
 from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pipeline_models import CASES
 
 import jaxpipe
@@ -333,6 +338,40 @@ def test_damaged_files_are_refused_or_do_not_matter(how, saved_mlp, tmp_path):
                 assert_same_bits(state, expected)
     # Others are orbax's marks, and what it has written again in another file.
     assert refused >= {"metadata", "manifest.ocdbt", "d"}
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_descriptions_by_others_are_refused_or_do_no_harm(saved_mlp, data):
+    """With a checksum that fits: any value, in any place, of any kind of JSON."""
+    kinds = st.one_of(
+        st.none(), st.integers(-(10**30), 10**30), st.text(max_size=4), st.lists(st.integers(), max_size=3)
+    )
+    name = data.draw(st.sampled_from(["format", "step", "skipped", "key", "key_impl", "leaves", "variables", "leaf"]))
+    value = data.draw(kinds)
+    about = json.loads((saved_mlp / "2" / "about" / "metadata").read_text())["about"]
+    if name == "leaf":
+        row = data.draw(st.sampled_from(about["leaves"]["variables"]))
+        row[data.draw(st.integers(0, 3))] = value
+    else:
+        (about["leaves"] if name == "variables" else about)[name] = value
+    sealed = {"about": about, "crc32": zlib.crc32(json.dumps(about, sort_keys=True).encode())}
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(saved_mlp, folder, dirs_exist_ok=True)
+        (Path(folder) / "2" / "about" / "metadata").write_text(json.dumps(sealed))
+        try:
+            state = mlp_pipeline().restore(folder)
+        except jaxpipe.CheckpointError:
+            return
+    assert name in ("format", "step", "skipped", "key", "key_impl")  # another run's would do as well
+    assert_same_bits(state.parameters, mlp_pipeline().restore(saved_mlp).parameters)
+
+
+def test_several_processes_are_refused(saved_mlp, tmp_path, monkeypatch):
+    state = mlp_pipeline().restore(saved_mlp)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(jaxpipe.CheckpointError, match="2 processes train together"):
+        mlp_pipeline().save(state, tmp_path)
 
 
 def test_a_changed_description_is_refused(saved_mlp, tmp_path):

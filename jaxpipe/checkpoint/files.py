@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxpipe
-from jaxpipe.checkpoint.contents import Contents, Leaf, checksum, describe
+from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, Leaf, checksum, describe
 from jaxpipe.checkpoint.tree import Path, nest, pick
 from jaxpipe.errors import CheckpointError
 
@@ -37,15 +39,15 @@ class Saved:
 
     Attributes:
       folder: where it is.
-      step, skipped, key, key_impl, data: see ``Contents``.
+      step, skipped, data: see ``Contents``.
+      key: the random key of the run.
       leaves: by group and path, what arrays there are.
     """
 
     folder: FilePath
     step: int
     skipped: int
-    key: np.ndarray
-    key_impl: str
+    key: jax.Array
     data: Any
     leaves: dict[str, dict[Path, Leaf]]
 
@@ -62,9 +64,17 @@ class Writer:
     Args:
       directory: made if it is not there.
       keep: how many to keep; None for all.
+
+    Raises:
+      CheckpointError: if there are several processes.
     """
 
     def __init__(self, directory: Any, keep: int | None = None):
+        if jax.process_count() > 1:
+            raise CheckpointError(
+                f"directory={str(directory)!r}: {jax.process_count()} processes train together, and a checkpoint is "
+                "written by one process that has all stages. Train in one process."
+            )
         import orbax.checkpoint as ocp  # takes a second to import, and most programs never need it
 
         self.directory = FilePath(directory).absolute()
@@ -135,17 +145,21 @@ def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
                 f"this is jaxpipe {jaxpipe.__version__}, which reads formats up to {FORMAT}. Install a newer one."
             )
         leaves = {
-            group: {tuple(path): Leaf(tuple(shape), dtype, crc32) for path, shape, dtype, crc32 in rows}
-            for group, rows in about["leaves"].items()
+            group: {
+                tuple(map(str, path)): Leaf(tuple(shape), str(dtype), crc)
+                for path, shape, dtype, crc in about["leaves"][group]
+            }
+            for group in (VARIABLES, OPTIMIZER, RESIDUALS)
         }
-        key = np.array(about["key"], np.uint32)
-        return Saved(folder, about["step"], about["skipped"], key, about["key_impl"], about["data"], leaves)
+        key = jax.random.wrap_key_data(jnp.array(about["key"], jnp.uint32), impl=str(about["key_impl"]))
+        taken, skipped = (int(np.int32(about[name])) for name in ("step", "skipped"))
+        return Saved(folder, taken, skipped, key, about["data"], leaves)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{folder} is not a checkpoint of jaxpipe, or files of it were removed: {error.filename} is missing."
             f"{_others(folder)}"
         ) from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, OSError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise damaged(folder, f"{_ABOUT}/metadata cannot be read ({type(error).__name__}: {error})") from error

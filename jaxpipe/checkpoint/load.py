@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe.checkpoint.contents import OPTIMIZER, VARIABLES, expected
@@ -49,8 +48,7 @@ def load(directory: Any, *, step: int | None = None, variables: Any = None, opti
       CheckpointError: if there is none, it is damaged, or has other arrays than ``variables`` or ``optimizer_state``.
 
     Example:
-      >>> import optax, tempfile
-      >>> import jaxpipe
+      >>> import jax.numpy as jnp, jaxpipe, optax, tempfile
       >>> model = jax.tree_util.Partial(lambda w, x: x @ w["out"], {"out": jnp.ones((3, 1))})
       >>> mesh, batch = jax.make_mesh((1,), ("stage",)), jnp.ones((4, 3))
       >>> pipeline = jaxpipe.partition(model, mesh, batch, loss=lambda f, x: f(x).mean(), optimizer=optax.sgd(0.5))
@@ -66,7 +64,7 @@ def load(directory: Any, *, step: int | None = None, variables: Any = None, opti
         variables = nnx.filter_state(variables, nnx.Not(nnx.RngState))
     return Checkpoint(
         step=saved.step,
-        key=jax.random.wrap_key_data(jnp.asarray(saved.key), impl=saved.key_impl),
+        key=saved.key,
         variables=_tree(saved, VARIABLES, variables, "variables"),
         optimizer_state=_tree(saved, OPTIMIZER, optimizer_state, "optimizer_state"),
         data=saved.data,

@@ -165,7 +165,7 @@ def put(planned: "Planned", saved: Saved) -> TrainState:
             jax.device_put(typed(x, coloured.state_avals[k].dtype), everywhere)
             for k, x in zip(shared, common, strict=True)
         ),
-        key=jax.device_put(jax.random.wrap_key_data(jnp.asarray(saved.key), impl=saved.key_impl), everywhere),
+        key=jax.device_put(saved.key, everywhere),
         step=jax.device_put(np.int32(saved.step), everywhere),
         skipped=jax.device_put(np.int32(saved.skipped), everywhere),
         plan=planned.plan.identity,

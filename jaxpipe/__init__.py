@@ -25,6 +25,7 @@ from jaxpipe.errors import StateError as StateError
 from jaxpipe.errors import TargetError as TargetError
 from jaxpipe.network import Network as Network
 from jaxpipe.partition import partition as partition
+from jaxpipe.pipeline.nonfinite import NonFiniteOrigin as NonFiniteOrigin
 from jaxpipe.pipeline.pipeline import MemoryReport as MemoryReport
 from jaxpipe.pipeline.pipeline import Pipeline as Pipeline
 from jaxpipe.pipeline.state import TrainState as TrainState

@@ -1,5 +1,6 @@
 """``Pipeline``: a planned model on a mesh."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -264,9 +265,8 @@ class Pipeline:
           CheckpointError: if ``data`` is not JSON, or there is a checkpoint of this or a later step.
         """
         contents = self._contents(state, data)
-        writer = Writer(directory)
-        writer.write(contents)
-        writer.close()
+        with contextlib.closing(Writer(directory)) as writer:
+            writer.write(contents)
 
     def restore(self, directory: Any, *, step: int | None = None) -> TrainState:
         """The state of a checkpoint, made stage by stage; training goes on with the same bits.

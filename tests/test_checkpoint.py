@@ -260,11 +260,11 @@ def test_nnx_modules_are_updated_from_a_checkpoint(tmp_path):
 def test_other_models_shapes_and_optimizers_are_refused(saved_mlp):
     with pytest.raises(
         jaxpipe.CheckpointError,
-        match="does not fit the model: .* is only in the model; .* is only in the checkpoint; .* and 20 more",
+        match=r"does not fit the model: .* is only in the model; .* is only in the checkpoint; .* and 20 more",
     ):
         compiled("cnn-linen", 1).restore(saved_mlp)
     with pytest.raises(
-        jaxpipe.CheckpointError, match="does not fit the optimizer: 0/trace/.* is only in the optimizer"
+        jaxpipe.CheckpointError, match=r"does not fit the optimizer: 0/trace/.* is only in the optimizer"
     ):
         pipeline_of("mlp", 2, optimizer=optax.sgd(0.1, momentum=0.9)).restore(saved_mlp)
     wider = jax.tree_util.Partial(zoo.mlp, zoo.init_mlp(jax.random.key(0), [12, 16, 16, 24, 10]))
@@ -302,7 +302,7 @@ def test_formats_of_later_versions_are_refused(saved_mlp, tmp_path, monkeypatch)
     monkeypatch.setattr("jaxpipe.checkpoint.files.FORMAT", 2)
     mlp_pipeline().save(mlp_pipeline().restore(saved_mlp), tmp_path)
     monkeypatch.undo()
-    with pytest.raises(jaxpipe.CheckpointError, match="has the format 2, written by jaxpipe .* reads formats up to 1"):
+    with pytest.raises(jaxpipe.CheckpointError, match=r"has the format 2, written by jaxpipe .* reads formats up to 1"):
         mlp_pipeline().restore(tmp_path)
 
 
@@ -382,7 +382,7 @@ def test_a_changed_description_is_refused(saved_mlp, tmp_path):
     found["about"]["data"]["epoch"] = 2
     file.write_text(json.dumps(found))
     with pytest.raises(
-        jaxpipe.CheckpointError, match="is damaged: about/metadata cannot be read .*its checksum is another"
+        jaxpipe.CheckpointError, match=r"is damaged: about/metadata cannot be read .*its checksum is another"
     ):
         mlp_pipeline().restore(tmp_path / "copy")
 
@@ -394,7 +394,7 @@ def test_errors_name_the_other_checkpoints(saved_mlp, tmp_path):
         if file.is_file():
             file.write_bytes(b"")
     with pytest.raises(
-        jaxpipe.CheckpointError, match="4 is damaged: .* There are others, of step 2: pass step= to restore"
+        jaxpipe.CheckpointError, match=r"4 is damaged: .* There are others, of step 2: pass step= to restore"
     ):
         mlp_pipeline().restore(tmp_path)
     assert int(mlp_pipeline().restore(tmp_path, step=2).step) == 2

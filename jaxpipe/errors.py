@@ -1,5 +1,7 @@
 """Errors a user can meet. Each message says what was asked, the rule, and what to do."""
 
+from typing import Any
+
 
 class JaxpipeError(Exception):
     """Base of every error that jaxpipe raises on purpose."""
@@ -35,6 +37,24 @@ class BatchError(JaxpipeError, ValueError):
 
 class StateError(JaxpipeError, ValueError):
     """A training state that belongs to another plan."""
+
+
+class CheckpointError(JaxpipeError, ValueError):
+    """A checkpoint that is not there, is damaged, or is of another model or optimizer."""
+
+
+class NonFiniteError(JaxpipeError, ArithmeticError):
+    """A loss or a gradient that is not finite.
+
+    Attributes:
+      state: the training state as it was before the step.
+      stage: where it began, if that is known.
+    """
+
+    def __init__(self, message: str, state: Any, stage: int | None = None):
+        super().__init__(message)
+        self.state = state
+        self.stage = stage
 
 
 class MemoryBudgetError(JaxpipeError, ValueError):

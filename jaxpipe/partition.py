@@ -23,6 +23,7 @@ from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.balance import balanced
 from jaxpipe.pipeline.exchange import check_exchange, stage_exchange, warn_of_adam
 from jaxpipe.pipeline.fit import Fitted, Prices, fit
+from jaxpipe.pipeline.guard import OnNonFinite
 from jaxpipe.pipeline.initialize import stage_devices
 from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.live import check_live
@@ -78,6 +79,7 @@ class Request:
     solver: str
     time_limit: float
     exchange: BlockSparse | None
+    on_nonfinite: OnNonFinite
     num_stages: int
     replicas: int
 
@@ -101,6 +103,7 @@ def partition(
     solver: str = "HIGHS",
     time_limit: float = 10.0,
     gradient_exchange: BlockSparse | Literal["dense"] = "dense",
+    on_nonfinite: OnNonFinite = None,
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
 
@@ -132,6 +135,9 @@ def partition(
       time_limit: seconds that it may take for each stage.
       gradient_exchange: ``jaxpipe.gradients.block_sparse(...)``: replicas of a stage send each other only the best
         blocks of their gradients. Without replicas, nothing is sent and nothing left out.
+      on_nonfinite: what to do if the loss or a gradient is not finite. ``"skip"``: parameters, state and optimizer
+        state stay as they are, and the metrics count it. ``"raise"``: so do they, and ``NonFiniteError`` says in which
+        stage it began; each step then waits for its result. None: not looked at.
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.
@@ -157,6 +163,8 @@ def partition(
     if not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
         raise checks.PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
     checks.check_network(network, mesh)
+    if on_nonfinite not in (None, "raise", "skip"):
+        raise checks.PartitionError(f"on_nonfinite={on_nonfinite!r}; it must be 'raise', 'skip' or None.")
     request = Request(
         model=model,
         mesh=mesh,
@@ -172,6 +180,7 @@ def partition(
         solver=check_solver(solver),
         time_limit=time_limit,
         exchange=check_exchange(gradient_exchange, DATA),
+        on_nonfinite=on_nonfinite,
         num_stages=num_stages,
         replicas=replicas,
     )
@@ -268,7 +277,7 @@ def _lay_out(
         warn_of_adam(jax.tree.unflatten(coloured.state_tree, coloured.state_avals))
         exchange = stage_exchange(request.exchange, model, placement, program.parameters, request.replicas)
     state_layout = lay_out([[a for a, owner in owned if owner == d] for d in range(count)])
-    update = Update(coloured, state_layout, exchange)
+    update = Update(coloured, state_layout, exchange, request.on_nonfinite)
     shared = [a for a, owner in owned if owner is None]
     rows = checks.batch_size(one)
 

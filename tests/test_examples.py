@@ -30,3 +30,18 @@ def test_train_digits_sparse_compares_exchanges(capsys, tmp_path):
     assert dense.ratio == 1 and 50 < sparse.ratio < 60
     assert "4 replicas, 8 epochs, own" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["sparse.png"]
+
+
+def test_train_resumable_goes_on_in_fewer_stages(capsys, tmp_path):
+    example = runpy.run_path(str(EXAMPLES / "train_resumable.py"))
+
+    def run(**options):
+        accuracy = example["main"](example["Options"](checkpoints=tmp_path, every=20, **options))
+        return accuracy, capsys.readouterr().out
+
+    first, printed = run(stages=4, steps=50)
+    assert "goes on" not in printed and "checkpoint of step 50" in printed
+    second, printed = run(stages=2, steps=130)
+    assert "goes on from step 50" in printed and "step 120: loss" in printed and "checkpoint of step 130" in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["120", "130"]
+    assert first < second and second > 0.9

@@ -55,13 +55,14 @@ def initial_state(
     shared = _shared_state(model, optimizer, update)
     residual = () if update.exchange is None else _residual(mesh, update.exchange)
     everywhere = NamedSharding(mesh, P())
-    gathered = [_assemble(mesh, [part[k] for part in parts]) for k in range(3)]
+    gathered = [assemble(mesh, P(STAGE), [part[k] for part in parts]) for k in range(3)]
     return TrainState(
         *gathered,
         residual=residual,
         shared=tuple(jax.device_put(x, everywhere) for x in shared),
         key=jax.device_put(_copied(key), everywhere),
         step=jax.device_put(jnp.zeros((), jnp.int32), everywhere),
+        skipped=jax.device_put(jnp.zeros((), jnp.int32), everywhere),
         plan=plan,
     )
 
@@ -155,12 +156,19 @@ def stage_devices(mesh: Mesh, s: int) -> list[Any]:
     return list(np.atleast_1d(np.take(mesh.devices, s, axis=mesh.axis_names.index(STAGE))))
 
 
-def _assemble(mesh: Mesh, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """Global arrays ``[num_stages, length]`` from the rows that the stages' devices hold."""
-    sharding = NamedSharding(mesh, P(STAGE))
+def assemble(mesh: Mesh, spec: P, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """Global buffers from the rows that the stages' devices hold.
+
+    Args:
+      mesh: the devices.
+      spec: how a buffer is sharded; all but its last axis.
+      parts: by stage and buffer, the rows of the stage's devices.
+    """
+    sharding = NamedSharding(mesh, spec)
+    whole = [mesh.shape[axis] for axis in spec]
     return tuple(
         jax.make_array_from_single_device_arrays(
-            (len(parts), *rows[0][0].shape[1:]), sharding, [x for copies in rows for x in copies]
+            (*whole, rows[0][0].shape[-1]), sharding, [x for copies in rows for x in copies]
         )
         for rows in zip(*parts, strict=True)
     )

@@ -60,6 +60,21 @@ class Layout:
             buffers.append(flat[0] if len(flat) == 1 else jnp.concatenate(flat))
         return buffers
 
+    def unpack(self, stage: int, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """``read`` on the host: views of a stage's rows."""
+        pairs = zip(self.avals[stage], self.places[stage], strict=True)
+        return [
+            rows[k].reshape(-1)[offset : offset + math.prod(aval.shape)].reshape(aval.shape)
+            for aval, (k, offset) in pairs
+        ]
+
+    def pack(self, stage: int, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """``write`` on the host."""
+        rows = [np.zeros((length,), dtype) for length, dtype in self.buffers]
+        for view, value in zip(self.unpack(stage, rows), values, strict=True):
+            view[...] = value
+        return rows
+
 
 def lay_out(avals: Sequence[Sequence[Any]]) -> Layout:
     """Give every array of every stage a place.

@@ -1,5 +1,6 @@
 """``Pipeline``: a planned model on a mesh."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.checkpoint.contents import Contents
+from jaxpipe.checkpoint.files import Writer, open_checkpoint
+from jaxpipe.checkpoint.state import put, take
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.model import BoundModel, UserFunction, with_values
-from jaxpipe.pipeline import checks
+from jaxpipe.pipeline import checks, nonfinite
 from jaxpipe.pipeline import step as steps
 from jaxpipe.pipeline.initialize import initial_state
 from jaxpipe.pipeline.layout import Layout
+from jaxpipe.pipeline.nonfinite import NonFiniteOrigin
 from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction
 from jaxpipe.pipeline.program import DATA, STAGE, Program
 from jaxpipe.pipeline.sections import Placement, cut_sections, follow
@@ -181,19 +186,45 @@ class Pipeline:
         Returns:
           The new state, and metrics: ``loss``, ``gradient_norm``, ``learning_rate`` if the optimizer was made with
           ``optax.inject_hyperparams``, those of the loss function, and, with a block-sparse exchange, ``sent_share``
-          (of the squared norm of gradients and residuals) and ``residual_norm``.
+          (of the squared norm of gradients and residuals) and ``residual_norm``. With ``on_nonfinite="skip"``, how many
+          steps have been ``skipped`` since ``init``, and of this one ``nonfinite_stages``, a flag for each stage:
+          whether its gradients were not finite.
 
         Raises:
           BatchError, StateError: if an argument does not fit the plan.
+          NonFiniteError: if a loss or a gradient is not finite, with ``on_nonfinite="raise"``.
         """
         leaves = self._check(state, batch)
         state, loss, counters, metrics = self._compiled_step(state, leaves)
         if not any(section.stage and section.stage.storage.sparse for section in self._planned.program.sections):
             del counters["overflows"]
+        if self._planned.update.on_nonfinite is not None:
+            self._look_at_nonfinite(state, batch, loss, counters)
         found = _metrics(self._planned.program.objective, loss, metrics) | counters
         if self._learning_rate is not None:
             found["learning_rate"] = state.shared[self._learning_rate]
         return state, found
+
+    def _look_at_nonfinite(self, state: TrainState, batch: Any, loss: Any, counters: dict[str, Any]) -> None:
+        stages, stopped = counters.pop("nonfinite_stages"), counters.pop("stopped")
+        if self._planned.update.on_nonfinite == "skip":
+            counters |= {"skipped": state.skipped, "nonfinite_stages": stages}
+        elif stopped:
+            norm = float(counters["gradient_norm"])
+            raise nonfinite.error(self._planned, state, batch, float(loss), norm, np.flatnonzero(stages).tolist())
+
+    def find_nonfinite(self, state: TrainState, batch: Any) -> NonFiniteOrigin | None:
+        """Where the loss of a batch is first not finite: stage, micro-batch and operator; slow, as nothing is compiled.
+
+        Args:
+          state: before the step, for the same random numbers.
+          batch: as for ``step``.
+
+        Returns:
+          None if it is finite.
+        """
+        self._check(state, batch)
+        return nonfinite.find(self._planned, state, batch)
 
     def value_and_grad(self, state: TrainState, batch: Any) -> tuple[tuple[Any, dict[str, Any]], Any]:
         """``((loss, metrics), gradients)``; gradients in the model's own layout, as host arrays."""
@@ -226,6 +257,42 @@ class Pipeline:
         values = _from_stages(planned.program.parameters, planned.placement.parameters, state.parameters)
         rest = _from_stages(planned.program.state, planned.placement.state, state.variables)
         return planned.model.variable_tree(values, rest)
+
+    def save(self, state: TrainState, directory: Any, *, data: Any = None) -> None:
+        """Save a checkpoint as ``directory/<step>``, and wait until it is on disk. In a loop, use ``Checkpointer``.
+
+        It is in the model's own layout: any pipeline of this model and optimizer can restore it, whatever its stages,
+        replicas and devices, and ``jaxpipe.checkpoint.load`` can without one.
+
+        Args:
+          state: of this pipeline.
+          directory: made if it is not there.
+          data: where the run is in its data, as JSON.
+
+        Raises:
+          CheckpointError: if ``data`` is not JSON, or there is a checkpoint of this or a later step.
+        """
+        contents = self._contents(state, data)
+        with contextlib.closing(Writer(directory)) as writer:
+            writer.write(contents)
+
+    def restore(self, directory: Any, *, step: int | None = None) -> TrainState:
+        """The state of a checkpoint, made stage by stage; training goes on with the same bits.
+
+        With another number of replicas, each gets the mean of the residuals of a block-sparse exchange.
+
+        Args:
+          directory: that it was saved to.
+          step: which; left out: the last.
+
+        Raises:
+          CheckpointError: if there is none, it is damaged, or of another model or optimizer.
+        """
+        return put(self._planned, open_checkpoint(directory, step))
+
+    def _contents(self, state: TrainState, data: Any) -> Contents:
+        checks.check_state(state.plan, self.plan.identity)
+        return take(self._planned, state, data)
 
     def microbatch_key(self, state: TrainState, j: int) -> Any:
         """The random key of micro-batch ``j`` in the step that starts from ``state``; ``j`` counts over replicas.
@@ -275,7 +342,7 @@ class Pipeline:
         shared = tuple(self._abstract(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
         step = self._abstract((), np.int32, P())
         key = self._abstract((), key.dtype, P())
-        return TrainState(parameters, variables, optimizer, residual, shared, key, step, self.plan.identity)
+        return TrainState(parameters, variables, optimizer, residual, shared, key, step, step, self.plan.identity)
 
     def _abstract(self, shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(self.mesh, spec))

@@ -18,6 +18,7 @@ class TrainState:
       shared: optimizer state that every device has (step counts, schedules).
       key: the random key of the run.
       step: steps taken.
+      skipped: how many of them changed nothing, as the loss or a gradient was not finite.
       plan: fingerprint of the plan that it belongs to.
     """
 
@@ -28,4 +29,5 @@ class TrainState:
     shared: tuple[Any, ...]
     key: Any
     step: Any
+    skipped: Any
     plan: str = field(metadata={"static": True})

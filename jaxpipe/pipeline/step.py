@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.gradients.exchange import sent_share
 from jaxpipe.pipeline.exchange import StageExchange, run_exchange
+from jaxpipe.pipeline.guard import OnNonFinite, guard
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.live import Live
 from jaxpipe.pipeline.optimizer import ColouredUpdate, run_update
@@ -58,11 +59,13 @@ class Update:
       coloured: the optimizer.
       layout: of its state.
       exchange: how replicas exchange gradients; None if whole.
+      on_nonfinite: what to do about a loss or a gradient that is not finite.
     """
 
     coloured: ColouredUpdate
     layout: Layout
     exchange: StageExchange | None = None
+    on_nonfinite: OnNonFinite = None
 
 
 def state_specs(state: TrainState) -> TrainState:
@@ -75,6 +78,7 @@ def state_specs(state: TrainState) -> TrainState:
         by_stage(state.optimizer),
         jax.tree.map(lambda _: P(STAGE, DATA), state.residual),
         everywhere(state.shared),
+        P(),
         P(),
         P(),
         state.plan,
@@ -98,6 +102,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
         residual, told = (), {}
         if update.exchange is None:
             loss, gradients, metrics = _mean(program, totals)
+            own = gradients
         else:
             loss, own, metrics = _mean(program, totals, summed=False)
             held = [x.reshape(x.shape[2:]) for x in state.residual]
@@ -128,10 +133,15 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             tuple(shared),
             state.key,
             state.step + 1,
+            state.skipped,
             state.plan,
         )
         overflows = lax.psum(totals.overflows, (STAGE, DATA) if program.replicated else (STAGE,))
         counters = {"gradient_norm": _norm(gradients), "overflows": overflows, **told}
+        if update.on_nonfinite is not None:
+            skip = update.on_nonfinite == "skip"
+            new, noticed = guard(state, new, loss, own, program.num_devices, program.replicated, skip)
+            counters |= noticed
         return new, loss, counters, metrics
 
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
@@ -162,7 +172,13 @@ def _live_step(mesh: Mesh, program: Program, update: Update, batching: Batching,
         updates = program.schedule.num_microbatches // program.schedule.group
         squares = lax.psum(weights.squares, STAGE) / updates
         overflows = lax.psum(totals.overflows, (STAGE, DATA) if program.replicated else (STAGE,))
-        return new, loss, {"gradient_norm": jnp.sqrt(squares), "overflows": overflows}, metrics
+        counters = {"gradient_norm": jnp.sqrt(squares), "overflows": overflows}
+        if update.on_nonfinite is not None:
+            skip = update.on_nonfinite == "skip"
+            seen = [weights.squares]
+            new, noticed = guard(state, new, loss, seen, program.num_devices, program.replicated, skip)
+            counters |= noticed
+        return new, loss, counters, metrics
 
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
 

@@ -1,0 +1,137 @@
+"""``Checkpointer``: checkpoints in a training loop."""
+
+import signal
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from jaxpipe.checkpoint.files import Writer, open_checkpoint, steps
+from jaxpipe.checkpoint.state import put
+from jaxpipe.errors import CheckpointError
+from jaxpipe.pipeline.state import TrainState
+
+
+if TYPE_CHECKING:
+    from jaxpipe.pipeline.pipeline import Pipeline
+
+#: What a shell reports of a program that SIGTERM has ended.
+TERMINATED = 128 + signal.SIGTERM
+
+
+class Checkpointer:
+    """Saves a training loop's state now and then, in the background, and when the process is asked to end.
+
+    A save copies the state to the host and returns; files are written meanwhile. A checkpoint is there as a whole or
+    not at all, at whatever moment the process dies. Inside ``with``, SIGTERM does not end the process at once: the
+    step that is running is finished and saved by ``after_step``, which then raises ``SystemExit(143)``.
+
+    Args:
+      pipeline: whose states are saved.
+      directory: where to; made if it is not there. One run has one directory.
+      every: steps between two checkpoints.
+      keep: how many of the last checkpoints are kept; None for all.
+
+    Raises:
+      CheckpointError: if ``every`` or ``keep`` is not positive.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxpipe, optax, tempfile
+      >>> model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((3, 1)))
+      >>> mesh, batch = jax.make_mesh((1,), ("stage",)), jnp.ones((4, 3))
+      >>> pipeline = jaxpipe.partition(model, mesh, batch, loss=lambda f, x: f(x).mean(), optimizer=optax.sgd(0.5))
+      >>> with jaxpipe.Checkpointer(pipeline, tempfile.mkdtemp(), every=2, keep=2) as checkpointer:
+      ...     state, position = checkpointer.restore() or (pipeline.init(jax.random.key(0)), 0)
+      ...     for position in range(position, 7):
+      ...         state, metrics = pipeline.step(state, batch)
+      ...         checkpointer.after_step(state, data=position + 1)
+      >>> checkpointer.steps
+      [4, 6]
+    """
+
+    def __init__(self, pipeline: "Pipeline", directory: Any, *, every: int = 1000, keep: int | None = 3):
+        for name, value in (("every", every), ("keep", keep)):
+            if value is not None and value < 1:
+                raise CheckpointError(f"{name}={value}; it must be at least 1.")
+        self._pipeline = pipeline
+        self._every = every
+        self._writer = Writer(directory, keep)
+        self._step: int | None = None
+        self._saved: int | None = None
+        self._terminated = False
+        self._handler: Any = None
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of which there is a complete checkpoint, in order."""
+        return steps(self._writer.directory)
+
+    def restore(self, step: int | None = None) -> tuple[TrainState, Any] | None:
+        """The state of the last checkpoint, or of one step, and the ``data`` saved with it.
+
+        Returns:
+          None if there is no checkpoint at all and no step was asked for.
+
+        Raises:
+          CheckpointError: as ``Pipeline.restore``.
+        """
+        if step is None and not self.steps:
+            return None
+        self._writer.wait()
+        saved = open_checkpoint(self._writer.directory, step)
+        state = put(self._pipeline._planned, saved)
+        self._step = self._saved = saved.step
+        return state, saved.data
+
+    def after_step(self, state: TrainState, data: Any = None) -> None:
+        """Save if it is time to; if SIGTERM has come, save and raise ``SystemExit``.
+
+        Call it after every step. It counts the calls, so as not to wait for the devices.
+
+        Args:
+          state: what the step has returned.
+          data: where the run is in its data, as JSON: a number, or the state of a data loader or random generator.
+        """
+        self._step = int(state.step) if self._step is None else self._step + 1
+        if self._terminated:
+            if self._saved != int(state.step):
+                self.save(state, data)
+            self.close()
+            raise SystemExit(TERMINATED)
+        if self._step % self._every == 0:
+            self.save(state, data)
+
+    def save(self, state: TrainState, data: Any = None) -> None:
+        """Save now; returns when the state has been copied to the host, and the save before is complete.
+
+        Raises:
+          CheckpointError: if ``data`` is not JSON, or there is a checkpoint of this or a later step.
+        """
+        contents = self._pipeline._contents(state, data)
+        self._writer.write(contents)
+        self._step = self._saved = contents.step
+
+    def wait(self) -> None:
+        """Wait until what was saved is on disk."""
+        self._writer.wait()
+
+    def close(self) -> None:
+        """Wait, and end; leaving ``with`` does it."""
+        self._writer.close()
+
+    def __enter__(self) -> "Checkpointer":
+        if threading.current_thread() is threading.main_thread():  # only it may
+            self._handler = signal.signal(signal.SIGTERM, self._terminate)
+        return self
+
+    def _terminate(self, *_: Any) -> None:
+        self._terminated = True
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        finally:
+            if self._handler is not None:
+                signal.signal(signal.SIGTERM, self._handler)
+                self._handler = None
+        if self._terminated and kind is None:  # came after the last step
+            raise SystemExit(TERMINATED)

@@ -1,0 +1,120 @@
+"""What a checkpoint holds, and how two of them differ."""
+
+import itertools
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpipe.checkpoint.tree import Path
+
+
+#: Groups of arrays in a checkpoint.
+VARIABLES, OPTIMIZER, RESIDUALS = "variables", "optimizer", "residuals"
+
+#: How many leaves an error names.
+_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A training state in the model's own layout, on the host.
+
+    Attributes:
+      step, skipped: steps taken, and how many of them changed nothing.
+      key: data of the random key of the run.
+      key_impl: its kind.
+      arrays: by group and path. ``variables``: the model's own; ``optimizer``: the state that optax has for the whole
+        tree; ``residuals`` of a block-sparse exchange: ``[replicas, ...]`` for each parameter. Random keys as data.
+      types: by group and path, the dtypes of random keys among them.
+      data: where the run is in its data, as JSON.
+    """
+
+    step: int
+    skipped: int
+    key: np.ndarray
+    key_impl: str
+    arrays: dict[str, dict[Path, np.ndarray]]
+    types: dict[tuple[str, Path], str]
+    data: Any
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array as a checkpoint describes it.
+
+    Attributes:
+      shape, dtype: of the array, or of the random key.
+      crc32: of its bytes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    crc32: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def describe(contents: Contents) -> dict[str, dict[Path, Leaf]]:
+    """Every array with a checksum of its bytes."""
+
+    def leaf(item: tuple[str, Path, np.ndarray]) -> Leaf:
+        group, path, x = item
+        return Leaf(x.shape, contents.types.get((group, path), x.dtype.name), checksum(x))
+
+    items = [(group, path, x) for group, arrays in contents.arrays.items() for path, x in arrays.items()]
+    with ThreadPoolExecutor() as pool:
+        leaves = list(pool.map(leaf, items))
+    found: dict[str, dict[Path, Leaf]] = {group: {} for group in contents.arrays}
+    for (group, path, _), described in zip(items, leaves, strict=True):
+        found[group][path] = described
+    return found
+
+
+def checksum(x: np.ndarray) -> int:
+    """CRC-32 of an array's bytes."""
+    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+
+
+def expected(paths: Sequence[Path], avals: Sequence[Any]) -> dict[Path, Leaf]:
+    """How arrays of some shapes would be described."""
+    return {path: Leaf(*_stored(aval)) for path, aval in zip(paths, avals, strict=True)}
+
+
+def _stored(aval: Any) -> tuple[tuple[int, ...], str]:
+    if is_key(aval):
+        return jax.eval_shape(jax.random.key_data, aval).shape, str(aval.dtype)
+    return tuple(aval.shape), np.dtype(aval.dtype).name
+
+
+def is_key(x: Any) -> bool:
+    """Whether an array holds typed random keys."""
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def differences(saved: Mapping[Path, Leaf], wanted: Mapping[Path, Leaf], owner: str) -> str | None:
+    """In words, the first leaves in which a checkpoint differs from what its reader has; None if there are none.
+
+    Example:
+      >>> differences({("w",): Leaf((2,), "float32")}, {("w",): Leaf((3,), "float32")}, "the model")
+      'w is float32[2] in the checkpoint, float32[3] in the model'
+    """
+    other, missing, extra = [], [], []
+    for path in dict.fromkeys((*wanted, *saved)):
+        name = "/".join(path) or "its only array"
+        if path not in saved:
+            missing.append(f"{name} ({wanted[path]}) is only in {owner}")
+        elif path not in wanted:
+            extra.append(f"{name} ({saved[path]}) is only in the checkpoint")
+        elif str(saved[path]) != str(wanted[path]):
+            other.append(f"{name} is {saved[path]} in the checkpoint, {wanted[path]} in {owner}")
+    found = [text for texts in itertools.zip_longest(other, missing, extra) for text in texts if text]  # some of each
+    if not found:
+        return None
+    rest = len(found) - _NAMED
+    return "; ".join(found[:_NAMED]) + (f"; and {rest} more" if rest > 0 else "")

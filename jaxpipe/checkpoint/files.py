@@ -1,0 +1,247 @@
+"""Checkpoints on disk, by orbax: written whole or not at all, and read only if every byte is the one written.
+
+    directory/<step>/arrays    every array, in nested dictionaries as the model and optax name them (orbax's own format)
+    directory/<step>/about     JSON: step, random key, position in the data; shape, dtype and checksum of every array
+
+A step is written under another name, which says that it is temporary, and renamed when complete; one that is no longer
+kept is renamed before it is deleted. So a folder named after a step is a complete checkpoint whenever the process dies.
+(What a machine that loses power keeps of files just written is up to its file system.)
+"""
+
+import json
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxpipe
+from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, Leaf, checksum, describe
+from jaxpipe.checkpoint.tree import Path, nest, pick
+from jaxpipe.errors import CheckpointError
+
+
+#: Number of the format that is written; higher ones are not read.
+FORMAT = 1
+
+_ARRAYS, _ABOUT = "arrays", "about"
+_DELETED = ".deleted"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk, of which no array has been read yet.
+
+    Attributes:
+      folder: where it is.
+      step, skipped, data: see ``Contents``.
+      key: the random key of the run.
+      leaves: by group and path, what arrays there are.
+    """
+
+    folder: FilePath
+    step: int
+    skipped: int
+    key: jax.Array
+    data: Any
+    leaves: dict[str, dict[Path, Leaf]]
+
+
+def steps(directory: Any) -> list[int]:
+    """Steps of which a directory has a checkpoint, in order."""
+    folder = FilePath(directory)
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+
+
+class Writer:
+    """Writes checkpoints into a directory, one at a time, in the background.
+
+    Args:
+      directory: made if it is not there.
+      keep: how many to keep; None for all.
+
+    Raises:
+      CheckpointError: if there are several processes.
+    """
+
+    def __init__(self, directory: Any, keep: int | None = None):
+        if jax.process_count() > 1:
+            raise CheckpointError(
+                f"directory={str(directory)!r}: {jax.process_count()} processes train together, and a checkpoint is "
+                "written by one process that has all stages. Train in one process."
+            )
+        import orbax.checkpoint as ocp  # takes a second to import, and most programs never need it
+
+        self.directory = FilePath(directory).absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, todelete_subdir=_DELETED, cleanup_tmp_directories=True, enable_async_checkpointing=True
+        )
+        self._args = ocp.args
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def write(self, contents: Contents) -> None:
+        """Begin to write a checkpoint; waits for the one before.
+
+        Raises:
+          CheckpointError: if there is a checkpoint of this or a later step.
+        """
+        self.wait()
+        last = max(steps(self.directory), default=-1)
+        if contents.step <= last:
+            raise CheckpointError(
+                f"directory={str(self.directory)!r} has a checkpoint of step {last}, so that step {contents.step} "
+                "cannot be saved: checkpoints of one run follow each other. Save into another directory, or remove the "
+                f"steps from {contents.step} on if they are not wanted."
+            )
+        arrays = nest({(g, *path): x for g, group in contents.arrays.items() for path, x in group.items() if x.size})
+        # orbax is given one array at least.
+        saved = self._args.Composite(
+            **{
+                _ARRAYS: self._args.PyTreeSave({**arrays, "step": np.asarray(contents.step)}),
+                _ABOUT: self._args.JsonSave(_sealed(_about(contents))),
+            }
+        )
+        self._manager.save(contents.step, args=saved, force=True)
+
+    def wait(self) -> None:
+        """Wait until what was begun is complete."""
+        self._manager.wait_until_finished()
+        shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
+
+    def close(self) -> None:
+        """Wait, and end."""
+        self.wait()
+        self._manager.close()
+
+
+def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
+    """Find a checkpoint, and read what is in it.
+
+    Args:
+      directory: that it was saved to.
+      step: which; left out: the last.
+
+    Raises:
+      CheckpointError: if it is not there, is damaged, or is not one of jaxpipe's.
+    """
+    there = steps(directory)
+    if not there:
+        raise CheckpointError(f"directory={str(directory)!r} has no checkpoint; it must be one that was saved to.")
+    if step is not None and step not in there:
+        raise CheckpointError(
+            f"directory={str(directory)!r} has no checkpoint of step={step}, only of {_listed(there)}."
+        )
+    folder = FilePath(directory).absolute() / str(there[-1] if step is None else step)
+    try:
+        about = _unsealed(json.loads((folder / _ABOUT / "metadata").read_text()))
+        if about["format"] > FORMAT:
+            raise CheckpointError(
+                f"The checkpoint {folder} has the format {about['format']}, written by jaxpipe {about['jaxpipe']}; "
+                f"this is jaxpipe {jaxpipe.__version__}, which reads formats up to {FORMAT}. Install a newer one."
+            )
+        leaves = {
+            group: {
+                tuple(map(str, path)): Leaf(tuple(shape), str(dtype), crc)
+                for path, shape, dtype, crc in about["leaves"][group]
+            }
+            for group in (VARIABLES, OPTIMIZER, RESIDUALS)
+        }
+        key = jax.random.wrap_key_data(jnp.array(about["key"], jnp.uint32), impl=str(about["key_impl"]))
+        taken, skipped = (int(np.int32(about[name])) for name in ("step", "skipped"))
+        return Saved(folder, taken, skipped, key, about["data"], leaves)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder} is not a checkpoint of jaxpipe, or files of it were removed: {error.filename} is missing."
+            f"{_others(folder)}"
+        ) from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, OSError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise damaged(folder, f"{_ABOUT}/metadata cannot be read ({type(error).__name__}: {error})") from error
+
+
+def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[np.ndarray]]:
+    """Some arrays of a checkpoint, by group.
+
+    Raises:
+      CheckpointError: if one is not what was written.
+    """
+    import orbax.checkpoint as ocp  # see Writer
+
+    leaves: dict[Path, Leaf] = {(g, *path): saved.leaves[g][path] for g, paths in wanted.items() for path in paths}
+    stored = {path: leaf for path, leaf in leaves.items() if np.prod(leaf.shape, dtype=np.int64)}
+    found: dict[Path, np.ndarray] = {}
+    if stored:
+        tree = nest(dict.fromkeys(stored, 0))
+        asked = nest(dict.fromkeys(stored, ocp.RestoreArgs(restore_type=np.ndarray)))
+        args = ocp.args.PyTreeRestore(item=tree, restore_args=asked, partial_restore=True)
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                restored = reader.restore(saved.folder / _ARRAYS, args=args)
+            found = dict(zip(stored, map(np.asarray, pick(restored, list(stored))), strict=True))
+        except Exception as error:  # whatever orbax and tensorstore say of files that are not theirs
+            reason = str(error).splitlines()[0][:300] if str(error) else ""
+            raise damaged(saved.folder, f"its arrays cannot be read ({type(error).__name__}: {reason})") from error
+    wrong = [path for path, x in found.items() if not _is_written(x, leaves[path])]
+    if wrong:
+        names = ", ".join("/".join(path) for path in wrong[:4])
+        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise damaged(saved.folder, f"{names}{more} do not have the values that were saved")
+    empty = {path: np.zeros(leaf.shape, np.dtype(leaf.dtype)) for path, leaf in leaves.items() if path not in stored}
+    found |= empty
+    whole = nest(found)
+    return {g: pick(whole.get(g), paths) for g, paths in wanted.items()}
+
+
+def _is_written(x: np.ndarray, leaf: Leaf) -> bool:
+    is_key = leaf.dtype.startswith("key<")
+    return x.shape == leaf.shape and (is_key or x.dtype.name == leaf.dtype) and checksum(x) == leaf.crc32
+
+
+def damaged(folder: FilePath, what: str) -> CheckpointError:
+    """The error for a checkpoint that is not what was written."""
+    return CheckpointError(f"The checkpoint {folder} is damaged: {what}.{_others(folder)}")
+
+
+def _about(contents: Contents) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "jaxpipe": jaxpipe.__version__,
+        "step": contents.step,
+        "skipped": contents.skipped,
+        "key": contents.key.tolist(),
+        "key_impl": contents.key_impl,
+        "data": contents.data,
+        "leaves": {
+            group: [[path, leaf.shape, leaf.dtype, leaf.crc32] for path, leaf in leaves.items()]
+            for group, leaves in describe(contents).items()
+        },
+    }
+
+
+def _sealed(about: dict[str, Any]) -> dict[str, Any]:
+    return {"about": about, "crc32": _crc_of_json(json.loads(json.dumps(about)))}
+
+
+def _unsealed(found: dict[str, Any]) -> dict[str, Any]:
+    if _crc_of_json(found["about"]) != found["crc32"]:
+        raise ValueError("its checksum is another")
+    return found["about"]
+
+
+def _crc_of_json(about: Any) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+
+
+def _others(folder: FilePath) -> str:
+    others = [s for s in steps(folder.parent) if str(s) != folder.name]
+    return f" There are others, of step {_listed(others)}: pass step= to restore one." if others else ""
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,82 @@
+"""Checkpoints without a pipeline."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxpipe.checkpoint.contents import OPTIMIZER, VARIABLES, expected
+from jaxpipe.checkpoint.files import Saved, open_checkpoint, read
+from jaxpipe.checkpoint.state import check, typed
+from jaxpipe.checkpoint.tree import leaf_paths, nest
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds, for use without a pipeline. Arrays are on the host.
+
+    Attributes:
+      step: steps taken.
+      key: the random key of the run.
+      variables: the model's own.
+      optimizer_state: what optax has for the whole tree of parameters.
+      data: what was saved as ``data=``.
+    """
+
+    step: int
+    key: jax.Array
+    variables: Any
+    optimizer_state: Any
+    data: Any
+
+
+def load(directory: Any, *, step: int | None = None, variables: Any = None, optimizer_state: Any = None) -> Checkpoint:
+    """Read a checkpoint into plain Flax and optax.
+
+    Args:
+      directory: that it was saved to.
+      step: which; left out: the last.
+      variables: a tree of the structure wanted, arrays or shapes: Linen variables, an NNX module or state, or what the
+        model function takes. Left out: nested dictionaries, which is what Linen takes.
+      optimizer_state: the same, for example ``jax.eval_shape(optimizer.init, parameters)``.
+
+    Returns:
+      The checkpoint. Random streams of an NNX module are not in it: pass its variables to ``nnx.update``.
+
+    Raises:
+      CheckpointError: if there is none, it is damaged, or has other arrays than ``variables`` or ``optimizer_state``.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxpipe, optax, tempfile
+      >>> model = jax.tree_util.Partial(lambda w, x: x @ w["out"], {"out": jnp.ones((3, 1))})
+      >>> mesh, batch = jax.make_mesh((1,), ("stage",)), jnp.ones((4, 3))
+      >>> pipeline = jaxpipe.partition(model, mesh, batch, loss=lambda f, x: f(x).mean(), optimizer=optax.sgd(0.5))
+      >>> folder = tempfile.mkdtemp()
+      >>> pipeline.save(pipeline.init(jax.random.key(0)), folder)
+      >>> load(folder, variables=model).variables.args[0]["out"].shape
+      (3, 1)
+    """
+    saved = open_checkpoint(directory, step)
+    if isinstance(variables, nnx.Module):
+        variables = nnx.state(variables)
+    if isinstance(variables, nnx.State):
+        variables = nnx.filter_state(variables, nnx.Not(nnx.RngState))
+    return Checkpoint(
+        step=saved.step,
+        key=saved.key,
+        variables=_tree(saved, VARIABLES, variables, "variables"),
+        optimizer_state=_tree(saved, OPTIMIZER, optimizer_state, "optimizer_state"),
+        data=saved.data,
+    )
+
+
+def _tree(saved: Saved, group: str, like: Any, name: str) -> Any:
+    if like is None:
+        paths = list(saved.leaves[group])
+        return nest(dict(zip(paths, read(saved, {group: paths})[group], strict=True)))
+    leaves, structure = jax.tree.flatten(like)
+    paths = leaf_paths(structure)
+    check(saved, group, expected(paths, leaves), name)
+    found = read(saved, {group: paths})[group]
+    return jax.tree.unflatten(structure, [typed(x, leaf.dtype) for x, leaf in zip(found, leaves, strict=True)])

@@ -1,0 +1,201 @@
+"""A pipeline's training state in the model's own layout, and back into stages.
+
+What is saved knows nothing of stages, so it can be restored into any number of them, onto any mesh. Devices get the
+rows of their own stage, and the host reads one stage at a time.
+"""
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, differences, expected, is_key
+from jaxpipe.checkpoint.files import Saved, read
+from jaxpipe.checkpoint.tree import Path, leaf_paths
+from jaxpipe.errors import CheckpointError
+from jaxpipe.pipeline.initialize import assemble, stage_devices
+from jaxpipe.pipeline.layout import Layout
+from jaxpipe.pipeline.program import DATA, STAGE
+from jaxpipe.pipeline.state import TrainState
+
+
+if TYPE_CHECKING:
+    from jaxpipe.pipeline.pipeline import Planned
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Paths of parameters and state variables by position, and of the leaves of the optimizer state."""
+
+    parameters: tuple[Path, ...]
+    state: tuple[Path, ...]
+    optimizer: tuple[Path, ...]
+
+
+def _names(planned: "Planned") -> _Names:
+    model = planned.model
+    count, total = len(model.parameters), len(model.parameters) + len(model.state)
+    numbered = model.variable_tree(list(range(count)), list(range(count, total)))
+    found = dict(zip(jax.tree.leaves(numbered), leaf_paths(jax.tree.structure(numbered)), strict=True))
+    return _Names(
+        tuple(found[k] for k in range(count)),
+        tuple(found[k] for k in range(count, total)),
+        tuple(leaf_paths(planned.update.coloured.state_tree)),
+    )
+
+
+def take(planned: "Planned", state: TrainState, data: Any = None) -> Contents:
+    """A copy of a training state on the host, in the model's own layout.
+
+    Raises:
+      CheckpointError: if ``data`` is not JSON.
+    """
+    try:
+        data = json.loads(json.dumps(data))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"data= must be what JSON can hold (numbers, texts, lists, dictionaries), as it is kept as text: {error}."
+        ) from error
+    names, program, update = _names(planned), planned.program, planned.update
+    owners = update.coloured.state_stage
+    shared = iter(state.shared)
+    optimizer = _from_rows(update.layout, owners, _host(state.optimizer), lambda: next(shared))
+    residuals: dict[Path, np.ndarray] = {}
+    if update.exchange is not None:
+        rows = _host(state.residual)  # [stages, replicas, length]
+        by_replica = [
+            _from_rows(update.exchange.residuals, planned.placement.parameters, [x[:, r] for x in rows])
+            for r in range(update.exchange.replicas)
+        ]
+        stacked = [np.stack(copies) for copies in zip(*by_replica, strict=True)]
+        residuals = dict(zip(names.parameters, stacked, strict=True))
+    parameters = _from_rows(program.parameters, planned.placement.parameters, _host(state.parameters))
+    variables = _from_rows(program.state, planned.placement.state, _host(state.variables))
+    return Contents(
+        step=int(state.step),
+        skipped=int(state.skipped),
+        key=np.array(jax.random.key_data(state.key)),
+        key_impl=str(jax.random.key_impl(state.key)),
+        arrays={
+            VARIABLES: dict(zip((*names.parameters, *names.state), (*parameters, *variables), strict=True)),
+            OPTIMIZER: {p: _data(x) for p, x in zip(names.optimizer, optimizer, strict=True)},
+            RESIDUALS: residuals,
+        },
+        types={(OPTIMIZER, p): str(x.dtype) for p, x in zip(names.optimizer, optimizer, strict=True) if is_key(x)},
+        data=data,
+    )
+
+
+def _host(buffers: Sequence[Any]) -> list[np.ndarray]:
+    """Copies: a step donates the state, and its memory is used again while a checkpoint is written."""
+    return [np.array(x) for x in buffers]
+
+
+def _from_rows(layout: Layout, owners: Sequence[int | None], rows: Sequence[np.ndarray], shared: Any = None) -> list:
+    """Arrays in the model's order; one that no stage owns is what ``shared`` gives."""
+    by_stage = [iter(layout.unpack(s, [x[s] for x in rows])) for s in range(len(layout.avals))]
+    return [shared() if owner is None else next(by_stage[owner]) for owner in owners]
+
+
+def _data(x: Any) -> np.ndarray:
+    return np.array(jax.random.key_data(x) if is_key(x) else x)
+
+
+def put(planned: "Planned", saved: Saved) -> TrainState:
+    """A training state from a checkpoint, stage by stage.
+
+    With another number of replicas, each gets the mean of the residuals that there were: the average over the
+    replicas, which is what is still to be added to the parameters, stays the same.
+
+    Raises:
+      CheckpointError: if the checkpoint is of another model or optimizer, or is damaged.
+    """
+    names, update, mesh = _names(planned), planned.update, planned.mesh
+    coloured, exchange = update.coloured, update.exchange
+    check(saved, VARIABLES, _variable_leaves(planned, names), "the model")
+    check(saved, OPTIMIZER, expected(names.optimizer, coloured.state_avals), "the optimizer")
+    has_residuals = bool(saved.leaves[RESIDUALS])
+    if has_residuals and exchange is None:
+        warnings.warn(
+            f"The checkpoint {saved.folder} has residuals of a block-sparse gradient exchange, and this pipeline "
+            "exchanges gradients whole: what had not been sent is lost.",
+            stacklevel=4,
+        )
+    parts: list[list[list[Any]]] = [[], [], [], []]
+    for s in range(mesh.shape[STAGE]):
+        parameters, variables = planned.placement.held_by(s)
+        own = [k for k, owner in enumerate(coloured.state_stage) if owner == s]
+        held = [names.parameters[k] for k in parameters]
+        wanted = {
+            VARIABLES: [*held, *(names.state[k] for k in variables)],
+            OPTIMIZER: [names.optimizer[k] for k in own],
+            RESIDUALS: held if has_residuals and exchange is not None else [],
+        }
+        found = read(saved, wanted)
+        devices = stage_devices(mesh, s)
+        of_parameters, of_state = found[VARIABLES][: len(held)], found[VARIABLES][len(held) :]
+        layouts = planned.program.parameters, planned.program.state, update.layout
+        for part, layout, values in zip(parts, layouts, (of_parameters, of_state, found[OPTIMIZER]), strict=False):
+            part.append([[jax.device_put(x[None], d) for d in devices] for x in layout.pack(s, values)])
+        if exchange is not None:
+            residuals = [_spread(x, len(devices)) for x in found[RESIDUALS]] or [
+                np.zeros((len(devices), *aval.shape), aval.dtype) for aval in exchange.residuals.avals[s]
+            ]
+            rows = [exchange.residuals.pack(s, [x[r] for x in residuals]) for r in range(len(devices))]
+            parts[3].append(
+                [
+                    [jax.device_put(x[None, None], d) for x, d in zip(copies, devices, strict=True)]
+                    for copies in zip(*rows, strict=True)
+                ]
+            )
+    everywhere = NamedSharding(mesh, P())
+    shared = [k for k, owner in enumerate(coloured.state_stage) if owner is None]
+    common = read(saved, {OPTIMIZER: [names.optimizer[k] for k in shared]})[OPTIMIZER]
+    return TrainState(
+        *(assemble(mesh, P(STAGE), part) for part in parts[:3]),
+        residual=assemble(mesh, P(STAGE, DATA), parts[3]) if exchange is not None else (),
+        shared=tuple(
+            jax.device_put(typed(x, coloured.state_avals[k].dtype), everywhere)
+            for k, x in zip(shared, common, strict=True)
+        ),
+        key=jax.device_put(saved.key, everywhere),
+        step=jax.device_put(np.int32(saved.step), everywhere),
+        skipped=jax.device_put(np.int32(saved.skipped), everywhere),
+        plan=planned.plan.identity,
+    )
+
+
+def _variable_leaves(planned: "Planned", names: _Names) -> Any:
+    avals = [v.aval for v in (*planned.model.parameters, *planned.model.state)]
+    return expected((*names.parameters, *names.state), avals)
+
+
+def check(saved: Saved, group: str, wanted: Any, owner: str) -> None:
+    """Raise ``CheckpointError`` unless a checkpoint has the arrays that its reader expects."""
+    what = differences(saved.leaves.get(group, {}), wanted, owner)
+    if what is not None:
+        raise CheckpointError(
+            f"The checkpoint {saved.folder} does not fit {owner}: {what}. Restore it with {owner} that it was saved "
+            "with; jaxpipe.checkpoint.load(directory) gives what is in it."
+        )
+
+
+def typed(x: np.ndarray, dtype: Any) -> Any:
+    """An array of a checkpoint; a random key, if its dtype is one."""
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return x
+    return jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(jnp.empty((), dtype)))
+
+
+def _spread(residual: np.ndarray, replicas: int) -> np.ndarray:
+    """Residuals of so many replicas, whose mean is that of the given ones."""
+    if residual.shape[0] == replicas:
+        return residual
+    return np.broadcast_to(residual.mean(axis=0, dtype=residual.dtype), (replicas, *residual.shape[1:]))

@@ -1,0 +1,144 @@
+"""Where a loss that is not finite began."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.errors import NonFiniteError
+from jaxpipe.graph import Graph
+from jaxpipe.pipeline.initialize import stage_devices
+from jaxpipe.pipeline.program import STAGE
+from jaxpipe.pipeline.state import TrainState
+
+
+if TYPE_CHECKING:
+    from jaxpipe.pipeline.pipeline import Planned
+
+
+@dataclass(frozen=True)
+class NonFiniteOrigin:
+    """Where a value first was not finite.
+
+    Attributes:
+      stage: of the pipeline.
+      microbatch: counted over the replicas.
+      what: the operator, variable or array of the batch.
+    """
+
+    stage: int
+    microbatch: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}, micro-batch {self.microbatch}, {self.what}"
+
+
+def error(
+    planned: "Planned", state: TrainState, batch: Any, loss: float, norm: float, stages: Sequence[int]
+) -> NonFiniteError:
+    """The error for a step that was stopped: where it began, as far as that can be told.
+
+    Args:
+      planned: what ran.
+      state: before the step.
+      batch: of the step.
+      loss, norm: of the batch, and of its gradient.
+      stages: whose gradients are not finite.
+    """
+    origin = find(planned, state, batch)
+    # A forward pass that is finite: cotangents went wrong in the last of the stages, and all before got them.
+    stage = origin.stage if origin is not None else max(stages, default=planned.mesh.shape[STAGE] - 1)
+    where = f"in the backward pass of stage {stage}" if origin is None else f"in {origin}"
+    return NonFiniteError(
+        f"The loss of step {int(state.step)} is {loss}, the norm of its gradient {norm}; it began {where}. The state "
+        "was left as it was before the step, and is the error's state=. Lower the learning rate, scale the loss, look "
+        'at the batch, or leave such steps out with on_nonfinite="skip".',
+        state,
+        stage,
+    )
+
+
+def find(planned: "Planned", state: TrainState, batch: Any) -> NonFiniteOrigin | None:
+    """Run the loss operator by operator until it is not finite; the operator behind it whose operands are finite.
+
+    Each stage's operators run on its own device. An infinity that does no harm (an attention mask) is passed by.
+
+    Returns:
+      None if the loss is finite for every micro-batch.
+    """
+    program, model, mesh = planned.program, planned.model, planned.mesh
+    objective, graph = program.objective, program.objective.graph
+    replicas, m = planned.batching.replicas, planned.batching.num_microbatches
+    devices = [stage_devices(mesh, s)[0] for s in range(mesh.shape[STAGE])]
+    homes = [s for s, stage in enumerate(planned.plan.stages) for _ in range(*stage.operators)]
+
+    variables: dict[int, Any] = {}
+    first: dict[int, Any] = {}
+    for s, device in enumerate(devices):
+        parameters, states = planned.placement.held_by(s)
+        own = program.parameters.read(s, _rows(state.parameters, device))
+        variables.update(zip((objective.parameters[k] for k in parameters), own, strict=True))
+        first.update(zip(states, program.state.read(s, _rows(state.variables, device)), strict=True))
+    names = dict(zip(objective.parameters, (f"parameter {v.name}" for v in model.parameters), strict=True))
+    names |= dict(zip(objective.state, (f"variable {v.name}" for v in model.state), strict=True))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(planned.microbatch)[0]]
+    names |= dict(zip(objective.batch, (f"batch{path}" for path in paths), strict=True))
+
+    leaves = [np.asarray(x) for x in jax.tree.leaves(batch)]
+    key = jax.device_get(jax.random.key_data(jax.random.fold_in(state.key, state.step)))
+    now = first
+    for j in range(replicas * m):
+        rows = [
+            x if shared else x.reshape(replicas * m, -1, *x.shape[1:])[j]
+            for x, shared in zip(leaves, planned.batching.shared, strict=True)
+        ]
+        now = first if j % m == 0 else now
+        env = {**graph.constants, **variables, **dict(zip(objective.batch, rows, strict=True))}
+        env |= {t: now[k] for k, t in enumerate(objective.state)}
+        step_key = jax.random.wrap_key_data(jnp.asarray(key), impl=jax.random.key_impl(state.key))
+        env[objective.key] = jax.random.fold_in(step_key, j)
+        for op, s in zip(graph.operators, homes, strict=True):
+            device = devices[program.device(s)]
+            values = op.evaluate(*(jax.device_put(env[t], device) for t in op.inputs))
+            env.update(zip(op.outputs, values, strict=True))
+        origin = _origin(graph, env, objective.results[:2])
+        if origin is not None:
+            index, what = origin
+            return NonFiniteOrigin(homes[index], j, names.get(what, "") or _operator(graph, index))
+        now = {k: env[t] for k, t in enumerate(objective.new_state)}
+    return None
+
+
+def _rows(buffers: Sequence[Any], device: Any) -> list[Any]:
+    """What a device holds of each buffer."""
+    return [next(s.data for s in x.addressable_shards if s.device == device).reshape(-1) for x in buffers]
+
+
+def _origin(graph: Graph, env: dict[int, Any], results: Sequence[int]) -> tuple[int, int] | None:
+    """Behind results that are not finite: the first operator, and the operand or else the output that is not."""
+    made = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
+    waiting = [t for t in results if not _is_finite(env[t])]
+    seen: set[int] = set()
+    found: list[tuple[int, int]] = []
+    while waiting:
+        t = waiting.pop()
+        if t in seen or t not in made:
+            continue
+        seen.add(t)
+        behind = [u for u in graph.operators[made[t]].inputs if not _is_finite(env[u])]
+        waiting += behind
+        found += [(made[t], u) for u in behind if u not in made] or ([] if behind else [(made[t], t)])
+    return min(found, default=None)
+
+
+def _is_finite(x: Any) -> bool:
+    return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(jnp.all(jnp.isfinite(x)))
+
+
+def _operator(graph: Graph, index: int) -> str:
+    op = graph.operators[index]
+    return f"operator {op.label}" + (f" of {op.path}" if op.path else "")

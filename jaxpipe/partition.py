@@ -1,57 +1,37 @@
 """``partition``: plan how a model is trained on a mesh."""
 
 import functools
-import hashlib
-import itertools
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.gradients.block_sparse import BlockSparse
-from jaxpipe.graph import Graph, Operator
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
 from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
-from jaxpipe.pipeline.arrange import arrange
-from jaxpipe.pipeline.balance import balanced
-from jaxpipe.pipeline.exchange import check_exchange, stage_exchange, warn_of_adam
-from jaxpipe.pipeline.fit import Fitted, Prices, fit
+from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, sections_for
+from jaxpipe.pipeline.describe import least_seconds
+from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.guard import OnNonFinite
 from jaxpipe.pipeline.initialize import stage_devices
-from jaxpipe.pipeline.layout import lay_out
-from jaxpipe.pipeline.live import check_live
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_loss
-from jaxpipe.pipeline.optimizer import colour_update
 from jaxpipe.pipeline.pipeline import Pipeline, Planned
-from jaxpipe.pipeline.program import DATA, PAGE, Program
-from jaxpipe.pipeline.sections import Section, cut_sections, place, places_to_cut, variable_spans, with_backward
-from jaxpipe.pipeline.step import Batching, Update
-from jaxpipe.pipeline.swap import exchange_seconds
-from jaxpipe.pipeline.words import word_count
+from jaxpipe.pipeline.program import DATA
+from jaxpipe.pipeline.request import Request
+from jaxpipe.pipeline.sections import Placement, Section, places_to_cut, variable_spans
+from jaxpipe.pipeline.step import Batching
 from jaxpipe.planning.chunked import chunked
 from jaxpipe.planning.layers import partition_layers
-from jaxpipe.planning.mapping import best_mapping
-from jaxpipe.planning.memory import predict, working_bytes
 from jaxpipe.planning.placed import Partition
-from jaxpipe.planning.plan import Plan, StagePlan, StashPiece
-from jaxpipe.planning.storing.choose import check_solver, raised
-from jaxpipe.policy import FAST, Codecs, Policy, parse
+from jaxpipe.planning.storing.choose import check_solver
+from jaxpipe.policy import FAST, Codecs, parse
 from jaxpipe.profile import Profile
-from jaxpipe.profiling import roofline
 from jaxpipe.profiling.model import Source, profile_objective
-from jaxpipe.profiling.roofline import Rates, rates_of
-from jaxpipe.schedules import Schedule, simulate
-from jaxpipe.schedules.peers import Links
-from jaxpipe.stash import stored_bytes
+from jaxpipe.profiling.roofline import rates_of
 from jaxpipe.units import parse_bytes
-from jaxpipe.work import weight
 
 
 #: Micro-batches for each stage when the caller does not say: the bubble is then below a fifth of the step.
@@ -59,29 +39,6 @@ MICROBATCHES_PER_STAGE = 4
 
 #: How much longer a step may be than the shortest, if that makes less to send: profiles are no better than this.
 CUT_SLACK = 0.02
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What the caller of ``partition`` asked for, checked."""
-
-    model: Any
-    mesh: Mesh
-    loss: UserFunction
-    optimizer: optax.GradientTransformation
-    budget: int | None
-    allow_over_budget: bool
-    num_microbatches: int | None
-    schedule: checks.ScheduleMaker
-    profile: Source | Profile
-    network: Network | None
-    policy: Policy
-    solver: str
-    time_limit: float
-    exchange: BlockSparse | None
-    on_nonfinite: OnNonFinite
-    num_stages: int
-    replicas: int
 
 
 def partition(
@@ -123,8 +80,9 @@ def partition(
         integer programme chooses for every tensor whether it is stored, in which form, or computed again.
       allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth.
-      schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``; ``"auto"``
-        is ``schedules.one_f_one_b``.
+      schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``. ``"auto"``:
+        of 1F1B (in pair ticks, the textbook's, interleaved) and zero-bubble the one whose step is predicted to be the
+        shortest within the budget. Schedules that change weights on the way must be asked for.
       profile: ``"measured"`` (the default) runs operators on the first device, once for a program (see
         ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
       network: the links between the devices, in the order of ``mesh.devices.flat``; left out: all alike. It decides
@@ -173,7 +131,7 @@ def partition(
         budget=None if memory is None else parse_bytes(memory),
         allow_over_budget=allow_over_budget,
         num_microbatches=num_microbatches,
-        schedule=checks.schedule_maker(schedule),
+        schedules=checks.schedule_makers(schedule),
         profile=profile,
         network=network,
         policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage),
@@ -202,138 +160,38 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
 
     model = bind(request.model, request.loss, one, variables)
     objective = trace_loss(model, request.loss, one)
-    schedule = checks.check_schedule(request.schedule(request.num_stages, m), request.num_stages, m)
-    profile = _profile(request, objective)
-    found = _place(request, objective, model, profile, schedule)
     local = [
         x if shared_leaf else _rows(x, size // request.replicas)
         for x, shared_leaf in zip(jax.tree.leaves(batch), batching.shared, strict=True)
     ]
+    schedules = checks.make_schedules(request.schedules, request.num_stages, m)
+    profile = _profile(request, objective)
+    traced = Traced(objective, model, profile, batch, one, batching, local)
 
-    def laid_out(request: Request, found: Partition) -> Planned:
-        return _lay_out(request, objective, model, profile, found, schedule, batch, one, batching, local)
+    @functools.cache
+    def placed(num_chunks: int) -> Partition:
+        return _place(request, objective, model, profile, num_chunks, m)
 
-    planned = laid_out(request, found)
+    @functools.cache
+    def sections(num_chunks: int) -> tuple[Placement, tuple[Section, ...]]:
+        return sections_for(request, traced, placed(num_chunks))
 
-    def cut_again(charged: Profile) -> Planned:
-        other = _place(request, objective, model, charged, schedule)
-        bound = found.lower_bound_seconds
-        within = replace(request, budget=planned.plan.budget, allow_over_budget=False)
-        return laid_out(within, replace(other, profile=found.profile, lower_bound_seconds=bound))
+    def cut_again(before: Draft, charged: Profile) -> Draft:
+        schedule = before.program.schedule
+        other = _place(request, objective, model, charged, schedule.num_chunks, m)
+        other = replace(other, profile=profile, lower_bound_seconds=before.found.lower_bound_seconds)
+        return draft(request, traced, other, schedule, *sections_for(request, traced, other))
 
-    if request.budget is None:
-        return planned
-    best = balanced(planned, cut_again)
-    plan = replace(best.plan, raised_from=planned.plan.raised_from)
-    return replace(best, plan=plan, may_raise=request.allow_over_budget)
-
-
-def _lay_out(
-    request: Request,
-    objective: Objective,
-    model: BoundModel,
-    profile: Profile,
-    found: Partition,
-    schedule: Schedule,
-    batch: Any,
-    one: Any,
-    batching: Batching,
-    local: Sequence[Any],
-) -> Planned:
-    """Programs and layouts for some cuts, and storage within the budget.
-
-    Args:
-      request: what was asked for.
-      objective, model: what is computed for a micro-batch.
-      profile: what its operators cost.
-      found: the cuts, and a device for each stage.
-      schedule: the table.
-      batch, one: shapes of the batch and of a micro-batch.
-      batching: how the batch is cut.
-      local: one replica's part of the batch.
-    """
-    cuts = (0, *(stage.operators.stop for stage in found.stages))
-    count = request.num_stages
-    stages = place(objective, cuts)
-    sections = with_backward(objective, cut_sections(objective, cuts, stages), request.policy)
-    placement = stages.on_devices(count)
-    program = Program(
-        objective=objective,
-        sections=sections,
-        schedule=schedule,
-        placement=placement,
-        parameters=lay_out([[model.parameters[k].aval for k in placement.held_by(d)[0]] for d in range(count)]),
-        state=lay_out([[model.state[k].aval for k in placement.held_by(d)[1]] for d in range(count)]),
-        replicated=DATA in request.mesh.axis_names,
-    )
-    if request.budget is not None and schedule.num_chunks == 1:
-        found = _map_for_swaps(program, found)
-    mesh = arrange(request.mesh, [stage.devices for stage in found.stages[:count]], found.network)
-    coloured = colour_update(request.optimizer, model, placement.parameters)
-    check_live(schedule, coloured, objective, request.exchange is not None and request.replicas > 1)
-    owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
-    exchange = None
-    if request.exchange is not None and request.replicas > 1:
-        warn_of_adam(jax.tree.unflatten(coloured.state_tree, coloured.state_avals))
-        exchange = stage_exchange(request.exchange, model, placement, program.parameters, request.replicas)
-    state_layout = lay_out([[a for a, owner in owned if owner == d] for d in range(count)])
-    update = Update(coloured, state_layout, exchange, request.on_nonfinite)
-    shared = [a for a, owner in owned if owner is None]
-    rows = checks.batch_size(one)
-
-    def memory_of(program: Program) -> dict[str, int]:
-        return predict(program, update, shared, local)
-
-    def planned(budget: int | None) -> Planned:
-        chosen, fitted = program, (Fitted(),) * len(sections)
-        if budget is not None:
-            prices = _prices(request, objective, found)
-            options = {"solver": request.solver, "time_limit": request.time_limit}
-            chosen, fitted = fit(program, memory_of, working_bytes, budget, prices, **options)
-        plan = _describe(request, chosen, found, memory_of(chosen), rows, fitted, budget)
-        if exchange is not None:
-            plan = replace(plan, exchange_bytes=exchange.sent_bytes)
-        refit = None if budget is None else planned
-        return Planned(
-            plan, profile, found, mesh, batch, one, model, chosen, stages, placement, update, batching, refit
-        )
-
-    asked = request.budget
-    try:
-        return planned(asked)
-    except MemoryBudgetError as error:
-        if asked is None or error.smallest is None or not request.allow_over_budget:
-            raise
-        higher = planned(raised(asked, error.smallest))
-    return replace(higher, plan=replace(higher.plan, raised_from=asked))
-
-
-def _map_for_swaps(program: Program, found: Partition) -> Partition:
-    """The same cuts on the devices with which swaps to peers can do most, if a step takes no longer with them."""
-    messages = [4 * n for n in program.message_words]
-    stash = [4 * PAGE * n for n in program.stash_pages]
-    tick = found.bottleneck_seconds / len(program.schedule.ticks)
-    return best_mapping(found, program.schedule, stash, tick, messages)
-
-
-def _prices(request: Request, objective: Objective, found: Partition) -> Prices:
-    """What computing an operator again costs: as profiled where that is known, else in proportion to an estimate."""
-    graph, profile = objective.graph, found.profile
-    rates = rates_of(request.mesh.devices.flat[0])
-    estimated = sum(roofline.seconds([op], graph, rates) for op in graph.operators)
-    scale = sum(profile.forward_seconds) / estimated if estimated else 1.0
-    known = {
-        t: seconds
-        for op, seconds in zip(graph.operators, profile.forward_seconds, strict=True)
-        for t in op.outputs
-        if weight(op) is None
-    }
-
-    def seconds(graph: Graph, op: Operator) -> float:
-        return known.get(op.outputs[0], scale * roofline.seconds([op], graph, rates))
-
-    slow = tuple(1 / min(found.network.speed[d] for d in stage.devices) for stage in found.stages)
-    return Prices(seconds, rates.bytes / scale if scale else rates.bytes, slow, stage_links(found))
+    drafts: list[Draft] = []
+    for schedule in schedules:
+        v = schedule.num_chunks
+        try:
+            if drafts and least_seconds(schedule, placed(v)) >= min(found.seconds for found in drafts):
+                continue
+        except checks.PartitionError:  # too few operators for so many stages; others will do
+            continue
+        drafts.append(draft(request, traced, placed(v), schedule, *sections(v)))
+    return choose(request, traced, drafts, cut_again)
 
 
 def _rows(x: Any, count: int) -> Any:
@@ -362,7 +220,7 @@ def _profile(request: Request, objective: Objective) -> Profile:
 
 
 def _place(
-    request: Request, objective: Objective, model: BoundModel, profile: Profile, schedule: Schedule
+    request: Request, objective: Objective, model: BoundModel, profile: Profile, num_chunks: int, m: int
 ) -> Partition:
     """Stages and their devices: the shortest step with the operators in this order."""
     network = request.network
@@ -373,20 +231,20 @@ def _place(
     tied = variable_spans(objective)
     profile = replace(profile, together=tuple(tied.values()))
     places = sum(places_to_cut(objective)[1:-1])
-    if schedule.total_stages > places + 1:
+    if request.num_stages * num_chunks > places + 1:
         raise checks.PartitionError(
-            f"{schedule.total_stages} stages were asked for, but the model has {len(profile.names)} operators with "
-            f"{places} places where it may be cut, so it makes between 1 and {places + 1} stages. "
+            f"{request.num_stages * num_chunks} stages were asked for, but the model has {len(profile.names)} "
+            f"operators with {places} places where it may be cut, so it makes between 1 and {places + 1} stages. "
             f"{_widest(objective, model)}".rstrip()
         )
     asked = {
         "replicate": request.replicas,
-        "num_microbatches": schedule.num_microbatches * request.replicas,
+        "num_microbatches": m * request.replicas,
         "reorder": False,
         "slack": CUT_SLACK,
     }
     found = partition_layers(profile, network, num_stages=request.num_stages, **asked)
-    return found if schedule.num_chunks == 1 else chunked(found, schedule.num_chunks, **asked)
+    return found if num_chunks == 1 else chunked(found, num_chunks, **asked)
 
 
 def _widest(objective: Objective, model: BoundModel) -> str:
@@ -404,124 +262,3 @@ def _widest(objective: Objective, model: BoundModel) -> str:
         f"Variable {names[t].name} is used from operator {low} ({path[0]}) to operator {high} ({path[1]}), and a "
         "variable lives in one stage, with all that is between its uses. Untie it, or use fewer stages."
     )
-
-
-def _describe(
-    request: Request,
-    program: Program,
-    found: Partition,
-    memory: dict[str, int],
-    microbatch_size: int,
-    fitted: Sequence[Fitted],
-    budget: int | None,
-) -> Plan:
-    graph, profile = program.objective.graph, found.profile
-    splits, rates = program.schedule.splits_backward, rates_of(request.mesh.devices.flat[0])
-    stages = []
-    for s, section in enumerate(program.sections):
-        placed = found.stages[s]
-        operators = slice(placed.operators.start, placed.operators.stop)
-        backward = sum(profile.backward_seconds[operators]) + fitted[s].added_seconds
-        stages.append(
-            StagePlan(
-                operators=(placed.operators.start, placed.operators.stop),
-                devices=placed.devices,
-                modules=_modules(op.path for op in graph.operators[operators]),
-                forward_seconds=sum(profile.forward_seconds[operators]),
-                backward_seconds=backward,
-                weight_seconds=backward * _weight_share(section, rates) if splits else 0.0,
-                added_seconds=fitted[s].added_seconds,
-                storage=fitted[s].status,
-                storage_gap=fitted[s].gap,
-                solve_seconds=fitted[s].solve_seconds,
-                stored=_stored_bytes(section),
-                parameter_bytes=sum(4 * word_count(a) for a in program.avals(section.parameters)),
-                stash_bytes=sum(4 * word_count(a) for a in program.stash_avals(section)),
-                in_flight=program.schedule.in_flight(program.device(s), s // program.num_devices),
-                **_away(program, found, s),
-                sent_bytes=sum(4 * word_count(a) for a in program.avals(section.leaving)),
-            )
-        )
-    speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
-    exchange = _exchange_seconds(found, [4 * n for n in program.message_words])
-    exchange += exchange_seconds(program) / len(program.schedule.ticks)
-    timeline = simulate(
-        program.schedule,
-        forward=[stage.forward_seconds / s for stage, s in zip(stages, speed, strict=True)],
-        backward_input=[(t.backward_seconds - t.weight_seconds) / s for t, s in zip(stages, speed, strict=True)],
-        backward_weight=[t.weight_seconds / s for t, s in zip(stages, speed, strict=True)],
-        communication=exchange,
-    )
-    described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
-    return Plan(
-        stages=tuple(stages),
-        replicas=request.replicas,
-        num_microbatches=program.schedule.num_microbatches,
-        microbatch_size=microbatch_size,
-        schedule=program.schedule.name,
-        profile=profile.source,
-        step_seconds=timeline.makespan,
-        bubble_fraction=timeline.bubble_fraction,
-        lower_bound_seconds=found.lower_bound_seconds,
-        budget=budget,
-        memory=memory,
-        staleness=program.schedule.staleness if program.schedule.versions is not None else (),
-        fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
-    )
-
-
-def _weight_share(section: Section, rates: Rates) -> float:
-    """The part for weights of a stage's backward work, by estimate."""
-    assert section.stage is not None
-    parts = section.stage.input_steps, section.stage.weight_steps
-    first, second = (
-        sum(roofline.seconds(step.program.operators, step.program, rates) for step in steps) for steps in parts
-    )
-    return second / (first + second) if second else 0.0
-
-
-def _stored_bytes(section: Section) -> dict[str, int]:
-    """Bytes of one micro-batch's stash, by storage."""
-    assert section.stage is not None
-    graph, forms = section.stage.graph, section.stage.storage.forms
-    found: dict[str, int] = {}
-    for t in section.stashed:
-        name = forms[t].storage.value
-        found[name] = found.get(name, 0) + stored_bytes(graph.tensors[t], forms[t])
-    return found
-
-
-def _away(program: Program, found: Partition, s: int) -> dict[str, Any]:
-    """What the plan says of a stage's stashes that are away."""
-    swaps, transport = program.swaps, program.transport
-    if swaps is None or transport is None or not swaps.ticks[s]:
-        return {}
-    pieces = zip(swaps.slices[s], transport.pages[s], strict=True)
-    return {
-        "away": swaps.guests[s],
-        "away_ticks": swaps.ticks[s],
-        "pieces": tuple(StashPiece(one.target, found.stages[one.target].devices, 4 * PAGE * n) for one, n in pieces),
-    }
-
-
-def stage_links(found: Partition) -> Links:
-    """The direct links between the devices of two stages, in pages of the arena; of all replicas the slowest."""
-    network = found.network
-    places = [np.ix_(one.devices, two.devices) for one in found.stages for two in found.stages]
-    shape = len(found.stages), len(found.stages)
-    bandwidth = np.array([network.bandwidth[place].min() for place in places]).reshape(shape) / (4 * PAGE)
-    latency = np.array([network.latency[place].max() for place in places]).reshape(shape)
-    return Links(tuple(map(tuple, bandwidth.tolist())), tuple(map(tuple, latency.tolist())))
-
-
-def _exchange_seconds(found: Partition, messages: Sequence[float]) -> float:
-    """What sending a message forward and one back takes over the slowest link between neighbours."""
-    stages = itertools.pairwise(found.stages)
-    links = [link for one, two in stages for link in itertools.product(one.devices, two.devices)]
-    return sum(max((found.network.seconds(*link, size) for link in links), default=0.0) for size in messages)
-
-
-def _modules(paths: Any) -> tuple[str, ...]:
-    """Module paths in order of appearance, without those that only contain others."""
-    seen = [p for p in dict.fromkeys(paths) if p]
-    return tuple(p for p in seen if not any(q.startswith(p + "/") for q in seen))

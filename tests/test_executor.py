@@ -1,5 +1,6 @@
 """Every valid table runs, and gives the gradients of plain training: drawn, known, or made at random."""
 
+import dataclasses
 import functools
 import random
 import re
@@ -252,3 +253,31 @@ def test_a_schedule_that_does_not_fit(schedule, message):
             schedule=schedule,
             profile="analytic",
         )
+
+
+def test_auto_is_the_schedule_whose_step_is_predicted_to_be_the_shortest():
+    """Where work takes long, splitting the backward pass pays; where it does not, what a tick costs besides counts."""
+    m, batch = 8, jax.ShapeDtypeStruct((8 * 1024, 256), jnp.float32)
+    weights = [jnp.zeros((256, 256))] * 8
+    model = jax.tree_util.Partial(lambda w, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), w, x), weights)
+
+    def planned(schedule, profile):
+        options = {"loss": lambda model, x: model(x).sum(), "optimizer": optax.sgd(0.1), "num_microbatches": m}
+        pipeline = jaxpipe.partition(model, mesh_of(4, None), batch, schedule=schedule, profile=profile, **options)
+        return pipeline.plan
+
+    quick = jaxpipe.profile_model(
+        model, batch, loss=lambda model, x: model(x).sum(), num_microbatches=m, source="analytic"
+    )
+    slow = dataclasses.replace(
+        quick,
+        forward_seconds=tuple(1e6 * t for t in quick.forward_seconds),
+        backward_seconds=tuple(1e6 * t for t in quick.backward_seconds),
+    )
+    chosen = []
+    for profile in (quick, slow):
+        plans = [planned(maker, profile) for maker in ("auto", one_f_one_b, textbook, zero_bubble, interleaved)]
+        seconds = {plan.schedule: plan.step_seconds for plan in plans[1:]}
+        assert plans[0].step_seconds == min(seconds.values())
+        chosen.append(plans[0].schedule)
+    assert chosen == ["1f1b", "zero-bubble-h1"]

@@ -1,15 +1,17 @@
 """What can be wrong with a mesh, a batch or a budget, said before anything is traced."""
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh
 
-from jaxpipe.errors import BatchError, NetworkError, PartitionError, StateError
+from jaxpipe.errors import BatchError, NetworkError, PartitionError, ScheduleError, StateError
 from jaxpipe.network import Network
 from jaxpipe.pipeline.program import DATA, STAGE
-from jaxpipe.schedules import BY_NAME, Schedule, one_f_one_b
+from jaxpipe.schedules import BY_NAME, Schedule, interleaved, one_f_one_b, zero_bubble
 
 
 def check_mesh(mesh: Mesh) -> tuple[int, int]:
@@ -49,21 +51,45 @@ def check_network(network: Any, mesh: Mesh) -> None:
 ScheduleMaker = Callable[[int, int], Schedule]
 
 
-def schedule_maker(schedule: Any) -> ScheduleMaker:
-    """What makes the table that was asked for.
+#: What ``schedule="auto"`` chooses from; of two that are as fast, the first.
+AUTO: tuple[ScheduleMaker, ...] = (
+    one_f_one_b,
+    functools.partial(one_f_one_b, paired=False),
+    zero_bubble,
+    interleaved,
+)
+
+
+def schedule_makers(schedule: Any) -> tuple[ScheduleMaker, ...]:
+    """What makes the tables that were asked for, of which the fastest is wanted.
 
     Raises:
       PartitionError: if there is no such name, or it is no function.
     """
-    named = {**BY_NAME, "auto": one_f_one_b}
-    if isinstance(schedule, str) and schedule in named:
-        return named[schedule]
+    if isinstance(schedule, str) and schedule == "auto":
+        return AUTO
+    if isinstance(schedule, str) and schedule in BY_NAME:
+        return (BY_NAME[schedule],)
     if isinstance(schedule, str) or not callable(schedule):
         raise PartitionError(
             f"schedule={schedule!r}; it must be 'auto', {', '.join(map(repr, BY_NAME))}, or a function (num_stages, "
             "num_microbatches) -> Schedule, such as jaxpipe.schedules.gpipe."
         )
-    return cast(ScheduleMaker, schedule)
+    return (cast(ScheduleMaker, schedule),)
+
+
+def make_schedules(makers: Sequence[ScheduleMaker], num_stages: int, num_microbatches: int) -> list[Schedule]:
+    """Tables of some size, those left out that there are not for this size; one at least.
+
+    Raises:
+      PartitionError, ScheduleError: if the first is none, or not valid.
+    """
+    first, *others = makers
+    found = [check_schedule(first(num_stages, num_microbatches), num_stages, num_microbatches)]
+    for maker in others if num_stages > 1 else ():
+        with contextlib.suppress(ScheduleError):
+            found.append(check_schedule(maker(num_stages, num_microbatches), num_stages, num_microbatches))
+    return found
 
 
 def check_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Schedule:

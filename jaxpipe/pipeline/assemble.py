@@ -1,0 +1,241 @@
+"""From cuts and a schedule to a plan with everything that runs it.
+
+cuts, schedule ──draft──▶ a program with default storage, and its seconds
+drafts ──choose──▶ the fastest that keeps the budget ──settle──▶ Planned
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxpipe.errors import MemoryBudgetError
+from jaxpipe.graph import Graph, Operator
+from jaxpipe.model import BoundModel
+from jaxpipe.pipeline import checks
+from jaxpipe.pipeline.arrange import arrange
+from jaxpipe.pipeline.balance import balanced
+from jaxpipe.pipeline.describe import describe, stage_links, stage_seconds, step_timeline
+from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
+from jaxpipe.pipeline.fit import Fitted, Prices, fit
+from jaxpipe.pipeline.layout import lay_out
+from jaxpipe.pipeline.live import check_live
+from jaxpipe.pipeline.objective import Objective
+from jaxpipe.pipeline.optimizer import colour_update
+from jaxpipe.pipeline.pipeline import Planned
+from jaxpipe.pipeline.program import DATA, PAGE, Program
+from jaxpipe.pipeline.request import Request
+from jaxpipe.pipeline.sections import Placement, Section, cut_sections, place, with_backward
+from jaxpipe.pipeline.step import Batching, Update
+from jaxpipe.planning.mapping import best_mapping
+from jaxpipe.planning.memory import predict, working_bytes
+from jaxpipe.planning.placed import Partition
+from jaxpipe.planning.storing.choose import raised
+from jaxpipe.profile import Profile
+from jaxpipe.profiling import roofline
+from jaxpipe.profiling.roofline import rates_of
+from jaxpipe.schedules import Schedule
+from jaxpipe.work import weight
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A model traced for batches of some shapes.
+
+    Attributes:
+      objective, model: what is computed for a micro-batch.
+      profile: what its operators cost.
+      batch, microbatch: shapes.
+      batching: how the batch is cut.
+      local: one replica's part of the batch.
+    """
+
+    objective: Objective
+    model: BoundModel
+    profile: Profile
+    batch: Any
+    microbatch: Any
+    batching: Batching
+    local: Sequence[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A program with default storage.
+
+    Attributes:
+      request: what was asked for.
+      found: the cuts, and a device for each stage.
+      stages: the stage of every variable.
+      program: what would run.
+    """
+
+    request: Request
+    found: Partition
+    stages: Placement
+    program: Program
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step; storage within a budget may add to it."""
+        found = stage_seconds(self.request, self.program, self.found)
+        return step_timeline(self.request, self.program, self.found, found).makespan
+
+
+def sections_for(request: Request, traced: Traced, found: Partition) -> tuple[Placement, tuple[Section, ...]]:
+    """The stages' programs for some cuts, and the stage of every variable."""
+    cuts = (0, *(stage.operators.stop for stage in found.stages))
+    stages = place(traced.objective, cuts)
+    return stages, with_backward(traced.objective, cut_sections(traced.objective, cuts, stages), request.policy)
+
+
+def draft(
+    request: Request,
+    traced: Traced,
+    found: Partition,
+    schedule: Schedule,
+    stages: Placement,
+    sections: tuple[Section, ...],
+) -> Draft:
+    """The program for sections and a schedule."""
+    model, devices = traced.model, range(request.num_stages)
+    placement = stages.on_devices(request.num_stages)
+    program = Program(
+        objective=traced.objective,
+        sections=sections,
+        schedule=schedule,
+        placement=placement,
+        parameters=lay_out([[model.parameters[k].aval for k in placement.held_by(d)[0]] for d in devices]),
+        state=lay_out([[model.state[k].aval for k in placement.held_by(d)[1]] for d in devices]),
+        replicated=DATA in request.mesh.axis_names,
+    )
+    if request.budget is not None and schedule.num_chunks == 1:
+        found = _map_for_swaps(program, found)
+    return Draft(request, found, stages, program)
+
+
+def choose(
+    request: Request, traced: Traced, drafts: Sequence[Draft], cut_again: Callable[[Draft, Profile], Draft]
+) -> Planned:
+    """The plan with the shortest step that keeps the budget.
+
+    Args:
+      request, traced: what is planned.
+      drafts: with different schedules.
+      cut_again: another draft with the schedule of one, for another profile.
+
+    Raises:
+      MemoryBudgetError: if none does, and the budget must not be raised; that of the smallest budget that is kept.
+    """
+    drafts = sorted(drafts, key=lambda found: found.seconds)
+    budget = request.budget
+    if budget is None:
+        return settle(traced, drafts[0], None)
+    best: Planned | None = None
+    errors: list[tuple[Draft, MemoryBudgetError]] = []
+    for candidate in drafts:
+        if best is not None and candidate.seconds >= best.plan.step_seconds:
+            break
+        try:
+            planned = _balanced(traced, candidate, budget, cut_again)
+        except MemoryBudgetError as error:
+            errors.append((candidate, error))
+            continue
+        if best is None or planned.plan.step_seconds < best.plan.step_seconds:
+            best = planned
+    if best is None:
+        candidate, error = min(errors, key=lambda found: found[1].smallest or float("inf"))
+        if error.smallest is None or not request.allow_over_budget:
+            raise error
+        best = _balanced(traced, candidate, raised(budget, error.smallest), cut_again)
+        best = replace(best, plan=replace(best.plan, raised_from=budget))
+    return replace(best, may_raise=request.allow_over_budget)
+
+
+def _balanced(traced: Traced, found: Draft, budget: int, cut_again: Callable[[Draft, Profile], Draft]) -> Planned:
+    """The plan within a budget, its cuts moved while that makes the step shorter."""
+    return balanced(settle(traced, found, budget), lambda charged: settle(traced, cut_again(found, charged), budget))
+
+
+def settle(traced: Traced, found: Draft, budget: int | None) -> Planned:
+    """The optimizer, layouts, and storage within a budget.
+
+    Raises:
+      MemoryBudgetError: if no storage keeps the budget.
+    """
+    request, program, placed = found.request, found.program, found.found
+    model, placement, schedule = traced.model, program.placement, program.schedule
+    devices = range(request.num_stages)
+    mesh = arrange(request.mesh, [placed.stages[d].devices for d in devices], placed.network)
+    coloured = colour_update(request.optimizer, model, placement.parameters)
+    exchanges = request.exchange is not None and request.replicas > 1
+    check_live(schedule, coloured, traced.objective, exchanges)
+    owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
+    exchange = None
+    if request.exchange is not None and exchanges:
+        warn_of_adam(jax.tree.unflatten(coloured.state_tree, coloured.state_avals))
+        exchange = stage_exchange(request.exchange, model, placement, program.parameters, request.replicas)
+    state_layout = lay_out([[a for a, owner in owned if owner == d] for d in devices])
+    update = Update(coloured, state_layout, exchange, request.on_nonfinite)
+    shared = [a for a, owner in owned if owner is None]
+
+    def memory_of(program: Program) -> dict[str, int]:
+        return predict(program, update, shared, traced.local)
+
+    def planned(budget: int | None) -> Planned:
+        chosen, fitted = program, (Fitted(),) * len(program.sections)
+        if budget is not None:
+            prices = _prices(request, traced.objective, placed)
+            options = {"solver": request.solver, "time_limit": request.time_limit}
+            chosen, fitted = fit(program, memory_of, working_bytes, budget, prices, **options)
+        rows = checks.batch_size(traced.microbatch)
+        plan = describe(request, chosen, placed, memory_of(chosen), rows, fitted, budget)
+        if exchange is not None:
+            plan = replace(plan, exchange_bytes=exchange.sent_bytes)
+        return Planned(
+            plan=plan,
+            profile=traced.profile,
+            partition=placed,
+            mesh=mesh,
+            batch=traced.batch,
+            microbatch=traced.microbatch,
+            model=model,
+            program=chosen,
+            stages=found.stages,
+            placement=placement,
+            update=update,
+            batching=traced.batching,
+            refit=None if budget is None else planned,
+        )
+
+    return planned(budget)
+
+
+def _map_for_swaps(program: Program, found: Partition) -> Partition:
+    """The same cuts on the devices with which swaps to peers can do most, if a step takes no longer with them."""
+    messages = [4 * n for n in program.message_words]
+    stash = [4 * PAGE * n for n in program.stash_pages]
+    tick = found.bottleneck_seconds / len(program.schedule.ticks)
+    return best_mapping(found, program.schedule, stash, tick, messages)
+
+
+def _prices(request: Request, objective: Objective, found: Partition) -> Prices:
+    """What computing an operator again costs: as profiled where that is known, else in proportion to an estimate."""
+    graph, profile = objective.graph, found.profile
+    rates = rates_of(request.mesh.devices.flat[0])
+    estimated = sum(roofline.seconds([op], graph, rates) for op in graph.operators)
+    scale = sum(profile.forward_seconds) / estimated if estimated else 1.0
+    known = {
+        t: seconds
+        for op, seconds in zip(graph.operators, profile.forward_seconds, strict=True)
+        for t in op.outputs
+        if weight(op) is None
+    }
+
+    def seconds(graph: Graph, op: Operator) -> float:
+        return known.get(op.outputs[0], scale * roofline.seconds([op], graph, rates))
+
+    slow = tuple(1 / min(found.network.speed[d] for d in stage.devices) for stage in found.stages)
+    return Prices(seconds, rates.bytes / scale if scale else rates.bytes, slow, stage_links(found))

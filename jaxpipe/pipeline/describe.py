@@ -1,0 +1,208 @@
+"""What a plan says of a program: seconds, bytes, and where everything is."""
+
+import hashlib
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxpipe.pipeline.branches import touched
+from jaxpipe.pipeline.fit import Fitted
+from jaxpipe.pipeline.program import PAGE, Program
+from jaxpipe.pipeline.request import Request
+from jaxpipe.pipeline.sections import Section
+from jaxpipe.pipeline.swap import exchange_seconds
+from jaxpipe.pipeline.words import word_count
+from jaxpipe.planning.placed import Partition
+from jaxpipe.planning.plan import Plan, StagePlan, StashPiece
+from jaxpipe.profiling import roofline
+from jaxpipe.profiling.roofline import Rates, rates_of
+from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
+from jaxpipe.schedules.peers import Links
+from jaxpipe.stash import stored_bytes
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """What a stage computes for one micro-batch, on a device of the profiled kind; ``weight`` only if it waits."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+def stage_seconds(
+    request: Request, program: Program, found: Partition, added: Sequence[float] | None = None
+) -> list[StageSeconds]:
+    """Seconds of every stage; ``added`` by what storage within a budget costs."""
+    profile, rates = found.profile, rates_of(request.mesh.devices.flat[0])
+    seconds = []
+    for s, (section, placed) in enumerate(zip(program.sections, found.stages, strict=True)):
+        operators = slice(placed.operators.start, placed.operators.stop)
+        backward = sum(profile.backward_seconds[operators]) + (0.0 if added is None else added[s])
+        share = _weight_share(section, rates) if program.schedule.splits_backward else 0.0
+        seconds.append(StageSeconds(sum(profile.forward_seconds[operators]), backward, share * backward))
+    return seconds
+
+
+def least_seconds(schedule: Schedule, found: Partition) -> float:
+    """What a step takes at least with some cuts: its work alone."""
+    work = []
+    for stage in found.stages:
+        speed = min(found.network.speed[d] for d in stage.devices)
+        operators = slice(stage.operators.start, stage.operators.stop)
+        sums = sum(found.profile.forward_seconds[operators]), sum(found.profile.backward_seconds[operators])
+        work.append([seconds / speed for seconds in sums])
+    forward, backward = (list(seconds) for seconds in zip(*work, strict=True))
+    if not schedule.splits_backward:
+        return simulate(schedule, forward=forward, backward=backward).makespan
+    # However it is split, no device does more in a step than this.
+    return schedule.num_microbatches * max(f + b for f, b in zip(forward, backward, strict=True))
+
+
+def step_timeline(request: Request, program: Program, found: Partition, seconds: Sequence[StageSeconds]) -> Timeline:
+    """A step as the executor walks through it, what every tick costs besides its work included."""
+    speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
+    each = _exchange_seconds(found, [4 * n for n in program.message_words])
+    each += exchange_seconds(program) / len(program.schedule.ticks)
+    each += handled_bytes(program) / rates_of(request.mesh.devices.flat[0]).bytes
+    return simulate(
+        program.schedule,
+        forward=[stage.forward / s for stage, s in zip(seconds, speed, strict=True)],
+        backward_input=[(stage.backward - stage.weight) / s for stage, s in zip(seconds, speed, strict=True)],
+        backward_weight=[stage.weight / s for stage, s in zip(seconds, speed, strict=True)],
+        communication=each,
+    )
+
+
+def handled_bytes(program: Program) -> int:
+    """Bytes that every device reads and writes in each tick, whether it has work or not.
+
+    A stash and what waits with it go into the arena where something was, and are copied out of it; gradients are
+    added up.
+    """
+    if program.alone:
+        return 0
+    schedule, page = program.schedule, 4 * PAGE
+    buffers = [length * np.dtype(dtype).itemsize for length, dtype in program.parameters.buffers]
+    total = (3 + 2) * page * max(program.stash_pages)
+    kinds = [schedule.backward_kind]
+    if schedule.splits_backward:
+        total += 2 * page * max(program.stash_pages) + (3 + 2) * page * max(program.saved_pages)
+        kinds.append(Kind.BACKWARD_WEIGHT)
+    return total + sum(3 * buffers[k] for kind in kinds for k in touched(program, kind))
+
+
+def describe(
+    request: Request,
+    program: Program,
+    found: Partition,
+    memory: dict[str, int],
+    microbatch_size: int,
+    fitted: Sequence[Fitted],
+    budget: int | None,
+) -> Plan:
+    """The plan of a program."""
+    graph = program.objective.graph
+    seconds = stage_seconds(request, program, found, [fit.added_seconds for fit in fitted])
+    stages = []
+    for s, section in enumerate(program.sections):
+        placed = found.stages[s]
+        operators = slice(placed.operators.start, placed.operators.stop)
+        stages.append(
+            StagePlan(
+                operators=(placed.operators.start, placed.operators.stop),
+                devices=placed.devices,
+                modules=_modules(op.path for op in graph.operators[operators]),
+                forward_seconds=seconds[s].forward,
+                backward_seconds=seconds[s].backward,
+                weight_seconds=seconds[s].weight,
+                added_seconds=fitted[s].added_seconds,
+                storage=fitted[s].status,
+                storage_gap=fitted[s].gap,
+                solve_seconds=fitted[s].solve_seconds,
+                stored=_stored_bytes(section),
+                parameter_bytes=sum(4 * word_count(a) for a in program.avals(section.parameters)),
+                stash_bytes=sum(4 * word_count(a) for a in program.stash_avals(section)),
+                in_flight=program.schedule.in_flight(program.device(s), s // program.num_devices),
+                **_away(program, found, s),
+                sent_bytes=sum(4 * word_count(a) for a in program.avals(section.leaving)),
+            )
+        )
+    timeline = step_timeline(request, program, found, seconds)
+    described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
+    return Plan(
+        stages=tuple(stages),
+        replicas=request.replicas,
+        num_microbatches=program.schedule.num_microbatches,
+        microbatch_size=microbatch_size,
+        schedule=program.schedule.name,
+        profile=found.profile.source,
+        step_seconds=timeline.makespan,
+        bubble_fraction=timeline.bubble_fraction,
+        lower_bound_seconds=found.lower_bound_seconds,
+        budget=budget,
+        memory=memory,
+        staleness=program.schedule.staleness if program.schedule.versions is not None else (),
+        fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
+    )
+
+
+def _weight_share(section: Section, rates: Rates) -> float:
+    """The part for weights of a stage's backward work, by estimate."""
+    assert section.stage is not None
+    parts = section.stage.input_steps, section.stage.weight_steps
+    first, second = (
+        sum(roofline.seconds(step.program.operators, step.program, rates) for step in steps) for steps in parts
+    )
+    return second / (first + second) if second else 0.0
+
+
+def _stored_bytes(section: Section) -> dict[str, int]:
+    """Bytes of one micro-batch's stash, by storage."""
+    assert section.stage is not None
+    graph, forms = section.stage.graph, section.stage.storage.forms
+    found: dict[str, int] = {}
+    for t in section.stashed:
+        name = forms[t].storage.value
+        found[name] = found.get(name, 0) + stored_bytes(graph.tensors[t], forms[t])
+    return found
+
+
+def _away(program: Program, found: Partition, s: int) -> dict[str, Any]:
+    """What the plan says of a stage's stashes that are away."""
+    swaps, transport = program.swaps, program.transport
+    if swaps is None or transport is None or not swaps.ticks[s]:
+        return {}
+    pieces = zip(swaps.slices[s], transport.pages[s], strict=True)
+    return {
+        "away": swaps.guests[s],
+        "away_ticks": swaps.ticks[s],
+        "pieces": tuple(StashPiece(one.target, found.stages[one.target].devices, 4 * PAGE * n) for one, n in pieces),
+    }
+
+
+def stage_links(found: Partition) -> Links:
+    """The direct links between the devices of two stages, in pages of the arena; of all replicas the slowest."""
+    network = found.network
+    places = [np.ix_(one.devices, two.devices) for one in found.stages for two in found.stages]
+    shape = len(found.stages), len(found.stages)
+    bandwidth = np.array([network.bandwidth[place].min() for place in places]).reshape(shape) / (4 * PAGE)
+    latency = np.array([network.latency[place].max() for place in places]).reshape(shape)
+    return Links(tuple(map(tuple, bandwidth.tolist())), tuple(map(tuple, latency.tolist())))
+
+
+def _exchange_seconds(found: Partition, messages: Sequence[float]) -> float:
+    """What sending a message forward and one back takes over the slowest link between neighbours."""
+    stages = itertools.pairwise(found.stages)
+    links = [link for one, two in stages for link in itertools.product(one.devices, two.devices)]
+    return sum(max((found.network.seconds(*link, size) for link in links), default=0.0) for size in messages)
+
+
+def _modules(paths: Any) -> tuple[str, ...]:
+    """Module paths in order of appearance, without those that only contain others."""
+    seen = [p for p in dict.fromkeys(paths) if p]
+    return tuple(p for p in seen if not any(q.startswith(p + "/") for q in seen))

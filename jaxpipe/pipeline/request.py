@@ -1,0 +1,39 @@
+"""What the caller of ``partition`` asked for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from jaxpipe.gradients.block_sparse import BlockSparse
+from jaxpipe.model import UserFunction
+from jaxpipe.network import Network
+from jaxpipe.pipeline.checks import ScheduleMaker
+from jaxpipe.pipeline.guard import OnNonFinite
+from jaxpipe.policy import Policy
+from jaxpipe.profile import Profile
+from jaxpipe.profiling.model import Source
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What the caller of ``partition`` asked for, checked; of several ``schedules``, the fastest is wanted."""
+
+    model: Any
+    mesh: Mesh
+    loss: UserFunction
+    optimizer: optax.GradientTransformation
+    budget: int | None
+    allow_over_budget: bool
+    num_microbatches: int | None
+    schedules: tuple[ScheduleMaker, ...]
+    profile: Source | Profile
+    network: Network | None
+    policy: Policy
+    solver: str
+    time_limit: float
+    exchange: BlockSparse | None
+    on_nonfinite: OnNonFinite
+    num_stages: int
+    replicas: int

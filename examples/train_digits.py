@@ -2,6 +2,7 @@
 
     python examples/train_digits.py
     python examples/train_digits.py --stages 2 --epochs 5 --batch-size 64
+    python examples/train_digits.py --schedule pipedream  # every stage updates its weights after each micro-batch
 
 The data are the 1,797 digits that ship with scikit-learn, so nothing is downloaded. The model is plain Flax; the
 one line that concerns memory is the decorator. Without enough accelerators the pipeline is as long as there are
@@ -13,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,6 @@ from sklearn.model_selection import train_test_split
 
 import jaxpipe
 from jaxpipe.pictures import draw_memory, draw_timeline
-from jaxpipe.schedules import one_f_one_b
 from jaxpipe.units import bytes_text
 
 
@@ -39,6 +40,9 @@ class Options:
     epochs: int = 15
     batch_size: int = 96
     num_microbatches: int = 8
+    schedule: Literal["auto", "one_f_one_b", "gpipe", "interleaved", "zero_bubble", "pipedream", "double_buffered"] = (
+        "auto"
+    )
     learning_rate: float = 2e-3
     seed: int = 0
     out: Path = Path("out")
@@ -127,7 +131,7 @@ def report(pipeline: jaxpipe.Pipeline, model: DigitsCNN, data: dict[str, np.ndar
     predicted, compiled = max(memory.predicted_bytes), max(memory.compiled_bytes)
     print(f"on each device: predicted {bytes_text(predicted)}, compiled {bytes_text(compiled)}")
 
-    schedule = one_f_one_b(len(plan.stages), plan.num_microbatches)
+    schedule = pipeline.schedule
     options.out.mkdir(parents=True, exist_ok=True)
     for name, figure in (
         ("timeline.png", draw_timeline(plan, schedule)),
@@ -144,8 +148,12 @@ def main(options: Options) -> float:
     devices = jax.devices()[: options.stages]
     mesh = jax.make_mesh((len(devices),), ("stage",), devices=devices)
     model = DigitsCNN(nnx.Rngs(options.seed))
-    steps = len(data["label"]) // options.batch_size
-    schedule = optax.cosine_decay_schedule(options.learning_rate, steps * options.epochs)
+    updates = options.epochs * (len(data["label"]) // options.batch_size)
+    if options.schedule == "pipedream":
+        updates *= options.num_microbatches
+    elif options.schedule == "double_buffered":
+        updates *= options.num_microbatches // options.stages
+    decay = optax.cosine_decay_schedule(options.learning_rate, updates)
 
     started = time.perf_counter()
     pipeline = jaxpipe.partition(
@@ -153,7 +161,8 @@ def main(options: Options) -> float:
         mesh,
         shapes(data, options.batch_size),
         loss=loss,
-        optimizer=optax.adam(schedule),
+        optimizer=optax.adam(decay),
+        schedule=options.schedule,
         evaluate=evaluate,
         num_microbatches=options.num_microbatches,
     )

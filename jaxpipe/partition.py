@@ -1,6 +1,7 @@
 """``partition``: plan how a model is trained on a mesh."""
 
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -229,7 +230,7 @@ def _place(
         rate = rates_of(request.mesh.devices.flat[0]).bytes
         network = Network.uniform(request.mesh.devices.size, rate)
     tied = variable_spans(objective)
-    profile = replace(profile, together=tuple(tied.values()))
+    profile = replace(profile, together=tuple(itertools.chain.from_iterable(tied.values())))
     places = sum(places_to_cut(objective)[1:-1])
     if request.num_stages * num_chunks > places + 1:
         raise checks.PartitionError(
@@ -252,9 +253,9 @@ def _widest(objective: Objective, model: BoundModel) -> str:
     found = variable_spans(objective)
     if not found:
         return ""
-    t = max(found, key=lambda t: found[t][1] - found[t][0])
+    spans = [(high - low, t, low, high) for t, groups in found.items() for low, high in groups]
+    _, t, low, high = max(spans)
     names = dict(zip((*objective.parameters, *objective.state), (*model.parameters, *model.state), strict=True))
-    low, high = found[t]
     if high - low < 2:
         return ""
     path = objective.graph.operators[low].path, objective.graph.operators[high].path

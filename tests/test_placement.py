@@ -121,7 +121,8 @@ def test_faster_devices_do_more():
     # Four equal layers: three of them for the fast device.
     assert {stage.devices: stage.forward_seconds for stage in pipeline.plan.stages} == {(0,): 1.0, (1,): 3.0}
     # Eight micro-batches and one stage to fill, a second forward and one backward in each tick.
-    assert pipeline.plan.step_seconds == pytest.approx(2 * (8 + 1), rel=1e-6)
+    # What a tick costs besides takes microseconds.
+    assert pipeline.plan.step_seconds == pytest.approx(2 * (8 + 1), abs=1e-3)
 
 
 def test_replicas_count_once():
@@ -133,9 +134,10 @@ def test_replicas_count_once():
     profile = dataclasses.replace(
         usual, forward_seconds=seconds, backward_seconds=seconds, parameter_bytes=(0.0,) * len(seconds)
     )
-    pipeline = make(mesh, network, num_microbatches=4, profile=profile)
-    # Two layers in each stage; four micro-batches of a replica and one stage to fill. Links take below a microsecond.
-    assert pipeline.plan.step_seconds == pytest.approx(2 * 2 * (4 + 1), rel=1e-6)
+    pipeline = make(mesh, network, num_microbatches=4, profile=profile, schedule="one_f_one_b")
+    # Two layers in each stage; four micro-batches of a replica and one stage to fill. Links take below a microsecond,
+    # what a tick costs besides some.
+    assert pipeline.plan.step_seconds == pytest.approx(2 * 2 * (4 + 1), abs=1e-3)
     assert pipeline.partition.bottleneck_seconds == pytest.approx(2 * 2 * (4 + 1), rel=1e-6)
     assert pipeline.partition.num_microbatches == 8
 

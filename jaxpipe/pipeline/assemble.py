@@ -166,12 +166,12 @@ def settle(traced: Traced, found: Draft, budget: int | None) -> Planned:
       MemoryBudgetError: if no storage keeps the budget.
     """
     request, program, placed = found.request, found.program, found.found
-    model, placement, schedule = traced.model, program.placement, program.schedule
+    model, placement = traced.model, program.placement
     devices = range(request.num_stages)
     mesh = arrange(request.mesh, [placed.stages[d].devices for d in devices], placed.network)
     coloured = colour_update(request.optimizer, model, placement.parameters)
     exchanges = request.exchange is not None and request.replicas > 1
-    check_live(schedule, coloured, traced.objective, exchanges)
+    check_live(program, coloured, exchanges)
     owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
     exchange = None
     if request.exchange is not None and exchanges:

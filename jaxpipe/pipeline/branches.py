@@ -43,8 +43,10 @@ def touched(program: Program, kind: Kind) -> tuple[int, ...]:
         device = program.device(s)
         places = zip(program.held(device)[0], program.parameters.places[device], strict=True)
         given = differentiated(section, kind)
-        found.update(buffer for t, (buffer, _) in places if t in given)
-    return tuple(sorted(found))
+        own = {t: buffer for t, (buffer, _) in places}
+        lent = {t: len(program.parameters.buffers) + k for k, t in enumerate(program.shared)}
+        found.update(own.get(t, lent.get(t, -1)) for t in given)
+    return tuple(sorted(found - {-1}))
 
 
 def differentiated(section: Section, kind: Kind) -> frozenset[int]:
@@ -82,8 +84,8 @@ def idle_weight(program: Program) -> Callable[..., Any]:
 
 
 def _idle_steps(program: Program, kind: Kind) -> list[Any]:
-    buffers = program.parameters.buffers
-    return [_poisoned((buffers[k][0],), buffers[k][1]) for k in touched(program, kind)]
+    avals = program.gradient_avals
+    return [_poisoned(avals[k].shape, avals[k].dtype) for k in touched(program, kind)]
 
 
 def _poisoned(shape: Sequence[int], dtype: Any) -> Any:
@@ -182,9 +184,11 @@ def weight_branch(program: Program, s: int) -> Callable[..., Any]:
 
 
 def _at_hand(program: Program, s: int, parameters: Sequence[Any], key: Any, rows: Sequence[Any]) -> dict[int, Any]:
-    """What a stage need not be sent: the micro-batch, its key, and the parameters on the device."""
+    """What a stage need not be sent: the micro-batch, its key, and the parameters that the device has or borrows."""
     device = program.device(s)
     known = dict(zip((*program.objective.batch, program.objective.key), (*rows, key), strict=True))
+    borrowed = parameters[len(program.parameters.buffers) :]
+    known.update(zip(program.shared, borrowed, strict=True))
     known.update(zip(program.held(device)[0], program.parameters.read(device, parameters), strict=True))
     return known
 
@@ -214,6 +218,9 @@ def _steps(program: Program, s: int, kind: Kind, gradients: dict[int, Any]) -> l
         for t, a in zip(own, program.avals(own), strict=True)
     ]
     written = program.parameters.write(device, values)
+    for t, aval in zip(program.shared, program.gradient_avals[len(written) :], strict=True):
+        here = t in given and t not in own and gradients.get(t) is not None
+        written.append(gradients[t].reshape(aval.shape) if here else jnp.zeros(aval.shape, aval.dtype))
     return [written[k] for k in touched(program, kind)]
 
 

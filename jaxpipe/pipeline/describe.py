@@ -87,7 +87,7 @@ def handled_bytes(program: Program) -> int:
     if program.alone:
         return 0
     schedule, page = program.schedule, 4 * PAGE
-    buffers = [length * np.dtype(dtype).itemsize for length, dtype in program.parameters.buffers]
+    buffers = [a.size * np.dtype(a.dtype).itemsize for a in program.gradient_avals]
     total = (3 + 2) * page * max(program.stash_pages)
     kinds = [schedule.backward_kind]
     if schedule.splits_backward:

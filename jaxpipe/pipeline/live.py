@@ -17,10 +17,8 @@ from jax import lax
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.optimizer import ColouredUpdate, run_update
 from jaxpipe.pipeline.program import DATA, STAGE, Program
-from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.weights import weight_slots
 
 
@@ -134,8 +132,9 @@ def _slot(x: Any, slot: Any) -> Any:
     return x[0] if x.shape[0] == 1 else lax.dynamic_index_in_dim(x, slot, keepdims=False)
 
 
-def check_live(schedule: Schedule, coloured: ColouredUpdate, objective: Objective, exchanged: bool) -> None:
+def check_live(program: Program, coloured: ColouredUpdate, exchanged: bool) -> None:
     """Raise ``PartitionError`` if weights cannot change on the way."""
+    schedule, objective = program.schedule, program.objective
     if schedule.versions is None:
         return
     name = f"schedule={schedule.name}: weights change while micro-batches are on their way"
@@ -150,6 +149,12 @@ def check_live(schedule: Schedule, coloured: ColouredUpdate, objective: Objectiv
         raise PartitionError(
             f"{name}, so the total weight of a batch is not known when the first gradient of it is applied. Return "
             "a mean, (mean, metrics), instead of (sum, weight, metrics)."
+        )
+    if program.shared:
+        raise PartitionError(
+            f"{name}, but {len(program.shared)} parameter(s), the largest of "
+            f"{max(a.size for a in program.avals(program.shared))} numbers, are used in several stages, each of which "
+            "would update them at another time. Untie them, or use a schedule that updates at the end of a step."
         )
     if exchanged:
         raise PartitionError(

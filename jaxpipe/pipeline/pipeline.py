@@ -434,7 +434,9 @@ class Pipeline:
         objective = trace(planned.model, function, one, name)
         before = planned.program.schedule
         names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
-        cuts = follow(objective, planned.stages, before.total_stages, names, name)
+        borrowed = {t for section in planned.program.sections for t in section.borrowed}
+        lent = [k for k, t in enumerate(planned.program.objective.parameters) if t in borrowed]
+        cuts = follow(objective, planned.stages, before.total_stages, names, name, lent)
         program = dataclasses.replace(
             planned.program,
             objective=objective,

@@ -3,11 +3,13 @@
 ``jaxpipe.pipeline.ticks`` runs it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
 from jax import lax
 
 from jaxpipe.pipeline.columns import Arena, Columns, arena, columns
@@ -69,6 +71,21 @@ class Program:
         """The tensors of the parameters and of the state variables on a device, in the order of the layouts."""
         parameters, state = self.placement.held_by(device)
         return [self.objective.parameters[k] for k in parameters], [self.objective.state[k] for k in state]
+
+    @cached_property
+    def shared(self) -> tuple[int, ...]:
+        """Parameters that a device uses and does not hold."""
+        found: dict[int, None] = {}
+        for s, section in enumerate(self.sections):
+            own = self.held(self.device(s))[0]
+            found.update((t, None) for t in section.borrowed if t not in own)
+        return tuple(found)
+
+    @cached_property
+    def gradient_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """The buffers in which gradients are added up: those of the parameters, then one for each that is shared."""
+        shared = [(math.prod(a.shape), a.dtype) for a in self.avals(self.shared)]
+        return [jax.ShapeDtypeStruct((n,), dtype) for n, dtype in (*self.parameters.buffers, *shared)]
 
     @cached_property
     def alone(self) -> bool:

@@ -1,5 +1,6 @@
 """A micro-batch's program cut into the programs of the stages."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -7,7 +8,7 @@ from jaxpipe import stage as stages
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, is_differentiable
 from jaxpipe.pipeline.objective import Objective
-from jaxpipe.planning.order import allowed_cuts, spans
+from jaxpipe.planning.order import allowed_cuts, spans, uses_apart
 from jaxpipe.policy import FAST, Policy
 from jaxpipe.stage import Stage
 
@@ -19,6 +20,7 @@ class Section:
     Attributes:
       graph: the forward program.
       parameters, state: the variables placed here.
+      borrowed: parameters that are used here and placed in another stage.
       used: inputs of ``graph`` that every stage has at hand: the micro-batch's arrays and its key.
       arriving, leaving: tensors handed on between neighbours, forward.
       results: which of the objective's results are made here (positions).
@@ -36,6 +38,7 @@ class Section:
     leaving: tuple[int, ...]
     results: tuple[int, ...]
     new_state: tuple[int, ...]
+    borrowed: tuple[int, ...] = ()
     stage: Stage | None = None
     returning: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
@@ -70,22 +73,26 @@ class Placement:
         )
 
 
-def variable_spans(objective: Objective) -> dict[int, tuple[int, int]]:
-    """For each parameter and state variable that is used, its first and last operator."""
+def variable_spans(objective: Objective) -> dict[int, tuple[tuple[int, int], ...]]:
+    """For each parameter and state variable that is used, first and last operator of uses that stay together.
+
+    A parameter that is used again behind other parameters' products (a tied embedding) may be used in several stages.
+    """
     together = {
         old: new for old, new in zip(objective.state, objective.new_state, strict=True) if new not in objective.state
     }
-    return spans(objective.graph, (*objective.parameters, *objective.state), together)
+    state = spans(objective.graph, objective.state, together)
+    return {**uses_apart(objective.graph, objective.parameters), **{t: (span,) for t, span in state.items()}}
 
 
 def places_to_cut(objective: Objective) -> list[bool]:
-    """Where a stage may begin: not between two uses of one variable."""
-    return allowed_cuts(objective.graph, variable_spans(objective).values())
+    """Where a stage may begin: not between two uses of one variable that stay together."""
+    return allowed_cuts(objective.graph, itertools.chain.from_iterable(variable_spans(objective).values()))
 
 
 def place(objective: Objective, cuts: Sequence[int]) -> Placement:
-    """Put every variable into the stage that uses it; what nothing uses, into the first."""
-    first = {t: low for t, (low, _) in variable_spans(objective).items()}
+    """Put every variable into the stage that uses it first; what nothing uses, into the first."""
+    first = {t: found[0][0] for t, found in variable_spans(objective).items()}
 
     def stage_of(t: int) -> int:
         return sum(first.get(t, 0) >= c for c in cuts[1:-1])
@@ -93,12 +100,23 @@ def place(objective: Objective, cuts: Sequence[int]) -> Placement:
     return Placement(tuple(map(stage_of, objective.parameters)), tuple(map(stage_of, objective.state)))
 
 
-def follow(objective: Objective, placement: Placement, num_stages: int, names: Sequence[str], what: str) -> list[int]:
+def follow(
+    objective: Objective, placement: Placement, num_stages: int, names: Sequence[str], what: str, shared: Sequence[int]
+) -> list[int]:
     """Cuts of another program over the same variables, so that each is used where it is placed.
+
+    Args:
+      objective: the program.
+      placement: the stage of every variable.
+      num_stages: of the pipeline.
+      names: of the variables.
+      what: the program is called.
+      shared: positions of parameters that later stages may use, too.
 
     Raises:
       PartitionError: if the program uses a variable after one that is placed in a later stage.
     """
+    lent = {objective.parameters[k] for k in shared}
     home = dict(zip(objective.parameters, placement.parameters, strict=True))
     home.update(zip(objective.state, placement.state, strict=True))
     label = dict(zip((*objective.parameters, *objective.state), names, strict=True))
@@ -106,7 +124,7 @@ def follow(objective: Objective, placement: Placement, num_stages: int, names: S
     now = 0
     for k, op in enumerate(objective.graph.operators):
         for t in op.inputs:
-            if home.get(t, now) < now:
+            if home.get(t, now) < now and t not in lent:
                 raise PartitionError(
                     f"{what} uses {label[t]}, which is placed in stage {home[t]}, after variables of stage {now}. "
                     "It must call the layers in the order in which the loss calls them."
@@ -137,14 +155,19 @@ def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement
         own = tuple(objective.parameters[k] for k in parameters), tuple(objective.state[k] for k in state)
         arriving = sections[-1].leaving if sections else ()
         assert {t for t in part.inputs if t not in variables and t not in at_hand} == set(arriving)
+        borrowed = tuple(t for t in objective.parameters if t in part.inputs and t not in own[0])
         needed = {*part.inputs, *outputs}
         used = tuple(t for t in (*objective.batch, objective.key) if t in needed)
         sections.append(
             Section(
                 graph=replace(
-                    part, inputs=(*own[0], *own[1], *used, *arriving), outputs=outputs, parameters=frozenset(own[0])
+                    part,
+                    inputs=(*own[0], *borrowed, *own[1], *used, *arriving),
+                    outputs=outputs,
+                    parameters=frozenset((*own[0], *borrowed)),
                 ),
                 parameters=own[0],
+                borrowed=borrowed,
                 state=own[1],
                 used=used,
                 arriving=arriving,
@@ -166,7 +189,7 @@ def with_backward(objective: Objective, sections: Sequence[Section], policy: Pol
     seeds: set[int] = {loss}
     for section in reversed(sections):
         given = [t for t in section.graph.outputs if t in seeds]
-        wrt = [t for t in (*section.parameters, *section.arriving) if t in active]
+        wrt = [t for t in (*section.parameters, *section.borrowed, *section.arriving) if t in active]
         built = stages.build(section.graph, wrt, policy=policy, held=section.used, seeds=given)
         reached = stages.reached(built, given)
         returning = tuple(t for t in section.arriving if t in reached)

@@ -19,6 +19,7 @@ from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.live import Live
 from jaxpipe.pipeline.optimizer import ColouredUpdate, run_update
 from jaxpipe.pipeline.program import DATA, STAGE, Program
+from jaxpipe.pipeline.sharing import borrow, give_back
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.ticks import Totals, run_ticks
 from jaxpipe.pipeline.words import from_words, to_words
@@ -245,7 +246,9 @@ def _train(
     live: Live | None = None,
 ) -> Totals:
     key = jax.random.fold_in(state.key, state.step)
-    return run_ticks(program, parameters, variables, key, batching.rows(batch), collect, live)
+    held = borrow(program, parameters)
+    totals = run_ticks(program, held, variables, key, batching.rows(batch), collect, live)
+    return replace(totals, gradients=give_back(program, totals.gradients) if totals.gradients else [])
 
 
 def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, list[Any], list[Any]]:

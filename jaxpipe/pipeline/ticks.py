@@ -95,7 +95,7 @@ def run_ticks(
 
     Args:
       program: what to run.
-      parameters, state: this device's buffers.
+      parameters, state: this device's buffers; behind those of the parameters, the shared ones.
       key: random key of the step.
       batch: the micro-batches of this replica: leaves ``[num_microbatches, ...]``.
       collect: keep the results of each micro-batch apart, instead of adding them up.
@@ -174,7 +174,7 @@ def run_ticks(
         forward_inbox=jnp.full((there.slots, program.message_words[0]), POISON),
         backward_inbox=jnp.full((back.slots, program.message_words[1]), POISON),
         state=list(state),
-        gradients=[jnp.zeros(n, dtype) for n, dtype in program.parameters.buffers] if schedule.has_backward else [],
+        gradients=[jnp.zeros(a.shape, a.dtype) for a in program.gradient_avals] if schedule.has_backward else [],
         results=[jnp.zeros((*lead, *a.shape), a.dtype) for a in made_avals(program)],
         weights=None if live is None else live.begin(parameters),
     )

@@ -39,6 +39,9 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         "batch": sum(map(_bytes, batch)),
         "gradients": parameters,
     }
+    if program.shared:
+        # Values, gradients, and the words of both on their way.
+        held["shared"] = 4 * sum(map(_bytes, program.avals(program.shared)))
     exchanging = 0
     if update.exchange is not None:
         held["residual"] = update.exchange.residuals.bytes
@@ -75,6 +78,7 @@ def working_bytes(program: Program, s: int) -> int:
         [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
         for layout in (program.parameters, program.state)
     )
+    parameters += program.avals(program.shared)
     key = jax.eval_shape(lambda: jax.random.key(0))
     rows = program.avals(program.objective.batch)
     forward, backward = (jax.ShapeDtypeStruct((n,), np.uint32) for n in program.message_words)

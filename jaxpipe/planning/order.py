@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from jaxpipe.graph import Graph, Operator, itemsize
+from jaxpipe.work import weight
 
 
 def parameter_work_in_place(graph: Graph, everywhere: Iterable[int] = ()) -> Graph:
@@ -78,6 +79,27 @@ def spans(graph: Graph, inputs: Iterable[int], together: Mapping[int, int]) -> d
             low, high = found.get(t, (k, k))
             found[t] = (min(low, k), max(high, k))
     return found
+
+
+def uses_apart(graph: Graph, parameters: Iterable[int]) -> dict[int, tuple[tuple[int, int], ...]]:
+    """The uses of each parameter, in groups: first and last operator of each.
+
+    Between two groups there is a product (an operator that is worth a stage of its own) with another parameter.
+    """
+    wanted, at_hand = set(parameters), graph.derived_from_parameters() | graph.parameters
+    found: dict[int, list[tuple[int, int]]] = {}
+    products: list[int] = []
+    for k, op in enumerate(graph.operators):
+        for t in wanted.intersection(op.inputs):
+            groups = found.setdefault(t, [(k, k)])
+            low, high = groups[-1]
+            if products and products[-1] > high and t not in graph.operators[products[-1]].inputs:
+                groups.append((k, k))
+            else:
+                groups[-1] = (low, k)
+        if weight(op) is None and not at_hand.isdisjoint(op.inputs):
+            products.append(k)
+    return {t: tuple(groups) for t, groups in found.items()}
 
 
 def allowed_cuts(graph: Graph, held_together: Iterable[tuple[int, int]]) -> list[bool]:

@@ -1,0 +1,52 @@
+"""Parameters that stages on several devices use (tied embeddings): they live on one, the others borrow them.
+
+    before the ticks:  the owner's value ──all-reduce of its bits──▶ every device
+    after the ticks:   the borrowers' gradients ──all-reduce──▶ added to the owner's
+
+Once a step, not once a micro-batch. JAX adds the cotangents of all uses for each micro-batch and then those of the
+micro-batches; here each use is added up over the micro-batches first, which rounds otherwise.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.pipeline.program import STAGE, Program
+from jaxpipe.pipeline.words import from_words, to_words
+
+
+def borrow(program: Program, buffers: Sequence[Any]) -> list[Any]:
+    """This device's buffers, and behind them the value of every shared parameter; inside ``shard_map``."""
+    if not program.shared:
+        return list(buffers)
+    avals = program.avals(program.shared)
+
+    def lent(device: int) -> list[Any]:
+        own = dict(zip(program.held(device)[0], program.parameters.read(device, buffers), strict=True))
+        zeros = [jnp.zeros(a.shape, a.dtype) for a in avals]
+        return [to_words(own.get(t, zero)) for t, zero in zip(program.shared, zeros, strict=True)]
+
+    words = lax.psum(_by_device(program, lent), STAGE)
+    return [*buffers, *(from_words(w, a) for w, a in zip(words, avals, strict=True))]
+
+
+def give_back(program: Program, sums: Sequence[Any]) -> list[Any]:
+    """This device's gradient buffers, with what others have computed for its parameters."""
+    if not program.shared:
+        return list(sums)
+    count = len(program.parameters.buffers)
+    buffers, borrowed = list(sums[:count]), lax.psum(list(sums[count:]), STAGE)
+
+    def added(device: int) -> list[Any]:
+        found = dict(zip(program.shared, borrowed, strict=True))
+        own = zip(program.held(device)[0], program.parameters.read(device, buffers), strict=True)
+        return program.parameters.write(device, [g + found[t].reshape(g.shape) if t in found else g for t, g in own])
+
+    return _by_device(program, added)
+
+
+def _by_device(program: Program, function: Any) -> list[Any]:
+    branches = [lambda device=device: function(device) for device in range(program.num_devices)]
+    return lax.switch(lax.axis_index(STAGE), branches)

@@ -14,7 +14,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +39,8 @@ class Options:
     epochs: int = 15
     batch_size: int = 96
     num_microbatches: int = 8
-    schedule: Literal["auto", "one_f_one_b", "gpipe", "interleaved", "zero_bubble", "pipedream", "double_buffered"] = (
-        "auto"
-    )
+    schedule: str = "auto"
+    """Name of a function in jaxpipe.schedules."""
     learning_rate: float = 2e-3
     seed: int = 0
     out: Path = Path("out")

@@ -1,6 +1,8 @@
 import runpy
 from pathlib import Path
 
+import pytest
+
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -12,6 +14,15 @@ def test_train_digits_learns(capsys, tmp_path):
     assert accuracy > 0.85
     assert "2 stages" in printed and "plain jax.grad keeps" in printed and "bubble" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.png", "timeline.png"]
+
+
+@pytest.mark.slow
+def test_weights_that_change_on_the_way_learn_as_well(tmp_path):
+    example = runpy.run_path(str(EXAMPLES / "train_digits.py"))
+    usual, delayed = (
+        example["main"](example["Options"](schedule=name, out=tmp_path)) for name in ("one_f_one_b", "pipedream")
+    )
+    assert usual > 0.97 and delayed > usual - 0.01
 
 
 def test_plan_cluster_answers_on_paper(capsys, tmp_path):

@@ -336,6 +336,42 @@ def test_a_tied_embedding_is_lent_to_the_last_stage(key, schedule):
     assert float(pipeline.evaluate(state, tokens)["loss"]) == pytest.approx(float(plain(after)), rel=1e-6)
 
 
+class HalfPrecision(nn.Module):
+    """Parameters of 32 bits, activations of 16, logits of 32."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = nn.relu(nn.LayerNorm(dtype=jnp.bfloat16)(nn.Dense(16, dtype=jnp.bfloat16)(x)))
+        return nn.Dense(10)(x.astype(jnp.float32))
+
+
+def test_mixed_precision_and_accumulation_over_steps(key):
+    """Gradients bit for bit; parameters move in every second step, by the mean of both gradients."""
+    model, batch = HalfPrecision(), images(8, rows=16)
+
+    def loss(model, batch):
+        return entropy(model(batch["x"]), batch["y"])
+
+    def plain(params, part):
+        return loss(lambda x: model.apply({"params": params}, x), part)
+
+    optimizer = optax.MultiSteps(optax.sgd(0.5), every_k_schedule=2).gradient_transformation()
+    options = {"loss": loss, "optimizer": optimizer, "num_microbatches": 4, "profile": "analytic"}
+    pipeline = jaxpipe.partition(model, mesh_of(2, None), batch, **options)
+    state = pipeline.init(key)
+    params = pipeline.parameters(state)["params"]
+    parts = [jax.tree.map(lambda x, j=j: x[4 * j : 4 * j + 4], batch) for j in range(4)]
+    gradients = [jax.jit(jax.grad(plain))(params, part) for part in parts]
+    wanted = jax.tree.map(lambda *g: functools.reduce(jnp.add, g) / 4, *gradients)
+    assert_same_bits(arrays(pipeline.value_and_grad(state, batch)[1]), arrays(wanted))
+    state, _ = pipeline.step(state, batch)
+    assert_same_bits(arrays(pipeline.parameters(state)["params"]), arrays(params))
+    state, _ = pipeline.step(state, batch)
+    after = jax.tree.map(lambda p, g: p - 0.5 * g, params, wanted)
+    assert relative_l2(arrays(pipeline.parameters(state)["params"]), arrays(after)) < FUSION
+
+
 @pytest.mark.core
 def test_metrics_carry_gradient_norm_and_injected_learning_rate(key):
     schedule = optax.linear_schedule(0.1, 0.0, 4)

@@ -108,7 +108,7 @@ class Partition:
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
     def __rich__(self) -> Table:
-        used = sum(len(stage.devices) for stage in self.stages)
+        used = len({device for stage in self.stages for device in stage.devices})
         table = Table(
             title=f"{len(self.stages)} stages on {used} of {self.network.num_devices} devices, {self.cost_model}",
             title_justify="left",

@@ -19,6 +19,7 @@ from jaxpipe.errors import ModelError as ModelError
 from jaxpipe.errors import NetworkError as NetworkError
 from jaxpipe.errors import NonFiniteError as NonFiniteError
 from jaxpipe.errors import PartitionError as PartitionError
+from jaxpipe.errors import PlanError as PlanError
 from jaxpipe.errors import ProfileError as ProfileError
 from jaxpipe.errors import ScheduleError as ScheduleError
 from jaxpipe.errors import StateError as StateError

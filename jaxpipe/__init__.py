@@ -2,6 +2,8 @@
 
 from jaxpipe import checkpoint as checkpoint
 from jaxpipe import gradients as gradients
+from jaxpipe import metrics as metrics
+from jaxpipe import traces as traces
 from jaxpipe.checkpoint import Checkpointer as Checkpointer
 from jaxpipe.density import Density as Density
 from jaxpipe.density import measure_density as measure_density

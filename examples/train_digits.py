@@ -7,7 +7,8 @@
 The data are the 1,797 digits that ship with scikit-learn, so nothing is downloaded. The model is plain Flax; the
 one line that concerns memory is the decorator. Without enough accelerators the pipeline is as long as there are
 devices; without any, the stages are simulated CPU devices. At the end: the plan, test accuracy through the pipeline,
-what the stages keep for the backward pass against what plain ``jax.grad`` keeps, and two pictures.
+what the stages keep for the backward pass against what plain ``jax.grad`` keeps, two pictures, a page with all of it
+(``report.html``), and the metrics of each step (``metrics.jsonl``).
 """
 
 import sys
@@ -27,6 +28,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jaxpipe
+from jaxpipe.metrics import JsonLines
 from jaxpipe.pictures import draw_memory, draw_timeline
 from jaxpipe.units import bytes_text
 
@@ -44,7 +46,7 @@ class Options:
     learning_rate: float = 2e-3
     seed: int = 0
     out: Path = Path("out")
-    """Folder for the pictures."""
+    """Folder for pictures, report and metrics."""
 
 
 @jaxpipe.memory_encoded
@@ -101,16 +103,19 @@ def train(
     order = np.random.default_rng(options.seed)
     state = pipeline.init(jax.random.key(options.seed))
     columns = (TextColumn("epoch"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]:.4f}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    progress = Progress(*columns, TimeElapsedColumn(), console=console)
+    with progress, JsonLines(options.out / "metrics.jsonl") as lines:
         task = progress.add_task("train", total=options.epochs, loss=float("nan"))
-        for _ in range(options.epochs):
+        for epoch in range(options.epochs):
             rows = order.permutation(len(data["label"]))
-            losses = []
+            found = []
             for step in range(steps):
                 chosen = rows[step * options.batch_size : (step + 1) * options.batch_size]
                 state, metrics = pipeline.step(state, {name: x[chosen] for name, x in data.items()})
-                losses.append(metrics["loss"])
-            progress.update(task, advance=1, loss=float(jnp.stack(losses).mean()))
+                found.append(metrics)
+            for step, metrics in enumerate(found):  # here, so that no step waits for the one before
+                lines.write(step=epoch * steps + step, **metrics)
+            progress.update(task, advance=1, loss=float(jnp.stack([metrics["loss"] for metrics in found]).mean()))
     return state
 
 
@@ -129,14 +134,15 @@ def report(pipeline: jaxpipe.Pipeline, model: DigitsCNN, data: dict[str, np.ndar
     predicted, compiled = max(memory.predicted_bytes), max(memory.compiled_bytes)
     print(f"on each device: predicted {bytes_text(predicted)}, compiled {bytes_text(compiled)}")
 
-    schedule = pipeline.schedule
     options.out.mkdir(parents=True, exist_ok=True)
     for name, figure in (
-        ("timeline.png", draw_timeline(plan, schedule)),
-        ("memory.png", draw_memory(plan, schedule, memory)),
+        ("timeline.png", draw_timeline(plan, pipeline.schedule, pipeline.timeline())),
+        ("memory.png", draw_memory(plan, pipeline.schedule, memory)),
     ):
         figure.savefig(options.out / name, dpi=150)
         print(f"wrote {options.out / name}")
+    pipeline.report(options.out / "report.html")
+    print(f"wrote {options.out / 'report.html'}")
 
 
 def main(options: Options) -> float:

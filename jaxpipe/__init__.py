@@ -2,6 +2,8 @@
 
 from jaxpipe import checkpoint as checkpoint
 from jaxpipe import gradients as gradients
+from jaxpipe import metrics as metrics
+from jaxpipe import traces as traces
 from jaxpipe.checkpoint import Checkpointer as Checkpointer
 from jaxpipe.density import Density as Density
 from jaxpipe.density import measure_density as measure_density
@@ -19,6 +21,7 @@ from jaxpipe.errors import ModelError as ModelError
 from jaxpipe.errors import NetworkError as NetworkError
 from jaxpipe.errors import NonFiniteError as NonFiniteError
 from jaxpipe.errors import PartitionError as PartitionError
+from jaxpipe.errors import PlanError as PlanError
 from jaxpipe.errors import ProfileError as ProfileError
 from jaxpipe.errors import ScheduleError as ScheduleError
 from jaxpipe.errors import StateError as StateError

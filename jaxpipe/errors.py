@@ -77,5 +77,9 @@ class ProfileError(JaxpipeError, ValueError):
     """A profile that cannot be read or does not make sense."""
 
 
+class PlanError(JaxpipeError, ValueError):
+    """A plan or a partition that cannot be read."""
+
+
 class NetworkError(JaxpipeError, ValueError):
     """A network that does not make sense, or does not fit the devices."""

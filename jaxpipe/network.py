@@ -17,6 +17,7 @@ from rich.table import Table
 from jaxpipe.errors import NetworkError
 from jaxpipe.link_speed import SIZES, measure_links, measure_speeds, memory_limits
 from jaxpipe.network_table import network_table
+from jaxpipe.reading import read_dataclass, read_json
 from jaxpipe.topology import Node
 
 
@@ -233,21 +234,37 @@ class Network:
         Raises:
           NetworkError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise NetworkError(f"The network is not JSON: line {error.lineno}: {error.msg}.") from None
-        try:
-            rows = data.get("devices", ())
-            return cls(
-                data["bandwidth_bytes_per_second"],
-                data.get("latency_seconds", 0.0),
-                speed=tuple(row.get("speed", 1.0) for row in rows),
-                memory_bytes=tuple(math.inf if (m := row.get("memory_bytes")) is None else m for row in rows),
-                names=tuple(row.get("name", f"device {k}") for k, row in enumerate(rows)),
-            )
-        except (AttributeError, KeyError, TypeError) as error:
-            raise NetworkError(f"The network lacks a field or has one of the wrong kind: {error}.") from None
+        return cls.from_data(read_json(text, "The network", NetworkError), "the network")
+
+    @classmethod
+    def from_data(cls, data: Any, where: str) -> "Network":
+        """The same from what ``json.loads`` gives; ``where`` is its place, for errors."""
+        found = read_dataclass(_File, data, where, NetworkError)
+        return cls(
+            found.bandwidth_bytes_per_second,
+            found.latency_seconds,
+            speed=tuple(device.speed for device in found.devices),
+            memory_bytes=tuple(math.inf if (m := device.memory_bytes) is None else m for device in found.devices),
+            names=tuple(f"device {k}" if d.name is None else d.name for k, d in enumerate(found.devices)),
+        )
+
+
+@dataclass(frozen=True)
+class _Device:
+    """A device as JSON has it."""
+
+    name: str | None = None
+    speed: float = 1.0
+    memory_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class _File:
+    """A network as JSON has it."""
+
+    bandwidth_bytes_per_second: tuple[tuple[float, ...], ...]
+    latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0
+    devices: tuple[_Device, ...] = ()
 
 
 def _with_diagonal(rows: Sequence[Sequence[float]], value: float) -> np.ndarray:

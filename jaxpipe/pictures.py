@@ -4,17 +4,19 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.errors import ScheduleError
-from jaxpipe.pipeline.pipeline import MemoryReport
 from jaxpipe.planning.plan import Plan, shorten
-from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
-from jaxpipe.schedules.swaps import Slice, swap_table
+from jaxpipe.planning.timeline import check_size, plan_timeline
+from jaxpipe.schedules import Kind, Schedule, Timeline
+from jaxpipe.schedules.swaps import Slice, Swaps, swap_table
+from jaxpipe.traces import KIND_NAMES
 from jaxpipe.units import bytes_text
 
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from jaxpipe.pipeline.pipeline import MemoryReport
 
 # After M. Okabe and K. Ito, "Color universal design", 2002: distinct for colour-blind readers too.
 BLUE, ORANGE, GREEN, YELLOW = "#0072B2", "#E69F00", "#009E73", "#F0E442"
@@ -26,18 +28,27 @@ COMPONENT_COLOURS = (BLUE, SKY, GREEN, YELLOW, VERMILION, ORANGE, PURPLE, GREY)
 #: Stashes of other stages, one colour after the other.
 GUEST_COLOURS = (ORANGE, SKY, PURPLE, YELLOW)
 
-KIND_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
-KIND_COLOURS = {Kind.FORWARD: (BLUE, "white"), Kind.BACKWARD: (ORANGE, "black")}
+#: Of a bar, and of the text on it.
+KIND_COLOURS = {
+    Kind.FORWARD: (BLUE, "white"),
+    Kind.BACKWARD: (ORANGE, "black"),
+    Kind.BACKWARD_INPUT: (ORANGE, "black"),
+    Kind.BACKWARD_WEIGHT: (GREEN, "white"),
+}
 
 WIDTH_INCHES = 12.0
 
 
-def draw_timeline(plan: Plan, schedule: Schedule) -> "Figure":
-    """Who computes what when in one training step: a row for each stage, a bar with its micro-batch for each action.
+def draw_timeline(plan: Plan, schedule: Schedule, timeline: Timeline | None = None, *, source: str = "") -> "Figure":
+    """Who computes what when in one training step: a row for each device, a bar with its micro-batch for each action.
+
+    Where a device has several stages, the number of the chunk stands behind that of the micro-batch: ``3'1``.
 
     Args:
       plan: its seconds are predicted for one micro-batch; the axis is in milliseconds from the start of the step.
       schedule: the table that the plan was made with.
+      timeline: drawn in place of the plan's own, such as ``Pipeline.timeline(measured=True)``.
+      source: where its seconds come from; left out: the plan's profile.
 
     Returns:
       A matplotlib figure; ``figure.savefig(path)`` writes it.
@@ -47,27 +58,28 @@ def draw_timeline(plan: Plan, schedule: Schedule) -> "Figure":
       ScheduleError: if the schedule is not of the plan's size.
     """
     figure_class = load_figure_class("draw_timeline")
-    _check_size(plan, schedule)
-    timeline = _timeline(plan, schedule)
-    figure = figure_class(figsize=(WIDTH_INCHES, 1.9 + 0.6 * schedule.num_stages), layout="constrained")
+    check_size(plan, schedule)
+    timeline = plan_timeline(plan, schedule) if timeline is None else timeline
+    rows = schedule.num_stages
+    figure = figure_class(figsize=(WIDTH_INCHES, 1.9 + 0.6 * rows), layout="constrained")
     axes = figure.subplots()
     _draw_spans(axes, timeline)
-    axes.set_yticks(range(schedule.num_stages), [_stage_label(plan, s) for s in range(schedule.num_stages)])
-    axes.set_ylim(schedule.num_stages - 0.4, -0.6)
+    axes.set_yticks(range(rows), [_row_label(plan, schedule, d) for d in range(rows)])
+    axes.set_ylim(rows - 0.4, -0.6)
     axes.set_xlim(0, 1e3 * timeline.makespan)
-    axes.set_xlabel(f"ms from the start of the step ({plan.profile} profile)")
+    axes.set_xlabel(f"ms from the start of the step ({source or plan.profile + ' profile'})")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     figure.suptitle(
         f"One step: {1e3 * timeline.makespan:.1f} ms, bubble {timeline.bubble_fraction:.1%} "
         f"({len(plan.stages)} stages, {plan.num_microbatches} micro-batches of {plan.microbatch_size}, {plan.schedule})"
     )
-    figure.legend(loc="outside lower right", ncols=3, frameon=False)
+    figure.legend(loc="outside lower right", ncols=4, frameon=False)
     return figure
 
 
-def draw_memory(plan: Plan, schedule: Schedule, report: MemoryReport | None = None) -> "Figure":
-    """What each device holds: predicted bytes by component beside the compiled bytes, and every stage's stash by tick.
+def draw_memory(plan: Plan, schedule: Schedule, report: "MemoryReport | None" = None) -> "Figure":
+    """What a device holds: predicted bytes by component beside the compiled bytes, and every device's stash by tick.
 
     Args:
       plan: its bytes are drawn.
@@ -82,13 +94,13 @@ def draw_memory(plan: Plan, schedule: Schedule, report: MemoryReport | None = No
       ScheduleError: if the schedule is not of the plan's size.
     """
     figure_class = load_figure_class("draw_memory")
-    _check_size(plan, schedule)
+    check_size(plan, schedule)
     figure = figure_class(figsize=(WIDTH_INCHES, max(4.8, 1.6 + 0.9 * schedule.num_stages)), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(2, 3))
     _draw_components(left.subplots(), plan, report)
     rows = right.subplots(schedule.num_stages, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     _draw_stash(rows, plan, schedule)
-    right.suptitle("Stash of each stage, micro-batches in flight")
+    right.suptitle(f"Stashes in flight; dashed: the arena, {bytes_text(plan.memory.get('arena', 0))} reserved")
     title = f"Bytes on each device: {bytes_text(plan.predicted_bytes)} predicted"
     if report is not None:
         title += f", {bytes_text(max(report.compiled_bytes))} compiled"
@@ -105,30 +117,13 @@ def load_figure_class(name: str) -> Any:
     return Figure
 
 
-def _check_size(plan: Plan, schedule: Schedule) -> None:
-    planned = len(plan.stages), plan.num_microbatches
-    if planned != (schedule.num_stages, schedule.num_microbatches):
-        raise ScheduleError(
-            f"The schedule {schedule.name} has {schedule.num_stages} stages and {schedule.num_microbatches} "
-            f"micro-batches, the plan has {planned[0]} and {planned[1]}. Pass the schedule of this plan: "
-            f"schedule({planned[0]}, {planned[1]})."
-        )
-
-
-def _timeline(plan: Plan, schedule: Schedule) -> Timeline:
-    """The plan's own timeline: what its step takes beyond the work is the exchange after each tick."""
-    forward = [stage.forward_seconds for stage in plan.stages]
-    backward = [stage.backward_seconds for stage in plan.stages]
-    work = simulate(schedule, forward=forward, backward=backward).makespan
-    communication = max(0.0, plan.step_seconds - work) / len(schedule.ticks)
-    return simulate(schedule, forward=forward, backward=backward, communication=communication)
-
-
 def _draw_spans(axes: "Axes", timeline: Timeline) -> None:
     stages = range(len(timeline.peak_in_flight))
     axes.barh(stages, [1e3 * timeline.makespan] * len(stages), height=0.8, color="#E8E8E8", label="waits")
     for kind, (colour, text_colour) in KIND_COLOURS.items():
         spans = [span for span in timeline.spans if span.action.kind is kind]
+        if not spans:
+            continue
         axes.barh(
             [span.stage for span in spans],
             [1e3 * (span.end - span.start) for span in spans],
@@ -140,7 +135,7 @@ def _draw_spans(axes: "Axes", timeline: Timeline) -> None:
             label=KIND_NAMES[kind],
         )
         for span in spans:
-            text = str(span.action.microbatch)
+            text = str(span.action).removeprefix(kind.value)
             size = _text_points(text, (span.end - span.start) / timeline.makespan)
             if size >= 5:
                 middle = 1e3 * (span.start + span.end) / 2
@@ -156,6 +151,14 @@ def _text_points(text: str, share: float) -> float:
     return min(9.0, 0.9 * share * axes_points / (0.65 * len(text)))
 
 
+def _row_label(plan: Plan, schedule: Schedule, device: int) -> str:
+    """The stage of a device with its modules, or the numbers of its stages."""
+    if schedule.num_chunks == 1:
+        return _stage_label(plan, device)
+    stages = range(device, schedule.total_stages, schedule.num_stages)
+    return "\n".join([f"device {device}", *textwrap.wrap(f"stages {', '.join(map(str, stages))}", 32)[:2]])
+
+
 def _stage_label(plan: Plan, stage: int) -> str:
     """The stage and its modules, without the path that all modules of the plan share."""
     parents = [path.split("/")[:-1] for s in plan.stages for path in s.modules]
@@ -165,7 +168,7 @@ def _stage_label(plan: Plan, stage: int) -> str:
     return "\n".join([f"stage {stage}", *textwrap.wrap(shorten(modules, 3), 32)[:2]])
 
 
-def _draw_components(axes: "Axes", plan: Plan, report: MemoryReport | None) -> None:
+def _draw_components(axes: "Axes", plan: Plan, report: "MemoryReport | None") -> None:
     compiled = max(report.compiled_bytes) if report else 0
     scale, unit = _unit(max(plan.predicted_bytes, compiled))
     below = 0
@@ -189,45 +192,78 @@ def _draw_components(axes: "Axes", plan: Plan, report: MemoryReport | None) -> N
 
 
 def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
-    """One row for each stage; the arena is as large on all devices, because one program runs on all."""
+    """One row for each device; the arena is as large on all, because one program runs on all."""
     arena = plan.memory.get("arena", 0)
-    slices = [[Slice(piece.stage) for piece in stage.pieces] for stage in plan.stages]
-    swaps = swap_table(schedule, [stage.away_ticks for stage in plan.stages], slices)
-    scale, unit = _unit(max(arena, *(stage.in_flight * stage.stash_bytes for stage in plan.stages)))
+    own = [_own_stash(plan, schedule, d) for d in range(schedule.num_stages)]
+    tallest = max((sum(column) for bars in own for column in zip(*(held for _, held in bars), strict=True)), default=0)
+    scale, unit = _unit(max(arena, tallest))
     ticks = range(len(schedule.ticks))
     last = schedule.num_stages - 1
-    for s, (axes, stage) in enumerate(zip(rows, plan.stages, strict=True)):
-        away = [swaps.away_in(s, t) for t in ticks]
-        held = [(n - m) * stage.stash_bytes / scale for n, m in zip(_held(schedule, s), away, strict=True)]
-        axes.bar(ticks, held, width=0.9, color=BLUE)
-        lenders = [(other, piece) for other, one in enumerate(plan.stages) for piece in one.pieces if piece.stage == s]
-        for k, (other, piece) in enumerate(lenders):
-            sizes = [swaps.away_in(other, t) * piece.bytes / scale for t in ticks]
-            colour = GUEST_COLOURS[k % len(GUEST_COLOURS)]
-            axes.bar(ticks, sizes, bottom=held, width=0.9, color=colour, label=f"of stage {other}")
-            axes.legend(loc="upper left", frameon=False)
-            held = [below + size for below, size in zip(held, sizes, strict=True)]
-        axes.axhline(arena / scale, color=VERMILION, linestyle="--", label=f"arena reserved, {bytes_text(arena)}")
-        axes.set_title(
-            f"stage {s}: {stage.in_flight} x {bytes_text(stage.stash_bytes)} = "
-            f"{bytes_text(stage.in_flight * stage.stash_bytes)}",
-            loc="left",
-            fontsize=10,
-        )
+    for d, axes in enumerate(rows):
+        below = [0.0] * len(ticks)
+        for k, (label, held) in enumerate((*own[d], *_guests(plan, schedule, d))):
+            colour = BLUE if not k else GUEST_COLOURS[(k - 1) % len(GUEST_COLOURS)]
+            sizes = [size / scale for size in held]
+            axes.bar(ticks, sizes, bottom=below, width=0.9, color=colour, label=label)
+            below = [low + size for low, size in zip(below, sizes, strict=True)]
+            if label is not None:
+                axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        axes.axhline(arena / scale, color=VERMILION, linestyle="--")
+        axes.set_title(_stash_title(plan, schedule, d), loc="left", fontsize=10)
         axes.set_ylabel(unit)
         axes.set_xlim(-0.5, len(ticks) - 0.5)
         axes.margins(y=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-        if s == 0:
-            axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False, borderaxespad=0)
-        if s == last:
+        if d == last:
             axes.set_xlabel("tick of the schedule")
             axes.locator_params(axis="x", integer=True)
 
 
-def _held(schedule: Schedule, stage: int) -> list[int]:
-    """How many micro-batches' stash a stage holds in each tick."""
-    starts, ends = schedule.when(stage, Kind.FORWARD), schedule.when(stage, Kind.BACKWARD)
+#: A name, if one is needed, and bytes in each tick.
+_Bars = list[tuple[str | None, list[int]]]
+
+
+def _own_stash(plan: Plan, schedule: Schedule, device: int) -> _Bars:
+    """What the stages of a device keep there."""
+    found: _Bars = []
+    for chunk in range(schedule.num_chunks):
+        stage = chunk * schedule.num_stages + device
+        count = _held(schedule, device, chunk)
+        if plan.stages[stage].away_ticks:
+            swaps = _swaps(plan, schedule)
+            count = [n - swaps.away_in(stage, t) for t, n in enumerate(count)]
+        label = f"stage {stage}" if schedule.num_chunks > 1 else None
+        found.append((label, [n * plan.stages[stage].stash_bytes for n in count]))
+    return found
+
+
+def _guests(plan: Plan, schedule: Schedule, device: int) -> _Bars:
+    """What a device keeps for others; only where each has one stage."""
+    lenders = [(other, piece) for other, one in enumerate(plan.stages) for piece in one.pieces if piece.stage == device]
+    if not lenders:
+        return []
+    swaps, ticks = _swaps(plan, schedule), range(len(schedule.ticks))
+    return [(f"of stage {other}", [swaps.away_in(other, t) * piece.bytes for t in ticks]) for other, piece in lenders]
+
+
+def _swaps(plan: Plan, schedule: Schedule) -> Swaps:
+    slices = [[Slice(piece.stage) for piece in stage.pieces] for stage in plan.stages]
+    return swap_table(schedule, [stage.away_ticks for stage in plan.stages], slices)
+
+
+def _stash_title(plan: Plan, schedule: Schedule, device: int) -> str:
+    stages = range(device, schedule.total_stages, schedule.num_stages)
+    parts = [f"{plan.stages[s].in_flight} x {bytes_text(plan.stages[s].stash_bytes)}" for s in stages]
+    if len(parts) > 1:
+        return f"device {device}: {' + '.join(parts)}"
+    whole = plan.stages[device].in_flight * plan.stages[device].stash_bytes
+    return f"stage {device}: {parts[0]} = {bytes_text(whole)}"
+
+
+def _held(schedule: Schedule, device: int, chunk: int) -> list[int]:
+    """How many micro-batches' stash of a chunk a device holds in each tick."""
+    last = Kind.BACKWARD_WEIGHT if schedule.splits_backward else Kind.BACKWARD
+    starts, ends = schedule.when(device, Kind.FORWARD, chunk), schedule.when(device, last, chunk)
     return [sum(starts[j] <= t <= ends[j] for j in ends) for t in range(len(schedule.ticks))]
 
 

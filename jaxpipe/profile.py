@@ -4,11 +4,12 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxpipe.errors import ProfileError
+from jaxpipe.reading import read_as, read_dataclass, read_json
 
 
 class Edge(NamedTuple):
@@ -159,26 +160,42 @@ class Profile:
         Raises:
           ProfileError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ProfileError(f"The profile is not JSON: line {error.lineno}: {error.msg}.") from None
-        try:
-            rows, edges = data["operators"], data["edges"]
-            columns: dict[str, Any] = {
-                field: tuple(row[field] for row in rows)
-                for field in ("names", *NUMBERS)
-                if field in REQUIRED or (rows and field in rows[0])
-            }
-            return cls(
-                **columns,
-                edges=tuple(Edge(*edge) for edge in edges),
-                together=tuple(map(tuple, data.get("together", ()))),
-                source=data.get("source", "given"),
-                device_kind=data.get("device_kind", ""),
-            )
-        except (KeyError, TypeError) as error:
-            raise ProfileError(f"The profile lacks a field or has one of the wrong kind: {error}.") from None
+        return cls.from_data(read_json(text, "The profile", ProfileError), "the profile")
+
+    @classmethod
+    def from_data(cls, data: Any, where: str) -> "Profile":
+        """The same from what ``json.loads`` gives; ``where`` is its place, for errors."""
+        found = read_dataclass(_File, data, where, ProfileError)
+        given = [
+            field for field in ("names", *NUMBERS) if field in REQUIRED or field in next(iter(found.operators), ())
+        ]
+        columns: dict[str, list[Any]] = {field: [] for field in given}
+        for k, row in enumerate(found.operators):
+            place = f"{where}.operators[{k}]"
+            if set(row) != set(given):
+                raise ProfileError(f"{place} has the fields {_list(row)}; those of operators[0] are {_list(given)}.")
+            for field in given:
+                kind = str if field == "names" else float
+                columns[field].append(read_as(kind, row[field], f"{place}.{field}", ProfileError))
+        named = {field: tuple(column) for field, column in columns.items()}
+        return cls(
+            **named, edges=found.edges, together=found.together, source=found.source, device_kind=found.device_kind
+        )
+
+
+@dataclass(frozen=True)
+class _File:
+    """A profile as JSON has it: a row for each operator."""
+
+    operators: tuple[dict[str, float | str], ...]
+    edges: tuple[Edge, ...]
+    together: tuple[tuple[int, ...], ...] = ()
+    source: str = "given"
+    device_kind: str = ""
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(name[:40] for name in names))
 
 
 #: Fields with one number for each operator.

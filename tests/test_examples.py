@@ -1,3 +1,4 @@
+import json
 import runpy
 from pathlib import Path
 
@@ -13,7 +14,10 @@ def test_train_digits_learns(capsys, tmp_path):
     printed = capsys.readouterr().out
     assert accuracy > 0.85
     assert "2 stages" in printed and "plain jax.grad keeps" in printed and "bubble" in printed
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.png", "timeline.png"]
+    written = ["memory.png", "metrics.jsonl", "report.html", "timeline.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == written
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps] == list(range(4 * (1437 // 96))) and steps[-1]["loss"] < steps[0]["loss"]
 
 
 @pytest.mark.slow

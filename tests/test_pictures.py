@@ -8,7 +8,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.pictures import draw_memory, draw_timeline
 from jaxpipe.pipeline.pipeline import MemoryReport
 from jaxpipe.planning.plan import Plan, StagePlan, StashPiece
-from jaxpipe.schedules import one_f_one_b
+from jaxpipe.schedules import Kind, interleaved, one_f_one_b, zero_bubble
 
 
 STASH_BYTES = (3072, 1024)
@@ -36,6 +36,16 @@ def make_plan(away=0):
     memory = {"parameters": 4096, "arena": 9216, "working": 1024}
     # Two stages in step: (3 + 2 - 1) * (1 + 2) ms, and 1 ms for the exchange after each of 5 ticks.
     return Plan(stages, 1, 3, 8, "1f1b", "analytic", 17e-3, 17e-3, 1 - 18 / 34, None, memory, "")
+
+
+def make_other(schedule, weight_seconds=0.0):
+    """A plan for any table, of stages that are alike: forward 1 ms, backward 2 ms."""
+    stages = tuple(
+        StagePlan((s, s + 1), (s % 2,), (f"dense{s}",), 1e-3, 2e-3, 64, 1024, 1, 64, weight_seconds=weight_seconds)
+        for s in range(schedule.total_stages)
+    )
+    memory = {"arena": 4096}
+    return Plan(stages, 1, schedule.num_microbatches, 8, schedule.name, "analytic", 0.0, 0.0, 0.0, None, memory, "")
 
 
 def bars(axes):
@@ -87,6 +97,35 @@ def test_memory_shows_what_is_in_a_peers_memory():
     assert [bar.get_height() for bar in second.patches] == [0, 1, 1, 1, 0, 0, 3, 3, 3, 0]
     assert [bar.get_y() for bar in second.patches[5:]] == [0, 1, 1, 1, 0]
     assert second.get_legend().get_texts()[0].get_text() == "of stage 0"
+
+
+def test_split_backward_is_drawn_in_two_kinds():
+    schedule = zero_bubble(2, 4)
+    plan = make_other(schedule, weight_seconds=1e-3)
+    (axes,) = draw_timeline(plan, schedule).axes
+    drawn = {name: len(found) for name, found in bars(axes).items()}
+    assert drawn == {"waits": 2, "forward": 8, "backward, inputs": 8, "backward, weights": 8}
+    assert [bar.get_width() for bar in bars(axes)["backward, weights"]] == pytest.approx([1.0] * 8)
+    _, first, _ = draw_memory(plan, schedule).axes
+    # A stash lives until its weight part: by the table of stage 0, in each tick.
+    held = [bar.get_height() for bar in first.patches]
+    assert max(held) == schedule.in_flight(0) == 2 and held[0] == 1 and held[-1] == 1
+
+
+def test_chunks_are_told_apart():
+    schedule = interleaved(2, 2)
+    figure = draw_timeline(make_other(schedule), schedule)
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["device 0\nstages 0, 2", "device 1\nstages 1, 3"]
+    texts = sorted(text.get_text() for text in axes.texts if "busy" not in text.get_text())
+    assert texts == sorted(["0", "1", "0'1", "1'1"] * 4)
+    *_, second = draw_memory(make_other(schedule), schedule).axes
+    assert [text.get_text() for text in second.get_legend().get_texts()] == ["stage 1", "stage 3"]
+    # By hand: stage 3 is the last; its stash lives from F to B of the same micro-batch.
+    count = len(schedule.ticks)
+    last = [bar.get_height() for bar in second.patches][count:]
+    start, end = schedule.when(1, Kind.FORWARD, 1), schedule.when(1, Kind.BACKWARD, 1)
+    assert last == [sum(start[j] <= t <= end[j] for j in (0, 1)) for t in range(count)]
 
 
 @pytest.mark.parametrize("draw", [draw_timeline, draw_memory])

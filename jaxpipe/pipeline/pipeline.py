@@ -23,6 +23,7 @@ from jaxpipe.pipeline.initialize import initial_state
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.nonfinite import NonFiniteOrigin
 from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction
+from jaxpipe.pipeline.plain import plain_stash_bytes
 from jaxpipe.pipeline.program import DATA, STAGE, Program
 from jaxpipe.pipeline.sections import Placement, cut_sections, follow
 from jaxpipe.pipeline.state import TrainState
@@ -30,8 +31,9 @@ from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.planning.storing.choose import raised
+from jaxpipe.planning.timeline import plan_timeline
 from jaxpipe.profile import Profile
-from jaxpipe.schedules import Schedule
+from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.units import bytes_text
 
@@ -136,6 +138,53 @@ class Pipeline:
     def schedule(self) -> Schedule:
         """The table that a training step walks through. Raises as ``plan``."""
         return self._planned.program.schedule
+
+    def timeline(self, *, measured: bool = False) -> Timeline:
+        """Who computes what when in a training step, in step as the executor walks through the schedule.
+
+        Args:
+          measured: compile each stage's forward and backward work by itself, run it on the stage's own device while
+            the others wait, and lay out the medians; sending is not measured and not in it. Else all is as the plan
+            predicts.
+
+        Returns:
+          What ``jaxpipe.traces.write_trace`` writes and ``jaxpipe.pictures.draw_timeline`` draws.
+
+        Raises:
+          PartitionError: as ``plan``.
+        """
+        planned = self._planned
+        if measured:
+            from jaxpipe.profiling.stages import measure_timeline
+
+            return measure_timeline(planned.program, self.mesh)
+        stages = planned.partition.stages
+        speed = [min(planned.partition.network.speed[d] for d in stage.devices) for stage in stages]
+        return plan_timeline(planned.plan, self.schedule, speed)
+
+    def report(self, path: Any, *, compile: bool = True, measure: bool = False) -> None:
+        """Write one HTML page about the plan, which needs nothing else to be read: no network and no JavaScript.
+
+        It has the stages on their devices, the timeline, memory over time, what each method saves, predicted beside
+        compiled bytes, and the plan as JSON.
+
+        Args:
+          path: the file.
+          compile: whether to compile the training step, for the bytes that XLA reserves.
+          measure: whether to measure the stages, for a second timeline.
+
+        Raises:
+          ImportError: if matplotlib is not installed.
+          PartitionError, MemoryBudgetError: as ``plan`` and ``memory_report``.
+        """
+        from jaxpipe.page import Contents, write_page
+
+        memory = self.memory_report() if compile else None  # first: it may change the plan
+        timelines = {f"predicted, {self.plan.profile} profile": self.timeline()}
+        if measure:
+            timelines["measured, stage by stage, without sending"] = self.timeline(measured=True)
+        plain = plain_stash_bytes(self._planned.program)
+        write_page(path, Contents(self.plan, self.partition, self.schedule, timelines, plain, memory))
 
     @property
     def mesh(self) -> Mesh:

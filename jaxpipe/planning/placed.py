@@ -10,10 +10,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxpipe.errors import PlanError
 from jaxpipe.network import Network
 from jaxpipe.planning.costs import CostModel, Stages, Team
 from jaxpipe.planning.cut_space import CutSpace
 from jaxpipe.profile import Profile
+from jaxpipe.reading import read_dataclass, read_json
 from jaxpipe.units import bytes_text, seconds_text
 
 
@@ -91,16 +93,28 @@ class Partition:
 
     @classmethod
     def from_json(cls, text: str) -> "Partition":
-        """The partition that ``to_json`` has written."""
-        data = json.loads(text)
-        stages = tuple(
-            StageCost(**{**row, "operators": range(*row["operators"]), "devices": tuple(row["devices"])})
-            for row in data.pop("stages")
-        )
-        profile = Profile.from_json(json.dumps(data.pop("profile")))
-        network = Network.from_json(json.dumps(data.pop("network")))
-        tuples = {name: tuple(data.pop(name)) for name in ("order", "memory")}
-        return cls(stages=stages, profile=profile, network=network, **tuples, **data)
+        """The partition that ``to_json`` has written.
+
+        Raises:
+          PlanError: naming the line, if it is not JSON; or what is missing or wrong in it.
+          ProfileError, NetworkError: if the profile or the network in it is wrong.
+        """
+        data = read_json(text, "The partition", PlanError)
+        parts = {"profile": Profile.from_data, "network": Network.from_data}
+        found = read_dataclass(cls, data, "the partition", PlanError, parts)
+        count = len(found.profile.names)
+        if sorted(found.order) != list(range(count)):
+            raise PlanError(f"the partition.order has not each of {count} operators once.")
+        for k, stage in enumerate(found.stages):
+            ends = stage.operators
+            if not 0 <= ends.start < ends.stop <= count:
+                raise PlanError(f"the partition.stages[{k}].operators is {ends}; it must be within 0..{count}.")
+            if not stage.devices or not all(0 <= d < found.network.num_devices for d in stage.devices):
+                raise PlanError(
+                    f"the partition.stages[{k}].devices is {list(stage.devices)[:8]}; they must be of the network's "
+                    f"0..{found.network.num_devices - 1}."
+                )
+        return found
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=120)
@@ -108,7 +122,7 @@ class Partition:
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
     def __rich__(self) -> Table:
-        used = sum(len(stage.devices) for stage in self.stages)
+        used = len({device for stage in self.stages for device in stage.devices})
         table = Table(
             title=f"{len(self.stages)} stages on {used} of {self.network.num_devices} devices, {self.cost_model}",
             title_justify="left",

@@ -5,11 +5,12 @@ import hashlib
 import io
 import json
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from jaxpipe.errors import PlanError
+from jaxpipe.reading import read_dataclass, read_json
 from jaxpipe.units import bytes_text
 
 
@@ -159,15 +160,14 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """The plan that ``to_json`` has written."""
-        data = json.loads(text)
-        data.pop("predicted_bytes")
-        stages = tuple(_stage_from(row) for row in data.pop("stages"))
-        rounds = tuple(
-            BalanceRound(tuple(row["cuts"]), tuple(row["stage_seconds"]), row["step_seconds"])
-            for row in data.pop("rounds")
-        )
-        return cls(stages=stages, rounds=rounds, staleness=tuple(data.pop("staleness")), **data)
+        """The plan that ``to_json`` has written.
+
+        Raises:
+          PlanError: naming the line, if it is not JSON; or what is missing or wrong in it.
+        """
+        data = read_json(text, "The plan", PlanError)
+        data.pop("predicted_bytes", None)
+        return read_dataclass(cls, data, "the plan", PlanError)
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=120)
@@ -205,7 +205,7 @@ class Plan:
             f"{bytes_text(self.predicted_bytes)}{limit} on each device: {parts}"
         )
         if self.exchange_bytes is not None:
-            dense = bytes_text(self.memory["gradients"])
+            dense = bytes_text(self.memory.get("gradients", 0))
             table.caption += f"\nblock-sparse exchange: {bytes_text(self.exchange_bytes)} of {dense} sent in a step"
         if self.staleness:
             behind = ", ".join(map(str, self.staleness))
@@ -234,12 +234,6 @@ def _away_text(stage: StagePlan) -> str:
         for piece in stage.pieces
     )
     return f"{stage.away} stashes, each for {stage.away_ticks} ticks: {pieces}"
-
-
-def _stage_from(row: dict[str, Any]) -> StagePlan:
-    tuples = {name: tuple(row[name]) for name in ("operators", "devices", "modules")}
-    pieces = tuple(StashPiece(**{**piece, "devices": tuple(piece["devices"])}) for piece in row["pieces"])
-    return StagePlan(**{**row, **tuples, "pieces": pieces})
 
 
 def shorten(modules: tuple[str, ...], most: int = 4) -> str:

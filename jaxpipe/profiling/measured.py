@@ -41,7 +41,7 @@ def measure(linearization: Linearization, device: Any, *, held: Iterable[int] = 
     held = tuple(held)
     estimate = analytic(linearization, rates_of(device), held=held, device_kind=device.device_kind)
     groups = cut_groups(linearization.source, estimate.seconds)
-    stopwatch = _Stopwatch(device)
+    stopwatch = Stopwatch(device)
     columns: dict[str, list[float]] = {
         name: [] for name in ("forward_seconds", "forward_spread", "backward_seconds", "backward_spread")
     }
@@ -62,8 +62,8 @@ def measure(linearization: Linearization, device: Any, *, held: Iterable[int] = 
     return dataclasses.replace(estimate, **measured, source="measured")
 
 
-class _Stopwatch:
-    """Times programs on a device, each text once."""
+class Stopwatch:
+    """Times programs on a device, each text once; less what it takes to start any program."""
 
     def __init__(self, device: Any):
         self._device = device
@@ -72,6 +72,7 @@ class _Stopwatch:
         self._start = self.time(Program(lambda x: x + 1, (jax.ShapeDtypeStruct((), "float32"),))).median
 
     def time(self, program: Program) -> Timing:
+        """Compile and run a program; what equals one before it is not run again."""
         arguments = on_device(program.arguments, self._device)
         lowered = jax.jit(program.function).lower(*arguments)
         text = _KEY_NUMBER.sub("", lowered.as_text())

@@ -1,0 +1,8 @@
+"""``python -m jaxpipe``: the command, where its script is not on the path."""
+
+import sys
+
+from jaxpipe.command_line import main
+
+
+sys.exit(main())

@@ -1,0 +1,255 @@
+"""The command ``jaxpipe``: plan, profile and report from a shell, on any machine.
+
+    jaxpipe plan my_model:task --devices 4 --memory 8GiB
+    jaxpipe report my_model:task --devices 4 --output report.html
+    jaxpipe profile my_model:task --device H100 --output profile.json
+    jaxpipe convert-profile graph.txt --output profile.json
+
+``my_model:task`` names a function in a module that can be imported from the current folder. It takes no arguments and
+returns ``(model, batch, loss, optimizer)`` as ``jaxpipe.partition`` takes them; as a batch, shapes will do. The model
+is traced, not run, on simulated CPU devices; only ``profile --source measured`` runs it, on the machine's own.
+
+Exit status: 0; 1 if there is no such plan or a file is wrong; 2 if the command line is.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+
+from jaxpipe.errors import JaxpipeError
+from jaxpipe.network import Network
+from jaxpipe.partition import partition
+from jaxpipe.pipeline.pipeline import Pipeline
+from jaxpipe.profile import Profile
+from jaxpipe.profiling.model import profile_model
+
+
+class UsageError(JaxpipeError, ValueError):
+    """Arguments that do not go together, or name nothing."""
+
+
+#: ``module:function``.
+Target = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to plan, and for which devices.
+
+    Attributes:
+      model: a function that returns (model, batch, loss, optimizer).
+      devices: how many there are; left out, as many as the network has.
+      network: JSON file with the links between them.
+      replicas: copies of the pipeline; the devices are shared among them.
+      memory: most bytes on a device, such as 8GiB.
+      num_microbatches: of each replica; left out, enough for a small bubble.
+      schedule: name of a schedule, such as one_f_one_b or zero_bubble.
+      profile: JSON file with the cost of each operator; left out, it is estimated.
+      device: kind of device to estimate for, such as H100; left out, a CPU core.
+    """
+
+    model: Target
+    devices: int | None = None
+    network: Path | None = None
+    replicas: int = 1
+    memory: str | None = None
+    num_microbatches: int | None = None
+    schedule: str = "auto"
+    profile: Path | None = None
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class PlanCommand(Job):
+    """Plan a model for devices that need not be here, and print the plan.
+
+    Attributes:
+      output: file for the plan as JSON.
+    """
+
+    output: Path | None = None
+
+
+@dataclass(frozen=True)
+class ReportCommand(Job):
+    """Write a page about a plan, with pictures, that a browser opens without a network.
+
+    Attributes:
+      output: the HTML file.
+      compile: compile the step on simulated CPU devices, for the bytes that XLA reserves there.
+    """
+
+    output: Path = Path("report.html")
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class ProfileCommand:
+    """Find out what each operator of a model costs, as JSON.
+
+    Attributes:
+      model: a function that returns (model, batch, loss, optimizer).
+      source: measured runs the operators on this machine's first device, analytic estimates them from peak rates.
+      device: kind of device to estimate for, such as H100.
+      num_microbatches: into how many the batch is cut, those of all replicas counted.
+      output: file; left out, standard output.
+    """
+
+    model: Target
+    source: Literal["analytic", "measured"] = "analytic"
+    device: str | None = None
+    num_microbatches: int = 1
+    output: Path | None = None
+
+
+@dataclass(frozen=True)
+class ConvertProfileCommand:
+    """Convert a published profile graph of the PipeDream family to JSON.
+
+    Attributes:
+      graph: the text file.
+      output: file; left out, standard output.
+    """
+
+    graph: Annotated[Path, tyro.conf.Positional]
+    output: Path | None = None
+
+
+Command = (
+    Annotated[PlanCommand, tyro.conf.subcommand("plan")]
+    | Annotated[ProfileCommand, tyro.conf.subcommand("profile")]
+    | Annotated[ReportCommand, tyro.conf.subcommand("report")]
+    | Annotated[ConvertProfileCommand, tyro.conf.subcommand("convert-profile")]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    command = tyro.cli(Command, prog="jaxpipe", description=__doc__, args=arguments)  # type: ignore[arg-type]
+    try:
+        run(command)
+    except (JaxpipeError, OSError, UnicodeDecodeError, ImportError) as error:
+        print(f"jaxpipe: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    return 0
+
+
+def run(command: Any) -> None:
+    """Do what a command says."""
+    if isinstance(command, PlanCommand):
+        pipeline = planned(command)
+        print(pipeline.plan)
+        if command.output is not None:
+            command.output.write_text(pipeline.plan.to_json(), encoding="utf-8")
+    elif isinstance(command, ReportCommand):
+        pipeline = planned(command)
+        pipeline.report(command.output, compile=command.compile)
+        print(f"wrote {command.output}")
+    elif isinstance(command, ProfileCommand):
+        if command.source == "analytic":
+            simulate_devices(1)
+        model, batch, loss, _ = load(command.model)
+        options = {"source": command.source, "device": command.device, "num_microbatches": command.num_microbatches}
+        _write(profile_model(model, batch, loss=loss, **options).to_json(), command.output)
+    else:
+        _write(Profile.from_pipedream(command.graph).to_json(), command.output)
+
+
+def planned(job: Job) -> Pipeline:
+    """The pipeline of a job, on simulated devices.
+
+    Raises:
+      UsageError: if it does not say for which devices, or says it twice.
+      JaxpipeError: as ``partition``.
+    """
+    network = None if job.network is None else Network.from_json(job.network.read_text(encoding="utf-8"))
+    count = job.devices if network is None else network.num_devices
+    if count is None or count < 1 or job.devices not in (None, count):
+        known = "" if network is None else f", and {job.network} has {count} devices"
+        raise UsageError(f"--devices is {job.devices}{known}; pass --devices, or a file with --network.")
+    if job.replicas < 1 or count % job.replicas:
+        raise UsageError(f"--replicas {job.replicas} does not divide {count} devices.")
+    if job.profile is not None and job.device is not None:
+        raise UsageError("--profile has the costs of operators, so there is nothing to estimate for --device.")
+    mesh = jax.make_mesh(
+        (job.replicas, count // job.replicas), ("data", "stage"), devices=simulate_devices(count)[:count]
+    )
+    model, batch, loss, optimizer = load(job.model)
+
+    def plan(profile: Any, num_microbatches: int | None) -> Pipeline:
+        return partition(
+            model,
+            mesh,
+            batch,
+            loss=loss,
+            optimizer=optimizer,
+            memory=job.memory,
+            num_microbatches=num_microbatches,
+            schedule=job.schedule,
+            profile=profile,
+            network=network,
+        )
+
+    if job.profile is not None:
+        return plan(Profile.from_json(job.profile.read_text(encoding="utf-8")), job.num_microbatches)
+    if job.device is None:
+        return plan("analytic", job.num_microbatches)
+    number = job.num_microbatches or plan("analytic", None).plan.num_microbatches
+    every = number * job.replicas
+    options = {"source": "analytic", "device": job.device, "num_microbatches": every}
+    return plan(profile_model(model, batch, loss=loss, **options), number)
+
+
+def simulate_devices(count: int) -> list[Any]:
+    """CPU devices that are only there to plan for; before anything else has looked for devices.
+
+    Raises:
+      UsageError: if JAX has been started with fewer.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    with contextlib.suppress(RuntimeError):  # devices were looked for: those that there are must do
+        jax.config.update("jax_num_cpu_devices", count)
+    found = jax.devices()
+    if len(found) < count:
+        raise UsageError(f"{count} devices are needed, but JAX was started with {len(found)} before.")
+    return found
+
+
+def load(target: str) -> tuple[Any, Any, Callable[..., Any], Any]:
+    """What the function that ``module:function`` names returns.
+
+    Raises:
+      UsageError: if there is no such function, or it returns something else.
+    """
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise UsageError(f"{target!r} is not module:function, such as my_model:task.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"The module {module!r} of {target!r} cannot be imported: {error}.") from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        raise UsageError(f"The module {module!r} has no function {name!r}.")
+    made = function()
+    if not isinstance(made, tuple) or len(made) != 4:
+        kind = f"{len(made)} values" if isinstance(made, tuple) else repr(type(made).__name__)
+        raise UsageError(f"{target} returned {kind}; it must return (model, batch, loss, optimizer).")
+    return made
+
+
+def _write(text: str, output: Path | None) -> None:
+    if output is None:
+        print(text, end="")
+    else:
+        output.write_text(text, encoding="utf-8")

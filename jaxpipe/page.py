@@ -1,0 +1,218 @@
+"""A plan as one HTML page: tables and pictures in one file, for people; the plan as JSON in it, for machines."""
+
+import base64
+import html
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from jaxpipe.partition_pictures import draw_cluster, draw_stages
+from jaxpipe.pictures import draw_memory, draw_timeline
+from jaxpipe.planning.placed import Partition
+from jaxpipe.planning.plan import Plan
+from jaxpipe.schedules import Schedule, Timeline
+from jaxpipe.units import bytes_text, seconds_text
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from jaxpipe.pipeline.pipeline import MemoryReport
+
+#: The browser may load nothing and run nothing; pictures and styles are in the page.
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #d0d7de; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; margin: .6rem 0; }
+th, td { padding: .2rem .7rem; border-bottom: 1px solid #e4e8ec; text-align: left; vertical-align: top; }
+.right { text-align: right; font-variant-numeric: tabular-nums; }
+caption, .caption { caption-side: bottom; text-align: left; color: #57606a; font-size: .9rem; }
+img { max-width: 100%; height: auto; display: block; margin: .8rem 0; }
+"""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a page shows.
+
+    Attributes:
+      plan, partition, schedule: of a pipeline.
+      timelines: by where their seconds come from; each is drawn.
+      plain_bytes: by stage, what ``jax.grad`` would keep of one micro-batch.
+      memory: predicted beside compiled bytes, if the step was compiled.
+    """
+
+    plan: Plan
+    partition: Partition
+    schedule: Schedule
+    timelines: Mapping[str, Timeline]
+    plain_bytes: Sequence[int]
+    memory: "MemoryReport | None" = None
+
+
+def write_page(path: str | os.PathLike[str], contents: Contents) -> None:
+    """Write ``page(contents)`` to a file."""
+    Path(path).write_text(page(contents), encoding="utf-8")
+
+
+def page(contents: Contents) -> str:
+    """The page. All texts are escaped; the plan is in ``<script id="plan" type="application/json">``.
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+    """
+    from matplotlib import rc_context
+
+    plan, schedule = contents.plan, contents.schedule
+    with rc_context({"text.parse_math": False, "svg.hashsalt": "jaxpipe"}):
+        body = [
+            _heading("Plan"),
+            html_table(plan.__rich__()),
+            _heading("Stages and devices"),
+            html_table(contents.partition.__rich__()),
+            _picture(draw_cluster(contents.partition), "stages on their devices"),
+            _picture(draw_stages(contents.partition), "compute and communication of each stage"),
+            _heading("Timeline"),
+        ]
+        for name, timeline in contents.timelines.items():
+            body.append(f"<h3>{html.escape(name)}</h3>")
+            body.append(_picture(draw_timeline(plan, schedule, timeline, source=name), f"timeline, {name}"))
+        body += [
+            _heading("Memory"),
+            html_table(_memory_table(contents)),
+            _picture(draw_memory(plan, schedule, contents.memory), "bytes by component, and stashes over time"),
+        ]
+    body += [_heading("What each method saves"), html_table(_stash_table(contents)), html_table(_methods(contents))]
+    title = f"jaxpipe: {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, {plan.schedule}"
+    # "<" cannot end the element that it stands in; JSON reads the escape as the same character.
+    data = plan.to_json().replace("<", "\\u003c")
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+            f"<h1>{html.escape(title)}</h1>",
+            *body,
+            f'<script id="plan" type="application/json">\n{data}\n</script>\n</body>\n</html>\n',
+        ]
+    )
+
+
+def html_table(table: Table) -> str:
+    """A rich table as HTML; its cells are taken as plain text."""
+    right = [' class="right"' if column.justify == "right" else "" for column in table.columns]
+    head = _cells("th", right, [column.header for column in table.columns])
+    rows = [_cells("td", right, row) for row in zip(*(column.cells for column in table.columns), strict=True)]
+    title = f"<p><strong>{_text(table.title)}</strong></p>" if table.title else ""
+    caption = f"<caption>{_text(table.caption)}</caption>" if table.caption else ""
+    listed = "\n".join(rows)
+    return (
+        f'{title}<div class="wide"><table>{caption}\n<thead>{head}</thead>\n<tbody>\n{listed}\n</tbody></table></div>'
+    )
+
+
+def _cells(tag: str, attributes: Iterable[str], values: Iterable[Any]) -> str:
+    cells = (f"<{tag}{how}>{_text(value)}</{tag}>" for how, value in zip(attributes, values, strict=True))
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value)).replace("\n", "<br>")
+
+
+def _heading(name: str) -> str:
+    return f"<h2>{html.escape(name)}</h2>"
+
+
+def _picture(figure: "Figure", name: str) -> str:
+    """A figure as an image inside the page; as an image, its SVG cannot clash with others, load or run anything."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None})
+    data = base64.b64encode(stream.getvalue()).decode()
+    return f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}">'
+
+
+def _memory_table(contents: Contents) -> Table:
+    """Bytes on a device: by component as predicted, and the sum beside what XLA reserves."""
+    plan, memory = contents.plan, contents.memory
+    table = _table("on each device", "bytes")
+    for name, count in plan.memory.items():
+        table.add_row(name, bytes_text(count))
+    table.add_row("predicted", bytes_text(plan.predicted_bytes))
+    if memory is not None:
+        compiled = max(memory.compiled_bytes)
+        ratio = plan.predicted_bytes / compiled if compiled else 1.0
+        table.add_row("compiled", f"{bytes_text(compiled)} (predicted: {ratio:.1%} of it)")
+        table.add_row("temporaries among them", bytes_text(max(memory.temporary_bytes)))
+    if plan.budget is not None:
+        table.add_row("budget", bytes_text(plan.budget))
+    return table
+
+
+def _stash_table(contents: Contents) -> Table:
+    """What each stage keeps, against plain ``jax.grad``."""
+    table = _table(
+        "stage", "plain jax.grad", "kept", "times less", "in flight", "of them away", "stored as", "time added"
+    )
+    for k, (stage, plain) in enumerate(zip(contents.plan.stages, contents.plain_bytes, strict=True)):
+        table.add_row(
+            str(k),
+            bytes_text(plain),
+            bytes_text(stage.stash_bytes),
+            f"{plain / stage.stash_bytes:.1f}" if stage.stash_bytes else "",
+            str(stage.in_flight),
+            str(stage.away),
+            ", ".join(f"{name} {bytes_text(size)}" for name, size in stage.stored.items()),
+            seconds_text(stage.added_seconds) if stage.added_seconds else "",
+        )
+    table.title = "Kept of one micro-batch for the backward pass"
+    return table
+
+
+def _methods(contents: Contents) -> Table:
+    """One line for each method; those that are not in use say so."""
+    plan, partition = contents.plan, contents.partition
+    table = _table("method", "what it does here")
+    plain, kept = sum(contents.plain_bytes), sum(stage.stash_bytes for stage in plan.stages)
+    ratio = f", {plain / kept:.1f} times less" if kept else ""
+    table.add_row("encoding", f"a micro-batch keeps {bytes_text(kept)} in place of {bytes_text(plain)}{ratio}")
+    added = sum(stage.added_seconds for stage in plan.stages)
+    work = sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
+    text = "not needed: the default storage keeps the budget" if plan.budget is not None else "no budget was given"
+    if any(stage.storage != "default" for stage in plan.stages):
+        share = f" ({added / work:.1%} of it)" if work else ""
+        text = f"storage chosen within the budget adds {seconds_text(added)} to the work on a micro-batch{share}"
+    table.add_row("recomputation", text)
+    lent = [piece.bytes * stage.away for stage in plan.stages for piece in stage.pieces]
+    text = f"peers keep {bytes_text(sum(lent))} of stashes at most" if lent else "no stash leaves its device"
+    table.add_row("swaps to peers", text)
+    text = "gradients are exchanged whole" if plan.replicas > 1 else "one replica: nothing is exchanged"
+    if plan.exchange_bytes is not None:
+        dense = plan.memory.get("gradients", 0)
+        text = f"{bytes_text(plan.exchange_bytes)} of {bytes_text(dense)} sent in a step"
+    table.add_row("block-sparse exchange", text)
+    text = "first cuts kept"
+    if len(plan.rounds) > 1:
+        first, last = plan.rounds[0].step_seconds, plan.step_seconds
+        text = f"{len(plan.rounds)} rounds: step {seconds_text(first)} at first, {seconds_text(last)} in the plan"
+    table.add_row("balance", text)
+    bound = seconds_text(partition.lower_bound_seconds)
+    links = "links all alike" if partition.network.is_uniform else "links that differ"
+    table.add_row("placement", f"{partition.ratio:.3f} of the lower bound {bound}, on {links}")
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table()
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="left" if name in ("stored as", "what it does here") else "right")
+    return table

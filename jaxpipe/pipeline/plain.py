@@ -1,0 +1,21 @@
+"""What the stages of a program would keep for their backward pass without any codec."""
+
+from dataclasses import replace
+
+from jaxpipe.pipeline.program import Program
+from jaxpipe.pipeline.sections import with_backward
+from jaxpipe.pipeline.words import word_count
+from jaxpipe.policy import parse
+
+
+def plain_stash_bytes(program: Program) -> tuple[int, ...]:
+    """By stage, what ``jax.grad`` keeps of one micro-batch: decorations and the plan's storage are not looked at."""
+    sections = [
+        replace(
+            section,
+            graph=replace(section.graph, operators=tuple(replace(op, policy=None) for op in section.graph.operators)),
+        )
+        for section in program.sections
+    ]
+    plain = with_backward(program.objective, sections, parse(()))
+    return tuple(sum(4 * word_count(a) for a in program.stash_avals(section)) for section in plain)

@@ -1,0 +1,45 @@
+"""A plan's own timeline: the table it was made with, walked through with the seconds it predicts."""
+
+import functools
+from collections.abc import Sequence
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.planning.plan import Plan
+from jaxpipe.schedules import Schedule, Timeline, simulate
+
+
+def plan_timeline(plan: Plan, schedule: Schedule, speed: Sequence[float] = ()) -> Timeline:
+    """Who computes what when in one training step, in step, as the executor walks through the table.
+
+    What the plan's step takes beyond the stages' work is the exchange after each tick.
+
+    Args:
+      plan: its seconds are predicted for one micro-batch.
+      schedule: the table that the plan was made with.
+      speed: of each stage's devices, relative to the one that was profiled; all 1 if left out.
+
+    Raises:
+      ScheduleError: if the schedule is not of the plan's size.
+    """
+    check_size(plan, schedule)
+    speed = tuple(speed) or (1.0,) * len(plan.stages)
+    stages = list(zip(plan.stages, speed, strict=True))
+    walk = functools.partial(
+        simulate,
+        schedule,
+        forward=[stage.forward_seconds / s for stage, s in stages],
+        backward_input=[(stage.backward_seconds - stage.weight_seconds) / s for stage, s in stages],
+        backward_weight=[stage.weight_seconds / s for stage, s in stages],
+    )
+    return walk(communication=max(0.0, plan.step_seconds - walk().makespan) / len(schedule.ticks))
+
+
+def check_size(plan: Plan, schedule: Schedule) -> None:
+    """Raise ``ScheduleError`` unless a schedule has as many stages and micro-batches as a plan."""
+    planned = len(plan.stages), plan.num_microbatches
+    if planned != (schedule.total_stages, schedule.num_microbatches):
+        raise ScheduleError(
+            f"The schedule {schedule.name} has {schedule.total_stages} stages and {schedule.num_microbatches} "
+            f"micro-batches, the plan has {planned[0]} and {planned[1]}. Pass the schedule of this plan: "
+            f"schedule({planned[0]}, {planned[1]})."
+        )

@@ -1,0 +1,136 @@
+"""The command as a shell sees it: what is printed, what is written, how it ends."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxpipe
+from jaxpipe.command_line import main
+
+
+TASK = """
+import jax, jax.numpy as jnp, optax
+from flax import linen as nn
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(4):
+            x = nn.relu(nn.Dense(16)(x))
+        return x
+
+def loss(model, batch):
+    return (model(batch) ** 2).mean()
+
+def task():
+    return Net(), jax.ShapeDtypeStruct((32, 16), jnp.float32), loss, optax.sgd(0.1)
+
+def three():
+    return 1, 2, 3
+"""
+
+GRAPH = """node1 -- Input0 -- forward_compute_time=0, backward_compute_time=0, activation_size=0, parameter_size=0
+node2 -- Linear(8, 8) -- forward_compute_time=1.5, backward_compute_time=3, activation_size=64, parameter_size=256
+\tnode1 -- node2
+"""
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "command_line_task.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert len(jax.devices()) == 8  # looked for before the command asks for fewer
+    return tmp_path
+
+
+def test_plan_prints_a_table_and_writes_json(folder, capsys):
+    arguments = "plan command_line_task:task --devices 2 --num-microbatches 4 --schedule gpipe --output plan.json"
+    assert main(arguments.split()) == 0
+    plan = jaxpipe.Plan.from_json((folder / "plan.json").read_text())
+    assert str(plan) in capsys.readouterr().out
+    assert (len(plan.stages), plan.num_microbatches, plan.schedule, plan.profile) == (2, 4, "gpipe", "analytic")
+
+
+def test_plan_takes_a_network_and_a_kind_of_device(folder, capsys):
+    network = jaxpipe.Network([[0, 1e9, 1e9], [1e9, 0, 1e9], [1e9, 1e9, 0]])
+    (folder / "network.json").write_text(network.to_json())
+    arguments = "plan command_line_task:task --network network.json --device H100 --memory 1MiB --output plan.json"
+    assert main(arguments.split()) == 0
+    plan = jaxpipe.Plan.from_json((folder / "plan.json").read_text())
+    assert len(plan.stages) == 3 and plan.budget == 2**20
+    # 16 x 16 products for each example of a micro-batch at an H100's nominal 494 TFLOP/s and 3.35 TB/s.
+    assert plan.stages[0].forward_seconds < 1e-8
+
+
+def test_profile_is_what_profile_model_gives(folder, capsys):
+    assert main(["profile", "command_line_task:task", "--device", "V100", "--num-microbatches", "2"]) == 0
+    profile = jaxpipe.Profile.from_json(capsys.readouterr().out)
+    assert profile.device_kind == "V100" and profile.forward_flops[0] == 2 * 16 * 16 * 16
+    (folder / "profile.json").write_text(profile.to_json())
+    arguments = "plan command_line_task:task --devices 2 --num-microbatches 2 --profile profile.json"
+    assert main(arguments.split()) == 0
+    assert "2 stages x 1 replicas, 2 micro-batches of 16" in capsys.readouterr().out
+
+
+def test_report_is_written(folder, capsys):
+    arguments = "report command_line_task:task --devices 4 --replicas 2 --output report.html"
+    assert main(arguments.split()) == 0
+    text = (folder / "report.html").read_text()
+    assert "2 stages x 2 replicas" in text and text.count("<img ") == 4
+    assert "wrote report.html" in capsys.readouterr().out
+
+
+def test_published_profiles_are_converted(folder, capsys):
+    (folder / "graph.txt").write_text(GRAPH)
+    assert main(["convert-profile", "graph.txt", "--output", "profile.json"]) == 0
+    profile = jaxpipe.Profile.from_json((folder / "profile.json").read_text())
+    assert profile.forward_seconds == (1.5e-3,) and profile.parameter_bytes == (256,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ("plan command_line_task:task", 2, "--devices is None"),
+        ("plan command_line_task:task --devices 3 --replicas 2", 2, "--replicas 2 does not divide 3"),
+        ("plan command_line_task:three --devices 2", 2, "returned 3 values"),
+        ("plan command_line_task:nothing --devices 2", 2, "no function 'nothing'"),
+        ("plan no_such_module:task --devices 2", 2, "'no_such_module' .* cannot be imported"),
+        ("plan command_line_task --devices 2", 2, "is not module:function"),
+        ("plan command_line_task:task --devices 99", 2, "99 devices are needed"),
+        ("plan command_line_task:task --devices 2 --memory 1KiB", 1, "smallest budget"),
+        ("plan command_line_task:task --devices 2 --schedule fast", 1, "schedule='fast'"),
+        ("plan command_line_task:task --network missing.json", 1, "No such file"),
+        ("plan command_line_task:task --network command_line_task.py", 1, "is not JSON: line 2"),
+        ("profile command_line_task:task --device TPU", 1, "peak rates are not known"),
+        ("convert-profile command_line_task.py", 1, "command_line_task.py, line 2"),
+    ],
+)
+def test_errors_are_one_line_and_a_status(folder, capsys, arguments, status, message):
+    assert main(arguments.split()) == status
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("jaxpipe: ") and printed.err.count("\n") == 1
+    assert re.search(message, printed.err)
+
+
+def test_command_needs_no_devices(folder):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("JAX_PLATFORMS", None)
+    command = [sys.executable, "-m", "jaxpipe", "plan", "command_line_task:task", "--devices", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "3 stages x 1 replicas" in done.stdout
+
+
+def test_unknown_commands_are_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plant"])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and "plant" in printed.err + printed.out

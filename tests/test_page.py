@@ -1,0 +1,103 @@
+"""The HTML page: complete, by itself, and safe whatever a model's modules are called."""
+
+import base64
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxpipe
+from jaxpipe.page import Contents, page
+from jaxpipe.pipeline.plain import plain_stash_bytes
+from tests.pipeline_models import cnn_linen
+
+
+class Outline(HTMLParser):
+    """What a browser would see: elements with their attributes, and texts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.texts, self.open = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    case = cnn_linen(16)
+    mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
+    options = {"num_microbatches": 2, "profile": "analytic"}
+    return jaxpipe.partition(case.model, mesh, case.batch, loss=case.loss, optimizer=optax.sgd(0.1), **options)
+
+
+def test_report_is_complete_and_stands_alone(pipeline, tmp_path):
+    pipeline.report(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    outline = Outline(text)
+    assert outline.open == []
+    images = [attributes for tag, attributes in outline.elements if tag == "img"]
+    assert [image["alt"].split(",")[0] for image in images] == [
+        "stages on their devices",
+        "compute and communication of each stage",
+        "timeline",
+        "bytes by component",
+    ]
+    for image in images:
+        kind, data = image["src"].split(",")
+        assert kind == "data:image/svg+xml;base64"
+        assert ElementTree.fromstring(base64.b64decode(data)).tag.endswith("svg")
+    # Nothing is loaded from anywhere, and nothing runs.
+    assert not re.search(r"""(src|href)=["'](?!data:)""", text)
+    assert [attributes["type"] for tag, attributes in outline.elements if tag == "script"] == ["application/json"]
+    (data,) = [data for tag, data in outline.texts if tag == "script"]
+    assert jaxpipe.Plan.from_json(data) == pipeline.plan
+    cells = [data for tag, data in outline.texts if tag == "td"]
+    compiled = max(pipeline.memory_report().compiled_bytes)
+    assert any(cell.startswith(f"{compiled / 1024:.2f} KiB (predicted") for cell in cells)
+
+
+@pytest.mark.parametrize("decorate", [lambda f: f, jaxpipe.memory_encoded])
+def test_plain_bytes_are_those_of_jax_grad(decorate):
+    call = decorate(lambda variables, x: jax.nn.relu(x @ variables["w"]))
+    variables, batch = {"w": jnp.ones((8, 8))}, jnp.ones((4, 8))
+
+    def loss(model, batch):
+        return (model(batch) ** 2).mean()
+
+    mesh = jax.make_mesh((1,), ("stage",), devices=jax.devices()[:1])
+    options = {"num_microbatches": 1, "profile": "analytic", "optimizer": optax.sgd(0.1)}
+    pipeline = jaxpipe.partition(jax.tree_util.Partial(call, variables), mesh, batch, loss=loss, **options)
+    # ReLU keeps a byte for each of 4 x 8 elements, the square its operand in float32; the batch is at hand anyway.
+    assert plain_stash_bytes(pipeline._planned.program) == (4 * 8 + 4 * 8 * 4,)
+
+
+def test_names_cannot_break_out(pipeline):
+    hostile = '</script><script>alert(1)</script>$x_{<img src=x onerror=alert(1)>&"'
+    stages = tuple(dataclasses.replace(stage, modules=(hostile,)) for stage in pipeline.plan.stages)
+    plan = dataclasses.replace(pipeline.plan, stages=stages, schedule=hostile)
+    text = page(Contents(plan, pipeline.partition, pipeline.schedule, {hostile: pipeline.timeline()}, (1, 1)))
+    outline = Outline(text)
+    assert outline.open == []
+    assert [attributes for tag, attributes in outline.elements if tag == "script"] == [
+        {"id": "plan", "type": "application/json"}
+    ]
+    assert all(attributes["src"].startswith("data:") for tag, attributes in outline.elements if tag == "img")
+    (data,) = [data for tag, data in outline.texts if tag == "script"]
+    assert json.loads(data)["stages"][0]["modules"] == [hostile]

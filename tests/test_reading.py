@@ -1,0 +1,169 @@
+"""Readers of JSON that anybody may have written: what comes out is a value or an error of jaxpipe."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpipe import Network, Plan, Profile, reading
+from jaxpipe.errors import JaxpipeError, NetworkError, PlanError, ProfileError
+from jaxpipe.planning import Partition, partition_layers
+from jaxpipe.planning.plan import BalanceRound, StagePlan, StashPiece
+
+
+PROFILE = Profile.chain(["conv", "relu", "dense"], [1e-3, 1e-4, 2e-3], [2e-3] * 3, [36, 0, 40], [8, 8, 8], [16, 4])
+NETWORK = Network([[0, 1e9], [1e9, 0]], 1e-6, (1.0, 0.5), (8e9, float("inf")), ("a", "b"))
+STAGE = StagePlan((0, 2), (0,), ("conv",), 1e-3, 2e-3, 36, 8, 2, 16, 1, 3, (StashPiece(1, (1,), 8),), {"keep": 8})
+PLAN = Plan(
+    (STAGE,),
+    1,
+    4,
+    8,
+    "1f1b",
+    "analytic",
+    0.1,
+    0.05,
+    0.2,
+    4096,
+    {"parameters": 36, "gradients": 36},
+    "abc",
+    (BalanceRound((1,), (3e-3, 2e-3), 0.1),),
+    exchange_bytes=12,
+    staleness=(1,),
+)
+PARTITION = partition_layers(PROFILE, NETWORK, num_stages=2, replicate=False, num_microbatches=4)
+VALUES = {"Plan": PLAN, "Profile": PROFILE, "Network": NETWORK, "Partition": PARTITION}
+
+#: Short names that valid texts have, so that random objects get past the first check.
+WORDS = ["stages", "memory", "operators", "edges", "devices", "bandwidth_bytes_per_second", "order", "profile", "names"]
+NUMBERS = st.integers() | st.floats() | st.sampled_from([0, -1, 2**63, 10**400, 1e308, -0.0])
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(WORDS) | st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def places(value, path=()):
+    """All places in a JSON value."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+def mutated(data, draw):
+    """A copy with something else in one place, or without it."""
+    data = json.loads(json.dumps(data))
+    *path, last = draw(st.sampled_from([p for p in places(data) if p]))
+    inner = data
+    for key in path:
+        inner = inner[key]
+    if draw(st.booleans()):
+        inner[last] = draw(ANYTHING)
+    else:
+        del inner[last]
+    return data
+
+
+def read(kind, text):
+    """What is read can also be shown and written; all that can go wrong has a name and a text."""
+    try:
+        found = type(VALUES[kind]).from_json(text)
+    except JaxpipeError as error:
+        assert str(error)
+        return None
+    assert str(found) and type(found).from_json(found.to_json()) == found
+    return found
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_what_is_written_is_read(kind):
+    assert read(kind, VALUES[kind].to_json()) == VALUES[kind]
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@given(value=ANYTHING)
+@settings(max_examples=60, deadline=None)
+def test_random_values(kind, value):
+    read(kind, json.dumps(value))
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_valid_texts_with_a_mutation(kind, data):
+    value = json.loads(VALUES[kind].to_json())
+    for _ in range(data.draw(st.integers(1, 2))):
+        value = mutated(value, data.draw)
+    read(kind, json.dumps(value))
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_texts_that_are_cut_or_changed(kind, data):
+    text = VALUES[kind].to_json()
+    start = data.draw(st.integers(0, len(text) - 1))
+    read(kind, text[:start] + data.draw(st.text(max_size=3)) + text[start + data.draw(st.integers(0, 9)) :])
+
+
+HOSTILE = {
+    "deep lists": "[" * 200_000,
+    "deep objects": '{"a":' * 200_000,
+    "a long number": '{"replicas": ' + "9" * 10_000 + "}",
+    "not a number": '{"step_seconds": NaN}',
+    "infinity": '{"step_seconds": -Infinity}',
+    "a list": "[]",
+    "nothing": "",
+    "half a pair": '{"schedule": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_texts(kind, text):
+    with pytest.raises(JaxpipeError):
+        type(VALUES[kind]).from_json(text)
+
+
+def test_long_texts_are_refused_before_they_are_parsed(monkeypatch):
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
+    with pytest.raises(PlanError, match="at most 16,777,216 are read"):
+        Plan.from_json(" " * (reading.MOST_CHARACTERS + 1))
+
+
+def test_a_long_range_takes_no_memory():
+    data = json.loads(PARTITION.to_json())
+    data["stages"][0]["operators"] = [0, 2**62]
+    with pytest.raises(PlanError, match=r"stages\[0\].operators"):
+        Partition.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new", "error", "message"),
+    [
+        ("Plan", '"replicas": 1', '"replicas": "1"', PlanError, "replicas is a string; it must be a whole number"),
+        ("Plan", '"replicas": 1,', "", PlanError, "lacks the field 'replicas'"),
+        ("Plan", '"replicas"', '"copies"', PlanError, "'copies', which is not known"),
+        ("Plan", '"in_flight": 2', '"in_flight": true', PlanError, r"stages\[0\].in_flight is true or false"),
+        (
+            "Plan",
+            '"budget": 4096',
+            '"budget": [4096]',
+            PlanError,
+            "budget is a list; .* whole number or null",
+        ),
+        ("Profile", '"forward_seconds": 0.002', '"forward_seconds": -1', ProfileError, r"forward_seconds\[2\] \(dense"),
+        ("Profile", "[0, 1, 16.0, 0]", "[0, 1]", ProfileError, r"edges\[0\] has 2 entries"),
+        ("Network", '"speed": 0.5', '"speed": 1e999', NetworkError, r"devices\[1\].speed is not a finite number"),
+        ("Partition", '"order": [\n  0,', '"order": [\n  1,', PlanError, "each of 3 operators once"),
+        ("Partition", '"num_stages": 2', '"num_stages": 2.5', PlanError, "num_stages is a number"),
+    ],
+)
+def test_errors_name_the_place(kind, old, new, error, message):
+    text = VALUES[kind].to_json()
+    assert old in text
+    with pytest.raises(error, match=message):
+        type(VALUES[kind]).from_json(text.replace(old, new, 1))

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
+@pytest.mark.slow  # 20 s, most of them compilation
 def test_tutorial_runs(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / "tutorial.md").read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) == 8

@@ -1,0 +1,193 @@
+"""The diagrams of docs/methods.md, drawn from what the library computes.
+
+python -m scripts.plot_methods
+"""
+
+import itertools
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.patches
+import numpy as np
+from matplotlib.figure import Figure
+
+from jaxpipe import Network, Node, Profile, topology
+from jaxpipe.partition_pictures import draw_cluster
+from jaxpipe.pictures import BLUE, GREEN, GREY, KIND_COLOURS, ORANGE, SKY
+from jaxpipe.planning import partition_layers
+from jaxpipe.schedules import Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
+from jaxpipe.schedules.swaps import Slice, swap_table
+from jaxpipe.traces import KIND_NAMES
+
+
+OUT = Path(__file__).parents[1] / "docs" / "pictures"
+
+STAGES, MICROBATCHES = 4, 8
+
+
+def schedules() -> Figure:
+    """One step of four schedules, every device running free."""
+    tables = [gpipe(STAGES, MICROBATCHES), one_f_one_b(STAGES, MICROBATCHES, paired=False)]
+    tables += [interleaved(STAGES, MICROBATCHES), zero_bubble(STAGES, MICROBATCHES)]
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    longest = 0.0
+    rows = figure.subplots(len(tables), 1, sharex=True)
+    for axes, table in zip(rows, tables, strict=True):
+        unit = 1 / table.num_chunks  # two stages on a device have half the work each
+        timeline = table.simulate(forward=unit, backward_input=unit, backward_weight=unit)
+        longest = max(longest, timeline.makespan)
+        axes.barh(range(STAGES), [timeline.makespan] * STAGES, color="#E8E8E8", height=0.85)
+        for span in timeline.spans:
+            colour, ink = KIND_COLOURS[span.action.kind]
+            shade = 0.65 if span.action.chunk else 1.0
+            width = span.end - span.start
+            axes.barh(span.stage, width, left=span.start, height=0.85, color=colour, alpha=shade, edgecolor="white")
+            middle = (span.start + span.end) / 2
+            label = str(span.action.microbatch)
+            axes.text(middle, span.stage, label, ha="center", va="center", color=ink, fontsize=7)
+        held = ", ".join(map(str, timeline.peak_in_flight))
+        title = (
+            f"{table.name}: {timeline.makespan:g} units, bubble {timeline.bubble_fraction:.0%}; kept at most: {held}"
+        )
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_yticks(range(STAGES), [f"device {d}" for d in range(STAGES)])
+        axes.invert_yaxis()
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    rows[-1].set_xlabel("units of a forward pass")
+    rows[-1].set_xlim(0, longest)
+    handles = [mpl.patches.Patch(color=KIND_COLOURS[kind][0], label=KIND_NAMES[kind]) for kind in Kind]
+    figure.legend(handles=handles, loc="outside lower right", ncols=4, frameon=False)
+    return figure
+
+
+def encoding() -> Figure:
+    """Bits that each element of a feature map takes between ReLU and a 2x2 max-pool."""
+    figure = Figure(figsize=(10, 3), layout="constrained")
+    axes = figure.subplots()
+    # Plain: ReLU's output and a byte of its mask; the pool's output, a quarter of the elements.
+    rows = {
+        "plain: map, mask, pooled map": ((32, BLUE), (8, SKY), (32 / 4, ORANGE)),
+        "mask of the pooled map (1 bit), positions (2 bits),\npooled map for the next product": (
+            (1 / 4, SKY),
+            (2 / 4, GREEN),
+            (32 / 4, ORANGE),
+        ),
+    }
+    for y, parts in enumerate(rows.values()):
+        left = 0.0
+        for bits, colour in parts:
+            axes.barh(y, bits, left=left, color=colour, edgecolor="white", height=0.6)
+            left += bits
+        axes.text(left + 0.5, y, f"{left:g} bits", va="center")
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_xlim(0, 56)
+    axes.invert_yaxis()
+    axes.set_xlabel("bits for each element of the map that ReLU makes, float32")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def swaps() -> Figure:
+    """Stashes that each device holds with and without swaps to peers."""
+    table = one_f_one_b(STAGES, MICROBATCHES)
+    alone: list[list[Slice]] = [[] for _ in range(STAGES)]
+    lent = [[Slice(3)], [Slice(2)], [], []]
+    away = min(itertools.product(range(11), range(7)), key=lambda two: (_fullest(table, (*two, 0, 0), lent), sum(two)))
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    for axes, ticks, slices, title in zip(
+        figure.subplots(1, 2, sharey=True),
+        ((0,) * STAGES, (*away, 0, 0)),
+        (alone, lent),
+        ("each device keeps its own", "devices 3 and 2 keep stashes for 0 and 1"),
+        strict=True,
+    ):
+        for d, total in enumerate(_totals(table, ticks, slices)):
+            style = ("-", "--", "-.", ":")[d]
+            label = f"device {d}: at most {max(total)}"
+            axes.step(range(len(total)), total, style, where="mid", label=label, linewidth=2)
+        axes.set_title(title)
+        axes.set_xlabel("tick of 1F1B in pair ticks")
+        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("stashes held")
+    return figure
+
+
+def _totals(table: Schedule, away: tuple[int, ...], slices: list[list[Slice]]) -> list[list[int]]:
+    """Own stashes and those of others, by device and tick."""
+    found = swap_table(table, away, slices)
+    totals = []
+    for d in range(STAGES):
+        own = [n - found.away_in(d, t) for t, n in enumerate(_held(table, d))]
+        guests = [s for s in range(STAGES) for piece in slices[s] if piece.target == d]
+        totals.append([n + sum(found.away_in(s, t) for s in guests) for t, n in enumerate(own)])
+    return totals
+
+
+def _fullest(table: Schedule, away: tuple[int, ...], slices: list[list[Slice]]) -> int:
+    return max(map(max, _totals(table, away, slices)))
+
+
+def _held(table: Schedule, device: int) -> list[int]:
+    starts, ends = table.when(device, Kind.FORWARD), table.when(device, Kind.BACKWARD)
+    return [sum(starts[j] <= t <= ends[j] for j in ends) for t in range(len(table.ticks))]
+
+
+def blocks() -> Figure:
+    """A gradient as blocks, the two best of which are sent; the rest is kept."""
+    rng = np.random.default_rng(0)
+    gradient = rng.normal(size=(12, 24)) * rng.gamma(0.5, 1.0, size=(12, 1))
+    norms = np.abs(gradient).sum(1)
+    best = np.argsort(norms)[-2:]
+    sent = np.zeros_like(gradient)
+    sent[best] = gradient[best]
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    left, middle, right, rest = figure.subplots(1, 4, width_ratios=(3, 1.6, 3, 3))
+    limit = np.abs(gradient).max()
+    for axes, values, title in (
+        (left, gradient, "gradient + residual"),
+        (right, sent, "sent"),
+        (rest, gradient - sent, "kept as residual"),
+    ):
+        axes.imshow(values, cmap="PuOr", vmin=-limit, vmax=limit, aspect="auto")
+        axes.set_title(title, fontsize=10)
+        axes.set_xticks([])
+        axes.set_yticks([])
+    left.set_ylabel("a row: one output neuron")
+    middle.barh(range(len(norms)), norms, color=[ORANGE if k in best else GREY for k in range(len(norms))])
+    middle.invert_yaxis()
+    middle.set_yticks([])
+    middle.set_title("L1 norm", fontsize=10)
+    middle.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def cluster() -> Figure:
+    """Sixteen layers on two nodes of unlike devices."""
+    count = 16
+    sizes = np.geomspace(64e6, 1e6, count)  # early layers send much
+    profile = Profile.chain(
+        [f"layer {k}" for k in range(count)],
+        [2e-3] * count,
+        [4e-3] * count,
+        [8e6] * count,
+        sizes.tolist(),
+        sizes.tolist(),
+    )
+    new = Node(4, topology.NVLINK_A100, speed=2.0, name="new")
+    old = Node(4, topology.PCIE_3_X16, links={(0, 1): 50e9, (2, 3): 50e9}, name="old")
+    network = Network.from_nodes([old, new], topology.ETHERNET_25G, latency_seconds=1e-5)
+    return draw_cluster(partition_layers(profile, network, replicate=False, num_stages=8, num_microbatches=32))
+
+
+def main() -> None:
+    """Write all of them."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.hashsalt": "jaxpipe"}):
+        for draw in (schedules, encoding, swaps, blocks, cluster):
+            draw().savefig(OUT / f"{draw.__name__}.svg", metadata={"Date": None}, bbox_inches="tight")
+            print(f"wrote {OUT / draw.__name__}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ from jaxpipe.checkpoint import Checkpointer as Checkpointer
 from jaxpipe.density import Density as Density
 from jaxpipe.density import measure_density as measure_density
 from jaxpipe.density import with_density as with_density
+from jaxpipe.distributed import initialize_distributed as initialize_distributed
 from jaxpipe.encode import memory_encoded as memory_encoded
 from jaxpipe.encode import without_encoding as without_encoding
 from jaxpipe.errors import BatchError as BatchError

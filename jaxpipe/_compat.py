@@ -13,6 +13,8 @@ import jax.extend.source_info_util as source_info
 import jax.interpreters.ad as ad
 import jax.numpy as jnp
 from jax import core
+from jax._src.clusters import ClusterEnv
+from jax._src.distributed import global_state
 
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
@@ -195,6 +197,16 @@ def _is_sharded(value: jax.Array) -> bool:
     return any(axis is not None for axis in jax.typeof(value).sharding.spec)
 
 
+def is_in_cluster() -> bool:
+    """Whether JAX knows how to find the other processes of this run: under SLURM, Open MPI, Kubernetes and others."""
+    return any(kind.is_env_present() for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method)
+
+
+def num_processes() -> int:
+    """How many processes ``jax.distributed`` has connected; no device is asked for."""
+    return global_state.num_processes or 1
+
+
 def function_name(equation: Any) -> str | None:
     """The name of the function that a call-like equation wraps, if JAX recorded one."""
     programs = inner_programs(equation)
@@ -212,11 +224,13 @@ __all__ = [
     "inner_programs",
     "is_closed_over_tracer",
     "is_forward_mode",
+    "is_in_cluster",
     "is_literal",
     "isolate",
     "manual_axes",
     "materialize",
     "named_scope_of",
+    "num_processes",
     "open_jaxpr",
     "tie",
     "trace_without_scope",

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -9,15 +10,16 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jaxpipe import hosts
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
 from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
+from jaxpipe.pipeline.arrange import stay
 from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, sections_for
 from jaxpipe.pipeline.describe import least_seconds
 from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.guard import OnNonFinite
-from jaxpipe.pipeline.initialize import stage_devices
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_loss
 from jaxpipe.pipeline.pipeline import Pipeline, Planned
 from jaxpipe.pipeline.program import DATA
@@ -68,10 +70,14 @@ def partition(
     The model is traced and its operators are profiled; a min-max dynamic programme cuts them into as many stages as
     the mesh has. The model itself needs no change: any cut is possible but between two uses of one variable.
 
+    Several processes (``jax.distributed``) call it alike, with a mesh of all their devices; the first one measures and
+    chooses for all.
+
     Args:
       model: a Linen module, an NNX module or class, ``jax.tree_util.Partial(f, params)``, or ``f(variables, *args)``.
       mesh: with an axis ``stage``, and perhaps ``data``: replicas of the pipeline.
-      batch: arrays or shapes ``[examples, ...]``; left out: planned at ``Pipeline.init(key, batch)``.
+      batch: arrays or shapes ``[examples, ...]``, of the whole batch if there are several processes; left out:
+        planned at ``Pipeline.init(key, batch)``.
       loss: ``loss(model, batch)`` gives a scalar, ``(scalar, metrics)``, or ``(sum, weight, metrics)`` if
         micro-batches weigh unequally; then loss, metrics and gradient are divided by the total weight.
       optimizer: any optax optimizer; gets the gradient of the whole batch.
@@ -84,10 +90,10 @@ def partition(
       schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``. ``"auto"``:
         of 1F1B (in pair ticks, the textbook's, interleaved) and zero-bubble the one whose step is predicted to be the
         shortest within the budget. Schedules that change weights on the way must be asked for.
-      profile: ``"measured"`` (the default) runs operators on the first device, once for a program (see
+      profile: ``"measured"`` (the default) runs operators on one device, once for a program (see
         ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
-      network: the links between the devices, in the order of ``mesh.devices.flat``; left out: all alike. It decides
-        which device runs which stage: ``pipeline.mesh`` has them in that order.
+      network: the links between the devices, in the order of ``mesh.devices.flat``. It decides which device runs which
+        stage: ``pipeline.mesh`` has them in that order. Left out: all links are alike, and the mesh stays as it is.
       storage: the codecs that may be used where a module is not decorated, as ``memory_encoded(codecs=...)`` takes
         them; ``"auto"`` is ``"fast"``, ``()`` stores what ``jax.grad`` does.
       solver: a mixed-integer solver that cvxpy finds, used if there is a budget.
@@ -161,6 +167,7 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
 
     model = bind(request.model, request.loss, one, variables)
     objective = trace_loss(model, request.loss, one)
+    hosts.agree("The program", re.sub(r"0x[0-9a-f]+", "", str(objective.graph)))
     local = [
         x if shared_leaf else _rows(x, size // request.replicas)
         for x, shared_leaf in zip(jax.tree.leaves(batch), batching.shared, strict=True)
@@ -192,7 +199,9 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
         except checks.PartitionError:  # too few operators for so many stages; others will do
             continue
         drafts.append(draft(request, traced, placed(v), schedule, *sections(v)))
-    return choose(request, traced, drafts, cut_again)
+    planned = choose(request, traced, drafts, cut_again)
+    hosts.agree("The plan", planned.plan.to_json())
+    return planned
 
 
 def _rows(x: Any, count: int) -> Any:
@@ -217,7 +226,10 @@ def _profile(request: Request, objective: Objective) -> Profile:
                 "micro-batches of this size."
             )
         return request.profile
-    return profile_objective(objective, request.profile, stage_devices(request.mesh, 0)[0])
+    source = request.profile
+    return hosts.from_first(
+        lambda: profile_objective(objective, source, hosts.mine(request.mesh.devices.flatten().tolist())[0])
+    )
 
 
 def _place(
@@ -245,6 +257,8 @@ def _place(
         "slack": CUT_SLACK,
     }
     found = partition_layers(profile, network, num_stages=request.num_stages, **asked)
+    if request.network is None:
+        found = stay(found, request.mesh)
     return found if num_chunks == 1 else chunked(found, num_chunks, **asked)
 
 

@@ -5,6 +5,10 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import jax
+from jax.experimental import multihost_utils
+
+from jaxpipe import hosts
 from jaxpipe.checkpoint.files import Writer, open_checkpoint, steps
 from jaxpipe.checkpoint.state import put
 from jaxpipe.errors import CheckpointError
@@ -24,6 +28,9 @@ class Checkpointer:
     A save copies the state to the host and returns; files are written meanwhile. A checkpoint is there as a whole or
     not at all, at whatever moment the process dies. Inside ``with``, SIGTERM does not end the process at once: the
     step that is running is finished and saved by ``after_step``, which then raises ``SystemExit(143)``.
+
+    All processes of a run do the same with a checkpointer, and agree on when to save and end if one of them is asked to
+    end. The first one writes; all read when they restore, so that the directory must be one that all see.
 
     Args:
       pipeline: whose states are saved.
@@ -74,10 +81,11 @@ class Checkpointer:
         Raises:
           CheckpointError: as ``Pipeline.restore``.
         """
-        if step is None and not self.steps:
-            return None
         self._writer.wait()
-        saved = open_checkpoint(self._writer.directory, step)
+        there = hosts.from_first(lambda: self.steps)
+        if step is None and not there:
+            return None
+        saved = hosts.on_all(lambda: open_checkpoint(self._writer.directory, there[-1] if step is None else step))
         state = put(self._pipeline._planned, saved)
         self._step = self._saved = saved.step
         return state, saved.data
@@ -92,6 +100,8 @@ class Checkpointer:
           data: where the run is in its data, as JSON: a number, or the state of a data loader or random generator.
         """
         self._step = int(state.step) if self._step is None else self._step + 1
+        if jax.process_count() > 1:
+            self._terminated = multihost_utils.reached_preemption_sync_point(self._step)
         if self._terminated:
             if self._saved != int(state.step):
                 self.save(state, data)
@@ -108,7 +118,7 @@ class Checkpointer:
         """
         contents = self._pipeline._contents(state, data)
         self._writer.write(contents)
-        self._step = self._saved = contents.step
+        self._step = self._saved = int(state.step)
 
     def wait(self) -> None:
         """Wait until what was saved is on disk."""
@@ -119,7 +129,8 @@ class Checkpointer:
         self._writer.close()
 
     def __enter__(self) -> "Checkpointer":
-        if threading.current_thread() is threading.main_thread():  # only it may
+        alone = jax.process_count() == 1  # else JAX has a handler, and tells the other processes
+        if alone and threading.current_thread() is threading.main_thread():  # only it may
             self._handler = signal.signal(signal.SIGTERM, self._terminate)
         return self
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpipe
+from jaxpipe import hosts
 from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, Leaf, checksum, describe
 from jaxpipe.checkpoint.tree import Path, nest, pick
 from jaxpipe.errors import CheckpointError
@@ -61,36 +62,52 @@ def steps(directory: Any) -> list[int]:
 class Writer:
     """Writes checkpoints into a directory, one at a time, in the background.
 
+    Of several processes the first one writes; all call the methods, and what fails there fails in all.
+
     Args:
       directory: made if it is not there.
       keep: how many to keep; None for all.
-
-    Raises:
-      CheckpointError: if there are several processes.
     """
 
     def __init__(self, directory: Any, keep: int | None = None):
-        if jax.process_count() > 1:
-            raise CheckpointError(
-                f"directory={str(directory)!r}: {jax.process_count()} processes train together, and a checkpoint is "
-                "written by one process that has all stages. Train in one process."
-            )
+        self.directory = FilePath(directory).absolute()
+        self._manager: Any = None
+        hosts.from_first(lambda: self._open(keep))
+
+    def _open(self, keep: int | None) -> None:
         import orbax.checkpoint as ocp  # takes a second to import, and most programs never need it
 
-        self.directory = FilePath(directory).absolute()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        alone = _alone()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, todelete_subdir=_DELETED, cleanup_tmp_directories=True, enable_async_checkpointing=True
+            max_to_keep=keep,
+            todelete_subdir=_DELETED,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
+            create=False,
+            multiprocessing_options=alone,
         )
+        handlers = {
+            _ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
+            _ABOUT: ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+        }
         self._args = ocp.args
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
-    def write(self, contents: Contents) -> None:
+    def write(self, contents: Contents | None) -> None:
         """Begin to write a checkpoint; waits for the one before.
+
+        Args:
+          contents: in the first process.
 
         Raises:
           CheckpointError: if there is a checkpoint of this or a later step.
         """
-        self.wait()
+        hosts.from_first(lambda: self._write(contents))
+
+    def _write(self, contents: Contents | None) -> None:
+        assert contents is not None
+        self._wait()
         last = max(steps(self.directory), default=-1)
         if contents.step <= last:
             raise CheckpointError(
@@ -110,13 +127,17 @@ class Writer:
 
     def wait(self) -> None:
         """Wait until what was begun is complete."""
+        hosts.from_first(self._wait)
+
+    def _wait(self) -> None:
         self._manager.wait_until_finished()
         shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
 
     def close(self) -> None:
-        """Wait, and end."""
-        self.wait()
-        self._manager.close()
+        """Wait, and end; the other processes do not, as this one may be at its end by itself."""
+        if self._manager is not None:
+            self._wait()
+            self._manager.close()
 
 
 def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
@@ -181,7 +202,9 @@ def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[n
         asked = nest(dict.fromkeys(stored, ocp.RestoreArgs(restore_type=np.ndarray)))
         args = ocp.args.PyTreeRestore(item=tree, restore_args=asked, partial_restore=True)
         try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            alone = _alone()
+            handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+            with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
                 restored = reader.restore(saved.folder / _ARRAYS, args=args)
             found = dict(zip(stored, map(np.asarray, pick(restored, list(stored))), strict=True))
         except Exception as error:  # whatever orbax and tensorstore say of files that are not theirs
@@ -196,6 +219,18 @@ def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[n
     found |= empty
     whole = nest(found)
     return {g: pick(whole.get(g), paths) for g, paths in wanted.items()}
+
+
+def _alone() -> Any:
+    """What tells orbax that this process writes or reads without the others."""
+    import orbax.checkpoint as ocp  # see Writer
+
+    if jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    me = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
+    )
 
 
 def _is_written(x: np.ndarray, leaf: Leaf) -> bool:

@@ -1,12 +1,12 @@
 """A pipeline's training state in the model's own layout, and back into stages.
 
 What is saved knows nothing of stages, so it can be restored into any number of them, onto any mesh. Devices get the
-rows of their own stage, and the host reads one stage at a time.
+rows of their own stage, and a host reads one stage at a time. Of several processes the first one writes.
 """
 
+import functools
 import json
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe import hosts
 from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, differences, expected, is_key
 from jaxpipe.checkpoint.files import Saved, read
 from jaxpipe.checkpoint.tree import Path, leaf_paths
 from jaxpipe.errors import CheckpointError
+from jaxpipe.pipeline.gather import stage_arrays
 from jaxpipe.pipeline.initialize import assemble, stage_devices
-from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.state import TrainState
 
@@ -51,33 +52,30 @@ def _names(planned: "Planned") -> _Names:
     )
 
 
-def take(planned: "Planned", state: TrainState, data: Any = None) -> Contents:
-    """A copy of a training state on the host, in the model's own layout.
+def take(planned: "Planned", state: TrainState, data: Any = None) -> Contents | None:
+    """A copy of a training state on the host of the first process, in the model's own layout.
+
+    Copies, as a step donates the state, and its memory is used again while a checkpoint is written.
+
+    Returns:
+      None in the other processes, which send what their stages hold.
 
     Raises:
       CheckpointError: if ``data`` is not JSON.
     """
-    try:
-        data = json.loads(json.dumps(data))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"data= must be what JSON can hold (numbers, texts, lists, dictionaries), as it is kept as text: {error}."
-        ) from error
+    data = hosts.from_first(lambda: _as_json(data))
     names, program, update = _names(planned), planned.program, planned.update
-    owners = update.coloured.state_stage
     shared = iter(state.shared)
-    optimizer = _from_rows(update.layout, owners, _host(state.optimizer), lambda: next(shared))
+    gather = functools.partial(stage_arrays, planned.mesh, keep=hosts.is_first())
+    optimizer = gather(update.layout, update.coloured.state_stage, state.optimizer, lambda: next(shared))
     residuals: dict[Path, np.ndarray] = {}
     if update.exchange is not None:
-        rows = _host(state.residual)  # [stages, replicas, length]
-        by_replica = [
-            _from_rows(update.exchange.residuals, planned.placement.parameters, [x[:, r] for x in rows])
-            for r in range(update.exchange.replicas)
-        ]
-        stacked = [np.stack(copies) for copies in zip(*by_replica, strict=True)]
-        residuals = dict(zip(names.parameters, stacked, strict=True))
-    parameters = _from_rows(program.parameters, planned.placement.parameters, _host(state.parameters))
-    variables = _from_rows(program.state, planned.placement.state, _host(state.variables))
+        stacked = gather(update.exchange.residuals, planned.placement.parameters, state.residual)
+        residuals = dict(zip(names.parameters, stacked, strict=False))
+    parameters = gather(program.parameters, planned.placement.parameters, state.parameters)
+    variables = gather(program.state, planned.placement.state, state.variables)
+    if not hosts.is_first():
+        return None
     return Contents(
         step=int(state.step),
         skipped=int(state.skipped),
@@ -93,15 +91,13 @@ def take(planned: "Planned", state: TrainState, data: Any = None) -> Contents:
     )
 
 
-def _host(buffers: Sequence[Any]) -> list[np.ndarray]:
-    """Copies: a step donates the state, and its memory is used again while a checkpoint is written."""
-    return [np.array(x) for x in buffers]
-
-
-def _from_rows(layout: Layout, owners: Sequence[int | None], rows: Sequence[np.ndarray], shared: Any = None) -> list:
-    """Arrays in the model's order; one that no stage owns is what ``shared`` gives."""
-    by_stage = [iter(layout.unpack(s, [x[s] for x in rows])) for s in range(len(layout.avals))]
-    return [shared() if owner is None else next(by_stage[owner]) for owner in owners]
+def _as_json(data: Any) -> Any:
+    try:
+        return json.loads(json.dumps(data))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"data= must be what JSON can hold (numbers, texts, lists, dictionaries), as it is kept as text: {error}."
+        ) from error
 
 
 def _data(x: Any) -> np.ndarray:
@@ -109,7 +105,7 @@ def _data(x: Any) -> np.ndarray:
 
 
 def put(planned: "Planned", saved: Saved) -> TrainState:
-    """A training state from a checkpoint, stage by stage.
+    """A training state from a checkpoint, stage by stage; every process reads what its own devices hold.
 
     With another number of replicas, each gets the mean of the residuals that there were: the average over the
     replicas, which is what is still to be added to the parameters, stays the same.
@@ -128,8 +124,35 @@ def put(planned: "Planned", saved: Saved) -> TrainState:
             "exchanges gradients whole: what had not been sent is lost.",
             stacklevel=4,
         )
+    parts, common = hosts.on_all(lambda: _read_stages(planned, saved, names, has_residuals))
+    everywhere = NamedSharding(mesh, P())
+    shared = [k for k, owner in enumerate(coloured.state_stage) if owner is None]
+    return TrainState(
+        *(assemble(mesh, P(STAGE), part) for part in parts[:3]),
+        residual=assemble(mesh, P(STAGE, DATA), parts[3]) if exchange is not None else (),
+        shared=tuple(
+            hosts.replicate(typed(x, coloured.state_avals[k].dtype), everywhere)
+            for k, x in zip(shared, common, strict=True)
+        ),
+        key=hosts.replicate(saved.key, everywhere),
+        step=hosts.replicate(np.int32(saved.step), everywhere),
+        skipped=hosts.replicate(np.int32(saved.skipped), everywhere),
+        plan=planned.plan.identity,
+    )
+
+
+def _read_stages(
+    planned: "Planned", saved: Saved, names: _Names, has_residuals: bool
+) -> tuple[list[list[list[Any]]], list[np.ndarray]]:
+    """Rows of this process's devices, of each kind by stage and buffer; and the state that all stages share."""
+    update, mesh = planned.update, planned.mesh
+    coloured, exchange = update.coloured, update.exchange
     parts: list[list[list[Any]]] = [[], [], [], []]
     for s in range(mesh.shape[STAGE]):
+        every = stage_devices(mesh, s)
+        devices = hosts.mine(every)
+        if not devices:
+            continue
         parameters, variables = planned.placement.held_by(s)
         own = [k for k, owner in enumerate(coloured.state_stage) if owner == s]
         held = [names.parameters[k] for k in parameters]
@@ -139,37 +162,23 @@ def put(planned: "Planned", saved: Saved) -> TrainState:
             RESIDUALS: held if has_residuals and exchange is not None else [],
         }
         found = read(saved, wanted)
-        devices = stage_devices(mesh, s)
         of_parameters, of_state = found[VARIABLES][: len(held)], found[VARIABLES][len(held) :]
         layouts = planned.program.parameters, planned.program.state, update.layout
         for part, layout, values in zip(parts, layouts, (of_parameters, of_state, found[OPTIMIZER]), strict=False):
             part.append([[jax.device_put(x[None], d) for d in devices] for x in layout.pack(s, values)])
         if exchange is not None:
-            residuals = [_spread(x, len(devices)) for x in found[RESIDUALS]] or [
-                np.zeros((len(devices), *aval.shape), aval.dtype) for aval in exchange.residuals.avals[s]
+            residuals = [_spread(x, len(every)) for x in found[RESIDUALS]] or [
+                np.zeros((len(every), *aval.shape), aval.dtype) for aval in exchange.residuals.avals[s]
             ]
-            rows = [exchange.residuals.pack(s, [x[r] for x in residuals]) for r in range(len(devices))]
+            rows = [exchange.residuals.pack(s, [x[every.index(d)] for x in residuals]) for d in devices]
             parts[3].append(
                 [
                     [jax.device_put(x[None, None], d) for x, d in zip(copies, devices, strict=True)]
                     for copies in zip(*rows, strict=True)
                 ]
             )
-    everywhere = NamedSharding(mesh, P())
-    shared = [k for k, owner in enumerate(coloured.state_stage) if owner is None]
-    common = read(saved, {OPTIMIZER: [names.optimizer[k] for k in shared]})[OPTIMIZER]
-    return TrainState(
-        *(assemble(mesh, P(STAGE), part) for part in parts[:3]),
-        residual=assemble(mesh, P(STAGE, DATA), parts[3]) if exchange is not None else (),
-        shared=tuple(
-            jax.device_put(typed(x, coloured.state_avals[k].dtype), everywhere)
-            for k, x in zip(shared, common, strict=True)
-        ),
-        key=jax.device_put(saved.key, everywhere),
-        step=jax.device_put(np.int32(saved.step), everywhere),
-        skipped=jax.device_put(np.int32(saved.skipped), everywhere),
-        plan=planned.plan.identity,
-    )
+    shared = [names.optimizer[k] for k, owner in enumerate(coloured.state_stage) if owner is None]
+    return parts, read(saved, {OPTIMIZER: shared})[OPTIMIZER]
 
 
 def _variable_leaves(planned: "Planned", names: _Names) -> Any:

@@ -1,6 +1,7 @@
 """Put the devices of a mesh in the order in which stages use them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from jax.sharding import Mesh
@@ -8,6 +9,7 @@ from scipy.optimize import linear_sum_assignment
 
 from jaxpipe.network import Network
 from jaxpipe.pipeline.program import STAGE
+from jaxpipe.planning.placed import Partition
 
 
 def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mesh:
@@ -26,6 +28,14 @@ def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mes
     axis = mesh.axis_names.index(STAGE)
     places = np.moveaxis(np.array(rows), 0, axis).reshape(mesh.devices.shape)
     return Mesh(flat[places], mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def stay(found: Partition, mesh: Mesh) -> Partition:
+    """The same stages, each on the devices at its place in the mesh; for devices and links that are all alike."""
+    places = np.moveaxis(np.arange(mesh.devices.size).reshape(mesh.devices.shape), mesh.axis_names.index(STAGE), 0)
+    teams = places.reshape(len(places), -1).tolist()
+    stages = [replace(stage, devices=tuple(team)) for stage, team in zip(found.stages, teams, strict=True)]
+    return replace(found, stages=tuple(stages))
 
 
 def pair(before: Sequence[int], team: Sequence[int], network: Network) -> tuple[int, ...]:

@@ -31,6 +31,12 @@ def check_mesh(mesh: Mesh) -> tuple[int, int]:
             f"The mesh has the axes {mesh.axis_names}. A pipeline uses {STAGE!r} (required) and {DATA!r} (optional), "
             f"and no other; make it with jax.make_mesh((2, 4), ({DATA!r}, {STAGE!r}))."
         )
+    without = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
+    if without:
+        raise PartitionError(
+            f"The mesh has no device of process {', '.join(map(str, sorted(without)))}, of {jax.process_count()}. All "
+            "processes of a run take part in its pipeline: make the mesh of jax.devices()."
+        )
     return mesh.shape[STAGE], mesh.shape.get(DATA, 1)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxpipe import hosts
 from jaxpipe import stage as stages
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph import Graph, Operator
@@ -310,10 +311,10 @@ class _Search:
         answers = []
         limit = self._time_limit if self.program.alone else self._time_limit / MOST_SPLITS
         for s, most in enumerate(split.most_stored):
-            start = time.perf_counter()
             problem = self.problem(s, split.working, most, self.extra[s])
-            answer = choose(problem, solver=self._solver, time_limit=limit, gap=GAP)
-            self.spent[s] += time.perf_counter() - start
+            options = {"solver": self._solver, "time_limit": limit, "gap": GAP}
+            answer, spent = hosts.from_first(functools.partial(_timed, choose, problem, **options))
+            self.spent[s] += spent
             if answer is None:
                 return None
             answers.append(answer)
@@ -358,7 +359,8 @@ class _Search:
             problem = self.problem(s, math.inf, extra=self.extra[s])
             if not self.program.alone:
                 problem = replace(problem, held=math.ceil(slots) + 1)
-            answer = lowest_peak(problem, solver=self._solver, time_limit=self._time_limit)
+            options = {"solver": self._solver, "time_limit": self._time_limit}
+            answer = hosts.from_first(functools.partial(lowest_peak, problem, **options))
             if answer is None:
                 return None
             found.append(answer)
@@ -373,6 +375,12 @@ class _Search:
             if option != NOT_STORED
         ]
         return [f"{name} ({bytes_text(size)})" for size, name in sorted(stored, reverse=True)[:3]]
+
+
+def _timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, float]:
+    """What a function gives, and the seconds that it took."""
+    start = time.perf_counter()
+    return function(*args, **options), time.perf_counter() - start
 
 
 def _window(program: Program) -> int:

@@ -11,7 +11,7 @@ from jax import core
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import _compat
+from jaxpipe import _compat, hosts
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.exchange import StageExchange
 from jaxpipe.pipeline.layout import Layout
@@ -31,7 +31,7 @@ def initial_state(
     key: Any,
     plan: str,
 ) -> TrainState:
-    """Make each stage's variables and optimizer state on that stage's devices.
+    """Make each stage's variables and optimizer state on that stage's devices, in the process that has them.
 
     Variables that were given are copied there; others are initialised there, by a program from which everything
     that other stages need has been removed.
@@ -39,7 +39,10 @@ def initial_state(
     values = _given(model) if model.values is not None else _initialised(model, key)
     parts = []
     for s in range(mesh.shape[STAGE]):
-        first, *others = stage_devices(mesh, s)
+        devices = hosts.mine(stage_devices(mesh, s))
+        if not devices:
+            continue
+        first, *others = devices
         parameters, state = placement.held_by(s)
         with jax.default_device(first):
             whole = values([*parameters, *(len(model.parameters) + k for k in state)])
@@ -59,10 +62,10 @@ def initial_state(
     return TrainState(
         *gathered,
         residual=residual,
-        shared=tuple(jax.device_put(x, everywhere) for x in shared),
-        key=jax.device_put(_copied(key), everywhere),
-        step=jax.device_put(jnp.zeros((), jnp.int32), everywhere),
-        skipped=jax.device_put(jnp.zeros((), jnp.int32), everywhere),
+        shared=tuple(hosts.replicate(x, everywhere) for x in shared),
+        key=hosts.replicate(_copied(key), everywhere),
+        step=hosts.replicate(jnp.zeros((), jnp.int32), everywhere),
+        skipped=hosts.replicate(jnp.zeros((), jnp.int32), everywhere),
         plan=plan,
     )
 
@@ -157,12 +160,12 @@ def stage_devices(mesh: Mesh, s: int) -> list[Any]:
 
 
 def assemble(mesh: Mesh, spec: P, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """Global buffers from the rows that the stages' devices hold.
+    """Global buffers from the rows that this process's devices hold.
 
     Args:
       mesh: the devices.
       spec: how a buffer is sharded; all but its last axis.
-      parts: by stage and buffer, the rows of the stage's devices.
+      parts: by stage and buffer, the rows of the stage's devices; stages without devices in this process left out.
     """
     sharding = NamedSharding(mesh, spec)
     whole = [mesh.shape[axis] for axis in spec]

@@ -49,10 +49,12 @@ def error(
       loss, norm: of the batch, and of its gradient.
       stages: whose gradients are not finite.
     """
-    origin = find(planned, state, batch)
+    origin = find(planned, state, batch) if jax.process_count() == 1 else None
     # A forward pass that is finite: cotangents went wrong in the last of the stages, and all before got them.
     stage = origin.stage if origin is not None else max(stages, default=planned.mesh.shape[STAGE] - 1)
     where = f"in the backward pass of stage {stage}" if origin is None else f"in {origin}"
+    if jax.process_count() > 1:
+        stage, where = None, f"in an operator that can be found in one process; gradients of stages {stages} have it"
     return NonFiniteError(
         f"The loss of step {int(state.step)} is {loss}, the norm of its gradient {norm}; it began {where}. The state "
         "was left as it was before the step, and is the error's state=. Lower the learning rate, scale the loss, look "
@@ -64,6 +66,8 @@ def error(
 
 def find(planned: "Planned", state: TrainState, batch: Any) -> NonFiniteOrigin | None:
     """Run the loss operator by operator until it is not finite; the operator behind it whose operands are finite.
+
+    The process must have all stages.
 
     Each stage's operators run on its own device. An infinity that does no harm (an attention mask) is passed by.
 

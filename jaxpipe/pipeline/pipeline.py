@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,15 +13,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe import hosts
 from jaxpipe.checkpoint.contents import Contents
 from jaxpipe.checkpoint.files import Writer, open_checkpoint
+from jaxpipe.checkpoint.files import steps as steps_of
 from jaxpipe.checkpoint.state import put, take
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.model import BoundModel, UserFunction, with_values
-from jaxpipe.pipeline import checks, nonfinite
+from jaxpipe.pipeline import checks, feed, nonfinite
 from jaxpipe.pipeline import step as steps
+from jaxpipe.pipeline.gather import stage_arrays
 from jaxpipe.pipeline.initialize import initial_state
-from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.nonfinite import NonFiniteOrigin
 from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction
 from jaxpipe.pipeline.plain import plain_stash_bytes
@@ -271,7 +274,15 @@ class Pipeline:
 
         Returns:
           None if it is finite.
+
+        Raises:
+          PartitionError: in several processes.
         """
+        if jax.process_count() > 1:
+            raise PartitionError(
+                f"find_nonfinite needs all stages in one process, and there are {jax.process_count()}. Save the state, "
+                "and restore it in one process."
+            )
         self._check(state, batch)
         return nonfinite.find(self._planned, state, batch)
 
@@ -280,7 +291,7 @@ class Pipeline:
         leaves = self._check(state, batch)
         loss, metrics, buffers = self._gradient_step(state, leaves)
         planned = self._planned
-        gradients = _from_stages(planned.program.parameters, planned.placement.parameters, buffers)
+        gradients = stage_arrays(self.mesh, planned.program.parameters, planned.placement.parameters, buffers)
         found = _metrics(planned.program.objective, loss, metrics)
         return (loss, found), planned.model.parameter_tree(gradients)
 
@@ -295,16 +306,16 @@ class Pipeline:
         return _metrics(objective, *compiled(state, leaves))
 
     def predict(self, state: TrainState, batch: Any) -> Any:
-        """What ``predict(model, batch)`` returns, for all rows of a batch of any size."""
+        """What ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays."""
         compiled, leaves, objective = self._forward("predict", state, batch)
         return jax.tree.unflatten(objective.tree, compiled(state, leaves))
 
     def parameters(self, state: TrainState) -> Any:
-        """The model's own variables in the model's own layout, as host arrays."""
+        """The model's own variables in the model's own layout, as host arrays; all processes call it, and get all."""
         checks.check_state(state.plan, self.plan.identity)
         planned = self._planned
-        values = _from_stages(planned.program.parameters, planned.placement.parameters, state.parameters)
-        rest = _from_stages(planned.program.state, planned.placement.state, state.variables)
+        values = stage_arrays(self.mesh, planned.program.parameters, planned.placement.parameters, state.parameters)
+        rest = stage_arrays(self.mesh, planned.program.state, planned.placement.state, state.variables)
         return planned.model.variable_tree(values, rest)
 
     def save(self, state: TrainState, directory: Any, *, data: Any = None) -> None:
@@ -324,6 +335,7 @@ class Pipeline:
         contents = self._contents(state, data)
         with contextlib.closing(Writer(directory)) as writer:
             writer.write(contents)
+            writer.wait()
 
     def restore(self, directory: Any, *, step: int | None = None) -> TrainState:
         """The state of a checkpoint, made stage by stage; training goes on with the same bits.
@@ -337,9 +349,23 @@ class Pipeline:
         Raises:
           CheckpointError: if there is none, it is damaged, or of another model or optimizer.
         """
-        return put(self._planned, open_checkpoint(directory, step))
+        last = step if step is not None else hosts.from_first(lambda: max(steps_of(directory), default=None))
+        return put(self._planned, hosts.on_all(lambda: open_checkpoint(directory, last)))
 
-    def _contents(self, state: TrainState, data: Any) -> Contents:
+    def local_rows(self, size: int) -> np.ndarray:
+        """Which rows of a batch this process passes to ``step`` and the others: those of its replicas, in order.
+
+        All rows in one process, and wherever each replica has a stage in every process.
+
+        Args:
+          size: rows of the whole batch.
+
+        Raises:
+          BatchError: if they cannot be split over the replicas.
+        """
+        return feed.local_rows(self.mesh, size)
+
+    def _contents(self, state: TrainState, data: Any) -> Contents | None:
         checks.check_state(state.plan, self.plan.identity)
         return take(self._planned, state, data)
 
@@ -363,14 +389,9 @@ class Pipeline:
         planned = self._planned
         checks.check_state(state.plan, self.plan.identity)
         checks.check_residual([x.shape for x in state.residual], [x.shape for x in self._abstract_state.residual])
-        checks.check_same_structure(checks.batch_shapes(batch), planned.batch)
-        return self._placed(batch, planned.batching)
-
-    def _placed(self, batch: Any, batching: Batching) -> list[Any]:
-        return [
-            jax.device_put(x, NamedSharding(self.mesh, spec))
-            for x, spec in zip(jax.tree.leaves(batch), batching.specs(), strict=True)
-        ]
+        shapes = feed.whole_shapes(self.mesh, checks.batch_shapes(batch), batch)
+        checks.check_same_structure(shapes, planned.batch)
+        return feed.place(self.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), planned.batching)
 
     @cached_property
     def _abstract_state(self) -> TrainState:
@@ -415,7 +436,7 @@ class Pipeline:
                 self.mesh, planned.program, planned.update, planned.batching, self._abstract_state
             )
             compiled = self._lower(function, planned.batch, planned.batching).compile()
-            reserved.append(_reserved_bytes(compiled))
+            reserved.append(hosts.from_first(functools.partial(_reserved_bytes, compiled)))
             if budget is None or target is None or planned.refit is None or reserved[-1] <= budget:
                 return compiled
             if reserved[-1] == min(reserved):
@@ -458,13 +479,13 @@ class Pipeline:
     def _forward(self, name: str, state: TrainState, batch: Any) -> tuple[Any, list[Any], Objective]:
         """The compiled forward pass of ``evaluate`` or ``predict`` for a batch, and the batch in its place."""
         checks.check_state(state.plan, self.plan.identity)
-        shapes = checks.batch_shapes(batch)
+        shapes = feed.whole_shapes(self.mesh, checks.batch_shapes(batch), batch)
         leaves, treedef = jax.tree.flatten(shapes)
         cache_key = (name, treedef, tuple((x.shape, x.dtype) for x in leaves))
         if cache_key not in self._forward_steps:
             self._forward_steps[cache_key] = self._build_forward(name, shapes)
         compiled, objective, batching = self._forward_steps[cache_key]
-        return compiled, self._placed(batch, batching), objective
+        return compiled, feed.place(self.mesh, jax.tree.leaves(batch), leaves, batching), objective
 
     def _build_forward(self, name: str, shapes: Any) -> tuple[Any, Objective, Batching]:
         function = self._functions[name]
@@ -523,10 +544,3 @@ def _metrics(objective: Objective, loss: Any, leaves: Sequence[Any]) -> dict[str
     metrics = jax.tree.unflatten(objective.tree, leaves)
     found = metrics if isinstance(metrics, dict) else {"metrics": metrics}
     return found if objective.metrics_only else {"loss": loss, **found}
-
-
-def _from_stages(layout: Layout, stage_of: Sequence[int], buffers: Sequence[Any]) -> list[Any]:
-    """Variables in the model's order, as host arrays."""
-    host = [np.asarray(x) for x in buffers]
-    by_stage = [iter(layout.read(s, [x[s] for x in host])) for s in range(len(layout.avals))]
-    return [np.asarray(next(by_stage[s])) for s in stage_of]

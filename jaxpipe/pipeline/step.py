@@ -1,9 +1,10 @@
 """The compiled functions of a pipeline: training step, gradients, evaluation, prediction."""
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -71,8 +72,8 @@ class Update:
 
 def state_specs(state: TrainState) -> TrainState:
     """The sharding of each part of a state: one row of every buffer for each stage."""
-    by_stage = partial(jax.tree.map, lambda _: P(STAGE))
-    everywhere = partial(jax.tree.map, lambda _: P())
+    by_stage = functools.partial(jax.tree.map, lambda _: P(STAGE))
+    everywhere = functools.partial(jax.tree.map, lambda _: P())
     return TrainState(
         by_stage(state.parameters),
         by_stage(state.variables),
@@ -110,7 +111,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             gradients, residual, squares, left = run_exchange(
                 update.exchange, lax.axis_index(STAGE), DATA, state.step, own, held
             )
-            squares, left = lax.psum((squares, left), (STAGE, DATA))
+            squares, left = _in_order(squares, (STAGE, DATA)), _in_order(left, (STAGE, DATA))
             told = {"sent_share": sent_share(squares, left), "residual_norm": jnp.sqrt(left)}
 
         def read(s: int) -> Any:
@@ -171,7 +172,7 @@ def _live_step(mesh: Mesh, program: Program, update: Update, batching: Batching,
             step=state.step + 1,
         )
         updates = program.schedule.num_microbatches // program.schedule.group
-        squares = lax.psum(weights.squares, STAGE) / updates
+        squares = _in_order(weights.squares, (STAGE,)) / updates
         overflows = lax.psum(totals.overflows, (STAGE, DATA) if program.replicated else (STAGE,))
         counters = {"gradient_norm": jnp.sqrt(squares), "overflows": overflows}
         if update.on_nonfinite is not None:
@@ -270,7 +271,13 @@ def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, l
 def _norm(gradients: Sequence[Any]) -> Any:
     """The L2 norm over all stages."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients]
-    return jnp.sqrt(lax.psum(sum(squares, start=jnp.float32(0)), STAGE))
+    return jnp.sqrt(_in_order(sum(squares, start=jnp.float32(0)), (STAGE,)))
+
+
+def _in_order(x: Any, axes: tuple[str, ...]) -> Any:
+    """The sum of a number over devices, with the same bits whatever connects them: ``psum`` has no fixed order."""
+    parts = lax.all_gather(x, axes)
+    return functools.reduce(operator.add, [parts[k] for k in range(len(parts))])
 
 
 def _replicas_agree(program: Program, state: Sequence[Any]) -> list[Any]:

@@ -1,0 +1,132 @@
+"""What the processes of a run settle among themselves: choices, errors, and values that all of them hold.
+
+Every function is called by all processes, in the same order. In one process each does the plain thing.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from jaxpipe.errors import PartitionError
+
+
+_T = TypeVar("_T")
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes files."""
+    return jax.process_index() == 0
+
+
+def from_first(function: Callable[[], _T]) -> _T:
+    """What ``function()`` gives, or raises, in the first process; the others do not call it.
+
+    For all that may come out differently when it is done again: measurements, solvers with a time limit, directories.
+
+    Example:
+      >>> from_first(lambda: 3)
+      3
+    """
+    if jax.process_count() == 1:
+        return function()
+    mine = _outcome(function) if is_first() else b""
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(mine))))
+    sent = multihost_utils.broadcast_one_to_all(np.frombuffer(mine.ljust(size, b"\0"), np.uint8))
+    return _result(np.asarray(sent, np.uint8).tobytes())
+
+
+def on_all(function: Callable[[], _T]) -> _T:
+    """What ``function()`` gives here, once it is done everywhere; if it fails in one process, it fails in all.
+
+    Without this, those that have not failed would wait for the one that has.
+    """
+    if jax.process_count() == 1:
+        return function()
+    value, error = None, b""
+    try:
+        value = function()
+    except Exception as raised:
+        raised.add_note(f"Process {jax.process_index()} of {jax.process_count()} has raised this.")
+        error = _pickled(raised)
+    errors = _gather_bytes(error)
+    first = next(filter(None, errors), None)
+    if first is not None:
+        raise pickle.loads(first)
+    return value  # pyright: ignore[reportReturnType]
+
+
+def agree(what: str, text: str) -> None:
+    """Check that all processes have the same text.
+
+    Raises:
+      PartitionError: in all of them, if they do not.
+    """
+    if jax.process_count() == 1:
+        return
+    mine = hashlib.sha256(text.encode()).digest()
+    found = _gather_bytes(mine)
+    others = [k for k, one in enumerate(found) if one != found[0]]
+    if others:
+        raise PartitionError(
+            f"{what} of process{'es' if len(others) > 1 else ''} {', '.join(map(str, others))} differs from that of "
+            f"process 0, of {len(found)}. All run the same script: call partition with the same model, loss, "
+            "optimizer, mesh and shapes (those of the whole batch) in each of them, with the same versions installed."
+        )
+
+
+def wait_for_all(what: str) -> None:
+    """Return when every process has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
+def replicate(value: Any, sharding: NamedSharding) -> jax.Array:
+    """An array that every process holds, on all devices of a mesh."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    devices = sharding.addressable_devices_indices_map(np.shape(value))
+    copies = [jax.device_put(value, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(np.shape(value), sharding, copies)
+
+
+def mine(devices: Sequence[Any]) -> list[Any]:
+    """Those of some devices that are this process's own."""
+    return [device for device in devices if device.process_index == jax.process_index()]
+
+
+def _outcome(function: Callable[[], Any]) -> bytes:
+    try:
+        return pickle.dumps((True, function()))
+    except Exception as error:
+        return pickle.dumps((False, _pickled(error)))
+
+
+def _result(sent: bytes) -> Any:
+    fine, value = pickle.loads(sent)
+    if fine:
+        return value
+    raise pickle.loads(value)
+
+
+def _pickled(error: Exception) -> bytes:
+    """An error as bytes; one that cannot be taken along is told by its text."""
+    try:
+        found = pickle.dumps(error)
+        pickle.loads(found)
+        return found
+    except Exception:
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _gather_bytes(text: bytes) -> list[bytes]:
+    """What each process has given, by process."""
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(text)))).reshape(-1).tolist()
+    padded = np.frombuffer(text.ljust(max(*sizes, 1), b"\0"), np.uint8)
+    found = np.asarray(multihost_utils.process_allgather(padded), np.uint8)
+    return [row[:size].tobytes() for row, size in zip(found, sizes, strict=True)]

@@ -1,0 +1,80 @@
+"""Batches on their way to the devices: which rows a process passes, and where they go."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe import hosts
+from jaxpipe.errors import BatchError
+from jaxpipe.pipeline.program import DATA, STAGE
+from jaxpipe.pipeline.step import Batching
+
+
+def own_replicas(mesh: Mesh) -> list[int]:
+    """The replicas of which this process has a stage, in order."""
+    if DATA not in mesh.axis_names:
+        return [0]
+    replicas = np.moveaxis(mesh.devices, mesh.axis_names.index(STAGE), -1)
+    return [r for r, devices in enumerate(replicas) if hosts.mine(devices)]
+
+
+def local_rows(mesh: Mesh, size: int) -> np.ndarray:
+    """Which rows of a batch of so many this process passes: those of its replicas."""
+    replicas = mesh.shape.get(DATA, 1)
+    if size % replicas:
+        raise BatchError(f"size={size} rows cannot be split over {replicas} replicas; it must be a multiple of that.")
+    return np.arange(size).reshape(replicas, -1)[own_replicas(mesh)].reshape(-1)
+
+
+def whole_shapes(mesh: Mesh, shapes: Any, batch: Any) -> Any:
+    """The shapes of the whole batch, of which this process passes its rows, or a global array.
+
+    Args:
+      mesh: the devices.
+      shapes: of what is passed.
+      batch: what is passed.
+    """
+    own, replicas = len(own_replicas(mesh)), mesh.shape.get(DATA, 1)
+
+    def whole(path: Any, shape: Any, x: Any) -> Any:
+        if own == replicas or not shape.shape or _is_global(x):
+            return shape
+        if shape.shape[0] % own:
+            raise BatchError(
+                f"batch{jax.tree_util.keystr(path)} has {shape.shape[0]} rows, for {own} replica(s) of this process; "
+                f"it must be a multiple of {own}."
+            )
+        return jax.ShapeDtypeStruct((shape.shape[0] // own * replicas, *shape.shape[1:]), shape.dtype)
+
+    return jax.tree_util.tree_map_with_path(whole, shapes, batch)
+
+
+def place(mesh: Mesh, leaves: Sequence[Any], shapes: Sequence[Any], batching: Batching) -> list[jax.Array]:
+    """A batch's leaves on the devices.
+
+    Args:
+      mesh: the devices.
+      leaves: this process's rows, or global arrays.
+      shapes: of the whole batch.
+      batching: how it is cut.
+    """
+    return [
+        _place(x, shape.shape, NamedSharding(mesh, spec))
+        for x, shape, spec in zip(leaves, shapes, batching.specs(), strict=True)
+    ]
+
+
+def _place(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    if sharding.is_fully_addressable or _is_global(x):
+        return jax.device_put(x, sharding)
+    if sharding.spec == P():
+        return hosts.replicate(x, sharding)
+    return jax.make_array_from_process_local_data(sharding, np.asarray(x), shape)
+
+
+def _is_global(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.is_fully_addressable

@@ -1,0 +1,74 @@
+"""What the stages hold, on the host of every process, one stage at a time."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.pipeline.layout import Layout
+from jaxpipe.pipeline.program import DATA, STAGE
+from jaxpipe.pipeline.words import from_words, to_words
+
+
+def stage_arrays(
+    mesh: Mesh,
+    layout: Layout,
+    owners: Sequence[int | None],
+    buffers: Sequence[Any],
+    shared: Callable[[], Any] = tuple,
+    keep: bool = True,
+) -> list[Any]:
+    """Arrays in the model's order, as host arrays in memory of their own. Every process calls it.
+
+    Args:
+      mesh: the devices.
+      layout: where each stage keeps its arrays.
+      owners: by array, its stage.
+      buffers: ``[num_stages, length]``, or ``[num_stages, replicas, length]``, which gives arrays ``[replicas, ...]``.
+      shared: gives the arrays that no stage owns, one after the other.
+      keep: whether this process wants them; else it gets none.
+    """
+    by_stage = []
+    for s in range(len(layout.avals)):
+        rows = [stage_row(mesh, x, s) for x in buffers]
+        if not keep:
+            continue
+        if rows and rows[0].ndim == 2:
+            copies = [layout.unpack(s, [x[r] for x in rows]) for r in range(len(rows[0]))]
+            by_stage.append(map(np.stack, zip(*copies, strict=True)))
+        else:
+            by_stage.append(iter(layout.unpack(s, rows)))
+    if not keep:
+        return []
+    return [shared() if owner is None else next(by_stage[owner]) for owner in owners]
+
+
+def stage_row(mesh: Mesh, x: jax.Array, s: int) -> np.ndarray:
+    """A stage's row of a buffer, copied to the host of every process."""
+    if not x.is_fully_addressable:
+        spec = P(STAGE, DATA) if x.ndim == 3 else P(STAGE)
+        return np.array(_spread(mesh, spec)(x, np.int32(s)))
+    row = np.empty(x.shape[1:], x.dtype)
+    for shard in x.addressable_shards:
+        if shard.index[0].indices(x.shape[0])[0] == s:
+            row[shard.index[1:]] = shard.data[0]
+    return row
+
+
+@functools.lru_cache(maxsize=8)
+def _spread(mesh: Mesh, spec: P) -> Callable[[jax.Array, Any], jax.Array]:
+    """``(buffer, stage) -> row``, from the devices that hold it to all, bit for bit."""
+
+    def send(x: jax.Array, s: jax.Array) -> jax.Array:
+        words = to_words(x)
+        words = lax.psum(jnp.where(lax.axis_index(STAGE) == s, words, jnp.zeros_like(words)), STAGE)
+        row = from_words(words, jax.ShapeDtypeStruct(x.shape[1:], x.dtype))
+        return lax.all_gather(row, DATA, tiled=True) if len(spec) > 1 else row
+
+    return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=(spec, P()), out_specs=P(), check_vma=False))

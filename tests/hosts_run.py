@@ -1,0 +1,216 @@
+"""What a process of several does in the tests; started by ``tests/hosts.py``, and imported for one process.
+
+python tests/hosts_run.py DEVICES TASK ARGUMENTS
+"""
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxpipe
+from jaxpipe import hosts
+
+
+ROWS = 16
+
+#: Meshes, and what else ``partition`` gets.
+CASES = {
+    "stage": (((4,), ("stage",)), {}),
+    "data": (((2, 2), ("data", "stage")), {}),
+    "both": (((2, 2), ("stage", "data")), {}),
+    "budget": (((4,), ("stage",)), {"memory": "27KiB"}),
+    "sparse": (((2, 2), ("data", "stage")), {"gradient_exchange": jaxpipe.gradients.block_sparse(k=2)}),
+    "skip": (((4,), ("stage",)), {"on_nonfinite": "skip", "schedule": "zero_bubble"}),
+    "pipedream": (((4,), ("stage",)), {"schedule": "pipedream", "optimizer": optax.sgd(0.01, momentum=0.9)}),
+}
+
+
+class Net(nn.Module):
+    """Dense layers with normalisation and dropout."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(nn.Dense(24)(x))
+        x = nn.Dropout(0.1, deterministic=not train)(nn.relu(x))
+        return nn.Dense(4)(nn.tanh(nn.Dense(24)(nn.tanh(nn.Dense(24)(x)))))
+
+
+def loss(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+
+
+def evaluate(model, batch):
+    return {"right": (model(batch["x"], train=False).argmax(-1) == batch["y"]).mean()}
+
+
+def predict(model, batch):
+    return model(batch["x"], train=False)
+
+
+def draw(data: np.random.Generator) -> dict[str, np.ndarray]:
+    """The next whole batch."""
+    x = data.standard_normal((ROWS, 8), np.float32)
+    return {"x": x, "y": np.argmax(x[:, :4], axis=1).astype(np.int32)}
+
+
+@functools.cache
+def make_pipeline(case: str, **changed) -> jaxpipe.Pipeline:
+    """The pipeline of a case, over the first devices there are."""
+    (shape, axes), options = CASES[case]
+    count = int(np.prod(shape))
+    options = {"optimizer": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)), **options, **changed}
+    return jaxpipe.partition(
+        Net(),
+        Mesh(np.array(jax.devices()[:count]).reshape(shape), axes),
+        jax.eval_shape(lambda: draw(np.random.default_rng(0))),
+        loss=loss,
+        evaluate=evaluate,
+        predict=predict,
+        num_microbatches=4,
+        **{"profile": "analytic", **options},
+    )
+
+
+def own(pipeline: jaxpipe.Pipeline, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The rows that this process passes."""
+    rows = pipeline.local_rows(ROWS)
+    return {name: x[rows] for name, x in batch.items()}
+
+
+def as_global(pipeline: jaxpipe.Pipeline, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The whole batch as arrays over all devices."""
+    everywhere = NamedSharding(pipeline.mesh, PartitionSpec())
+    return {name: jax.make_array_from_callback(x.shape, everywhere, x.__getitem__) for name, x in batch.items()}
+
+
+def results(case: str, everything: bool = True) -> dict[str, np.ndarray]:
+    """What a run of three steps gives, by name; also evaluation, prediction and bytes, or not.
+
+    Gradients of some cases only then.
+    """
+    pipeline = make_pipeline(case)
+    data = np.random.default_rng(0)
+    state = pipeline.init(jax.random.key(0))
+    found = {}
+
+    def note(name, tree):
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            found[f"{case} {name}{jax.tree_util.keystr(path)}"] = np.asarray(x)
+
+    if everything or case == "stage":
+        (first, _), gradients = pipeline.value_and_grad(state, own(pipeline, draw(np.random.default_rng(0))))
+        note("first loss", first)
+        note("gradient", gradients)
+    for k in range(3):
+        batch = draw(data)
+        state, metrics = pipeline.step(state, own(pipeline, batch) if k else as_global(pipeline, batch))
+        note(f"metrics {k}", metrics)
+    note("parameters", pipeline.parameters(state))
+    if not everything:
+        return found
+    note("evaluation", pipeline.evaluate(state, own(pipeline, draw(data))))
+    prediction = pipeline.predict(state, own(pipeline, draw(data)))
+    rows = {s.index[0].indices(ROWS)[0]: np.asarray(s.data) for s in prediction.addressable_shards}
+    note("prediction", np.concatenate([rows[k] for k in sorted(rows)]))
+    note("bytes", list(pipeline.memory_report().compiled_bytes))
+    return found
+
+
+def compare(folder: str, everything: int, *cases: str) -> None:
+    """Leave the results of some cases, and the rows that this process passes."""
+    found = {}
+    for case in cases:
+        found |= results(case, bool(everything))
+        found[f"{case} rows"] = make_pipeline(case).local_rows(ROWS)
+    np.savez(Path(folder) / f"{jax.process_index()}.npz", **found)
+
+
+def message(function) -> str:
+    """Of the error that a function raises."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', []))}"
+    return "nothing"
+
+
+def agreement(folder: str) -> None:
+    """Leave what processes say of things that go wrong in one of them, or are not alike."""
+    me = jax.process_index()
+    os.environ["JAXPIPE_CACHE_DIR"] = str(Path(folder) / f"cache{me}")
+    plan = make_pipeline("stage", profile="measured").plan
+
+    def fail(where: int):
+        if me == where:
+            raise jaxpipe.CheckpointError("a file is missing")
+        return me
+
+    half = Mesh(np.array(jax.local_devices()), ("stage",))
+    found = {
+        "seconds": plan.step_seconds,
+        "measured": len(list(Path(folder).glob(f"cache{me}/*/*.json"))),
+        "first": hosts.from_first(lambda: me + 7),
+        "first fails": message(lambda: hosts.from_first(lambda: fail(0))),
+        "all": hosts.on_all(lambda: me),
+        "last fails": message(lambda: hosts.on_all(lambda: fail(1))),
+        "other program": message(
+            lambda: jaxpipe.partition(
+                jax.tree_util.Partial(lambda w, x: x @ w * (2 if me else 3), np.ones((8, 4), np.float32)),
+                Mesh(np.array(jax.devices()), ("stage",)),
+                jax.ShapeDtypeStruct((ROWS, 8), np.float32),
+                loss=lambda f, x: f(x).mean(),
+                optimizer=optax.sgd(0.1),
+            )
+        ),
+        "half a mesh": message(
+            lambda: jaxpipe.partition(Net(), half, None, loss=loss, optimizer=optax.sgd(0.1)),
+        ),
+        "rows": message(
+            lambda: make_pipeline("data").step(
+                make_pipeline("data").init(jax.random.key(0)), draw(np.random.default_rng())
+            )
+        ),
+        "no checkpoint": message(lambda: make_pipeline("stage").restore(folder)),
+        "find": message(lambda: make_pipeline("stage").find_nonfinite(None, None)),
+    }
+    (Path(folder) / f"{me}.json").write_text(json.dumps(found))
+
+
+def train(directory: str, case: str, every: int, until: int) -> None:
+    """Train from the last checkpoint up to a step, and tell of each."""
+    pipeline = make_pipeline(case)
+    with jaxpipe.Checkpointer(pipeline, directory, every=every, keep=3) as checkpointer:
+        found = checkpointer.restore()
+        state, position = found or (pipeline.init(jax.random.key(0)), None)
+        data = np.random.default_rng(0)
+        if position is not None:
+            data.bit_generator.state = position
+        print("begins", int(state.step), os.getpid(), flush=True)
+        for step in range(int(state.step) + 1, until + 1):
+            state, metrics = pipeline.step(state, own(pipeline, draw(data)))
+            metrics["loss"].block_until_ready()
+            print("step", step, flush=True)
+            checkpointer.after_step(state, data.bit_generator.state)
+    print("ends", int(state.step), flush=True)
+
+
+def main() -> None:
+    """Run a task in this process of several."""
+    devices, task, *arguments = sys.argv[1:]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    jaxpipe.initialize_distributed(heartbeat_timeout_seconds=10)
+    known = {"compare": compare, "agreement": agreement, "train": train}
+    known[task](*(int(x) if x.isdecimal() else x for x in arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Several real processes: the same bits as one, and one that dies ends all."""
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import hosts_run
+import jax
+import numpy as np
+import pytest
+from compare import assert_same_bits
+
+import jaxpipe
+from jaxpipe.checkpoint import steps
+
+
+ROOT = Path(__file__).parents[1]
+RUN = str(ROOT / "tests" / "hosts_run.py")
+
+#: What SLURM tells a process of a job.
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+
+#: Seconds until the others end when a process has died.
+END = 60
+
+
+@functools.cache
+def programs() -> str:
+    """A folder of compiled programs, as tests start the same ones again."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": programs(),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        **more,
+    }
+
+
+def launch(count: int, *arguments: object) -> str:
+    """Run a task in so many processes to its end; what they have printed."""
+    command = [sys.executable, str(ROOT / "scripts" / "launch_local"), str(count), "--", sys.executable, RUN]
+    done = subprocess.run([*command, *map(str, arguments)], env=environment(), text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@contextlib.contextmanager
+def started(count: int, *arguments: object):
+    """Processes of a task, which the test kills."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    each = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(count)}
+    command = [sys.executable, RUN, *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [
+        subprocess.Popen(command, env=environment(**each, JAX_PROCESS_ID=str(k)), **pipes) for k in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def read_until(process, line: str) -> None:
+    for found in process.stdout:
+        if found.startswith(line):
+            return
+    raise AssertionError(f"no {line!r}; the process has ended")
+
+
+def check_same(folder: Path, count: int, cases: tuple[str, ...], everything: bool = True) -> None:
+    for case in cases:
+        expected = hosts_run.results(case, everything)
+        for k in range(count):
+            with np.load(folder / f"{k}.npz") as saved:
+                found = {name: saved[name] for name in saved.files if name.startswith(f"{case} ")}
+            rows = found.pop(f"{case} rows")
+            mine = {name: x[rows] if name == f"{case} prediction" else x for name, x in expected.items()}
+            assert_same_bits(found, mine)
+
+
+@pytest.mark.core
+def test_two_processes_give_the_bits_of_one(tmp_path):
+    """Once with the stages across the processes, once with the replicas."""
+    launch(2, 2, "compare", tmp_path, 0, "stage", "data")
+    check_same(tmp_path, 2, ("stage", "data"), everything=False)
+    with np.load(tmp_path / "1.npz") as saved:
+        assert saved["stage rows"].tolist() == list(range(16))
+        assert saved["data rows"].tolist() == list(range(8, 16))
+
+
+@pytest.mark.slow
+def test_two_processes_with_all_that_pipelines_do(tmp_path):
+    cases = ("stage", "data", "both", "budget", "sparse", "skip", "pipedream")
+    launch(2, 2, "compare", tmp_path, 1, *cases)
+    check_same(tmp_path, 2, cases)
+
+
+@pytest.mark.slow
+def test_four_processes_give_the_bits_of_one(tmp_path):
+    launch(4, 1, "compare", tmp_path, 1, "stage", "data", "both")
+    check_same(tmp_path, 4, ("stage", "data", "both"))
+    with np.load(tmp_path / "2.npz") as saved:
+        assert saved["data rows"].tolist() == list(range(8, 16))
+        assert saved["both rows"].tolist() == list(range(8))
+
+
+@pytest.mark.slow
+def test_processes_agree_on_plans_and_on_errors(tmp_path):
+    launch(2, 2, "agreement", tmp_path)
+    first, second = (json.loads((tmp_path / f"{k}.json").read_text()) for k in range(2))
+    assert (first["measured"], second["measured"]) == (1, 0)
+    assert first["seconds"] == second["seconds"] > 0
+    assert (first["first"], second["first"]) == (7, 7)
+    assert (first["all"], second["all"]) == (0, 1)
+    for found in (first, second):
+        assert found["first fails"].startswith("CheckpointError: a file is missing")
+        assert found["last fails"] == "CheckpointError: a file is missing Process 1 of 2 has raised this."
+        assert found["other program"].startswith(
+            "PartitionError: The program of process 1 differs from that of process 0"
+        )
+        assert re.match(r"PartitionError: The mesh has no device of process [01], of 2", found["half a mesh"])
+        assert found["rows"].startswith(
+            "BatchError: batch['x'] is float32[32, 8], the plan was made for float32[16, 8]"
+        )
+        assert found["no checkpoint"].startswith("CheckpointError: directory=")
+        assert found["find"].startswith("PartitionError: find_nonfinite needs all stages in one process")
+
+
+class Reference:
+    """The run of one process that nobody interrupts."""
+
+    def __init__(self, case: str):
+        self.pipeline = hosts_run.make_pipeline(case)
+        self.state, self.data = self.pipeline.init(jax.random.key(0)), np.random.default_rng(0)
+
+    def advance(self, step: int) -> None:
+        while int(self.state.step) < step:
+            self.state, _ = self.pipeline.step(self.state, hosts_run.draw(self.data))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dies", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_process_that_dies_ends_the_other_and_the_run_goes_on(tmp_path, dies):
+    with started(2, 2, "train", tmp_path, "stage", 2, 10**9) as processes:
+        read_until(processes[dies], "step 5")
+        processes[dies].kill()
+        died = time.monotonic()
+        text, _ = processes[1 - dies].communicate(timeout=END)
+    code = processes[1 - dies].returncode
+    assert code == -signal.SIGABRT and time.monotonic() - died < END
+    assert "another task died" in text
+    there = steps(tmp_path)
+    assert there and there[-1] >= 2
+    reference = Reference("stage")
+    reference.advance(there[-1])
+    found = jaxpipe.checkpoint.load(tmp_path)
+    assert_same_bits(jax.tree.leaves(found.variables), jax.tree.leaves(reference.pipeline.parameters(reference.state)))
+    state = reference.pipeline.restore(tmp_path)  # in one process, what two have saved
+    assert_same_bits(state, reference.state)
+    if dies == 0:
+        until = there[-1] + 4
+        assert f"[1] begins {there[-1]} " in launch(2, 2, "train", tmp_path, "stage", 2, until)
+        reference.advance(until)
+        assert_same_bits(reference.pipeline.restore(tmp_path), reference.state)
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_ends_the_others(tmp_path):
+    code = (
+        "import jax, jaxpipe, time; jaxpipe.initialize_distributed(heartbeat_timeout_seconds=10);"
+        "print(jax.process_count()); assert jax.process_index() != 1, 'a mistake'; time.sleep(100)"
+    )
+    command = [sys.executable, str(ROOT / "scripts" / "launch_local"), "2", "--", sys.executable, "-c", code]
+    began = time.monotonic()
+    done = subprocess.run(command, env=environment(), text=True, capture_output=True)
+    assert done.returncode == 1 and time.monotonic() - began < END
+    assert "AssertionError: a mistake" in done.stdout and "Process 1 of 2 ends" in done.stdout
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_process_saves_and_ends_all(tmp_path):
+    with started(2, 2, "train", tmp_path, "data", 10**6, 10**9) as processes:
+        read_until(processes[0], "step 3")
+        processes[1].send_signal(signal.SIGTERM)
+        texts = [process.communicate(timeout=END)[0] for process in processes]
+    assert [process.returncode for process in processes] == [143, 143], texts[0][-2000:]
+    (saved,) = steps(tmp_path)
+    assert [re.findall(r"step (\d+)", text)[-1] for text in texts] == [str(saved)] * 2
+    reference = Reference("data")
+    reference.advance(saved)
+    assert_same_bits(reference.pipeline.restore(tmp_path), reference.state)
+
+
+def launch_plain(count: int, code: str, **options) -> subprocess.CompletedProcess:
+    command = [str(ROOT / "scripts" / "launch_local"), str(count), "--", sys.executable, "-c", code]
+    return subprocess.run([sys.executable, *command], text=True, capture_output=True, timeout=60, **options)
+
+
+def test_the_launcher_numbers_processes_and_their_output():
+    done = launch_plain(3, "import os; print('I am', os.environ['JAX_PROCESS_ID'], os.environ['JAX_NUM_PROCESSES'])")
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == [f"[{k}] I am {k} 3" for k in range(3)]
+
+
+@pytest.mark.parametrize(("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_the_launcher_ends_all_and_passes_the_exit_code_on(end, code):
+    began = time.monotonic()
+    program = f"import os, time; {end} if os.environ['JAX_PROCESS_ID'] == '1' else time.sleep(100)"
+    done = launch_plain(2, program)
+    assert done.returncode == code and time.monotonic() - began < 30
+    assert f"process 1 ended with exit code {code}" in done.stderr
+
+
+def test_the_launcher_wants_a_number_and_a_program():
+    for arguments in (["2"], ["0", "--", "true"]):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "launch_local"), *arguments], capture_output=True, text=True
+        )
+        assert done.returncode == 2 and "give a number of processes" in done.stderr
+
+
+def test_a_lone_process_needs_no_initialisation(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: pytest.fail("it is alone"))
+    for name in ("JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri"):
+        monkeypatch.delenv(name, raising=False)
+    jaxpipe.initialize_distributed()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}, ("a:1", 4, 2)),
+        (SLURM, (None, None, None)),  # JAX finds them itself
+    ],
+)
+def test_initialisation_reads_the_environment(monkeypatch, variables, expected):
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    jaxpipe.initialize_distributed(heartbeat_timeout_seconds=20)
+    assert calls == [(expected, {"heartbeat_timeout_seconds": 20})]

@@ -26,6 +26,8 @@ SLOW = (
     "overfeat",
     "resnet18",
     "resnet50",
+    "remat",
+    "unet",
     "unet_norm",
     "vit",
 )  # each takes more than 15 seconds
@@ -49,10 +51,9 @@ def test_linen_loss_gradients_and_state_are_those_of_the_plain_model(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "cnn",
         "scan",
         "custom_vjp",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "transformer", "unet", "vit")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("cnn", "gpt2", "transformer", "unet", "vit")),
     ],
 )
 def test_bit_identical_where_every_operator_runs_alone(name):

@@ -38,6 +38,7 @@ def test_plan_cluster_answers_on_paper(capsys, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.png", "partition.json", "stages.png"]
 
 
+@pytest.mark.slow
 def test_train_digits_sparse_compares_exchanges(capsys, tmp_path):
     example = runpy.run_path(str(EXAMPLES / "train_digits_sparse.py"))
     dense, sparse = example["main"](example["Options"](blocks=(2,), epochs=8, learning_rate=0.05, out=tmp_path))

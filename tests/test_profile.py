@@ -112,6 +112,7 @@ def planned(profile, stages=2, batch=8):
         loss=lambda f, x: f(x).sum(),
         optimizer=optax.sgd(0.1),
         num_microbatches=2,
+        schedule="one_f_one_b",
         profile=profile,
     ).plan
 
@@ -124,7 +125,7 @@ def test_a_given_profile_decides_the_cut():
     assert [stage.operators for stage in plan.stages] == [(0, 2), (2, 4)]
     assert [stage.forward_seconds for stage in plan.stages] == [2.0, 6.0]
     assert [stage.backward_seconds for stage in plan.stages] == [2.0, 3.0]
-    assert 22 <= plan.step_seconds < 22 + 1e-6
+    assert 22 <= plan.step_seconds < 22 + 1e-4  # ticks cost something besides
     plan = planned(timed((9.0, 1.0, 1.0, 1.0), (0.0,) * 4))
     assert [stage.operators for stage in plan.stages] == [(0, 1), (1, 4)]
 

@@ -370,6 +370,7 @@ def test_the_folder_is_the_users_unless_told(monkeypatch):
     assert cache_folder().parts[-2:] == ("jaxpipe", "profiles") or os.name == "nt"
 
 
+@pytest.mark.slow
 def test_the_key_is_the_same_in_every_process():
     """No address and no order of a set is in it."""
     code = (

@@ -28,7 +28,7 @@ def traced(name):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["cnn", "transformer"])
+@pytest.mark.parametrize("name", ["cnn", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_the_split_backward_pass_is_the_whole_one(name):
     graph, leaves, (value, gradients) = traced(name)
     built = stage.build(graph, graph.inputs)

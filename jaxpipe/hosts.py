@@ -80,12 +80,6 @@ def agree(what: str, text: str) -> None:
         )
 
 
-def wait_for_all(what: str) -> None:
-    """Return when every process has come here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(what)
-
-
 def replicate(value: Any, sharding: NamedSharding) -> jax.Array:
     """An array that every process holds, on all devices of a mesh."""
     if sharding.is_fully_addressable:

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,6 +31,7 @@ from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.storing.choose import check_solver
 from jaxpipe.policy import FAST, Codecs, parse
 from jaxpipe.profile import Profile
+from jaxpipe.profiling.cache import program_text
 from jaxpipe.profiling.model import Source, profile_objective
 from jaxpipe.profiling.roofline import rates_of
 from jaxpipe.units import parse_bytes
@@ -167,7 +167,7 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
 
     model = bind(request.model, request.loss, one, variables)
     objective = trace_loss(model, request.loss, one)
-    hosts.agree("The program", re.sub(r"0x[0-9a-f]+", "", str(objective.graph)))
+    hosts.agree("The program", program_text(objective.graph))
     local = [
         x if shared_leaf else _rows(x, size // request.replicas)
         for x, shared_leaf in zip(jax.tree.leaves(batch), batching.shared, strict=True)

@@ -367,13 +367,6 @@ def test_descriptions_by_others_are_refused_or_do_no_harm(saved_mlp, data):
     assert_same_bits(state.parameters, mlp_pipeline().restore(saved_mlp).parameters)
 
 
-def test_several_processes_are_refused(saved_mlp, tmp_path, monkeypatch):
-    state = mlp_pipeline().restore(saved_mlp)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(jaxpipe.CheckpointError, match="2 processes train together"):
-        mlp_pipeline().save(state, tmp_path)
-
-
 def test_a_changed_description_is_refused(saved_mlp, tmp_path):
     """Also where it is still JSON, such as another position in the data."""
     shutil.copytree(saved_mlp, tmp_path / "copy")

@@ -61,3 +61,10 @@ def test_train_resumable_goes_on_in_fewer_stages(capsys, tmp_path):
     assert "goes on from step 50" in printed and "step 120: loss" in printed and "checkpoint of step 130" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["120", "130"]
     assert first < second and second > 0.9
+
+
+def test_train_hosts_runs_alone(capsys, tmp_path):
+    example = runpy.run_path(str(EXAMPLES / "train_hosts.py"))
+    accuracy = example["main"](example["Options"](stages=2, replicas=2, steps=120, checkpoints=tmp_path))
+    printed = capsys.readouterr().out
+    assert accuracy > 0.9 and "1 processes, 4 devices" in printed and "step 100: loss" in printed

@@ -252,7 +252,7 @@ def test_a_lone_process_needs_no_initialisation(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: pytest.fail("it is alone"))
     for name in ("JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri"):
         monkeypatch.delenv(name, raising=False)
-    jaxpipe.initialize_distributed()
+    assert jaxpipe.initialize_distributed() == 1
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,35 @@ def test_initialisation_reads_the_environment(monkeypatch, variables, expected):
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(jax.config, "update", lambda *args: None)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     jaxpipe.initialize_distributed(heartbeat_timeout_seconds=20)
     assert calls == [(expected, {"heartbeat_timeout_seconds": 20})]
+
+
+@pytest.mark.slow
+def test_the_example_runs_in_two_processes_and_goes_on_in_one(tmp_path):
+    example = [
+        sys.executable,
+        str(ROOT / "examples" / "train_hosts.py"),
+        "--checkpoints",
+        str(tmp_path),
+        "--replicas",
+        "2",
+    ]
+    start = [
+        sys.executable,
+        str(ROOT / "scripts" / "launch_local"),
+        "2",
+        "--",
+        *example,
+        "--stages",
+        "2",
+        "--steps",
+        "100",
+    ]
+    subprocess.run(start, env=environment(), check=True, timeout=300)
+    assert steps(tmp_path) == [50, 100]
+    subprocess.run([*example, "--stages", "1", "--steps", "150"], env=environment(), check=True, timeout=300)
+    assert steps(tmp_path) == [100, 150]

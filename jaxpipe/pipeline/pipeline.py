@@ -235,6 +235,13 @@ class Pipeline:
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """One training step; donates ``state``.
 
+        Args:
+          state: before the step.
+          batch: of the shapes planned for. In several processes each passes its own rows of it, ``local_rows``, those
+            of the replicas of which it has a stage: where the stages of one replica are spread over processes, all of
+            these pass the same rows, and without replicas all pass the whole batch. Or global arrays. Arrays without
+            an axis of examples are the same in all. This holds for all that takes a batch.
+
         Returns:
           The new state, and metrics: ``loss``, ``gradient_norm``, ``learning_rate`` if the optimizer was made with
           ``optax.inject_hyperparams``, those of the loss function, and, with a block-sparse exchange, ``sent_share``

@@ -49,7 +49,7 @@ def cache_key(linearization: Linearization, device: Any, held: Iterable[int] = (
         affinity = getattr(os, "sched_getaffinity", None)
         machine += [platform.machine(), platform.processor(), len(affinity(0)) if affinity else os.cpu_count()]
     options = [os.environ.get("XLA_FLAGS", ""), str(getattr(jax.config, "jax_default_matmul_precision", ""))]
-    program = [_text(linearization.source), _text(linearization.graph), linearization.wrt, list(held)]
+    program = [program_text(linearization.source), program_text(linearization.graph), linearization.wrt, list(held)]
     steps = [(step.needs, step.cotangents_in, step.cotangents_out) for step in linearization.backward]
     capacities = sorted(room(linearization.graph).items())
     return hashlib.sha256(json.dumps([versions, machine, options, program, steps, capacities]).encode()).hexdigest()
@@ -59,7 +59,7 @@ def load(key: str) -> Profile | None:
     """A kept profile; None if there is none, or with a warning if it cannot be read."""
     path = _path(key)
     try:
-        return Profile.from_json(path.read_text(encoding="utf-8"))
+        return Profile.from_json(path.readprogram_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ProfileError, OSError, UnicodeDecodeError) as error:
@@ -89,7 +89,7 @@ def _path(key: str) -> Path:
     return cache_folder() / f"{key[:32]}.json"
 
 
-def _text(graph: Graph) -> str:
+def program_text(graph: Graph) -> str:
     """The program in words: no memory address, no value of an array."""
     lines = [f"{graph.inputs} -> {graph.outputs}; {sorted(graph.parameters)}", *map(_line, graph.operators)]
     lines += [f"%{t}: {tensor.aval.str_short()} {tensor.bits}" for t, tensor in enumerate(graph.tensors)]

@@ -59,7 +59,7 @@ def load(key: str) -> Profile | None:
     """A kept profile; None if there is none, or with a warning if it cannot be read."""
     path = _path(key)
     try:
-        return Profile.from_json(path.readprogram_text(encoding="utf-8"))
+        return Profile.from_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ProfileError, OSError, UnicodeDecodeError) as error:

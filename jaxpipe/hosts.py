@@ -35,10 +35,20 @@ def from_first(function: Callable[[], _T]) -> _T:
     """
     if jax.process_count() == 1:
         return function()
-    mine = _outcome(function) if is_first() else b""
+    error, mine = None, b""
+    if is_first():
+        try:
+            mine = pickle.dumps((True, function()))
+        except Exception as raised:
+            error, mine = raised, pickle.dumps((False, _pickled(raised)))
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(mine))))
     sent = multihost_utils.broadcast_one_to_all(np.frombuffer(mine.ljust(size, b"\0"), np.uint8))
-    return _result(np.asarray(sent, np.uint8).tobytes())
+    if error is not None:
+        raise error
+    fine, value = pickle.loads(np.asarray(sent, np.uint8).tobytes())
+    if not fine:
+        raise pickle.loads(value)
+    return value
 
 
 def on_all(function: Callable[[], _T]) -> _T:
@@ -92,20 +102,6 @@ def replicate(value: Any, sharding: NamedSharding) -> jax.Array:
 def mine(devices: Sequence[Any]) -> list[Any]:
     """Those of some devices that are this process's own."""
     return [device for device in devices if device.process_index == jax.process_index()]
-
-
-def _outcome(function: Callable[[], Any]) -> bytes:
-    try:
-        return pickle.dumps((True, function()))
-    except Exception as error:
-        return pickle.dumps((False, _pickled(error)))
-
-
-def _result(sent: bytes) -> Any:
-    fine, value = pickle.loads(sent)
-    if fine:
-        return value
-    raise pickle.loads(value)
 
 
 def _pickled(error: Exception) -> bytes:

@@ -31,8 +31,7 @@ def initialize_distributed(
     by hand set ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``, or pass them. If there is
     nothing of that, the process is alone, and this does nothing. Beyond what JAX does:
 
-    * CPU devices of different processes are connected by Gloo, and run one program after the other
-      (``jax_cpu_enable_async_dispatch`` is off): programs in flight together may wait for each other forever.
+    * CPU devices of different processes are connected by Gloo.
     * A process that dies or hangs ends all others: those are told after ``heartbeat_timeout_seconds`` at the latest,
       whatever they wait for, and abort (exit code 134) with a message that says so.
     * One that ends with an error that nobody catches does not wait for the others, which wait for it.
@@ -59,7 +58,6 @@ def initialize_distributed(
     if address is None and not _compat.is_in_cluster():
         return 1
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.distributed.initialize(address, count, own, heartbeat_timeout_seconds=heartbeat_timeout_seconds, **options)
     sys.excepthook = _end
     return _compat.num_processes()

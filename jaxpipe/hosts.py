@@ -99,6 +99,16 @@ def replicate(value: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(np.shape(value), sharding, copies)
 
 
+def settled(results: _T) -> _T:
+    """Results of a program that all processes run, once they are there, if their devices are CPUs.
+
+    XLA:CPU runs programs that wait for Gloo on a few threads: several in flight may wait for each other forever.
+    """
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        jax.block_until_ready(results)
+    return results
+
+
 def mine(devices: Sequence[Any]) -> list[Any]:
     """Those of some devices that are this process's own."""
     return [device for device in devices if device.process_index == jax.process_index()]

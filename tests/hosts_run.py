@@ -27,7 +27,10 @@ CASES = {
     "data": (((2, 2), ("data", "stage")), {}),
     "both": (((2, 2), ("stage", "data")), {}),
     "budget": (((4,), ("stage",)), {"memory": "36KiB", "allow_over_budget": True}),
-    "sparse": (((2, 2), ("data", "stage")), {"gradient_exchange": jaxpipe.gradients.block_sparse(k=2)}),
+    "sparse": (
+        ((2, 2), ("data", "stage")),
+        {"gradient_exchange": jaxpipe.gradients.block_sparse(k=2), "optimizer": optax.sgd(0.1, momentum=0.9)},
+    ),
     "skip": (((4,), ("stage",)), {"on_nonfinite": "skip", "schedule": "zero_bubble"}),
     "pipedream": (((4,), ("stage",)), {"schedule": "pipedream", "optimizer": optax.sgd(0.01, momentum=0.9)}),
 }

@@ -228,8 +228,9 @@ class Pipeline:
         if model.values is None and model.initialise is None:
             raise PartitionError("The model has no values and cannot be initialised; pass variables= to init.")
         layouts = planned.program.parameters, planned.program.state
-        return initial_state(
-            self.mesh, model, planned.placement, layouts, self._optimizer, planned.update, key, self.plan.identity
+        identity = self.plan.identity
+        return hosts.settled(
+            initial_state(self.mesh, model, planned.placement, layouts, self._optimizer, planned.update, key, identity)
         )
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -254,7 +255,7 @@ class Pipeline:
           NonFiniteError: if a loss or a gradient is not finite, with ``on_nonfinite="raise"``.
         """
         leaves = self._check(state, batch)
-        state, loss, counters, metrics = self._compiled_step(state, leaves)
+        state, loss, counters, metrics = hosts.settled(self._compiled_step(state, leaves))
         if not any(section.stage and section.stage.storage.sparse for section in self._planned.program.sections):
             del counters["overflows"]
         if self._planned.update.on_nonfinite is not None:
@@ -296,7 +297,7 @@ class Pipeline:
     def value_and_grad(self, state: TrainState, batch: Any) -> tuple[tuple[Any, dict[str, Any]], Any]:
         """``((loss, metrics), gradients)``; gradients in the model's own layout, as host arrays."""
         leaves = self._check(state, batch)
-        loss, metrics, buffers = self._gradient_step(state, leaves)
+        loss, metrics, buffers = hosts.settled(self._gradient_step(state, leaves))
         planned = self._planned
         gradients = stage_arrays(self.mesh, planned.program.parameters, planned.placement.parameters, buffers)
         found = _metrics(planned.program.objective, loss, metrics)
@@ -310,12 +311,12 @@ class Pipeline:
           PartitionError: if partition was given no ``evaluate``.
         """
         compiled, leaves, objective = self._forward("evaluate", state, batch)
-        return _metrics(objective, *compiled(state, leaves))
+        return _metrics(objective, *hosts.settled(compiled(state, leaves)))
 
     def predict(self, state: TrainState, batch: Any) -> Any:
         """What ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays."""
         compiled, leaves, objective = self._forward("predict", state, batch)
-        return jax.tree.unflatten(objective.tree, compiled(state, leaves))
+        return jax.tree.unflatten(objective.tree, hosts.settled(compiled(state, leaves)))
 
     def parameters(self, state: TrainState) -> Any:
         """The model's own variables in the model's own layout, as host arrays; all processes call it, and get all."""

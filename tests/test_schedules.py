@@ -21,7 +21,7 @@ from jaxpipe.schedules import (
     zero_bubble,
 )
 from jaxpipe.schedules.gpipe import forward_only
-from jaxpipe.schedules.places import inbox
+from jaxpipe.schedules.places import Stay, addresses, inbox
 
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -90,13 +90,14 @@ def test_all_work_once_and_in_order(maker, p, m):
 def test_slots_and_in_flight(maker, p, m):
     schedule = maker(p, m)
     for s in range(p):
-        begin, end, slots = schedule.when(s, F), schedule.when(s, B), schedule.slots(s)
+        begin, end = schedule.when(s, F), schedule.when(s, B)
+        slots = addresses([Stay(begin[j], end[j]) for j in range(m)])
         for i, j in itertools.combinations(range(m), 2):
             if slots[i] == slots[j]:
                 assert end[i] < begin[j] or end[j] < begin[i]
         bound = m if maker is gpipe else min(m, 2 * (p - 1 - s) + 1)
         most = max(sum(begin[j] <= t <= end[j] for j in range(m)) for t in range(len(schedule.ticks)))
-        assert schedule.in_flight(s) == most == len(set(slots.values()))
+        assert schedule.in_flight(s) == most == len(set(slots))
         assert most == bound or (maker is gpipe and most < bound)
 
 

@@ -111,7 +111,7 @@ def draft(
         state=lay_out([[model.state[k].aval for k in placement.held_by(d)[1]] for d in devices]),
         replicated=DATA in request.mesh.axis_names,
     )
-    if request.budget is not None and request.network is not None and schedule.num_chunks == 1:
+    if request.budget is not None and request.network is not None:
         found = _map_for_swaps(program, found)
     return Draft(request, found, stages, program)
 

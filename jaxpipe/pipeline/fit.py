@@ -29,7 +29,7 @@ from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, Problem, simulate
-from jaxpipe.schedules.peers import Links, balance
+from jaxpipe.schedules.peers import Links, balance, can_swap
 from jaxpipe.units import bytes_text
 
 
@@ -118,7 +118,7 @@ def fit(
     if sum(memory.values()) <= budget:
         return program, (Fitted(),) * len(program.sections)
     searches: dict[Any, _Search] = {}
-    swaps = program.schedule.num_chunks == 1 and not program.schedule.splits_backward and not program.alone
+    swaps = can_swap(program.schedule)
 
     def answer(budget: int) -> Answered | None:
         swapped = with_swaps(program, predict, budget, prices.links) if swaps else None

@@ -1,5 +1,6 @@
 """Where what waits for later work is kept: addresses in an arena, slots in an inbox."""
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +23,8 @@ def addresses(stays: Sequence[Stay]) -> list[int]:
       >>> addresses([Stay(0, 3, 2), Stay(1, 1), Stay(2, 4), Stay(4, 5, 2)])
       [0, 2, 2, 0]
     """
+    if len({stay.size for stay in stays}) == 1:
+        return [stays[0].size * slot for slot in _slots(stays)]
     found = [0] * len(stays)
     placed: list[int] = []
     for k in sorted(range(len(stays)), key=lambda k: stays[k].first):
@@ -33,6 +36,19 @@ def addresses(stays: Sequence[Stay]) -> list[int]:
             start = max(start, high)
         found[k] = start
         placed.append(k)
+    return found
+
+
+def _slots(stays: Sequence[Stay]) -> list[int]:
+    """The same where all are of one size, in far less time; no more slots are used than there are stays at once."""
+    found = [0] * len(stays)
+    busy: list[tuple[int, int]] = []
+    free: list[int] = []
+    for k in sorted(range(len(stays)), key=lambda k: stays[k].first):
+        while busy and busy[0][0] < stays[k].first:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        found[k] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (stays[k].last, found[k]))
     return found
 
 

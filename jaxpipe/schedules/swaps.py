@@ -13,10 +13,10 @@ Pairs of an early and a late stage are from T. Kim et al., "BPipe", ICML 2023; s
 several links from Q. Zhou et al., "MPress", HPCA 2023. Which peers are best is for ``jaxpipe.schedules.peers``.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxpipe.schedules.places import Stay, addresses
 from jaxpipe.schedules.table import Kind, Schedule
 
 
@@ -119,58 +119,47 @@ def swap_table(schedule: Schedule, ticks: Sequence[int], slices: Sequence[Sequen
     read: list[dict[int, int]] = []
     for s, (away, parts) in enumerate(zip(ticks, slices, strict=True)):
         here, there = stays(schedule, s, away if parts else 0)
-        places, places_there = _slots(here), _slots(there)
-        own.append(1 + max(places.values(), default=-1))
-        guests.append(1 + max(places_there.values(), default=-1))
+        own.append(most(here))
+        guests.append(most(there))
         written.append({})
         read.append({})
-        for (_, _, j), slot in sorted(places.items()):
+        for (j, _), slot in zip(here, _slots(here), strict=True):
             written[s].setdefault(j, slot)
             read[s][j] = slot
-        for (first, last, j), slot in places_there.items():
+        for (j, stay), slot in zip(there, _slots(there), strict=True):
             for k, part in enumerate(parts):
-                moves.append(Move(first - 1, s, j, k, s, part.target, written[s][j], slot))
-                moves.append(Move(last, s, j, k, part.target, s, slot, read[s][j]))
+                moves.append(Move(stay.first - 1, s, j, k, s, part.target, written[s][j], slot))
+                moves.append(Move(stay.last, s, j, k, part.target, s, slot, read[s][j]))
     moves.sort(key=lambda m: (m.tick, m.source, m.stage, m.piece))
     found = tuple(map(tuple, slices))
     return Swaps(tuple(ticks), found, tuple(own), tuple(guests), tuple(moves), tuple(written), tuple(read))
 
 
-#: First tick, last tick and micro-batch of a stash in one place.
-Stay = tuple[int, int, int]
+#: A micro-batch, and how long its stash is in one place.
+Visit = tuple[int, Stay]
 
 
-def stays(schedule: Schedule, stage: int, away: int) -> tuple[list[Stay], list[Stay]]:
+def stays(schedule: Schedule, stage: int, away: int) -> tuple[list[Visit], list[Visit]]:
     """Where the stashes of a stage are, at home and with its peers, if they are away for some ticks."""
-    here: list[Stay] = []
-    there: list[Stay] = []
+    here: list[Visit] = []
+    there: list[Visit] = []
     starts, ends = schedule.when(stage, Kind.FORWARD), schedule.when(stage, Kind.BACKWARD)
     for j, start in starts.items():
         if 0 < away < ends[j] - start:
-            here += [(start, start, j), (start + away + 1, ends[j], j)]
-            there.append((start + 1, start + away, j))
+            here += [(j, Stay(start, start)), (j, Stay(start + away + 1, ends[j]))]
+            there.append((j, Stay(start + 1, start + away)))
         else:
-            here.append((start, ends[j], j))
+            here.append((j, Stay(start, ends[j])))
     return here, there
 
 
-def most(found: Sequence[Stay]) -> int:
+def most(found: Sequence[Visit]) -> int:
     """How many stashes are in one place at once."""
-    return 1 + max(_slots(found).values(), default=-1)
+    return 1 + max(_slots(found), default=-1)
 
 
-def _slots(found: Sequence[Stay]) -> dict[Stay, int]:
-    """The lowest slot that is free for each stay; no more are used than there are stashes at once."""
-    taken: dict[Stay, int] = {}
-    busy: list[tuple[int, int]] = []
-    free: list[int] = []
-    for stay in sorted(found):
-        while busy and busy[0][0] < stay[0]:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        slot = heapq.heappop(free) if free else len(busy)
-        heapq.heappush(busy, (stay[1], slot))
-        taken[stay] = slot
-    return taken
+def _slots(found: Sequence[Visit]) -> list[int]:
+    return addresses([stay for _, stay in found])
 
 
 def slice_pages(pages: int, slices: Sequence[Slice]) -> tuple[int, ...]:

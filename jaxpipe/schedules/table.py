@@ -131,15 +131,6 @@ class Schedule:
                 most = max(most, held)
         return most if self.has_backward else 0
 
-    def slots(self, stage: int) -> dict[int, int]:
-        """A place in the stage's arena for each micro-batch: the lowest one free from its forward to its backward."""
-        starts, ends = self.when(stage, Kind.FORWARD), self.when(stage, Kind.BACKWARD)
-        taken: dict[int, int] = {}
-        for j in sorted(ends, key=starts.__getitem__):
-            busy = {taken[i] for i in taken if ends[i] >= starts[j]}
-            taken[j] = next(k for k in range(len(ends)) if k not in busy)
-        return taken
-
     @property
     def staleness(self) -> tuple[int, ...]:
         """By device, how many updates its weights lack at most when a gradient is computed with them."""

@@ -14,6 +14,7 @@ from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
 
 import jaxpipe
 from jaxpipe.errors import PartitionError, ScheduleError
+from jaxpipe.gradients import per_stage
 from jaxpipe.schedules import Schedule, double_buffered, interleaved, one_f_one_b, pipedream, zero_bubble
 from jaxpipe.schedules.weights import weight_slots
 
@@ -102,9 +103,18 @@ def recurrence(pipeline: jaxpipe.Pipeline, name: str, optimizer, keys, replicas:
     return np.mean(losses), case.variables(history[-1], state)
 
 
-def check(name: str, stages: int, m: int, schedule, replicas: int | None = None, exact: bool = True) -> None:
-    optimizer = optax.sgd(0.05, momentum=0.9)
+def check(
+    name: str, stages: int, m: int, schedule, replicas: int | None = None, exact: bool = True, clip: float | None = None
+) -> None:
+    optimizer = momentum = optax.sgd(0.05, momentum=0.9)
+    if clip is not None:
+        optimizer = optax.chain(per_stage(optax.clip_by_global_norm(clip)), momentum)
     pipeline = pipeline_of(name, stages, m, replicas, schedule=schedule, optimizer=optimizer)
+    assert pipeline.plan.per_stage == ("each stage apart" in str(pipeline.plan)) == (clip is not None)
+    if clip is not None:  # the same by optax's own means, where the stages are known
+        labels = pipeline._planned.model.parameter_tree(pipeline._planned.stages.parameters)
+        clips = {s: optax.clip_by_global_norm(clip) for s in range(stages)}
+        optimizer = optax.chain(optax.multi_transform(clips, lambda _: labels), momentum)
     state = pipeline.init(jax.random.key(3))
     keys = [pipeline.microbatch_key(state, j) for j in range(m * (replicas or 1))]
     loss, wanted = recurrence(pipeline, name, optimizer, keys, replicas or 1)
@@ -121,6 +131,37 @@ def check(name: str, stages: int, m: int, schedule, replicas: int | None = None,
 @pytest.mark.parametrize("schedule", [pipedream, double_buffered])
 def test_delayed_gradients_are_those_of_the_recurrence(schedule):
     check("mlp", 2, 8, schedule)
+
+
+@pytest.mark.parametrize("schedule", [pipedream, one_f_one_b])
+def test_each_stage_is_clipped_by_its_own_norm(schedule):
+    """Norms differ by rounding: a stage adds up its squares in another order than ``jnp.sum`` over a tree."""
+    optimizer = optax.chain(per_stage(optax.clip_by_global_norm(1e-3)), optax.sgd(1.0))
+    pipeline = pipeline_of("mlp", 2, 1, None, schedule=schedule, optimizer=optimizer)
+    start = pipeline.init(jax.random.key(3))
+    before = arrays(pipeline.parameters(start))
+    after = arrays(pipeline.parameters(pipeline.step(start, case_of("mlp").batch)[0]))
+    model = pipeline._planned.model
+    stages = jax.tree.leaves(model.parameter_tree(pipeline._planned.stages.parameters))
+    for s in (0, 1):
+        squares = [np.square(b - a).sum() for a, b, n in zip(after, before, stages, strict=True) if n == s]
+        assert np.sqrt(sum(squares)) == pytest.approx(1e-3, rel=1e-3)  # a difference of parameters has rounding errors
+
+
+def test_delayed_gradients_of_clipped_stages():
+    check("mlp", 2, 8, pipedream, exact=False, clip=0.05)
+
+
+def test_a_transformation_per_stage_keeps_nothing():
+    with pytest.raises(ValueError, match=r"keeps 2 arrays .* may keep none"):
+        per_stage(optax.trace(0.9)).init({"a": jnp.ones(3), "b": jnp.ones(2)})
+
+
+def test_without_a_pipeline_all_parameters_are_one_stage():
+    gradients = {"a": jnp.arange(3.0), "b": {"c": jnp.arange(4.0)}}
+    clip = optax.clip_by_global_norm(0.5)
+    found, _ = per_stage(clip).update(gradients, per_stage(clip).init(gradients))
+    assert_same_bits(arrays(found), arrays(clip.update(gradients, clip.init(gradients))[0]))
 
 
 def test_delayed_gradients_with_running_statistics_and_replicas():
@@ -181,7 +222,7 @@ def partition(schedule, optimizer=None, loss=line, **options):
     [
         (
             {"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))},
-            r"schedule=pipedream: .* before the gradient of an early one exists, .* \(of shape \(\)\).*optax.clip",
+            r"schedule=pipedream: .* before the gradient of an early one exists, .* \(of shape \(\)\).*per_stage",
         ),
         (
             {"loss": lambda model, x: (line(model, x), 2.0, {})},

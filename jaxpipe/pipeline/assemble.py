@@ -192,6 +192,7 @@ def settle(traced: Traced, found: Draft, budget: int | None) -> Planned:
             chosen, fitted = fit(program, memory_of, working_bytes, budget, prices, **options)
         rows = checks.batch_size(traced.microbatch)
         plan = describe(request, chosen, placed, memory_of(chosen), rows, fitted, budget)
+        plan = replace(plan, per_stage=coloured.per_stage)
         if exchange is not None:
             plan = replace(plan, exchange_bytes=exchange.sent_bytes)
         return Planned(

@@ -142,8 +142,9 @@ def check_live(program: Program, coloured: ColouredUpdate, exchanged: bool) -> N
         sizes = sorted({str(coloured.graph.tensors[t].shape) for ts in coloured.exchanged for t in ts})
         raise PartitionError(
             f"{name}, a late stage before the gradient of an early one exists, but the optimizer combines values of "
-            f"several stages (of shape {', '.join(sizes)}), as clipping by the global norm does. Clip by value "
-            "(optax.clip) or by block (optax.clip_by_block_rms), or use a schedule that updates at the end of a step."
+            f"several stages (of shape {', '.join(sizes)}), as clipping by the global norm does. Clip each "
+            "stage by its own norm, jaxpipe.gradients.per_stage(optax.clip_by_global_norm(...)), or use a schedule "
+            "that updates at the end of a step."
         )
     if objective.weighted:
         raise PartitionError(

@@ -17,6 +17,7 @@ import optax
 from jax import lax
 
 from jaxpipe.errors import PartitionError
+from jaxpipe.gradients.per_stage import known_stages
 from jaxpipe.graph import Graph, Operator, run, trace
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.words import from_words, to_words, word_count
@@ -39,6 +40,7 @@ class ColouredUpdate:
       new_parameters, new_state: tensor numbers of the outputs.
       state_stage: the stage of each leaf of the optimizer state, None if every stage has it.
       state_tree, state_avals: its structure and leaves.
+      per_stage: whether some of it looks at each stage apart (``jaxpipe.gradients.per_stage``).
     """
 
     graph: Graph
@@ -53,6 +55,7 @@ class ColouredUpdate:
     state_stage: tuple[int | None, ...]
     state_tree: Any
     state_avals: tuple[Any, ...]
+    per_stage: bool = False
 
 
 def colour_update(
@@ -83,7 +86,9 @@ def colour_update(
         new = optax.apply_updates(parameters, updates)
         return [*jax.tree.leaves(new), *jax.tree.leaves(state)]
 
-    graph = trace(update, *avals, *avals, *state_avals)
+    # Leaves of the tree may come in another order than the model's parameters.
+    with known_stages(jax.tree.leaves(model.parameter_tree(stage_of))) as stages:
+        graph = trace(update, *avals, *avals, *state_avals)
     inputs, outputs = graph.inputs, graph.outputs
     colour: dict[int, int] = {}
     for t, stage in zip(inputs, (*stage_of, *stage_of, *state_stage), strict=True):
@@ -112,6 +117,7 @@ def colour_update(
         state_stage=state_stage,
         state_tree=state_tree,
         state_avals=tuple(state_avals),
+        per_stage=stages.asked,
     )
 
 

@@ -118,6 +118,8 @@ class Plan:
         its warm-up; None if gradients are exchanged whole.
       staleness: by stage, how many updates its weights lack at most when a gradient is computed with them, if they
         change while micro-batches are on their way; a step then is as many updates as there are groups of these.
+      per_stage: whether the optimizer looks at the gradients of each stage apart (``jaxpipe.gradients.per_stage``), so
+        that what it does depends on where the model is cut.
       raised_from: the budget that was asked for, if there was no plan for it and the caller let it be raised.
 
     Example:
@@ -142,6 +144,7 @@ class Plan:
     raised_from: int | None = None
     exchange_bytes: int | None = None
     staleness: tuple[int, ...] = ()
+    per_stage: bool = False
 
     @property
     def predicted_bytes(self) -> int:
@@ -210,6 +213,8 @@ class Plan:
         if self.staleness:
             behind = ", ".join(map(str, self.staleness))
             table.caption += f"\nweights change on the way: by stage at most {behind} updates behind"
+        if self.per_stage:
+            table.caption += "\nthe optimizer looks at each stage apart: other cuts give other updates"
         chosen = [f"stage {k}: {_storage_text(stage)}" for k, stage in enumerate(self.stages)]
         if any(stage.storage != "default" or stage.away for stage in self.stages):
             table.caption += "\nstorage chosen within the budget:\n" + "\n".join(chosen)

@@ -1,0 +1,85 @@
+"""A transformation that looks at the gradients of each pipeline stage apart."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import optax
+
+
+class _Stages:
+    """The stage of every leaf of the gradients, and whether a transformation has asked."""
+
+    def __init__(self, numbers: Sequence[int]):
+        self.numbers = tuple(numbers)
+        self.asked = False
+
+
+_STAGES: ContextVar[_Stages | None] = ContextVar("stages", default=None)
+
+
+@contextlib.contextmanager
+def known_stages(numbers: Sequence[int]) -> Iterator[_Stages]:
+    """Tell ``per_stage`` the stages of the leaves while an optimizer is traced; ``asked`` says whether it is there."""
+    stages = _Stages(numbers)
+    token = _STAGES.set(stages)
+    try:
+        yield stages
+    finally:
+        _STAGES.reset(token)
+
+
+def per_stage(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Apply a transformation to the gradients of each pipeline stage as if there were no others.
+
+    For what looks at a whole tree, as clipping by the global norm does. With weights that change on the way
+    (``schedule="pipedream"``), a late stage updates before the gradient of an early one exists, so only the norm of its
+    own is known. The result depends on where the model is cut; the plan says so. Stages are those that ``partition``
+    chooses, together where a device has several; outside of a pipeline, all parameters are one stage.
+
+    Args:
+      transformation: keeps no arrays, which a checkpoint could not restore into another number of stages.
+
+    Raises:
+      ValueError: from ``init``, if it keeps some.
+
+    Example:
+      >>> import optax
+      >>> from jaxpipe.gradients import per_stage
+      >>> optimizer = optax.chain(per_stage(optax.clip_by_global_norm(1.0)), optax.sgd(0.1))
+    """
+
+    def init(params: Any) -> optax.OptState:
+        state = transformation.init(params)
+        kept = jax.tree.leaves(state)
+        if kept:
+            raise ValueError(
+                f"per_stage(transformation): the transformation keeps {len(kept)} arrays between updates, but may "
+                "keep none, since a run may go on with other stages. Chain it with what keeps some: "
+                "optax.chain(per_stage(optax.clip_by_global_norm(1.0)), optax.adam(1e-3))."
+            )
+        return state
+
+    def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
+        leaves, tree = jax.tree.flatten(updates)
+        stages, numbers = _STAGES.get(), (0,) * len(leaves)
+        if stages is not None:
+            stages.asked, numbers = True, stages.numbers
+        weights = [None] * len(leaves) if params is None else jax.tree.leaves(params)
+        new = list(leaves)
+        for stage in sorted(set(numbers)):
+
+            def part(values: Sequence[Any], stage: int = stage) -> Any:
+                own = [x if n == stage else optax.MaskedNode() for x, n in zip(values, numbers, strict=True)]
+                return jax.tree.unflatten(tree, own)
+
+            given = None if params is None else part(weights)
+            found, _ = transformation.update(part(leaves), state, given)
+            places = [k for k, n in enumerate(numbers) if n == stage]
+            for k, value in zip(places, jax.tree.leaves(found), strict=True):
+                new[k] = value
+        return jax.tree.unflatten(tree, new), state
+
+    return optax.GradientTransformation(init, update)

@@ -50,6 +50,24 @@ def isolate(equation: Any) -> Any:
     return jex.Jaxpr([], [v for v in invars if not is_literal(v)], alone.outvars, [alone], effects=equation.effects)
 
 
+def literals_as_arguments(closed: Any, places: Sequence[tuple[int, int]]) -> Any:
+    """A traced program that gets some of its literals as its first arguments.
+
+    Args:
+      closed: the program.
+      places: of each such literal, the equation's and the operand's position.
+    """
+    jaxpr, consts = open_jaxpr(closed)
+    equations, arguments = list(jaxpr.eqns), []
+    for k, position in places:
+        invars = list(equations[k].invars)
+        invars[position] = jex.Var(invars[position].aval)
+        arguments.append(invars[position])
+        equations[k] = equations[k].replace(invars=invars)
+    inputs = [*arguments, *jaxpr.invars]
+    return jex.ClosedJaxpr(jex.Jaxpr(jaxpr.constvars, inputs, jaxpr.outvars, equations, effects=jaxpr.effects), consts)
+
+
 def has_default_sharding(params: dict[str, Any]) -> bool:
     """Whether a ``jit`` equation asks for nothing that inlining it would lose."""
     unspecified = all(
@@ -227,6 +245,7 @@ __all__ = [
     "is_in_cluster",
     "is_literal",
     "isolate",
+    "literals_as_arguments",
     "manual_axes",
     "materialize",
     "named_scope_of",

@@ -20,6 +20,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.per_stage import known_stages
 from jaxpipe.graph import Graph, Operator, run, trace
 from jaxpipe.model import BoundModel
+from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.words import from_words, to_words, word_count
 
 
@@ -240,7 +241,7 @@ def run_update(
                 ]
             )
 
-        words = lax.psum(lax.switch(stage, [lambda s=s: send(s) for s in range(num_stages)]), axis)
+        words = lax.psum(switch(stage, [lambda s=s: send(s) for s in range(num_stages)]), axis)
         assert words.shape == (length,)
         start = 0
         for t in tensors:
@@ -250,7 +251,7 @@ def run_update(
             start += count
         advance(number + 1)
 
-    written = lax.switch(
+    written = switch(
         stage, [lambda s=s: write(s, *finish_update(update, s, everywhere, read(s))) for s in range(num_stages)]
     )
     new_shared = [everywhere[n] for n, s in zip(update.new_state, update.state_stage, strict=True) if s is None]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.pipeline.program import STAGE, Program
+from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.words import from_words, to_words
 
 
@@ -49,4 +50,4 @@ def give_back(program: Program, sums: Sequence[Any]) -> list[Any]:
 
 def _by_device(program: Program, function: Any) -> list[Any]:
     branches = [lambda device=device: function(device) for device in range(program.num_devices)]
-    return lax.switch(lax.axis_index(STAGE), branches)
+    return switch(lax.axis_index(STAGE), branches)

@@ -5,9 +5,10 @@
            (stash and cotangents from the arena ─▶ weight part of the backward ─▶ add to gradients)
            send to the next stage and to the one before
 
-Which stage a device works for is a number at run time: work of each kind is a ``switch`` over the stages. Everything
-that all stages do alike stays outside it: collectives, arena reads and writes, sums. What is not there to be read
-(an idle tick, a slot that nobody has written) has every bit set, which is a NaN in each floating type.
+Which stage a device works for is a number at run time: work of each kind is a ``switch`` over the stages, in which
+those that do the same are one. Everything that all stages do alike stays outside it: collectives, arena reads and
+writes, sums. What is not there to be read (an idle tick, a slot that nobody has written) has every bit set, which is a
+NaN in each floating type.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from jaxpipe.pipeline.columns import Work
 from jaxpipe.pipeline.live import Live, WeightRow, Weights, version
 from jaxpipe.pipeline.program import DATA, PAGE, STAGE, Program, send
 from jaxpipe.pipeline.swap import swap, swap_columns
+from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.words import POISON
 from jaxpipe.schedules import Kind
 
@@ -187,7 +189,7 @@ def _by_stage(program: Program, branch: Callable[..., Any], idle: Callable[..., 
     branches = [branch(program, s) for s in range(len(program.sections))]
     if program.alone:
         return lambda _, *operands: branches[0](*operands)
-    return lambda number, *operands: lax.switch(number, [idle(program), *branches], *operands)
+    return lambda number, *operands: switch(number, [idle(program), *branches], *operands)
 
 
 def _rows(program: Program, stage: Any, weights: WeightRow | None) -> Row:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_var
 from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import stay
-from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, sections_for
+from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, sections_for, teams_of
 from jaxpipe.pipeline.describe import least_seconds
 from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.guard import OnNonFinite
@@ -34,6 +35,7 @@ from jaxpipe.profile import Profile
 from jaxpipe.profiling.cache import program_text
 from jaxpipe.profiling.model import Source, profile_objective
 from jaxpipe.profiling.roofline import rates_of
+from jaxpipe.schedules.teams import Teams
 from jaxpipe.units import parse_bytes
 
 
@@ -64,6 +66,7 @@ def partition(
     time_limit: float = 10.0,
     gradient_exchange: BlockSparse | Literal["dense"] = "dense",
     on_nonfinite: OnNonFinite = None,
+    replicate: bool | int | Sequence[int] = False,
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
 
@@ -103,6 +106,10 @@ def partition(
       on_nonfinite: what to do if the loss or a gradient is not finite. ``"skip"``: parameters, state and optimizer
         state stay as they are, and the metrics count it. ``"raise"``: so do they, and ``NonFiniteError`` says in which
         stage it began; each step then waits for its result. None: not looked at.
+      replicate: how many devices of the axis ``stage`` each stage has: one (False), a number for all, or one for each
+        stage that add up to all devices, as ``(3, 1)``. True: as many stages and as many devices in each as make the
+        step the shortest, by prediction. Micro-batches are dealt round-robin to the devices of a stage, the schedule is
+        a table of such deals (``jaxpipe.schedules.teams``), and gradients are added up within each stage.
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.
@@ -130,6 +137,7 @@ def partition(
     checks.check_network(network, mesh)
     if on_nonfinite not in (None, "raise", "skip"):
         raise checks.PartitionError(f"on_nonfinite={on_nonfinite!r}; it must be 'raise', 'skip' or None.")
+    exchange = check_exchange(gradient_exchange, DATA)
     request = Request(
         model=model,
         mesh=mesh,
@@ -144,10 +152,11 @@ def partition(
         policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage),
         solver=check_solver(solver),
         time_limit=time_limit,
-        exchange=check_exchange(gradient_exchange, DATA),
+        exchange=exchange,
         on_nonfinite=on_nonfinite,
         num_stages=num_stages,
         replicas=replicas,
+        replicate=checks.check_replicate(replicate, num_stages, mesh, exchange is not None),
     )
     batch = None if batch is None else checks.batch_shapes(batch)
     planned = None if batch is None or needs_variables(model) else make_plan(request, batch)
@@ -160,8 +169,10 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     size = checks.batch_size(batch)
     m = request.num_microbatches
     if m is None:
-        m = _default_microbatches(size, request.replicas, request.num_stages)
+        m = _default_microbatches(size, request)
     checks.check_microbatches(size, request.replicas, m)
+    if isinstance(request.replicate, tuple):
+        checks.make_team_schedules(request.schedules, Teams(request.replicate), m)
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     one = microbatch_shapes(batch, request.replicas * m)
 
@@ -172,48 +183,74 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
         x if shared_leaf else _rows(x, size // request.replicas)
         for x, shared_leaf in zip(jax.tree.leaves(batch), batching.shared, strict=True)
     ]
-    schedules = checks.make_schedules(request.schedules, request.num_stages, m)
-    profile = _profile(request, objective)
-    traced = Traced(objective, model, profile, batch, one, batching, local)
+    traced = Traced(objective, model, _profile(request, objective), batch, one, batching, local)
+
+    def cut_again(before: Draft, charged: Profile) -> Draft:
+        schedule, teams = before.program.schedule, before.program.teams
+        other = _place(request, traced, charged, schedule.num_chunks, False if teams.single else teams.widths)
+        bound = before.found.lower_bound_seconds
+        other = replace(other, profile=traced.profile, lower_bound_seconds=bound)
+        return draft(request, traced, other, schedule, *sections_for(request, traced, other))
+
+    ways = (request.replicate,) if request.replicate is not True else (False, True)
+    drafts: list[Draft] = []
+    errors: list[checks.PartitionError] = []
+    for replicate in ways:
+        try:
+            drafts += _drafts(request, traced, replicate)
+        except checks.PartitionError as error:  # another way will do
+            errors.append(error)
+    if not drafts:
+        raise errors[0]
+    planned = choose(request, traced, drafts, cut_again)
+    hosts.agree("The plan", planned.plan.to_json())
+    return planned
+
+
+def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...]) -> list[Draft]:
+    """A program for each schedule that may be the fastest, with stages on one device each or on several."""
+    m = traced.batching.num_microbatches
 
     @functools.cache
     def placed(num_chunks: int) -> Partition:
-        return _place(request, objective, model, profile, num_chunks, m)
+        return _place(request, traced, traced.profile, num_chunks, replicate)
 
     @functools.cache
     def sections(num_chunks: int) -> tuple[Placement, tuple[Section, ...]]:
         return sections_for(request, traced, placed(num_chunks))
 
-    def cut_again(before: Draft, charged: Profile) -> Draft:
-        schedule = before.program.schedule
-        other = _place(request, objective, model, charged, schedule.num_chunks, m)
-        other = replace(other, profile=profile, lower_bound_seconds=before.found.lower_bound_seconds)
-        return draft(request, traced, other, schedule, *sections_for(request, traced, other))
-
+    if replicate:
+        if teams_of(placed(1), request).single:
+            return []
+        schedules = checks.make_team_schedules(request.schedules, teams_of(placed(1), request), m)
+    else:
+        schedules = checks.make_schedules(request.schedules, request.num_stages, m)
     drafts: list[Draft] = []
     for schedule in schedules:
         v = schedule.num_chunks
         try:
-            if drafts and least_seconds(schedule, placed(v)) >= min(found.seconds for found in drafts):
-                continue
+            least = least_seconds(schedule, placed(v), teams_of(placed(v), request)) if drafts else 0.0
         except checks.PartitionError:  # too few operators for so many stages; others will do
             continue
-        drafts.append(draft(request, traced, placed(v), schedule, *sections(v)))
-    planned = choose(request, traced, drafts, cut_again)
-    hosts.agree("The plan", planned.plan.to_json())
-    return planned
+        if not drafts or least < min(found.seconds for found in drafts):
+            drafts.append(draft(request, traced, placed(v), schedule, *sections(v)))
+    return drafts
 
 
 def _rows(x: Any, count: int) -> Any:
     return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) if x.shape else x
 
 
-def _default_microbatches(size: int, replicas: int, num_stages: int) -> int:
+def _default_microbatches(size: int, request: Request) -> int:
     """The fewest micro-batches, of all counts that divide the batch, that keep the bubble small."""
-    counts = [m for m in range(1, size + 1) if size % (replicas * m) == 0]
-    if num_stages == 1 or not counts:
+    counts = [m for m in range(1, size + 1) if size % (request.replicas * m) == 0]
+    num_stages, deal = request.num_stages, 1
+    if isinstance(request.replicate, tuple):
+        num_stages, deal = len(request.replicate), Teams(request.replicate).deal
+    if not counts:
         return 1
-    return next((m for m in counts if m >= MICROBATCHES_PER_STAGE * num_stages), counts[-1])
+    wanted = deal * (1 if num_stages == 1 else MICROBATCHES_PER_STAGE * num_stages)
+    return next((m for m in counts if m >= wanted), counts[-1])
 
 
 def _profile(request: Request, objective: Objective) -> Profile:
@@ -233,10 +270,10 @@ def _profile(request: Request, objective: Objective) -> Profile:
 
 
 def _place(
-    request: Request, objective: Objective, model: BoundModel, profile: Profile, num_chunks: int, m: int
+    request: Request, traced: Traced, profile: Profile, num_chunks: int, replicate: bool | tuple[int, ...]
 ) -> Partition:
     """Stages and their devices: the shortest step with the operators in this order."""
-    network = request.network
+    network, objective = request.network, traced.objective
     if network is None:
         # Nothing is known of the links: they count, but little.
         rate = rates_of(request.mesh.devices.flat[0]).bytes
@@ -244,18 +281,21 @@ def _place(
     tied = variable_spans(objective)
     profile = replace(profile, together=tuple(itertools.chain.from_iterable(tied.values())))
     places = sum(places_to_cut(objective)[1:-1])
-    if request.num_stages * num_chunks > places + 1:
+    stages = len(replicate) if isinstance(replicate, tuple) else 1 if replicate else request.num_stages * num_chunks
+    if stages > places + 1:
         raise checks.PartitionError(
-            f"{request.num_stages * num_chunks} stages were asked for, but the model has {len(profile.names)} "
+            f"{stages} stages were asked for, but the model has {len(profile.names)} "
             f"operators with {places} places where it may be cut, so it makes between 1 and {places + 1} stages. "
-            f"{_widest(objective, model)}".rstrip()
+            f"{_widest(objective, traced.model)}".rstrip()
         )
     asked = {
-        "replicate": request.replicas,
-        "num_microbatches": m * request.replicas,
+        "num_microbatches": traced.batching.num_microbatches * request.replicas,
         "reorder": False,
         "slack": CUT_SLACK,
     }
+    if replicate:
+        return partition_layers(profile, network, replicate=replicate, idle=False, **asked)
+    asked["replicate"] = request.replicas
     found = partition_layers(profile, network, num_stages=request.num_stages, **asked)
     if request.network is None:
         found = stay(found, request.mesh)

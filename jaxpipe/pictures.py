@@ -233,7 +233,8 @@ def _own_stash(plan: Plan, schedule: Schedule, device: int) -> _Bars:
             swaps = _swaps(plan, schedule)
             count = [n - swaps.away_in(stage, t) for t, n in enumerate(count)]
         label = f"stage {stage}" if schedule.num_chunks > 1 else None
-        found.append((label, [n * plan.stages[stage].stash_bytes for n in count]))
+        each = plan.teams.turns(device) * plan.stages[stage].stash_bytes
+        found.append((label, [n * each for n in count]))
     return found
 
 
@@ -261,7 +262,7 @@ def _stash_title(plan: Plan, schedule: Schedule, device: int) -> str:
 
 
 def _held(schedule: Schedule, device: int, chunk: int) -> list[int]:
-    """How many micro-batches' stash of a chunk a device holds in each tick."""
+    """How many micro-batches' stash of a chunk a device holds in each tick; where stages have teams, deals'."""
     last = Kind.BACKWARD_WEIGHT if schedule.splits_backward else Kind.BACKWARD
     starts, ends = schedule.when(device, Kind.FORWARD, chunk), schedule.when(device, last, chunk)
     return [sum(starts[j] <= t <= ends[j] for j in ends) for t in range(len(schedule.ticks))]

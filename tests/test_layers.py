@@ -112,14 +112,15 @@ class Plans:
             prices = [c / n for c, n in zip(seconds, k, strict=True)]
             prices += [2 * links(a[s], teams[s - 1], teams[s]) for s in range(1, last + 1)]
             return max(prices)
-        # A round: one micro-batch on each device of the smallest team; the others share as many.
-        share = [min(k) / n for n in k]
+        # The executor deals out as many micro-batches at a time as every team can share evenly.
+        deal = math.lcm(*k)
+        share = [deal / n for n in k]
         forward, backward = (
             [sum(x[v] for v in stage) / s * part for stage, s, part in zip(stages, speed, share, strict=True)]
             for x in (p.forward_seconds, p.backward_seconds)
         )
         exchange = max(
-            (2 * links(max(a), teams[s - 1], teams[s]) * min(k) / min(k[s - 1], k[s]) for s in range(1, last + 1)),
+            (2 * links(max(a), teams[s - 1], teams[s]) * deal / min(k[s - 1], k[s]) for s in range(1, last + 1)),
             default=0.0,
         )
         reduction = 0.0
@@ -130,7 +131,7 @@ class Plans:
                 slowest = min(net.bandwidth_bytes_per_second[g][h] for g, h in pairs)
                 latency = max(net.latency_seconds[g][h] for g, h in pairs)
                 reduction = max(reduction, 2 * (n - 1) * (w / n / slowest + latency) if slowest else math.inf)
-        schedule = one_f_one_b(len(stages), math.ceil(m / min(k)))
+        schedule = one_f_one_b(len(stages), math.ceil(m / deal))
         timeline = simulate(schedule, forward=forward, backward=backward, communication=exchange)
         return timeline.makespan + reduction
 

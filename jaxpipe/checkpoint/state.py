@@ -66,14 +66,15 @@ def take(planned: "Planned", state: TrainState, data: Any = None) -> Contents | 
     data = hosts.from_first(lambda: _as_json(data))
     names, program, update = _names(planned), planned.program, planned.update
     shared = iter(state.shared)
+    places = program.teams.first
     gather = functools.partial(stage_arrays, planned.mesh, keep=hosts.is_first())
-    optimizer = gather(update.layout, update.coloured.state_stage, state.optimizer, lambda: next(shared))
+    optimizer = gather(update.layout, places, update.coloured.state_stage, state.optimizer, lambda: next(shared))
     residuals: dict[Path, np.ndarray] = {}
     if update.exchange is not None:
-        stacked = gather(update.exchange.residuals, planned.placement.parameters, state.residual)
+        stacked = gather(update.exchange.residuals, places, planned.placement.parameters, state.residual)
         residuals = dict(zip(names.parameters, stacked, strict=False))
-    parameters = gather(program.parameters, planned.placement.parameters, state.parameters)
-    variables = gather(program.state, planned.placement.state, state.variables)
+    parameters = gather(program.parameters, places, planned.placement.parameters, state.parameters)
+    variables = gather(program.state, places, planned.placement.state, state.variables)
     if not hosts.is_first():
         return None
     return Contents(
@@ -148,8 +149,9 @@ def _read_stages(
     update, mesh = planned.update, planned.mesh
     coloured, exchange = update.coloured, update.exchange
     parts: list[list[list[Any]]] = [[], [], [], []]
-    for s in range(mesh.shape[STAGE]):
-        every = stage_devices(mesh, s)
+    teams = planned.program.teams
+    for s in range(len(teams.widths)):
+        every = stage_devices(mesh, teams, s)
         devices = hosts.mine(every)
         if not devices:
             continue

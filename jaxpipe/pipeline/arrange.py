@@ -17,11 +17,14 @@ def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mes
 
     Args:
       mesh: with an axis ``stage``, and perhaps one of replicas.
-      teams: the devices of each stage, as positions in ``mesh.devices.flat``; one for each replica.
+      teams: the devices of each stage, as positions in ``mesh.devices.flat``; one for each replica, or, on a mesh
+        with one axis, any number: they take places that follow each other.
       network: tells which replicas of neighbouring stages should exchange messages: of all ways to pair them, one
         whose slowest link is the fastest.
     """
     flat = mesh.devices.flatten()
+    if mesh.devices.ndim == 1:
+        return Mesh(flat[np.concatenate(teams)], mesh.axis_names, axis_types=mesh.axis_types)
     rows = [tuple(teams[0])]
     for team in teams[1:]:
         rows.append(pair(rows[-1], team, network))

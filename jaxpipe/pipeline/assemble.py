@@ -17,9 +17,10 @@ from jaxpipe.model import BoundModel
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.balance import balanced
-from jaxpipe.pipeline.describe import describe, stage_links, stage_seconds, step_timeline
+from jaxpipe.pipeline.describe import describe, stage_links, stage_seconds, step_seconds, step_timeline
 from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
 from jaxpipe.pipeline.fit import Fitted, Prices, fit
+from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.live import check_live
 from jaxpipe.pipeline.objective import Objective
@@ -37,6 +38,7 @@ from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.profiling.roofline import rates_of
 from jaxpipe.schedules import Schedule
+from jaxpipe.schedules.teams import Teams
 from jaxpipe.work import weight
 
 
@@ -81,14 +83,20 @@ class Draft:
     def seconds(self) -> float:
         """Of a step; storage within a budget may add to it."""
         found = stage_seconds(self.request, self.program, self.found)
-        return step_timeline(self.request, self.program, self.found, found).makespan
+        return step_seconds(self.program, self.found, step_timeline(self.request, self.program, self.found, found))
 
 
 def sections_for(request: Request, traced: Traced, found: Partition) -> tuple[Placement, tuple[Section, ...]]:
     """The stages' programs for some cuts, and the stage of every variable."""
-    cuts = (0, *(stage.operators.stop for stage in found.stages))
-    stages = place(traced.objective, cuts)
-    return stages, with_backward(traced.objective, cut_sections(traced.objective, cuts, stages), request.policy)
+    objective, cuts = traced.objective, (0, *(stage.operators.stop for stage in found.stages))
+    stages = place(objective, cuts)
+    sections = shared_sections(objective, traced.model, cut_sections(objective, cuts, stages), teams_of(found, request))
+    return stages, with_backward(objective, sections, request.policy)
+
+
+def teams_of(found: Partition, request: Request) -> Teams:
+    """How many devices along the stage axis each stage has."""
+    return Teams(tuple(len(stage.devices) // request.replicas for stage in found.stages))
 
 
 def draft(
@@ -100,18 +108,20 @@ def draft(
     sections: tuple[Section, ...],
 ) -> Draft:
     """The program for sections and a schedule."""
-    model, devices = traced.model, range(request.num_stages)
-    placement = stages.on_devices(request.num_stages)
+    model, devices = traced.model, range(schedule.num_stages)
+    placement = stages.on_devices(schedule.num_stages)
     program = Program(
         objective=traced.objective,
         sections=sections,
         schedule=schedule,
+        teams=Teams(teams_of(found, request).widths[: schedule.num_stages]),
+        num_microbatches=traced.batching.num_microbatches,
         placement=placement,
         parameters=lay_out([[model.parameters[k].aval for k in placement.held_by(d)[0]] for d in devices]),
         state=lay_out([[model.state[k].aval for k in placement.held_by(d)[1]] for d in devices]),
         replicated=DATA in request.mesh.axis_names,
     )
-    if request.budget is not None and request.network is not None:
+    if request.budget is not None and request.network is not None and program.may_swap:
         found = _map_for_swaps(program, found)
     return Draft(request, found, stages, program)
 
@@ -167,7 +177,7 @@ def settle(traced: Traced, found: Draft, budget: int | None) -> Planned:
     """
     request, program, placed = found.request, found.program, found.found
     model, placement = traced.model, program.placement
-    devices = range(request.num_stages)
+    devices = range(program.num_devices)
     mesh = arrange(request.mesh, [placed.stages[d].devices for d in devices], placed.network)
     coloured = colour_update(request.optimizer, model, placement.parameters)
     exchanges = request.exchange is not None and request.replicas > 1
@@ -238,5 +248,6 @@ def _prices(request: Request, objective: Objective, found: Partition) -> Prices:
     def seconds(graph: Graph, op: Operator) -> float:
         return known.get(op.outputs[0], scale * roofline.seconds([op], graph, rates))
 
-    slow = tuple(1 / min(found.network.speed[d] for d in stage.devices) for stage in found.stages)
+    teams = zip(found.stages, teams_of(found, request).widths, strict=True)
+    slow = tuple(1 / (width * min(found.network.speed[d] for d in stage.devices)) for stage, width in teams)
     return Prices(seconds, rates.bytes / scale if scale else rates.bytes, slow, stage_links(found))

@@ -47,10 +47,10 @@ def balanced(first: Planned, cut_again: Callable[[Profile], Planned]) -> Planned
 
 
 def _round(planned: Planned) -> BalanceRound:
-    network = planned.partition.network
+    network, stages = planned.partition.network, zip(planned.plan.stages, planned.plan.teams.widths, strict=True)
     seconds = [
-        (stage.forward_seconds + stage.backward_seconds) / min(network.speed[d] for d in placed.devices)
-        for stage, placed in zip(planned.plan.stages, planned.partition.stages, strict=True)
+        (stage.forward_seconds + stage.backward_seconds) / (width * min(network.speed[d] for d in stage.devices))
+        for stage, width in stages
     ]
     return BalanceRound(
         cuts=tuple(stage.operators[1] for stage in planned.plan.stages[:-1]),

@@ -12,6 +12,7 @@ from jaxpipe.errors import BatchError, NetworkError, PartitionError, ScheduleErr
 from jaxpipe.network import Network
 from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.schedules import BY_NAME, Schedule, interleaved, one_f_one_b, zero_bubble
+from jaxpipe.schedules.teams import Teams
 
 
 def check_mesh(mesh: Mesh) -> tuple[int, int]:
@@ -38,6 +39,52 @@ def check_mesh(mesh: Mesh) -> tuple[int, int]:
             "processes of a run take part in its pipeline: make the mesh of jax.devices()."
         )
     return mesh.shape[STAGE], mesh.shape.get(DATA, 1)
+
+
+def check_replicate(replicate: Any, num_devices: int, mesh: Mesh, exchanged: bool) -> bool | tuple[int, ...]:
+    """How many devices each stage has; or whether that may be chosen.
+
+    Args:
+      replicate: as given.
+      num_devices: along the stage axis.
+      mesh: the devices.
+      exchanged: whether gradients are exchanged by blocks.
+
+    Raises:
+      PartitionError: if it does not fit the mesh.
+    """
+    widths = replicate
+    if isinstance(replicate, int) and not isinstance(replicate, bool):
+        if replicate < 1 or num_devices % replicate:
+            raise PartitionError(
+                f"replicate={replicate}: each stage would have {replicate} of the {num_devices} devices along "
+                f"{STAGE!r}, which is no multiple of that. Pass a divisor of {num_devices}, or a number for each stage "
+                "that add up to it."
+            )
+        widths = (replicate,) * (num_devices // replicate)
+    if not isinstance(replicate, bool | int):
+        good = isinstance(replicate, Sequence) and all(type(k) is int and k > 0 for k in replicate)
+        if not good or sum(replicate) != num_devices:
+            raise PartitionError(
+                f"replicate={replicate!r}; it must be True (the planner chooses), False, a number of devices for every "
+                f"stage, or a sequence of numbers above 0, one for each stage, that add up to the {num_devices} "
+                f"device(s) along {STAGE!r}, such as {(num_devices - 1, 1) if num_devices > 1 else (1,)}."
+            )
+        widths = tuple(replicate)
+    if not widths or num_devices == 1 or (isinstance(widths, tuple) and max(widths) == 1):
+        return False
+    if DATA in mesh.axis_names:
+        raise PartitionError(
+            f"replicate={replicate!r} gives stages several devices along {STAGE!r}, and the mesh has an axis {DATA!r} "
+            f"for replicas of the whole pipeline; there can be one of the two. Make a mesh with the axis {STAGE!r} "
+            "alone, or leave replicate= out."
+        )
+    if exchanged:
+        raise PartitionError(
+            f"replicate={replicate!r} with gradient_exchange=block_sparse(...): blocks are exchanged between the "
+            f"replicas of a whole pipeline only. Use a mesh axis {DATA!r}, or 'dense'."
+        )
+    return widths
 
 
 def check_network(network: Any, mesh: Mesh) -> None:
@@ -96,6 +143,24 @@ def make_schedules(makers: Sequence[ScheduleMaker], num_stages: int, num_microba
         with contextlib.suppress(ScheduleError):
             found.append(check_schedule(maker(num_stages, num_microbatches), num_stages, num_microbatches))
     return found
+
+
+def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_microbatches: int) -> list[Schedule]:
+    """The same for stages with several devices; a micro-batch of the table is a deal.
+
+    Raises:
+      PartitionError, ScheduleError: if there is none that they can run.
+    """
+    found = make_schedules(makers, len(teams.widths), teams.deals(num_microbatches))
+    runs = [schedule for schedule in found if schedule.num_chunks == 1 and schedule.versions is None]
+    if not runs:
+        how = "changes weights on the way" if found[0].versions is not None else "has several stages on a device"
+        raise PartitionError(
+            f"schedule= gave {found[0].name}, which {how}; with stages on {' + '.join(map(str, teams.widths))} devices "
+            "(replicate=) a schedule must have one stage for each of them, and update at the end of a step. Use "
+            "'auto', 'one_f_one_b', 'gpipe' or 'zero_bubble'."
+        )
+    return runs
 
 
 def check_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Schedule:

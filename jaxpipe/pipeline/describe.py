@@ -16,12 +16,14 @@ from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.sections import Section
 from jaxpipe.pipeline.swap import exchange_seconds
 from jaxpipe.pipeline.words import word_count
+from jaxpipe.planning.costs import Synchronous, Team
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan, StagePlan, StashPiece
 from jaxpipe.profiling import roofline
 from jaxpipe.profiling.roofline import Rates, rates_of
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
 from jaxpipe.schedules.peers import Links
+from jaxpipe.schedules.teams import Teams
 from jaxpipe.stash import stored_bytes
 
 
@@ -48,11 +50,11 @@ def stage_seconds(
     return seconds
 
 
-def least_seconds(schedule: Schedule, found: Partition) -> float:
+def least_seconds(schedule: Schedule, found: Partition, teams: Teams) -> float:
     """What a step takes at least with some cuts: its work alone."""
     work = []
-    for stage in found.stages:
-        speed = min(found.network.speed[d] for d in stage.devices)
+    for s, stage in enumerate(found.stages):
+        speed = min(found.network.speed[d] for d in stage.devices) / teams.turns(s)
         operators = slice(stage.operators.start, stage.operators.stop)
         sums = sum(found.profile.forward_seconds[operators]), sum(found.profile.backward_seconds[operators])
         work.append([seconds / speed for seconds in sums])
@@ -63,12 +65,25 @@ def least_seconds(schedule: Schedule, found: Partition) -> float:
     return schedule.num_microbatches * max(f + b for f, b in zip(forward, backward, strict=True))
 
 
+def step_seconds(program: Program, found: Partition, timeline: Timeline) -> float:
+    """A step with what devices that share a stage need to add up their gradients."""
+    if program.teams.single:
+        return timeline.makespan
+    model = Synchronous(found.network, program.num_microbatches)
+    weights = np.array([program.parameters.bytes], np.float64)
+    return timeline.makespan + max(float(model.all_reduce_seconds(weights, Team(s.devices))[0]) for s in found.stages)
+
+
 def step_timeline(request: Request, program: Program, found: Partition, seconds: Sequence[StageSeconds]) -> Timeline:
     """A step as the executor walks through it, what every tick costs besides its work included."""
-    speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
-    each = _exchange_seconds(found, [4 * n for n in program.message_words])
+    teams = program.teams
+    speed = [
+        min(found.network.speed[d] for d in stage.devices) / teams.turns(program.device(s))
+        for s, stage in enumerate(found.stages)
+    ]
+    each = teams.most_turns * _exchange_seconds(found, [4 * n for n in program.message_words])
     each += exchange_seconds(program) / len(program.schedule.ticks)
-    each += handled_bytes(program) / rates_of(request.mesh.devices.flat[0]).bytes
+    each += teams.most_turns * handled_bytes(program) / rates_of(request.mesh.devices.flat[0]).bytes
     return simulate(
         program.schedule,
         forward=[stage.forward / s for stage, s in zip(seconds, speed, strict=True)],
@@ -79,7 +94,7 @@ def step_timeline(request: Request, program: Program, found: Partition, seconds:
 
 
 def handled_bytes(program: Program) -> int:
-    """Bytes that every device reads and writes in each tick, whether it has work or not.
+    """Bytes that every device reads and writes for each micro-batch of a tick, whether it has work or not.
 
     A stash and what waits with it go into the arena where something was, and are copied out of it; gradients are
     added up.
@@ -127,7 +142,7 @@ def describe(
                 stored=_stored_bytes(section),
                 parameter_bytes=sum(4 * word_count(a) for a in program.avals(section.parameters)),
                 stash_bytes=sum(4 * word_count(a) for a in program.stash_avals(section)),
-                in_flight=program.schedule.in_flight(program.device(s), s // program.num_devices),
+                in_flight=program.in_flight(program.device(s), s // program.num_devices),
                 **_away(program, found, s),
                 sent_bytes=sum(4 * word_count(a) for a in program.avals(section.leaving)),
             )
@@ -137,18 +152,26 @@ def describe(
     return Plan(
         stages=tuple(stages),
         replicas=request.replicas,
-        num_microbatches=program.schedule.num_microbatches,
+        num_microbatches=program.num_microbatches,
         microbatch_size=microbatch_size,
         schedule=program.schedule.name,
         profile=found.profile.source,
-        step_seconds=timeline.makespan,
-        bubble_fraction=timeline.bubble_fraction,
+        step_seconds=step_seconds(program, found, timeline),
+        bubble_fraction=_idle_share(timeline, program.teams.widths),
         lower_bound_seconds=found.lower_bound_seconds,
         budget=budget,
         memory=memory,
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
     )
+
+
+def _idle_share(timeline: Timeline, widths: Sequence[int]) -> float:
+    """The share of all devices' time in which they do not compute."""
+    if len(set(widths)) == 1:
+        return timeline.bubble_fraction
+    busy = sum(widths[span.stage] * (span.end - span.start) for span in timeline.spans)
+    return 1 - busy / (timeline.makespan * sum(widths)) if timeline.makespan else 0.0
 
 
 def _weight_share(section: Section, rates: Rates) -> float:

@@ -29,7 +29,7 @@ from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, Problem, simulate
-from jaxpipe.schedules.peers import Links, balance, can_swap
+from jaxpipe.schedules.peers import Links, balance
 from jaxpipe.units import bytes_text
 
 
@@ -76,7 +76,7 @@ class Prices:
     Attributes:
       seconds: of an operator of a graph, on the device.
       bytes_per_second: the rate of memory.
-      slow: by stage, how many times slower than the profiled device the stage's own is.
+      slow: by stage, how many times slower than the profiled device the stage's own is, or are together.
       links: between the devices of stages.
     """
 
@@ -118,7 +118,7 @@ def fit(
     if sum(memory.values()) <= budget:
         return program, (Fitted(),) * len(program.sections)
     searches: dict[Any, _Search] = {}
-    swaps = can_swap(program.schedule)
+    swaps = program.may_swap
 
     def answer(budget: int) -> Answered | None:
         swapped = with_swaps(program, predict, budget, prices.links) if swaps else None
@@ -192,7 +192,7 @@ class _Search:
         if program.swaps is not None:
             self.slots = [program.swaps.slots for _ in stages]
         else:
-            self.slots = [1 if program.alone else program.schedule.in_flight(program.device(s)) for s in stages]
+            self.slots = [1 if program.alone else program.in_flight(program.device(s)) for s in stages]
         self.tried: list[int] = []
         self.items: list[Items] = []
         for section in program.sections:
@@ -268,7 +268,7 @@ class _Search:
         added = [0.0] * program.num_devices
         for s, (found, slow) in enumerate(zip(fitted, self._prices.slow, strict=True)):
             added[program.device(s)] += found.added_seconds * slow
-        return program.schedule.num_microbatches * max(added) + exchange_seconds(program), program, tuple(fitted)
+        return program.num_microbatches * max(added) + exchange_seconds(program), program, tuple(fitted)
 
     def best(self, room: float) -> list[Answer] | None:
         """Answers for all stages within a room, the slowest added time least."""

@@ -19,6 +19,7 @@ from jaxpipe.pipeline.words import from_words, to_words
 def stage_arrays(
     mesh: Mesh,
     layout: Layout,
+    places: Sequence[int],
     owners: Sequence[int | None],
     buffers: Sequence[Any],
     shared: Callable[[], Any] = tuple,
@@ -29,14 +30,15 @@ def stage_arrays(
     Args:
       mesh: the devices.
       layout: where each stage keeps its arrays.
+      places: the first device of each stage, along the stage axis.
       owners: by array, its stage.
-      buffers: ``[num_stages, length]``, or ``[num_stages, replicas, length]``, which gives arrays ``[replicas, ...]``.
+      buffers: ``[devices, length]``, or ``[devices, replicas, length]``, which gives arrays ``[replicas, ...]``.
       shared: gives the arrays that no stage owns, one after the other.
       keep: whether this process wants them; else it gets none.
     """
     by_stage = []
-    for s in range(len(layout.avals)):
-        rows = [stage_row(mesh, x, s) for x in buffers]
+    for s, place in enumerate(places):
+        rows = [device_row(mesh, x, place) for x in buffers]
         if not keep:
             continue
         if rows and rows[0].ndim == 2:
@@ -49,8 +51,8 @@ def stage_arrays(
     return [shared() if owner is None else next(by_stage[owner]) for owner in owners]
 
 
-def stage_row(mesh: Mesh, x: jax.Array, s: int) -> np.ndarray:
-    """A stage's row of a buffer, copied to the host of every process."""
+def device_row(mesh: Mesh, x: jax.Array, s: int) -> np.ndarray:
+    """The row of a buffer on one device along the stage axis, copied to the host of every process."""
     if not x.is_fully_addressable:
         spec = P(STAGE, DATA) if x.ndim == 3 else P(STAGE)
         return np.array(_spread(mesh, spec)(x, np.int32(s)))
@@ -63,7 +65,7 @@ def stage_row(mesh: Mesh, x: jax.Array, s: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def _spread(mesh: Mesh, spec: P) -> Callable[[jax.Array, Any], jax.Array]:
-    """``(buffer, stage) -> row``, from the devices that hold it to all, bit for bit."""
+    """``(buffer, device along the stage axis) -> row``, from the devices that hold it to all, bit for bit."""
 
     def send(x: jax.Array, s: jax.Array) -> jax.Array:
         words = to_words(x)

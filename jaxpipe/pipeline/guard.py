@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.pipeline.program import DATA, STAGE
+from jaxpipe.pipeline.program import DATA, STAGE, Program
 from jaxpipe.pipeline.state import TrainState
 
 
@@ -17,7 +17,7 @@ OnNonFinite = Literal["raise", "skip"] | None
 
 
 def guard(
-    old: TrainState, new: TrainState, loss: Any, gradients: Sequence[Any], num_stages: int, replicated: bool, skip: bool
+    old: TrainState, new: TrainState, loss: Any, gradients: Sequence[Any], program: Program, skip: bool
 ) -> tuple[TrainState, dict[str, Any]]:
     """The new state, or the old one's bits if the loss or a gradient is not finite; inside ``shard_map``.
 
@@ -27,16 +27,15 @@ def guard(
       old, new: the state before and after the step.
       loss: of the batch.
       gradients: that this device has made.
-      num_stages: of the pipeline.
-      replicated: whether there is a data axis.
+      program: what has run.
       skip: whether to skip the step, rather than raise.
 
     Returns:
       The state; and in which stages gradients are not finite, and whether the step was stopped.
     """
     here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0)) > 0
-    row = jnp.zeros((num_stages,), jnp.int32).at[lax.axis_index(STAGE)].set(here.astype(jnp.int32))
-    stages = lax.psum(row, (STAGE, DATA) if replicated else (STAGE,)) > 0
+    row = jnp.zeros((program.num_devices,), jnp.int32).at[program.own].set(here.astype(jnp.int32))
+    stages = lax.psum(row, (STAGE, DATA) if program.replicated else (STAGE,)) > 0
     stopped = jnp.any(stages) | ~jnp.isfinite(loss)
 
     def kept(before: Any, after: Any) -> Any:

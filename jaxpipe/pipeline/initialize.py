@@ -19,6 +19,7 @@ from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Update
+from jaxpipe.schedules.teams import Teams
 
 
 def initial_state(
@@ -26,6 +27,7 @@ def initial_state(
     model: BoundModel,
     placement: Placement,
     layouts: tuple[Layout, Layout],
+    teams: Teams,
     optimizer: optax.GradientTransformation,
     update: Update,
     key: Any,
@@ -38,8 +40,8 @@ def initial_state(
     """
     values = _given(model) if model.values is not None else _initialised(model, key)
     parts = []
-    for s in range(mesh.shape[STAGE]):
-        devices = hosts.mine(stage_devices(mesh, s))
+    for s in range(len(teams.widths)):
+        devices = hosts.mine(stage_devices(mesh, teams, s))
         if not devices:
             continue
         first, *others = devices
@@ -154,9 +156,9 @@ def _buffers(values: Sequence[Sequence[Any]], s: int, layouts: Sequence[Layout])
     return [[x.reshape(1, *x.shape) for x in buffers] for buffers in written]
 
 
-def stage_devices(mesh: Mesh, s: int) -> list[Any]:
+def stage_devices(mesh: Mesh, teams: Teams, s: int) -> list[Any]:
     """The devices of a stage, one for each replica."""
-    return list(np.atleast_1d(np.take(mesh.devices, s, axis=mesh.axis_names.index(STAGE))))
+    return list(np.take(mesh.devices, teams.groups[s], axis=mesh.axis_names.index(STAGE)).flat)
 
 
 def assemble(mesh: Mesh, spec: P, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@
 gradient of its group, averaged over the replicas. Nothing is known then of other stages' gradients.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from jax import lax
 from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import ColouredUpdate, run_update
-from jaxpipe.pipeline.program import DATA, STAGE, Program
+from jaxpipe.pipeline.program import DATA, Program, over_stages
 from jaxpipe.schedules.weights import weight_slots
 
 
@@ -106,7 +107,8 @@ class Live:
             return program.parameters.write(s, new), self.layout.write(s, state)
 
         def updated() -> Any:
-            return run_update(self.coloured, stage, STAGE, read, write, weights.shared, program.num_devices)
+            together = functools.partial(over_stages, program)
+            return run_update(self.coloured, stage, together, read, write, weights.shared, program.num_devices)
 
         def kept() -> Any:
             return (newest, list(weights.optimizer)), list(weights.shared)

@@ -11,7 +11,6 @@ import numpy as np
 from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph import Graph
 from jaxpipe.pipeline.initialize import stage_devices
-from jaxpipe.pipeline.program import STAGE
 from jaxpipe.pipeline.state import TrainState
 
 
@@ -51,7 +50,7 @@ def error(
     """
     origin = find(planned, state, batch) if jax.process_count() == 1 else None
     # A forward pass that is finite: cotangents went wrong in the last of the stages, and all before got them.
-    stage = origin.stage if origin is not None else max(stages, default=planned.mesh.shape[STAGE] - 1)
+    stage = origin.stage if origin is not None else max(stages, default=planned.program.num_devices - 1)
     where = f"in the backward pass of stage {stage}" if origin is None else f"in {origin}"
     if jax.process_count() > 1:
         stage, where = None, f"in an operator that can be found in one process; gradients of stages {stages} have it"
@@ -77,7 +76,7 @@ def find(planned: "Planned", state: TrainState, batch: Any) -> NonFiniteOrigin |
     program, model, mesh = planned.program, planned.model, planned.mesh
     objective, graph = program.objective, program.objective.graph
     replicas, m = planned.batching.replicas, planned.batching.num_microbatches
-    devices = [stage_devices(mesh, s)[0] for s in range(mesh.shape[STAGE])]
+    devices = [stage_devices(mesh, program.teams, s)[0] for s in range(program.num_devices)]
     homes = [s for s, stage in enumerate(planned.plan.stages) for _ in range(*stage.operators)]
 
     variables: dict[int, Any] = {}

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.per_stage import known_stages
@@ -195,7 +194,7 @@ def _colour(graph: Graph, colour: dict[int, int], shared: Sequence[int]) -> tupl
 def run_update(
     update: ColouredUpdate,
     stage: Any,
-    axis: str,
+    together: Callable[[Any], Any],
     read: Callable[[int], tuple[Sequence[Any], Sequence[Any], Sequence[Any]]],
     write: Callable[[int, Sequence[Any], Sequence[Any]], Any],
     shared_state: Sequence[Any],
@@ -206,7 +205,7 @@ def run_update(
     Args:
       update: the coloured program.
       stage: this device's stage, a tracer.
-      axis: the mesh axis of the stages.
+      together: the sum over the stages.
       read: for a stage, its parameters, gradients and state out of this device's buffers.
       write: for a stage, new parameters and new state into buffers.
       shared_state: the state of which every stage has a copy.
@@ -241,7 +240,7 @@ def run_update(
                 ]
             )
 
-        words = lax.psum(switch(stage, [lambda s=s: send(s) for s in range(num_stages)]), axis)
+        words = together(switch(stage, [lambda s=s: send(s) for s in range(num_stages)]))
         assert words.shape == (length,)
         start = 0
         for t in tensors:

@@ -22,6 +22,7 @@ from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.model import BoundModel, UserFunction, with_values
 from jaxpipe.pipeline import checks, feed, nonfinite
 from jaxpipe.pipeline import step as steps
+from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.gather import stage_arrays
 from jaxpipe.pipeline.initialize import initial_state
 from jaxpipe.pipeline.nonfinite import NonFiniteOrigin
@@ -227,11 +228,9 @@ class Pipeline:
         model = planned.model if variables is None else with_values(planned.model, variables)
         if model.values is None and model.initialise is None:
             raise PartitionError("The model has no values and cannot be initialised; pass variables= to init.")
-        layouts = planned.program.parameters, planned.program.state
-        identity = self.plan.identity
-        return hosts.settled(
-            initial_state(self.mesh, model, planned.placement, layouts, self._optimizer, planned.update, key, identity)
-        )
+        program, identity = planned.program, self.plan.identity
+        layouts, whole = (program.parameters, program.state), (self._optimizer, planned.update, key, identity)
+        return hosts.settled(initial_state(self.mesh, model, planned.placement, layouts, program.teams, *whole))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """One training step; donates ``state``.
@@ -299,7 +298,8 @@ class Pipeline:
         leaves = self._check(state, batch)
         loss, metrics, buffers = hosts.settled(self._gradient_step(state, leaves))
         planned = self._planned
-        gradients = stage_arrays(self.mesh, planned.program.parameters, planned.placement.parameters, buffers)
+        program, placement = planned.program, planned.placement
+        gradients = stage_arrays(self.mesh, program.parameters, program.teams.first, placement.parameters, buffers)
         found = _metrics(planned.program.objective, loss, metrics)
         return (loss, found), planned.model.parameter_tree(gradients)
 
@@ -322,8 +322,10 @@ class Pipeline:
         """The model's own variables in the model's own layout, as host arrays; all processes call it, and get all."""
         checks.check_state(state.plan, self.plan.identity)
         planned = self._planned
-        values = stage_arrays(self.mesh, planned.program.parameters, planned.placement.parameters, state.parameters)
-        rest = stage_arrays(self.mesh, planned.program.state, planned.placement.state, state.variables)
+        program, placement = planned.program, planned.placement
+        gather = functools.partial(stage_arrays, self.mesh, places=program.teams.first)
+        values = gather(program.parameters, owners=placement.parameters, buffers=state.parameters)
+        rest = gather(program.state, owners=placement.state, buffers=state.variables)
         return planned.model.variable_tree(values, rest)
 
     def save(self, state: TrainState, directory: Any, *, data: Any = None) -> None:
@@ -510,16 +512,18 @@ class Pipeline:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x, shapes)
         trace = trace_loss if name == "evaluate" else trace_prediction
         objective = trace(planned.model, function, one, name)
-        before = planned.program.schedule
+        before, teams = planned.program.schedule, planned.program.teams
         names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
         borrowed = {t for section in planned.program.sections for t in section.borrowed}
         lent = [k for k, t in enumerate(planned.program.objective.parameters) if t in borrowed]
         cuts = follow(objective, planned.stages, before.total_stages, names, name, lent)
+        sections = shared_sections(objective, planned.model, cut_sections(objective, cuts, planned.stages), teams)
         program = dataclasses.replace(
             planned.program,
             objective=objective,
-            sections=cut_sections(objective, cuts, planned.stages),
-            schedule=forward_only(before.num_stages, m, before.num_chunks),
+            sections=tuple(dataclasses.replace(section, fold=None) for section in sections),
+            schedule=forward_only(before.num_stages, teams.deals(m), before.num_chunks),
+            num_microbatches=m,
             swaps=None,
         )
         build = steps.evaluation_step if name == "evaluate" else steps.prediction_step

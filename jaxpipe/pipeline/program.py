@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.pipeline.columns import Arena, Columns, arena, columns
@@ -18,7 +19,9 @@ from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.sections import Placement, Section
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.schedules import Kind, Schedule
+from jaxpipe.schedules.peers import can_swap
 from jaxpipe.schedules.swaps import Swaps
+from jaxpipe.schedules.teams import Teams
 from jaxpipe.schedules.transport import Transport, transport
 
 
@@ -33,12 +36,15 @@ PAGE = 1024
 class Program:
     """Sections, a schedule, and where variables live: all that the tick loop needs.
 
-    Stage ``s`` is on device ``s % schedule.num_stages``.
+    Stage ``s`` is on device ``s % schedule.num_stages``. Where stages have several devices each, a device of the
+    schedule is such a team, and a micro-batch of it a deal (``jaxpipe.schedules.teams``).
 
     Attributes:
       objective: what is computed for a micro-batch.
       sections: its stages.
       schedule: the table.
+      teams: the devices along the stage axis.
+      num_microbatches: of a step, on each replica of the data axis.
       placement: the device of every variable.
       parameters, state: layouts of the variables, by device.
       replicated: whether the mesh has a data axis.
@@ -48,6 +54,8 @@ class Program:
     objective: Objective
     sections: tuple[Section, ...]
     schedule: Schedule
+    teams: Teams
+    num_microbatches: int
     placement: Placement
     parameters: Layout
     state: Layout
@@ -60,8 +68,19 @@ class Program:
 
     @property
     def num_devices(self) -> int:
-        """Devices along the stage axis."""
+        """Devices along the stage axis, or teams of them."""
         return self.schedule.num_stages
+
+    @property
+    def own(self) -> Any:
+        """Which of them this is; inside ``shard_map``."""
+        index = lax.axis_index(STAGE)
+        return index if self.teams.single else jnp.asarray(self.teams.stage_of, jnp.int32)[index]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether some device works on another number of micro-batches in a tick than one."""
+        return self.teams.most_turns > 1 or self.num_microbatches % self.teams.deal > 0
 
     def device(self, stage: int) -> int:
         """Where a stage is."""
@@ -91,7 +110,7 @@ class Program:
     def alone(self) -> bool:
         """Whether one stage does all, forward and backward of a micro-batch in one tick: nothing waits in an arena."""
         rows = [self.schedule.row(0, kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
-        return len(self.sections) == 1 and self.schedule.has_backward and rows[0] == rows[1]
+        return len(self.sections) == 1 and self.schedule.has_backward and rows[0] == rows[1] and not self.takes_turns
 
     @cached_property
     def stash_pages(self) -> tuple[int, ...]:
@@ -108,6 +127,21 @@ class Program:
             return (0,) * len(self.sections)
         return tuple(_pages(self.tangents(section.saved)) for section in self.sections)
 
+    def in_flight(self, device: int, chunk: int | None = None) -> int:
+        """The most stashes that a device holds at the same time, of all its stages or of one."""
+        return self.schedule.in_flight(device, chunk) * self.teams.turns(device)
+
+    @property
+    def may_swap(self) -> bool:
+        """Whether stashes can go to peers: as the schedule allows, with one device for each stage."""
+        return can_swap(self.schedule) and self.teams.single
+
+    @cached_property
+    def statistics_words(self) -> int:
+        """Words of what one micro-batch adds to the state of a stage whose devices share the micro-batches."""
+        folds = [section.fold for section in self.sections if section.fold is not None]
+        return max((sum(word_count(a) for a in self.avals(fold.statistics)) for fold in folds), default=0)
+
     @cached_property
     def transport(self) -> Transport | None:
         """How stashes go to peers; None if all stay."""
@@ -117,7 +151,7 @@ class Program:
     def places(self) -> Arena:
         """Where everything is in the arena."""
         if self.swaps is None:
-            return arena(self.schedule, self.stash_pages, self.saved_pages)
+            return arena(self.schedule, self._of_deal(self.stash_pages), self._of_deal(self.saved_pages))
         home = (0,) * len(self.sections) if self.transport is None else self.transport.home
         written, read = (
             {(s, j): home[s] + self.stash_pages[s] * slot for s, slots in enumerate(found) for j, slot in slots.items()}
@@ -130,12 +164,17 @@ class Program:
         """Pages of the arena, each thing in which is read and written through a window of the largest of its kind."""
         if self.alone or not self.schedule.has_backward:
             return 0
-        window = max(self.stash_pages)
         if self.transport is not None:
             return self.transport.arena
-        ends = [place + window for place in self.places.written.values()]
-        ends += [place + max(self.saved_pages) for place in self.places.saved.values()]
+        ends = []
+        for places, pages in ((self.places.written, self.stash_pages), (self.places.saved, self.saved_pages)):
+            last = [whole - one + max(pages) for whole, one in zip(self._of_deal(pages), pages, strict=True)]
+            ends += [place + last[s] for (s, _), place in places.items()]
         return max(ends, default=0)
+
+    def _of_deal(self, pages: Sequence[int]) -> tuple[int, ...]:
+        """Pages by stage of all micro-batches of a deal that one device works on."""
+        return tuple(self.teams.turns(self.device(s)) * n for s, n in enumerate(pages))
 
     @cached_property
     def columns(self) -> Columns:
@@ -153,7 +192,8 @@ class Program:
     def inbox_words(self) -> tuple[int, int]:
         """Words of the messages that a device has room for, forward and backward."""
         slots = self.columns.forward_inbox.slots, self.columns.backward_inbox.slots
-        return slots[0] * self.message_words[0], slots[1] * self.message_words[1]
+        each = [n * self.teams.most_turns for n in slots]
+        return each[0] * self.message_words[0], each[1] * self.message_words[1]
 
     def stash_avals(self, section: Section) -> list[Any]:
         """Shapes of what one micro-batch of a stage keeps in the arena."""
@@ -169,6 +209,21 @@ class Program:
 
 def _pages(avals: Sequence[Any]) -> int:
     return -(-sum(map(word_count, avals)) // PAGE)
+
+
+def over_stages(program: Program, values: Any) -> Any:
+    """Sums over the stages of what all devices of a stage have alike; inside ``shard_map``."""
+    if not program.teams.single:
+        first = jnp.asarray(program.teams.replica_of, jnp.int32)[lax.axis_index(STAGE)] == 0
+        values = jax.tree.map(lambda x: jnp.where(first, x, jnp.zeros_like(x)), values)
+    return lax.psum(values, STAGE)
+
+
+def over_team(program: Program, values: Any) -> Any:
+    """Sums over the devices of each stage, in their order; inside ``shard_map``."""
+    if program.teams.single:
+        return values
+    return lax.psum(values, STAGE, axis_index_groups=[list(group) for group in program.teams.groups])
 
 
 def send(message: Any, pairs: Sequence[tuple[int, int]]) -> Any:

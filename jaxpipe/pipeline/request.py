@@ -18,7 +18,11 @@ from jaxpipe.profiling.model import Source
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What the caller of ``partition`` asked for, checked; of several ``schedules``, the fastest is wanted."""
+    """What the caller of ``partition`` asked for, checked; of several ``schedules``, the fastest is wanted.
+
+    ``num_stages`` is what the mesh has along its stage axis. ``replicate`` is how many of these devices each stage has,
+    or whether that may be chosen.
+    """
 
     model: Any
     mesh: Mesh
@@ -37,3 +41,4 @@ class Request:
     on_nonfinite: OnNonFinite
     num_stages: int
     replicas: int
+    replicate: bool | tuple[int, ...]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from jaxpipe import stage as stages
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, is_differentiable
+from jaxpipe.pipeline.folding import Fold
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.planning.order import allowed_cuts, spans, uses_apart
 from jaxpipe.policy import FAST, Policy
@@ -28,6 +29,7 @@ class Section:
       stage: forward and backward program, where the section is trained.
       returning: the subset of ``arriving`` whose cotangent is sent back.
       saved: tensors whose cotangent waits for the weight part of the backward pass, where a schedule splits it.
+      fold: how its state changes, where several devices share its micro-batches; ``new_state`` is the old one then.
     """
 
     graph: Graph
@@ -42,6 +44,7 @@ class Section:
     stage: Stage | None = None
     returning: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
+    fold: Fold | None = None
 
     @property
     def stashed(self) -> tuple[int, ...]:

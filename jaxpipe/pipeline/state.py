@@ -12,8 +12,8 @@ class TrainState:
     """Parameters, state and optimizer state of all stages; a pytree of global arrays, to be treated as a whole.
 
     Attributes:
-      parameters, variables, optimizer: buffers ``[num_stages, length]``, one row on the devices of each stage.
-      residual: buffers ``[num_stages, replicas, length]`` with what each replica has not sent of its gradients; none
+      parameters, variables, optimizer: buffers ``[devices, length]``, one row on each device along the stage axis.
+      residual: buffers ``[devices, replicas, length]`` with what each replica has not sent of its gradients; none
         if gradients are exchanged whole.
       shared: optimizer state that every device has (step counts, schedules).
       key: the random key of the run.

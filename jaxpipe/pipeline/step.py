@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.gradients.exchange import sent_share
 from jaxpipe.pipeline.exchange import StageExchange, run_exchange
+from jaxpipe.pipeline.folding import fold_state
 from jaxpipe.pipeline.guard import OnNonFinite, guard
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.live import Live
 from jaxpipe.pipeline.optimizer import ColouredUpdate, run_update
-from jaxpipe.pipeline.program import DATA, STAGE, Program
+from jaxpipe.pipeline.program import DATA, STAGE, Program, over_stages, over_team
 from jaxpipe.pipeline.sharing import borrow, give_back
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.ticks import Totals, run_ticks
@@ -71,7 +72,7 @@ class Update:
 
 
 def state_specs(state: TrainState) -> TrainState:
-    """The sharding of each part of a state: one row of every buffer for each stage."""
+    """The sharding of each part of a state: one row of every buffer on each device along the stage axis."""
     by_stage = functools.partial(jax.tree.map, lambda _: P(STAGE))
     everywhere = functools.partial(jax.tree.map, lambda _: P())
     return TrainState(
@@ -108,9 +109,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
         else:
             loss, own, metrics = _mean(program, totals, summed=False)
             held = [x.reshape(x.shape[2:]) for x in state.residual]
-            gradients, residual, squares, left = run_exchange(
-                update.exchange, lax.axis_index(STAGE), DATA, state.step, own, held
-            )
+            gradients, residual, squares, left = run_exchange(update.exchange, program.own, DATA, state.step, own, held)
             squares, left = _in_order(squares, (STAGE, DATA)), _in_order(left, (STAGE, DATA))
             told = {"sent_share": sent_share(squares, left), "residual_norm": jnp.sqrt(left)}
 
@@ -124,8 +123,9 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
         def write(s: int, new: Sequence[Any], new_state: Sequence[Any]) -> Any:
             return program.parameters.write(s, new), update.layout.write(s, new_state)
 
+        together = functools.partial(over_stages, program)
         (parameters, optimizer), shared = run_update(
-            update.coloured, lax.axis_index(STAGE), STAGE, read, write, state.shared, program.num_devices
+            update.coloured, program.own, together, read, write, state.shared, program.num_devices
         )
         new = TrainState(
             _rows(parameters),
@@ -139,10 +139,10 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             state.plan,
         )
         overflows = lax.psum(totals.overflows, (STAGE, DATA) if program.replicated else (STAGE,))
-        counters = {"gradient_norm": _norm(gradients), "overflows": overflows, **told}
+        counters = {"gradient_norm": _norm(program, gradients), "overflows": overflows, **told}
         if update.on_nonfinite is not None:
             skip = update.on_nonfinite == "skip"
-            new, noticed = guard(state, new, loss, own, program.num_devices, program.replicated, skip)
+            new, noticed = guard(state, new, loss, own, program, skip)
             counters |= noticed
         return new, loss, counters, metrics
 
@@ -165,7 +165,7 @@ def _live_step(mesh: Mesh, program: Program, update: Update, batching: Batching,
         loss, _, metrics = _mean(program, replace(totals, gradients=[]))
         new = replace(
             state,
-            parameters=_rows(live.end(weights, lax.axis_index(STAGE))),
+            parameters=_rows(live.end(weights, program.own)),
             variables=_rows(_replicas_agree(program, totals.state)),
             optimizer=_rows(weights.optimizer),
             shared=tuple(weights.shared),
@@ -178,7 +178,7 @@ def _live_step(mesh: Mesh, program: Program, update: Update, batching: Batching,
         if update.on_nonfinite is not None:
             skip = update.on_nonfinite == "skip"
             seen = [weights.squares]
-            new, noticed = guard(state, new, loss, seen, program.num_devices, program.replicated, skip)
+            new, noticed = guard(state, new, loss, seen, program, skip)
             counters |= noticed
         return new, loss, counters, metrics
 
@@ -249,7 +249,12 @@ def _train(
     key = jax.random.fold_in(state.key, state.step)
     held = borrow(program, parameters)
     totals = run_ticks(program, held, variables, key, batching.rows(batch), collect, live)
-    return replace(totals, gradients=give_back(program, totals.gradients) if totals.gradients else [])
+    count = len(program.parameters.buffers)
+    gradients = [*over_team(program, totals.gradients[:count]), *totals.gradients[count:]]
+    new = totals.state
+    if totals.statistics is not None:
+        new = fold_state(program, totals.state, over_team(program, totals.statistics))
+    return replace(totals, gradients=give_back(program, gradients) if gradients else [], state=new, statistics=None)
 
 
 def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, list[Any], list[Any]]:
@@ -268,16 +273,16 @@ def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, l
     return loss / weight.astype(loss.dtype), gradients, [x / weight.astype(x.dtype) for x in metrics]
 
 
-def _norm(gradients: Sequence[Any]) -> Any:
+def _norm(program: Program, gradients: Sequence[Any]) -> Any:
     """The L2 norm over all stages."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients]
-    return jnp.sqrt(_in_order(sum(squares, start=jnp.float32(0)), (STAGE,)))
+    return jnp.sqrt(_in_order(sum(squares, start=jnp.float32(0)), (STAGE,), program.teams.first))
 
 
-def _in_order(x: Any, axes: tuple[str, ...]) -> Any:
+def _in_order(x: Any, axes: tuple[str, ...], places: Sequence[int] | None = None) -> Any:
     """The sum of a number over devices, with the same bits whatever connects them: ``psum`` has no fixed order."""
     parts = lax.all_gather(x, axes)
-    return functools.reduce(operator.add, [parts[k] for k in range(len(parts))])
+    return functools.reduce(operator.add, [parts[k] for k in (range(len(parts)) if places is None else places)])
 
 
 def _replicas_agree(program: Program, state: Sequence[Any]) -> list[Any]:

@@ -34,9 +34,10 @@ from jaxpipe.pipeline.branches import (
 )
 from jaxpipe.pipeline.columns import Work
 from jaxpipe.pipeline.live import Live, WeightRow, Weights, version
-from jaxpipe.pipeline.program import DATA, PAGE, STAGE, Program, send
+from jaxpipe.pipeline.program import DATA, PAGE, STAGE, Program
 from jaxpipe.pipeline.swap import swap, swap_columns
 from jaxpipe.pipeline.switch import switch
+from jaxpipe.pipeline.turns import hand_on, run_work
 from jaxpipe.pipeline.words import POISON
 from jaxpipe.schedules import Kind
 
@@ -50,6 +51,8 @@ class Totals:
       state: the state buffers, folded over the micro-batches.
       results: sums of the results, or predictions by micro-batch, where this stage makes them; zeros elsewhere.
       overflows: sparse tensors of this stage that did not fit their room and were computed again.
+      statistics: by micro-batch, what those of this device add to its state where that is folded at the end
+        (``jaxpipe.pipeline.folding``), zeros for the others; None if there is none.
       weights: what updates on the way have left; None without any.
     """
 
@@ -57,6 +60,7 @@ class Totals:
     state: Sequence[Any]
     results: Sequence[Any]
     overflows: Any
+    statistics: Any = None
     weights: Weights | None = None
 
 
@@ -103,17 +107,16 @@ def run_ticks(
       collect: keep the results of each micro-batch apart, instead of adding them up.
       live: updates parameters on the way, by the versions of the schedule.
     """
-    schedule, count = program.schedule, program.num_devices
-    m, kind = schedule.num_microbatches, schedule.backward_kind
-    stage = lax.axis_index(STAGE)
+    schedule, m, kind = program.schedule, program.num_microbatches, program.schedule.backward_kind
+    stage = program.own
     replica = lax.axis_index(DATA) if program.replicated else 0
     forward = _by_stage(program, forward_branch, idle_forward)
     backward = _by_stage(program, backward_branch, idle_backward)
     weight = _by_stage(program, weight_branch, idle_weight)
     window, kept = stash_shape(program)[0], saved_shape(program)[0]
+    words, overflows = program.message_words, len(program.objective.results)
     there, back = program.columns.forward_inbox, program.columns.backward_inbox
-    ring = schedule.num_chunks > 1
-    onward = [(s, (s + 1) % count) for s in range(count if ring else count - 1)]
+    stored = not program.alone and (window > 0 or program.takes_turns)
     # Kinds that share a phase exchange their messages after all of it.
     early = len(schedule.phases) > 1 and kind not in schedule.phases[0]
 
@@ -127,42 +130,55 @@ def run_ticks(
 
     def tick(carry: Carry, row: Row) -> tuple[Carry, None]:
         arena, inbox, back_inbox, state, gradients, results, weights = carry
-        work = row.forward
-        active = work.microbatch >= 0
         own = parameters if weights is None or row.weights is None else version(weights, row.weights.forward)
-        operands = own, state, *microbatch(work.microbatch), _message(inbox, work)
-        message, stash, state, made = forward(work.branch, *operands)
-        results = [_add(old, new, work.microbatch, active, collect) for old, new in zip(results, made, strict=True)]
+
+        def ahead(work: Work, held: Any) -> Any:
+            arena, state, results = held
+            operands = own, state, *microbatch(work.microbatch), _message(inbox, work)
+            message, stash, state, made = forward(work.branch, *operands)
+            results = [
+                _add(old, new, work.microbatch, work.microbatch >= 0, collect or k > overflows)
+                for k, (old, new) in enumerate(zip(results, made, strict=True))
+            ]
+            if stored and schedule.has_backward:
+                arena = _write(arena, stash, work.stash, pages(work.branch, program.stash_pages))
+            return (arena, state, results), message, stash
+
+        held, message, stash = run_work(program, row.forward, ahead, (arena, state, results), words[0])
+        arena, state, results = held
         if early or not schedule.has_backward:
-            inbox = _deliver(inbox, send(message, onward), row.forward_landed, there.direct)
+            inbox = hand_on(program, message, inbox, row.forward_landed, direct=there.direct, back=False)
         if not schedule.has_backward:
             return Carry(arena, inbox, back_inbox, state, gradients, results, weights), None
-        if window and not program.alone:
-            arena = _write(arena, stash, work.stash, pages(work.branch, program.stash_pages))
-
-        work = row.backward
-        if window and not program.alone:
-            stash = _read(arena, work.stash, window)
         if weights is not None and row.weights is not None:
             own = version(weights, row.weights.backward)
-        operands = own, *microbatch(work.microbatch), stash, _message(back_inbox, work)
-        cotangents, saved, steps = backward(work.branch, *operands)
-        gradients = _sum(program, kind, gradients, steps, work.microbatch >= 0)
-        if schedule.splits_backward:
+
+        def behind(work: Work, held: Any) -> Any:
+            arena, gradients = held
+            found = _read(arena, work.stash, window) if stored else stash
+            operands = own, *microbatch(work.microbatch), found, _message(back_inbox, work)
+            cotangents, saved, steps = backward(work.branch, *operands)
+            gradients = _sum(program, kind, gradients, steps, work.microbatch >= 0)
             if kept:
                 arena = _write(arena, saved, work.saved, pages(work.branch, program.saved_pages))
-            work = row.weight
-            stash = _read(arena, work.stash, window)
-            operands = own, *microbatch(work.microbatch), stash, _read(arena, work.saved, kept)
+            return (arena, gradients), cotangents, None
+
+        def later(work: Work, gradients: Any) -> Any:
+            found = _read(arena, work.stash, window)
+            operands = own, *microbatch(work.microbatch), found, _read(arena, work.saved, kept)
             steps = weight(work.branch, *operands)
             gradients = _sum(program, Kind.BACKWARD_WEIGHT, gradients, steps, work.microbatch >= 0)
+            return gradients, jnp.zeros((0,), jnp.uint32), None
+
+        (arena, gradients), cotangents, _ = run_work(program, row.backward, behind, (arena, gradients), words[1])
+        if schedule.splits_backward:
+            gradients, _, _ = run_work(program, row.weight, later, gradients, 0)
         if live is not None and weights is not None and row.weights is not None:
             weights, gradients = live.update(weights, gradients, row.weights, stage)
         if not early:
             message, cotangents = lax.optimization_barrier((message, cotangents))
-            inbox = _deliver(inbox, send(message, onward), row.forward_landed, there.direct)
-        arrived = send(cotangents, [(b, a) for a, b in onward])
-        back_inbox = _deliver(back_inbox, arrived, row.backward_landed, back.direct)
+            inbox = hand_on(program, message, inbox, row.forward_landed, direct=there.direct, back=False)
+        back_inbox = hand_on(program, cotangents, back_inbox, row.backward_landed, direct=back.direct, back=True)
         if program.transport is not None and window:
             # XLA copies the arena unless it sees that the stash is read before anything is written over it.
             over = row.backward.microbatch < -1
@@ -170,18 +186,23 @@ def run_ticks(
             arena = swap(program, arena, STAGE, row.swaps, after)
         return Carry(arena, inbox, back_inbox, state, gradients, results, weights), None
 
-    lead = (m,) if collect else ()
+    rows = program.teams.most_turns
     initial = Carry(
         arena=jnp.full((program.arena_pages, PAGE), POISON),
-        forward_inbox=jnp.full((there.slots, program.message_words[0]), POISON),
-        backward_inbox=jnp.full((back.slots, program.message_words[1]), POISON),
+        forward_inbox=jnp.full((there.slots * rows, words[0]), POISON),
+        backward_inbox=jnp.full((back.slots * rows, words[1]), POISON),
         state=list(state),
         gradients=[jnp.zeros(a.shape, a.dtype) for a in program.gradient_avals] if schedule.has_backward else [],
-        results=[jnp.zeros((*lead, *a.shape), a.dtype) for a in made_avals(program)],
+        results=[
+            jnp.zeros((*((m,) if collect or k > overflows else ()), *a.shape), a.dtype)
+            for k, a in enumerate(made_avals(program))
+        ],
         weights=None if live is None else live.begin(parameters),
     )
     last, _ = lax.scan(tick, initial, _rows(program, stage, None if live is None else live.rows()))
-    return Totals(last.gradients, last.state, last.results[:-1], last.results[-1], last.weights)
+    made = last.results
+    statistics = made[overflows + 1] if program.statistics_words else None
+    return Totals(last.gradients, last.state, made[:overflows], made[overflows], statistics, last.weights)
 
 
 def _by_stage(program: Program, branch: Callable[..., Any], idle: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,15 +227,6 @@ def _rows(program: Program, stage: Any, weights: WeightRow | None) -> Row:
 def _message(inbox: Any, work: Work) -> Any:
     """The message that some work needs."""
     return inbox[0] if inbox.shape[0] == 1 else lax.dynamic_index_in_dim(inbox, work.message, keepdims=False)
-
-
-def _deliver(inbox: Any, message: Any, slot: Any, direct: bool) -> Any:
-    """The inbox with what has arrived."""
-    if direct:
-        return message[None]
-    place = jnp.maximum(slot, 0)
-    old = lax.dynamic_index_in_dim(inbox, place, keepdims=False)
-    return lax.dynamic_update_index_in_dim(inbox, jnp.where(slot >= 0, message, old), place, 0)
 
 
 def _read(arena: Any, first: Any, window: int) -> Any:

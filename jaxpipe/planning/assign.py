@@ -37,11 +37,19 @@ class Limits:
       team_sizes: how many devices a stage may have.
       num_devices: how many are used in all; any number if None.
       memory: bytes on each device of the network.
+      widths: how many devices each stage has, first to last, if that is given.
     """
 
     team_sizes: tuple[int, ...]
     num_devices: int | None
     memory: tuple[float, ...]
+    widths: tuple[int, ...] | None = None
+
+    def sizes(self, count: int) -> tuple[int, ...]:
+        """How many devices a stage may have, if it and all stages behind it have ``count``."""
+        if self.widths is None:
+            return self.team_sizes
+        return tuple(width for k, width in enumerate(self.widths) if sum(self.widths[k:]) == count)
 
 
 def device_classes(network: Network, memory: Sequence[float]) -> tuple[tuple[int, ...], ...]:
@@ -171,20 +179,24 @@ class Search:
 
     def _teams(self, used: Counts) -> Iterator[Counts]:
         """What the first stage of a suffix may take of the devices it uses."""
-        sizes = self.limits.team_sizes
-        if sizes == (1,):
-            for k, u in enumerate(used):
+        return self._parts(used, self.limits.sizes(sum(used)))
+
+    def _parts(self, given: Counts, sizes: Sequence[int]) -> Iterator[Counts]:
+        """As many of some devices as a stage may have."""
+        if tuple(sizes) == (1,):
+            for k, u in enumerate(given):
                 if u:
-                    yield (*(0,) * k, 1, *(0,) * (len(used) - k - 1))
+                    yield (*(0,) * k, 1, *(0,) * (len(given) - k - 1))
             return
-        for taken in itertools.product(*(range(u + 1) for u in used)):
+        for taken in itertools.product(*(range(u + 1) for u in given)):
             if sum(taken) in sizes:
                 yield taken
 
     def next_teams(self, used: Counts) -> Iterator[tuple[Team, Counts]]:
         """The teams that may stand in front of stages that use some devices."""
         left = tuple(len(group) - u for group, u in zip(self.classes, used, strict=True))
-        for taken in self._teams(left):
+        behind, sizes = sum(used), self.limits.team_sizes
+        for taken in self._parts(left, [size for size in sizes if size in self.limits.sizes(behind + size)]):
             together = tuple(u + t for u, t in zip(used, taken, strict=True))
             yield Team(self._devices(together, taken), sum(used)), taken
 

@@ -205,8 +205,8 @@ class Synchronous(CostModel):
 
     All stages walk through the ticks in step (``jaxpipe.schedules.simulate``): of the forward passes in a tick the
     slowest counts, of the backward passes too, and after each tick neighbours exchange messages that are as large as
-    the largest of all. The micro-batches of a step go through in ``R`` rounds of as many as the smallest team has
-    devices; a stage on a larger team shares them. With ``F_s`` and ``B_s`` the seconds of a round, and ``T`` ticks
+    the largest of all. The micro-batches of a step go through in ``R`` deals (``jaxpipe.schedules.teams``), each of as
+    many as the sizes of all teams divide. With ``F_s`` and ``B_s`` a device's seconds for a deal, and ``T`` ticks
 
         step = wavefront(F) + wavefront(B) + T * exchange + all-reduce
 
@@ -239,7 +239,7 @@ class Synchronous(CostModel):
 
     def objective(self, space: CutSpace, stages: Stages) -> float:
         forward, backward, reductions = [], [], [0.0]
-        together = min(len(devices) for *_, devices in stages)
+        together = math.lcm(*(len(devices) for *_, devices in stages))
         rounds = math.ceil(self.m / together)
         for first, last, devices in stages:
             team = Team(devices)

@@ -36,9 +36,10 @@ def partition_layers(
     *,
     cost_model: Literal["synchronous", "min_max", "throughput", "pipedream"] = "synchronous",
     memory: float | str | Sequence[float] | None = None,
-    replicate: bool | int = True,
+    replicate: bool | int | Sequence[int] = True,
     num_microbatches: int | None = None,
     num_stages: int | None = None,
+    idle: bool = True,
     reorder: bool = True,
     slack: float = 0.0,
 ) -> Partition:
@@ -58,10 +59,12 @@ def partition_layers(
       memory: bytes of each device, a text such as ``"8GiB"``, or one number for each device; the network's own
         ``memory_bytes`` holds too. A stage keeps ``ceil(devices from here on / k)`` micro-batches' residuals and its
         parameters; on the executor's timeline one less than twice as many, and gradients.
-      replicate: whether a stage may have several devices; a number: how many each has.
+      replicate: whether a stage may have several devices; a number: how many each has; numbers: how many each stage
+        has, first to last.
       num_microbatches: of a step, on all replicas together; ``"throughput"`` needs it, ``"synchronous"`` takes 32 if
         left out.
       num_stages: how many stages; needs ``replicate=False`` or a number.
+      idle: whether devices may be left without a stage.
       reorder: whether operators that do not depend on each other may change places.
       slack: by what share of the best an answer may be worse, if it sends less.
 
@@ -85,7 +88,10 @@ def partition_layers(
         raise PartitionError(f"num_microbatches={num_microbatches}; it must be at least 1.")
     if num_microbatches is None and cost_model == Synchronous.name:
         num_microbatches = MICROBATCHES
+    replicate = replicate if isinstance(replicate, bool | int) else tuple(replicate)
     limits = _limits(network, memory, replicate, num_stages)
+    if not idle:
+        limits = replace(limits, num_devices=_all(network, limits))
     model = MODELS[cost_model](network, num_microbatches)
     model.check(memory_given=min(limits.memory) < math.inf)
     space = cut_space(profile, reorder=reorder)
@@ -119,6 +125,7 @@ def partition_layers(
         num_stages=num_stages,
         reorder=reorder,
         slack=slack,
+        idle=idle,
         searched=(
             ("all cuts" if space.complete else "the cuts of the given order" if not reorder else "one order's cuts")
             + (", all placements" if exact else ", some orders of the devices")
@@ -141,7 +148,10 @@ def _solve(search: Search, model: CostModel, slack: float) -> tuple[Stages | Non
 
 
 def _limits(
-    network: Network, memory: float | str | Sequence[float] | None, replicate: bool | int, num_stages: int | None
+    network: Network,
+    memory: float | str | Sequence[float] | None,
+    replicate: bool | int | tuple[int, ...],
+    num_stages: int | None,
 ) -> Limits:
     count = network.num_devices
     if memory is None:
@@ -160,6 +170,13 @@ def _limits(
                 "or a number."
             )
         return Limits(tuple(range(1, count + 1)), None, budget)
+    if isinstance(replicate, tuple):
+        if not replicate or min(replicate) < 1 or sum(replicate) > count or num_stages not in (None, len(replicate)):
+            raise PartitionError(
+                f"replicate={replicate}: each of {num_stages or len(replicate)} stage(s) needs one device at least, "
+                f"{sum(replicate)} in all, and the network has {count}."
+            )
+        return Limits(tuple(sorted(set(replicate))), sum(replicate), budget, replicate)
     size = int(replicate) or 1
     if size < 1 or (num_stages is not None and num_stages < 1) or size * (num_stages or 1) > count:
         raise PartitionError(
@@ -167,6 +184,17 @@ def _limits(
             f"network has {count} devices."
         )
     return Limits((size,), None if num_stages is None else num_stages * size, budget)
+
+
+def _all(network: Network, limits: Limits) -> int:
+    """The number of devices, if stages can use them all."""
+    count = network.num_devices
+    if limits.num_devices not in (None, count) or (len(limits.team_sizes) == 1 and count % limits.team_sizes[0]):
+        raise PartitionError(
+            f"The stages that were asked for (replicate, num_stages) cannot have all {count} devices of the network. "
+            "Ask for others, or let devices be idle (idle=True)."
+        )
+    return count
 
 
 def _best_order(space: CutSpace, model: CostModel, limits: Limits) -> tuple[int, ...]:

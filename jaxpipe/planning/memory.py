@@ -42,13 +42,17 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     if program.shared:
         # Values, gradients, and the words of both on their way.
         held["shared"] = 4 * sum(map(_bytes, program.avals(program.shared)))
+    if program.statistics_words:
+        # Of this device's micro-batches, and of all.
+        held["statistics"] = 2 * 4 * program.num_microbatches * program.statistics_words
     exchanging = 0
     if update.exchange is not None:
         held["residual"] = update.exchange.residuals.bytes
         exchanging = update.exchange.working_bytes
     arena = program.arena_pages * PAGE * 4
-    # What has arrived, and what is being sent.
-    words = sum(program.inbox_words) + sum(program.message_words)
+    # What waits, and what is being sent; in turns, what has been made and what arrives.
+    words = sum(program.inbox_words)
+    words += (2 * program.teams.most_turns if program.takes_turns else 1) * sum(program.message_words)
     transport = 4 * words if len(program.sections) > 1 else 0
     transport += 2 * 4 * PAGE * landing_pages(program)
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
@@ -73,7 +77,6 @@ def working_bytes(program: Program, s: int) -> int:
     The forward pass returns its stash packed, the backward pass gets a copy out of the arena; a stage that is alone
     goes through both at once. Either has a copy of its micro-batch.
     """
-    m = program.schedule.num_microbatches
     parameters, state = (
         [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
         for layout in (program.parameters, program.state)
@@ -82,7 +85,7 @@ def working_bytes(program: Program, s: int) -> int:
     key = jax.eval_shape(lambda: jax.random.key(0))
     rows = program.avals(program.objective.batch)
     forward, backward = (jax.ShapeDtypeStruct((n,), np.uint32) for n in program.message_words)
-    copies = 2 * sum(map(_bytes, rows)) if m > 1 else 0
+    copies = 2 * sum(map(_bytes, rows)) if program.num_microbatches > 1 else 0
     if program.alone:
 
         def both(parameters: Any, state: Any, key: Any, rows: Any, forward: Any, backward: Any) -> Any:

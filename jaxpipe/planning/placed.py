@@ -57,7 +57,8 @@ class Partition:
       lower_bound_seconds: nothing can be better than that; with ``reorder=False``, nothing in the given order.
       ties: how many answers are as good, exchanges of like devices not counted; 1 if they were not counted.
       searched: which cuts and placements were looked at.
-      cost_model, num_microbatches, memory, replicate, num_stages, reorder, slack, profile, network: what was asked.
+      cost_model, num_microbatches, memory, replicate, num_stages, reorder, slack, profile, network, idle: what was
+        asked.
     """
 
     stages: tuple[StageCost, ...]
@@ -69,12 +70,13 @@ class Partition:
     cost_model: str
     num_microbatches: int | None
     memory: tuple[float | None, ...]
-    replicate: bool | int
+    replicate: bool | int | tuple[int, ...]
     num_stages: int | None
     reorder: bool
     slack: float
     profile: Profile
     network: Network
+    idle: bool = True
 
     @property
     def ratio(self) -> float:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from jaxpipe.errors import PlanError
 from jaxpipe.reading import read_dataclass, read_json
+from jaxpipe.schedules.teams import Teams
 from jaxpipe.units import bytes_text
 
 
@@ -35,13 +36,13 @@ class StagePlan:
 
     Attributes:
       operators: the range of the program's operators.
-      devices: positions in ``mesh.devices.flat`` of the mesh that was given; one for each replica.
+      devices: positions in ``mesh.devices.flat`` of the mesh that was given; one for each replica, or more.
       modules: paths of the modules in it.
       forward_seconds, backward_seconds: predicted.
       weight_seconds: of the backward work, the part for weights, if the schedule splits it.
       parameter_bytes: its own parameters, without gradients and optimizer state.
       stash_bytes: what one micro-batch keeps for the backward pass.
-      in_flight: the most micro-batches that keep a stash at the same time.
+      in_flight: the most micro-batches that keep a stash at the same time, on each device.
       away: of these, how many are in peers' memory at most (``jaxpipe.schedules.swaps``).
       away_ticks: for how many ticks each of them is.
       pieces: the slices of one of them, and which peers keep them.
@@ -152,6 +153,11 @@ class Plan:
         return sum(self.memory.values())
 
     @property
+    def teams(self) -> Teams:
+        """How many devices of each replica every stage has."""
+        return Teams(tuple(len(stage.devices) // self.replicas for stage in self.stages))
+
+    @property
     def identity(self) -> str:
         """A short name that only an equal placement has."""
         where = [self.fingerprint, [[stage.operators, stage.devices] for stage in self.stages]]
@@ -178,9 +184,11 @@ class Plan:
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
     def __rich__(self) -> Table:
+        widths = self.teams.widths
+        size = f"{self.replicas} replicas" if set(widths) <= {1} else f"{' + '.join(map(str, widths))} devices"
         title = (
-            f"{len(self.stages)} stages x {self.replicas} replicas, {self.num_microbatches} micro-batches of "
-            f"{self.microbatch_size}, {self.schedule}"
+            f"{len(self.stages)} stages x {size}, {self.num_microbatches} micro-batches of {self.microbatch_size}, "
+            f"{self.schedule}"
         )
         table = Table(title=title, title_justify="left", caption_justify="left")
         table.add_column("stage", justify="right")

@@ -11,7 +11,8 @@ from jaxpipe.schedules import Schedule, Timeline, simulate
 def plan_timeline(plan: Plan, schedule: Schedule, speed: Sequence[float] = ()) -> Timeline:
     """Who computes what when in one training step, in step, as the executor walks through the table.
 
-    What the plan's step takes beyond the stages' work is the exchange after each tick.
+    What the plan's step takes beyond the stages' work is shown as the exchange after each tick. Where stages have
+    several devices, a row is one of them, and an action its work on a deal (``jaxpipe.schedules.teams``).
 
     Args:
       plan: its seconds are predicted for one micro-batch.
@@ -23,7 +24,7 @@ def plan_timeline(plan: Plan, schedule: Schedule, speed: Sequence[float] = ()) -
     """
     check_size(plan, schedule)
     speed = tuple(speed) or (1.0,) * len(plan.stages)
-    stages = list(zip(plan.stages, speed, strict=True))
+    stages = [(stage, v / plan.teams.turns(s)) for s, (stage, v) in enumerate(zip(plan.stages, speed, strict=True))]
     walk = functools.partial(
         simulate,
         schedule,
@@ -36,7 +37,7 @@ def plan_timeline(plan: Plan, schedule: Schedule, speed: Sequence[float] = ()) -
 
 def check_size(plan: Plan, schedule: Schedule) -> None:
     """Raise ``ScheduleError`` unless a schedule has as many stages and micro-batches as a plan."""
-    planned = len(plan.stages), plan.num_microbatches
+    planned = len(plan.stages), plan.teams.deals(plan.num_microbatches)
     if planned != (schedule.total_stages, schedule.num_microbatches):
         raise ScheduleError(
             f"The schedule {schedule.name} has {schedule.total_stages} stages and {schedule.num_microbatches} "

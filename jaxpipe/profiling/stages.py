@@ -27,11 +27,13 @@ def measure_timeline(program: Program, mesh: Mesh) -> Timeline:
       mesh: with an axis ``stage``; the first replica is measured.
     """
     schedule = program.schedule
-    watches = [Stopwatch(stage_devices(mesh, d)[0]) for d in range(program.num_devices)]
+    watches = [Stopwatch(stage_devices(mesh, program.teams, d)[0]) for d in range(program.num_devices)]
     seconds: dict[Kind, list[float]] = {}
     for s in range(len(program.sections)):
         for kind, timed in stage_work(program, s).items():
-            seconds.setdefault(kind, []).append(watches[program.device(s)].time(timed).median)
+            device = program.device(s)
+            median = watches[device].time(timed).median
+            seconds.setdefault(kind, []).append(program.teams.turns(device) * median)
     if not schedule.splits_backward:
         return simulate(schedule, forward=seconds[Kind.FORWARD], backward=seconds[Kind.BACKWARD])
     parts = seconds[Kind.BACKWARD_INPUT], seconds[Kind.BACKWARD_WEIGHT]

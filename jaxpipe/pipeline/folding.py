@@ -1,0 +1,127 @@
+"""State of a stage whose devices share the micro-batches: running statistics, counts.
+
+    in the ticks:  what a micro-batch adds to the state (a mean, a variance) ──▶ a row of its own
+    at the end:    rows of all devices ──all-reduce of their bits──▶ folded, in the order of the micro-batches
+
+So every device of the stage ends with the state that one device would have. It can be done where nothing but the new
+state follows from the old one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jax import lax
+
+from jaxpipe.errors import PartitionError
+from jaxpipe.graph import Graph, live, ordered
+from jaxpipe.model import BoundModel
+from jaxpipe.pipeline.objective import Objective
+from jaxpipe.pipeline.words import unpack_words
+from jaxpipe.schedules.teams import Teams
+
+
+if TYPE_CHECKING:
+    from jaxpipe.pipeline.program import Program
+    from jaxpipe.pipeline.sections import Section
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """How state follows from the one before, and from what a micro-batch adds.
+
+    Attributes:
+      graph: ``(old state, statistics) -> new state``.
+      state: tensor numbers of the state variables that change.
+      statistics: tensor numbers of what a micro-batch adds.
+    """
+
+    graph: Graph
+    state: tuple[int, ...]
+    statistics: tuple[int, ...]
+
+
+def shared_sections(
+    objective: Objective, model: BoundModel, sections: Sequence["Section"], teams: Teams
+) -> tuple["Section", ...]:
+    """The sections, those of stages with several devices with a fold for their state.
+
+    Raises:
+      PartitionError: if that is not possible.
+    """
+    if teams.single:
+        return tuple(sections)
+    names = dict(zip(objective.state, (v.name for v in model.state), strict=True))
+    return tuple(
+        section if width == 1 else separate(objective, section, width, names)
+        for section, width in zip(sections, teams.widths, strict=True)
+    )
+
+
+def separate(objective: Objective, section: "Section", width: int, names: Mapping[int, str]) -> "Section":
+    """The section without what follows from its state, which becomes its fold.
+
+    Args:
+      objective: what is computed for a micro-batch.
+      section: of a stage.
+      width: devices of the stage.
+      names: of state variables, by tensor number.
+
+    Raises:
+      PartitionError: if something else follows from state that changes.
+    """
+    changing = [(t, new) for t, new in zip(section.state, section.new_state, strict=True) if t != new]
+    if not changing:
+        return section
+    old, new = zip(*changing, strict=True)
+    graph, source = section.graph, {t: t for t in old}
+    behind = []
+    for op in graph.operators:
+        read = [source[t] for t in op.inputs if t in source]
+        if read:
+            behind.append(op)
+            source.update(dict.fromkeys(op.outputs, read[0]))
+    kept = [*section.leaving, *(objective.results[k] for k in section.results)]
+    for t in kept:
+        if t in source and t not in old:
+            op = next(op for op in behind if t in op.outputs)
+            where = f" in {op.path}" if op.path else ""
+            raise PartitionError(
+                f"A stage on {width} devices would share its micro-batches among them, but the output of "
+                f"{op.label}{where} depends on {names[source[t]]}, which every micro-batch changes: it would need what "
+                "the micro-batch before it has left on another device. Only the new state may depend on the old one, "
+                "as with running statistics. Give this stage one device (replicate=)."
+            )
+    behind = live(behind, new)
+    made = {t for op in behind for t in op.outputs}
+    read = [*(t for op in behind for t in op.inputs), *new]
+    statistics = tuple(t for t in ordered(read) if t not in made and t not in old and t not in graph.constants)
+    fold = Fold(replace(graph, operators=behind, inputs=(*old, *statistics), outputs=new), old, statistics)
+    rest = tuple(op for op in graph.operators if source.keys().isdisjoint(op.outputs))
+    outputs = tuple(ordered((*kept, *section.state, *statistics)))
+    return replace(section, graph=replace(graph, operators=rest, outputs=outputs), new_state=section.state, fold=fold)
+
+
+def fold_state(program: "Program", state: Sequence[Any], statistics: Any) -> list[Any]:
+    """This device's state buffers after all micro-batches; inside ``shard_map``.
+
+    Args:
+      program: what is run.
+      state: buffers before the step.
+      statistics: ``[num_microbatches, words]``, of all micro-batches of the stage.
+    """
+
+    def folded(s: int) -> list[Any]:
+        fold, held = program.sections[s].fold, program.held(s)[1]
+        values = dict(zip(held, program.state.read(s, state), strict=True))
+        if fold is None:
+            return list(state)
+
+        def step(now: list[Any], words: Any) -> tuple[list[Any], None]:
+            return fold.graph.evaluate([*now, *unpack_words(words, program.avals(fold.statistics))]), None
+
+        last, _ = lax.scan(step, [values[t] for t in fold.state], statistics)
+        values.update(zip(fold.state, last, strict=True))
+        return program.state.write(s, [values[t] for t in held])
+
+    return lax.switch(program.own, [lambda s=s: folded(s) for s in range(len(program.sections))])

@@ -1,0 +1,440 @@
+"""Stages on unequal numbers of devices train as plain accumulation does; who works on what, and who sends what where.
+
+Expected gradients are those of a plain loop. It adds up as the devices of a stage do: each its own micro-batches, one
+after the other, then their sums in the order of the devices; so parameters of stages of different width are added up in
+different orders.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compare import assert_same_bits, relative_l2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_models import classifier, entropy, images, linen
+from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
+
+import jaxpipe
+from jaxpipe import Network
+from jaxpipe.errors import PartitionError
+from jaxpipe.planning import partition_layers
+from jaxpipe.schedules.teams import Teams
+
+
+WIDTHS = [(3, 1), (2, 1, 1), (1, 3)]
+M = 8
+
+#: Products with powers of two are exact, so that it does not matter which sums a compiler contracts them with.
+EXACT = optax.sgd(0.5, momentum=0.5)
+
+
+def test_who_works_on_what():
+    teams = Teams((2, 3))
+    assert (teams.deal, teams.first, teams.stage_of) == (6, (0, 2), (0, 0, 1, 1, 1))
+    assert [(teams.device(0, j), teams.turn(0, j)) for j in range(7)] == [
+        *((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)),
+        (0, 0),
+    ]
+    assert [(teams.device(1, j), teams.turn(1, j)) for j in range(6)] == [
+        (2, 0),
+        (3, 0),
+        (4, 0),
+        (2, 1),
+        (3, 1),
+        (4, 1),
+    ]
+    assert [one.pairs for one in teams.rounds] == [((0, 2), (1, 3)), ((0, 4), (1, 2)), ((0, 3), (1, 4))]
+    assert [one.sent for one in teams.rounds] == [(0, 0, -1, -1, -1), (1, 1, -1, -1, -1), (2, 2, -1, -1, -1)]
+    assert [one.landed for one in teams.rounds] == [(-1, -1, 0, 0, -1), (-1, -1, 1, -1, 0), (-1, -1, -1, 1, 1)]
+    assert (teams.deals(12), teams.deals(13)) == (2, 3)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+@settings(deadline=None, max_examples=100)
+def test_every_message_arrives_once_at_who_works_on_it(widths):
+    teams = Teams(tuple(widths))
+    assert [d for group in teams.groups for d in group] == list(range(sum(widths)))
+    for s in range(len(widths)):
+        work = {(teams.device(s, j), teams.turn(s, j)): j for j in range(teams.deal)}
+        assert work.keys() == set(itertools.product(teams.groups[s], range(teams.turns(s))))
+    arrived = []
+    for one in teams.rounds:
+        senders, receivers = zip(*one.pairs, strict=True)
+        assert len(set(senders)) == len(senders) and len(set(receivers)) == len(receivers)
+        arrived += [(a, one.sent[a], b, one.landed[b]) for a, b in one.pairs]
+        assert [d for d, turn in enumerate(one.sent) if turn >= 0] == sorted(senders)
+        assert [d for d, turn in enumerate(one.landed) if turn >= 0] == sorted(receivers)
+        assert (one.back.pairs, one.back.back) == (tuple((b, a) for a, b in one.pairs), one)
+    assert sorted(arrived) == sorted(
+        (teams.device(s, j), teams.turn(s, j), teams.device(s + 1, j), teams.turn(s + 1, j))
+        for s in range(len(widths) - 1)
+        for j in range(teams.deal)
+    )
+    # No fewer rounds will do: the smallest team has so many to send or to receive.
+    assert len(teams.rounds) == (teams.deal // min(widths) if len(widths) > 1 else 0)
+
+
+def plain_step(case, params, state, keys, widths):
+    """Loss, gradients by width, and state of one step of plain accumulation; state in the micro-batches' order."""
+    gradient_of = jax.jit(jax.value_and_grad(case.plain, has_aux=True))
+    add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
+    rows = jax.tree.map(lambda x: x.reshape(len(keys), -1, *x.shape[1:]), case.batch)
+    found = []
+    for j, key in enumerate(keys):
+        (loss, state), gradient = gradient_of(params, state, key, jax.tree.map(lambda x, j=j: x[j], rows))
+        found.append((loss, gradient))
+    totals = {}
+    for k in set(widths):
+        mine = [functools.reduce(add, found[r::k]) for r in range(min(k, len(found)))]
+        totals[k] = jax.tree.map(lambda x: x / len(keys), functools.reduce(add, mine))
+    return totals[widths[-1]][0], {k: gradient for k, (_, gradient) in totals.items()}, state
+
+
+def of_stages(pipeline, gradients):
+    """Of gradients by width, each parameter's by the width of the stage that it is placed in."""
+    widths = [pipeline.plan.teams.widths[s] for s in pipeline._planned.stages.parameters]
+    leaves = {k: jax.tree.leaves(gradient) for k, gradient in gradients.items()}
+    tree = jax.tree.structure(next(iter(gradients.values())))
+    return jax.tree.unflatten(tree, [leaves[k][n] for n, k in enumerate(widths)])
+
+
+def check_exactly(widths, m=M, steps=3, **options):
+    """Parameters after some steps have the bits of plain accumulation."""
+    case = case_of("mlp")
+    pipeline = pipeline_of("mlp", sum(widths), m, None, optimizer=EXACT, replicate=widths, **options)
+    assert tuple(len(stage.devices) for stage in pipeline.plan.stages) == widths
+    state, (params, _) = pipeline.init(jax.random.key(3)), case.start(None)
+    slots = EXACT.init(params)
+    for _ in range(steps):
+        keys = [pipeline.microbatch_key(state, j) for j in range(m)]
+        loss, gradients, _ = plain_step(case, params, (), keys, widths)
+        updates, slots = jax.jit(EXACT.update)(of_stages(pipeline, gradients), slots, params)
+        params = optax.apply_updates(params, updates)
+        state, metrics = pipeline.step(state, case.batch)
+        assert float(metrics["loss"]) == float(loss)
+        # Sums of squares buffer by buffer and then over stages: float32 rounding.
+        norm = float(optax.global_norm(of_stages(pipeline, gradients)))
+        assert float(metrics["gradient_norm"]) == pytest.approx(norm, rel=1e-6)
+    assert_same_bits(arrays(pipeline.parameters(state)), [np.asarray(x) for x in arrays(params)])
+    return pipeline, state
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_parameters_after_three_steps_are_those_of_plain_accumulation(widths):
+    """8 micro-batches: the last deal of 3 is short."""
+    check_exactly(widths)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_other_schedules(schedule):
+    check_exactly((2, 1), m=4, steps=1, schedule=schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe", "zero_bubble"])
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("widths", [*WIDTHS, (2, 3), (4, 2, 1), (1, 4, 1), (2, 2), (4,), (3,)])
+def test_every_width_number_and_schedule(widths, m, schedule):
+    if m == 16 and widths != (3, 1):
+        pytest.skip("a weight's gradient of one row is one product, which XLA contracts with the sum it goes to")
+    check_exactly(widths, m, 2, schedule=schedule)
+
+
+class DropoutCNN(nn.Module):
+    """Convolutions with running statistics and dropout."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        for width in (4, 6):
+            x = nn.BatchNorm(use_running_average=not train)(nn.Conv(width, (3, 3), strides=2)(x))
+            x = nn.Dropout(0.3, deterministic=not train)(nn.relu(x))
+        return nn.Dense(10)(x.reshape(x.shape[0], -1))
+
+
+@functools.cache
+def cnn_case():
+    return linen(DropoutCNN(), images(8, 8, 1, rows=16), classifier(train=True))
+
+
+def accuracy(model, batch):
+    return {"accuracy": (model(batch["x"], train=False).argmax(-1) == batch["y"]).mean()}
+
+
+@functools.cache
+def cnn_pipeline(widths, m=M, **options):
+    case = cnn_case()
+    return jaxpipe.partition(
+        case.model,
+        mesh_of(sum(widths), None),
+        case.batch,
+        loss=case.loss,
+        optimizer=optax.sgd(0.05, momentum=0.9),
+        evaluate=accuracy,
+        predict=lambda model, batch: model(batch["x"], train=False),
+        num_microbatches=m,
+        profile="analytic",
+        replicate=widths,
+        **options,
+    )
+
+
+def trained_cnn(widths, steps=2):
+    """A pipeline's state after some steps, and the variables of plain training."""
+    case, pipeline = cnn_case(), cnn_pipeline(widths)
+    state, (params, variables) = pipeline.init(jax.random.key(3)), case.start(jax.random.key(3))
+    optimizer = optax.sgd(0.05, momentum=0.9)
+    slots = optimizer.init(params)
+    for _ in range(steps):
+        keys = [pipeline.microbatch_key(state, j) for j in range(M)]
+        loss, gradients, variables = plain_step(case, params, variables, keys, widths)
+        updates, slots = jax.jit(optimizer.update)(of_stages(pipeline, gradients), slots, params)
+        params = optax.apply_updates(params, updates)
+        state, metrics = pipeline.step(state, case.batch)
+        assert float(metrics["loss"]) == pytest.approx(float(loss), rel=FUSION)
+    return pipeline, state, case.variables(params, variables)
+
+
+def check_cnn(widths):
+    pipeline, state, wanted = trained_cnn(widths)
+    found = pipeline.parameters(state)
+    for part in ("params", "batch_stats"):
+        assert relative_l2(arrays(found[part]), arrays(wanted[part])) < FUSION
+    for x in (*state.parameters, *state.variables, *state.optimizer):
+        copies = {pipeline.plan.teams.stage_of[s.index[0].start or 0]: [] for s in x.addressable_shards}
+        for shard in x.addressable_shards:
+            copies[pipeline.plan.teams.stage_of[shard.index[0].start or 0]].append(np.asarray(shard.data))
+        for first, *others in copies.values():
+            for other in others:
+                assert_same_bits(other, first)
+    return pipeline, state, found
+
+
+def test_running_statistics_and_dropout_are_those_of_plain_training():
+    """And all devices of a stage agree; evaluation and prediction take batches that no deal divides."""
+    pipeline, state, variables = check_cnn((2, 1))
+    batch = images(8, 8, 1, rows=14)
+    logits = jax.jit(lambda v, x: cnn_case().model.apply(v, x, train=False))(variables, batch["x"])
+    predicted = pipeline.predict(state, {"x": batch["x"]})
+    assert predicted.shape == logits.shape
+    # One batch of 14 or micro-batches of 2: other blocks in the products.
+    assert relative_l2(predicted, logits) < FUSION
+    wanted = float((logits.argmax(-1) == batch["y"]).mean())
+    assert float(pipeline.evaluate(state, batch)["accuracy"]) == pytest.approx(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_running_statistics_of_other_widths(widths):
+    check_cnn(widths)
+
+
+def test_a_checkpoint_goes_on_in_stages_that_are_alike(tmp_path):
+    """With the same bits: what is saved knows nothing of teams."""
+    case = cnn_case()
+    pipeline = cnn_pipeline((2, 1))
+    state, _ = pipeline.step(pipeline.init(jax.random.key(3)), case.batch)
+    pipeline.save(state, tmp_path)
+    other = cnn_pipeline((1, 1))
+    restored = other.restore(tmp_path)
+    assert_same_bits(other.parameters(restored), pipeline.parameters(state))
+    other.save(dataclasses.replace(restored, step=restored.step + 1), tmp_path)
+    again = pipeline.restore(tmp_path)
+    for name in ("parameters", "variables", "optimizer", "shared"):
+        assert_same_bits(getattr(again, name), getattr(state, name))
+
+
+class Halving(nn.Module):
+    """State whose value tells the order: half of the old one and something of the micro-batch; and a count."""
+
+    read: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(4)(x)
+        seen = self.variable("seen", "mean", jnp.zeros, (4,))
+        count = self.variable("seen", "count", lambda: jnp.zeros((), jnp.int32))
+        seen.value = 0.5 * seen.value + jnp.round(x.sum(0))
+        count.value = count.value + 1
+        return nn.Dense(3)(jnp.tanh(x + seen.value if self.read else x))
+
+
+def halving(read, widths):
+    return jaxpipe.partition(
+        Halving(read),
+        mesh_of(sum(widths), None),
+        jnp.ones((14, 5)),
+        loss=lambda model, x: jnp.square(model(x)).mean(),
+        optimizer=optax.sgd(0.5),
+        num_microbatches=7,
+        profile="analytic",
+        replicate=widths,
+    )
+
+
+def test_state_is_folded_in_the_order_of_the_micro_batches():
+    """Bit for bit: whole numbers and halves."""
+    batch = jax.random.normal(jax.random.key(1), (14, 5)) * 10
+    pipeline = halving(False, (3, 1))
+    state = pipeline.init(jax.random.key(0))
+    variables = pipeline.parameters(state)
+    assert any(
+        "seen" in v.name for k, v in enumerate(pipeline._planned.model.state) if not pipeline._planned.stages.state[k]
+    )
+    seen = variables["seen"]
+    apply = jax.jit(lambda seen, x: Halving().apply({**variables, "seen": seen}, x, mutable=["seen"])[1]["seen"])
+    for rows in batch.reshape(7, 2, 5):
+        seen = apply(seen, rows)
+    state, _ = pipeline.step(state, batch)
+    found = pipeline.parameters(state)["seen"]
+    assert int(found["count"]) == int(variables["seen"]["count"]) + 7
+    assert_same_bits(found, jax.tree.map(np.asarray, seen))
+
+
+def test_state_that_the_next_micro_batch_reads_needs_one_device():
+    with pytest.raises(PartitionError, match=r"on 3 devices .* depends on seen/mean, .* one device \(replicate=\)"):
+        halving(True, (3, 1))
+
+
+def tied_loss(model, batch):
+    table = model.args[0]["table"]
+    x = table[batch["token"]]
+    for w in model.args[0]["layers"]:
+        x = jnp.tanh(x @ w)
+    return entropy(x @ table.T, batch["y"])
+
+
+def test_a_tied_parameter_a_clipped_adam_and_a_guard():
+    """A parameter that stages of different width use; norms and shared scalars count every stage once."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "table": jax.random.normal(keys[0], (10, 6)),
+        "layers": [jax.random.normal(k, (6, 6)) for k in keys[1:]],
+    }
+    batch = {"token": jnp.arange(12) % 10, "y": (3 * jnp.arange(12)) % 10}
+    optimizer = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
+    model = jax.tree_util.Partial(lambda params, x: None, params)
+    options = {"loss": tied_loss, "optimizer": optimizer, "num_microbatches": 6, "profile": "analytic"}
+    pipeline = jaxpipe.partition(model, mesh_of(3, None), batch, replicate=(1, 2), on_nonfinite="skip", **options)
+    assert pipeline.plan.memory["shared"] == 4 * params["table"].nbytes
+    state, slots = pipeline.init(jax.random.key(0)), optimizer.init(params)
+    wanted = params
+    for _ in range(3):
+        gradient = jax.grad(lambda p: tied_loss(jax.tree_util.Partial(model.func, p), batch))(wanted)
+        state, metrics = pipeline.step(state, batch)
+        assert float(metrics["gradient_norm"]) == pytest.approx(float(optax.global_norm(gradient)), rel=1e-5)
+        assert int(metrics["skipped"]) == 0 and not metrics["nonfinite_stages"].any()
+        assert metrics["nonfinite_stages"].shape == (2,)
+        updates, slots = optimizer.update(gradient, slots, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    # Six means against one mean of all rows: float32 rounding, which Adam divides by what it has seen.
+    assert relative_l2(arrays(pipeline.parameters(state)), arrays(wanted)) < 1e-5
+
+
+def test_the_plan_tells_of_teams():
+    pipeline = cnn_pipeline((2, 1))
+    plan = pipeline.plan
+    assert [stage.devices for stage in plan.stages] == [(0, 1), (2,)]
+    assert plan.num_microbatches == M and pipeline.schedule.num_microbatches == M // 2
+    assert "2 stages x 2 + 1 devices, 8 micro-batches of 2" in str(plan)
+    assert jaxpipe.Plan.from_json(plan.to_json()) == plan
+    assert plan.identity != cnn_pipeline((1, 1)).plan.identity
+    # Rounding of sums.
+    assert pipeline.timeline().makespan == pytest.approx(plan.step_seconds, rel=1e-9)
+    for stage, n, s in zip(plan.stages, (1, 2), range(2), strict=True):
+        assert stage.in_flight == n * pipeline.schedule.in_flight(s)
+        spans = [span for span in pipeline.timeline().spans if span.stage == s]
+        busy = sum(span.end - span.start for span in spans)
+        assert busy == pytest.approx(M // 2 * n * (stage.forward_seconds + stage.backward_seconds), rel=1e-9)
+    largest = max(stage.stash_bytes * stage.in_flight for stage in plan.stages)
+    assert plan.memory["arena"] >= largest
+    report = pipeline.memory_report()
+    assert report.predicted_bytes == (plan.predicted_bytes,) * 3
+
+
+def layers(widths, m=12, rows=24, **options):
+    """A chain of equal layers, planned only."""
+    weights = [jnp.zeros((64, 64))] * 8
+    model = jax.tree_util.Partial(lambda w, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), w, x), weights)
+    options = {"loss": lambda model, x: model(x).sum(), "optimizer": optax.sgd(0.1), "profile": "analytic", **options}
+    mesh = options.pop("mesh", None) or mesh_of(4, None)
+    batch = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+    return jaxpipe.partition(model, mesh, batch, num_microbatches=m, replicate=widths, **options)
+
+
+def test_the_planner_chooses_teams_where_stages_cannot_be_balanced():
+    """One layer costs as much as all others together: two devices for it, or three."""
+    even = layers(False)
+    names = even.profile.names
+    first = min(k for k, name in enumerate(names) if "dot_general" in name)
+    seconds = tuple(7.0 if k == first else 1.0 if "dot_general" in name else 0.0 for k, name in enumerate(names))
+    profile = dataclasses.replace(even.profile, forward_seconds=seconds, backward_seconds=seconds)
+    single = layers(False, profile=profile)
+    chosen = layers(True, profile=profile)
+    assert chosen.plan.step_seconds < single.plan.step_seconds
+    assert sum(len(stage.devices) for stage in chosen.plan.stages) == 4
+    assert max(chosen.plan.teams.widths) > 1
+
+
+def test_devices_of_a_network_are_put_into_teams():
+    """Two fast devices, far from the others: a stage of two gets them."""
+    bandwidth = np.full((3, 3), 1e6)
+    bandwidth[0, 2] = bandwidth[2, 0] = 1e12
+    profile = layers((2, 1), mesh=mesh_of(3, None)).profile
+    pipeline = layers((2, 1), mesh=mesh_of(3, None), network=Network(bandwidth), profile=profile)
+    assert [stage.devices for stage in pipeline.plan.stages] == [(0, 2), (1,)]
+    ids = [device.id for device in pipeline.mesh.devices]
+    assert ids == [jax.devices()[k].id for k in (0, 2, 1)]
+
+
+def test_widths_on_paper():
+    """``partition_layers`` keeps to the widths it is given: as good as the best of all cuts by brute force."""
+    profile = jaxpipe.Profile.chain("abcdef", [4, 1, 1, 2, 1, 3], [0] * 6, [0] * 6, [0] * 6, [0] * 6)
+    for widths in [(3, 1), (2, 1, 1), (1, 3), (1, 2, 1)]:
+        options = {"cost_model": "min_max", "replicate": widths, "reorder": False}
+        found = partition_layers(profile, Network.uniform(4, 1.0), **options)
+        assert tuple(len(stage.devices) for stage in found.stages) == widths
+        seconds = profile.forward_seconds
+        best = min(
+            max(sum(seconds[a:b]) / k for (a, b), k in zip(itertools.pairwise((0, *cuts, 6)), widths, strict=True))
+            for cuts in itertools.combinations(range(1, 6), len(widths) - 1)
+        )
+        assert found.bottleneck_seconds == pytest.approx(best)
+        assert jaxpipe.planning.Partition.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("replicate", "options", "message"),
+    [
+        ((3, 2), {}, r"replicate=\(3, 2\); it must be .* add up to the 4 device\(s\) along 'stage', such as \(3, 1\)"),
+        ((4, 0), {}, "numbers above 0"),
+        ("auto", {}, "replicate='auto'; it must be True"),
+        (3, {}, "replicate=3: each stage would have 3 of the 4 devices along 'stage'"),
+        ((3, 1), {"schedule": "interleaved"}, r"interleaved-2, which has several stages on a device; with .* 3 \+ 1"),
+        ((3, 1), {"schedule": "pipedream"}, "gave pipedream, which changes weights on the way"),
+        ((3, 1), {"gradient_exchange": jaxpipe.gradients.block_sparse(k=1)}, "between the replicas of a whole"),
+        ((1, 1, 2), {"rows": 1, "m": 1}, None),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_traced(replicate, options, message):
+    def loss(model, x):
+        pytest.fail("traced")
+
+    if message is None:
+        assert layers(replicate, **options).plan.teams.widths == replicate
+        return
+    with pytest.raises(PartitionError, match=message):
+        layers(replicate, loss=loss, **options)
+
+
+def test_teams_beside_a_data_axis_are_refused():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "stage"))
+    with pytest.raises(PartitionError, match="there can be one of the two"):
+        layers((3, 1), mesh=mesh)

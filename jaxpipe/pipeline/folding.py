@@ -17,6 +17,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, live, ordered
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.objective import Objective
+from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.words import unpack_words
 from jaxpipe.schedules.teams import Teams
 
@@ -124,4 +125,4 @@ def fold_state(program: "Program", state: Sequence[Any], statistics: Any) -> lis
         values.update(zip(fold.state, last, strict=True))
         return program.state.write(s, [values[t] for t in held])
 
-    return lax.switch(program.own, [lambda s=s: folded(s) for s in range(len(program.sections))])
+    return switch(program.own, [lambda s=s: folded(s) for s in range(len(program.sections))])

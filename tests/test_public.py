@@ -19,7 +19,8 @@ MODULES = ("jaxpipe.metrics", "jaxpipe.partition_pictures", "jaxpipe.topology", 
 def public_names(module):
     """Where each public name of a module is defined, with what it stands for."""
     found = importlib.import_module(module)
-    for name, value in vars(found).items():
+    for name in dir(found):
+        value = getattr(found, name)
         if name.startswith("_") or not callable(value) or not str(value.__module__).startswith("jaxpipe"):
             continue
         if module in PUBLIC or value.__module__ == module:
@@ -45,11 +46,33 @@ def test_the_reference_names_nothing_else():
 
 
 def test_every_public_name_is_documented():
-    names = [name for name in vars(jaxpipe) if not name.startswith("_") and not inspect.ismodule(vars(jaxpipe)[name])]
-    assert {"memory_encoded", "residual_report", "without_encoding"} <= set(names)
-    assert [name for name in names if not inspect.getdoc(getattr(jaxpipe, name))] == []
+    assert {"memory_encoded", "residual_report", "without_encoding"} <= set(jaxpipe.__all__)
+    assert [name for name in jaxpipe.__all__ if not inspect.getdoc(getattr(jaxpipe, name))] == []
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_import_loads_next_to_nothing():
+    """Names are loaded when they are used; then without what only some programs need."""
+    code = "import jax, sys; before = set(sys.modules); import jaxpipe; print(*set(sys.modules) - before)"
+    assert {name for name in run(code) if not name.startswith(("jaxpipe", "lazy_loader"))} <= {"ast", "_ast"}
+    code = "import jaxpipe, sys; [getattr(jaxpipe, name) for name in jaxpipe.__all__]; print(*sys.modules)"
+    assert {"cvxpy", "matplotlib", "orbax.checkpoint", "scipy.stats", "tensorboardX"}.isdisjoint(run(code))
 
 
 def test_import_initialises_no_device():
-    code = "import jaxpipe, jax; from jax._src import xla_bridge; assert not xla_bridge._backends"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = (
+        "import jaxpipe; [getattr(jaxpipe, name) for name in jaxpipe.__all__]; "
+        "from jax._src import xla_bridge; assert not xla_bridge._backends"
+    )
+    run(code)
+
+
+def test_names_are_functions_whatever_is_imported_first():
+    """``partition`` is a function, and the module that it is in."""
+    assert run("import jaxpipe.partition; print(type(jaxpipe.partition).__name__)") == ["function"]
+    assert run("from jaxpipe import partition; import jaxpipe.partition as p; print(callable(partition))") == ["True"]

@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass, replace
 
-from cvxpy.reductions.solvers.defines import INSTALLED_MI_SOLVERS
-
 from jaxpipe.errors import PartitionError
 from jaxpipe.planning.storing.greedy import give_up
 from jaxpipe.planning.storing.problem import NOT_STORED, Outcome, Problem, simulate
@@ -83,6 +81,10 @@ def check_solver(solver: str) -> str:
     Raises:
       PartitionError: if it is not installed, or solves no mixed-integer programmes.
     """
+    if solver == "HIGHS":  # comes with cvxpy
+        return solver
+    from cvxpy.reductions.solvers.defines import INSTALLED_MI_SOLVERS  # see programme
+
     if not isinstance(solver, str) or solver.upper() not in INSTALLED_MI_SOLVERS:
         raise PartitionError(
             f"solver={solver!r} is none of the mixed-integer solvers that cvxpy finds: "

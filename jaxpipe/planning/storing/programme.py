@@ -14,9 +14,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import cvxpy as cp
 import numpy as np
-from cvxpy.error import SolverError
 from scipy.sparse import csr_array
 
 from jaxpipe.planning.storing.problem import NOT_STORED, Problem, simulate
@@ -244,6 +242,9 @@ def solve(
 
 
 def _solved(model: _Model, cost: np.ndarray, scale: float, solver: str, time_limit: float, gap: float) -> Solution:
+    import cvxpy as cp  # takes a second to import, and only budgets need it
+    from cvxpy.error import SolverError
+
     rows = model.rows
     binary = np.flatnonzero(rows.binary)
     rest = np.flatnonzero(~np.asarray(rows.binary, bool))
@@ -279,10 +280,10 @@ def _solved(model: _Model, cost: np.ndarray, scale: float, solver: str, time_lim
     return Solution(choice, problem.status == cp.OPTIMAL, False, _bound(problem, scale))
 
 
-def _bound(problem: cp.Problem, scale: float) -> float | None:
+def _bound(problem: Any, scale: float) -> float | None:
     """The solver's own bound, if it tells one; the value, if that is proven to be the best."""
     found: Any
-    if problem.status == cp.OPTIMAL:
+    if problem.status == "optimal":
         found = problem.value
     else:
         found = getattr(getattr(problem.solver_stats, "extra_stats", None), "mip_dual_bound", None)

@@ -1,0 +1,50 @@
+"""The public names, for ``jaxpipe/__init__.py`` and for type checkers."""
+
+from . import checkpoint as checkpoint
+from . import gradients as gradients
+from . import metrics as metrics
+from . import partition_pictures as partition_pictures
+from . import pictures as pictures
+from . import planning as planning
+from . import schedules as schedules
+from . import topology as topology
+from . import traces as traces
+from .checkpoint import Checkpointer as Checkpointer
+from .density import Density as Density
+from .density import measure_density as measure_density
+from .density import with_density as with_density
+from .distributed import initialize_distributed as initialize_distributed
+from .encode import memory_encoded as memory_encoded
+from .encode import without_encoding as without_encoding
+from .errors import BatchError as BatchError
+from .errors import CheckpointError as CheckpointError
+from .errors import CodecError as CodecError
+from .errors import DifferentiationError as DifferentiationError
+from .errors import ExchangeError as ExchangeError
+from .errors import JaxpipeError as JaxpipeError
+from .errors import MemoryBudgetError as MemoryBudgetError
+from .errors import ModelError as ModelError
+from .errors import NetworkError as NetworkError
+from .errors import NonFiniteError as NonFiniteError
+from .errors import PartitionError as PartitionError
+from .errors import PlanError as PlanError
+from .errors import ProfileError as ProfileError
+from .errors import ScheduleError as ScheduleError
+from .errors import StateError as StateError
+from .errors import TargetError as TargetError
+from .network import Network as Network
+from .partition import partition as partition
+from .pipeline.nonfinite import NonFiniteOrigin as NonFiniteOrigin
+from .pipeline.pipeline import MemoryReport as MemoryReport
+from .pipeline.pipeline import Pipeline as Pipeline
+from .pipeline.state import TrainState as TrainState
+from .planning.plan import Plan as Plan
+from .profile import Profile as Profile
+from .profiling.model import profile_model as profile_model
+from .report import ResidualReport as ResidualReport
+from .report import count_overflows as count_overflows
+from .report import residual_report as residual_report
+from .schedules.table import Schedule as Schedule
+from .topology import Node as Node
+
+__version__: str

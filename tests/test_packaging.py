@@ -1,0 +1,45 @@
+"""The package as it is built, in an environment of its own."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow  # a minute, and it asks the package registry for the tools that build
+def test_wheel_of_the_sdist_imports_from_an_empty_environment(tmp_path):
+    """Both are built; of the wheel's dependencies those that are installed here are used."""
+
+    def run(*command, **variables):
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(sys.executable, "-m", "venv", "empty")
+    python = str(tmp_path / "empty" / "bin" / "python")
+    run(python, "-m", "pip", "install", "--quiet", "build", PYTHONPATH="")
+    run(python, "-m", "build", "--outdir", "dist", str(ROOT), PYTHONPATH="")
+    (sdist,), (wheel,) = (sorted((tmp_path / "dist").glob(kind)) for kind in ("*.tar.gz", "*.whl"))
+    with tarfile.open(sdist) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert {"tests/conftest.py", "examples/train_digits.py", "scripts/test", "README.md", "LICENSE"} <= names
+    with zipfile.ZipFile(wheel) as packed:
+        names = set(packed.namelist())
+    assert {"jaxpipe/__init__.pyi", "jaxpipe/py.typed"} <= names
+    assert {name.partition("/")[0] for name in names} == {"jaxpipe", wheel.name.rsplit("-", 3)[0] + ".dist-info"}
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel), PYTHONPATH="")
+    code = "import jaxpipe; print(jaxpipe.__file__, jaxpipe.partition.__name__)"
+    found = run(python, "-c", code, PYTHONPATH=sysconfig.get_paths()["purelib"]).split()
+    assert Path(found[0]).is_relative_to(tmp_path / "empty") and found[1] == "partition"
+    assert "convert-profile" in run(
+        str(tmp_path / "empty" / "bin" / "jaxpipe"), "--help", PYTHONPATH=sysconfig.get_paths()["purelib"]
+    )

@@ -68,6 +68,11 @@ def literals_as_arguments(closed: Any, places: Sequence[tuple[int, int]]) -> Any
     return jex.ClosedJaxpr(jex.Jaxpr(jaxpr.constvars, inputs, jaxpr.outvars, equations, effects=jaxpr.effects), consts)
 
 
+def variable(aval: Any) -> Any:
+    """A new variable of a program."""
+    return jex.Var(aval)
+
+
 def has_default_sharding(params: dict[str, Any]) -> bool:
     """Whether a ``jit`` equation asks for nothing that inlining it would lose."""
     unspecified = all(
@@ -253,6 +258,7 @@ __all__ = [
     "open_jaxpr",
     "tie",
     "trace_without_scope",
+    "variable",
     "vary_as",
     "without_scope",
     "zeros",

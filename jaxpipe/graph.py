@@ -87,7 +87,8 @@ class Operator:
     @property
     def literals(self) -> list[Any]:
         """The operands that are numbers in the program's text."""
-        return [atom.val for atom in self.equation.invars if _compat.is_literal(atom)]
+        atoms = () if self.equation is None else self.equation.invars
+        return [atom.val for atom in atoms if _compat.is_literal(atom)]
 
     @property
     def has_effects(self) -> bool:
@@ -306,6 +307,11 @@ class GraphBuilder:
                 outputs = self.read(inner, arguments, path=here, boundaries=boundaries, policy=inside)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [self.constant(a.val) if _compat.is_literal(a) else env[a] for a in jaxpr.outvars]
+
+    def read_call(self, inner: Any, arguments: Sequence[int], *, path: str, policy: Policy | None) -> list[int]:
+        """``read`` of a call that is differentiated: its border is marked."""
+        bound = self._bound(inner, list(arguments), path)
+        return self.read(inner, bound, path=path, boundaries=True, policy=policy)
 
     def _bound(self, inner: Any, arguments: list[int], path: str) -> list[int]:
         """Put a call boundary on the arguments that the call uses more than once, or that are one tensor."""

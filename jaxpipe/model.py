@@ -19,6 +19,7 @@ from flax import nnx
 from jaxpipe.errors import ModelError
 from jaxpipe.graph import is_differentiable
 from jaxpipe.purify import module_scopes
+from jaxpipe.stacks import Stacks, uncut
 
 
 #: ``function(model, batch)``: a loss, an evaluation or a prediction.
@@ -45,6 +46,8 @@ class BoundModel:
       variable_tree: flat parameters and state -> the model's own variables.
       initialise: ``key -> (parameters, state)`` as plain initialisation would make them; None if values are given.
       values: given parameters and state, or None.
+      cut: of a model whose stacked variables are cut (``unstack``), the model in its own layout, and how they are. All
+        above is about the pieces then, and ``initialise`` and ``values`` are those of the model in its own layout.
     """
 
     parameters: tuple[Variable, ...]
@@ -55,6 +58,64 @@ class BoundModel:
     flatten: Callable[[Any], tuple[list[Any], list[Any]]]
     initialise: Callable[[Any], tuple[list[Any], list[Any]]] | None = None
     values: tuple[list[Any], list[Any]] | None = None
+    cut: "CutModel | None" = None
+
+    @property
+    def own(self) -> "BoundModel":
+        """The model with its variables in their own layout."""
+        return self if self.cut is None else self.cut.own
+
+    @property
+    def stacks(self) -> tuple[Stacks, Stacks]:
+        """How the leaves of the parameters and of the state in their own layout make those of this model."""
+        if self.cut is None:
+            return uncut(len(self.parameters)), uncut(len(self.state))
+        return self.cut.parameters, self.cut.state
+
+
+@dataclass(frozen=True, eq=False)
+class CutModel:
+    """Where the variables of a model are cut.
+
+    Attributes:
+      own: the model in its own layout.
+      parameters, state: how each is cut.
+    """
+
+    own: BoundModel
+    parameters: Stacks
+    state: Stacks
+
+
+def unstack(model: BoundModel, parameters: Stacks, state: Stacks) -> BoundModel:
+    """The same model, some of whose stacked variables ``[layers, ...]`` are several, each with some of the rows."""
+
+    def flatten(tree: Any) -> tuple[list[Any], list[Any]]:
+        p, s = model.flatten(tree)
+        return parameters.split(p), state.split(s)
+
+    def run(function: UserFunction, p: Sequence[Any], s: Sequence[Any], key: Any, batch: Any) -> tuple[Any, list[Any]]:
+        result, new = model.run(function, parameters.join(p), state.join(s), key, batch)
+        return result, state.split(new)
+
+    return BoundModel(
+        parameters=_pieces(model.parameters, parameters),
+        state=_pieces(model.state, state),
+        run=run,
+        parameter_tree=lambda values: model.parameter_tree(parameters.join(values)),
+        variable_tree=lambda p, s: model.variable_tree(parameters.join(p), state.join(s)),
+        flatten=flatten,
+        cut=CutModel(model, parameters, state),
+    )
+
+
+def _pieces(variables: Sequence[Variable], stacks: Stacks) -> tuple[Variable, ...]:
+    shapes = stacks.shapes([v.aval for v in variables])
+    names = [
+        variables[k].name if rows is None else f"{variables[k].name}[{rows.start}:{rows.stop}]"
+        for k, rows in zip(stacks.leaf_of, stacks.rows_of, strict=True)
+    ]
+    return tuple(Variable(name, aval) for name, aval in zip(names, shapes, strict=True))
 
 
 def needs_variables(model: Any) -> bool:
@@ -107,6 +168,8 @@ def bind(model: Any, function: UserFunction, batch: Any, variables: Any = None) 
 
 def with_values(bound: BoundModel, variables: Any) -> BoundModel:
     """The same model with given values, checked against its variables."""
+    if bound.cut is not None:
+        return unstack(with_values(bound.own, variables), *bound.stacks)
     parameters, state = bound.flatten(variables)
     for known, given in ((bound.parameters, parameters), (bound.state, state)):
         wrong = [

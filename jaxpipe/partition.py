@@ -20,12 +20,13 @@ from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, sections_for
 from jaxpipe.pipeline.describe import least_seconds
 from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.guard import OnNonFinite
-from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_loss
+from jaxpipe.pipeline.objective import Objective, microbatch_shapes
 from jaxpipe.pipeline.pipeline import Pipeline, Planned
 from jaxpipe.pipeline.program import DATA
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.sections import Placement, Section, places_to_cut, variable_spans
 from jaxpipe.pipeline.step import Batching
+from jaxpipe.pipeline.unroll import scanned_variables, trace_unrolled
 from jaxpipe.planning.chunked import chunked
 from jaxpipe.planning.layers import partition_layers
 from jaxpipe.planning.placed import Partition
@@ -67,6 +68,7 @@ def partition(
     gradient_exchange: BlockSparse | Literal["dense"] = "dense",
     on_nonfinite: OnNonFinite = None,
     replicate: bool | int | Sequence[int] = False,
+    unroll_scans: int = False,
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
 
@@ -110,6 +112,11 @@ def partition(
         stage that add up to all devices, as ``(3, 1)``. True: as many stages and as many devices in each as make the
         step the shortest, by prediction. Micro-batches are dealt round-robin to the devices of a stage, the schedule is
         a table of such deals (``jaxpipe.schedules.teams``), and gradients are added up within each stage.
+      unroll_scans: whether layers that are one ``scan`` over stacked parameters ``[layers, ...]`` may be in several
+        stages. They are one operator otherwise, which no stage shares. A number: so many iterations stay together as
+        a scan, which compiles faster than ``True``, one iteration each. A stage holds only its own layers' rows of the
+        parameters, their gradients and optimizer state; ``Pipeline.parameters``, ``value_and_grad`` and checkpoints
+        stack them again. Norms over a stacked parameter are sums of those of its groups, rounded otherwise.
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.
@@ -154,6 +161,7 @@ def partition(
         time_limit=time_limit,
         exchange=exchange,
         on_nonfinite=on_nonfinite,
+        unroll_scans=checks.check_unroll(unroll_scans, gradient_exchange != "dense"),
         num_stages=num_stages,
         replicas=replicas,
         replicate=checks.check_replicate(replicate, num_stages, mesh, exchange is not None),
@@ -177,7 +185,7 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     one = microbatch_shapes(batch, request.replicas * m)
 
     model = bind(request.model, request.loss, one, variables)
-    objective = trace_loss(model, request.loss, one)
+    model, objective = trace_unrolled(model, request.loss, one, request.unroll_scans)
     hosts.agree("The program", program_text(objective.graph))
     local = [
         x if shared_leaf else _rows(x, size // request.replicas)
@@ -286,7 +294,7 @@ def _place(
         raise checks.PartitionError(
             f"{stages} stages were asked for, but the model has {len(profile.names)} "
             f"operators with {places} places where it may be cut, so it makes between 1 and {places + 1} stages. "
-            f"{_widest(objective, traced.model)}".rstrip()
+            f"{_scan(request, objective) or _widest(objective, traced.model)}".rstrip()
         )
     asked = {
         "num_microbatches": traced.batching.num_microbatches * request.replicas,
@@ -300,6 +308,12 @@ def _place(
     if request.network is None:
         found = stay(found, request.mesh)
     return found if num_chunks == 1 else chunked(found, num_chunks, **asked)
+
+
+def _scan(request: Request, objective: Objective) -> str:
+    """How to cut layers that are one operator."""
+    lengths = () if request.unroll_scans else scanned_variables(objective).values()
+    return f"Its {max(lengths)} layers are one scan: unroll_scans=True cuts between them." if lengths else ""
 
 
 def _widest(objective: Objective, model: BoundModel) -> str:

@@ -33,6 +33,12 @@ def test_marks_the_border_of_a_call_that_uses_an_argument_twice():
 
 
 @pytest.mark.core
+def test_the_border_of_a_call_has_no_literals():
+    inner = jax.jit(lambda x: x * x + 2)
+    graph = trace(lambda x: inner(x) * 3, jnp.ones(3))
+    assert [[float(x) for x in op.literals] for op in graph.operators] == [[], [], [2.0], [3.0]]
+
+
 def test_operators_with_a_derivative_of_their_own_stay_whole():
     def body(x):
         y, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c), None), x, length=3)

@@ -33,22 +33,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Names:
-    """Paths of parameters and state variables by position, and of the leaves of the optimizer state."""
+    """Paths of parameters, state variables and optimizer state, by leaf as the model and optax have them."""
 
     parameters: tuple[Path, ...]
     state: tuple[Path, ...]
     optimizer: tuple[Path, ...]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What a stage wants of an array of a checkpoint: all of it, or some rows."""
+
+    group: str
+    path: Path
+    rows: slice | None
+
+    def of(self, leaves: dict[Path, np.ndarray]) -> np.ndarray:
+        return leaves[self.path] if self.rows is None else leaves[self.path][self.rows]
+
+
 def _names(planned: "Planned") -> _Names:
-    model = planned.model
+    model = planned.model.own
     count, total = len(model.parameters), len(model.parameters) + len(model.state)
     numbered = model.variable_tree(list(range(count)), list(range(count, total)))
     found = dict(zip(jax.tree.leaves(numbered), leaf_paths(jax.tree.structure(numbered)), strict=True))
     return _Names(
         tuple(found[k] for k in range(count)),
         tuple(found[k] for k in range(count, total)),
-        tuple(leaf_paths(planned.update.coloured.state_tree)),
+        tuple(leaf_paths(jax.tree.structure(planned.update.coloured.state_shape))),
     )
 
 
@@ -68,7 +80,8 @@ def take(planned: "Planned", state: TrainState, data: Any = None) -> Contents | 
     shared = iter(state.shared)
     places = program.teams.first
     gather = functools.partial(stage_arrays, planned.mesh, keep=hosts.is_first())
-    optimizer = gather(update.layout, places, update.coloured.state_stage, state.optimizer, lambda: next(shared))
+    coloured, (of_parameters, of_state) = update.coloured, planned.model.stacks
+    optimizer = gather(update.layout, places, coloured.state_stage, state.optimizer, lambda: next(shared))
     residuals: dict[Path, np.ndarray] = {}
     if update.exchange is not None:
         stacked = gather(update.exchange.residuals, places, planned.placement.parameters, state.residual)
@@ -77,6 +90,8 @@ def take(planned: "Planned", state: TrainState, data: Any = None) -> Contents | 
     variables = gather(program.state, places, planned.placement.state, state.variables)
     if not hosts.is_first():
         return None
+    parameters, variables = of_parameters.join(parameters), of_state.join(variables)
+    optimizer = coloured.state_stacks.join(optimizer)
     return Contents(
         step=int(state.step),
         skipped=int(state.skipped),
@@ -117,7 +132,7 @@ def put(planned: "Planned", saved: Saved) -> TrainState:
     names, update, mesh = _names(planned), planned.update, planned.mesh
     coloured, exchange = update.coloured, update.exchange
     check(saved, VARIABLES, _variable_leaves(planned, names), "the model")
-    check(saved, OPTIMIZER, expected(names.optimizer, coloured.state_avals), "the optimizer")
+    check(saved, OPTIMIZER, expected(names.optimizer, jax.tree.leaves(coloured.state_shape)), "the optimizer")
     has_residuals = bool(saved.leaves[RESIDUALS])
     if has_residuals and exchange is None:
         warnings.warn(
@@ -157,16 +172,25 @@ def _read_stages(
             continue
         parameters, variables = planned.placement.held_by(s)
         own = [k for k, owner in enumerate(coloured.state_stage) if owner == s]
-        held = [names.parameters[k] for k in parameters]
+        stacks = *planned.model.stacks, coloured.state_stacks
+        paths = names.parameters, names.state, names.optimizer
+        of_parameters, of_state, of_optimizer = (
+            [_Part(group, leaves[cuts.leaf_of[k]], cuts.rows_of[k]) for k in pieces]
+            for group, leaves, cuts, pieces in zip(
+                (VARIABLES, VARIABLES, OPTIMIZER), paths, stacks, (parameters, variables, own), strict=True
+            )
+        )
+        held = [part.path for part in of_parameters]
         wanted = {
-            VARIABLES: [*held, *(names.state[k] for k in variables)],
-            OPTIMIZER: [names.optimizer[k] for k in own],
+            VARIABLES: list(dict.fromkeys(part.path for part in (*of_parameters, *of_state))),
+            OPTIMIZER: list(dict.fromkeys(part.path for part in of_optimizer)),
             RESIDUALS: held if has_residuals and exchange is not None else [],
         }
         found = read(saved, wanted)
-        of_parameters, of_state = found[VARIABLES][: len(held)], found[VARIABLES][len(held) :]
+        leaves = {group: dict(zip(wanted[group], found[group], strict=True)) for group in (VARIABLES, OPTIMIZER)}
         layouts = planned.program.parameters, planned.program.state, update.layout
-        for part, layout, values in zip(parts, layouts, (of_parameters, of_state, found[OPTIMIZER]), strict=False):
+        for part, layout, wanted_here in zip(parts, layouts, (of_parameters, of_state, of_optimizer), strict=False):
+            values = [x.of(leaves[x.group]) for x in wanted_here]
             part.append([[jax.device_put(x[None], d) for d in devices] for x in layout.pack(s, values)])
         if exchange is not None:
             residuals = [_spread(x, len(every)) for x in found[RESIDUALS]] or [
@@ -179,12 +203,14 @@ def _read_stages(
                     for copies in zip(*rows, strict=True)
                 ]
             )
-    shared = [names.optimizer[k] for k, owner in enumerate(coloured.state_stage) if owner is None]
+    leaf_of = coloured.state_stacks.leaf_of
+    shared = [names.optimizer[leaf_of[k]] for k, owner in enumerate(coloured.state_stage) if owner is None]
     return parts, read(saved, {OPTIMIZER: shared})[OPTIMIZER]
 
 
 def _variable_leaves(planned: "Planned", names: _Names) -> Any:
-    avals = [v.aval for v in (*planned.model.parameters, *planned.model.state)]
+    own = planned.model.own
+    avals = [v.aval for v in (*own.parameters, *own.state)]
     return expected((*names.parameters, *names.state), avals)
 
 

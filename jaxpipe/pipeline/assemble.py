@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import jax
-
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.model import BoundModel
@@ -185,7 +183,7 @@ def settle(traced: Traced, found: Draft, budget: int | None) -> Planned:
     owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
     exchange = None
     if request.exchange is not None and exchanges:
-        warn_of_adam(jax.tree.unflatten(coloured.state_tree, coloured.state_avals))
+        warn_of_adam(coloured.state_shape)
         exchange = stage_exchange(request.exchange, model, placement, program.parameters, request.replicas)
     state_layout = lay_out([[a for a, owner in owned if owner == d] for d in devices])
     update = Update(coloured, state_layout, exchange, request.on_nonfinite)

@@ -87,6 +87,24 @@ def check_replicate(replicate: Any, num_devices: int, mesh: Mesh, exchanged: boo
     return widths
 
 
+def check_unroll(rows: int, exchanged: bool) -> int:
+    """The iterations that stay together when scans are unrolled; 0 if they are not.
+
+    Raises:
+      PartitionError: if that is no such number, or gradients are exchanged by blocks of whole parameters.
+    """
+    if not isinstance(rows, int) or rows < 0:
+        raise PartitionError(
+            f"unroll_scans={rows!r}; it must be True, the number of iterations that stay together, or False."
+        )
+    if rows and exchanged:
+        raise PartitionError(
+            "unroll_scans: gradient_exchange=block_sparse(...) sends the best blocks of each whole parameter, and a "
+            "stacked one would be in several stages. Use gradient_exchange='dense', or leave out unroll_scans."
+        )
+    return int(rows)
+
+
 def check_network(network: Any, mesh: Mesh) -> None:
     """Raise ``NetworkError`` unless a network is that of the mesh."""
     if network is None:

@@ -20,6 +20,7 @@ from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Update
 from jaxpipe.schedules.teams import Teams
+from jaxpipe.stacks import Stacks
 
 
 def initial_state(
@@ -36,9 +37,10 @@ def initial_state(
     """Make each stage's variables and optimizer state on that stage's devices, in the process that has them.
 
     Variables that were given are copied there; others are initialised there, by a program from which everything
-    that other stages need has been removed.
+    that other stages need has been removed. Of stacked variables that are cut, one at a time is made as a whole.
     """
-    values = _given(model) if model.values is not None else _initialised(model, key)
+    own = model.own
+    values = _pieces(model, _given(own) if own.values is not None else _initialised(own, key))
     parts = []
     for s in range(len(teams.widths)):
         devices = hosts.mine(stage_devices(mesh, teams, s))
@@ -98,6 +100,25 @@ def _given(model: BoundModel) -> Values:
     return lambda positions: [values[k] for k in positions]
 
 
+def _pieces(model: BoundModel, values: Values) -> Values:
+    """Values by piece, from values by leaf. Of the leaves that are cut, only one is there as a whole at a time."""
+    parameters, state = model.stacks
+    stacks = Stacks((*parameters.bounds, *state.bounds))
+
+    def pieces(positions: Sequence[int]) -> list[Any]:
+        leaves = list(dict.fromkeys(stacks.leaf_of[k] for k in positions))
+        uncut = [k for k in leaves if stacks.bounds[k] is None]
+        found = dict(zip(uncut, values(uncut), strict=True))
+        made = {k: found[stacks.leaf_of[k]] for k in positions if stacks.leaf_of[k] in found}
+        for leaf in leaves:
+            if leaf not in found:
+                (whole,) = values([leaf])
+                made.update((k, stacks.cut(k, whole)) for k in positions if stacks.leaf_of[k] == leaf)
+        return [made[k] for k in positions]
+
+    return pieces
+
+
 def _initialised(model: BoundModel, key: Any) -> Values:
     """Initialisation, traced once; of its operators only those run that the wanted variables follow from.
 
@@ -138,14 +159,14 @@ def _optimizer_state(
     whole: list[Any] = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in model.parameters]
     for k, value in zip(placement.held_by(s)[0], parameters, strict=True):
         whole[k] = value
-    leaves = jax.tree.leaves(optimizer.init(model.parameter_tree(whole)))
+    leaves = update.coloured.state_stacks.split(jax.tree.leaves(optimizer.init(model.parameter_tree(whole))))
     return [x for x, owner in zip(leaves, update.coloured.state_stage, strict=True) if owner == s]
 
 
 def _shared_state(model: BoundModel, optimizer: optax.GradientTransformation, update: Update) -> list[Any]:
     def make() -> list[Any]:
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in model.parameters]
-        leaves = jax.tree.leaves(optimizer.init(model.parameter_tree(zeros)))
+        leaves = update.coloured.state_stacks.split(jax.tree.leaves(optimizer.init(model.parameter_tree(zeros))))
         return [x for x, owner in zip(leaves, update.coloured.state_stage, strict=True) if owner is None]
 
     return jax.jit(make)()

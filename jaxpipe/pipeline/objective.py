@@ -11,6 +11,8 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, read_graph
 from jaxpipe.model import BoundModel, UserFunction
 from jaxpipe.planning.order import parameter_work_in_place
+from jaxpipe.rows import MixedRowsError, split_rows
+from jaxpipe.stacks import Stacks
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +58,7 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str 
         leaves, seen["tree"] = jax.tree.flatten(metrics)
         return [jnp.asarray(loss), jnp.asarray(weight, jnp.float32), *(_averaged(x) for x in leaves)]
 
-    objective = _trace(model, function, batch, results)
+    objective = _trace(model, function, batch, results, name)
     return replace(objective, **seen)
 
 
@@ -80,7 +82,7 @@ def trace_prediction(model: BoundModel, function: UserFunction, batch: Any, name
                 )
         return leaves
 
-    return replace(_trace(model, function, batch, results), tree=seen["tree"])
+    return replace(_trace(model, function, batch, results, name), tree=seen["tree"])
 
 
 def microbatch_shapes(batch: Any, count: int) -> Any:
@@ -121,17 +123,18 @@ def _parts(returned: Any, name: str) -> tuple[Any, Any, Any]:
     return loss, weight, metrics
 
 
-def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any) -> Objective:
+def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any, name: str) -> Objective:
     batch_leaves, batch_tree = jax.tree.flatten(batch)
-    parameters = [v.aval for v in model.parameters]
-    state = [v.aval for v in model.state]
+    own = model.own
+    parameters = [v.aval for v in own.parameters]
+    state = [v.aval for v in own.state]
     counts = [len(parameters), len(state), 1, len(batch_leaves)]
     number = 0
 
     def body(*leaves: Any) -> list[Any]:
         nonlocal number
         p, s, (key,), b = split(leaves, counts)
-        returned, new_state = model.run(function, p, s, key, jax.tree.unflatten(batch_tree, b))
+        returned, new_state = own.run(function, p, s, key, jax.tree.unflatten(batch_tree, b))
         found = results(returned)
         number = len(found)
         return [*found, *new_state]
@@ -139,6 +142,10 @@ def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any) 
     key = jax.eval_shape(lambda: jax.random.key(0))
     closed = jax.make_jaxpr(body)(*parameters, *state, key, *batch_leaves)
     graph = read_graph(closed)
+    if model.cut is not None:
+        graph = _cut(graph, model, counts, number, name)
+        counts[:2] = len(model.parameters), len(model.state)
+        parameters = model.parameters
     graph = graph.with_parameters([k < len(parameters) for k in range(sum(counts))])
     graph = parameter_work_in_place(graph, [graph.inputs[len(parameters) + len(state)]])
     p, s, (k,), b = split(graph.inputs, counts)
@@ -151,6 +158,21 @@ def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any) 
         results=graph.outputs[:number],
         new_state=graph.outputs[number:],
     )
+
+
+def _cut(graph: Graph, model: BoundModel, counts: Sequence[int], number: int, name: str) -> Graph:
+    """The program of a model's own variables as one of their pieces."""
+    parameters, state = model.stacks
+    inputs = Stacks((*parameters.bounds, *state.bounds, *(None,) * sum(counts[2:])))
+    try:
+        return split_rows(graph, inputs, Stacks((*(None,) * number, *state.bounds)))
+    except MixedRowsError as error:
+        names = [v.name for v in (*model.own.parameters, *model.own.state)]
+        raise PartitionError(
+            f"unroll_scans: {name} uses {', '.join(names[k] for k in sorted(error.sources))} as a whole "
+            f"({error.operator.label}), but its layers are cut apart, as the loss has them in a scan. Use it as "
+            "the loss does, or leave out unroll_scans."
+        ) from None
 
 
 def split(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:

@@ -7,6 +7,7 @@ An operator whose operands belong to one stage runs in that stage's branch. Wher
 small values may meet. Exchanges come in rounds; after the last, every stage has its new parameters and state.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from jaxpipe.graph import Graph, Operator, run, trace
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.words import from_words, to_words, word_count
+from jaxpipe.rows import MixedRowsError, split_rows
+from jaxpipe.stacks import Stacks
 
 
 #: Elements of the largest value that may be exchanged between stages.
@@ -39,7 +42,8 @@ class ColouredUpdate:
       parameters, gradients, state: tensor numbers of the inputs.
       new_parameters, new_state: tensor numbers of the outputs.
       state_stage: the stage of each leaf of the optimizer state, None if every stage has it.
-      state_tree, state_avals: its structure and leaves.
+      state_avals: its leaves, those that belong to a cut parameter cut as that is.
+      state_shape, state_stacks: it as optax has it, and how its leaves are cut.
       per_stage: whether some of it looks at each stage apart (``jaxpipe.gradients.per_stage``).
     """
 
@@ -53,8 +57,9 @@ class ColouredUpdate:
     new_parameters: tuple[int, ...]
     new_state: tuple[int, ...]
     state_stage: tuple[int | None, ...]
-    state_tree: Any
     state_avals: tuple[Any, ...]
+    state_shape: Any
+    state_stacks: Stacks
     per_stage: bool = False
 
 
@@ -71,25 +76,36 @@ def colour_update(
     Raises:
       PartitionError: if values of several stages meet that are too large to be exchanged.
     """
-    avals = [v.aval for v in model.parameters]
-    tree = model.parameter_tree(avals)
-    state_shape = jax.eval_shape(optimizer.init, tree)
+    own, stacks = model.own, model.stacks[0]
+    avals = [v.aval for v in own.parameters]
+    state_shape = jax.eval_shape(optimizer.init, own.parameter_tree(avals))
     state_avals, state_tree = jax.tree.flatten(state_shape)
-    state_stage = _stage_of_state(optimizer, state_shape, model, stage_of)
+    owner = _parameter_of_state(optimizer, state_shape, own)
+    state_stacks = Stacks(tuple(map(functools.partial(_cut_as, stacks), owner, state_avals)))
+    state_stage = _stage_of_state(owner, stacks.groups(stage_of), state_stacks)
     count = len(avals)
 
     def update(*leaves: Any) -> list[Any]:
-        parameters = model.parameter_tree(leaves[:count])
-        gradients = model.parameter_tree(leaves[count : 2 * count])
+        parameters = own.parameter_tree(leaves[:count])
+        gradients = own.parameter_tree(leaves[count : 2 * count])
         state = jax.tree.unflatten(state_tree, leaves[2 * count :])
         updates, state = optimizer.update(gradients, state, parameters)
         new = optax.apply_updates(parameters, updates)
         return [*jax.tree.leaves(new), *jax.tree.leaves(state)]
 
     # Leaves of the tree may come in another order than the model's parameters.
-    with known_stages(jax.tree.leaves(model.parameter_tree(stage_of))) as stages:
+    first = [pieces[0] for pieces in stacks.groups(stage_of)]
+    with known_stages(jax.tree.leaves(own.parameter_tree(first))) as stages:
         graph = trace(update, *avals, *avals, *state_avals)
+    if model.cut is not None:
+        if stages.asked:
+            raise PartitionError(
+                "optimizer: gradients.per_stage puts each parameter into one stage, and unroll_scans puts stacked ones "
+                "into several. Clip by value or by block, or leave out one of the two."
+            )
+        graph = _cut(graph, own, stacks, state_stacks)
     inputs, outputs = graph.inputs, graph.outputs
+    count, state_avals = len(model.parameters), state_stacks.shapes(state_avals)
     colour: dict[int, int] = {}
     for t, stage in zip(inputs, (*stage_of, *stage_of, *state_stage), strict=True):
         if stage is not None:
@@ -97,7 +113,7 @@ def colour_update(
     wanted = (*stage_of, *state_stage)
     exchanged, rounds = _colour(graph, colour, [t for t, s in zip(outputs, wanted, strict=True) if s is None])
     for t, stage, name in zip(
-        outputs, wanted, [*(v.name for v in model.parameters), *_names(state_shape)], strict=True
+        outputs, wanted, [*(v.name for v in model.parameters), *_names(state_shape, state_stacks)], strict=True
     ):
         if stage is not None and colour.get(t, stage) != stage:
             raise PartitionError(
@@ -115,33 +131,75 @@ def colour_update(
         new_parameters=outputs[:count],
         new_state=outputs[count:],
         state_stage=state_stage,
-        state_tree=state_tree,
         state_avals=tuple(state_avals),
+        state_shape=state_shape,
+        state_stacks=state_stacks,
         per_stage=stages.asked,
     )
 
 
-def _names(tree: Any) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+def _cut(graph: Graph, own: BoundModel, parameters: Stacks, state: Stacks) -> Graph:
+    """The update of whole parameters as one of their pieces: the same, up to the order in which sums are added."""
+    both = parameters.bounds
+    try:
+        return split_rows(graph, Stacks((*both, *both, *state.bounds)), Stacks((*both, *state.bounds)))
+    except MixedRowsError as error:
+        names = [v.name for v in own.parameters]
+        mixed = sorted({names[k % len(names)] for k in error.sources if k < 2 * len(names)})
+        raise PartitionError(
+            f"optimizer: {error.operator.label} combines layers of {', '.join(mixed) or 'a stacked parameter'}, which "
+            "unroll_scans puts into several stages. Use an optimizer that works element by element, or by norms and "
+            "sums, or leave out unroll_scans."
+        ) from None
+
+
+def _names(tree: Any, stacks: Stacks) -> list[str]:
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return [paths[k] for k in stacks.leaf_of]
+
+
+def _parameter_of_state(
+    optimizer: optax.GradientTransformation, shape: Any, model: BoundModel
+) -> tuple[int | None, ...]:
+    """The parameter that each leaf of the optimizer state belongs to, as optax tells; None for one that has none."""
+    numbers = model.parameter_tree([_Number(k) for k in range(len(model.parameters))])
+    marked = optax.tree_map_params(
+        optimizer, lambda _, number: number, shape, numbers, transform_non_params=lambda _: _Number(None)
+    )
+    found = jax.tree.leaves(marked, is_leaf=lambda x: isinstance(x, _Number))
+    return tuple(x.value for x in found)
+
+
+class _Number:
+    """A leaf that carries a number."""
+
+    def __init__(self, value: int | None):
+        self.value = value
+
+
+def _cut_as(stacks: Stacks, owner: int | None, aval: Any) -> tuple[int, ...] | None:
+    """Where a leaf of the optimizer state is cut: as its parameter, if it has as many rows."""
+    cuts = None if owner is None else stacks.bounds[owner]
+    return cuts if cuts is not None and aval.shape[:1] == cuts[-1:] else None
 
 
 def _stage_of_state(
-    optimizer: optax.GradientTransformation, shape: Any, model: BoundModel, stage_of: Sequence[int]
+    owner: Sequence[int | None], stages: Sequence[Sequence[int]], stacks: Stacks
 ) -> tuple[int | None, ...]:
-    """The stage of each leaf of the optimizer state: that of the parameter it belongs to, as optax tells."""
-    stages = model.parameter_tree([_Stage(s) for s in stage_of])
-    marked = optax.tree_map_params(
-        optimizer, lambda _, stage: stage, shape, stages, transform_non_params=lambda _: _Stage(None)
-    )
-    found = jax.tree.leaves(marked, is_leaf=lambda x: isinstance(x, _Stage))
-    return tuple(x.number for x in found)
+    """The stage of each piece of the optimizer state: that of the piece of the parameter that it belongs to.
 
-
-class _Stage:
-    """A leaf that carries a stage."""
-
-    def __init__(self, number: int | None):
-        self.number = number
+    Args:
+      owner: by leaf, its parameter.
+      stages: by parameter, the stages of its pieces.
+      stacks: how the state is cut.
+    """
+    found: list[int | None] = []
+    for k, cuts in zip(owner, stacks.bounds, strict=True):
+        if k is None:
+            found.append(None)
+        else:
+            found += stages[k] if cuts is not None else stages[k][:1]
+    return tuple(found)
 
 
 def _colour(graph: Graph, colour: dict[int, int], shared: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], dict]:

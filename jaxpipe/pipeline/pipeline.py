@@ -226,7 +226,7 @@ class Pipeline:
                 self._maybe_planned = self._make_plan(batch, variables)
         planned = self._planned
         model = planned.model if variables is None else with_values(planned.model, variables)
-        if model.values is None and model.initialise is None:
+        if model.own.values is None and model.own.initialise is None:
             raise PartitionError("The model has no values and cannot be initialised; pass variables= to init.")
         program, identity = planned.program, self.plan.identity
         layouts, whole = (program.parameters, program.state), (self._optimizer, planned.update, key, identity)
@@ -481,9 +481,10 @@ class Pipeline:
     def _learning_rate(self) -> int | None:
         """Where in the shared optimizer state ``optax.inject_hyperparams`` keeps its (first) learning rate."""
         coloured = self._planned.update.coloured
-        state = jax.tree.unflatten(coloured.state_tree, coloured.state_avals)
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-        shared = [path for path, owner in zip(paths, coloured.state_stage, strict=True) if owner is None]
+        flat, _ = jax.tree_util.tree_flatten_with_path(coloured.state_shape)
+        paths = [jax.tree_util.keystr(path) for path, _ in flat]
+        owned = zip(coloured.state_stacks.leaf_of, coloured.state_stage, strict=True)
+        shared = [paths[k] for k, owner in owned if owner is None]
         return next((k for k, path in enumerate(shared) if path.endswith(".hyperparams['learning_rate']")), None)
 
     def _forward(self, name: str, state: TrainState, batch: Any) -> tuple[Any, list[Any], Objective]:

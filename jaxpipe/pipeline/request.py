@@ -39,6 +39,7 @@ class Request:
     time_limit: float
     exchange: BlockSparse | None
     on_nonfinite: OnNonFinite
+    unroll_scans: int
     num_stages: int
     replicas: int
     replicate: bool | tuple[int, ...]

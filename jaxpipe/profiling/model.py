@@ -9,7 +9,8 @@ from jaxpipe.errors import ProfileError
 from jaxpipe.graph import is_differentiable
 from jaxpipe.model import UserFunction, bind
 from jaxpipe.pipeline import checks
-from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_loss
+from jaxpipe.pipeline.objective import Objective, microbatch_shapes
+from jaxpipe.pipeline.unroll import trace_unrolled
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import cache as kept
 from jaxpipe.profiling.measured import measure
@@ -30,6 +31,7 @@ def profile_model(
     num_microbatches: int = 1,
     variables: Any = None,
     cache: bool = True,
+    unroll_scans: int = False,
 ) -> Profile:
     """Find out what each operator of one micro-batch costs, forward and backward.
 
@@ -47,6 +49,7 @@ def profile_model(
       variables: needed if the model is a function of variables: their values or shapes.
       cache: whether a measurement may be read from, and is kept on disk (in ``$JAXPIPE_CACHE_DIR``, or the user's cache
         folder), under a hash of the program, the kind of device and all versions.
+      unroll_scans: as for ``partition``.
 
     Raises:
       ProfileError: if the source or the kind of device is not known.
@@ -71,7 +74,8 @@ def profile_model(
     shapes = checks.batch_shapes(batch)
     checks.check_microbatches(checks.batch_size(shapes), 1, num_microbatches)
     one = microbatch_shapes(shapes, num_microbatches)
-    objective = trace_loss(bind(model, loss, one, variables), loss, one)
+    rows = checks.check_unroll(unroll_scans, exchanged=False)
+    _, objective = trace_unrolled(bind(model, loss, one, variables), loss, one, rows)
     if rates is not None:
         linearization, held = _program(objective)
         return analytic(linearization, rates, held=held, device_kind=device)

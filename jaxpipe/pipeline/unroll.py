@@ -1,0 +1,82 @@
+"""Layers that are one ``scan`` as operators of their own, so that stages may be cut between them.
+
+A scan over stacked parameters ``[layers, ...]`` is found in the traced loss, and the model's variables are cut into the
+rows of each group of iterations (``jaxpipe.model.unstack``). ``jaxpipe.rows`` then makes the programs over the pieces:
+of the loss, of evaluation and prediction, and of the optimizer.
+"""
+
+from typing import Any
+
+from jaxpipe.errors import PartitionError
+from jaxpipe.model import BoundModel, UserFunction, unstack
+from jaxpipe.pipeline.objective import Objective, trace_loss
+from jaxpipe.rows import MixedRowsError, scan_operands, split_rows
+from jaxpipe.stacks import Stacks, groups_of_rows
+
+
+def unroll(model: BoundModel, objective: Objective, rows: int) -> BoundModel:
+    """The model with the variables of its scans cut into groups of ``rows`` layers.
+
+    Args:
+      model: in its own layout.
+      objective: its loss.
+      rows: iterations that stay together.
+
+    Raises:
+      PartitionError: if the loss has no scan over stacked parameters, or something else needs several layers at once.
+    """
+    graph = objective.graph
+    variables = {t: k for k, t in enumerate((*objective.parameters, *objective.state))}
+    lengths = scanned_variables(objective)
+    names = [v.name for v in (*model.parameters, *model.state)]
+    cut = {variables[t]: groups_of_rows(length, rows) for t, length in lengths.items()}
+    why = ""
+    while cut:
+        bounds = [cut.get(k) for k in range(len(names))]
+        split = len(model.parameters)
+        parameters, state = Stacks(tuple(bounds[:split])), Stacks(tuple(bounds[split:]))
+        inputs = {t: bounds[k] for t, k in variables.items()}
+        outputs = dict(zip(objective.new_state, state.bounds, strict=True))
+        try:
+            split_rows(
+                graph,
+                Stacks(tuple(inputs.get(t) for t in graph.inputs)),
+                Stacks(tuple(outputs.get(t) for t in graph.outputs)),
+            )
+            return unstack(model, parameters, state)
+        except MixedRowsError as error:
+            whole = [variables[graph.inputs[k]] for k in sorted(error.sources)]
+            why = f" {', '.join(names[k] for k in whole)} is used as a whole, too ({error.operator.label})."
+            for k in whole:
+                del cut[k]
+    raise PartitionError(
+        "unroll_scans: the loss has no scan over stacked parameters that could be cut between its iterations."
+        + (why or " Layers that are no scan can be cut without it.")
+    )
+
+
+def trace_unrolled(model: BoundModel, loss: UserFunction, batch: Any, rows: int) -> tuple[BoundModel, Objective]:
+    """A model and its loss for one micro-batch, its scans cut into groups of ``rows`` iterations; 0: as they are."""
+    objective = trace_loss(model, loss, batch)
+    if not rows:
+        return model, objective
+    model = unroll(model, objective, rows)
+    return model, trace_loss(model, loss, batch)
+
+
+def scanned_variables(objective: Objective) -> dict[int, int]:
+    """The variables over whose first axis a scan runs, as they are or element by element made of them; its length."""
+    graph = objective.graph
+    origin = {t: t for t in (*objective.parameters, *objective.state)}
+    found: dict[int, int] = {}
+    for op in graph.operators:
+        if op.name == "scan":
+            consts, carried, names = scan_operands(op)
+            found.update((origin[t], op.params["length"]) for t in names[consts + carried :] if t in origin)
+        elif op.equation is None:
+            origin.update((new, origin[old]) for old, new in zip(op.inputs, op.outputs, strict=True) if old in origin)
+        elif len(op.inputs) == len(op.outputs) == 1 and op.inputs[0] in origin:
+            same = graph.tensors[op.inputs[0]].shape[:1] == graph.tensors[op.outputs[0]].shape[:1]
+            if same:
+                origin[op.outputs[0]] = origin[op.inputs[0]]
+    return found

@@ -1,0 +1,276 @@
+"""A program over stacked arrays as one over their pieces: no operator touches more than one piece, where that can be.
+
+    scan over [L, ...]        ──▶ its iterations one after the other, each with its own rows
+    arithmetic on [L, ...]    ──▶ the same on each piece
+    sum, maximum over axis 0  ──▶ those of the pieces, combined
+
+The pieces of an array are tensors of their own, so that stages may be cut between them.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import core, lax
+
+from jaxpipe import _compat
+from jaxpipe.graph import Graph, GraphBuilder, Operator
+from jaxpipe.stacks import Stacks
+from jaxpipe.work import ARITHMETIC, TRANSCENDENTAL
+
+
+#: Operators that treat each element by itself.
+_POINTWISE = (ARITHMETIC | TRANSCENDENTAL | {"copy", "copy_p"}) - {"concatenate", "pad", "stack"}
+
+#: Reductions, and how results for some rows make one for all.
+_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "reduce_sum": lax.add,
+    "reduce_prod": lax.mul,
+    "reduce_max": lax.max,
+    "reduce_min": lax.min,
+    "reduce_and": lax.bitwise_and,
+    "reduce_or": lax.bitwise_or,
+}
+
+
+def scan_operands(op: Operator) -> tuple[int, int, list[int | None]]:
+    """How many constants a scan has, how many values it carries, and the tensors of all its operands.
+
+    Constants come first, then what is carried, then what is scanned over, of which the body sees one axis less. A
+    literal is None.
+    """
+    body, _ = _compat.open_jaxpr(op.params["jaxpr"])
+    outside, inside = ([len(v.aval.shape) for v in variables] for variables in (op.equation.invars, body.invars))
+    fixed = sum(a == b for a, b in zip(outside, inside, strict=True))
+    results = zip(op.equation.outvars, body.outvars, strict=True)
+    carried = sum(len(v.aval.shape) == len(inner.aval.shape) for v, inner in results)
+    numbers = iter(op.inputs)
+    names = [None if _compat.is_literal(atom) else next(numbers) for atom in op.equation.invars]
+    return fixed - carried, carried, names
+
+
+class MixedRowsError(Exception):
+    """An operator that needs several rows at once.
+
+    Attributes:
+      operator: which.
+      sources: positions of the inputs whose rows they are.
+    """
+
+    def __init__(self, operator: Operator, sources: frozenset[int]):
+        super().__init__(operator.label)
+        self.operator = operator
+        self.sources = sources
+
+
+def split_rows(graph: Graph, inputs: Stacks, outputs: Stacks) -> Graph:
+    """The same program, whose inputs and outputs are pieces.
+
+    Args:
+      graph: the program.
+      inputs, outputs: how its inputs and outputs are cut. Inputs with as many rows are cut alike.
+
+    Raises:
+      MixedRowsError: if an operator needs several pieces of an input at once.
+    """
+    rows = _Rows(graph)
+    entered = [rows.enter(t, cuts, k) for k, (t, cuts) in enumerate(zip(graph.inputs, inputs.bounds, strict=True))]
+    for op in graph.operators:
+        rows.add(op)
+    left = [rows.leave(t, cuts) for t, cuts in zip(graph.outputs, outputs.bounds, strict=True)]
+    return rows.builder.build([*itertools.chain(*entered)], [*itertools.chain(*left)])
+
+
+class _Rows:
+    """The new program while it is made. Tensors are named by their numbers in the old one.
+
+    Attributes:
+      builder: the new program.
+      whole: the new number of each tensor that is in one piece.
+      pieces, cuts: of the others, the new numbers, and the rows at which they begin.
+      sources: of these, the inputs whose rows they are; none if they were stacked by a scan, and may be joined.
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.builder = GraphBuilder()
+        self.whole = {t: self.builder.constant(value) for t, value in graph.constants.items()}
+        self.pieces: dict[int, list[int]] = {}
+        self.cuts: dict[int, tuple[int, ...]] = {}
+        self.sources: dict[int, frozenset[int]] = {}
+
+    def enter(self, t: int, cuts: tuple[int, ...] | None, position: int) -> list[int]:
+        """Number an input."""
+        tensor = self.graph.tensors[t]
+        if cuts is None:
+            self.whole[t] = self.builder.tensor(tensor.aval, tensor.bits)
+            return [self.whole[t]]
+        sizes = [b - a for a, b in itertools.pairwise(cuts)]
+        made = [self.builder.tensor(tensor.aval.update(shape=(n, *tensor.shape[1:])), tensor.bits) for n in sizes]
+        self._made(t, made, cuts, frozenset([position]))
+        return made
+
+    def leave(self, t: int, cuts: tuple[int, ...] | None) -> list[int]:
+        """An output's numbers."""
+        if cuts is None:
+            return [self._joined(t, None)]
+        if t in self.pieces:
+            return self.pieces[t]
+        return [self._rows(self.whole[t], a, b, "") for a, b in itertools.pairwise(cuts)]
+
+    def add(self, op: Operator) -> None:
+        """Append an operator, as often as it takes."""
+        split = [t for t in op.inputs if t in self.pieces]
+        if not split:
+            self._copy(op)
+        elif op.equation is None:
+            self._boundary(op)
+        elif op.name == "scan":
+            self._scan(op)
+        elif self._is_pointwise(op, split):
+            self._by_piece(op, split, lambda rows: {})
+        elif op.name in _REDUCTIONS and len(op.inputs) == 1:
+            self._reduce(op)
+        elif (params := self._same_first_axis(op)) is not None:
+            self._by_piece(op, split, params)
+        else:
+            self._copy(op)
+
+    def _copy(self, op: Operator) -> None:
+        """The operator as it is, over whole tensors."""
+        inputs = [self._joined(t, op) for t in op.inputs]
+        avals = [self.graph.tensors[t].aval for t in op.outputs]
+        self.whole.update(
+            zip(op.outputs, self.builder.emit(op.equation, inputs, op.path, avals, op.policy), strict=True)
+        )
+
+    def _boundary(self, op: Operator) -> None:
+        """A call boundary, around each piece."""
+        groups = [self.pieces.get(t) or [self.whole[t]] for t in op.inputs]
+        flat = [*itertools.chain(*groups)]
+        avals = [self.builder.tensors[n].aval for n in flat]
+        made = iter(self.builder.emit(None, flat, op.path, avals, op.policy))
+        for t, out, group in zip(op.inputs, op.outputs, groups, strict=True):
+            found = [next(made) for _ in group]
+            if t in self.pieces:
+                self._made(out, found, self.cuts[t], self.sources[t])
+            else:
+                (self.whole[out],) = found
+
+    def _by_piece(self, op: Operator, split: Sequence[int], params: Callable[[int], dict[str, Any]]) -> None:
+        """The operator on each piece, with some parameters changed for its number of rows."""
+        cuts = self.cuts[split[0]]
+        found = []
+        for k, (a, b) in enumerate(itertools.pairwise(cuts)):
+            operands = []
+            for t in op.inputs:
+                if t in self.pieces:
+                    operands.append(self.pieces[t][k])
+                else:
+                    scalar = self.graph.tensors[t].shape == ()
+                    operands.append(self.whole[t] if scalar else self._rows(self.whole[t], a, b, op.path))
+            (made,) = self._again(op, operands, params(b - a))
+            found.append(made)
+        self._made(op.outputs[0], found, cuts, frozenset().union(*(self.sources[t] for t in split)))
+
+    def _reduce(self, op: Operator) -> None:
+        (t,) = op.inputs
+        parts = [self._again(op, [piece], {})[0] for piece in self.pieces[t]]
+        if 0 not in op.params["axes"]:
+            self._made(op.outputs[0], parts, self.cuts[t], self.sources[t])
+            return
+        total = parts[0]
+        for part in parts[1:]:
+            (total,) = self._call(_REDUCTIONS[op.name], [total, part], op)
+        self.whole[op.outputs[0]] = total
+
+    def _scan(self, op: Operator) -> None:
+        """The iterations that share a piece, as a scan of their own; or the body itself, if that is one iteration."""
+        body, reverse = op.params["jaxpr"], op.params["reverse"]
+        consts, count, names = scan_operands(op)
+        atoms, fixed = op.equation.invars, consts + count
+        split = [t for t in names[fixed:] if t in self.pieces]
+        if not split:
+            self._copy(op)
+            return
+        cuts = self.cuts[split[0]]
+
+        def held(k: int) -> int:
+            t = names[k]
+            return self.builder.constant(atoms[k].val) if t is None else self._joined(t, op)
+
+        shared, carry = [held(k) for k in range(consts)], [held(k) for k in range(consts, fixed)]
+        stacked: list[list[int]] = []
+        pieces = list(enumerate(itertools.pairwise(cuts)))
+        for k, (a, b) in reversed(pieces) if reverse else pieces:
+            rows = [
+                self.pieces[t][k] if t in self.pieces else self._rows(held(fixed + n), a, b, op.path)
+                for n, t in enumerate(names[fixed:])
+            ]
+            if b - a == 1:
+                rows = [self._call(lambda x: lax.squeeze(x, (0,)), [n], op)[0] for n in rows]
+                made = self.builder.read_call(body, [*shared, *carry, *rows], path=op.path, policy=op.policy)
+                made[count:] = [self._call(lambda x: lax.expand_dims(x, (0,)), [n], op)[0] for n in made[count:]]
+            else:
+                operands = [*shared, *carry, *rows]
+                variables = [_compat.variable(self.builder.tensors[n].aval) for n in operands]
+                equation = op.equation.replace(invars=variables)
+                made = self._again(op, operands, {"length": b - a}, equation)
+            carry = made[:count]
+            stacked.append(made[count:])
+        if reverse:
+            stacked.reverse()
+        self.whole.update(zip(op.outputs, carry, strict=False))
+        for t, found in zip(op.outputs[count:], zip(*stacked, strict=True), strict=True):
+            self._made(t, found, cuts, frozenset())
+
+    def _is_pointwise(self, op: Operator, split: Sequence[int]) -> bool:
+        if op.name not in _POINTWISE or len(op.outputs) != 1:
+            return False
+        shape = self.graph.tensors[op.outputs[0]].shape
+        return all(self.graph.tensors[t].shape in ((), shape) for t in op.inputs)
+
+    def _same_first_axis(self, op: Operator) -> Callable[[int], dict[str, Any]] | None:
+        """For an operator that only changes the other axes, its parameters for some number of rows."""
+        if len(op.inputs) != 1:
+            return None
+        length, params = self.cuts[op.inputs[0]][-1], op.params
+        if op.name == "transpose" and params["permutation"][0] == 0:
+            return lambda rows: {}
+        if op.name == "squeeze" and 0 not in params["dimensions"]:
+            return lambda rows: {}
+        if op.name == "broadcast_in_dim":
+            shape, axes = params["shape"], params["broadcast_dimensions"]
+            if axes[0] == 0 and shape[0] == length:
+                return lambda rows: {"shape": (rows, *shape[1:])}
+        if op.name == "reshape" and params["dimensions"] is None and params["new_sizes"][:1] == (length,):
+            return lambda rows: {"new_sizes": (rows, *params["new_sizes"][1:])}
+        return None
+
+    def _joined(self, t: int, op: Operator | None) -> int:
+        """A tensor in one piece."""
+        if t not in self.whole:
+            if self.sources[t]:
+                raise MixedRowsError(op or self.graph.operators[-1], self.sources[t])
+            (self.whole[t],) = self._call(lambda *xs: lax.concatenate(xs, 0), self.pieces[t], op)
+        return self.whole[t]
+
+    def _rows(self, number: int, start: int, stop: int, path: str) -> int:
+        """Some rows of a new tensor."""
+        return self._traced(lambda x: lax.slice_in_dim(x, start, stop), [number], path, None)[0]
+
+    def _made(self, t: int, pieces: Sequence[int], cuts: tuple[int, ...], sources: frozenset[int]) -> None:
+        self.pieces[t], self.cuts[t], self.sources[t] = list(pieces), cuts, sources
+
+    def _again(self, op: Operator, operands: Sequence[int], params: dict[str, Any], equation: Any = None) -> list[int]:
+        """The operator over operands of other shapes, or another equation in its place."""
+        equation = op.equation if equation is None else equation
+        program = _compat.isolate(_compat.without_scope(equation.replace(params={**equation.params, **params})))
+        return self._call(lambda *xs: core.eval_jaxpr(program, (), *xs), operands, op)
+
+    def _call(self, function: Callable[..., Any], operands: Sequence[int], op: Operator | None) -> list[int]:
+        return self._traced(function, operands, "" if op is None else op.path, None if op is None else op.policy)
+
+    def _traced(self, function: Callable[..., Any], operands: Sequence[int], path: str, policy: Any) -> list[int]:
+        closed = _compat.trace_without_scope(function, *(self.builder.tensors[n].aval for n in operands))
+        return self.builder.read(closed, operands, path=path, policy=policy)

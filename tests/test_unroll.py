@@ -1,0 +1,354 @@
+"""Layers that are one scan, cut into stages: gradients, state, optimizer and checkpoints are those of the scan."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from compare import assert_same_bits, relative_l2
+from flax import nnx
+from jax import lax
+from pipeline_models import Case, classifier, entropy, images, linen, plain_gradients
+from test_pipeline import FUSION, arrays, mesh_of
+
+import jaxpipe
+from examples import models as zoo
+from jaxpipe import stage as stages
+from jaxpipe.errors import PartitionError
+from jaxpipe.graph import is_differentiable, trace
+from jaxpipe.rows import MixedRowsError, split_rows
+from jaxpipe.schedules import interleaved, one_f_one_b
+from jaxpipe.stacks import Stacks, groups_of_rows
+
+
+WIDTH, LAYERS = 6, 4
+
+
+class Block(nn.Module):
+    """Dense, BatchNorm, dropout, in the carry form that `nn.scan` takes."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        y = nn.BatchNorm(use_running_average=False)(nn.Dense(WIDTH)(x))
+        return x + nn.Dropout(0.25, deterministic=False)(jnp.tanh(y)), jnp.square(y).mean()
+
+
+class Scanned(nn.Module):
+    """Layers with state and random numbers of their own, one scan."""
+
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(
+            nn.remat(Block) if self.remat else Block,
+            variable_axes={"params": 0, "batch_stats": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=LAYERS,
+        )
+        x, penalties = layers()(nn.Dense(WIDTH)(x), None)
+        return nn.Dense(10)(x), penalties
+
+
+def stateful(remat: bool = False) -> Case:
+    """With a term in the loss for what each layer returns."""
+
+    def loss(model, batch):
+        logits, penalties = model(batch["x"])
+        return entropy(logits, batch["y"]) + 0.1 * penalties.sum()
+
+    return linen(Scanned(remat), images(4, rows=32), loss)
+
+
+def residual() -> Case:
+    return linen(zoo.ScannedMLP(num_layers=LAYERS, width=WIDTH), images(4, rows=8), classifier())
+
+
+class NNXBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.linear(x))
+
+
+class NNXScanned(nnx.Module):
+    """Layers made by `nnx.vmap`, run by `nnx.scan`."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(NNXBlock, in_axes=(0,), out_axes=0)
+        self.layers = make(rngs.fork(split=LAYERS) if hasattr(rngs, "fork") else rngs)
+        self.head = nnx.Linear(WIDTH, 10, rngs=rngs)
+
+    def __call__(self, x):
+        run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.head(run(x, self.layers))
+
+
+def nnx_scanned() -> Case:
+    def build():
+        return NNXScanned(nnx.Rngs(0))
+
+    graphdef, _, _ = nnx.split(build(), nnx.Param, ...)
+
+    def plain(params, state, key, batch):
+        model = nnx.merge(graphdef, params, state, copy=True)
+        return entropy(model(batch["x"]), batch["y"]), state
+
+    def start(_):
+        return nnx.split(build(), nnx.Param, ...)[1:]
+
+    return Case(build(), classifier(), images(WIDTH, rows=8), start, plain, nnx.merge_state)
+
+
+CASES = {
+    "stateful": stateful,
+    "rematted": functools.partial(stateful, remat=True),
+    "residual": residual,
+    "nnx": nnx_scanned,
+}
+
+
+@functools.cache
+def case_of(name: str) -> Case:
+    return CASES[name]()
+
+
+def pipeline_of(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
+    defaults = {"schedule": one_f_one_b, "optimizer": optax.sgd(0.1), "profile": "analytic", "num_microbatches": 4}
+    options = {**defaults, "unroll_scans": True, **options}
+    return jaxpipe.partition(case.model, mesh_of(stages, None), case.batch, loss=case.loss, **options)
+
+
+def check(name: str, stages: int, optimizer, **options) -> None:
+    """Two steps, against plain training of the model with its scan."""
+    case = case_of(name)
+    pipeline = pipeline_of(case, stages, optimizer=optimizer, **options)
+    params, variables = case.start(jax.random.key(3))
+    state = pipeline.init(jax.random.key(3))
+    slots = optimizer.init(params)
+    assert_same_bits(arrays(pipeline.parameters(state)), arrays(case.variables(params, variables)))
+    for _ in range(2):
+        keys = jnp.stack([pipeline.microbatch_key(state, j) for j in range(4)])
+        loss, gradient, variables = plain_gradients(case, params, variables, keys, 1, 4)
+        (found, _), ours = pipeline.value_and_grad(state, case.batch)
+        assert float(found) == pytest.approx(float(loss), rel=FUSION)
+        assert [x.shape for x in arrays(ours)] == [x.shape for x in arrays(gradient)]
+        assert relative_l2(arrays(ours), arrays(gradient)) < FUSION
+        updates, slots = jax.jit(optimizer.update)(gradient, slots, params)
+        params = optax.apply_updates(params, updates)
+        state, _ = pipeline.step(state, case.batch)
+    after = arrays(pipeline.parameters(state))
+    wanted = arrays(case.variables(params, variables))
+    assert relative_l2(after, wanted) < FUSION
+
+
+@pytest.mark.core
+def test_a_scan_with_state_and_random_numbers_trains_in_stages():
+    check("stateful", 2, optax.sgd(0.1, momentum=0.9))
+
+
+def test_nnx_layers_in_a_scan_train_in_stages_in_groups():
+    check("nnx", 2, optax.adam(1e-2), unroll_scans=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [interleaved, jaxpipe.schedules.zero_bubble])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_scans_train_in_stages(name, rows, schedule):
+    check(name, 2, optax.sgd(0.1, momentum=0.9), unroll_scans=rows, schedule=schedule)
+
+
+# Operator by operator
+
+STACK = {"w": jnp.linspace(-1, 1, 5 * 9).reshape(5, 3, 3), "b": jnp.linspace(-0.2, 0.3, 15).reshape(5, 3)}
+
+
+def layers(stacked, shared, x, reverse):
+    def body(carry, layer):
+        y = jnp.sin(carry @ layer["w"] + layer["b"]) * shared
+        return carry + y, (y.sum(), layer["b"] * 2)
+
+    return lax.scan(body, x, stacked, reverse=reverse)
+
+
+def program(reverse):
+    """Uses of a stacked parameter: in a scan, cast, in a norm; results of the scan: carried, stacked, as new state."""
+
+    def run(w, b, shared, x):
+        half = (w.astype(jnp.bfloat16) * jnp.bfloat16(0.5)).astype(jnp.float32)
+        last, (sums, doubled) = layers({"w": half, "b": b}, shared, x, reverse)
+        return last.sum() + jnp.cumsum(sums)[2] + 0.01 * jnp.square(b).max() + jnp.sqrt(b.sum(1)).max(), doubled
+
+    return run
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_unrolled_programs_compute_and_differentiate_as_the_scan_does(rows, reverse):
+    """Compared operator by operator (``disable_jit``): the scan is then the same operators in a loop."""
+    run = program(reverse)
+    operands = STACK["w"], jnp.abs(STACK["b"]), jnp.float32(0.7), jnp.ones((2, 3))
+    cuts = groups_of_rows(5, rows)
+    inputs, outputs = Stacks((cuts, cuts, None, None)), Stacks((None, cuts))
+    graph = split_rows(trace(lambda *xs: list(run(*xs)), *operands), inputs, outputs)
+    built = stages.build(graph, [t for t in graph.inputs if is_differentiable(graph.tensors[t].aval)])
+    with jax.disable_jit():
+        expected, pullback = jax.vjp(run, *operands)
+        seeds = jnp.float32(1), jnp.ones((5, 3))
+        gradients = pullback(seeds)
+        found, stash = stages.forward(built, inputs.split(operands))
+        known = [dict(zip(graph.inputs, inputs.split(operands), strict=True))[t] for t in built.parameters]
+        ours = stages.backward(built, known, stash, outputs.split(seeds))
+    results = outputs.join(found), inputs.join(ours)
+    if rows == 1:
+        assert_same_bits(results, (list(expected), list(gradients)))
+    # Several iterations stay a scan, which is compiled as one program: XLA fuses its operators.
+    assert relative_l2(results, (list(expected), list(gradients))) < FUSION
+
+
+def test_what_needs_several_layers_at_once_is_named():
+    def mixed(w):
+        return jnp.cumsum(w, 0).sum() + lax.scan(lambda c, x: (c + x.sum(), None), 0.0, w)[0]
+
+    graph = trace(lambda w: [mixed(w)], STACK["w"])
+    with pytest.raises(MixedRowsError, match="cumsum") as caught:
+        split_rows(graph, Stacks(((0, 2, 5),)), Stacks((None,)))
+    assert caught.value.sources == {0}
+
+
+# Optimizers
+
+OPTIMIZERS = {
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "clipped adamw": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "blocks": optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1)),
+    "masked": optax.chain(
+        optax.add_decayed_weights(0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p)), optax.sgd(0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_of_pieces_are_those_of_whole_parameters(name):
+    """Norms by layer would be others; sums over layers may be added in another order, so to a few units."""
+    optimizer = OPTIMIZERS[name]
+    gradients = jax.tree.map(lambda x: jnp.cos(3 * x), STACK)
+    state = optimizer.init(STACK)
+    leaves, treedef = jax.tree.flatten((STACK, gradients, state))
+
+    def update(*leaves):
+        params, gradients, state = jax.tree.unflatten(treedef, leaves)
+        updates, state = optimizer.update(gradients, state, params)
+        return jax.tree.leaves((optax.apply_updates(params, updates), state))
+
+    cuts = Stacks(tuple(groups_of_rows(5, 2) if x.shape[:1] == (5,) else None for x in leaves))
+    after = Stacks(cuts.bounds[: len(STACK)] + cuts.bounds[2 * len(STACK) :])
+    graph = split_rows(trace(update, *leaves), cuts, after)
+    found = after.join(graph.evaluate(cuts.split(leaves)))
+    expected = update(*leaves)
+    assert [x.shape for x in found] == [x.shape for x in expected]
+    assert relative_l2(found, expected) < FUSION
+    made_of_inputs = set(graph.inputs)
+    for op in graph.operators:  # nothing that is made of parameters or gradients is larger than two layers
+        if any(t in made_of_inputs and graph.tensors[t].shape for t in op.inputs):
+            made_of_inputs.update(op.outputs)
+            assert all(graph.tensors[t].size <= 2 * 3 * 3 for t in op.outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_update_stacks(name):
+    check("residual", 3, OPTIMIZERS[name], unroll_scans=2)
+
+
+def test_an_optimizer_that_mixes_layers_is_refused():
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g: jnp.cumsum(g, 0), updates), state
+
+    mixing = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    with pytest.raises(PartitionError, match=r"optimizer: cumsum combines layers of .*ScanResidualBlock_0"):
+        pipeline_of(case_of("residual"), 2, optimizer=mixing)
+
+
+# What a user sees
+
+
+def test_stages_hold_their_own_layers_only():
+    case = linen(zoo.ScannedMLP(num_layers=8, width=16), images(16, rows=8), classifier())
+    whole, cut = (pipeline_of(case, 4, unroll_scans=rows, optimizer=optax.adam(1e-2)) for rows in (False, 2))
+    layer = 4 * (16 * 16 + 3 * 16)
+    assert whole.plan.memory["parameters"] >= 8 * layer
+    assert cut.plan.memory["parameters"] < 4 * layer
+    names = [v.name for v in cut._planned.model.parameters]
+    assert "ScanResidualBlock_0/Dense_0/kernel[2:4]" in names
+
+
+def test_checkpoints_go_from_unrolled_stages_to_whole_scans_and_back(tmp_path):
+    case = case_of("residual")
+    options = {"optimizer": optax.adam(1e-2), "num_microbatches": 2}
+    cut, whole = pipeline_of(case, 3, **options), pipeline_of(case, 1, unroll_scans=False, **options)
+    state, _ = cut.step(cut.init(jax.random.key(3)), case.batch)
+    expected = cut.parameters(state)
+    cut.save(state, tmp_path / "cut")
+    plain = jaxpipe.checkpoint.load(tmp_path / "cut")
+    assert_same_bits(jax.tree.leaves(plain.variables), jax.tree.leaves(expected))
+    there = whole.restore(tmp_path / "cut")
+    assert_same_bits(whole.parameters(there), expected)
+    whole.save(there, tmp_path / "whole")
+    back = cut.restore(tmp_path / "whole")
+    assert_same_bits(arrays([back.parameters, back.optimizer]), arrays([state.parameters, state.optimizer]))
+
+
+def test_a_profile_of_the_unrolled_model_fits_it():
+    case = case_of("residual")
+    profile = jaxpipe.profile_model(
+        case.model, case.batch, loss=case.loss, source="analytic", num_microbatches=4, unroll_scans=2
+    )
+    assert pipeline_of(case, 2, unroll_scans=2, profile=profile).plan.stages[1].operators[1] == len(profile.names)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unroll_scans": -1}, r"unroll_scans=-1; it must be True"),
+        ({"gradient_exchange": jaxpipe.gradients.block_sparse(k=1)}, r"unroll_scans: gradient_exchange"),
+    ],
+)
+def test_arguments_are_checked(options, message):
+    with pytest.raises(PartitionError, match=message):
+        pipeline_of(case_of("residual"), 2, **options)
+
+
+def test_too_many_stages_for_a_scan_that_is_not_unrolled():
+    apply = jax.tree_util.Partial(lambda w, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0], STACK["w"])
+    batch = images(3, rows=8)
+    case = Case(apply, lambda model, batch: model(batch["x"]).mean(), batch, *[None] * 3)
+    with pytest.raises(PartitionError, match=r"Its 5 layers are one scan: unroll_scans=True"):
+        pipeline_of(case, 8, unroll_scans=False)
+
+
+def test_without_a_scan_there_is_nothing_to_unroll():
+    params = zoo.init_mlp(jax.random.key(0), [4, 4, 10])
+    model = jax.tree_util.Partial(zoo.mlp, params)
+    with pytest.raises(PartitionError, match="no scan over stacked parameters"):
+        pipeline_of(Case(model, classifier(), images(4, rows=8), *[None] * 3), 2)
+
+
+def test_a_stacked_parameter_that_is_used_as_a_whole_stays_whole():
+    weights = {"w": STACK["w"], "v": STACK["w"] + 1}
+
+    def apply(weights, x):
+        x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w[0] @ w[1]), None), x, (weights["w"], weights["v"]))
+        return x @ jnp.cumsum(weights["v"], 0)[-1]
+
+    batch = images(3, rows=8, classes=3)
+    case = Case(jax.tree_util.Partial(apply, weights), classifier(), batch, *[None] * 3)
+    names = [v.name for v in pipeline_of(case, 1)._planned.model.parameters]
+    assert sum("w[" in name for name in names) == 5
+    assert sum("v" in name for name in names) == 1

@@ -181,6 +181,8 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     checks.check_microbatches(size, request.replicas, m)
     if isinstance(request.replicate, tuple):
         checks.make_team_schedules(request.schedules, Teams(request.replicate), m)
+    elif not request.replicate:
+        checks.make_schedules(request.schedules, request.num_stages, m)
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     one = microbatch_shapes(batch, request.replicas * m)
 

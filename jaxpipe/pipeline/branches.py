@@ -4,21 +4,64 @@
     backward: parameters, key, micro-batch, stash, message      -> message, saved, gradients
     weight:   parameters, key, micro-batch, stash, saved        -> gradients        (where backward work is split)
 
-Each has an idle branch beside it, whose results have every bit set.
+Each has an idle branch beside it, whose results have every bit set. Backward work itself reads what it needs out of the
+arena (``Kept``), array by array, and all work its micro-batch out of the batch (``Rows``): XLA copies what a branch
+changes, but not what it only reads.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpipe import stage as stages
 from jaxpipe.graph import Graph
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.sections import Section
-from jaxpipe.pipeline.words import POISON, pack_words, unpack_words
+from jaxpipe.pipeline.words import POISON, from_words, pack_words, unpack_words, word_count
 from jaxpipe.schedules import Kind
+
+
+class Rows(NamedTuple):
+    """The micro-batch that a branch works on.
+
+    Attributes:
+      batch: all micro-batches, leaves ``[num_microbatches, ...]``.
+      number: which one.
+    """
+
+    batch: Sequence[Any]
+    number: Any
+
+    def read(self) -> list[Any]:
+        """Its leaves."""
+        return [lax.dynamic_index_in_dim(x, self.number, keepdims=False) for x in self.batch]
+
+
+class Kept(NamedTuple):
+    """Where in the arena a branch finds what was kept for it.
+
+    Attributes:
+      arena: ``[pages, words]``.
+      first: number of its first page.
+    """
+
+    arena: Any
+    first: Any
+
+    def read(self, avals: Sequence[Any]) -> list[Any]:
+        """The arrays that were packed there."""
+        found, start = [], 0
+        for aval in avals:
+            page, offset = divmod(start, PAGE)
+            count = word_count(aval)
+            shape = (-(-(offset + count) // PAGE), PAGE)
+            words = lax.dynamic_slice(self.arena, (self.first + page, jnp.int32(0)), shape).reshape(-1)
+            found.append(from_words(lax.slice(words, (offset,), (offset + count,)), aval))
+            start += count
+        return found
 
 
 def made_avals(program: Program) -> list[Any]:
@@ -103,7 +146,7 @@ def forward_branch(program: Program, s: int) -> Callable[..., Any]:
     """The forward work of a stage."""
     section, device = program.sections[s], program.device(s)
 
-    def forward(parameters: Any, state: Any, key: Any, rows: Any, message: Any) -> Any:
+    def forward(parameters: Any, state: Any, key: Any, rows: Rows, message: Any) -> Any:
         known = _at_hand(program, s, parameters, key, rows)
         variables = program.held(device)[1]
         known.update(zip(variables, program.state.read(device, state), strict=True))
@@ -148,7 +191,7 @@ def backward_branch(program: Program, s: int) -> Callable[..., Any]:
     loss = program.objective.results[0]
     kind = program.schedule.backward_kind
 
-    def backward(parameters: Any, key: Any, rows: Any, stash: Any, message: Any) -> Any:
+    def backward(parameters: Any, key: Any, rows: Rows, stash: Any, message: Any) -> Any:
         built = section.stage
         assert built is not None
         known = _at_hand(program, s, parameters, key, rows)
@@ -177,11 +220,11 @@ def weight_branch(program: Program, s: int) -> Callable[..., Any]:
     """The weight part of the backward work of a stage."""
     section = program.sections[s]
 
-    def weight(parameters: Any, key: Any, rows: Any, stash: Any, saved: Any) -> Any:
+    def weight(parameters: Any, key: Any, rows: Rows, stash: Any, saved: Any) -> Any:
         built = section.stage
         assert built is not None
         known = _at_hand(program, s, parameters, key, rows)
-        handed = dict(zip(section.saved, unpack_words(saved.reshape(-1), program.tangents(section.saved)), strict=True))
+        handed = dict(zip(section.saved, saved.read(program.tangents(section.saved)), strict=True))
         operands = _stashed(program, section, known, stash)
         found = stages.backward_weight(built, *operands, [handed.get(t) for t in built.saved], beside_forward=False)
         return _steps(program, s, Kind.BACKWARD_WEIGHT, dict(zip(built.weight_part, found, strict=True)))
@@ -189,10 +232,10 @@ def weight_branch(program: Program, s: int) -> Callable[..., Any]:
     return weight
 
 
-def _at_hand(program: Program, s: int, parameters: Sequence[Any], key: Any, rows: Sequence[Any]) -> dict[int, Any]:
+def _at_hand(program: Program, s: int, parameters: Sequence[Any], key: Any, rows: Rows) -> dict[int, Any]:
     """What a stage need not be sent: the micro-batch, its key, and the parameters that the device has or borrows."""
     device = program.device(s)
-    known = dict(zip((*program.objective.batch, program.objective.key), (*rows, key), strict=True))
+    known = dict(zip((*program.objective.batch, program.objective.key), (*rows.read(), key), strict=True))
     borrowed = parameters[len(program.parameters.buffers) :]
     known.update(zip(program.shared, borrowed, strict=True))
     known.update(zip(program.held(device)[0], program.parameters.read(device, parameters), strict=True))
@@ -203,7 +246,7 @@ def _stashed(program: Program, section: Section, known: dict[int, Any], stash: A
     """The parameters and the stash that a backward pass is given."""
     built = section.stage
     assert built is not None
-    stored = iter(stash if program.alone else unpack_words(stash.reshape(-1), program.stash_avals(section)))
+    stored = iter(stash if program.alone else stash.read(program.stash_avals(section)))
     counts = dict(zip(built.storage.stored, map(len, built.stash_avals), strict=True))
     arena = {t: [next(stored) for _ in range(counts[t])] for t in section.stashed}
     parts = [arena[t] if t in arena else (known[t],) for t in built.storage.stored]

@@ -21,6 +21,8 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.pipeline.branches import (
+    Kept,
+    Rows,
     backward_branch,
     forward_branch,
     idle_backward,
@@ -120,9 +122,9 @@ def run_ticks(
     # Kinds that share a phase exchange their messages after all of it.
     early = len(schedule.phases) > 1 and kind not in schedule.phases[0]
 
-    def microbatch(j: Any) -> tuple[Any, list[Any]]:
+    def microbatch(j: Any) -> tuple[Any, Rows]:
         own = jnp.maximum(j, 0)
-        return jax.random.fold_in(key, replica * m + own), [x[own] for x in batch]
+        return jax.random.fold_in(key, replica * m + own), Rows(batch, own)
 
     def pages(branch: Any, sizes: Sequence[int]) -> Any:
         """How many pages the stage of a branch has."""
@@ -155,7 +157,7 @@ def run_ticks(
 
         def behind(work: Work, held: Any) -> Any:
             arena, gradients = held
-            found = _read(arena, work.stash, window) if stored else stash
+            found = stash if program.alone else Kept(arena, work.stash)
             operands = own, *microbatch(work.microbatch), found, _message(back_inbox, work)
             cotangents, saved, steps = backward(work.branch, *operands)
             gradients = _sum(program, kind, gradients, steps, work.microbatch >= 0)
@@ -164,8 +166,8 @@ def run_ticks(
             return (arena, gradients), cotangents, None
 
         def later(work: Work, gradients: Any) -> Any:
-            found = _read(arena, work.stash, window)
-            operands = own, *microbatch(work.microbatch), found, _read(arena, work.saved, kept)
+            places = Kept(arena, work.stash), Kept(arena, work.saved)
+            operands = own, *microbatch(work.microbatch), *places
             steps = weight(work.branch, *operands)
             gradients = _sum(program, Kind.BACKWARD_WEIGHT, gradients, steps, work.microbatch >= 0)
             return gradients, jnp.zeros((0,), jnp.uint32), None
@@ -227,10 +229,6 @@ def _rows(program: Program, stage: Any, weights: WeightRow | None) -> Row:
 def _message(inbox: Any, work: Work) -> Any:
     """The message that some work needs."""
     return inbox[0] if inbox.shape[0] == 1 else lax.dynamic_index_in_dim(inbox, work.message, keepdims=False)
-
-
-def _read(arena: Any, first: Any, window: int) -> Any:
-    return lax.dynamic_slice(arena, (first, jnp.int32(0)), (window, PAGE))
 
 
 def _write(arena: Any, pages: Any, first: Any, count: Any) -> Any:

@@ -23,7 +23,7 @@ _REDUCTIONS = frozenset(["argmax", "argmin", "reduce_and", "reduce_max", "reduce
 _FUSED_PIECES = 4
 
 #: Operators that XLA fuses with what they read.
-_ELEMENTWISE = ARITHMETIC | TRANSCENDENTAL | VIEWS
+_ELEMENTWISE = ARITHMETIC | TRANSCENDENTAL | VIEWS | {"dynamic_slice"}
 
 
 def peak_bytes(function: Callable[..., Any], *avals: Any) -> int:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxpipe.graph import itemsize
-from jaxpipe.pipeline.branches import backward_branch, forward_branch, saved_shape, stash_shape, weight_branch
+from jaxpipe.pipeline.branches import Kept, Rows, backward_branch, forward_branch, weight_branch
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import finish_update
 from jaxpipe.pipeline.program import PAGE, Program
@@ -74,8 +74,8 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
 def working_bytes(program: Program, s: int) -> int:
     """What a stage needs besides while it computes: the larger of its forward and its backward pass.
 
-    The forward pass returns its stash packed, the backward pass gets a copy out of the arena; a stage that is alone
-    goes through both at once. Either has a copy of its micro-batch.
+    The forward pass returns its stash packed, the backward pass reads it out of the arena; a stage that is alone goes
+    through both at once.
     """
     parameters, state = (
         [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
@@ -83,24 +83,25 @@ def working_bytes(program: Program, s: int) -> int:
     )
     parameters += program.avals(program.shared)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    rows = program.avals(program.objective.batch)
+    m = program.num_microbatches
+    batch = [jax.ShapeDtypeStruct((m, *a.shape), a.dtype) for a in program.avals(program.objective.batch)]
+    rows = Rows(batch, jax.ShapeDtypeStruct((), np.int32))
     forward, backward = (jax.ShapeDtypeStruct((n,), np.uint32) for n in program.message_words)
-    copies = 2 * sum(map(_bytes, rows)) if program.num_microbatches > 1 else 0
     if program.alone:
 
         def both(parameters: Any, state: Any, key: Any, rows: Any, forward: Any, backward: Any) -> Any:
             message, stash, state, made = forward_branch(program, s)(parameters, state, key, rows, forward)
             return message, state, made, backward_branch(program, s)(parameters, key, rows, stash, backward)
 
-        return copies + peak_bytes(both, parameters, state, key, rows, forward, backward)
-    stash, saved = (jax.ShapeDtypeStruct(shape(program), np.uint32) for shape in (stash_shape, saved_shape))
+        return peak_bytes(both, parameters, state, key, rows, forward, backward)
+    pages = max(*program.stash_pages, *program.saved_pages)
+    kept = Kept(jax.ShapeDtypeStruct((pages, PAGE), np.uint32), jax.ShapeDtypeStruct((), np.int32))
     computing = peak_bytes(forward_branch(program, s), parameters, state, key, rows, forward)
-    returning = peak_bytes(backward_branch(program, s), parameters, key, rows, stash, backward)
-    needed = max(computing, returning + _bytes(stash))
+    returning = peak_bytes(backward_branch(program, s), parameters, key, rows, kept, backward)
+    needed = max(computing, returning)
     if program.schedule.splits_backward:
-        weights = peak_bytes(weight_branch(program, s), parameters, key, rows, stash, saved)
-        needed = max(needed, weights + _bytes(stash) + _bytes(saved))
-    return copies + needed
+        needed = max(needed, peak_bytes(weight_branch(program, s), parameters, key, rows, kept, kept))
+    return needed
 
 
 @functools.lru_cache(maxsize=64)  # the same whatever is stored

@@ -147,12 +147,22 @@ def test_a_backward_pass_in_two_parts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe", "zero_bubble"])
-@pytest.mark.parametrize("m", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("widths", [*WIDTHS, (2, 3), (4, 2, 1), (1, 4, 1), (2, 2), (4,), (3,)])
+@pytest.mark.parametrize("m", [1, 4, 8])
+@pytest.mark.parametrize("widths", [(2, 3), (1, 4, 1), (2, 2), (4,)])
 def test_every_width_number_and_schedule(widths, m, schedule):
-    if m == 16 and widths != (3, 1):
-        pytest.skip("a weight's gradient of one row is one product, which XLA contracts with the sum it goes to")
     check_exactly(widths, m, 2, schedule=schedule)
+
+
+@pytest.mark.slow
+def test_a_budget_is_kept_with_the_same_gradients():
+    usual = layers((2, 1, 1), rows=96)
+    budget = int(0.95 * usual.plan.predicted_bytes)
+    small = layers((2, 1, 1), rows=96, memory=budget)
+    assert any(stage.added_seconds > 0 for stage in small.plan.stages)
+    assert max(small.memory_report().compiled_bytes) <= budget
+    batch = jax.random.normal(jax.random.key(1), (96, 64))
+    found = [pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch) for pipeline in (usual, small)]
+    assert_same_bits(*(jax.tree.map(np.asarray, one) for one in found))
 
 
 class Normalised(nn.Module):
@@ -369,14 +379,18 @@ def test_the_plan_tells_of_teams():
     assert report.predicted_bytes == (plan.predicted_bytes,) * 3
 
 
+CHAIN = jax.tree_util.Partial(
+    lambda w, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), w, x),
+    [jax.random.normal(jax.random.key(k), (64, 64)) / 8 for k in range(8)],
+)
+
+
 def layers(widths, m=12, rows=24, **options):
-    """A chain of equal layers, planned only."""
-    weights = [jnp.zeros((64, 64))] * 8
-    model = jax.tree_util.Partial(lambda w, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), w, x), weights)
+    """A chain of equal layers."""
     options = {"loss": lambda model, x: model(x).sum(), "optimizer": optax.sgd(0.1), "profile": "analytic", **options}
     mesh = options.pop("mesh", None) or mesh_of(4, None)
     batch = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
-    return jaxpipe.partition(model, mesh, batch, num_microbatches=m, replicate=widths, **options)
+    return jaxpipe.partition(CHAIN, mesh, batch, num_microbatches=m, replicate=widths, **options)
 
 
 def test_the_planner_chooses_teams_where_stages_cannot_be_balanced():

@@ -36,7 +36,7 @@ from jaxpipe.units import bytes_text
 #: Shares of what is left of a budget that are tried for the arena.
 ARENA_SHARES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
 
-#: Shares of the largest stash that are tried for the window through which an arena is read.
+#: Shares of the largest stash that are tried for the window through which an arena is written.
 WINDOW_SHARES = (0.5, 0.75, 1.0)
 
 #: Of all splits the ones that are given to the solver.
@@ -204,14 +204,14 @@ class _Search:
         self.spent = [0.0] * len(self.items)
         self.defaults = [simulate(self.problem(s, math.inf), found.default) for s, found in enumerate(self.items)]
         self.first_extra = self.extra = [
-            working_bytes(program, s) - _window(program) - outcome.peak_bytes if outcome is not None else 0
+            working_bytes(program, s) - outcome.peak_bytes if outcome is not None else 0
             for s, outcome in enumerate(self.defaults)
         ]
 
     def problem(self, s: int, capacity: float, most_stored: float = math.inf, extra: int = 0) -> Problem:
         """A stage's problem. A stage that is alone gives its stash back piece by piece.
 
-        Others have a copy of the window out of the arena, which the capacity leaves out.
+        That of others stays in the arena, which the capacity leaves out.
         """
         limit = None if most_stored == math.inf else most_stored
         return limited(self.items[s], capacity, frees=self.program.alone, most_stored=limit, extra=extra)
@@ -291,7 +291,7 @@ class _Search:
             windows = {min(arena, share * largest) for share in WINDOW_SHARES} | {arena / max(self.slots)}
             for window in sorted(windows):
                 most = [min(window, (arena - window) / (n - 1)) if n > 1 else window for n in self.slots]
-                splits.append(_Split(tuple(n // page * page for n in most), room - arena - window))
+                splits.append(_Split(tuple(n // page * page for n in most), room - arena))
         return splits
 
     def _greedily(self, split: "_Split") -> float:
@@ -340,7 +340,7 @@ class _Search:
         for s, answer in enumerate(answers):
             outcome = simulate(self.problem(s, math.inf), answer.choice)
             assert outcome is not None
-            found.append(self._working(candidate, s) - _window(candidate) - outcome.peak_bytes)
+            found.append(self._working(candidate, s) - outcome.peak_bytes)
         return found
 
     def report(self, answers: Sequence[Answer]) -> tuple[Fitted, ...]:
@@ -383,14 +383,9 @@ def _timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[An
     return function(*args, **options), time.perf_counter() - start
 
 
-def _window(program: Program) -> int:
-    """Bytes of the window through which an arena is read."""
-    return 0 if program.alone else 4 * PAGE * max(program.stash_pages)
-
-
 @dataclass(frozen=True)
 class _Split:
-    """Limits of all stages: bytes of one stash of each, and working memory without the window."""
+    """Limits of all stages: bytes of one stash of each, and working memory."""
 
     most_stored: tuple[float, ...]
     working: float

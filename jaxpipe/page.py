@@ -189,7 +189,8 @@ def _methods(contents: Contents) -> Table:
     text = "not needed: the default storage keeps the budget" if plan.budget is not None else "no budget was given"
     if any(stage.storage != "default" for stage in plan.stages):
         share = f" ({added / work:.1%} of it)" if work else ""
-        text = f"storage chosen within the budget adds {seconds_text(added)} to the work on a micro-batch{share}"
+        again = sum(len(stage.recomputed) for stage in plan.stages)
+        text = f"{again} operators run again; with codecs that adds {seconds_text(added)} to a micro-batch{share}"
     table.add_row("recomputation", text)
     lent = [piece.bytes * stage.away for stage in plan.stages for piece in stage.pieces]
     text = f"peers keep {bytes_text(sum(lent))} of stashes at most" if lent else "no stash leaves its device"

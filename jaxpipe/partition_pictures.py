@@ -78,8 +78,7 @@ def draw_cluster(partition: "Partition", network: Network | None = None) -> "Fig
     _set_inches(figure, axes, list(position.values()), labels)
     figure.suptitle(
         f"{len(partition.stages)} stages on {len(stage_of)} of {network.num_devices} devices\n"
-        f"bottleneck {_time_text(partition.bottleneck_seconds)} in stage {worst}, "
-        f"lower bound {_time_text(partition.lower_bound_seconds)}",
+        f"{_bottleneck_text(partition, worst)}, lower bound {_time_text(partition.lower_bound_seconds)}",
         y=1 - MARGIN / figure.get_figheight(),
     )
     return figure
@@ -87,6 +86,9 @@ def draw_cluster(partition: "Partition", network: Network | None = None) -> "Fig
 
 def draw_stages(partition: "Partition") -> "Figure":
     """Compute and communication of each stage, its bottleneck, and the bound below which no partition gets.
+
+    The synchronous cost model has these two for a whole step, so they are not drawn beside times for one micro-batch
+    but stand in the title.
 
     Args:
       partition: its predicted seconds for one micro-batch are drawn.
@@ -99,7 +101,10 @@ def draw_stages(partition: "Partition") -> "Figure":
     """
     figure_class = load_figure_class("draw_stages")
     stages, worst = partition.stages, _bottleneck(partition)
-    longest = max(partition.bottleneck_seconds, *(max(s.compute_seconds, s.communication_seconds) for s in stages))
+    limits = () if _is_step(partition) else (("bottleneck", partition.bottleneck_seconds, VERMILION, "-"),)
+    limits += () if _is_step(partition) else (("lower bound", partition.lower_bound_seconds, "black", "--"),)
+    times = [max(stage.compute_seconds, stage.communication_seconds) for stage in stages]
+    longest = max([*times, *(seconds for _, seconds, _, _ in limits)])
     scale, unit = _time_unit(longest)
     figure = figure_class(figsize=(WIDTH_INCHES, 4.8), layout="constrained")
     axes = figure.subplots()
@@ -110,10 +115,7 @@ def draw_stages(partition: "Partition") -> "Figure":
     ):
         places = [s + shift for s in range(len(stages))]
         axes.bar(places, [scale * value for value in seconds], width=0.4, color=colour, label=label)
-    for name, seconds, colour, style in (
-        ("bottleneck", partition.bottleneck_seconds, VERMILION, "-"),
-        ("lower bound", partition.lower_bound_seconds, "black", "--"),
-    ):
+    for name, seconds, colour, style in limits:
         label = f"{name}, {_time_text(seconds)}"
         axes.axhline(scale * seconds, color=colour, linestyle=style, linewidth=1.5, label=label)
     axes.set_xticks(range(len(stages)), [_stage_label(s, stage.devices) for s, stage in enumerate(stages)])
@@ -121,13 +123,32 @@ def draw_stages(partition: "Partition") -> "Figure":
     axes.set_ylabel(f"{unit} for one micro-batch")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="x", length=0)
-    figure.suptitle(f"Cost of each stage ({partition.cost_model})")
+    title = f"Cost of each stage ({partition.cost_model})"
+    if _is_step(partition):
+        step, bound = _time_text(partition.bottleneck_seconds), _time_text(partition.lower_bound_seconds)
+        title += f"; all micro-batches of a step take {step}, at least {bound}"
+    figure.suptitle(title)
     figure.legend(loc="outside lower right", ncols=5, frameon=False)
     return figure
 
 
+def _is_step(partition: "Partition") -> bool:
+    """Whether the bottleneck's seconds are those of a whole step."""
+    return partition.cost_model == "synchronous"
+
+
+def _bottleneck_text(partition: "Partition", worst: int) -> str:
+    time = _time_text(partition.bottleneck_seconds)
+    return f"step {time}, longest in stage {worst}" if _is_step(partition) else f"bottleneck {time} in stage {worst}"
+
+
 def _bottleneck(partition: "Partition") -> int:
-    """The stage whose time is the bottleneck's, be it the sum or the larger of its parts, as the cost model has it."""
+    """The stage whose time is the bottleneck's, be it the sum or the larger of its parts, as the cost model has it.
+
+    If the bottleneck is a whole step, the stage with most work.
+    """
+    if _is_step(partition):
+        return max(range(len(partition.stages)), key=lambda s: partition.stages[s].compute_seconds)
 
     def distance(s: int) -> float:
         parts = partition.stages[s].compute_seconds, partition.stages[s].communication_seconds

@@ -183,6 +183,9 @@ def _draw_components(axes: "Axes", plan: Plan, report: "MemoryReport | None") ->
         bars.append(("compiled", compiled))
     for k, (_, count) in enumerate(bars):
         axes.annotate(bytes_text(count), (k, count / scale), (0, 3), textcoords="offset points", ha="center")
+    if plan.budget is not None:
+        label = f"budget {bytes_text(plan.budget)}"
+        axes.axhline(plan.budget / scale, color=VERMILION, linestyle="--", label=label)
     axes.set_xticks(range(len(bars)), [name for name, _ in bars])
     axes.set_ylabel(f"{unit} on each device")
     axes.spines[["top", "right"]].set_visible(False)
@@ -258,7 +261,8 @@ def _stash_title(plan: Plan, schedule: Schedule, device: int) -> str:
     if len(parts) > 1:
         return f"device {device}: {' + '.join(parts)}"
     whole = plan.stages[device].in_flight * plan.stages[device].stash_bytes
-    return f"stage {device}: {parts[0]} = {bytes_text(whole)}"
+    away = f", {plan.stages[device].away} of them with peers" if plan.stages[device].away else ""
+    return f"stage {device}: {parts[0]} = {bytes_text(whole)}{away}"
 
 
 def _held(schedule: Schedule, device: int, chunk: int) -> list[int]:

@@ -18,7 +18,7 @@ from jaxpipe.pictures import COMPONENT_COLOURS, VERMILION
 NODES = Network.from_nodes([Node(2, 50e9, name="a"), Node(2, 12e9, speed=0.5)], 1.25e9)
 
 
-def make_partition(devices, network=NODES, compute=None, communication=None, bottleneck=None, cost_model="synchronous"):
+def make_partition(devices, network=NODES, compute=None, communication=None, bottleneck=None, cost_model="throughput"):
     compute = compute or [1e-3] * len(devices)
     communication = communication or [5e-4] * len(devices)
     stages = tuple(
@@ -178,8 +178,20 @@ def test_stages_have_their_bounds():
     lines = {line.get_label(): line.get_ydata()[0] for line in axes.lines}
     assert lines == {"bottleneck, 3 µs": pytest.approx(3), "lower bound, 1.5 µs": pytest.approx(1.5)}
     assert axes.get_ylabel() == "µs for one micro-batch"
-    assert "synchronous" in figure.get_suptitle()
+    assert "throughput" in figure.get_suptitle()
     assert len(figure.legends[0].get_texts()) == 5
+
+
+def test_times_of_a_step_do_not_stand_beside_those_of_a_micro_batch():
+    """Eleven micro-batches of 3 us and less: bars of that height, and no line at 30 us."""
+    found = make_partition([[0], [1]], compute=[2e-6, 3e-6], bottleneck=30e-6, cost_model="synchronous")
+    figure = draw_stages(found)
+    (axes,) = figure.axes
+    assert not list(axes.lines) and axes.get_ylim()[1] < 4
+    assert figure.get_suptitle().endswith("; all micro-batches of a step take 30 µs, at least 15 µs")
+    (span,) = [patch for patch in axes.patches if patch.get_label() == "bottleneck stage"]
+    assert span.get_x() == 0.5
+    assert "step 30 µs, longest in stage 1, lower bound 15 µs" in draw_cluster(found).get_suptitle()
 
 
 @pytest.mark.parametrize(("bottleneck", "stage"), [(11.0, 1), (19.0, 0)])

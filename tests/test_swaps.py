@@ -316,6 +316,8 @@ def test_less_is_reserved_and_gradients_stay():
     again, _ = chain(Network.uniform(4, 1e3), budget)
     assert [stage.away for stage in again.plan.stages] == [0, 0, 0, 0]
     assert any(stage.added_seconds > 0 for stage in again.plan.stages)
+    assert not any(stage.recomputed for stage in (*usual.plan.stages, *swapped.plan.stages))
+    assert {name for stage in again.plan.stages for name in stage.recomputed} == {"dot_general"}
     assert again.plan.predicted_bytes <= budget
 
 

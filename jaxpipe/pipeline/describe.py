@@ -24,7 +24,8 @@ from jaxpipe.profiling.roofline import Rates, rates_of
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
 from jaxpipe.schedules.peers import Links
 from jaxpipe.schedules.teams import Teams
-from jaxpipe.stash import stored_bytes
+from jaxpipe.stash import Storage, stored_bytes
+from jaxpipe.work import weight
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def describe(
                 storage_gap=fitted[s].gap,
                 solve_seconds=fitted[s].solve_seconds,
                 stored=_stored_bytes(section),
+                recomputed=_recomputed(section),
                 parameter_bytes=sum(4 * word_count(a) for a in program.avals(section.parameters)),
                 stash_bytes=sum(4 * word_count(a) for a in program.stash_avals(section)),
                 in_flight=program.in_flight(program.device(s), s // program.num_devices),
@@ -195,17 +197,27 @@ def _stored_bytes(section: Section) -> dict[str, int]:
     return found
 
 
+def _recomputed(section: Section) -> tuple[str, ...]:
+    """The operators of more than cheap arithmetic that the backward pass runs again."""
+    assert section.stage is not None
+    graph, forms = section.stage.graph, section.stage.storage.forms
+    again = {t for t, form in forms.items() if form.storage is Storage.RECOMPUTE}
+    return tuple(
+        f"{op.path} {op.label}".strip()
+        for op in graph.operators
+        if weight(op) is None and not again.isdisjoint(op.outputs)
+    )
+
+
 def _away(program: Program, found: Partition, s: int) -> dict[str, Any]:
     """What the plan says of a stage's stashes that are away."""
     swaps, transport = program.swaps, program.transport
     if swaps is None or transport is None or not swaps.ticks[s]:
         return {}
-    pieces = zip(swaps.slices[s], transport.pages[s], strict=True)
-    return {
-        "away": swaps.guests[s],
-        "away_ticks": swaps.ticks[s],
-        "pieces": tuple(StashPiece(one.target, found.stages[one.target].devices, 4 * PAGE * n) for one, n in pieces),
-    }
+    sizes = zip(swaps.slices[s], transport.pages[s], strict=True)
+    # Where storage within the budget left little or nothing to store, some slices are empty.
+    pieces = tuple(StashPiece(one.target, found.stages[one.target].devices, 4 * PAGE * n) for one, n in sizes if n)
+    return {"away": swaps.guests[s], "away_ticks": swaps.ticks[s], "pieces": pieces} if pieces else {}
 
 
 def stage_links(found: Partition) -> Links:

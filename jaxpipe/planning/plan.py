@@ -47,6 +47,8 @@ class StagePlan:
       away_ticks: for how many ticks each of them is.
       pieces: the slices of one of them, and which peers keep them.
       stored: bytes of the stash, by kind of storage.
+      recomputed: products, reductions and other operators of more than cheap arithmetic that the backward pass runs
+        again in place of storing their results, by module path and name.
       storage: how it was chosen: ``"default"``, or within a budget ``"optimal"``, ``"gap"``, ``"time limit"``,
         ``"greedy"`` or ``"lowest peak"``.
       added_seconds: what computing again and codecs add over the default, in ``backward_seconds``.
@@ -73,6 +75,7 @@ class StagePlan:
     storage_gap: float = 0.0
     solve_seconds: float = 0.0
     weight_seconds: float = 0.0
+    recomputed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,8 @@ def _storage_text(stage: StagePlan) -> str:
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in stage.stored.items())
     share = stage.added_seconds / max(1e-30, stage.forward_seconds + stage.backward_seconds - stage.added_seconds)
     gap = f", gap {stage.storage_gap:.1%}" if stage.storage != "optimal" else ""
-    return f"{parts or 'nothing'}; {share:+.1%} time ({stage.storage}{gap})"
+    again = f", {len(stage.recomputed)} computed again" if stage.recomputed else ""
+    return f"{parts or 'nothing'}{again}; {share:+.1%} time ({stage.storage}{gap})"
 
 
 def _away_text(stage: StagePlan) -> str:

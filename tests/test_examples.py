@@ -2,7 +2,11 @@ import json
 import runpy
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+
+from tests.compare import relative_l2
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -68,3 +72,66 @@ def test_train_hosts_runs_alone(capsys, tmp_path):
     accuracy = example["main"](example["Options"](stages=2, replicas=2, steps=120, checkpoints=tmp_path))
     printed = capsys.readouterr().out
     assert accuracy > 0.9 and "1 processes, 4 devices" in printed and "step 100: loss" in printed
+
+
+@pytest.mark.slow
+def test_all_methods_are_in_one_plan(capsys, tmp_path):
+    example = runpy.run_path(str(EXAMPLES / "train_all_methods.py"))
+    found, off, accuracy = example["main"](example["Options"](epochs=40, out=tmp_path))
+    printed = capsys.readouterr().out
+    assert [method for method, text in found.items() if not text] == []
+    assert "in peers' memory: of stage 0" in printed and "block-sparse exchange: " in printed
+    assert off < 1e-6 and accuracy > 0.9  # bit-identical where this was written
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+@pytest.mark.slow
+def test_with_all_blocks_sent_all_methods_make_the_step_of_plain_training():
+    example = runpy.run_path(str(EXAMPLES / "train_all_methods.py"))
+    options = example["Options"](blocks=1.0)
+    model = example["DigitsNet"](example["nnx"].Rngs(0))
+    plan = example["planner"](options, model)
+    pipeline = plan(int(options.shares[0] * plan(None).plan.predicted_bytes))
+    pipeline.memory_report()  # may plan again
+    used = {method for method, text in example["methods"](pipeline).items() if text}
+    # To choose all blocks takes other memory than to choose some: swaps are not needed in every version.
+    assert used >= {"encoded feature maps", "placement on unequal devices", "recomputation", "balance"}
+    data, _ = example["load"](0)
+    batch = {name: x[: options.batch_size] for name, x in data.items()}
+    before = pipeline.init(jax.random.key(0))
+    start = jax.tree.map(np.array, pipeline.parameters(before))
+    state, metrics = pipeline.step(before, batch)
+    loss, gradients = example["plain_gradients"](model, batch)
+    moved = jax.tree.map(np.subtract, pipeline.parameters(state), start)
+    expected = jax.tree.map(lambda g: -options.learning_rate * g, gradients)
+    assert metrics["sent_share"] == 1 and metrics["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert relative_l2(moved, expected) < 1e-4  # what a step adds to a weight has few of its bits left
+
+
+@pytest.mark.slow
+def test_train_resnet_is_better_than_a_linear_classifier(capsys):
+    example = runpy.run_path(str(EXAMPLES / "train_resnet.py"))
+    accuracy, linear = example["main"](example["Options"](stages=2, epochs=6))
+    assert accuracy > linear > 0.9
+    assert "ResNet18/BatchNorm_0" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_train_language_is_better_than_counts(capsys):
+    example = runpy.run_path(str(EXAMPLES / "train_language.py"))
+    bits, single, pairs = example["main"](example["Options"](stages=2, steps=250, layers=2))
+    assert pairs < single and bits < single - 0.5
+    plan = capsys.readouterr().out
+    assert "Embed_0.attend" in plan and "shared" in plan  # the embedding is lent to the last stage
+
+
+def test_bits_of_counts_by_hand():
+    example = runpy.run_path(str(EXAMPLES / "train_language.py"))
+    text = np.array([0, 1] * 50_000)
+    single, pairs = example["counted_bits"](text, text)
+    # Of 100,128 and, after each of both, 50,128 or one less, with one added to each of 128 counts.
+    assert single == pytest.approx(np.log2(100_128 / 50_001)) and pairs == pytest.approx(
+        np.log2(50_128 / 50_001), rel=0.01
+    )
+    train, test = example["sources"]()
+    assert len(train) > 5 * len(test) > 10**5 and max(train.max(), test.max()) < 128

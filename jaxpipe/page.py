@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from jaxpipe.partition_pictures import draw_cluster, draw_stages
-from jaxpipe.pictures import draw_memory, draw_timeline
+from jaxpipe.pictures import draw_memory, draw_timeline, load_figure_class
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import Schedule, Timeline
@@ -33,7 +33,7 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bot
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: .6rem 0; }
 th, td { padding: .2rem .7rem; border-bottom: 1px solid #e4e8ec; text-align: left; vertical-align: top; }
-.right { text-align: right; font-variant-numeric: tabular-nums; }
+.right { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 caption, .caption { caption-side: bottom; text-align: left; color: #57606a; font-size: .9rem; }
 img { max-width: 100%; height: auto; display: block; margin: .8rem 0; }
 """
@@ -69,6 +69,7 @@ def page(contents: Contents) -> str:
     Raises:
       ImportError: if matplotlib is not installed.
     """
+    load_figure_class("A plan's page")
     from matplotlib import rc_context
 
     plan, schedule = contents.plan, contents.schedule

@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -101,3 +102,14 @@ def test_names_cannot_break_out(pipeline):
     assert all(attributes["src"].startswith("data:") for tag, attributes in outline.elements if tag == "img")
     (data,) = [data for tag, data in outline.texts if tag == "script"]
     assert json.loads(data)["stages"][0]["modules"] == [hostile]
+
+
+def test_missing_matplotlib_is_named_before_anything_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    mesh = jax.make_mesh((1,), ("stage",), devices=jax.devices()[:1])
+    model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((3, 1)))
+    options = {"loss": lambda f, x: f(x).mean(), "optimizer": optax.sgd(0.5), "profile": "analytic"}
+    pipeline = jaxpipe.partition(model, mesh, jnp.ones((4, 3)), **options)
+    with pytest.raises(ImportError, match=r"Pipeline\.report draws with matplotlib.*pip install matplotlib"):
+        pipeline.report(tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists() and "_compiled_step" not in vars(pipeline)

@@ -182,7 +182,9 @@ class Pipeline:
           PartitionError, MemoryBudgetError: as ``plan`` and ``memory_report``.
         """
         from jaxpipe.page import Contents, write_page
+        from jaxpipe.pictures import load_figure_class
 
+        load_figure_class("Pipeline.report")  # before anything is compiled
         memory = self.memory_report() if compile else None  # first: it may change the plan
         timelines = {f"predicted, {self.plan.profile} profile": self.timeline()}
         if measure:

@@ -113,3 +113,11 @@ def test_missing_matplotlib_is_named_before_anything_is_compiled(monkeypatch, tm
     with pytest.raises(ImportError, match=r"Pipeline\.report draws with matplotlib.*pip install matplotlib"):
         pipeline.report(tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists() and "_compiled_step" not in vars(pipeline)
+
+
+def test_notebooks_show_the_plan(pipeline):
+    shown = Outline(pipeline._repr_html_())
+    assert [tag for tag, _ in shown.elements].count("table") == 1 and not shown.open
+    texts = [text for _, text in shown.texts]
+    assert "stage" in texts and any("micro-batches" in text for text in texts)
+    assert pipeline.plan._repr_html_() == pipeline._repr_html_()

@@ -192,6 +192,10 @@ class Pipeline:
         plain = plain_stash_bytes(self._planned.program)
         write_page(path, Contents(self.plan, self.partition, self.schedule, timelines, plain, memory))
 
+    def _repr_html_(self) -> str | None:
+        """What notebooks show: the plan, once there is one."""
+        return None if self._maybe_planned is None else self.plan._repr_html_()
+
     @property
     def mesh(self) -> Mesh:
         """The devices it runs on, in the order of the plan once there is one."""

@@ -186,6 +186,12 @@ class Plan:
         console.print(self.__rich__())
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from jaxpipe.page import html_table
+
+        return html_table(self.__rich__())
+
     def __rich__(self) -> Table:
         widths = self.teams.widths
         size = f"{self.replicas} replicas" if set(widths) <= {1} else f"{' + '.join(map(str, widths))} devices"

@@ -117,6 +117,22 @@ def test_train_resnet_is_better_than_a_linear_classifier(capsys):
 
 
 @pytest.mark.slow
+def test_train_unet_finds_shapes(capsys):
+    example = runpy.run_path(str(EXAMPLES / "train_unet.py"))
+    reached, baseline = example["main"](example["Options"](stages=2, steps=240))
+    assert reached > baseline + 0.2
+    assert "2 stages x 1 replicas" in capsys.readouterr().out
+
+
+def test_overlap_and_shapes_by_hand():
+    example = runpy.run_path(str(EXAMPLES / "train_unet.py"))
+    found, classes = np.array([[1, 1, 2, 0]]), np.array([[1, 2, 2, 0]])
+    assert example["mean_iou"](found, classes) == 0.5  # 1 of 2 pixels for each shape
+    drawn = example["draw"](np.random.default_rng(0), 8, 32)
+    assert drawn["image"].shape == (8, 32, 32, 1) and set(np.unique(drawn["class"])) == {0, 1, 2}
+
+
+@pytest.mark.slow
 def test_train_language_is_better_than_counts(capsys):
     example = runpy.run_path(str(EXAMPLES / "train_language.py"))
     bits, single, pairs = example["main"](example["Options"](stages=2, steps=250, layers=2))

@@ -4,7 +4,7 @@ jax 0.10 (Python 3.11) and 0.12 (Python 3.12) are both supported. No other file 
 reach below the public API.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -177,14 +177,18 @@ def disguise(value: jax.Array, after: jax.Array) -> jax.Array:
     """
     if JAX_VERSION >= (0, 11) or jax.default_backend() != "cpu" or not _varies_alike(value, after):
         return value
-    zero = _run_time_zero(after)
+    zero = run_time_zero(after)
     if zero is None or not _is_number(value):
         return value
     if value.dtype == jnp.uint8:
         return jax.lax.cond(zero == 0, lambda x: x, lambda x: ~x, value)
-    zero = zero.astype(_WORDS[value.dtype.itemsize])
-    bits = jax.lax.bitcast_convert_type(value, zero.dtype)
-    return jax.lax.bitcast_convert_type(bits ^ zero, value.dtype)
+    return flip(value, zero)
+
+
+def flip(value: jax.Array, bits: jax.Array) -> jax.Array:
+    """An array of numbers whose elements are flipped in some bits; with a zero that shows at run time, in none."""
+    bits = bits.astype(_WORDS[value.dtype.itemsize])
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(value, bits.dtype) ^ bits, value.dtype)
 
 
 def materialize(value: jax.Array, after: jax.Array) -> jax.Array:
@@ -195,7 +199,7 @@ def materialize(value: jax.Array, after: jax.Array) -> jax.Array:
     """
     if jax.default_backend() != "cpu" or not _varies_alike(value, after):
         return value
-    zero = _run_time_zero(after)
+    zero = run_time_zero(after)
     return value if zero is None else jax.lax.cond(zero == 0, lambda x: x, lambda x: ~x, value)
 
 
@@ -206,7 +210,17 @@ def _is_number(value: jax.Array) -> bool:
     return jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
 
 
-def _run_time_zero(after: jax.Array) -> jax.Array | None:
+def runs_breadth_first() -> bool:
+    """Whether XLA runs operators as early as it can, as XLA:CPU does, and not so that little memory is needed."""
+    return jax.default_backend() == "cpu"
+
+
+def hidden_zero(arrays: Iterable[Any]) -> jax.Array | None:
+    """A zero made of one of some arrays, so that XLA cannot know it; None if none will do."""
+    return next((zero for x in arrays if (zero := run_time_zero(x)) is not None), None)
+
+
+def run_time_zero(after: jax.Array) -> jax.Array | None:
     """A zero made of an element of ``after``, so that XLA cannot know it; None where there is no such element."""
     if not _is_number(after) or after.size == 0 or after.dtype.itemsize == 8 or _is_sharded(after):
         return None

@@ -21,16 +21,13 @@ from jaxpipe import _compat
 from jaxpipe.demand import Backward, Linearization, linearize
 from jaxpipe.graph import Graph, live, ordered, run
 from jaxpipe.policy import FAST, Policy
-from jaxpipe.stash import Storage, decode, encode, has_overflowed, part_avals
-from jaxpipe.storage import Choices, Derivations, check_plan, default_plan
+from jaxpipe.recall import Recall, groups
+from jaxpipe.stash import encode, has_overflowed, part_avals
+from jaxpipe.storage import Choices, check_plan, default_plan
 
 
 #: Operators whose weight cotangent is worth delaying: it costs as much as the input cotangent.
 _HEAVY = ("conv_general_dilated", "dot_general")
-
-
-#: Operators whose backward program takes its operands as whole arrays.
-_UNFUSED = frozenset(("checkpoint", "cond", "custom_vjp_call", "dot_general", "remat", "remat2", "scan", "while"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +131,7 @@ def backward(
     stash: Sequence[Sequence[Any]],
     cotangents: Sequence[Any | None],
     *,
-    beside_forward: bool = True,
+    fenced: bool = False,
 ) -> list[Any | None]:
     """The cotangents of the inputs ``stage.linearization.wrt``; None where the outputs do not depend on one.
 
@@ -142,11 +139,11 @@ def backward(
       parameters: values of ``stage.parameters``.
       stash: what ``forward`` returned.
       cotangents: one for each output; None for zero.
-      beside_forward: whether XLA sees ``forward`` in the same computation, so that it must be kept from merging what
-        is recomputed with what was computed there.
+      fenced: run the steps behind fences (see ``jaxpipe.recall``) if XLA needs them; not under ``vmap``. Then
+        parameters and parts of the stash may be functions that look them up.
     """
     received = _received(stage, cotangents)
-    recall = _Recall(stage, parameters, stash, beside_forward)
+    recall = _recall(stage, parameters, stash, fenced)
     _walk(stage, stage.linearization.backward, received, recall)
     return [received.get(t) for t in stage.linearization.wrt]
 
@@ -157,11 +154,11 @@ def backward_input(
     stash: Sequence[Sequence[Any]],
     cotangents: Sequence[Any | None],
     *,
-    beside_forward: bool = True,
+    fenced: bool = False,
 ) -> tuple[list[Any | None], list[Any | None]]:
     """First part: cotangents of ``stage.input_part``, and those saved for ``backward_weight``."""
     received = _received(stage, cotangents)
-    recall = _Recall(stage, parameters, stash, beside_forward)
+    recall = _recall(stage, parameters, stash, fenced)
     _walk(stage, stage.input_steps, received, recall, keep=frozenset(stage.saved))
     return [received.get(t) for t in stage.input_part], [received.get(t) for t in stage.saved]
 
@@ -172,11 +169,11 @@ def backward_weight(
     stash: Sequence[Sequence[Any]],
     saved: Sequence[Any | None],
     *,
-    beside_forward: bool = True,
+    fenced: bool = False,
 ) -> list[Any | None]:
     """Second part: cotangents of ``stage.weight_part``."""
     received = {t: value for t, value in zip(stage.saved, saved, strict=True) if value is not None}
-    recall = _Recall(stage, parameters, stash, beside_forward)
+    recall = _recall(stage, parameters, stash, fenced)
     _walk(stage, stage.weight_steps, received, recall, keep=frozenset(stage.saved))
     return [received.get(t) for t in stage.weight_part]
 
@@ -199,17 +196,85 @@ def _received(stage: Stage, cotangents: Sequence[Any | None]) -> dict[int, Any]:
     return received
 
 
+def _recall(stage: Stage, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], fenced: bool) -> Recall:
+    own = dict(zip(stage.parameters, parameters, strict=True))
+    return Recall(stage.graph, stage.storage, own, dict(zip(stage.storage.stored, stash, strict=True)), fenced)
+
+
 def _walk(
     stage: Stage,
     steps: Sequence[Backward],
     received: dict[int, Any],
-    recall: "_Recall",
+    recall: Recall,
     keep: frozenset[int] = frozenset(),
 ) -> None:
     """Run backward steps in reverse; cotangents are summed in the order in which JAX sums them."""
     keep = keep | set(stage.linearization.wrt)
+    if not recall.fenced:
+        _run_steps(stage, steps[::-1], received, recall, keep)
+        return
+    cotangents, values = stage.linearization.source.tensors, stage.graph.tensors
+    fenced = groups(steps[::-1])
+    outlines = [_Outline(group) for group in fenced]
+    known, there = set(recall.values), set(received)
+    for outline in outlines:
+        outline.go(recall, there, known, keep)
+    for k, outline in enumerate(outlines):
+        if not outline.runs:
+            continue
+        made = sorted(outline.written)
+        shared = sorted(outline.recalled & set().union(*(later.read for later in outlines[k + 1 :])))
+
+        def behind(outline: _Outline = outline, made: Sequence[int] = made, shared: Sequence[int] = shared) -> Any:
+            inner, own = recall.copy(), dict(received)
+            _run_steps(stage, outline.steps, own, inner, keep)
+            return [own[t] for t in made], [inner.values[t] for t in shared]
+
+        avals = [cotangents[t].aval for t in made], [values[t].aval for t in shared]
+        new, recalled = recall.fence(behind, avals)
+        for t in outline.consumed:
+            received.pop(t, None)
+        received.update(zip(made, new, strict=True))
+        recall.values.update(zip(shared, recalled, strict=True))
+
+
+class _Outline:
+    """Which cotangents and forward tensors a group of steps reads and makes."""
+
+    def __init__(self, steps: Sequence[Backward]):
+        self.steps = steps
+        self.runs = False
+        self.written: set[int] = set()
+        self.consumed: set[int] = set()
+        self.recalled: set[int] = set()
+        self.read: set[int] = set()
+
+    def go(self, recall: Recall, received: set[int], known: set[int], keep: frozenset[int]) -> None:
+        """Walk through the steps; changes what is received and known."""
+        here = set(known)
+        for step in self.steps:
+            present = {t for t in step.cotangents_in if t in received}
+            if not present:
+                continue
+            self.runs = True
+            program, loads = recall.sources(step, here)
+            self.read |= {*step.needs, *(t for op in program for t in op.inputs)}
+            new = {*loads, *(t for op in program for t in op.outputs)}
+            self.recalled |= {t for t in new if recall.is_kept(t)}
+            here |= new
+            received -= present - keep
+            self.written -= present - keep
+            self.consumed |= present - keep
+            received |= set(step.cotangents_out)
+            self.written |= set(step.cotangents_out)
+        known |= self.recalled
+
+
+def _run_steps(
+    stage: Stage, steps: Sequence[Backward], received: dict[int, Any], recall: Recall, keep: frozenset[int]
+) -> None:
     tensors = stage.linearization.source.tensors
-    for step in reversed(steps):
+    for step in steps:
         present = [t for t in step.cotangents_in if t in received]
         if not present:
             continue
@@ -222,61 +287,6 @@ def _walk(
             results = step.program.evaluate([*needs, *seeds])
         for t, value in zip(step.cotangents_out, results, strict=True):
             received[t] = value if t not in received else jnp.add(received[t], value)
-
-
-class _Recall:
-    """Values of forward tensors during a backward pass: decoded or recomputed when first needed, then kept.
-
-    What is loaded from the stash is tied to the cotangents of the step that needs it, so that XLA can neither
-    decode nor recompute it any earlier.
-    """
-
-    def __init__(
-        self, stage: Stage, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], beside_forward: bool = True
-    ):
-        self._stage = stage
-        self._beside_forward = beside_forward
-        self._derivations = Derivations(stage.graph)
-        self._given: dict[int, Any] = dict(stage.graph.constants)
-        self._given.update(zip(stage.parameters, parameters, strict=True))
-        self._values = dict(self._given)
-        self._stash = dict(zip(stage.storage.stored, stash, strict=True))
-        self._loaded: dict[int, Any] = {}
-
-    def fetch(self, step: Backward, after: Any) -> list[Any]:
-        """Values of the tensors that a backward step needs, not before the cotangent ``after``."""
-        missing = [t for t in step.needs if t not in self._values]
-        if missing:
-            program, loads = self._derivations.of(missing, self._stage.storage, self._values)
-            tied = iter(_compat.tie([part for t in loads for part in self._stash[t]], after))
-            for t in loads:
-                parts = [next(tied) for _ in self._stash[t]]
-                if self._beside_forward:
-                    hidden = [_compat.disguise(part, after) for part in parts]
-                else:
-                    hidden = parts
-                self._values[t] = self._restore(t, hidden)
-                if self._stage.storage.forms[t].storage is Storage.KEEP:
-                    (self._loaded[t],) = parts
-            run(program, self._values)
-        # What does not fuse with its operands would have to copy a disguised one.
-        first = self._loaded if step.name in _UNFUSED else {}
-        return [first.get(t, self._values[t]) for t in step.needs]
-
-    def _restore(self, t: int, parts: Sequence[Any]) -> Any:
-        """A stored tensor from its parts; one that did not fit, from tensors that are stored whole."""
-        tensor, form = self._stage.graph.tensors[t], self._stage.storage.forms[t]
-        if not form.storage.is_sparse:
-            return decode(parts, tensor, form)
-
-        def again() -> Any:
-            program, leaves = self._derivations.fallback(t, self._stage.storage, self._given)
-            values = dict(self._given)
-            values.update((u, self._restore(u, self._stash[u])) for u in leaves)
-            run(program, values)
-            return values[t]
-
-        return jax.lax.cond(has_overflowed(parts, form), again, lambda: decode(parts, tensor, form))
 
 
 def _split(linearization: Linearization) -> tuple[frozenset[int], tuple[Backward, ...], tuple[Backward, ...]]:

@@ -99,6 +99,10 @@ class Derivations:
         self._producers = {t: op for op in graph.operators for t in op.outputs}
         self._order = {op: k for k, op in enumerate(graph.operators)}
 
+    def producer(self, t: int) -> Operator | None:
+        """The operator that makes a tensor; None for an input."""
+        return self._producers.get(t)
+
     def of(self, missing: Iterable[int], plan: Choices, known: Iterable[int] = ()) -> tuple[list[Operator], list[int]]:
         """The operators to run, in order, and the stored tensors that they or the caller read.
 

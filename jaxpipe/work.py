@@ -123,6 +123,12 @@ TRANSCENDENTAL = frozenset(
     ]
 )
 
+#: Operators that XLA fuses with what they read.
+ELEMENTWISE = ARITHMETIC | TRANSCENDENTAL | VIEWS
+
+#: Those of them that XLA does not compute again for each reader, though cheap to look at.
+COSTLY = TRANSCENDENTAL | {"div", "integer_pow", "rem", "rsqrt", "sqrt"}
+
 
 def weight(op: Operator) -> int | None:
     """Relative work for one element: 0 for a view, 1 for arithmetic, 4 for a transcendental function.

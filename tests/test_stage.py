@@ -45,6 +45,20 @@ def test_the_split_backward_pass_is_the_whole_one(name):
     assert built.weight_part and built.input_part
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["cnn", pytest.param("transformer", marks=pytest.mark.slow)])
+def test_steps_behind_fences_give_the_same_gradients(name):
+    """Parameters and parts of the stash may then be functions that look them up."""
+    graph, leaves, (_, gradients) = traced(name)
+    built = stage.build(graph, graph.inputs)
+    parameters = [lambda k=k: leaves[k] for k in (graph.inputs.index(t) for t in built.parameters)]
+    with jax.disable_jit():
+        _, stash = stage.forward(built, leaves)
+        later = [[lambda part=part: part for part in parts] for parts in stash]
+        fenced = stage.backward(built, parameters, later, [jnp.ones(())], fenced=True)
+    assert_same_bits(fenced, list(gradients))
+
+
 def test_delayed_are_the_weights_of_products_and_nothing_large_is_saved_twice():
     def two(x, w1, b1, w2):
         return [jax.nn.relu(x @ w1.astype(jnp.float32) + b1) @ w2]

@@ -203,10 +203,10 @@ def backward_branch(program: Program, s: int) -> Callable[..., Any]:
         given = _once(built.linearization.source, cotangents)
         saved = []
         if kind is Kind.BACKWARD:
-            found = stages.backward(built, *operands, given, beside_forward=program.alone)
+            found = stages.backward(built, *operands, given, fenced=True)
             gradients = dict(zip(built.linearization.wrt, found, strict=True))
         else:
-            found, handed = stages.backward_input(built, *operands, given, beside_forward=False)
+            found, handed = stages.backward_input(built, *operands, given, fenced=True)
             gradients = dict(zip(built.input_part, found, strict=True))
             waiting = dict(zip(built.saved, handed, strict=True))
             saved = [waiting[t] for t in section.saved]
@@ -226,7 +226,7 @@ def weight_branch(program: Program, s: int) -> Callable[..., Any]:
         known = _at_hand(program, s, parameters, key, rows)
         handed = dict(zip(section.saved, saved.read(program.tangents(section.saved)), strict=True))
         operands = _stashed(program, section, known, stash)
-        found = stages.backward_weight(built, *operands, [handed.get(t) for t in built.saved], beside_forward=False)
+        found = stages.backward_weight(built, *operands, [handed.get(t) for t in built.saved], fenced=True)
         return _steps(program, s, Kind.BACKWARD_WEIGHT, dict(zip(built.weight_part, found, strict=True)))
 
     return weight

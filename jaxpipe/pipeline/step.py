@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe import _compat
 from jaxpipe.gradients.exchange import sent_share
 from jaxpipe.pipeline.exchange import StageExchange, run_exchange
 from jaxpipe.pipeline.folding import fold_state
@@ -108,25 +109,35 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             own = gradients
         else:
             loss, own, metrics = _mean(program, totals, summed=False)
-            held = [x.reshape(x.shape[2:]) for x in state.residual]
-            gradients, residual, squares, left = run_exchange(update.exchange, program.own, DATA, state.step, own, held)
+            left = [x.reshape(x.shape[2:]) for x in state.residual]
+            gradients, residual, squares, left = run_exchange(update.exchange, program.own, DATA, state.step, own, left)
             squares, left = _in_order(squares, (STAGE, DATA)), _in_order(left, (STAGE, DATA))
             told = {"sent_share": sent_share(squares, left), "residual_norm": jnp.sqrt(left)}
 
-        def read(s: int) -> Any:
-            return (
-                program.parameters.read(s, parameters),
-                program.parameters.read(s, gradients),
-                update.layout.read(s, optimizer),
-            )
-
-        def write(s: int, new: Sequence[Any], new_state: Sequence[Any]) -> Any:
-            return program.parameters.write(s, new), update.layout.write(s, new_state)
-
         together = functools.partial(over_stages, program)
-        (parameters, optimizer), shared = run_update(
-            update.coloured, program.own, together, read, write, state.shared, program.num_devices
-        )
+
+        def updated(own: Any, gradients: Sequence[Any]) -> Any:
+            parameters, optimizer, shared = own
+
+            def read(s: int) -> Any:
+                return (
+                    program.parameters.read(s, parameters),
+                    program.parameters.read(s, gradients),
+                    update.layout.read(s, optimizer),
+                )
+
+            def write(s: int, new: Sequence[Any], new_state: Sequence[Any]) -> Any:
+                return program.parameters.write(s, new), update.layout.write(s, new_state)
+
+            (parameters, optimizer), shared = run_update(
+                update.coloured, program.own, together, read, write, shared, program.num_devices
+            )
+            return parameters, optimizer, shared
+
+        held = parameters, optimizer, list(state.shared)
+        alone = program.num_devices == 1
+        update_all = functools.partial(_in_place, updated) if alone else updated
+        parameters, optimizer, shared = update_all(held, gradients)
         new = TrainState(
             _rows(parameters),
             _rows(_replicas_agree(program, totals.state)),
@@ -147,6 +158,24 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
         return new, loss, counters, metrics
 
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
+
+
+def _in_place(function: Callable[[Any, Any], Any], own: Any, gradients: Sequence[Any]) -> Any:
+    """``function(own, gradients)``, written over ``own``, by a loop that runs once.
+
+    Outside of a loop XLA copies what several new values are computed from, and does so when the step begins. It would
+    take a loop apart that it knows to run once, and take out of the loop what is the same in every turn.
+    """
+    zero = _compat.hidden_zero(gradients)
+    if zero is None:
+        return function(own, gradients)
+    once = 1 + zero.astype(jnp.int32)
+
+    def turn(carry: Any) -> Any:
+        number, own = carry
+        return number + 1, function(own, [_compat.flip(g, number) for g in gradients])
+
+    return lax.while_loop(lambda carry: carry[0] < once, turn, (jnp.int32(0), own))[1]
 
 
 def _live_step(mesh: Mesh, program: Program, update: Update, batching: Batching, state: TrainState) -> Any:

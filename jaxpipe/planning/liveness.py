@@ -1,87 +1,216 @@
 """The most memory that a program needs at once, from its operators alone."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
+from jaxpipe import _compat
 from jaxpipe.graph import Graph, Operator, itemsize, read_graph
-from jaxpipe.work import ARITHMETIC, TRANSCENDENTAL, VIEWS
+from jaxpipe.planning.packing import Buffer, alive_bytes, reserved_bytes
+from jaxpipe.work import COSTLY, ELEMENTWISE, VIEWS
 
 
 #: Operators that give another name to the same bytes.
 _ALIASES = frozenset(["bitcast_convert_type", "expand_dims", "name", "optimization_barrier", "reshape", "squeeze"])
 
-#: Cheap to look at, but XLA does not compute them again for each reader.
-_COSTLY = TRANSCENDENTAL | {"div", "integer_pow", "rem", "rsqrt", "sqrt"}
-
 #: Operators that XLA fuses with what they read, unless others read that too.
 _REDUCTIONS = frozenset(["argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"])
+
+#: Elementwise operators whose result has its elements in another order than an operand.
+_MOVING = (VIEWS - _ALIASES) | {"concatenate", "dynamic_slice", "pad", "stack"}
+
+#: Operators that XLA fuses with what they read.
+_FUSED = ELEMENTWISE | {"dynamic_slice"}
 
 #: A concatenation of more arrays than this does not take in what others read too; XLA's limit is a matter of size.
 _FUSED_PIECES = 4
 
-#: Operators that XLA fuses with what they read.
-_ELEMENTWISE = ARITHMETIC | TRANSCENDENTAL | VIEWS | {"dynamic_slice"}
 
+def peak_bytes(function: Callable[..., Any], *avals: Any, donated: Any = ()) -> int:
+    """Bytes reserved while a function runs; its arguments are not counted, its results are.
 
-def peak_bytes(function: Callable[..., Any], *avals: Any) -> int:
-    """Bytes alive at the worst moment while a function runs; its arguments are not counted, its results are.
+    The last argument may be arrays over which the function writes results that are computed from them element by
+    element (sums, say); such results are not counted, and happen as soon as they can.
 
     A model of what XLA does: elementwise operators are fused into their readers, so that only some tensors are ever
     written to memory: results of products, convolutions, reductions and control flow, what those read (reductions
     and long concatenations only if others read it too), what is returned, and what is costly and read more than once.
-    A written tensor lives from its operator to the last written tensor that is computed from it.
+    A written tensor lives from its operator to the last written tensor that is computed from it. The branches of a
+    conditional are programs of their own, whose tensors live only inside, but for what they return.
     """
-    return _peak(read_graph(jax.make_jaxpr(function)(*avals)))
+    leaves = jax.tree.leaves(donated)
+    graph = read_graph(jax.make_jaxpr(function)(*avals, *([donated] if leaves else [])))
+    return reserved_bytes(lifetimes(graph, graph.inputs[len(graph.inputs) - len(leaves) :]))
 
 
-def _peak(graph: Graph) -> int:
-    root: dict[int, int] = {}
-    for op in graph.operators:
-        if op.equation is None or op.name in _ALIASES:
-            sources = [t for t in op.inputs if graph.tensors[t].size == graph.tensors[op.outputs[0]].size]
-            for out, source in zip(
-                op.outputs, op.inputs if len(op.outputs) == len(op.inputs) else sources, strict=False
-            ):
-                root[out] = root.get(source, source)
+def lifetimes(graph: Graph, donated: Sequence[int] = ()) -> list[Buffer]:
+    """The buffers of a program whose operators run in order; none for what is written over donated inputs."""
+    found = _Lifetimes()
+    for buffer in found.run(graph, donated):
+        if buffer is not None:
+            buffer.end = found.clock
+    return found.buffers
 
-    def resolve(t: int) -> int:
-        return root.get(t, t)
 
-    readers: dict[int, list[Operator]] = {}
-    written = {resolve(t) for t in graph.outputs}
-    operators = [op for op in graph.operators if op.outputs[0] not in root]
-    for op in operators:
-        for t in {resolve(t) for t in op.inputs}:
-            readers.setdefault(t, []).append(op)
-        if op.name not in _ELEMENTWISE | _REDUCTIONS:
-            written.update(resolve(t) for t in op.inputs)
-    for op in operators:
-        for t in op.outputs:
-            several = len(readers.get(t, ())) > 1
-            stopped = any(_takes_values(reader) for reader in readers.get(t, ()))
-            if op.name not in _ELEMENTWISE or (several and (op.name in _COSTLY or stopped)):
-                written.add(t)
-    made = {t: k for k, op in enumerate(graph.operators) for t in op.outputs if t not in root}
-    sources = _written_sources(graph.operators, written, resolve)
-    last: dict[int, int] = {}
-    for k, op in enumerate(graph.operators):
-        for t in op.outputs:
-            if t in written and t in made:
-                for source in sources[t]:
-                    last[source] = max(last.get(source, 0), k)
-    end = len(graph.operators)
-    last.update({resolve(t): end for t in graph.outputs})
+class _Lifetimes:
+    """The buffers of a program, and how many moments it takes."""
 
-    change = np.zeros(end + 2, np.int64)
-    for t, k in made.items():
-        if t in written:
-            size = graph.tensors[t].size * itemsize(graph.tensors[t].dtype)
-            change[k] += size
-            change[max(last.get(t, k), k) + 1] -= size
-    return int(np.cumsum(change).max(initial=0))
+    def __init__(self) -> None:
+        self.clock = 0
+        self.buffers: list[Buffer] = []
+
+    def run(self, graph: Graph, donated: Sequence[int] = ()) -> list[Buffer | None]:
+        """Add a program; returns the buffers of its results, for the caller to end, and None for arguments."""
+        written = _Written(graph, donated)
+        outputs = [written.resolve(t) for t in graph.outputs]
+        operators = written.sequence(graph)
+        begins: list[int] = []
+        made: dict[int, Buffer] = {}
+        last: dict[int, int] = {}
+        for k, op in enumerate(operators):
+            begins.append(self.clock)
+            inside = self._inside(op, graph)
+            for n, t in enumerate(op.outputs):
+                if t not in written.tensors or written.resolve(t) != t:
+                    continue
+                last.update((source, k) for source in written.sources[t])
+                given = written.in_place[t].intersection(donated) if t in outputs else ()
+                if not any(_bytes(graph, u) == _bytes(graph, t) for u in given):
+                    made[t] = self._new(_bytes(graph, t)) if inside is None else inside[n]
+            self.clock += 1
+        ends = [begin - 1 for begin in (*begins[1:], self.clock)]
+        for t, k in last.items():
+            if t in made:
+                made[t].end = max(made[t].end, ends[k])
+        for k, op in enumerate(operators):
+            for t in op.outputs:
+                over = [source for source in written.in_place.get(t, ()) if source in made] if t in made else []
+                over = [source for source in over if last.get(source) == k and source not in outputs]
+                same = [source for source in over if made[source].bytes == made[t].bytes]
+                if same:  # it is written where what nobody else reads any more was
+                    made[same[0]].end = begins[k] - 1
+        return [made.get(t) for t in outputs]
+
+    def _new(self, size: int) -> Buffer:
+        self.buffers.append(Buffer(self.clock, self.clock, size))
+        return self.buffers[-1]
+
+    def _inside(self, op: Operator, graph: Graph) -> list[Buffer] | None:
+        """Add the programs inside an operator; returns the buffers of its results if they are made there."""
+        if op.equation is None or op.name in _FUSED:
+            return None
+        inner = []
+        for program in _compat.inner_programs(op.equation):
+            own = _Lifetimes()
+            results = own.run(read_graph(program))
+            inner.append((alive_bytes(own.buffers), own, results))
+        if not inner:
+            return None
+        needed, own, results = max(inner, key=lambda found: found[0])
+        if op.name != "cond":
+            self._new(max(0, needed - sum(buffer.bytes for buffer in results if buffer is not None)))
+            return None
+        # Other branches stand before this one in XLA's sequence, and write the same results.
+        other = self.clock
+        self.clock += 1
+        for buffer in own.buffers:
+            buffer.start += self.clock
+            buffer.end += self.clock
+            buffer.before += self.clock if buffer.before >= 0 else 0
+        self.buffers += own.buffers
+        self.clock += own.clock
+        found: list[Buffer] = []
+        for t, buffer in zip(op.outputs, results, strict=True):
+            fresh = buffer is not None and all(buffer is not other for other in found)
+            found.append(buffer if buffer is not None and fresh else self._new(_bytes(graph, t)))
+            found[-1].end = self.clock
+            found[-1].before = other
+        return found
+
+
+class _Written:
+    """Which tensors of a program are written to memory.
+
+    Attributes:
+      tensors: these tensors.
+      sources: for each of them, the written tensors that it is computed from without another written one between.
+      in_place: those of its sources that are read element by element in its own order.
+    """
+
+    def __init__(self, graph: Graph, donated: Sequence[int] = ()):
+        self._root: dict[int, int] = {}
+        for op in graph.operators:
+            if op.equation is None or op.name in _ALIASES:
+                sources = [t for t in op.inputs if graph.tensors[t].size == graph.tensors[op.outputs[0]].size]
+                named = op.inputs if len(op.outputs) == len(op.inputs) else sources
+                for out, source in zip(op.outputs, named, strict=False):
+                    self._root[out] = self._root.get(source, source)
+        readers: dict[int, list[Operator]] = {}
+        self.tensors = {self.resolve(t) for t in (*graph.outputs, *donated)}
+        operators = [op for op in graph.operators if op.outputs[0] not in self._root]
+        for op in operators:
+            for t in {self.resolve(t) for t in op.inputs}:
+                readers.setdefault(t, []).append(op)
+            if op.name not in _FUSED | _REDUCTIONS:
+                self.tensors.update(self.resolve(t) for t in op.inputs)
+        for op in operators:
+            for t in op.outputs:
+                several = len(readers.get(t, ())) > 1
+                stopped = any(_takes_values(reader) for reader in readers.get(t, ()))
+                if op.name not in _FUSED - {"concatenate"} or (several and (op.name in COSTLY or stopped)):
+                    self.tensors.add(t)
+        self._follow(graph)
+
+    def resolve(self, t: int) -> int:
+        """The tensor that a tensor is another name of."""
+        return self._root.get(t, t)
+
+    def sequence(self, graph: Graph) -> list[Operator]:
+        """The operators whose results are written, in the order in which they run."""
+        operators = [
+            op for op in graph.operators if any(self.resolve(t) == t and t in self.tensors for t in op.outputs)
+        ]
+        if not _compat.runs_breadth_first():
+            return operators
+        makers = {t: k for k, op in enumerate(operators) for t in op.outputs}
+        readers: list[list[int]] = [[] for _ in operators]
+        missing = []
+        for k, op in enumerate(operators):
+            before = {makers[u] for t in op.outputs for u in self.sources.get(t, ()) if u in makers} - {k}
+            missing.append(len(before))
+            for other in before:
+                readers[other].append(k)
+        queue = deque(k for k, count in enumerate(missing) if not count)
+        found = []
+        while queue:
+            found.append(k := queue.popleft())
+            for other in readers[k]:
+                missing[other] -= 1
+                if not missing[other]:
+                    queue.append(other)
+        return [operators[k] for k in found]
+
+    def _follow(self, graph: Graph) -> None:
+        self.sources: dict[int, frozenset[int]] = {}
+        self.in_place: dict[int, frozenset[int]] = {}
+        nothing: frozenset[int] = frozenset()
+        for op in graph.operators:
+            here, still, moved = set(), set(), set()
+            for t in map(self.resolve, op.inputs):
+                if t in self.tensors:
+                    here.add(t)
+                    still.add(t)
+                else:
+                    here |= self.sources.get(t, nothing)
+                    still |= self.in_place.get(t, nothing)
+                    moved |= self.sources.get(t, nothing) - self.in_place.get(t, nothing)
+            if op.name not in _FUSED or op.name in _MOVING:
+                still = set()
+            for t in op.outputs:
+                if self.resolve(t) == t:
+                    self.sources[t], self.in_place[t] = frozenset(here), frozenset(still - moved)
 
 
 def _takes_values(reader: Operator) -> bool:
@@ -89,16 +218,5 @@ def _takes_values(reader: Operator) -> bool:
     return reader.name in _REDUCTIONS or (reader.name == "concatenate" and len(reader.inputs) > _FUSED_PIECES)
 
 
-def _written_sources(
-    operators: Sequence[Operator], written: set[int], resolve: Callable[[int], int]
-) -> dict[int, frozenset[int]]:
-    """For each tensor, the written tensors that it is computed from without another written one between."""
-    found: dict[int, frozenset[int]] = {}
-    for op in operators:
-        here = frozenset(
-            source for t in map(resolve, op.inputs) for source in ((t,) if t in written else found.get(t, ()))
-        )
-        for t in op.outputs:
-            if resolve(t) == t:
-                found[t] = here
-    return found
+def _bytes(graph: Graph, t: int) -> int:
+    return graph.tensors[t].size * itemsize(graph.tensors[t].dtype)

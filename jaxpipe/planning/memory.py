@@ -8,13 +8,14 @@ import jax
 import numpy as np
 
 from jaxpipe.graph import itemsize
-from jaxpipe.pipeline.branches import Kept, Rows, backward_branch, forward_branch, weight_branch
+from jaxpipe.pipeline.branches import Kept, Rows, backward_branch, forward_branch, touched, weight_branch
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import finish_update
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.step import Update
 from jaxpipe.pipeline.swap import landing_pages
 from jaxpipe.planning.liveness import peak_bytes
+from jaxpipe.schedules import Kind
 from jaxpipe.schedules.weights import weight_slots
 
 
@@ -89,11 +90,14 @@ def working_bytes(program: Program, s: int) -> int:
     forward, backward = (jax.ShapeDtypeStruct((n,), np.uint32) for n in program.message_words)
     if program.alone:
 
-        def both(parameters: Any, state: Any, key: Any, rows: Any, forward: Any, backward: Any) -> Any:
+        def both(parameters: Any, state: Any, key: Any, rows: Any, forward: Any, backward: Any, sums: Any) -> Any:
             message, stash, state, made = forward_branch(program, s)(parameters, state, key, rows, forward)
-            return message, state, made, backward_branch(program, s)(parameters, key, rows, stash, backward)
+            back, _, steps = backward_branch(program, s)(parameters, key, rows, stash, backward)
+            kinds = touched(program, Kind.BACKWARD)
+            return message, state, made, back, [sums[k] + step for k, step in zip(kinds, steps, strict=True)]
 
-        return peak_bytes(both, parameters, state, key, rows, forward, backward)
+        operands = parameters, state, key, rows, forward, backward
+        return peak_bytes(both, *operands, donated=program.gradient_avals)
     pages = max(*program.stash_pages, *program.saved_pages)
     kept = Kept(jax.ShapeDtypeStruct((pages, PAGE), np.uint32), jax.ShapeDtypeStruct((), np.int32))
     computing = peak_bytes(forward_branch(program, s), parameters, state, key, rows, forward)
@@ -109,7 +113,7 @@ def updating_bytes(parameters: Layout, update: Update, s: int) -> int:
     """What the optimizer needs besides in a stage, its results included.
 
     A conditional over stages does not write into what it reads, so new values stand beside the old until the step
-    ends; a stage that is alone has none, and the new optimizer state takes the place of the old.
+    ends; a stage that is alone has none, and writes new values over the old.
     """
     coloured = update.coloured
     tensors = coloured.graph.tensors
@@ -122,14 +126,16 @@ def updating_bytes(parameters: Layout, update: Update, s: int) -> int:
     numbers += [t for ts in coloured.exchanged for t in ts if t not in local]
     constants = coloured.graph.constants
 
-    def branch(values: Any, *buffers: Any) -> Any:
+    def branch(values: Any, gradients: Any, own: Any) -> Any:
         everywhere = {**constants, **dict(zip(numbers, values, strict=True))}
-        own = tuple(layout.read(s, held) for layout, held in zip(layouts, buffers, strict=True))
-        new, state = finish_update(coloured, s, everywhere, own)
+        read = (layout.read(s, held) for layout, held in zip(layouts, (own[0], gradients, own[1]), strict=True))
+        new, state = finish_update(coloured, s, everywhere, tuple(read))
         return parameters.write(s, new), update.layout.write(s, state)
 
-    needed = peak_bytes(branch, [tensors[t].aval for t in numbers], *buffers)
-    return needed if len(parameters.avals) > 1 else max(0, needed - update.layout.bytes)
+    values, (held, gradients, optimizer) = [tensors[t].aval for t in numbers], buffers
+    if len(parameters.avals) > 1:
+        return peak_bytes(branch, values, gradients, (held, optimizer))
+    return peak_bytes(branch, values, gradients, donated=(held, optimizer))
 
 
 def _bytes(aval: Any) -> int:

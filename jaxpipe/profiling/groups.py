@@ -112,7 +112,7 @@ def stage_programs(stage: Stage) -> Iterator[Program]:
         given: list[Any] = [None] * len(source.outputs)
         for k, cotangent in zip(seeds, cotangents, strict=True):
             given[k] = cotangent
-        return stages.backward(stage, parameters, [parts[t] for t in stored], given, beside_forward=False)
+        return stages.backward(stage, parameters, [parts[t] for t in stored], given, fenced=True)
 
     avals = dict(zip(stored, stage.stash_avals, strict=True))
     yield Program(

@@ -1,0 +1,138 @@
+"""Values of forward tensors during a backward pass: decoded or recomputed when first needed, then kept.
+
+XLA must neither decode nor recompute before the backward pass has come that far, else a stash saves nothing. There
+are two ways to keep it from that. What is loaded from the stash can be tied to the cotangents of the step that needs
+it. But XLA:CPU drops all barriers and then orders operators breadth-first, so that everything that follows from the
+stash and the parameters alone runs first. The steps can also run in groups, each behind a *fence*: a conditional whose
+predicate is known at run time only. What is inside runs neither earlier nor together with what is outside.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe import _compat
+from jaxpipe.demand import Backward
+from jaxpipe.graph import Graph, Operator, run
+from jaxpipe.stash import Storage, decode, has_overflowed
+from jaxpipe.storage import Choices, Derivations
+from jaxpipe.work import COSTLY, ELEMENTWISE
+
+
+#: Operators whose backward program takes its operands as whole arrays.
+_UNFUSED = frozenset(("checkpoint", "cond", "custom_vjp_call", "dot_general", "remat", "remat2", "scan", "while"))
+
+#: A fence closes behind each of these: cotangents that one of them makes are written to memory anyway.
+_HEAVY = _UNFUSED | {"conv_general_dilated"}
+
+
+class Recall:
+    """The values that steps need, from the parameters and the stash of a stage.
+
+    Args:
+      graph, storage: the stage's operators and what is stored.
+      parameters: values by tensor number.
+      stash: the parts of each stored tensor. Here and there, a function without arguments may stand for an array that
+        is only looked up where it is used.
+      fenced: steps run behind fences, where XLA needs them.
+    """
+
+    def __init__(
+        self, graph: Graph, storage: Choices, parameters: dict[int, Any], stash: dict[int, Sequence[Any]], fenced: bool
+    ):
+        self._graph, self._storage, self._stash = graph, storage, stash
+        self._derivations = Derivations(graph)
+        self._given: dict[int, Any] = {**graph.constants, **parameters}
+        self._loaded: dict[int, Any] = {}
+        self.values = dict(self._given)
+        apart = fenced and _compat.runs_breadth_first()
+        self._zero = _compat.hidden_zero(map(_look_up, parameters.values())) if apart else None
+
+    @property
+    def fenced(self) -> bool:
+        """Whether steps run behind fences."""
+        return self._zero is not None
+
+    def copy(self) -> "Recall":
+        """The same, for steps behind a fence: what they recall is lost outside."""
+        other = object.__new__(Recall)
+        other.__dict__.update(self.__dict__, values=dict(self.values), _loaded={}, _given=dict(self._given))
+        return other
+
+    def sources(self, step: Backward, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
+        """What to run and what to load before a step."""
+        known = frozenset(known)
+        return self._derivations.of([t for t in step.needs if t not in known], self._storage, known)
+
+    def is_kept(self, t: int) -> bool:
+        """Whether a tensor that has been recalled is handed on to steps behind other fences.
+
+        What XLA would compute again for each reader is recalled anew, and what is stored as it is is at hand anyway.
+        """
+        form = self._storage.forms.get(t)
+        if form is not None and form.storage.is_stored:
+            return form.storage.is_sparse
+        producer = self._derivations.producer(t)
+        return producer is not None and (producer.name in COSTLY or producer.name not in ELEMENTWISE)
+
+    def fetch(self, step: Backward, after: Any) -> list[Any]:
+        """Values of the tensors that a backward step needs, not before the cotangent ``after``."""
+        missing = [t for t in step.needs if t not in self.values]
+        if missing:
+            program, loads = self.sources(step, self.values)
+            parts = {t: [_look_up(part) for part in self._stash[t]] for t in loads}
+            if not self.fenced:
+                tied = iter(_compat.tie([part for t in loads for part in parts[t]], after))
+                parts = {t: [next(tied) for _ in parts[t]] for t in loads}
+            for t in loads:
+                hidden = parts[t] if self.fenced else [_compat.disguise(part, after) for part in parts[t]]
+                self.values[t] = self._restore(t, hidden)
+                if self._storage.forms[t].storage is Storage.KEEP:
+                    (self._loaded[t],) = parts[t]
+            for t in {t for op in program for t in op.inputs}.union(missing):
+                if t in self.values:
+                    self.values[t] = _look_up(self.values[t])
+            run(program, self.values)
+        # What does not fuse with its operands would have to copy a disguised one.
+        first = self._loaded if step.name in _UNFUSED else {}
+        return [first.get(t, _look_up(self.values[t])) for t in step.needs]
+
+    def _restore(self, t: int, parts: Sequence[Any]) -> Any:
+        """A stored tensor from its parts; one that did not fit, from tensors that are stored whole."""
+        tensor, form = self._graph.tensors[t], self._storage.forms[t]
+        if not form.storage.is_sparse:
+            return decode(parts, tensor, form)
+
+        def again() -> Any:
+            program, leaves = self._derivations.fallback(t, self._storage, self._given)
+            values = {u: _look_up(value) for u, value in self._given.items()}
+            values.update((u, self._restore(u, [_look_up(part) for part in self._stash[u]])) for u in leaves)
+            run(program, values)
+            return values[t]
+
+        return jax.lax.cond(has_overflowed(parts, form), again, lambda: decode(parts, tensor, form))
+
+    def fence(self, function: Callable[[], Any], avals: Any) -> Any:
+        """What a function gives, arrays like ``avals``, in a computation of its own."""
+        assert self._zero is not None
+
+        def nothing() -> Any:
+            return jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), avals)
+
+        return jax.lax.cond(self._zero == 0, function, nothing)
+
+
+def groups(steps: Iterable[Backward]) -> list[list[Backward]]:
+    """The steps in groups that run behind a fence each."""
+    found: list[list[Backward]] = [[]]
+    for step in steps:
+        found[-1].append(step)
+        if step.name in _HEAVY:
+            found.append([])
+    return [group for group in found if group]
+
+
+def _look_up(value: Any) -> Any:
+    return value() if callable(value) else value

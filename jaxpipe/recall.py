@@ -34,8 +34,7 @@ class Recall:
     Args:
       graph, storage: the stage's operators and what is stored.
       parameters: values by tensor number.
-      stash: the parts of each stored tensor. Here and there, a function without arguments may stand for an array that
-        is only looked up where it is used.
+      stash: the parts of each stored tensor.
       fenced: steps run behind fences, where XLA needs them.
     """
 
@@ -48,7 +47,7 @@ class Recall:
         self._loaded: dict[int, Any] = {}
         self.values = dict(self._given)
         apart = fenced and _compat.runs_breadth_first()
-        self._zero = _compat.hidden_zero(map(_look_up, parameters.values())) if apart else None
+        self._zero = _compat.hidden_zero(parameters.values()) if apart else None
 
     @property
     def fenced(self) -> bool:
@@ -82,7 +81,7 @@ class Recall:
         missing = [t for t in step.needs if t not in self.values]
         if missing:
             program, loads = self.sources(step, self.values)
-            parts = {t: [_look_up(part) for part in self._stash[t]] for t in loads}
+            parts = {t: list(self._stash[t]) for t in loads}
             if not self.fenced:
                 tied = iter(_compat.tie([part for t in loads for part in parts[t]], after))
                 parts = {t: [next(tied) for _ in parts[t]] for t in loads}
@@ -91,13 +90,10 @@ class Recall:
                 self.values[t] = self._restore(t, hidden)
                 if self._storage.forms[t].storage is Storage.KEEP:
                     (self._loaded[t],) = parts[t]
-            for t in {t for op in program for t in op.inputs}.union(missing):
-                if t in self.values:
-                    self.values[t] = _look_up(self.values[t])
             run(program, self.values)
         # What does not fuse with its operands would have to copy a disguised one.
         first = self._loaded if step.name in _UNFUSED else {}
-        return [first.get(t, _look_up(self.values[t])) for t in step.needs]
+        return [first.get(t, self.values[t]) for t in step.needs]
 
     def _restore(self, t: int, parts: Sequence[Any]) -> Any:
         """A stored tensor from its parts; one that did not fit, from tensors that are stored whole."""
@@ -107,8 +103,8 @@ class Recall:
 
         def again() -> Any:
             program, leaves = self._derivations.fallback(t, self._storage, self._given)
-            values = {u: _look_up(value) for u, value in self._given.items()}
-            values.update((u, self._restore(u, [_look_up(part) for part in self._stash[u]])) for u in leaves)
+            values = dict(self._given)
+            values.update((u, self._restore(u, self._stash[u])) for u in leaves)
             run(program, values)
             return values[t]
 
@@ -132,7 +128,3 @@ def groups(steps: Iterable[Backward]) -> list[list[Backward]]:
         if step.name in _HEAVY:
             found.append([])
     return [group for group in found if group]
-
-
-def _look_up(value: Any) -> Any:
-    return value() if callable(value) else value

@@ -139,8 +139,7 @@ def backward(
       parameters: values of ``stage.parameters``.
       stash: what ``forward`` returned.
       cotangents: one for each output; None for zero.
-      fenced: run the steps behind fences (see ``jaxpipe.recall``) if XLA needs them; not under ``vmap``. Then
-        parameters and parts of the stash may be functions that look them up.
+      fenced: run the steps behind fences (see ``jaxpipe.recall``) if XLA needs them; not under ``vmap``.
     """
     received = _received(stage, cotangents)
     recall = _recall(stage, parameters, stash, fenced)

@@ -1,0 +1,296 @@
+"""Two stages on two cores: jaxpipe, torch.distributed.pipelining and torchgpipe, each against its own single device.
+
+    python -m scripts.compare_peers --torch TORCH_ENVIRONMENT/bin/python
+    python -m scripts.compare_peers --quick
+
+The same two models everywhere, in float32 with SGD, the same micro-batches, cut in the middle. The two stages are two
+processes, each pinned to a core of its own and connected by Gloo over loopback; torchgpipe knows one process only,
+whose two threads have both cores. ``single`` is gradient accumulation of the same micro-batches by one process pinned
+to one core: the fastest plain loop of the framework (``jax.grad`` compiled, ``backward`` in PyTorch).
+
+  of ideal   single (M + S - 1) / (S M) / pipeline: 1 where nothing but the bubble is lost
+  bytes      the most memory a process has while it trains, less what it had before the model was made
+
+Without ``--torch`` only jaxpipe is measured. How much memory activations take against ``jax.checkpoint`` is measured by
+``scripts.bench_encoding``.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
+
+import jaxpipe
+from scripts.measuring import MALLOC, Quartiles, alternate, header, quartiles
+
+
+STAGES, LAYERS, CHANNELS, SIDE, CLASSES = 2, 8, 32, 16, 10
+OPTIMIZER = optax.sgd(1e-3)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is trained: width of the MLP, rows of a micro-batch, micro-batches."""
+
+    width: int
+    rows: int
+    microbatches: int
+
+
+#: By model.
+SIZES = {"mlp": Size(768, 256, 8), "cnn": Size(0, 32, 8)}
+QUICK = {"mlp": Size(128, 32, 4), "cnn": Size(0, 4, 4)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tool on a model: seconds of a step, quartiles; bytes of the process that has most."""
+
+    model: str
+    tool: str
+    single: Quartiles
+    pipeline: Quartiles
+    of_ideal: float
+    single_bytes: int
+    pipeline_bytes: int
+
+
+def init(model: str, width: int) -> list[Any]:
+    """Kernels and biases of each layer."""
+    rng = np.random.default_rng(0)
+
+    def made(*shape: int) -> dict[str, Any]:
+        scale = (2 / np.prod(shape[:-1])) ** 0.5
+        return {"kernel": np.float32(scale * rng.standard_normal(shape)), "bias": np.zeros(shape[-1], np.float32)}
+
+    if model == "mlp":
+        return [made(width, width) for _ in range(LAYERS)]
+    return [*(made(3, 3, 3 if k == 0 else CHANNELS, CHANNELS) for k in range(LAYERS - 1)), made(CHANNELS, CLASSES)]
+
+
+def apply(params: list[Any], x: jax.Array) -> jax.Array:
+    """Dense layers; or convolutions, a mean over the image, and a dense layer."""
+    for layer in params:
+        if layer["kernel"].ndim == 4:
+            dimensions = ("NHWC", "HWIO", "NHWC")
+            x = jax.lax.conv_general_dilated(x, layer["kernel"], (1, 1), "SAME", dimension_numbers=dimensions)
+            x = jax.nn.relu(x + layer["bias"])
+        elif x.ndim == 4:
+            x = x.mean((1, 2)) @ layer["kernel"] + layer["bias"]
+        else:
+            x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
+    return x
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
+    """Mean square error."""
+    return jnp.square(model(batch[0]) - batch[1]).mean()
+
+
+def data(model: str, size: Size) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of a batch."""
+    rows, rng = size.rows * size.microbatches, np.random.default_rng(1)
+    shapes = ((rows, size.width),) * 2 if model == "mlp" else ((rows, SIDE, SIDE, 3), (rows, CLASSES))
+    x, y = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    return x, y
+
+
+def single(model: str, size: Size) -> Callable[[], Any]:
+    """A compiled gradient for each micro-batch, added up, and a compiled update."""
+    params = jax.tree.map(jnp.asarray, init(model, size.width))
+    gradient = jax.jit(jax.value_and_grad(lambda params, batch: loss(jax.tree_util.Partial(apply, params), batch)))
+    add = jax.jit(lambda total, new: jax.tree.map(jnp.add, total, new), donate_argnums=0)
+
+    def update(total: Any, state: Any, params: Any) -> Any:
+        updates, state = OPTIMIZER.update(jax.tree.map(lambda g: g / size.microbatches, total), state, params)
+        return optax.apply_updates(params, updates), state
+
+    change = jax.jit(update, donate_argnums=(1, 2))
+    pieces = list(zip(*(map(jnp.asarray, np.split(x, size.microbatches)) for x in data(model, size)), strict=True))
+    now = [params, OPTIMIZER.init(params)]
+
+    def step() -> Any:
+        total = gradient(now[0], pieces[0])
+        for piece in pieces[1:]:
+            total = add(total, gradient(now[0], piece))
+        now[:] = change(total[1], now[1], now[0])
+        return now[0], total[0]
+
+    return step
+
+
+def pipeline(model: str, size: Size) -> Callable[[], Any]:
+    """A step of two stages, on all devices that there are."""
+    mesh = Mesh(np.array(jax.devices()), ("stage",))
+    arrays = data(model, size)
+    trained = jaxpipe.partition(
+        jax.tree_util.Partial(apply, init(model, size.width)),
+        mesh,
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays),
+        loss=loss,
+        optimizer=OPTIMIZER,
+        num_microbatches=size.microbatches,
+    )
+    whole = NamedSharding(mesh, P())
+    batch = tuple(jax.make_array_from_callback(x.shape, whole, lambda k, x=x: x[k]) for x in arrays)
+    state = [trained.init(jax.random.key(0))]
+
+    def step() -> Any:
+        state[0], metrics = trained.step(state[0], batch)
+        return metrics["loss"], state[0].parameters
+
+    return step
+
+
+def resident(field: str) -> int:
+    """Bytes of this process in memory: ``VmRSS`` now, ``VmHWM`` at the most."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))
+
+
+def forget_peak() -> None:
+    """Give free memory back, and let ``VmHWM`` begin at what is in memory then."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def run(tool: str, model: str, size: Size, rounds: int) -> None:
+    """One process of JAX: pinned, measuring; each prints what it saw."""
+    number = int(os.environ.get("JAX_PROCESS_ID", "0"))
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
+    jax.config.update("jax_num_cpu_devices", 1)
+    jaxpipe.initialize_distributed()
+    jax.devices()
+    before = resident("VmRSS")
+    step = (single if tool == "single" else pipeline)(model, size)
+    jax.block_until_ready(step())
+    forget_peak()  # what it took to compile
+    seconds = alternate({"step": step}, rounds, float("inf"))["step"]
+    found = {"rank": number, "seconds": quartiles(seconds), "bytes": resident("VmHWM") - before, "header": header()}
+    print(json.dumps(found), flush=True)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def workers(commands: list[list[str]], environments: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """What processes that run at the same time print, by rank."""
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **MALLOC, **more})
+        for command, more in zip(commands, environments, strict=True)
+    ]
+    found = []
+    for process in started:
+        text = process.communicate()[0]
+        if process.returncode:
+            raise SystemExit(f"{' '.join(process.args)} ended with {process.returncode}")  # type: ignore[arg-type]
+        found.append(json.loads(next(line for line in text.splitlines() if '"seconds"' in line)))
+    return sorted(found, key=lambda one: one["rank"])
+
+
+def measure_jax(tool: str, model: str, size: Size, rounds: int) -> list[dict[str, Any]]:
+    """A tool of this file, in one process or in two."""
+    numbers = map(str, (size.width, size.rows, size.microbatches, rounds))
+    command = [sys.executable, "-m", "scripts.compare_peers", "--run", tool, model, *numbers]
+    count = 1 if tool == "single" else STAGES
+    address = f"127.0.0.1:{free_port()}"
+    settings: list[dict[str, str]] = [{}]
+    if count > 1:
+        settings = [
+            {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(k)}
+            for k in range(count)
+        ]
+    return workers([command] * count, [{**one, "JAX_PLATFORMS": "cpu"} for one in settings])
+
+
+def measure_torch(python: str, tool: str, model: str, size: Size, rounds: int) -> list[dict[str, Any]]:
+    """A tool of ``scripts/peers_torch.py``, in one process or in two."""
+    numbers = map(str, (size.width, size.rows, size.microbatches, rounds))
+    command = [python, "scripts/peers_torch.py", tool, model, *numbers]
+    count = STAGES if tool == "pipelining" else 1
+    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    settings["OMP_NUM_THREADS"] = "1"
+    return workers([command] * count, [{**settings, "RANK": str(k)} for k in range(count)])
+
+
+def row(model: str, tool: str, size: Size, alone: list[dict[str, Any]], both: list[dict[str, Any]]) -> Row:
+    """A tool against its own single device; a step takes as long as its slowest process."""
+    one, two = (max((one["seconds"] for one in found), key=lambda s: s[1]) for found in (alone, both))
+    ideal = one[1] * (size.microbatches + STAGES - 1) / (STAGES * size.microbatches)
+    most = [max(one["bytes"] for one in found) for found in (alone, both)]
+    return Row(model, tool, tuple(one), tuple(two), ideal / two[1], *most)
+
+
+def table(rows: list[Row]) -> Table:
+    """The results to read."""
+    result = Table(title="two stages on two cores; ms of a step", title_justify="left")
+    for name in ("model", "tool"):
+        result.add_column(name)
+    for name in ("single", "pipeline", "times faster", "of ideal", "single MiB", "pipeline MiB"):
+        result.add_column(name, justify="right")
+    for r in rows:
+        figures = (1e3 * r.single[1], 1e3 * r.pipeline[1])
+        mebibytes = (f"{n / 2**20:.0f}" for n in (r.single_bytes, r.pipeline_bytes))
+        faster = f"{r.single[1] / r.pipeline[1]:.2f}"
+        result.add_row(r.model, r.tool, *(f"{n:.1f}" for n in figures), faster, f"{r.of_ideal:.2f}", *mebibytes)
+    return result
+
+
+def main() -> None:
+    """Measure, write the JSON file and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", help="a Python that has torch and torchgpipe")
+    parser.add_argument("--quick", action="store_true", help="small shapes, three rounds: whether it works")
+    parser.add_argument("--rounds", type=int, default=20, help="per tool and model (default 20)")
+    parser.add_argument("--out", type=Path, default=Path("out/compare_peers.json"))
+    parser.add_argument("--run", nargs=6, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        tool, model, *numbers = options.run
+        width, rows, microbatches, rounds = map(int, numbers)
+        run(tool, model, Size(width, rows, microbatches), rounds)
+        return
+    if len(os.sched_getaffinity(0)) < STAGES:
+        sys.exit(f"this needs {STAGES} cores, one for each stage")
+    rounds = 3 if options.quick else options.rounds
+    found: list[Row] = []
+    result: dict[str, Any] = {}
+    for model, size in (QUICK if options.quick else SIZES).items():
+        alone, both = (measure_jax(tool, model, size, rounds) for tool in ("single", "pipeline"))
+        result |= alone[0]["header"]
+        found.append(row(model, "jaxpipe", size, alone, both))
+        if options.torch:
+            alone = measure_torch(options.torch, "single", model, size, rounds)
+            result["versions"] |= {"torch": alone[0]["torch"]}
+            for tool, name in (("pipelining", "torch.distributed.pipelining"), ("gpipe", "torchgpipe")):
+                both = measure_torch(options.torch, tool, model, size, rounds)
+                found.append(row(model, name, size, alone, both))
+    result |= {"command": sys.orig_argv[1:], "stages": STAGES, "layers": LAYERS}
+    result |= {"sizes": {model: asdict(size) for model, size in SIZES.items()}, "rows": [asdict(r) for r in found]}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    Console(width=140).print(table(found))
+
+
+if __name__ == "__main__":
+    main()

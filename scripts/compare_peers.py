@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--torch", help="a Python that has torch and torchgpipe")
     parser.add_argument("--quick", action="store_true", help="small shapes, three rounds: whether it works")
     parser.add_argument("--rounds", type=int, default=20, help="per tool and model (default 20)")
-    parser.add_argument("--out", type=Path, default=Path("out/compare_peers.json"))
+    parser.add_argument("--out", type=Path, default=Path("out/bench_peers.json"))
     parser.add_argument("--run", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:

@@ -164,6 +164,7 @@ def test_without_a_pipeline_all_parameters_are_one_stage():
     assert_same_bits(arrays(found), arrays(clip.update(gradients, clip.init(gradients))[0]))
 
 
+@pytest.mark.slow
 def test_delayed_gradients_with_running_statistics_and_replicas():
     check("cnn-linen", 2, 4, pipedream, replicas=2, exact=False)
 

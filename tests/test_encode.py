@@ -22,6 +22,7 @@ FUSION = 1e-6
 SLOW = (
     "alexnet",
     "gpt2",
+    "inception",
     "nin",
     "overfeat",
     "resnet18",

@@ -33,6 +33,7 @@ def test_weights_that_change_on_the_way_learn_as_well(tmp_path):
     assert usual > 0.97 and delayed > usual - 0.01
 
 
+@pytest.mark.slow
 def test_plan_cluster_answers_on_paper(capsys, tmp_path):
     example = runpy.run_path(str(EXAMPLES / "plan_cluster.py"))
     best = example["main"](example["Options"](out=tmp_path))

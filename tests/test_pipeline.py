@@ -93,12 +93,7 @@ def test_a_pipeline_trains_as_plain_training_does(name, stages):
     check_training(name, stages, 4, None)
 
 
-@pytest.mark.parametrize("name", ["cnn-nnx"])
-def test_four_stages_train_as_plain_training_does(name):
-    check_training(name, 4, 8, None)
-
-
-@pytest.mark.parametrize("name", ["cnn-linen", "mlp"])
+@pytest.mark.parametrize("name", [pytest.param("cnn-linen", marks=pytest.mark.slow), "mlp"])
 def test_replicated_stages_train_as_plain_training_does(name):
     check_training(name, 2, 4, 2)
 

@@ -106,6 +106,7 @@ def test_the_stash_is_what_was_announced():
     assert not stored & {id(leaf) for leaf in leaves}
 
 
+@pytest.mark.slow
 def test_two_programs_need_less_than_one_plain_program():
     """Forward and backward compiled apart: what crosses is the stash, and the backward's temporaries stay small."""
     case = replace(LINEN["resnet18"], shape=(16, 16, 16, 3), fields={"width": 32})

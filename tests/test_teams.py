@@ -237,6 +237,7 @@ def check_statistics(widths, convolutions):
     return pipeline, state, found
 
 
+@pytest.mark.slow
 def test_running_statistics_and_dropout_are_those_of_plain_training():
     """And all devices of a stage agree; evaluation and prediction take batches that no deal divides."""
     pipeline, state, variables = check_statistics((2, 1), False)

@@ -145,7 +145,7 @@ def check(name: str, stages: int, optimizer, **options) -> None:
     assert relative_l2(after, wanted) < FUSION
 
 
-@pytest.mark.core
+@pytest.mark.slow
 def test_a_scan_with_state_and_random_numbers_trains_in_stages():
     check("stateful", 2, optax.sgd(0.1, momentum=0.9))
 

@@ -64,6 +64,15 @@ class Kept(NamedTuple):
         return found
 
 
+def given_avals(program: Program) -> tuple[Rows, Kept]:
+    """Shapes of what branches look into: the batch, and an arena that has room for what one micro-batch keeps."""
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    lead = program.num_microbatches
+    batch = [jax.ShapeDtypeStruct((lead, *a.shape), a.dtype) for a in program.avals(program.objective.batch)]
+    pages = max(*program.stash_pages, *program.saved_pages)
+    return Rows(batch, number), Kept(jax.ShapeDtypeStruct((pages, PAGE), jnp.uint32), number)
+
+
 def made_avals(program: Program) -> list[Any]:
     """What a forward branch hands out of each micro-batch: the results, how many tensors overflowed, statistics."""
     words = program.statistics_words

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxpipe.graph import itemsize
-from jaxpipe.pipeline.branches import Kept, Rows, backward_branch, forward_branch, touched, weight_branch
+from jaxpipe.pipeline.branches import backward_branch, forward_branch, given_avals, touched, weight_branch
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import finish_update
 from jaxpipe.pipeline.program import PAGE, Program
@@ -84,9 +84,7 @@ def working_bytes(program: Program, s: int) -> int:
     )
     parameters += program.avals(program.shared)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    m = program.num_microbatches
-    batch = [jax.ShapeDtypeStruct((m, *a.shape), a.dtype) for a in program.avals(program.objective.batch)]
-    rows = Rows(batch, jax.ShapeDtypeStruct((), np.int32))
+    rows, kept = given_avals(program)
     forward, backward = (jax.ShapeDtypeStruct((n,), np.uint32) for n in program.message_words)
     if program.alone:
 
@@ -98,8 +96,6 @@ def working_bytes(program: Program, s: int) -> int:
 
         operands = parameters, state, key, rows, forward, backward
         return peak_bytes(both, *operands, donated=program.gradient_avals)
-    pages = max(*program.stash_pages, *program.saved_pages)
-    kept = Kept(jax.ShapeDtypeStruct((pages, PAGE), np.uint32), jax.ShapeDtypeStruct((), np.int32))
     computing = peak_bytes(forward_branch(program, s), parameters, state, key, rows, forward)
     returning = peak_bytes(backward_branch(program, s), parameters, key, rows, kept, backward)
     needed = max(computing, returning)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe.pipeline.branches import backward_branch, forward_branch, saved_shape, stash_shape, weight_branch
+from jaxpipe.pipeline.branches import backward_branch, forward_branch, given_avals, weight_branch
 from jaxpipe.pipeline.initialize import stage_devices
 from jaxpipe.pipeline.program import Program
 from jaxpipe.profiling.groups import Program as Timed
@@ -48,14 +48,11 @@ def stage_work(program: Program, s: int) -> dict[Kind, Timed]:
         for layout in (program.parameters, program.state)
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
-    rows = program.avals(program.objective.batch)
     forward, backward = (jax.ShapeDtypeStruct((n,), np.uint32) for n in program.message_words)
-    stash: Any = jax.ShapeDtypeStruct(stash_shape(program), np.uint32)
-    if program.alone:
-        stash = program.stash_avals(section)
-    saved = jax.ShapeDtypeStruct(saved_shape(program), np.uint32)
+    rows, kept = given_avals(program)
+    stash: Any = program.stash_avals(section) if program.alone else kept
     work = {Kind.FORWARD: Timed(forward_branch(program, s), (parameters, state, key, rows, forward))}
     work[program.schedule.backward_kind] = Timed(backward_branch(program, s), (parameters, key, rows, stash, backward))
     if program.schedule.splits_backward:
-        work[Kind.BACKWARD_WEIGHT] = Timed(weight_branch(program, s), (parameters, key, rows, stash, saved))
+        work[Kind.BACKWARD_WEIGHT] = Timed(weight_branch(program, s), (parameters, key, rows, stash, kept))
     return work

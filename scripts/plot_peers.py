@@ -37,7 +37,7 @@ def draw(result: Mapping[str, Any]) -> Figure:
     draw_bars(left, result["rows"], "of_ideal")
     left.axhline(1, color="#52606d", linewidth=0.8, linestyle="--")
     left.set_title("Two stages on two cores: share of the ideal step rate")
-    left.legend(frameon=False, fontsize=8, loc="lower left")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     draw_bars(right, result["rows"], "pipeline_bytes", 1 / 2**20)
     right.set_title("MiB of the process that has most")
     versions, machine = result["versions"], result["machine"]

@@ -2,14 +2,20 @@
 
     python -m scripts.bench_memory
     python -m scripts.bench_memory --models U-Net --stages 4 --seconds 20 --out out/some.json
+    python -m scripts.bench_memory --rounds 0  # bytes only
     python -m scripts.plot_memory
 
 A budget is the bytes that do not depend on storage (parameters, gradients, optimizer, state, batch, transport) plus a
 share of what the pipeline without codecs (``storage=()``, named ``plain``) has XLA reserve besides. ``default`` is
-the pipeline without a budget. With one stage also ``jax.checkpoint`` of the whole loss, in the same executor, with
-JAX's policies: what users have today.
+the pipeline without a budget. With one stage also what users have today, without a pipeline: one jitted function of
+gradients and update with donated state, plain (``jax``) and with ``jax.checkpoint`` of the whole model under JAX's
+policies; running statistics of normalisations are dropped there.
+
+What is measured is written after every model and number of stages; a file from the same versions and machine is
+completed, so that a long run can be had in pieces.
 
   predicted   bytes on each device in the plan, made before the first compile
+  settled     the same of the plan that was kept: one of which XLA reserves more than the budget is made smaller
   compiled    argument + result + temporary - donated bytes of the compiled step
   plan        seconds to plan, profile excluded; solve: the longest that solvers took for a stage
   added       predicted time of codecs and recomputation, relative to a step's work
@@ -41,7 +47,7 @@ from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, q
 
 
 SHARES = (1.0, 0.75, 0.5, 0.35, 0.25)
-#: By stages. One: XLA:CPU runs the convolutions of ``jax.checkpoint`` up to 100 times slower inside a loop.
+#: By stages.
 MICROBATCHES = {1: 1, 4: 8}
 POLICIES = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
@@ -102,6 +108,7 @@ class Row:
     variant: str
     budget: int | None
     predicted: int | None
+    settled: int | None
     compiled: int | None
     plan_seconds: float | None
     solve_seconds: float | None
@@ -120,16 +127,52 @@ def make_batch(case: Case, m: int) -> dict[str, Any]:
     return {"x": x, "y": jnp.arange(len(x)) % 10}
 
 
-def checkpointed(case: Case, policy: Callable[..., Any], variables: Any) -> Any:
-    """The model as a function under ``jax.checkpoint``; running statistics are dropped."""
+@dataclass(frozen=True, eq=False)
+class Jitted:
+    """A training step without a pipeline, and its first arguments."""
 
-    def apply(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        return case.model().apply(variables, *args, **kwargs, mutable=["batch_stats"])[0]
+    compiled: Any
+    state: Any
 
-    def model(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        return jax.checkpoint(functools.partial(apply, **kwargs), policy=policy)(variables, *args)
+    @property
+    def bytes(self) -> int:
+        """That XLA reserves."""
+        found = self.compiled.memory_analysis()
+        total = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+        return total - found.alias_size_in_bytes
 
-    return jax.tree_util.Partial(model, variables)
+
+def jitted(case: Case, optimizer: Any, policy: Callable[..., Any] | None, variables: Any, batch: Any) -> Jitted:
+    """Gradients and update of one micro-batch, with ``jax.checkpoint`` if there is a policy."""
+    held = {name: value for name, value in variables.items() if name != "params"}
+
+    def apply(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        return case.model().apply({"params": parameters, **held}, *args, **kwargs, mutable=["batch_stats"])[0]
+
+    def model(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = functools.partial(apply, **kwargs)
+        return (bound if policy is None else jax.checkpoint(bound, policy=policy))(parameters, *args)
+
+    def step(state: Any, batch: Any) -> Any:
+        parameters, optimizer_state = state
+        value, gradients = jax.value_and_grad(lambda p: case.loss(functools.partial(model, p), batch))(parameters)
+        updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
+        return (optax.apply_updates(parameters, updates), optimizer_state), value
+
+    parameters = jax.tree.map(jnp.array, variables["params"])
+    state = parameters, optimizer.init(parameters)
+    return Jitted(jax.jit(step, donate_argnums=0).lower(state, batch).compile(), state)
+
+
+def jitted_stepper(found: Jitted, batch: Any) -> Callable[[], Any]:
+    """A training step that goes on from the one before."""
+    held = [found.state]
+
+    def step() -> Any:
+        held[0], loss = found.compiled(held[0], batch)
+        return loss
+
+    return step
 
 
 def stepper(pipeline: jaxpipe.Pipeline, state: Any, batch: Any) -> Callable[[], Any]:
@@ -155,11 +198,12 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
     case, m = CASES[name], MICROBATCHES[stages]
     batch = make_batch(case, m)
     mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
+    optimizer = optax.sgd(0.01, momentum=0.9)
 
-    def make(model: Any = None, **options: Any) -> jaxpipe.Pipeline:
-        options = {"optimizer": optax.sgd(0.01, momentum=0.9), "num_microbatches": m, **options}
-        model = case.model() if model is None else model
-        return jaxpipe.partition(model, mesh, batch, loss=case.loss, **options)
+    def make(**options: Any) -> jaxpipe.Pipeline:
+        return jaxpipe.partition(
+            case.model(), mesh, batch, loss=case.loss, optimizer=optimizer, num_microbatches=m, **options
+        )
 
     plain = make(storage=())
     profile = plain.profile
@@ -168,6 +212,7 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
     key = jax.random.key(1)
     variables = plain.parameters(plain.init(key))
     pipelines: dict[str, jaxpipe.Pipeline] = {"plain": plain, "default": make(profile=profile)}
+    predicted = {label: pipeline.plan.predicted_bytes for label, pipeline in pipelines.items()}
     failed: dict[str, str] = {}
     spent, budgets = {}, {}
     for share in SHARES:
@@ -175,23 +220,29 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
         budgets[label] = int(fixed + share * (reserved - fixed))
         start = time.perf_counter()
         try:
-            pipelines[label] = make(profile=profile, memory=budgets[label])
+            pipeline = make(profile=profile, memory=budgets[label])
             spent[label] = time.perf_counter() - start
-            pipelines[label].memory_report()
+            predicted[label] = pipeline.plan.predicted_bytes
+            pipeline.memory_report()
+            pipelines[label] = pipeline
         except jaxpipe.MemoryBudgetError as error:
-            pipelines.pop(label, None)
+            spent.setdefault(label, time.perf_counter() - start)
             failed[label] = str(error)
-    predicted = {label: pipeline.plan.predicted_bytes for label, pipeline in pipelines.items()}
+    today: dict[str, Jitted] = {}
     if stages == 1:
-        for label, policy in POLICIES.items():
-            pipelines[label] = make(checkpointed(case, policy, variables), storage=())
-            predicted[label] = pipelines[label].plan.predicted_bytes
-    given = {label: None if label in POLICIES else variables for label in pipelines}
-    states = {label: pipeline.init(key, variables=given[label]) for label, pipeline in pipelines.items()}
-    ours = [label for label in pipelines if label not in POLICIES]
-    gradients = {label: pipelines[label].value_and_grad(states[label], batch)[1] for label in ours}
-    steps = {label: stepper(pipeline, states[label], batch) for label, pipeline in pipelines.items()}
-    times = alternate(steps, rounds, seconds)
+        for label, policy in {"jax": None, **POLICIES}.items():
+            today[label] = jitted(case, optimizer, policy, variables, batch)
+    states = {label: pipeline.init(key, variables=variables) for label, pipeline in pipelines.items()}
+    gradients = {label: pipelines[label].value_and_grad(states[label], batch)[1] for label in pipelines}
+    times: dict[str, list[float]] = {}
+    if rounds:
+        steps = {label: stepper(pipeline, states[label], batch) for label, pipeline in pipelines.items()}
+        steps |= {label: jitted_stepper(found, batch) for label, found in today.items()}
+        times = alternate(steps, rounds, seconds)
+
+    def ratio(label: str) -> Quartiles | None:
+        return quartiles([b / a for a, b in zip(times["plain"], times[label], strict=True)]) if times else None
+
     rows = []
     for label, pipeline in pipelines.items():
         plan, report = pipeline.plan, pipeline.memory_report()
@@ -203,18 +254,23 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
                 label,
                 budgets.get(label),
                 predicted[label],
+                plan.predicted_bytes,
                 report.compiled_bytes[0],
                 spent.get(label),
                 max(s.solve_seconds for s in plan.stages),
                 "/".join(dict.fromkeys(s.storage for s in plan.stages)),
                 max(s.storage_gap for s in plan.stages),
                 max(s.added_seconds / w if w else 0.0 for s, w in zip(plan.stages, work, strict=True)),
-                quartiles([b / a for a, b in zip(times["plain"], times[label], strict=True)]),
-                difference(gradients[label], gradients["plain"]) if label in gradients else None,
+                ratio(label),
+                difference(gradients[label], gradients["plain"]),
             )
         )
+    nothing = (None,) * 3
+    for label, found in today.items():
+        rows.append(Row(name, stages, label, *nothing, found.bytes, None, None, "", None, None, ratio(label), None))
     for label, message in failed.items():
-        rows.append(Row(name, stages, label, budgets[label], None, None, None, None, message, None, None, None, None))
+        known = budgets[label], predicted.get(label), None, None, spent[label], None
+        rows.append(Row(name, stages, label, *known, message, *nothing, None))
     return rows
 
 
@@ -223,10 +279,21 @@ def table(rows: list[Row]) -> Table:
     found = Table(title="memory budgets", title_justify="left")
     for name in ("model", "stages", "variant"):
         found.add_column(name)
-    for name in ("budget", "predicted", "compiled", "plan s", "solve s", "added", "ratio", "difference", "storage"):
+    for name in (
+        "budget",
+        "predicted",
+        "settled",
+        "compiled",
+        "plan s",
+        "solve s",
+        "added",
+        "ratio",
+        "difference",
+        "storage",
+    ):
         found.add_column(name, justify="right")
     for r in rows:
-        sizes = ["" if n is None else f"{n / 2**20:.1f}" for n in (r.budget, r.predicted, r.compiled)]
+        sizes = ["" if n is None else f"{n / 2**20:.1f}" for n in (r.budget, r.predicted, r.settled, r.compiled)]
         seconds = ["" if x is None else f"{x:.1f}" for x in (r.plan_seconds, r.solve_seconds)]
         added = "" if r.added is None else f"{r.added:+.1%}"
         ratio = "" if r.ratio is None else f"{r.ratio[1]:.2f}"
@@ -235,12 +302,22 @@ def table(rows: list[Row]) -> Table:
     return found
 
 
+def earlier(path: Path) -> list[Row]:
+    """What a file holds that was measured with the same versions on the same machine."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    if any(found[name] != header()[name] for name in ("versions", "machine")):
+        return []
+    return [Row(**row) for row in found["rows"]]
+
+
 def main() -> None:
     """Measure, write the JSON file and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--stages", nargs="+", type=int, choices=MICROBATCHES, default=list(MICROBATCHES))
-    parser.add_argument("--rounds", type=int, default=20, help="most rounds per model (default 20)")
+    parser.add_argument("--rounds", type=int, default=20, help="most rounds per model (default 20); 0: bytes only")
     parser.add_argument("--seconds", type=float, default=60, help="most seconds of rounds per model (default 60)")
     parser.add_argument("--out", type=Path, default=Path("out/bench_memory.json"))
     options = parser.parse_args()
@@ -248,11 +325,12 @@ def main() -> None:
     if sys.platform == "linux":
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     jax.config.update("jax_num_cpu_devices", max(options.stages))
-    rows: list[Row] = []
+    rows = earlier(options.out)
     for name in options.models:
         for stages in options.stages:
+            rows = [r for r in rows if (r.model, r.stages) != (name, stages)]
             rows += measure(name, stages, options.rounds, options.seconds)
-            Console(width=170).print(table([r for r in rows if (r.model, r.stages) == (name, stages)]))
+            Console(width=180).print(table([r for r in rows if (r.model, r.stages) == (name, stages)]))
             options.out.parent.mkdir(parents=True, exist_ok=True)
             result = {**header(), "microbatches": MICROBATCHES, "rows": [asdict(row) for row in rows]}
             options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -33,15 +33,15 @@ def draw_front(axes: Axes, rows: list[Mapping[str, Any]], title: str) -> None:
             axes.annotate(r["variant"], (r["compiled"] / 2**20, r["ratio"][1]), fontsize=7)
     axes.set_title(title)
     axes.set_xlabel("MiB on each device, compiled")
-    axes.set_ylabel("step time / plain")
+    axes.set_ylabel("step time / plain pipeline")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
 
 
 def draw_prediction(axes: Axes, rows: list[Mapping[str, Any]]) -> None:
-    """Compiled over predicted bytes."""
+    """Compiled over predicted bytes, of the plans that were kept."""
     places = np.arange(len(rows))
-    axes.bar(places, [r["compiled"] / r["predicted"] for r in rows], color=COLOURS[2])
+    axes.bar(places, [r["compiled"] / r["settled"] for r in rows], color=COLOURS[2])
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_xticks(places, [f"{r['model']} {r['stages']} {r['variant']}" for r in rows], rotation=90, fontsize=6)
     axes.set_ylabel("compiled / predicted")
@@ -49,7 +49,8 @@ def draw_prediction(axes: Axes, rows: list[Mapping[str, Any]]) -> None:
 
 def draw(result: Mapping[str, Any]) -> Figure:
     """A panel for each model and number of stages, and one for predictions, from the content of the JSON file."""
-    met = [row for row in result["rows"] if row["compiled"] is not None]
+    met = [row for row in result["rows"] if row["compiled"] is not None and row["ratio"] is not None]
+    planned = [row for row in result["rows"] if row["compiled"] is not None and row["settled"] is not None]
     cases = list(dict.fromkeys((row["model"], row["stages"]) for row in met))
     columns = -(-(len(cases) + 1) // 2)
     figure = Figure(figsize=(5 * columns, 8), layout="constrained")
@@ -57,7 +58,7 @@ def draw(result: Mapping[str, Any]) -> Figure:
     for axes, (model, stages) in zip(panels, cases, strict=False):
         here = [row for row in met if (row["model"], row["stages"]) == (model, stages)]
         draw_front(axes, here, f"{model}, {stages} stage{'s' * (stages > 1)}")
-    draw_prediction(panels[-1], met)
+    draw_prediction(panels[-1], planned)
     for axes in panels[len(cases) : -1]:
         axes.set_visible(False)
     figure.suptitle(f"Memory budgets (jax {result['versions']['jax']}, {result['machine']['device']})")

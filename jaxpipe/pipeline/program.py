@@ -132,6 +132,15 @@ class Program:
         return self.schedule.in_flight(device, chunk) * self.teams.turns(device)
 
     @property
+    def sends_early(self) -> bool:
+        """Whether messages to the next stage leave before the backward work of a tick, not after all of it.
+
+        Kinds of work that share a phase exchange their messages when it is over.
+        """
+        phases = self.schedule.phases
+        return len(phases) > 1 and self.schedule.backward_kind not in phases[0]
+
+    @property
     def may_swap(self) -> bool:
         """Whether stashes can go to peers: as the schedule allows, with one device for each stage."""
         return can_swap(self.schedule) and self.teams.single

@@ -119,8 +119,7 @@ def run_ticks(
     words, overflows = program.message_words, len(program.objective.results)
     there, back = program.columns.forward_inbox, program.columns.backward_inbox
     stored = not program.alone and (window > 0 or program.takes_turns)
-    # Kinds that share a phase exchange their messages after all of it.
-    early = len(schedule.phases) > 1 and kind not in schedule.phases[0]
+    early = program.sends_early
 
     def microbatch(j: Any) -> tuple[Any, Rows]:
         own = jnp.maximum(j, 0)

@@ -22,9 +22,9 @@ from jaxpipe.schedules.weights import weight_slots
 def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequence[Any]) -> dict[str, int]:
     """Bytes on each device, by component.
 
-    One program runs everywhere, so every component is the largest over the stages. ``working`` is what is needed
-    besides while a stage computes, or while replicas exchange gradients or the optimizer writes new parameters and
-    state, at a time when the arena is free again.
+    One program runs everywhere, so every component is the largest over the stages. ``transport`` is where messages
+    wait. ``working`` is what is needed besides while a stage computes or devices send, or while replicas exchange
+    gradients or the optimizer writes new parameters and state, at a time when the arena is free again.
 
     Args:
       program: the training program.
@@ -38,7 +38,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         "optimizer": update.layout.bytes + sum(map(_bytes, shared)),
         "state": program.state.bytes,
         "batch": sum(map(_bytes, batch)),
-        "gradients": parameters,
+        "gradients": parameters if _adds_up(program) else 0,
     }
     if program.shared:
         # Values, gradients, and the words of both on their way.
@@ -51,13 +51,13 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         held["residual"] = update.exchange.residuals.bytes
         exchanging = update.exchange.working_bytes
     arena = program.arena_pages * PAGE * 4
-    # What waits, and what is being sent; in turns, what has been made and what arrives.
-    words = sum(program.inbox_words)
-    words += (2 * program.teams.most_turns if program.takes_turns else 1) * sum(program.message_words)
-    transport = 4 * words if len(program.sections) > 1 else 0
-    transport += 2 * 4 * PAGE * landing_pages(program)
+    transport = 4 * sum(program.inbox_words) if len(program.sections) > 1 else 0
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
+    # At the end of a tick: what leaves and what arrives.
+    sending = 2 * 4 * (sum(program.message_words) + PAGE * landing_pages(program)) if transport else 0
     updating = max(updating_bytes(program.parameters, update, s) for s in range(program.num_devices))
+    if not _adds_up(program):
+        updating += parameters
     if program.schedule.versions is not None:
         # Weights are copied out of their slot, and updated while stashes wait.
         held["versions"] = weight_slots(program.schedule).count * parameters
@@ -67,7 +67,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         **held,
         "arena": arena,
         "transport": transport,
-        "working": max(computing, exchanging - arena - transport, updating - arena - transport),
+        "working": max(computing, sending, exchanging - arena - transport, updating - arena - transport),
     }
 
 
@@ -76,7 +76,7 @@ def working_bytes(program: Program, s: int) -> int:
     """What a stage needs besides while it computes: the larger of its forward and its backward pass.
 
     The forward pass returns its stash packed, the backward pass reads it out of the arena; a stage that is alone goes
-    through both at once.
+    through both at once. Messages that have been made and not yet been sent wait besides.
     """
     parameters, state = (
         [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
@@ -88,20 +88,32 @@ def working_bytes(program: Program, s: int) -> int:
     forward, backward = (jax.ShapeDtypeStruct((n,), np.uint32) for n in program.message_words)
     if program.alone:
 
-        def both(parameters: Any, state: Any, key: Any, rows: Any, forward: Any, backward: Any, sums: Any) -> Any:
+        def both(
+            parameters: Any, state: Any, key: Any, rows: Any, forward: Any, backward: Any, sums: Any = None
+        ) -> Any:
             message, stash, state, made = forward_branch(program, s)(parameters, state, key, rows, forward)
             back, _, steps = backward_branch(program, s)(parameters, key, rows, stash, backward)
-            kinds = touched(program, Kind.BACKWARD)
-            return message, state, made, back, [sums[k] + step for k, step in zip(kinds, steps, strict=True)]
+            if sums is not None:
+                steps = [sums[k] + step for k, step in zip(touched(program, Kind.BACKWARD), steps, strict=True)]
+            return message, state, made, back, steps
 
         operands = parameters, state, key, rows, forward, backward
-        return peak_bytes(both, *operands, donated=program.gradient_avals)
-    computing = peak_bytes(forward_branch(program, s), parameters, state, key, rows, forward)
-    returning = peak_bytes(backward_branch(program, s), parameters, key, rows, kept, backward)
+        return peak_bytes(both, *operands, donated=program.gradient_avals if _adds_up(program) else ())
+    turns = program.teams.most_turns if program.takes_turns else 0
+    ahead, behind = (4 * (turns * n) for n in program.message_words)
+    waiting = 0 if program.sends_early else 4 * max(1, turns) * program.message_words[0]
+    computing = ahead + peak_bytes(forward_branch(program, s), parameters, state, key, rows, forward)
+    returning = waiting + behind + peak_bytes(backward_branch(program, s), parameters, key, rows, kept, backward)
     needed = max(computing, returning)
     if program.schedule.splits_backward:
-        needed = max(needed, peak_bytes(weight_branch(program, s), parameters, key, rows, kept, kept))
+        waiting += 4 * max(1, turns) * program.message_words[1]
+        needed = max(needed, waiting + peak_bytes(weight_branch(program, s), parameters, key, rows, kept, kept))
     return needed
+
+
+def _adds_up(program: Program) -> bool:
+    """Whether gradients of several micro-batches are added up; XLA takes a loop apart that runs once."""
+    return not program.alone or program.num_microbatches > 1
 
 
 @functools.lru_cache(maxsize=64)  # the same whatever is stored

@@ -282,3 +282,28 @@ def _reached(steps: Sequence[Backward], outputs: Iterable[int]) -> tuple[Backwar
             reached.update(step.cotangents_out)
             kept.append(step)
     return tuple(reversed(kept))
+
+
+def restricted(step: Backward, positions: Sequence[int]) -> Backward:
+    """The part of a step that makes the cotangents at some of its positions."""
+    if len(positions) == len(step.cotangents_out):
+        return step
+    program = step.program
+    outputs = [program.outputs[k] for k in positions]
+    operators = live(program.operators, outputs)
+    read = {*outputs, *(t for op in operators for t in op.inputs)}
+    count = len(step.needs)
+    needs = [k for k in range(count) if program.inputs[k] in read]
+    seeds = [k for k in range(len(step.cotangents_in)) if program.inputs[count + k] in read]
+    return replace(
+        step,
+        needs=tuple(step.needs[k] for k in needs),
+        cotangents_in=tuple(step.cotangents_in[k] for k in seeds),
+        cotangents_out=tuple(step.cotangents_out[k] for k in positions),
+        program=replace(
+            program,
+            operators=operators,
+            inputs=tuple(program.inputs[k] for k in (*needs, *(count + k for k in seeds))),
+            outputs=tuple(outputs),
+        ),
+    )

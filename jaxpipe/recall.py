@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe import _compat
-from jaxpipe.demand import Backward
+from jaxpipe.demand import Backward, restricted
 from jaxpipe.graph import Graph, Operator, run
 from jaxpipe.stash import Storage, decode, has_overflowed
 from jaxpipe.storage import Choices, Derivations
@@ -24,8 +24,11 @@ from jaxpipe.work import COSTLY, ELEMENTWISE
 #: Operators whose backward program takes its operands as whole arrays.
 _UNFUSED = frozenset(("checkpoint", "cond", "custom_vjp_call", "dot_general", "remat", "remat2", "scan", "while"))
 
-#: A fence closes behind each of these: cotangents that one of them makes are written to memory anyway.
-_HEAVY = _UNFUSED | {"conv_general_dilated"}
+#: Operators of which each cotangent is a product by itself.
+_PRODUCTS = frozenset(("conv_general_dilated", "dot_general"))
+
+#: A fence begins with each of these: cotangents that one of them reads are written to memory anyway.
+_HEAVY = _UNFUSED | _PRODUCTS
 
 
 class Recall:
@@ -111,20 +114,34 @@ class Recall:
         return jax.lax.cond(has_overflowed(parts, form), again, lambda: decode(parts, tensor, form))
 
     def fence(self, function: Callable[[], Any], avals: Any) -> Any:
-        """What a function gives, arrays like ``avals``, in a computation of its own."""
+        """What a function gives, arrays like ``avals``, in a computation of its own, behind those before it."""
         assert self._zero is not None
+        zero = self._zero
 
         def nothing() -> Any:
-            return jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), avals)
+            return jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), avals), jnp.ones_like(zero)
 
-        return jax.lax.cond(self._zero == 0, function, nothing)
+        found, self._zero = jax.lax.cond(zero == 0, lambda: (function(), zero), nothing)
+        return found
 
 
 def groups(steps: Iterable[Backward]) -> list[list[Backward]]:
-    """The steps in groups that run behind a fence each."""
+    """The steps in groups that run behind a fence each.
+
+    The cotangents of a product's operands have a fence each, so that what one of them needs is gone before the other
+    is written; that of the second operand, which mostly is the weights, comes first.
+    """
     found: list[list[Backward]] = [[]]
     for step in steps:
-        found[-1].append(step)
         if step.name in _HEAVY:
-            found.append([])
+            found += [[part] for part in _parts(step)]
+        else:
+            found[-1].append(step)
     return [group for group in found if group]
+
+
+def _parts(step: Backward) -> list[Backward]:
+    count = len(step.cotangents_out)
+    if step.name not in _PRODUCTS or len(set(step.cotangents_out)) < count:
+        return [step]
+    return [restricted(step, [k]) for k in range(count)]

@@ -11,14 +11,14 @@ The backward pass can be had in two parts, so that a schedule may delay the seco
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe import _compat
-from jaxpipe.demand import Backward, Linearization, linearize
+from jaxpipe.demand import Backward, Linearization, linearize, restricted
 from jaxpipe.graph import Graph, live, ordered, run
 from jaxpipe.policy import FAST, Policy
 from jaxpipe.recall import Recall, groups
@@ -213,11 +213,13 @@ def _walk(
         _run_steps(stage, steps[::-1], received, recall, keep)
         return
     cotangents, values = stage.linearization.source.tensors, stage.graph.tensors
-    fenced = groups(steps[::-1])
-    outlines = [_Outline(group) for group in fenced]
+    outlines = [_Outline(group) for group in groups(steps[::-1])]
+    for outline in reversed(outlines):
+        outline.keep = keep
+        keep = keep.union(*(step.cotangents_in for step in outline.steps))
     known, there = set(recall.values), set(received)
     for outline in outlines:
-        outline.go(recall, there, known, keep)
+        outline.go(recall, there, known)
     for k, outline in enumerate(outlines):
         if not outline.runs:
             continue
@@ -226,7 +228,7 @@ def _walk(
 
         def behind(outline: _Outline = outline, made: Sequence[int] = made, shared: Sequence[int] = shared) -> Any:
             inner, own = recall.copy(), dict(received)
-            _run_steps(stage, outline.steps, own, inner, keep)
+            _run_steps(stage, outline.steps, own, inner, outline.keep)
             return [own[t] for t in made], [inner.values[t] for t in shared]
 
         avals = [cotangents[t].aval for t in made], [values[t].aval for t in shared]
@@ -238,17 +240,18 @@ def _walk(
 
 
 class _Outline:
-    """Which cotangents and forward tensors a group of steps reads and makes."""
+    """Which cotangents and forward tensors a group of steps reads and makes, and which cotangents it must keep."""
 
     def __init__(self, steps: Sequence[Backward]):
         self.steps = steps
         self.runs = False
+        self.keep: frozenset[int] = frozenset()
         self.written: set[int] = set()
         self.consumed: set[int] = set()
         self.recalled: set[int] = set()
         self.read: set[int] = set()
 
-    def go(self, recall: Recall, received: set[int], known: set[int], keep: frozenset[int]) -> None:
+    def go(self, recall: Recall, received: set[int], known: set[int]) -> None:
         """Walk through the steps; changes what is received and known."""
         here = set(known)
         for step in self.steps:
@@ -261,9 +264,9 @@ class _Outline:
             new = {*loads, *(t for op in program for t in op.outputs)}
             self.recalled |= {t for t in new if recall.is_kept(t)}
             here |= new
-            received -= present - keep
-            self.written -= present - keep
-            self.consumed |= present - keep
+            received -= present - self.keep
+            self.written -= present - self.keep
+            self.consumed |= present - self.keep
             received |= set(step.cotangents_out)
             self.written |= set(step.cotangents_out)
         known |= self.recalled
@@ -306,32 +309,7 @@ def _split(linearization: Linearization) -> tuple[frozenset[int], tuple[Backward
         early = [k for k, t in enumerate(step.cotangents_out) if t not in deferred]
         late = [k for k, t in enumerate(step.cotangents_out) if t in deferred]
         if early:
-            input_steps.append(_restrict(step, early))
+            input_steps.append(restricted(step, early))
         if late:
-            weight_steps.append(_restrict(step, late))
+            weight_steps.append(restricted(step, late))
     return frozenset(deferred), tuple(input_steps), tuple(weight_steps)
-
-
-def _restrict(step: Backward, positions: Sequence[int]) -> Backward:
-    """The part of a step that makes the cotangents at some of its positions."""
-    if len(positions) == len(step.cotangents_out):
-        return step
-    program = step.program
-    outputs = [program.outputs[k] for k in positions]
-    operators = live(program.operators, outputs)
-    read = {*outputs, *(t for op in operators for t in op.inputs)}
-    count = len(step.needs)
-    needs = [k for k in range(count) if program.inputs[k] in read]
-    seeds = [k for k in range(len(step.cotangents_in)) if program.inputs[count + k] in read]
-    return replace(
-        step,
-        needs=tuple(step.needs[k] for k in needs),
-        cotangents_in=tuple(step.cotangents_in[k] for k in seeds),
-        cotangents_out=tuple(step.cotangents_out[k] for k in positions),
-        program=replace(
-            program,
-            operators=operators,
-            inputs=tuple(program.inputs[k] for k in (*needs, *(count + k for k in seeds))),
-            outputs=tuple(outputs),
-        ),
-    )

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of the links between devices, measured."""
+"""Latency and bandwidth of the links between devices, and to their host, measured."""
 
 import itertools
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from scipy.optimize import nnls
 
 from jaxpipe.errors import NetworkError
@@ -62,6 +62,23 @@ def measure_links(devices: Sequence[Any], sizes: Sequence[int], repeats: int) ->
             stacklevel=3,
         )
     return bandwidth + bandwidth.T, latency + latency.T
+
+
+def measure_host_links(
+    devices: Sequence[Any], sizes: Sequence[int], repeats: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Bandwidth and latency between each device and the memory of its host.
+
+    All devices of a process are measured at once, and in both directions: that is how a step uses links that devices of
+    one machine may share.
+    """
+    own = [device for device in devices if _is_mine(device)]
+    sizes = sorted(set(sizes))
+    mine = np.full((len(devices), len(sizes)), np.nan)
+    for k, size in enumerate(sizes):
+        mine[[_is_mine(device) for device in devices], k] = _host_seconds(own, size, repeats)
+    latency, bandwidth = zip(*(fit_link(sizes, seconds) for seconds in _slowest(mine)), strict=True)
+    return bandwidth, latency
 
 
 def measure_speeds(devices: Sequence[Any], repeats: int) -> tuple[float, ...]:
@@ -128,6 +145,15 @@ def _exchange_seconds(first: Any, second: Any, size: int, repeats: int) -> float
     mapped = jax.shard_map(exchanges, mesh=mesh, in_specs=split, out_specs=split)
     compiled = jax.jit(mapped).lower(data).compile()
     return best_seconds(lambda: compiled(data), repeats) / EXCHANGES
+
+
+def _host_seconds(devices: Sequence[Any], size: int, repeats: int) -> float:
+    """Until all of some devices have sent ``size`` bytes to the host and got as many from there."""
+    here = [SingleDeviceSharding(device) for device in devices]
+    there = [one.with_memory_kind("pinned_host") for one in here]
+    data = [np.zeros(size, np.uint8)] * len(devices)
+    held = jax.device_put([*data, *data], [*here, *there])
+    return best_seconds(lambda: jax.device_put(held, [*there, *here]), repeats)
 
 
 def _product_seconds(device: Any, repeats: int) -> float:

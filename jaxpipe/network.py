@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpipe.errors import NetworkError
-from jaxpipe.link_speed import SIZES, measure_links, measure_speeds, memory_limits
+from jaxpipe.link_speed import SIZES, measure_host_links, measure_links, measure_speeds, memory_limits
 from jaxpipe.network_table import network_table
 from jaxpipe.reading import read_dataclass, read_json
-from jaxpipe.topology import Node
+from jaxpipe.topology import PCIE_3_X16, Node
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class Network:
       speed: how fast each device computes, relative to the one that was profiled; all 1 if left out.
       memory_bytes: how much each device holds; unlimited if left out.
       names: of the devices.
+      host_bandwidth_bytes_per_second: between each device and the memory of its host, in each direction while the
+        other is in use; 16 lanes of PCIe 3.0 if left out, the slowest link that GPUs for training have.
+      host_latency_seconds: the same, or one number for all.
 
     Raises:
       NetworkError: if a matrix is not square, not symmetric, negative or not a number, or a device has no link.
@@ -49,6 +52,8 @@ class Network:
     speed: tuple[float, ...] = ()
     memory_bytes: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
+    host_bandwidth_bytes_per_second: tuple[float, ...] = ()
+    host_latency_seconds: Any = 0.0
 
     def __post_init__(self) -> None:
         bandwidth = _matrix(self.bandwidth_bytes_per_second, "bandwidth_bytes_per_second")
@@ -60,11 +65,21 @@ class Network:
         settle = object.__setattr__
         settle(self, "bandwidth_bytes_per_second", tuple(map(tuple, bandwidth.tolist())))
         settle(self, "latency_seconds", tuple(map(tuple, latency.tolist())))
-        for field, default in (("speed", 1.0), ("memory_bytes", math.inf)):
+        rates = ("speed", 1.0), ("memory_bytes", math.inf), ("host_bandwidth_bytes_per_second", PCIE_3_X16)
+        for field, default in rates:
             values = tuple(float(v) for v in getattr(self, field)) or (default,) * count
             if len(values) != count or not all(v > 0 for v in values):
                 raise NetworkError(f"{field} is {values}; it needs a positive number for each of {count} devices.")
             settle(self, field, values)
+        if math.inf in self.host_bandwidth_bytes_per_second:
+            raise NetworkError("host_bandwidth_bytes_per_second holds inf; every entry must be a finite number.")
+        given = np.array(self.host_latency_seconds, np.float64)
+        if given.shape not in ((), (count,)) or not np.all(np.isfinite(given) & (given >= 0)):
+            raise NetworkError(
+                f"host_latency_seconds is {self.host_latency_seconds}; it needs a finite number that is not negative "
+                f"for each of {count} devices, or one for all."
+            )
+        settle(self, "host_latency_seconds", tuple(np.broadcast_to(given, count).tolist()))
         names = tuple(map(str, self.names)) or tuple(f"device {k}" for k in range(count))
         if len(names) != count:
             raise NetworkError(f"names has {len(names)} entries for {count} devices.")
@@ -164,6 +179,9 @@ class Network:
             speed=tuple(np.concatenate([np.broadcast_to(node.speed, node.devices) for node in nodes])),
             memory_bytes=tuple(np.concatenate([np.broadcast_to(node.memory_bytes, node.devices) for node in nodes])),
             names=tuple(names),
+            host_bandwidth_bytes_per_second=tuple(
+                node.host_bandwidth_bytes_per_second for node in nodes for _ in range(node.devices)
+            ),
         )
 
     @classmethod
@@ -173,7 +191,8 @@ class Network:
         """The network between real devices: every pair exchanges messages with ``jax.lax.ppermute``.
 
         Latency and bandwidth of a link are fitted to the fastest run of each size, compilation and first run excluded.
-        In several processes all must call it, and all get the same network. Simulated CPU devices share the machine's
+        Links to the host are measured too, all devices and both directions at once, unless devices are CPUs. In
+        several processes all must call it, and all get the same network. Simulated CPU devices share the machine's
         memory and cores, and their links mean little.
 
         Args:
@@ -197,12 +216,17 @@ class Network:
             devices = jax.devices()
         chosen = list(devices.devices.flat if isinstance(devices, Mesh) else devices)
         bandwidth, latency = measure_links(chosen, sizes, repeats)
+        host: dict[str, Any] = {}
+        if all(device.platform != "cpu" for device in chosen):
+            rates, delays = measure_host_links(chosen, sizes, repeats)
+            host = {"host_bandwidth_bytes_per_second": rates, "host_latency_seconds": delays}
         return cls(
             bandwidth,  # type: ignore[arg-type]
             latency,
             speed=measure_speeds(chosen, repeats) if speed else (),
             memory_bytes=memory_limits(chosen),
             names=tuple(f"{device.platform}:{device.id}" for device in chosen),
+            **host,
         )
 
     def __str__(self) -> str:
@@ -216,8 +240,14 @@ class Network:
     def to_json(self) -> str:
         """The network as JSON, one device on a line."""
         rows = [
-            {"name": name, "speed": speed, "memory_bytes": None if memory == math.inf else memory}
-            for name, speed, memory in zip(self.names, self.speed, self.memory_bytes, strict=True)
+            {
+                "name": self.names[k],
+                "speed": self.speed[k],
+                "memory_bytes": None if self.memory_bytes[k] == math.inf else self.memory_bytes[k],
+                "host_bandwidth_bytes_per_second": self.host_bandwidth_bytes_per_second[k],
+                "host_latency_seconds": self.host_latency_seconds[k],
+            }
+            for k in range(self.num_devices)
         ]
         parts = {
             "devices": rows,
@@ -246,6 +276,8 @@ class Network:
             speed=tuple(device.speed for device in found.devices),
             memory_bytes=tuple(math.inf if (m := device.memory_bytes) is None else m for device in found.devices),
             names=tuple(f"device {k}" if d.name is None else d.name for k, d in enumerate(found.devices)),
+            host_bandwidth_bytes_per_second=tuple(device.host_bandwidth_bytes_per_second for device in found.devices),
+            host_latency_seconds=tuple(device.host_latency_seconds for device in found.devices) or 0.0,
         )
 
 
@@ -256,6 +288,8 @@ class _Device:
     name: str | None = None
     speed: float = 1.0
     memory_bytes: float | None = None
+    host_bandwidth_bytes_per_second: float = PCIE_3_X16
+    host_latency_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

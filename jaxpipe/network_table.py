@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from jaxpipe.topology import PCIE_3_X16
 from jaxpipe.units import bytes_text
 
 
@@ -34,11 +35,14 @@ def _matrix(network: "Network") -> Table:
     table.add_column("device", max_width=12, no_wrap=True)
     table.add_column("speed", justify="right")
     table.add_column("memory", justify="right", no_wrap=True)
+    if _tells_of_host(network):
+        table.add_column("host GB/s", justify="right")
     for k in range(network.num_devices):
         table.add_column(str(k), justify="right", no_wrap=True)
     for row in range(network.num_devices):
         cells = [_cell(network, row, column) for column in range(network.num_devices)]
-        table.add_row(str(row), network.names[row], short(network.speed[row]), _memory(network, row), *cells)
+        host = [_host(network, row)] if _tells_of_host(network) else []
+        table.add_row(str(row), network.names[row], short(network.speed[row]), _memory(network, row), *host, *cells)
     return table
 
 
@@ -49,7 +53,8 @@ def _kinds(network: "Network") -> Table:
             kinds[network.bandwidth[a, b], network.latency[a, b]].append(f"{a}-{b}")
     alike = defaultdict(list)
     for k in range(network.num_devices):
-        alike[network.speed[k], _memory(network, k)].append(k)
+        host = f", host {_host(network, k)} GB/s" if _tells_of_host(network) else ""
+        alike[network.speed[k], _memory(network, k) + host].append(k)
     table = Table(title=f"{network.num_devices} devices", title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     for name in ("GB/s", "µs", "links"):
         table.add_column(name, justify="right")
@@ -70,6 +75,15 @@ def _cell(network: "Network", row: int, column: int) -> str:
     if not network.bandwidth[row, column]:
         return "-"
     return short(network.bandwidth[row, column] / 1e9 if row < column else 1e6 * network.latency[row, column])
+
+
+def _tells_of_host(network: "Network") -> bool:
+    """Whether something is known of the links to the host."""
+    return any(rate != PCIE_3_X16 for rate in network.host_bandwidth_bytes_per_second)
+
+
+def _host(network: "Network", device: int) -> str:
+    return short(network.host_bandwidth_bytes_per_second[device] / 1e9)
 
 
 def _memory(network: "Network", device: int) -> str:

@@ -39,6 +39,7 @@ class Node:
       links: direct links, ``{(device, device): bytes per second}``, devices numbered from 0 inside the node.
       speed: how fast the devices compute, relative to the one that was profiled: one number, or one for each.
       memory_bytes: what a device holds: one number, or one for each.
+      host_bandwidth_bytes_per_second: between each device and the memory of this machine, as in ``Network``.
       name: for tables and pictures; ``Network.from_nodes`` numbers nodes that have none, or one in common.
 
     Raises:
@@ -58,13 +59,14 @@ class Node:
     speed: float | Sequence[float] = 1.0
     memory_bytes: float | Sequence[float] = math.inf
     name: str = ""
+    host_bandwidth_bytes_per_second: float = PCIE_3_X16
 
     def __post_init__(self) -> None:
         label = f"Node {self.name!r}" if self.name else "A node"
         if self.devices < 1:
             raise NetworkError(f"{label} has devices={self.devices}; it needs at least one.")
         settle = object.__setattr__
-        for name in ("bandwidth_bytes_per_second", "latency_seconds"):
+        for name in ("bandwidth_bytes_per_second", "latency_seconds", "host_bandwidth_bytes_per_second"):
             settle(self, name, _rate(getattr(self, name), f"{label} has {name}"))
         links = {}
         for pair, bandwidth in self.links.items():

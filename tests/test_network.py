@@ -36,6 +36,7 @@ def test_what_is_left_out():
     network = Network(PAIR)
     assert network.latency_seconds == ((0, 0), (0, 0))
     assert (network.speed, network.memory_bytes, network.names) == ((1, 1), (INF, INF), ("device 0", "device 1"))
+    assert network.host_bandwidth_bytes_per_second == (PCIE_3_X16,) * 2 and network.host_latency_seconds == (0, 0)
 
 
 def test_the_diagonal_is_not_used():
@@ -69,6 +70,13 @@ def test_uniform():
         ({"speed": (1, 1, 1)}, r"speed is \(1.0, 1.0, 1.0\); .* each of 2 devices"),
         ({"memory_bytes": (-1, 1)}, r"memory_bytes is \(-1.0, 1.0\)"),
         ({"names": ("a",)}, "names has 1 entries for 2 devices"),
+        (
+            {"host_bandwidth_bytes_per_second": (1, 0)},
+            r"host_bandwidth_bytes_per_second is \(1.0, 0.0\); it needs a pos",
+        ),
+        ({"host_bandwidth_bytes_per_second": (1, INF)}, "host_bandwidth_bytes_per_second holds inf"),
+        ({"host_latency_seconds": (1, -1)}, r"host_latency_seconds is \(1, -1\); .* each of 2 devices"),
+        ({"host_latency_seconds": (1, 1, 1)}, r"host_latency_seconds is \(1, 1, 1\)"),
     ],
 )
 def test_bad_input(arguments, message):
@@ -82,7 +90,8 @@ def test_uniform_needs_devices():
 
 
 def test_json_round_trip():
-    network = Network([[0, 1, 3], [1, 0, 0], [3, 0, 0]], 1e-6, (1, 0.5, 2), (8, INF, 9), ("a", "b", "c"))
+    rest = ("a", "b", "c"), (4, 5, 6), (1e-6, 0, 0)
+    network = Network([[0, 1, 3], [1, 0, 0], [3, 0, 0]], 1e-6, (1, 0.5, 2), (8, INF, 9), *rest)
     assert Network.from_json(network.to_json()) == network
 
 
@@ -107,7 +116,7 @@ def test_bad_json(text, message):
 def test_two_nodes():
     # Devices 0 and 1 have a direct link, 1 and 2 one that is slower than the shared path.
     first = Node(3, 12, 2, links={(1, 0): 50, (1, 2): 6}, speed=2, memory_bytes=(8, 16, 16), name="big")
-    second = Node(2, 10, 3, name="")
+    second = Node(2, 10, 3, name="", host_bandwidth_bytes_per_second=4)
     network = Network.from_nodes([first, second], 1.5, 7)
     assert network.bandwidth_bytes_per_second == (
         (0, 50, 12, 1.5, 1.5),
@@ -126,6 +135,7 @@ def test_two_nodes():
     assert network.speed == (2, 2, 2, 1, 1)
     assert network.memory_bytes == (8, 16, 16, INF, INF)
     assert network.names == ("big/0", "big/1", "big/2", "node 1/0", "node 1/1")
+    assert network.host_bandwidth_bytes_per_second == (PCIE_3_X16,) * 3 + (4, 4)
 
 
 def test_nodes_with_different_links_between_them():
@@ -188,6 +198,17 @@ def test_table_of_every_link():
         ["1", "gpu/1", "2.5", "16.00", "GiB", "8", "1.25"],
         ["2", "node", "1/0", "1", "no", "limit", "1234", "1234"],
     ]
+
+
+def test_table_of_links_to_the_host():
+    network = Network(np.array(PAIR) * 1e9, host_bandwidth_bytes_per_second=(2e9, 25e9))
+    lines = str(network).splitlines()
+    assert [line.split()[-3:] for line in lines[4:6]] == [["limit", "2", "1"], ["limit", "25", "0"]]
+    assert "host GB/s" in lines[2]
+    assert ", host 25 GB/s" not in str(Network.uniform(17, 1e9))
+    assert "memory no limit, host 25 GB/s: 0-16" in str(
+        Network(np.full((17, 17), 1e9), host_bandwidth_bytes_per_second=(25e9,) * 17)
+    )
 
 
 def test_table_shows_where_no_link_is():
@@ -283,6 +304,17 @@ def test_a_poor_fit_is_reported(synthetic, monkeypatch):
 def test_bad_measurement(arguments, message):
     with pytest.raises(NetworkError, match=message):
         Network.measure(jax.devices()[:2], **arguments)
+
+
+def test_measured_links_to_the_host(monkeypatch):
+    """All devices at once: as long as the slowest of them takes, 2 µs and what 3 GB/s carry."""
+    monkeypatch.setattr(link_speed, "_host_seconds", lambda devices, size, repeats: 2e-6 + size / 3e9)
+    bandwidth, latency = link_speed.measure_host_links(jax.devices()[:2], (1000, 10_000), 1)
+    np.testing.assert_allclose([*bandwidth, *latency], [3e9, 3e9, 2e-6, 2e-6])
+
+
+def test_a_transfer_to_the_host_and_back_takes_time():
+    assert 0 < link_speed._host_seconds(jax.devices()[:2], 2**16, 2) < 1
 
 
 def test_a_device_has_no_link_to_itself():

@@ -32,6 +32,7 @@ from .errors import ProfileError as ProfileError
 from .errors import ScheduleError as ScheduleError
 from .errors import StateError as StateError
 from .errors import TargetError as TargetError
+from .host_memory import HostMemory as HostMemory
 from .network import Network as Network
 from .partition import partition as partition
 from .pipeline.nonfinite import NonFiniteOrigin as NonFiniteOrigin

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import core
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
+from jax._src.lax.lax import empty2
 
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
@@ -166,6 +167,15 @@ def _manual_axes(aval: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
 
 
+def host_buffer(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array in the host's memory for ``dynamic_update_slice`` in a loop to write into, with nothing in it yet.
+
+    XLA allocates it there because it is a broadcast that only such updates use, as ``scan`` makes what it stacks from
+    arrays in the host's memory. Zeros that are put there would be made on the device.
+    """
+    return jax.lax.broadcast(empty2(dtype, memory_space=jax.memory.Space.Host), shape)
+
+
 def disguise(value: jax.Array, after: jax.Array) -> jax.Array:
     """Return ``value`` unchanged, so that XLA takes it for a value that depends on ``after``.
 
@@ -258,6 +268,7 @@ __all__ = [
     "function_name",
     "has_default_sharding",
     "hoist_constants",
+    "host_buffer",
     "inner_programs",
     "is_closed_over_tracer",
     "is_forward_mode",

@@ -25,6 +25,7 @@ import jax
 import tyro
 
 from jaxpipe.errors import JaxpipeError
+from jaxpipe.host_memory import HostMemory
 from jaxpipe.network import Network
 from jaxpipe.partition import partition
 from jaxpipe.pipeline.pipeline import Pipeline
@@ -50,6 +51,7 @@ class Job:
       network: JSON file with the links between them.
       replicas: copies of the pipeline; the devices are shared among them.
       memory: most bytes on a device, such as 8GiB.
+      host_memory: most bytes of its host's memory that each device may keep stashes in.
       num_microbatches: of each replica; left out, enough for a small bubble.
       schedule: name of a schedule, such as one_f_one_b or zero_bubble.
       profile: JSON file with the cost of each operator; left out, it is estimated.
@@ -61,6 +63,7 @@ class Job:
     network: Path | None = None
     replicas: int = 1
     memory: str | None = None
+    host_memory: str | None = None
     num_microbatches: int | None = None
     schedule: str = "auto"
     profile: Path | None = None
@@ -183,6 +186,7 @@ def planned(job: Job) -> Pipeline:
         (job.replicas, count // job.replicas), ("data", "stage"), devices=simulate_devices(count)[:count]
     )
     model, batch, loss, optimizer = load(job.model)
+    host_memory = None if job.host_memory is None else HostMemory(job.host_memory, on_paper=True)
 
     def plan(profile: Any, num_microbatches: int | None) -> Pipeline:
         return partition(
@@ -192,6 +196,7 @@ def planned(job: Job) -> Pipeline:
             loss=loss,
             optimizer=optimizer,
             memory=job.memory,
+            host_memory=host_memory,
             num_microbatches=num_microbatches,
             schedule=job.schedule,
             profile=profile,

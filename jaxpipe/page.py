@@ -16,6 +16,7 @@ from jaxpipe.pictures import draw_memory, draw_timeline, load_figure_class
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import Schedule, Timeline
+from jaxpipe.schedules.swaps import HOST
 from jaxpipe.units import bytes_text, seconds_text
 
 
@@ -155,6 +156,8 @@ def _memory_table(contents: Contents) -> Table:
         table.add_row("temporaries among them", bytes_text(max(memory.temporary_bytes)))
     if plan.budget is not None:
         table.add_row("budget", bytes_text(plan.budget))
+    if plan.host is not None:
+        table.add_row("besides, in the host's memory", bytes_text(plan.host.bytes))
     return table
 
 
@@ -193,9 +196,14 @@ def _methods(contents: Contents) -> Table:
         again = sum(len(stage.recomputed) for stage in plan.stages)
         text = f"{again} operators run again; with codecs that adds {seconds_text(added)} to a micro-batch{share}"
     table.add_row("recomputation", text)
-    lent = [piece.bytes * stage.away for stage in plan.stages for piece in stage.pieces]
-    text = f"peers keep {bytes_text(sum(lent))} of stashes at most" if lent else "no stash leaves its device"
+    pieces = [(piece.stage, piece.bytes * stage.away) for stage in plan.stages for piece in stage.pieces]
+    lent = [size for target, size in pieces if target != HOST]
+    text = f"peers keep {bytes_text(sum(lent))} of stashes at most" if lent else "no stash goes to a peer"
     table.add_row("swaps to peers", text)
+    if plan.host is not None:
+        moved = sum(size for target, size in pieces if target == HOST)
+        text = f"it keeps {bytes_text(moved)} of stashes at most" if moved else "no stash goes there"
+        table.add_row("swaps to the host's memory", plan.host.refused or text)
     text = "gradients are exchanged whole" if plan.replicas > 1 else "one replica: nothing is exchanged"
     if plan.exchange_bytes is not None:
         dense = plan.memory.get("gradients", 0)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxpipe import hosts
 from jaxpipe.gradients.block_sparse import BlockSparse
+from jaxpipe.host_memory import HostMemory, check_host_memory
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
 from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
@@ -57,6 +58,7 @@ def partition(
     evaluate: UserFunction | None = None,
     predict: UserFunction | None = None,
     memory: int | str | None = None,
+    host_memory: int | str | HostMemory | None = None,
     allow_over_budget: bool = False,
     num_microbatches: int | None = None,
     schedule: checks.ScheduleMaker | str = "auto",
@@ -90,6 +92,9 @@ def partition(
       predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``.
       memory: most bytes on a device, as an int or a text such as ``"8GiB"``. If the default storage needs more, an
         integer programme chooses for every tensor whether it is stored, in which form, or computed again.
+      host_memory: most bytes of its host's memory that each device may keep stashes in, as ``memory``; used where that
+        makes a step within ``memory`` shorter. On devices that fail a trial at start-up it is not used, and the plan
+        says so. ``HostMemory(..., on_paper=True)``: plan for devices that are not here.
       allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth.
       schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``. ``"auto"``:
@@ -120,7 +125,8 @@ def partition(
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.
-      PartitionError: if the mesh, the loss, the optimizer or the number of stages does not fit.
+      PartitionError: if the mesh, the loss, the optimizer or the number of stages does not fit, or the host's memory
+        cannot be used.
       ModelError: if the model is none of the above.
       BatchError: if the batch cannot be cut into micro-batches.
       MemoryBudgetError: if no plan within ``memory`` is found; it tells the smallest budget that is.
@@ -145,12 +151,13 @@ def partition(
     if on_nonfinite not in (None, "raise", "skip"):
         raise checks.PartitionError(f"on_nonfinite={on_nonfinite!r}; it must be 'raise', 'skip' or None.")
     exchange = check_exchange(gradient_exchange, DATA)
+    budget = None if memory is None else parse_bytes(memory)
     request = Request(
         model=model,
         mesh=mesh,
         loss=loss,
         optimizer=optimizer,
-        budget=None if memory is None else parse_bytes(memory),
+        budget=budget,
         allow_over_budget=allow_over_budget,
         num_microbatches=num_microbatches,
         schedules=checks.schedule_makers(schedule),
@@ -165,6 +172,7 @@ def partition(
         num_stages=num_stages,
         replicas=replicas,
         replicate=checks.check_replicate(replicate, num_stages, mesh, exchange is not None),
+        host=check_host_memory(host_memory, budget, mesh),
     )
     batch = None if batch is None else checks.batch_shapes(batch)
     planned = None if batch is None or needs_variables(model) else make_plan(request, batch)

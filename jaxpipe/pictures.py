@@ -261,7 +261,7 @@ def _stash_title(plan: Plan, schedule: Schedule, device: int) -> str:
     if len(parts) > 1:
         return f"device {device}: {' + '.join(parts)}"
     whole = plan.stages[device].in_flight * plan.stages[device].stash_bytes
-    away = f", {plan.stages[device].away} of them with peers" if plan.stages[device].away else ""
+    away = f", {plan.stages[device].away} of them elsewhere" if plan.stages[device].away else ""
     return f"stage {device}: {parts[0]} = {bytes_text(whole)}{away}"
 
 

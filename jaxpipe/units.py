@@ -5,8 +5,8 @@ import re
 from jaxpipe.errors import MemoryBudgetError
 
 
-def parse_bytes(memory: float | str) -> int:
-    """A memory budget in bytes: a number, or a text such as ``"8GiB"`` or ``"500 MB"``.
+def parse_bytes(memory: float | str, name: str = "memory") -> int:
+    """A memory budget in bytes: a number, or a text such as ``"8GiB"`` or ``"500 MB"``; ``name`` is the argument's.
 
     Raises:
       MemoryBudgetError: if it is neither.
@@ -22,7 +22,7 @@ def parse_bytes(memory: float | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
     if match is None or match[2] not in units or float(match[1]) <= 0:
         raise MemoryBudgetError(
-            f"memory={memory!r} is not a size. Pass bytes as a positive int, or a text such as '8GiB' or '500MB'."
+            f"{name}={memory!r} is not a size. Pass bytes as a positive int, or a text such as '8GiB' or '500MB'."
         )
     return int(float(match[1]) * units[match[2]])
 

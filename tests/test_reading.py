@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxpipe import Network, Plan, Profile, reading
 from jaxpipe.errors import JaxpipeError, NetworkError, PlanError, ProfileError
 from jaxpipe.planning import Partition, partition_layers
-from jaxpipe.planning.plan import BalanceRound, StagePlan, StashPiece
+from jaxpipe.planning.plan import BalanceRound, HostPlan, StagePlan, StashPiece
 
 
 PROFILE = Profile.chain(["conv", "relu", "dense"], [1e-3, 1e-4, 2e-3], [2e-3] * 3, [36, 0, 40], [8, 8, 8], [16, 4])
@@ -31,6 +31,7 @@ PLAN = Plan(
     (BalanceRound((1,), (3e-3, 2e-3), 0.1),),
     exchange_bytes=12,
     staleness=(1,),
+    host=HostPlan(4096, 1024),
 )
 PARTITION = partition_layers(PROFILE, NETWORK, num_stages=2, replicate=False, num_microbatches=4)
 VALUES = {"Plan": PLAN, "Profile": PROFILE, "Network": NETWORK, "Partition": PARTITION}

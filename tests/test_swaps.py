@@ -1,7 +1,8 @@
-"""Stashes in a peer's memory: the table is played with tokens, and the pipeline gives the same gradients."""
+"""Stashes in a peer's memory or the host's: the table is played with tokens; pipelines give the same gradients."""
 
 import itertools
 import math
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from jaxpipe.pipeline.program import PAGE
 from jaxpipe.pipeline.swap import landing_pages
 from jaxpipe.schedules import gpipe, one_f_one_b
 from jaxpipe.schedules.peers import Links, balance
-from jaxpipe.schedules.swaps import Slice, slice_pages
+from jaxpipe.schedules.swaps import HOST, Slice, slice_pages, swap_table
 from jaxpipe.schedules.table import Kind
 from jaxpipe.schedules.transport import transport
 from jaxpipe.units import bytes_text
@@ -31,6 +32,7 @@ def play(schedule, swaps, sizes):
     p = schedule.num_stages
     found = transport(swaps, sizes)
     memory = [[None] * found.arena for _ in range(p)]
+    hosts = [[None] * found.host for _ in range(p)]
 
     def place(s, slot):
         start = found.home[s] + slot * sizes[s]
@@ -56,21 +58,36 @@ def play(schedule, swaps, sizes):
         rows = [row for row in found.rows if row.tick == t]
         for k, one in enumerate(found.rounds):
             mine = [row for row in rows if row.round == k]
-            assert len({row.source for row in mine}) == len({row.target for row in mine}) == len(mine)
+            for ends in ([row.source for row in mine], [row.target for row in mine]):
+                devices = [end for end in ends if end != HOST]
+                assert len(set(devices)) == len(devices)
             for row in mine:
-                assert (row.source, row.target) in one.pairs and 0 < row.pages <= one.pages
-                assert max(row.source_page, row.target_page) + one.pages <= found.arena
+                assert 0 < row.pages <= one.pages
+                assert (row.source, row.target) in one.pairs if one.pairs else HOST in (row.source, row.target)
+                for end, page in ((row.source, row.source_page), (row.target, row.target_page)):
+                    # The last slot of the host is for what nobody wants.
+                    assert page + one.pages <= (found.host - one.pages if end == HOST else found.arena)
         carried = []
+        # The host is written first, then read.
+        for row in [row for row in rows if row.target == HOST]:
+            here = slice(row.source_page, row.source_page + row.pages)
+            there = slice(row.target_page, row.target_page + row.pages)
+            whole = slice(row.target_page, row.target_page + found.rounds[row.round].pages)
+            assert not any(hosts[row.source][whole]), f"tick {t}: {row} is written over a stash in the host's memory"
+            hosts[row.source][there], memory[row.source][here] = memory[row.source][here], [None] * row.pages
+            assert all(hosts[row.source][there])
+        rows = [row for row in rows if row.target != HOST]
         for row in rows:
             here = slice(row.source_page, row.source_page + row.pages)
-            carried.append(memory[row.source][here])
+            held = hosts[row.target] if row.source == HOST else memory[row.source]
+            carried.append(held[here])
             assert all(carried[-1])
-            memory[row.source][here] = [None] * row.pages
+            held[here] = [None] * row.pages
         for row, tokens in zip(rows, carried, strict=True):
             here = slice(row.target_page, row.target_page + row.pages)
             assert not any(memory[row.target][here]), f"tick {t}: {row} lands on a stash"
             memory[row.target][here] = tokens
-    assert not any(token for device in memory for token in device)
+    assert not any(token for device in (*memory, *hosts) for token in device)
 
 
 @pytest.mark.parametrize("p", range(2, 9))
@@ -95,7 +112,8 @@ def networks(draw):
     rates = {pair: draw(rate) for pair in itertools.combinations(range(p), 2)}
     bandwidth = tuple(tuple(rates[min(a, b), max(a, b)] if a != b else math.inf for b in range(p)) for a in range(p))
     latency = ((draw(st.sampled_from([0.0, 0.5])),) * p,) * p
-    return one_f_one_b(p, m), sizes, Links(bandwidth, latency), draw(st.none() | st.integers(1, 60))
+    host = draw(st.sampled_from([0, 1, 40, 1000])), tuple(draw(rate) for _ in range(p)), latency[0]
+    return one_f_one_b(p, m), sizes, Links(bandwidth, latency, *host), draw(st.none() | st.integers(1, 60))
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,7 +124,10 @@ def test_any_sizes_and_links(case):
     if swaps is None:
         return
     for s, slices in enumerate(swaps.slices):
-        assert all(one.target != s and links.bandwidth[s][one.target] == one.bandwidth > 0 for one in slices)
+        for one in slices:
+            rates = links.host_bandwidth if one.target == HOST else links.bandwidth[s]
+            assert one.target != s and rates[one.target if one.target != HOST else s] == one.bandwidth > 0
+    assert transport(swaps, sizes).host <= links.host_pages
     play(schedule, swaps, sizes)
     # What was chosen for some sizes is right for all others.
     play(schedule, swaps, sizes[::-1])
@@ -273,6 +294,81 @@ def test_the_lowest_level_is_that_of_brute_force(seed):
     assert len(transport(swaps, sizes).rounds) > 1 or arena == expected
 
 
+def with_host(found, rate, pages=10**6):
+    """The same links with one of some rate from every device to its host's memory."""
+    p = len(found.bandwidth)
+    return replace(found, host_pages=pages, host_bandwidth=(rate,) * p, host_latency=(0.0,) * p)
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_with_room_in_the_host_two_stashes_are_on_each_device(p):
+    """That of this tick's forward pass, and one that came back before: whatever ``p``, where ``p`` is peers' best."""
+    schedule, sizes = one_f_one_b(p, 4 * p), [12] * p
+    swaps = balance(schedule, sizes, with_host(links(p, {}), 1.0))
+    assert swaps.slots == 2 and transport(swaps, sizes).arena == 24
+    assert swaps.own == (2,) * (p - 1) + (1,)
+    # A stash of stage s is there for 2 (p - 1 - s) ticks between its two, less the last.
+    assert swaps.ticks == tuple(2 * (p - 1 - s) - 1 if s < p - 1 else 0 for s in range(p))
+    # Those of the first stage are away together, one leaves before another is taken back, and a slot is to spare.
+    assert transport(swaps, sizes).host == 12 * (2 * (p - 1) - 1 + 1 + 1)
+    play(schedule, swaps, sizes)
+
+
+def test_the_host_helps_where_all_hold_as_much():
+    """GPipe's last stage begins with the last micro-batch; the first comes back while the others are taken."""
+    schedule, sizes = gpipe(4, 8), [10] * 4
+    assert balance(schedule, sizes) is None
+    swaps = balance(schedule, sizes, with_host(Links.equal(4), 1.0))
+    assert transport(swaps, sizes).arena < 8 * 10
+    play(schedule, swaps, sizes)
+
+
+def test_one_stash_with_the_host_in_a_literal_table():
+    """Two stages: as with a peer, but in other slots, for one leaves before another is taken out of the same place."""
+    schedule = one_f_one_b(2, 4)
+    swaps = swap_table(schedule, (1, 0), ([Slice(HOST)], []))
+    assert swaps.own == (2, 1) and swaps.guests == (1, 0) and swaps.hosted == (2, 0) and swaps.slots == 2
+    assert [(m.tick, m.microbatch, m.source, m.target, m.source_slot, m.target_slot) for m in swaps.moves] == [
+        (0, 0, 0, HOST, 0, 0),
+        (1, 0, HOST, 0, 0, 0),
+        (1, 1, 0, HOST, 0, 1),
+        (2, 1, HOST, 0, 1, 0),
+        (2, 2, 0, HOST, 1, 0),
+        (3, 2, HOST, 0, 0, 0),
+        (3, 3, 0, HOST, 1, 1),
+        (4, 3, HOST, 0, 1, 0),
+    ]
+    found = transport(swaps, (3, 5))
+    assert found.pages == ((3,), ()) and found.rounds[0].pairs == () and found.host == 3 * 3
+    assert [(row.source_page, row.target_page) for row in found.rows[:3]] == [(0, 0), (0, 0), (0, 3)]
+    play(schedule, swaps, (3, 5))
+
+
+def test_slices_over_a_peer_and_the_host_are_in_proportion_to_bandwidth():
+    """A link to a peer that is twice as fast as that to the host; sent at once, as the host has room for a third."""
+    schedule, sizes = one_f_one_b(4, 16), [300, 1, 1, 1]
+    # With stashes away for 4 ticks and up to 5 with the host: one slot to spare, and one page less than there is room.
+    found = with_host(links(4, {(0, 3): 20.0}), 10.0, pages=6 * 101)
+    swaps = balance(schedule, sizes, found, room=900)
+    moved = transport(swaps, sizes)
+    assert [one.target for one in swaps.slices[0]] == [3, HOST] and swaps.ticks[0] == 4
+    assert moved.pages[0] == (200, 100) and moved.seconds == 10.0
+    assert moved.arena == 900 and moved.host == 6 * 100
+    play(schedule, swaps, sizes)
+    # A page less in the host's memory, and one stash less can be there.
+    fewer = balance(schedule, sizes, replace(found, host_pages=6 * 101 - 1), room=900)
+    assert fewer.ticks[0] == 3 and transport(fewer, sizes).host == 5 * 100
+
+
+def test_the_host_is_not_used_where_peers_are_as_good():
+    """With a link a hundred times slower all goes to peers, as long as these have room."""
+    schedule, sizes = one_f_one_b(4, 16), [100] * 4
+    usual = balance(schedule, sizes, Links.equal(4), room=400)
+    assert balance(schedule, sizes, with_host(Links.equal(4), 0.01), room=400) == usual
+    least = balance(schedule, sizes, with_host(Links.equal(4), 0.01))
+    assert least.slots == 2 and transport(least, sizes).seconds == 100 / 0.01
+
+
 def layers(weights, x):
     x = x * 2  # so that the first stage stores as much as the others
     for w in weights:
@@ -354,3 +450,49 @@ def test_replicas_swap_among_themselves():
     first = swapped.plan.stages[0]
     assert first.away == 3 and [len(piece.devices) for piece in first.pieces] == [2]
     assert_same_bits(swapped.value_and_grad(state, x), usual.value_and_grad(state, x))
+
+
+def forced(pipeline, swaps):
+    """The same pipeline with some swaps, whatever devices can do; on a CPU, the host's memory is one more buffer."""
+    planned = pipeline._planned
+    pipeline._maybe_planned = replace(planned, program=replace(planned.program, swaps=swaps))
+    return pipeline
+
+
+def small(p, m, replicas=1):
+    """Two unequal layers in each stage."""
+    x = jax.random.normal(KEY, (replicas * m * 3, 40))
+    model = jax.tree_util.Partial(layers, list(jax.random.normal(KEY, (2 * p, 40, 40)) / 6))
+    shape, names = ((p,), ("stage",)) if replicas == 1 else ((replicas, p), ("data", "stage"))
+    mesh = jax.make_mesh(shape, names, devices=jax.devices()[: p * replicas])
+    options = {"optimizer": optax.sgd(0.1), "num_microbatches": m, "profile": "analytic", "storage": ()}
+    return jaxpipe.partition(model, mesh, x, loss=lambda f, x: (f(x) ** 2).sum(), schedule="one_f_one_b", **options), x
+
+
+@pytest.mark.core
+def test_gradients_stay_with_stashes_in_the_host_s_memory():
+    """Two stages; the executor runs the same program as on devices that have such memory."""
+    usual, x = small(2, 4)
+    state = usual.init(KEY)
+    expected = usual.value_and_grad(state, x)
+    swaps = swap_table(usual.schedule, (1, 0), ([Slice(HOST)], []))
+    hosted = forced(small(2, 4)[0], swaps)
+    assert_same_bits(hosted.value_and_grad(state, x), expected)
+    # Each stash is in another buffer for a tick, so none is there if that one is not written, or read elsewhere.
+    found = transport(swaps, hosted._planned.program.stash_pages)
+    assert len(found.rows) == 2 * 4 and hosted._planned.program.arena_pages == 2 * found.pages[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_gradients_stay_with_slices_with_peers_and_the_host(replicas):
+    """Four stages, several pages in each portion; the first two send to a peer and the host, the third to the host."""
+    usual, x = chain(replicas=replicas)
+    state = usual.init(KEY)
+    expected = usual.value_and_grad(state, x)
+    slices = ([Slice(3, 1.0), Slice(HOST, 2.0)], [Slice(HOST, 1.0), Slice(2, 3.0)], [Slice(HOST)], [])
+    swaps = swap_table(usual.schedule, (5, 3, 1, 0), slices)
+    hosted = forced(chain(replicas=replicas)[0], swaps)
+    assert_same_bits(hosted.value_and_grad(state, x), expected)
+    after, _ = hosted.step(state, x)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(hosted.parameters(after)))

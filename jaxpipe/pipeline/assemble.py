@@ -248,4 +248,5 @@ def _prices(request: Request, objective: Objective, found: Partition) -> Prices:
 
     teams = zip(found.stages, teams_of(found, request).widths, strict=True)
     slow = tuple(1 / (width * min(found.network.speed[d] for d in stage.devices)) for stage, width in teams)
-    return Prices(seconds, rates.bytes / scale if scale else rates.bytes, slow, stage_links(found))
+    links = stage_links(found, 0 if request.host is None else request.host.bytes)
+    return Prices(seconds, rates.bytes / scale if scale else rates.bytes, slow, links)

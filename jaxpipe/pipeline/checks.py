@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxpipe.errors import BatchError, NetworkError, PartitionError, ScheduleError, StateError
 from jaxpipe.network import Network
 from jaxpipe.pipeline.program import DATA, STAGE
+from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import BY_NAME, Schedule, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.teams import Teams
 
@@ -103,6 +104,16 @@ def check_unroll(rows: int, exchanged: bool) -> int:
             "stacked one would be in several stages. Use gradient_exchange='dense', or leave out unroll_scans."
         )
     return int(rows)
+
+
+def check_runs(plan: Plan) -> None:
+    """Raise ``PartitionError`` if a plan is for other devices than those of its mesh."""
+    if plan.host is not None and plan.host.on_paper:
+        raise PartitionError(
+            "This plan is on paper: with host_memory=HostMemory(..., on_paper=True), nobody has looked whether its "
+            "devices can use the memory of a host. To run the model, plan without on_paper on devices that can, or "
+            "without host_memory=."
+        )
 
 
 def check_network(network: Any, mesh: Mesh) -> None:

@@ -18,11 +18,12 @@ from jaxpipe.pipeline.swap import exchange_seconds
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.planning.costs import Synchronous, Team
 from jaxpipe.planning.placed import Partition
-from jaxpipe.planning.plan import Plan, StagePlan, StashPiece
+from jaxpipe.planning.plan import HostPlan, Plan, StagePlan, StashPiece
 from jaxpipe.profiling import roofline
 from jaxpipe.profiling.roofline import Rates, rates_of
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
 from jaxpipe.schedules.peers import Links
+from jaxpipe.schedules.swaps import HOST
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.stash import Storage, stored_bytes
 from jaxpipe.work import weight
@@ -163,6 +164,7 @@ def describe(
         lower_bound_seconds=found.lower_bound_seconds,
         budget=budget,
         memory=memory,
+        host=_host(request, program),
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
     )
@@ -216,18 +218,39 @@ def _away(program: Program, found: Partition, s: int) -> dict[str, Any]:
         return {}
     sizes = zip(swaps.slices[s], transport.pages[s], strict=True)
     # Where storage within the budget left little or nothing to store, some slices are empty.
-    pieces = tuple(StashPiece(one.target, found.stages[one.target].devices, 4 * PAGE * n) for one, n in sizes if n)
+    pieces = tuple(
+        StashPiece(one.target, found.stages[s if one.target == HOST else one.target].devices, 4 * PAGE * n)
+        for one, n in sizes
+        if n
+    )
     return {"away": swaps.guests[s], "away_ticks": swaps.ticks[s], "pieces": pieces} if pieces else {}
 
 
-def stage_links(found: Partition) -> Links:
-    """The direct links between the devices of two stages, in pages of the arena; of all replicas the slowest."""
+def _host(request: Request, program: Program) -> HostPlan | None:
+    """What the plan says of the host's memory."""
+    host = request.host
+    return None if host is None else HostPlan(host.asked, 4 * PAGE * program.host_pages, host.refused, host.on_paper)
+
+
+def stage_links(found: Partition, host_bytes: int = 0) -> Links:
+    """The direct links between the devices of two stages, in pages of the arena; of all replicas the slowest.
+
+    With them those to the host's memory, of which each device may use some bytes.
+    """
     network = found.network
     places = [np.ix_(one.devices, two.devices) for one in found.stages for two in found.stages]
     shape = len(found.stages), len(found.stages)
     bandwidth = np.array([network.bandwidth[place].min() for place in places]).reshape(shape) / (4 * PAGE)
     latency = np.array([network.latency[place].max() for place in places]).reshape(shape)
-    return Links(tuple(map(tuple, bandwidth.tolist())), tuple(map(tuple, latency.tolist())))
+    rates = tuple(min(network.host_bandwidth_bytes_per_second[d] for d in one.devices) for one in found.stages)
+    delays = tuple(max(network.host_latency_seconds[d] for d in one.devices) for one in found.stages)
+    return Links(
+        tuple(map(tuple, bandwidth.tolist())),
+        tuple(map(tuple, latency.tolist())),
+        host_pages=host_bytes // (4 * PAGE),
+        host_bandwidth=tuple(rate / (4 * PAGE) for rate in rates),
+        host_latency=delays,
+    )
 
 
 def _exchange_seconds(found: Partition, messages: Sequence[float]) -> float:

@@ -3,7 +3,7 @@
     default plans ──▶ predicted bytes ──within──▶ done
                            │ over
                            ▼
-    with stashes at home, and with some of them in peers' memory (jaxpipe.schedules.peers):
+    with stashes at home, and with some of them in peers' memory, or the host's (jaxpipe.schedules.peers):
     limits for each stage ──▶ a choice for each (jaxpipe.planning.storing) ──▶ stage programs ──▶ predicted bytes ...
 
 All devices reserve the largest arena and the largest working memory of any stage, so a budget is split between the
@@ -77,7 +77,7 @@ class Prices:
       seconds: of an operator of a graph, on the device.
       bytes_per_second: the rate of memory.
       slow: by stage, how many times slower than the profiled device the stage's own is, or are together.
-      links: between the devices of stages.
+      links: between the devices of stages, and to their host's memory if stashes may go there.
     """
 
     seconds: Callable[[Graph, Operator], float]
@@ -118,13 +118,16 @@ def fit(
     if sum(memory.values()) <= budget:
         return program, (Fitted(),) * len(program.sections)
     searches: dict[Any, _Search] = {}
-    swaps = program.may_swap
+    links = dict.fromkeys((prices.links.without_host, prices.links)) if program.may_swap else ()
 
     def answer(budget: int) -> Answered | None:
-        swapped = with_swaps(program, predict, budget, prices.links) if swaps else None
-        found = []
-        for variant in (program,) if swapped is None else (program, swapped):
+        swapped = [with_swaps(program, predict, budget, one) for one in links]
+        variants: dict[Any, Program] = {}
+        for variant in (program, *filter(None, swapped)):
             moved = None if variant.swaps is None else (variant.swaps.ticks, variant.swaps.slices)
+            variants.setdefault(moved, variant)
+        found = []
+        for moved, variant in variants.items():
             if moved not in searches:
                 searches[moved] = _Search(variant, predict, working_bytes, prices, solver, time_limit)
             result = searches[moved].within(budget)

@@ -88,11 +88,14 @@ class MemoryReport:
       compiled_bytes: what XLA reserves for the training step: arguments, results and temporaries, less what is
         donated.
       temporary_bytes: the temporaries among them.
+      predicted_host_bytes, compiled_host_bytes: in the host's memory, for each device; in none of the others.
     """
 
     predicted_bytes: tuple[int, ...]
     compiled_bytes: tuple[int, ...]
     temporary_bytes: tuple[int, ...]
+    predicted_host_bytes: tuple[int, ...] = ()
+    compiled_host_bytes: tuple[int, ...] = ()
 
 
 class Pipeline:
@@ -396,9 +399,10 @@ class Pipeline:
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
         compiled = _reserved_bytes(self._compiled_step)
-        temporary = self._compiled_step.memory_analysis().temp_size_in_bytes
+        found = self._compiled_step.memory_analysis()
         count = self.mesh.devices.size
-        sizes = self.plan.predicted_bytes, compiled, temporary
+        host = 0 if self.plan.host is None else self.plan.host.bytes
+        sizes = self.plan.predicted_bytes, compiled, found.temp_size_in_bytes, host, found.host_temp_size_in_bytes
         return MemoryReport(*((size,) * count for size in sizes))
 
     def _check(self, state: TrainState, batch: Any) -> list[Any]:
@@ -444,6 +448,7 @@ class Pipeline:
     def _compiled_step(self) -> Any:
         """The training step. If XLA reserves more than the budget, storage is chosen again for as much less."""
         planned = self._planned
+        checks.check_runs(planned.plan)
         budget = target = planned.plan.budget
         reserved: list[int] = []
         smallest = None
@@ -478,6 +483,7 @@ class Pipeline:
     @cached_property
     def _gradient_step(self) -> Any:
         planned = self._planned
+        checks.check_runs(planned.plan)
         schedule = dataclasses.replace(planned.program.schedule, versions=None, group=1)
         program = dataclasses.replace(planned.program, schedule=schedule)
         function = steps.gradient_step(self.mesh, program, planned.batching, self._abstract_state)

@@ -48,7 +48,7 @@ class Program:
       placement: the device of every variable.
       parameters, state: layouts of the variables, by device.
       replicated: whether the mesh has a data axis.
-      swaps: where stashes are that spend some ticks on another device; None if all stay.
+      swaps: where stashes are that spend some ticks on another device, or with the host; None if all stay.
     """
 
     objective: Objective
@@ -142,7 +142,7 @@ class Program:
 
     @property
     def may_swap(self) -> bool:
-        """Whether stashes can go to peers: as the schedule allows, with one device for each stage."""
+        """Whether stashes can leave their device: as the schedule allows, with one device for each stage."""
         return can_swap(self.schedule) and self.teams.single
 
     @cached_property
@@ -184,6 +184,11 @@ class Program:
     def _of_deal(self, pages: Sequence[int]) -> tuple[int, ...]:
         """Pages by stage of all micro-batches of a deal that one device works on."""
         return tuple(self.teams.turns(self.device(s)) * n for s, n in enumerate(pages))
+
+    @property
+    def host_pages(self) -> int:
+        """Pages in the host's memory, for each device."""
+        return 0 if self.transport is None else self.transport.host
 
     @cached_property
     def columns(self) -> Columns:

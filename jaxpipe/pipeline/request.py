@@ -7,6 +7,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe.gradients.block_sparse import BlockSparse
+from jaxpipe.host_memory import HostUse
 from jaxpipe.model import UserFunction
 from jaxpipe.network import Network
 from jaxpipe.pipeline.checks import ScheduleMaker
@@ -21,7 +22,7 @@ class Request:
     """What the caller of ``partition`` asked for, checked; of several ``schedules``, the fastest is wanted.
 
     ``num_stages`` is what the mesh has along its stage axis. ``replicate`` is how many of these devices each stage has,
-    or whether that may be chosen.
+    or whether that may be chosen. ``host`` is what comes of the host's memory, if that was asked for.
     """
 
     model: Any
@@ -43,3 +44,4 @@ class Request:
     num_stages: int
     replicas: int
     replicate: bool | tuple[int, ...]
+    host: HostUse | None = None

@@ -8,7 +8,7 @@
 Which stage a device works for is a number at run time: work of each kind is a ``switch`` over the stages, in which
 those that do the same are one. Everything that all stages do alike stays outside it: collectives, arena reads and
 writes, sums. What is not there to be read (an idle tick, a slot that nobody has written) has every bit set, which is a
-NaN in each floating type.
+NaN in each floating type. Only the host's memory is not filled with that; nothing but stashes is taken out of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe._compat import host_buffer
 from jaxpipe.pipeline.branches import (
     Kept,
     Rows,
@@ -82,6 +83,7 @@ class Carry(NamedTuple):
     """What a device takes from tick to tick."""
 
     arena: Any
+    host: Any
     forward_inbox: Any
     backward_inbox: Any
     state: list[Any]
@@ -130,7 +132,7 @@ def run_ticks(
         return jnp.asarray((0, *sizes), jnp.int32)[branch]
 
     def tick(carry: Carry, row: Row) -> tuple[Carry, None]:
-        arena, inbox, back_inbox, state, gradients, results, weights = carry
+        arena, host, inbox, back_inbox, state, gradients, results, weights = carry
         own = parameters if weights is None or row.weights is None else version(weights, row.weights.forward)
 
         def ahead(work: Work, held: Any) -> Any:
@@ -150,7 +152,7 @@ def run_ticks(
         if early or not schedule.has_backward:
             inbox = hand_on(program, message, inbox, row.forward_landed, direct=there.direct, back=False)
         if not schedule.has_backward:
-            return Carry(arena, inbox, back_inbox, state, gradients, results, weights), None
+            return Carry(arena, host, inbox, back_inbox, state, gradients, results, weights), None
         if weights is not None and row.weights is not None:
             own = version(weights, row.weights.backward)
 
@@ -184,12 +186,13 @@ def run_ticks(
             # XLA copies the arena unless it sees that the stash is read before anything is written over it.
             over = row.backward.microbatch < -1
             after = jnp.where(over, lax.convert_element_type(cotangents[:1].sum(), jnp.int32), 0)
-            arena = swap(program, arena, STAGE, row.swaps, after)
-        return Carry(arena, inbox, back_inbox, state, gradients, results, weights), None
+            arena, host = swap(program.transport, arena, host, STAGE, row.swaps, after)
+        return Carry(arena, host, inbox, back_inbox, state, gradients, results, weights), None
 
     rows = program.teams.most_turns
     initial = Carry(
         arena=jnp.full((program.arena_pages, PAGE), POISON),
+        host=host_buffer((program.host_pages, PAGE), np.uint32) if program.host_pages else None,
         forward_inbox=jnp.full((there.slots * rows, words[0]), POISON),
         backward_inbox=jnp.full((back.slots * rows, words[1]), POISON),
         state=list(state),
@@ -222,7 +225,10 @@ def _rows(program: Program, stage: Any, weights: WeightRow | None) -> Row:
     leaves, treedef = jax.tree.flatten(rows)
     own = jnp.asarray(np.stack(leaves, axis=1))[stage]
     rows = jax.tree.unflatten(treedef, [own[k] for k in range(len(leaves))])
-    return rows._replace(swaps=swap_columns(program, stage))
+    found = program.transport
+    if found is None:
+        return rows
+    return rows._replace(swaps=swap_columns(found, program.num_devices, len(program.schedule.ticks), stage))
 
 
 def _message(inbox: Any, work: Work) -> Any:

@@ -11,17 +11,18 @@ from rich.table import Table
 
 from jaxpipe.errors import PlanError
 from jaxpipe.reading import read_dataclass, read_json
+from jaxpipe.schedules.swaps import HOST
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.units import bytes_text
 
 
 @dataclass(frozen=True)
 class StashPiece:
-    """The part of every stash of a stage that one of its peers keeps for it (``jaxpipe.schedules.swaps``).
+    """The part of every stash of a stage that one of its peers keeps for it, or the host (``jaxpipe.schedules.swaps``).
 
     Attributes:
-      stage: the peer.
-      devices: the peer's; one for each replica.
+      stage: the peer; -1 for the memory of the host.
+      devices: the peer's, or the stage's own whose host it is; one for each replica.
       bytes: of one stash, in whole pages.
     """
 
@@ -43,9 +44,9 @@ class StagePlan:
       parameter_bytes: its own parameters, without gradients and optimizer state.
       stash_bytes: what one micro-batch keeps for the backward pass.
       in_flight: the most micro-batches that keep a stash at the same time, on each device.
-      away: of these, how many are in peers' memory at most (``jaxpipe.schedules.swaps``).
+      away: of these, how many are in peers' memory or the host's at most (``jaxpipe.schedules.swaps``).
       away_ticks: for how many ticks each of them is.
-      pieces: the slices of one of them, and which peers keep them.
+      pieces: the slices of one of them, and who keeps them.
       stored: bytes of the stash, by kind of storage.
       recomputed: products, reductions and other operators of more than cheap arithmetic that the backward pass runs
         again in place of storing their results, by module path and name.
@@ -99,6 +100,23 @@ class BalanceRound:
 
 
 @dataclass(frozen=True)
+class HostPlan:
+    """What becomes of the memory of the host that was asked for.
+
+    Attributes:
+      budget: bytes for each device that stashes may use.
+      bytes: that they do use; none of them are among those of the device.
+      refused: why the devices cannot use any, if so.
+      on_paper: whether the plan is for other devices than those of its mesh, and cannot be run.
+    """
+
+    budget: int
+    bytes: int
+    refused: str = ""
+    on_paper: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a model is trained on a mesh; made before anything is compiled.
 
@@ -125,6 +143,7 @@ class Plan:
       per_stage: whether the optimizer looks at the gradients of each stage apart (``jaxpipe.gradients.per_stage``), so
         that what it does depends on where the model is cut.
       raised_from: the budget that was asked for, if there was no plan for it and the caller let it be raised.
+      host: what becomes of the memory of the host, if that was asked for.
 
     Example:
       >>> plan = Plan((), 1, 1, 1, "1f1b", "analytic", 0.0, 0.0, 0.0, None, {"parameters": 8}, "")
@@ -149,6 +168,7 @@ class Plan:
     exchange_bytes: int | None = None
     staleness: tuple[int, ...] = ()
     per_stage: bool = False
+    host: HostPlan | None = None
 
     @property
     def predicted_bytes(self) -> int:
@@ -224,6 +244,8 @@ class Plan:
             f"step {1e3 * self.step_seconds:.1f} ms ({self.profile} profile), bubble {self.bubble_fraction:.1%}\n"
             f"{bytes_text(self.predicted_bytes)}{limit} on each device: {parts}"
         )
+        if self.host is not None:
+            table.caption += f"\n{_host_text(self.host)}"
         if self.exchange_bytes is not None:
             dense = bytes_text(self.memory.get("gradients", 0))
             table.caption += f"\nblock-sparse exchange: {bytes_text(self.exchange_bytes)} of {dense} sent in a step"
@@ -239,7 +261,7 @@ class Plan:
             table.caption += f"\nfastest over slowest stage, round by round: {rates}" if rates else ""
         for k, stage in enumerate(self.stages):
             if stage.away:
-                table.caption += f"\nin peers' memory: of stage {k} {_away_text(stage)}"
+                table.caption += f"\nin {_places_text(stage)} memory: of stage {k} {_away_text(stage)}"
         return table
 
 
@@ -253,10 +275,23 @@ def _storage_text(stage: StagePlan) -> str:
 
 def _away_text(stage: StagePlan) -> str:
     pieces = ", ".join(
-        f"{bytes_text(piece.bytes)} with stage {piece.stage} (device {', '.join(map(str, piece.devices))})"
+        f"{bytes_text(piece.bytes)} with {'the host' if piece.stage == HOST else f'stage {piece.stage}'} "
+        f"(device {', '.join(map(str, piece.devices))})"
         for piece in stage.pieces
     )
     return f"{stage.away} stashes, each for {stage.away_ticks} ticks: {pieces}"
+
+
+def _places_text(stage: StagePlan) -> str:
+    kinds = {"the host's" if piece.stage == HOST else "peers'" for piece in stage.pieces}
+    return " and ".join(sorted(kinds))
+
+
+def _host_text(host: HostPlan) -> str:
+    if host.refused:
+        return f"the host's memory is not used: {host.refused}"
+    paper = "; on paper only" if host.on_paper else ""
+    return f"{bytes_text(host.bytes)} of {bytes_text(host.budget)} in the host's memory for each device{paper}"
 
 
 def shorten(modules: tuple[str, ...], most: int = 4) -> str:

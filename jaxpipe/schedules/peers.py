@@ -3,7 +3,8 @@
 At a level, every stage that holds more sends its stashes away, for as few ticks as is enough, and every other has what
 it does not hold as free memory. Stages that send, those with most first, look for a set of peers whose free memory
 takes their slices, which are in proportion to the links' bandwidths. No stage does both. So what is possible at a level
-is so at every higher one; with stashes of unequal size a lower level may be missed.
+is so at every higher one; with stashes of unequal size a lower level may be missed. The memory of a stage's own host
+counts as one more peer, whose room is no device's: with it, levels can be below what all devices have together.
 """
 
 import bisect
@@ -13,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxpipe.schedules.swaps import Slice, Swaps, most, slice_pages, stays, swap_table
+from jaxpipe.schedules.swaps import HOST, Slice, Swaps, kept_by_host, most, slice_pages, stays, swap_table
 from jaxpipe.schedules.table import Kind, Schedule
 from jaxpipe.schedules.transport import ROUNDING, transport
 
 
-#: Most peers that a stage's stashes are sliced for.
+#: Most peers that a stage's stashes are sliced for, the host among them.
 MOST_PEERS = 4
 
 #: How many sets of peers are tried for a level at most; what is not found by then counts as impossible.
@@ -32,15 +33,33 @@ class Links:
     Attributes:
       bandwidth: ``[stages][stages]``, in pages of the arena per second; 0 where there is no link.
       latency: the same, in seconds.
+      host_pages: the room that each device has in the memory of its host; 0 if stashes must not go there.
+      host_bandwidth: by stage, to that memory and back at the same time, as ``bandwidth``; needed if there is room.
+      host_latency: the same, in seconds.
     """
 
     bandwidth: tuple[tuple[float, ...], ...]
     latency: tuple[tuple[float, ...], ...]
+    host_pages: int = 0
+    host_bandwidth: tuple[float, ...] = ()
+    host_latency: tuple[float, ...] = ()
 
     @classmethod
     def equal(cls, num_stages: int) -> "Links":
         """Links that are all alike, a page in a second."""
         return cls(((1.0,) * num_stages,) * num_stages, ((0.0,) * num_stages,) * num_stages)
+
+    @property
+    def without_host(self) -> "Links":
+        """Those between devices alone."""
+        return Links(self.bandwidth, self.latency)
+
+    def slices(self, stage: int) -> list[Slice]:
+        """Everything that can keep a stage's stashes, peers first."""
+        found = [Slice(t, *link) for t, link in enumerate(zip(self.bandwidth[stage], self.latency[stage], strict=True))]
+        if self.host_pages:
+            found.append(Slice(HOST, self.host_bandwidth[stage], self.host_latency[stage]))
+        return [one for one in found if one.target != stage and one.bandwidth > 0]
 
 
 def balance(
@@ -59,10 +78,14 @@ def balance(
         without it.
 
     Example:
+      >>> from dataclasses import replace
       >>> from jaxpipe.schedules import one_f_one_b
       >>> schedule = one_f_one_b(4, 16)
       >>> schedule.in_flight(0), balance(schedule).slots
       (7, 4.0)
+      >>> links = replace(Links.equal(4), host_pages=100, host_bandwidth=(1.0,) * 4, host_latency=(0.0,) * 4)
+      >>> balance(schedule, links=links).slots
+      2.0
     """
     p = schedule.num_stages
     if not can_swap(schedule):
@@ -103,13 +126,15 @@ class _Search:
         self.stages = range(len(sizes))
         own: list[list[int]] = []
         guests: list[list[int]] = []
+        hosted: list[list[int]] = []
         for s in self.stages:
             starts, ends = schedule.when(s, Kind.FORWARD), schedule.when(s, Kind.BACKWARD)
             longest = max(ends[j] - start for j, start in starts.items())
             places = [stays(schedule, s, away) for away in range(max(1, longest))]
             own.append([most(here) for here, _ in places])
             guests.append([most(there) for _, there in places])
-        self.own, self.guests = own, guests
+            hosted.append([most(kept_by_host(there)) for _, there in places])
+        self.own, self.guests, self.hosted = own, guests, hosted
 
     @cached_property
     def usual(self) -> int:
@@ -122,11 +147,10 @@ class _Search:
         """For each stage the sets of peers, the fastest first; of equals the one with fewer."""
         found = []
         for s, size in enumerate(self.sizes):
-            peers = [t for t in self.stages if t != s and self.links.bandwidth[s][t] > 0]
+            peers = self.links.slices(s)
             options = []
             for count in range(1, min(len(peers), MOST_PEERS) + 1):
-                for chosen in itertools.combinations(peers, count):
-                    slices = tuple(Slice(t, self.links.bandwidth[s][t], self.links.latency[s][t]) for t in chosen)
+                for slices in itertools.combinations(peers, count):
                     pages = slice_pages(size, slices)
                     if all(pages):
                         took = max(one.seconds(n) for one, n in zip(slices, pages, strict=True))
@@ -137,7 +161,8 @@ class _Search:
     def lowest(self) -> int | None:
         """The lowest level that peers are found for; None if none is below that without swaps."""
         held = sum(n[0] * size for n, size in zip(self.own, self.sizes, strict=True))
-        lowest = max(-(-held // len(self.sizes)), *self.sizes, 1)
+        mean = 0 if self.links.host_pages else -(-held // len(self.sizes))
+        lowest = max(mean, *self.sizes, 1)
         if lowest >= self.usual:
             return None
         level = _least(lowest, self.usual, lambda level: self._assigned(level, math.inf) is not None)
@@ -174,6 +199,9 @@ class _Search:
         guests = [self.guests[s][away] for s, away in enumerate(ticks)]
         free = [0 if away else level - self.own[s][0] * self.sizes[s] for s, away in enumerate(ticks)]
         lenders = sorted((s for s in self.stages if ticks[s]), key=lambda s: -guests[s] * self.sizes[s])
+        # All have as many slots in their host's memory as any needs, of the largest slice, and one to spare. A page is
+        # left: smaller stashes that are chosen later may be sliced otherwise, by one.
+        most_hosted = self.links.host_pages // (1 + max((self.hosted[s][ticks[s]] for s in lenders), default=0)) - 1
         trials = itertools.count()
         chosen: dict[int, _Option] = {}
 
@@ -184,8 +212,10 @@ class _Search:
             for option in self.options[s]:
                 if option.seconds > slowest * ROUNDING or next(trials) > MOST_TRIALS:
                     return False
-                needed = [(one.target, guests[s] * n) for one, n in zip(option.slices, option.pages, strict=True)]
-                if all(n <= free[t] for t, n in needed):
+                parts = list(zip(option.slices, option.pages, strict=True))
+                needed = [(one.target, guests[s] * n) for one, n in parts if one.target != HOST]
+                hosted = max((n for one, n in parts if one.target == HOST), default=0)
+                if (not hosted or hosted <= most_hosted) and all(n <= free[t] for t, n in needed):
                     for t, n in needed:
                         free[t] -= n
                     chosen[s] = option

@@ -1,4 +1,4 @@
-"""Stashes that spend some ticks in peers' memory, as transport rows beside a schedule.
+"""Stashes that spend some ticks in peers' memory, or their host's, as transport rows beside a schedule.
 
 Early stages hold more micro-batches than late ones, but every device reserves as much as the one that holds most. So
 a stage that holds much lends: each of its stashes is cut into slices, one for every peer that has room, which leave in
@@ -8,6 +8,9 @@ backward pass. In each tick at most one stash of a stage leaves and one comes ba
     1f1b, 4 stages, steady state        stage 0  1  2  3       together
     in flight without                         7  5  3  1             16
     with                                      4  4  4  4             16
+
+The memory of a device's own host is one more place for a slice (``HOST``); no device has to reserve anything for what
+is there, so that the table above could come down to two stashes on each device.
 
 Pairs of an early and a late stage are from T. Kim et al., "BPipe", ICML 2023; slices in proportion to the bandwidth of
 several links from Q. Zhou et al., "MPress", HPCA 2023. Which peers are best is for ``jaxpipe.schedules.peers``.
@@ -20,12 +23,16 @@ from jaxpipe.schedules.places import Stay, addresses
 from jaxpipe.schedules.table import Kind, Schedule
 
 
+#: The target of slices that are in the memory of the host, that of the stage's own device.
+HOST = -1
+
+
 @dataclass(frozen=True)
 class Slice:
-    """The part of each stash of a stage that one peer keeps; its share is that of its bandwidth.
+    """The part of each stash of a stage that one peer keeps, or the host; its share is that of its bandwidth.
 
     Attributes:
-      target: the stage on whose device it is.
+      target: the stage on whose device it is, or ``HOST``.
       bandwidth: of the direct link, in pages of the arena per second.
       latency: of the link, in seconds.
     """
@@ -47,9 +54,9 @@ class Move:
       tick: it is at the target from the next tick on.
       stage, microbatch: whose stash it is.
       piece: which slice, as a position in the stage's ``Swaps.slices``.
-      source, target: stages whose devices it moves between.
+      source, target: stages whose devices it moves between, or ``HOST``.
       source_slot, target_slot: where it is there: among the slots of the stage's own device, or among those that the
-        peer has for this slice.
+        peer or the host has for this slice.
     """
 
     tick: int
@@ -71,6 +78,7 @@ class Swaps:
       slices: by stage, what goes where.
       own: by device, the slots for its own stage's stashes.
       guests: by stage, the slots that each of its peers has for its slice.
+      hosted: by stage, those that the host has, if a slice is there.
       moves: in the order of ticks.
       written, read: by stage, the slot of each micro-batch when its forward pass writes it, and when its backward
         pass reads it; both on its own device.
@@ -80,23 +88,25 @@ class Swaps:
     slices: tuple[tuple[Slice, ...], ...]
     own: tuple[int, ...]
     guests: tuple[int, ...]
+    hosted: tuple[int, ...]
     moves: tuple[Move, ...]
     written: tuple[dict[int, int], ...]
     read: tuple[dict[int, int], ...]
 
     def away_in(self, stage: int, tick: int) -> int:
-        """How many stashes of a stage are with its peers in a tick."""
+        """How many stashes of a stage are away in a tick."""
         earlier = [m for m in self.moves if m.stage == stage and m.tick < tick and m.piece == 0]
         return sum((m.source == stage) - (m.target == stage) for m in earlier)
 
     @property
     def slots(self) -> float:
-        """How many stashes, slices as fractions of one, there is room for where it is most, if all are of one size."""
+        """How many stashes, slices as fractions of one, a device has room for where it is most; all of one size."""
         room = list(map(float, self.own))
         for slices, count in zip(self.slices, self.guests, strict=True):
             total = sum(one.bandwidth for one in slices)
             for one in slices:
-                room[one.target] += count * one.bandwidth / total
+                if one.target != HOST:
+                    room[one.target] += count * one.bandwidth / total
         return max(room)
 
 
@@ -114,25 +124,29 @@ def swap_table(schedule: Schedule, ticks: Sequence[int], slices: Sequence[Sequen
       >>> swaps.own, swaps.guests, len(swaps.moves)
       ((2, 1), (1, 0), 8)
     """
-    own, guests, moves = [], [], []
+    own, guests, hosted, moves = [], [], [], []
     written: list[dict[int, int]] = []
     read: list[dict[int, int]] = []
     for s, (away, parts) in enumerate(zip(ticks, slices, strict=True)):
         here, there = stays(schedule, s, away if parts else 0)
         own.append(most(here))
         guests.append(most(there))
+        after = kept_by_host(there)
+        hosted.append(most(after) if any(part.target == HOST for part in parts) else 0)
         written.append({})
         read.append({})
         for (j, _), slot in zip(here, _slots(here), strict=True):
             written[s].setdefault(j, slot)
             read[s][j] = slot
-        for (j, stay), slot in zip(there, _slots(there), strict=True):
+        for (j, stay), guest, host in zip(there, _slots(there), _slots(after), strict=True):
             for k, part in enumerate(parts):
+                slot = host if part.target == HOST else guest
                 moves.append(Move(stay.first - 1, s, j, k, s, part.target, written[s][j], slot))
                 moves.append(Move(stay.last, s, j, k, part.target, s, slot, read[s][j]))
     moves.sort(key=lambda m: (m.tick, m.source, m.stage, m.piece))
     found = tuple(map(tuple, slices))
-    return Swaps(tuple(ticks), found, tuple(own), tuple(guests), tuple(moves), tuple(written), tuple(read))
+    counts = tuple(own), tuple(guests), tuple(hosted)
+    return Swaps(tuple(ticks), found, *counts, tuple(moves), tuple(written), tuple(read))
 
 
 #: A micro-batch, and how long its stash is in one place.
@@ -140,7 +154,7 @@ Visit = tuple[int, Stay]
 
 
 def stays(schedule: Schedule, stage: int, away: int) -> tuple[list[Visit], list[Visit]]:
-    """Where the stashes of a stage are, at home and with its peers, if they are away for some ticks."""
+    """Where the stashes of a stage are, at home and with its peers or the host, if they are away for some ticks."""
     here: list[Visit] = []
     there: list[Visit] = []
     starts, ends = schedule.when(stage, Kind.FORWARD), schedule.when(stage, Kind.BACKWARD)
@@ -151,6 +165,11 @@ def stays(schedule: Schedule, stage: int, away: int) -> tuple[list[Visit], list[
         else:
             here.append((j, Stay(start, ends[j])))
     return here, there
+
+
+def kept_by_host(there: Sequence[Visit]) -> list[Visit]:
+    """The same for the host, into whose memory a stash goes before, in the same tick, another is read out of it."""
+    return [(j, Stay(stay.first - 1, stay.last)) for j, stay in there]
 
 
 def most(found: Sequence[Visit]) -> int:

@@ -1,13 +1,14 @@
 """Swaps in pages: how large the slices are, where in the arenas they lie, and which of them are exchanged together.
 
 Every device runs the same collectives, so slices go in rounds: in a round each device has at most one partner, and all
-partners exchange messages of one size. The rounds of a tick do not depend on each other.
+partners exchange messages of one size. The rounds of a tick do not depend on each other. The last of them is that of
+the slices in the host's memory, if there are any.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpipe.schedules.swaps import Swaps, slice_pages
+from jaxpipe.schedules.swaps import HOST, Swaps, slice_pages
 
 
 #: Sums of the same seconds in another order differ by less than this.
@@ -21,7 +22,7 @@ class Round:
     Attributes:
       pages: of every message, those of the largest slice.
       pieces: stage and position of each slice.
-      pairs: ``(source, target)``, both ways.
+      pairs: ``(source, target)``, both ways; none if it is with the host.
     """
 
     pages: int
@@ -31,7 +32,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Row:
-    """One message: in a tick, a round of it, from pages of one device's arena to pages of another's."""
+    """One message: in a tick, a round of it, from pages of one device's arena to pages of another's, or the host's."""
 
     tick: int
     round: int
@@ -53,6 +54,8 @@ class Transport:
       home: by device, the page at which its own stage's slots begin.
       arena: pages of every device's arena, if stashes are read and written through a window of the largest.
       seconds: what the exchange after a tick takes, all its rounds at once and each over the slowest of its links.
+      host: pages in the host's memory, for each device: its slots are as large as the round's messages, and behind
+        them is a spare one for what nobody wants.
     """
 
     pages: tuple[tuple[int, ...], ...]
@@ -61,6 +64,7 @@ class Transport:
     home: tuple[int, ...]
     arena: int
     seconds: float
+    host: int = 0
 
 
 def transport(swaps: Swaps, sizes: Sequence[int]) -> Transport:
@@ -91,16 +95,20 @@ def transport(swaps: Swaps, sizes: Sequence[int]) -> Transport:
     for m in swaps.moves:
         size, before = pages[m.stage][m.piece], sum(pages[m.stage][: m.piece])
         if size:
-            at_home = m.source if m.source == m.stage else m.target
             away = m.target if m.source == m.stage else m.source
             slots = (m.source_slot, m.target_slot) if m.source == m.stage else (m.target_slot, m.source_slot)
-            home = first[at_home][None] + slots[0] * sizes[m.stage] + before
-            there = first[away][m.stage, m.piece] + slots[1] * size
+            home = first[m.stage][None] + slots[0] * sizes[m.stage] + before
+            if away == HOST:
+                there = slots[1] * message[m.stage, m.piece]
+            else:
+                there = first[away][m.stage, m.piece] + slots[1] * size
             ends = (home, there) if m.source == m.stage else (there, home)
             rows.append(Row(m.tick, number[m.stage, m.piece], m.source, m.target, *ends, size))
     took = [swaps.slices[s][k].seconds(one.pages) for one in rounds for s, k in one.pieces]
     home = tuple(places[None] for places in first)
-    return Transport(pages, rounds, tuple(rows), home, arena, max(took, default=0.0))
+    last = rounds[-1] if rounds and not rounds[-1].pairs else None
+    host = 0 if last is None else last.pages * (1 + max(swaps.hosted[s] for s, _ in last.pieces))
+    return Transport(pages, rounds, tuple(rows), home, arena, max(took, default=0.0), host)
 
 
 def _rounds(swaps: Swaps, pages: Sequence[Sequence[int]]) -> tuple[Round, ...]:
@@ -110,7 +118,8 @@ def _rounds(swaps: Swaps, pages: Sequence[Sequence[int]]) -> tuple[Round, ...]:
     its own slice.
     """
     slices = {(s, k): one for s, parts in enumerate(swaps.slices) for k, one in enumerate(parts) if pages[s][k]}
-    order = sorted(slices, key=lambda piece: (-pages[piece[0]][piece[1]], piece))
+    hosted = tuple(piece for piece, one in slices.items() if one.target == HOST)
+    order = sorted(slices.keys() - set(hosted), key=lambda piece: (-pages[piece[0]][piece[1]], piece))
     slowest = max((one.seconds(pages[s][k]) for (s, k), one in slices.items()), default=0.0)
     found: list[tuple[int, list[tuple[int, int]], set[int]]] = []
     for s, k in order:
@@ -126,6 +135,8 @@ def _rounds(swaps: Swaps, pages: Sequence[Sequence[int]]) -> tuple[Round, ...]:
     for size, pieces, _ in found:
         ends = [(s, slices[s, k].target) for s, k in pieces]
         rounds.append(Round(size, tuple(pieces), tuple(pair for a, b in ends for pair in ((a, b), (b, a)))))
+    if hosted:
+        rounds.append(Round(max(pages[s][k] for s, k in hosted), hosted, ()))
     return tuple(rounds)
 
 

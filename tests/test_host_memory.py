@@ -14,6 +14,7 @@ import jaxpipe
 from jaxpipe import HostMemory, MemoryBudgetError, Network, PartitionError, Plan
 from jaxpipe.host_memory import HostUse, check_host_memory
 from jaxpipe.pipeline import host_probe
+from jaxpipe.pipeline.describe import stage_links
 from jaxpipe.pipeline.program import PAGE
 from jaxpipe.schedules.transport import transport
 
@@ -108,6 +109,18 @@ def test_a_gpu_is_told_to_keep_the_arena_with_its_host():
     assert {int(words) for _, _, words in moves} == {PAGE}
     assert all(int(rows) < pages for _, rows, _ in moves)
     assert re.search(rf"broadcast_in_dim.*tensor<{pages}x{PAGE}xui32>", text)
+
+
+def test_a_link_to_the_host_is_that_of_the_slowest_replica_and_used_twice_in_a_tick():
+    rates, delays = (8e9, 2e9, 4e9, 4e9), (1e-6, 2e-6, 0, 5e-6)
+    network = Network.uniform(4, 4096.0)
+    network = replace(network, host_bandwidth_bytes_per_second=rates, host_latency_seconds=delays)
+    stages = [SimpleNamespace(devices=(0, 1)), SimpleNamespace(devices=(2, 3))]
+    links = stage_links(SimpleNamespace(network=network, stages=stages), 5 * 4096 + 1)
+    assert links.host_pages == 5 and links.bandwidth[0][1] == 1.0
+    # A page there and one back, at 2 GB/s and at 4 GB/s.
+    assert links.host_bandwidth == (2e9 / 8192, 4e9 / 8192) and links.host_latency == (4e-6, 1e-5)
+    assert links.without_host.host_pages == 0
 
 
 def layers(weights, x):

@@ -235,7 +235,8 @@ def _host(request: Request, program: Program) -> HostPlan | None:
 def stage_links(found: Partition, host_bytes: int = 0) -> Links:
     """The direct links between the devices of two stages, in pages of the arena; of all replicas the slowest.
 
-    With them those to the host's memory, of which each device may use some bytes.
+    With them those to the host's memory, of which each device may use some bytes. What goes there is written before
+    what comes back is read, so that a link is used in one direction after the other.
     """
     network = found.network
     places = [np.ix_(one.devices, two.devices) for one in found.stages for two in found.stages]
@@ -248,8 +249,8 @@ def stage_links(found: Partition, host_bytes: int = 0) -> Links:
         tuple(map(tuple, bandwidth.tolist())),
         tuple(map(tuple, latency.tolist())),
         host_pages=host_bytes // (4 * PAGE),
-        host_bandwidth=tuple(rate / (4 * PAGE) for rate in rates),
-        host_latency=delays,
+        host_bandwidth=tuple(rate / (4 * PAGE) / 2 for rate in rates),
+        host_latency=tuple(2 * delay for delay in delays),
     )
 
 

@@ -34,7 +34,7 @@ class Links:
       bandwidth: ``[stages][stages]``, in pages of the arena per second; 0 where there is no link.
       latency: the same, in seconds.
       host_pages: the room that each device has in the memory of its host; 0 if stashes must not go there.
-      host_bandwidth: by stage, to that memory and back at the same time, as ``bandwidth``; needed if there is room.
+      host_bandwidth: by stage, as ``bandwidth``, but for a page there and one back; needed if there is room.
       host_latency: the same, in seconds.
     """
 

@@ -187,10 +187,13 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     if m is None:
         m = _default_microbatches(size, request)
     checks.check_microbatches(size, request.replicas, m)
+    schedules = []
     if isinstance(request.replicate, tuple):
-        checks.make_team_schedules(request.schedules, Teams(request.replicate), m)
+        schedules = checks.make_team_schedules(request.schedules, Teams(request.replicate), m)
     elif not request.replicate:
-        checks.make_schedules(request.schedules, request.num_stages, m)
+        schedules = checks.make_schedules(request.schedules, request.num_stages, m)
+    if schedules and request.host is not None:
+        checks.check_hosted(schedules, request.replicate)
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     one = microbatch_shapes(batch, request.replicas * m)
 

@@ -63,9 +63,10 @@ def test_plan_takes_a_network_and_a_kind_of_device(folder, capsys):
     network = jaxpipe.Network([[0, 1e9, 1e9], [1e9, 0, 1e9], [1e9, 1e9, 0]])
     (folder / "network.json").write_text(network.to_json())
     arguments = "plan command_line_task:task --network network.json --device H100 --memory 1MiB --output plan.json"
-    assert main(arguments.split()) == 0
+    assert main([*arguments.split(), "--host-memory", "2MiB"]) == 0
     plan = jaxpipe.Plan.from_json((folder / "plan.json").read_text())
     assert len(plan.stages) == 3 and plan.budget == 2**20
+    assert plan.host.budget == 2**21 and plan.host.on_paper
     # 16 x 16 products for each example of a micro-batch at an H100's nominal 494 TFLOP/s and 3.35 TB/s.
     assert plan.stages[0].forward_seconds < 1e-8
 

@@ -17,6 +17,7 @@ from jaxpipe.pipeline import host_probe
 from jaxpipe.pipeline.describe import stage_links
 from jaxpipe.pipeline.program import PAGE
 from jaxpipe.schedules.transport import transport
+from jaxpipe.units import bytes_text
 
 
 @pytest.fixture
@@ -54,6 +55,25 @@ def test_what_cannot_work_is_said_before_anything_is_traced(given, budget, error
         jaxpipe.partition(
             lambda v, x: x, mesh, np.ones((4, 3)), loss=loss, optimizer=optax.sgd(1), memory=budget, host_memory=given
         )
+
+
+@pytest.mark.parametrize(
+    ("stages", "options", "asked"),
+    [
+        (1, {}, r"1 stage\(s\) and the schedule 1f1b was"),
+        (2, {"schedule": "zero_bubble"}, r"2 stage\(s\) and the schedule zero-bubble-h1 was"),
+        (4, {"replicate": (3, 1)}, r"replicate=\(3, 1\) was"),
+    ],
+)
+def test_stashes_that_cannot_wait_elsewhere_are_named_before_anything_is_traced(stages, options, asked):
+    def loss(f, x):
+        raise AssertionError("traced")
+
+    mesh = jax.make_mesh((stages,), ("stage",), devices=jax.devices()[:stages])
+    model, host = jax.tree_util.Partial(lambda w, x: w * x, np.ones(3)), HostMemory(2**20, on_paper=True)
+    options = {**options, "memory": 2**20, "host_memory": host, "num_microbatches": 4}
+    with pytest.raises(PartitionError, match=f"host_memory=: .*{asked} asked for"):
+        jaxpipe.partition(model, mesh, np.ones((12, 3)), loss=loss, optimizer=optax.sgd(1), **options)
 
 
 def test_devices_are_tried_once_it_makes_sense(monkeypatch):
@@ -141,7 +161,7 @@ def on_paper(memory, host_memory, network=None):
     return jaxpipe.partition(model, mesh, x, loss=lambda f, x: f(x).sum(), **options)
 
 
-def test_a_plan_on_paper_says_what_is_with_the_host_and_cannot_be_run():
+def test_a_plan_on_paper_says_what_is_with_the_host_and_cannot_be_run(tmp_path):
     """With slow links between devices, and a fast one to the host, seven stashes on a device can be two."""
     usual = on_paper(None, None)
     assert usual.plan.host is None
@@ -161,6 +181,9 @@ def test_a_plan_on_paper_says_what_is_with_the_host_and_cannot_be_run():
     assert plan.predicted_bytes == sum(plan.memory.values()) and not any("host" in name for name in plan.memory)
     assert "of 1.00 MiB in the host's memory for each device; on paper only" in " ".join(str(plan).split())
     assert Plan.from_json(plan.to_json()) == plan
+    pipeline.report(tmp_path / "report.html", compile=False)
+    page = (tmp_path / "report.html").read_text()
+    assert f"it keeps {bytes_text(9 * stash)} of stashes at most" in page and "no stash goes to a peer" in page
     with pytest.raises(PartitionError, match="This plan is on paper"):
         pipeline.memory_report()
     state, x = pipeline.init(jax.random.key(0)), np.ones((512, 64), np.float32)

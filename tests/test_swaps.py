@@ -235,15 +235,17 @@ def test_of_swaps_that_fit_the_fastest_are_taken():
     assert transport(balance(schedule, sizes, room=60), sizes).arena == 4 * 60
 
 
-def best_level(schedule, sizes, bandwidth):
-    """By brute force: the lowest level over all ways to choose ticks, and peers whose own stashes stay."""
+def best_level(schedule, sizes, bandwidth, host=()):
+    """By brute force: the lowest level over all ways to choose ticks, and peers whose own stashes stay, or the host."""
     p = schedule.num_stages
+    rates = [{t: bandwidth[s][t] for t in range(p) if t != s and bandwidth[s][t]} for s in range(p)]
+    for s, rate in enumerate(host):
+        rates[s][HOST] = rate
     starts = [schedule.when(s, Kind.FORWARD) for s in range(p)]
     ends = [schedule.when(s, Kind.BACKWARD) for s in range(p)]
     ways = []
     for s in range(p):
-        peers = [t for t in range(p) if t != s and bandwidth[s][t]]
-        chosen = [c for n in range(1, len(peers) + 1) for c in itertools.combinations(peers, n)]
+        chosen = [c for n in range(1, len(rates[s]) + 1) for c in itertools.combinations(rates[s], n)]
         longest = max(ends[s][j] - starts[s][j] for j in starts[s])
         ways.append([(0, ())] + [(away, c) for away in range(1, longest) for c in chosen])
 
@@ -264,12 +266,12 @@ def best_level(schedule, sizes, bandwidth):
         # The last of its own stashes is read through a window as large as the largest of all.
         window = max(level[s] + max(sizes) - sizes[s] for s in range(p))
         for s, (away, peers) in enumerate(choice):
-            total = sum(bandwidth[s][t] for t in peers)
+            total = sum(rates[s][t] for t in peers)
             for t in peers:
-                share = sizes[s] * bandwidth[s][t] / total
+                share = sizes[s] * rates[s][t] / total
                 assert share == int(share)
-                level[t] += known[s][away][1] * share
-        if not any(choice[t][0] for _, peers in choice for t in peers):
+                level[t] += 0 if t == HOST else known[s][away][1] * share
+        if not any(choice[t][0] for _, peers in choice for t in peers if t != HOST):
             best = min(best, max([window, *level]))
     return best
 
@@ -298,6 +300,19 @@ def with_host(found, rate, pages=10**6):
     """The same links with one of some rate from every device to its host's memory."""
     p = len(found.bandwidth)
     return replace(found, host_pages=pages, host_bandwidth=(rate,) * p, host_latency=(0.0,) * p)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_lowest_level_with_the_host_is_that_of_brute_force(seed):
+    """Three stages, whose sums of rates divide all sizes; the host has room for everything."""
+    rng = np.random.default_rng(seed)
+    schedule, sizes = one_f_one_b(3, 8), [int(n) for n in 60 * rng.integers(1, 5, 3)]
+    pairs = {pair: float(rng.choice([1, 2])) for pair in itertools.combinations(range(3), 2)}
+    found = with_host(links(3, pairs), float(rng.choice([1, 2])))
+    expected = best_level(schedule, sizes, found.bandwidth, found.host_bandwidth)
+    assert expected < best_level(schedule, sizes, found.bandwidth)
+    moved = transport(balance(schedule, sizes, found), sizes)
+    assert expected <= moved.arena <= expected + max(one.pages for one in moved.rounds)
 
 
 @pytest.mark.parametrize("p", range(2, 9))

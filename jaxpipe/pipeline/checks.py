@@ -13,6 +13,7 @@ from jaxpipe.network import Network
 from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import BY_NAME, Schedule, interleaved, one_f_one_b, zero_bubble
+from jaxpipe.schedules.peers import can_swap
 from jaxpipe.schedules.teams import Teams
 
 
@@ -172,6 +173,20 @@ def make_schedules(makers: Sequence[ScheduleMaker], num_stages: int, num_microba
         with contextlib.suppress(ScheduleError):
             found.append(check_schedule(maker(num_stages, num_microbatches), num_stages, num_microbatches))
     return found
+
+
+def check_hosted(schedules: Sequence[Schedule], replicate: bool | tuple[int, ...]) -> None:
+    """Raise ``PartitionError`` if with none of some tables stashes can wait elsewhere than on their device."""
+    if replicate or not any(map(can_swap, schedules)):
+        names = " or ".join(schedule.name for schedule in schedules)
+        asked = (
+            f"replicate={replicate}" if replicate else f"{schedules[0].num_stages} stage(s) and the schedule {names}"
+        )
+        raise PartitionError(
+            "host_memory=: stashes can wait elsewhere only where several stages are on one device each and do their "
+            f"backward work whole, and {asked} was asked for. Use several stages without replicate=, and "
+            "schedule='auto', 'one_f_one_b' or 'gpipe'; or leave host_memory= out."
+        )
 
 
 def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_microbatches: int) -> list[Schedule]:

@@ -474,12 +474,11 @@ def forced(pipeline, swaps):
     return pipeline
 
 
-def small(p, m, replicas=1):
-    """Two unequal layers in each stage."""
-    x = jax.random.normal(KEY, (replicas * m * 3, 40))
-    model = jax.tree_util.Partial(layers, list(jax.random.normal(KEY, (2 * p, 40, 40)) / 6))
-    shape, names = ((p,), ("stage",)) if replicas == 1 else ((replicas, p), ("data", "stage"))
-    mesh = jax.make_mesh(shape, names, devices=jax.devices()[: p * replicas])
+def small(p, m):
+    """Two layers in each stage, and ten pages or more of each stash: several portions."""
+    x = jax.random.normal(KEY, (m * 64, 80))
+    model = jax.tree_util.Partial(layers, list(jax.random.normal(KEY, (2 * p, 80, 80)) / 9))
+    mesh = jax.make_mesh((p,), ("stage",), devices=jax.devices()[:p])
     options = {"optimizer": optax.sgd(0.1), "num_microbatches": m, "profile": "analytic", "storage": ()}
     return jaxpipe.partition(model, mesh, x, loss=lambda f, x: (f(x) ** 2).sum(), schedule="one_f_one_b", **options), x
 
@@ -493,9 +492,10 @@ def test_gradients_stay_with_stashes_in_the_host_s_memory():
     swaps = swap_table(usual.schedule, (1, 0), ([Slice(HOST)], []))
     hosted = forced(small(2, 4)[0], swaps)
     assert_same_bits(hosted.value_and_grad(state, x), expected)
-    # Each stash is in another buffer for a tick, so none is there if that one is not written, or read elsewhere.
-    found = transport(swaps, hosted._planned.program.stash_pages)
-    assert len(found.rows) == 2 * 4 and hosted._planned.program.arena_pages == 2 * found.pages[0][0]
+    # Every stash was gone for a tick: with ten pages in place of three times as many, and a window of fifteen.
+    program = hosted._planned.program
+    assert len(program.transport.rows) == 2 * 4 and program.transport.pages[0] == (10,)
+    assert program.stash_pages == (10, 15) and program.arena_pages == 10 + 15 and program.host_pages == 3 * 10
 
 
 @pytest.mark.slow

@@ -49,6 +49,11 @@ class Tensor:
         """Number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
+    @property
+    def bytes(self) -> int:
+        """That it takes as it is."""
+        return self.size * itemsize(self.dtype)
+
 
 @dataclass(frozen=True, eq=False)
 class Operator:

@@ -133,14 +133,20 @@ def groups(steps: Iterable[Backward]) -> list[list[Backward]]:
     """
     found: list[list[Backward]] = [[]]
     for step in steps:
-        if step.name in _HEAVY:
-            found += [[part] for part in _parts(step)]
+        if is_heavy(step):
+            found += [[part] for part in parts(step)]
         else:
             found[-1].append(step)
     return [group for group in found if group]
 
 
-def _parts(step: Backward) -> list[Backward]:
+def is_heavy(step: Backward) -> bool:
+    """Whether what a step reads is written to memory first, and nothing before it runs together with it."""
+    return step.name in _HEAVY
+
+
+def parts(step: Backward) -> list[Backward]:
+    """A step in parts that run one after the other."""
     count = len(step.cotangents_out)
     if step.name not in _PRODUCTS or len(set(step.cotangents_out)) < count:
         return [step]

@@ -17,7 +17,7 @@ from jaxpipe import _compat
 from jaxpipe.encode import run_encoded, without_encoding
 from jaxpipe.errors import DifferentiationError
 from jaxpipe.explain import Label, parse_label
-from jaxpipe.graph import GraphBuilder, Operator, encoded_policy, is_differentiable, itemsize
+from jaxpipe.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
 from jaxpipe.policy import FAST
 from jaxpipe.purify import PureCall, purify
 from jaxpipe.stash import has_overflowed
@@ -185,7 +185,7 @@ def _residuals(
         if t in inputs or t in builder.constants:
             continue
         tensor = builder.tensors[t]
-        size = tensor.size * itemsize(tensor.dtype)
+        size = tensor.bytes
         if t not in dependent:
             constant_bytes += size
             continue

@@ -90,5 +90,5 @@ def stored_bytes(tensor: Tensor, form: Form) -> int:
     if form.storage is Storage.INDEX:
         return tensor.size * tensor.bits // 8
     if form.storage is Storage.KEEP or tensor.bits >= 8:
-        return tensor.size * itemsize(tensor.dtype)
+        return tensor.bytes
     return bits.packed_bytes(tensor.shape, tensor.bits)

@@ -6,10 +6,10 @@
     python -m scripts.plot_memory
 
 A budget is the bytes that do not depend on storage (parameters, gradients, optimizer, state, batch, transport) plus a
-share of what the pipeline without codecs (``storage=()``, named ``plain``) has XLA reserve besides. ``default`` is
-the pipeline without a budget. With one stage also what users have today, without a pipeline: one jitted function of
-gradients and update with donated state, plain (``jax``) and with ``jax.checkpoint`` of the whole model under JAX's
-policies; running statistics of normalisations are dropped there.
+share of what XLA reserves besides if nothing is planned: for the pipeline without codecs (``storage=()``, named
+``plain``), or with one stage for what users have today, one jitted function of gradients and update with donated state
+(``jax``). Beside that ``jax.checkpoint`` of the whole model under JAX's policies; running statistics of normalisations
+are dropped there. ``default`` is the pipeline without a budget.
 
 What is measured is written after every model and number of stages; a file from the same versions and machine is
 completed, so that a long run can be had in pieces.
@@ -207,10 +207,15 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
 
     plain = make(storage=())
     profile = plain.profile
-    reserved = plain.memory_report().compiled_bytes[0]
-    fixed = sum(n for part, n in plain.plan.memory.items() if part not in ("arena", "working"))
     key = jax.random.key(1)
     variables = plain.parameters(plain.init(key))
+    today: dict[str, Jitted] = {}
+    if stages == 1:
+        for label, policy in {"jax": None, **POLICIES}.items():
+            today[label] = jitted(case, optimizer, policy, variables, batch)
+    reserved = today["jax"].bytes if today else plain.memory_report().compiled_bytes[0]
+    memory = {**plain.plan.memory, "gradients": plain.plan.memory["parameters"]}
+    fixed = sum(n for part, n in memory.items() if part not in ("arena", "working"))
     pipelines: dict[str, jaxpipe.Pipeline] = {"plain": plain, "default": make(profile=profile)}
     predicted = {label: pipeline.plan.predicted_bytes for label, pipeline in pipelines.items()}
     failed: dict[str, str] = {}
@@ -228,10 +233,6 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
         except jaxpipe.MemoryBudgetError as error:
             spent.setdefault(label, time.perf_counter() - start)
             failed[label] = str(error)
-    today: dict[str, Jitted] = {}
-    if stages == 1:
-        for label, policy in {"jax": None, **POLICIES}.items():
-            today[label] = jitted(case, optimizer, policy, variables, batch)
     states = {label: pipeline.init(key, variables=variables) for label, pipeline in pipelines.items()}
     gradients = {label: pipelines[label].value_and_grad(states[label], batch)[1] for label in pipelines}
     times: dict[str, list[float]] = {}

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 import jaxpipe
 from jaxpipe import Network
-from jaxpipe.pipeline.program import PAGE
-from jaxpipe.pipeline.swap import landing_pages
 from jaxpipe.schedules import gpipe, one_f_one_b
 from jaxpipe.schedules.peers import Links, balance
 from jaxpipe.schedules.swaps import HOST, Slice, slice_pages, swap_table
@@ -411,10 +409,10 @@ def test_less_is_reserved_and_gradients_stay():
     before = usual.plan.memory
     state = usual.init(KEY)
     expected = usual.value_and_grad(state, x)
-    budget = usual.plan.predicted_bytes - int(0.4 * before["arena"])
+    budget = usual.plan.predicted_bytes - int(0.35 * before["arena"])
     swapped, _ = chain(Network.uniform(4, 1e15), budget)
     after = swapped.plan.memory
-    landing = 2 * 4 * PAGE * landing_pages(swapped._planned.program)  # what leaves, and what arrives
+    landing = after["transport"] - before["transport"]
     assert landing > 0
     assert after["arena"] + landing <= 0.65 * before["arena"]
     assert [stage.away for stage in swapped.plan.stages] == [3, 1, 0, 0]

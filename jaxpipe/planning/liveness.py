@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxpipe import _compat
-from jaxpipe.graph import Graph, Operator, itemsize, read_graph
+from jaxpipe.graph import Graph, Operator, read_graph
 from jaxpipe.planning.packing import Buffer, alive_bytes, reserved_bytes
 from jaxpipe.work import COSTLY, ELEMENTWISE, VIEWS
 
@@ -219,4 +219,4 @@ def _takes_values(reader: Operator) -> bool:
 
 
 def _bytes(graph: Graph, t: int) -> int:
-    return graph.tensors[t].size * itemsize(graph.tensors[t].dtype)
+    return graph.tensors[t].bytes

@@ -23,7 +23,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     """Bytes on each device, by component.
 
     One program runs everywhere, so every component is the largest over the stages. ``transport`` is where messages
-    wait. ``working`` is what is needed besides while a stage computes or devices send, or while replicas exchange
+    and slices wait. ``working`` is what is needed besides while a stage computes or devices send, or while replicas exchange
     gradients or the optimizer writes new parameters and state, at a time when the arena is free again.
 
     Args:
@@ -51,10 +51,11 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         held["residual"] = update.exchange.residuals.bytes
         exchanging = update.exchange.working_bytes
     arena = program.arena_pages * PAGE * 4
+    # Messages that wait; slices for peers may leave, and others arrive, while a stage works.
     transport = 4 * sum(program.inbox_words) if len(program.sections) > 1 else 0
+    transport += 2 * 4 * PAGE * landing_pages(program)
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
-    # At the end of a tick: what leaves and what arrives.
-    sending = 2 * 4 * (sum(program.message_words) + PAGE * landing_pages(program)) if transport else 0
+    sending = 2 * 4 * sum(program.message_words)
     updating = max(updating_bytes(program.parameters, update, s) for s in range(program.num_devices))
     if not _adds_up(program):
         updating += parameters

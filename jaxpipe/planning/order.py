@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from jaxpipe.graph import Graph, Operator, itemsize
+from jaxpipe.graph import Graph, Operator
 from jaxpipe.work import weight
 
 
@@ -118,7 +118,7 @@ def boundary_bytes(graph: Graph) -> list[int]:
     change = [0] * (len(graph.operators) + 2)
     for t, start in made.items():
         if t in last:
-            size = graph.tensors[t].size * itemsize(graph.tensors[t].dtype)
+            size = graph.tensors[t].bytes
             change[start + 1] += size
             change[last[t] + 1] -= size
     return list(itertools.accumulate(change))[:-1]

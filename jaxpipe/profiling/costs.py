@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 
 from jaxpipe.demand import Linearization
-from jaxpipe.graph import itemsize
 from jaxpipe.profile import Edge, Profile
 from jaxpipe.stash import stored_bytes
 from jaxpipe.storage import default_plan
@@ -18,7 +17,7 @@ def count_costs(linearization: Linearization, held: Iterable[int] = ()) -> Profi
     """
     graph = linearization.source
     position = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
-    size = [tensor.size * itemsize(tensor.dtype) for tensor in graph.tensors]
+    size = [tensor.bytes for tensor in graph.tensors]
     nothing = [0.0] * len(graph.operators)
     parameter_bytes = list(nothing)
     edges = []

@@ -10,7 +10,7 @@ from typing import Any
 from jaxpipe import _compat
 from jaxpipe.demand import Linearization
 from jaxpipe.errors import ProfileError
-from jaxpipe.graph import Graph, Operator, itemsize
+from jaxpipe.graph import Graph, Operator
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.costs import by_operator, count_costs
 from jaxpipe.work import contraction, weight
@@ -126,4 +126,4 @@ def equation_flops(equation: Any) -> float:
 
 
 def _bytes(graph: Graph, t: int) -> int:
-    return graph.tensors[t].size * itemsize(graph.tensors[t].dtype)
+    return graph.tensors[t].bytes

@@ -5,14 +5,17 @@ given up: what products, reductions, windows and lookups make, and sums of branc
 fuses with what reads it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxpipe.demand import Linearization
-from jaxpipe.graph import Graph, Operator, itemsize
+from jaxpipe.demand import Backward, Linearization
+from jaxpipe.graph import Graph, Operator
+from jaxpipe.planning.liveness import lifetimes
+from jaxpipe.planning.packing import alive_bytes
 from jaxpipe.planning.storing.problem import NOT_STORED, Item, Option, Problem
+from jaxpipe.recall import is_heavy, parts
 from jaxpipe.stash import Form, Storage, stored_bytes
 from jaxpipe.storage import Choices, Derivations, derived_from, not_at_hand, with_fallbacks
 from jaxpipe.work import weight
@@ -88,7 +91,7 @@ def stage_items(
                 again = sum(map(seconds, program))
                 sources = tuple(sorted(position[u] for u in leaves if u in position))
         tensor = graph.tensors[t]
-        dense = tensor.size * itemsize(tensor.dtype)
+        dense = tensor.bytes
         items.append(
             Item(
                 name=f"{producer.path} {producer.label}".strip() if producer is not None else "an input",
@@ -178,15 +181,18 @@ def _events(
     at_hand: frozenset[int],
     position: Mapping[int, int],
 ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
-    """The events that read each item, and the bytes of cotangents in each."""
+    """The events that read each item, and the bytes in each of cotangents and of what a step needs while it runs."""
     reads: list[set[int]] = []
     base: list[int] = []
     tensors = linearization.source.tensors
     cotangents: set[int] = set()
     for step in reversed(linearization.backward):
         _, leaves = derivations.of(step.needs, everything, at_hand)
-        cotangents |= {*step.cotangents_in, *step.cotangents_out}
-        base.append(sum(tensors[t].size * itemsize(tensors[t].dtype) for t in cotangents))
+        cotangents.update(step.cotangents_in)
+        before = sum(tensors[t].bytes for t in cotangents)
+        cotangents.update(step.cotangents_out)
+        after = sum(tensors[t].bytes for t in cotangents)
+        base.append(max(after, before + _while_running(linearization.graph, step, {*position, *at_hand})))
         cotangents -= {t for t in step.cotangents_in if t not in linearization.wrt}
         reads.append({t for t in leaves if t in position})
     joined_reads: list[set[int]] = []
@@ -205,6 +211,17 @@ def _events(
             uses.setdefault(t, []).append(len(total))
         total.append(max(joined_base[e : e + per_event]))
     return {t: tuple(events) for t, events in uses.items()}, tuple(total) or (0,)
+
+
+def _while_running(graph: Graph, step: Backward, there: Container[int]) -> int:
+    """Bytes that a product's step needs besides what it is given: operands recalled or turned around, its results."""
+    if not is_heavy(step):
+        return 0
+    needed = []
+    for part in parts(step):
+        recalled = sum(graph.tensors[t].bytes for t in part.needs if t not in there)
+        needed.append(recalled + alive_bytes(lifetimes(part.program)))
+    return max(needed)
 
 
 def limited(

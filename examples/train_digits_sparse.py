@@ -133,7 +133,7 @@ def train(pipeline: jaxpipe.Pipeline, setting: str, options: Options, seed: int)
             state, _ = pipeline.step(state, {name: x[chosen] for name, x in data.items()})
             steps += 1
     accuracy = float(pipeline.evaluate(state, test)["accuracy"])
-    dense = pipeline.plan.memory["gradients"]
+    dense = pipeline.plan.memory["parameters"]  # gradients are as large
     sent = dense if pipeline.plan.exchange_bytes is None else pipeline.plan.exchange_bytes
     return Result(setting, accuracy, steps * sent, steps * dense, time.perf_counter() - start)
 

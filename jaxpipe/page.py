@@ -206,7 +206,7 @@ def _methods(contents: Contents) -> Table:
         table.add_row("swaps to the host's memory", plan.host.refused or text)
     text = "gradients are exchanged whole" if plan.replicas > 1 else "one replica: nothing is exchanged"
     if plan.exchange_bytes is not None:
-        dense = plan.memory.get("gradients", 0)
+        dense = plan.memory.get("parameters", 0)  # gradients are as large
         text = f"{bytes_text(plan.exchange_bytes)} of {bytes_text(dense)} sent in a step"
     table.add_row("block-sparse exchange", text)
     text = "first cuts kept"

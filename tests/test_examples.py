@@ -95,8 +95,8 @@ def test_with_all_blocks_sent_all_methods_make_the_step_of_plain_training():
     pipeline = plan(int(options.shares[0] * plan(None).plan.predicted_bytes))
     pipeline.memory_report()  # may plan again
     used = {method for method, text in example["methods"](pipeline).items() if text}
-    # To choose all blocks takes other memory than to choose some: swaps are not needed in every version.
-    assert used >= {"encoded feature maps", "placement on unequal devices", "recomputation", "balance"}
+    # To choose all blocks takes other memory than to choose some: neither swaps nor other cuts are always needed.
+    assert used >= {"encoded feature maps", "placement on unequal devices", "recomputation"}
     data, _ = example["load"](0)
     batch = {name: x[: options.batch_size] for name, x in data.items()}
     before = pipeline.init(jax.random.key(0))

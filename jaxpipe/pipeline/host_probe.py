@@ -117,8 +117,7 @@ def trace_probe(devices: Sequence[Any]) -> Any:
             arena = lax.dynamic_update_slice(arena, new, (there, jnp.int32(0)))
             kept = lax.dynamic_slice(arena, (here, jnp.int32(0)), (STASH_PAGES, PAGE))
             fine = jnp.all(kept == stash(stage, used)) | (used < 0)
-            after = jnp.where(used < -1, fine.astype(jnp.int32), 0)
-            return swap(found, arena, host, STAGE, columns, after), fine
+            return swap(found, arena, host, STAGE, columns, used < -1, fine), fine
 
         own = [jnp.asarray(table)[stage] for table in tables]
         rows = own, swap_columns(found, schedule.num_stages, len(schedule.ticks), stage)

@@ -56,7 +56,9 @@ def swap_columns(found: Transport, num_stages: int, num_ticks: int, stage: Any) 
     return list(jnp.asarray(table)[:, stage])
 
 
-def swap(found: Transport, arena: Any, host: Any, axis: str, columns: Sequence[Any], after: Any) -> tuple[Any, Any]:
+def swap(
+    found: Transport, arena: Any, host: Any, axis: str, columns: Sequence[Any], never: Any, after: Any
+) -> tuple[Any, Any]:
     """Both arenas after each device has handed slices to its peers and its host, and taken in what came from them.
 
     Args:
@@ -65,10 +67,16 @@ def swap(found: Transport, arena: Any, host: Any, axis: str, columns: Sequence[A
       host: ``[pages, words]``, in the host's memory; None if nothing goes there.
       axis: of the mesh.
       columns: this tick's entries of ``swap_columns``.
-      after: a zero that is known when the arena has been read.
+      never: false, which XLA does not know.
+      after: a number that is known when the arena has been read.
     """
     sent, landed, sizes, there, back = columns
     words = arena.shape[1]
+
+    def zero(numbers: Sequence[Any]) -> Any:
+        """A zero that is known when some numbers are."""
+        return jnp.where(never, sum(lax.convert_element_type(x, jnp.int32) for x in numbers), 0)
+
     for portion in range(PORTIONS):
         arrived = []
         for k, one in enumerate(found.rounds):
@@ -86,8 +94,10 @@ def swap(found: Transport, arena: Any, host: Any, axis: str, columns: Sequence[A
                     message = lax.dynamic_slice(host, (back[k] + first, jnp.int32(0)), (pages, words))
                     message = jax.device_put(message, jax.memory.Space.Device)
                 arrived.append((k, first, message))
+        # XLA copies the arena unless it sees that all is read before anything is written over it.
+        read = zero([after, *(message[0, 0] for _, _, message in arrived)])
         for k, first, message in arrived:
-            start = (landed[k] + after + first, jnp.int32(0))
+            start = (landed[k] + read + first, jnp.int32(0))
             old = lax.dynamic_slice(arena, start, message.shape)
             written = jnp.arange(first, first + len(message), dtype=jnp.int32)[:, None] < sizes[k]
             arena = lax.dynamic_update_slice(arena, jnp.where(written, message, old), start)

@@ -183,10 +183,8 @@ def run_ticks(
             inbox = hand_on(program, message, inbox, row.forward_landed, direct=there.direct, back=False)
         back_inbox = hand_on(program, cotangents, back_inbox, row.backward_landed, direct=back.direct, back=True)
         if program.transport is not None and window:
-            # XLA copies the arena unless it sees that the stash is read before anything is written over it.
-            over = row.backward.microbatch < -1
-            after = jnp.where(over, lax.convert_element_type(cotangents[:1].sum(), jnp.int32), 0)
-            arena, host = swap(program.transport, arena, host, STAGE, row.swaps, after)
+            never, after = row.backward.microbatch < -1, cotangents[:1].sum()
+            arena, host = swap(program.transport, arena, host, STAGE, row.swaps, never, after)
         return Carry(arena, host, inbox, back_inbox, state, gradients, results, weights), None
 
     rows = program.teams.most_turns

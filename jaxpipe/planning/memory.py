@@ -23,8 +23,9 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     """Bytes on each device, by component.
 
     One program runs everywhere, so every component is the largest over the stages. ``transport`` is where messages
-    and slices wait. ``working`` is what is needed besides while a stage computes or devices send, or while replicas exchange
-    gradients or the optimizer writes new parameters and state, at a time when the arena is free again.
+    and slices wait. ``working`` is what is needed besides while a stage computes or devices send, or while replicas
+    exchange gradients or the optimizer writes new parameters and state, at a time when the arena is free again.
+    Gradients of a single micro-batch are not added up, and count as working memory.
 
     Args:
       program: the training program.
@@ -58,7 +59,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     sending = 2 * 4 * sum(program.message_words)
     updating = max(updating_bytes(program.parameters, update, s) for s in range(program.num_devices))
     if not _adds_up(program):
-        updating += parameters
+        updating, exchanging = updating + parameters, exchanging + parameters
     if program.schedule.versions is not None:
         # Weights are copied out of their slot, and updated while stashes wait.
         held["versions"] = weight_slots(program.schedule).count * parameters

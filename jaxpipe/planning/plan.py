@@ -247,7 +247,7 @@ class Plan:
         if self.host is not None:
             table.caption += f"\n{_host_text(self.host)}"
         if self.exchange_bytes is not None:
-            dense = bytes_text(self.memory.get("gradients", 0))
+            dense = bytes_text(self.memory.get("parameters", 0))  # gradients are as large
             table.caption += f"\nblock-sparse exchange: {bytes_text(self.exchange_bytes)} of {dense} sent in a step"
         if self.staleness:
             behind = ", ".join(map(str, self.staleness))

@@ -20,7 +20,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import ColouredUpdate, run_update
 from jaxpipe.pipeline.program import DATA, Program, over_stages
-from jaxpipe.schedules.weights import weight_slots
+from jaxpipe.schedules.weights import WeightSlots, weight_slots
 
 
 class Weights(NamedTuple):
@@ -64,22 +64,26 @@ class Live:
     optimizer: Sequence[Any]
     shared: Sequence[Any]
 
+    @functools.cached_property
+    def slots(self) -> WeightSlots:
+        """Where each version of the weights is."""
+        return weight_slots(self.program.schedule)
+
     def begin(self, parameters: Sequence[Any]) -> Weights:
         """The first version is in the first slot."""
-        count = weight_slots(self.program.schedule).count
-        slots = [jnp.zeros((count, *x.shape), x.dtype).at[0].set(x) for x in parameters]
+        slots = [jnp.zeros((self.slots.count, *x.shape), x.dtype).at[0].set(x) for x in parameters]
         return Weights(slots, list(self.optimizer), list(self.shared), jnp.float32(0))
 
     def rows(self) -> WeightRow:
         """``[devices, ticks]``"""
-        slots = weight_slots(self.program.schedule)
+        slots = self.slots
         return WeightRow(
             *(np.asarray(x, np.int32) for x in (slots.forward, slots.backward, slots.newest, slots.updated))
         )
 
     def end(self, weights: Weights, stage: Any) -> list[Any]:
         """The newest parameters, after the last tick."""
-        last = jnp.asarray(weight_slots(self.program.schedule).last, jnp.int32)[stage]
+        last = jnp.asarray(self.slots.last, jnp.int32)[stage]
         return version(weights, last)
 
     def update(

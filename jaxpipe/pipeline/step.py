@@ -149,12 +149,8 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             state.skipped,
             state.plan,
         )
-        overflows = lax.psum(totals.overflows, (STAGE, DATA) if program.replicated else (STAGE,))
-        counters = {"gradient_norm": _norm(program, gradients), "overflows": overflows, **told}
-        if update.on_nonfinite is not None:
-            skip = update.on_nonfinite == "skip"
-            new, noticed = guard(state, new, loss, own, program, skip)
-            counters |= noticed
+        counters = {"gradient_norm": _norm(program, gradients), **told}
+        new, counters = _finish(program, update, totals, state, new, loss, own, counters)
         return new, loss, counters, metrics
 
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
@@ -202,16 +198,30 @@ def _live_step(mesh: Mesh, program: Program, update: Update, batching: Batching,
         )
         updates = program.schedule.num_microbatches // program.schedule.group
         squares = _in_order(weights.squares, (STAGE,)) / updates
-        overflows = lax.psum(totals.overflows, (STAGE, DATA) if program.replicated else (STAGE,))
-        counters = {"gradient_norm": jnp.sqrt(squares), "overflows": overflows}
-        if update.on_nonfinite is not None:
-            skip = update.on_nonfinite == "skip"
-            seen = [weights.squares]
-            new, noticed = guard(state, new, loss, seen, program, skip)
-            counters |= noticed
+        counters = {"gradient_norm": jnp.sqrt(squares)}
+        # A gradient that is not finite leaves a sum of squares that is not.
+        new, counters = _finish(program, update, totals, state, new, loss, [weights.squares], counters)
         return new, loss, counters, metrics
 
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
+
+
+def _finish(
+    program: Program,
+    update: Update,
+    totals: Totals,
+    old: TrainState,
+    new: TrainState,
+    loss: Any,
+    gradients: Sequence[Any],
+    counters: dict[str, Any],
+) -> tuple[TrainState, dict[str, Any]]:
+    """What every training step ends with: the guard, if one was asked for, and what it and the stashes count."""
+    overflows = lax.psum(totals.overflows, (STAGE, DATA) if program.replicated else (STAGE,))
+    noticed: dict[str, Any] = {}
+    if update.on_nonfinite is not None:
+        new, noticed = guard(old, new, loss, gradients, program, update.on_nonfinite == "skip")
+    return new, {**counters, "overflows": overflows, **noticed}
 
 
 def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:

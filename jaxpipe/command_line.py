@@ -1,6 +1,7 @@
 """The command ``jaxpipe``: plan, profile and report from a shell, on any machine.
 
     jaxpipe plan my_model:task --devices 4 --memory 8GiB
+    jaxpipe plan my_model:task --devices 4 --replicate 3 1 --unroll-scans True
     jaxpipe report my_model:task --devices 4 --output report.html
     jaxpipe profile my_model:task --device H100 --output profile.json
     jaxpipe convert-profile graph.txt --output profile.json
@@ -50,10 +51,13 @@ class Job:
       devices: how many there are; left out, as many as the network has.
       network: JSON file with the links between them.
       replicas: copies of the pipeline; the devices are shared among them.
+      replicate: devices of each stage: one number for all, or one for each stage, as in 3 1; True, as the planner finds
+        best.
       memory: most bytes on a device, such as 8GiB.
       host_memory: most bytes of its host's memory that each device may keep stashes in.
       num_microbatches: of each replica; left out, enough for a small bubble.
       schedule: name of a schedule, such as one_f_one_b or zero_bubble.
+      unroll_scans: layers of a scan that stay together, where stages may be cut between the others; True, one each.
       profile: JSON file with the cost of each operator; left out, it is estimated.
       device: kind of device to estimate for, such as H100; left out, a CPU core.
     """
@@ -62,10 +66,12 @@ class Job:
     devices: int | None = None
     network: Path | None = None
     replicas: int = 1
+    replicate: bool | int | tuple[int, ...] = False
     memory: str | None = None
     host_memory: str | None = None
     num_microbatches: int | None = None
     schedule: str = "auto"
+    unroll_scans: bool | int = False
     profile: Path | None = None
     device: str | None = None
 
@@ -103,6 +109,7 @@ class ProfileCommand:
       source: measured runs the operators on this machine's first device, analytic estimates them from peak rates.
       device: kind of device to estimate for, such as H100.
       num_microbatches: into how many the batch is cut, those of all replicas counted.
+      unroll_scans: as for plan.
       output: file; left out, standard output.
     """
 
@@ -110,6 +117,7 @@ class ProfileCommand:
     source: Literal["analytic", "measured"] = "analytic"
     device: str | None = None
     num_microbatches: int = 1
+    unroll_scans: bool | int = False
     output: Path | None = None
 
 
@@ -160,7 +168,7 @@ def run(command: Any) -> None:
         if command.source == "analytic":
             simulate_devices(1)
         model, batch, loss, _ = load(command.model)
-        options = {"source": command.source, "device": command.device, "num_microbatches": command.num_microbatches}
+        options = {name: getattr(command, name) for name in ("source", "device", "num_microbatches", "unroll_scans")}
         _write(profile_model(model, batch, loss=loss, **options).to_json(), command.output)
     else:
         _write(Profile.from_pipedream(command.graph).to_json(), command.output)
@@ -180,11 +188,16 @@ def planned(job: Job) -> Pipeline:
         raise UsageError(f"--devices is {job.devices}{known}; pass --devices, or a file with --network.")
     if job.replicas < 1 or count % job.replicas:
         raise UsageError(f"--replicas {job.replicas} does not divide {count} devices.")
+    if job.replicas > 1 and job.replicate is not False:
+        raise UsageError(
+            f"--replicas {job.replicas} copies the whole pipeline, --replicate gives its stages several devices; there "
+            "can be one of the two."
+        )
     if job.profile is not None and job.device is not None:
         raise UsageError("--profile has the costs of operators, so there is nothing to estimate for --device.")
-    mesh = jax.make_mesh(
-        (job.replicas, count // job.replicas), ("data", "stage"), devices=simulate_devices(count)[:count]
-    )
+    axes = {"data": job.replicas} if job.replicas > 1 else {}
+    axes["stage"] = count // job.replicas
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=simulate_devices(count)[:count])
     model, batch, loss, optimizer = load(job.model)
     host_memory = None if job.host_memory is None else HostMemory(job.host_memory, on_paper=True)
 
@@ -201,6 +214,8 @@ def planned(job: Job) -> Pipeline:
             schedule=job.schedule,
             profile=profile,
             network=network,
+            replicate=job.replicate,
+            unroll_scans=job.unroll_scans,
         )
 
     if job.profile is not None:
@@ -209,7 +224,7 @@ def planned(job: Job) -> Pipeline:
         return plan("analytic", job.num_microbatches)
     number = job.num_microbatches or plan("analytic", None).plan.num_microbatches
     every = number * job.replicas
-    options = {"source": "analytic", "device": job.device, "num_microbatches": every}
+    options = {"source": "analytic", "device": job.device, "num_microbatches": every, "unroll_scans": job.unroll_scans}
     return plan(profile_model(model, batch, loss=loss, **options), number)
 
 

@@ -30,6 +30,12 @@ def loss(model, batch):
 def task():
     return Net(), jax.ShapeDtypeStruct((32, 16), jnp.float32), loss, optax.sgd(0.1)
 
+def layers(w, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+def scanned():
+    return jax.tree_util.Partial(layers, jnp.ones((4, 16, 16))), *task()[1:]
+
 def three():
     return 1, 2, 3
 """
@@ -71,6 +77,36 @@ def test_plan_takes_a_network_and_a_kind_of_device(folder, capsys):
     assert plan.stages[0].forward_seconds < 1e-8
 
 
+@pytest.mark.parametrize(("replicate", "widths"), [("3 1", (3, 1)), ("2", (2, 2)), ("False", (1, 1, 1, 1))])
+def test_plan_gives_stages_several_devices(folder, capsys, replicate, widths):
+    arguments = f"plan command_line_task:task --devices 4 --replicate {replicate} --output plan.json"
+    assert main(arguments.split()) == 0
+    plan = jaxpipe.Plan.from_json((folder / "plan.json").read_text())
+    assert tuple(len(stage.devices) for stage in plan.stages) == widths
+
+
+def test_the_planner_may_choose_how_many_devices_a_stage_has(folder, capsys):
+    arguments = "plan command_line_task:task --devices 4 --replicate True --output plan.json"
+    assert main(arguments.split()) == 0
+    plan = jaxpipe.Plan.from_json((folder / "plan.json").read_text())
+    assert sum(len(stage.devices) for stage in plan.stages) == 4
+
+
+@pytest.mark.parametrize(("rows", "layers"), [("True", 4), ("2", 2)])
+def test_scans_are_cut_between_their_layers(folder, capsys, rows, layers):
+    """Each stage has as many layers as stay together at least, so that there are so many stages at most."""
+    arguments = f"command_line_task:scanned --unroll-scans {rows} --num-microbatches 4"
+    assert main(f"profile {arguments} --output profile.json".split()) == 0
+    assert main(f"plan {arguments} --devices {layers} --profile profile.json --output plan.json".split()) == 0
+    plan = jaxpipe.Plan.from_json((folder / "plan.json").read_text())
+    assert [stage.parameter_bytes for stage in plan.stages] == [4 // layers * 16 * 16 * 4] * layers
+    assert main(f"plan {arguments} --devices {layers} --device H100 --output plan.json".split()) == 0
+    assert (
+        jaxpipe.Plan.from_json((folder / "plan.json").read_text()).stages[-1].operators[1]
+        == plan.stages[-1].operators[1]
+    )
+
+
 def test_profile_is_what_profile_model_gives(folder, capsys):
     assert main(["profile", "command_line_task:task", "--device", "V100", "--num-microbatches", "2"]) == 0
     profile = jaxpipe.Profile.from_json(capsys.readouterr().out)
@@ -106,6 +142,9 @@ def test_published_profiles_are_converted(folder, capsys):
         ("plan no_such_module:task --devices 2", 2, "'no_such_module' .* cannot be imported"),
         ("plan command_line_task --devices 2", 2, "is not module:function"),
         ("plan command_line_task:task --devices 99", 2, "99 devices are needed"),
+        ("plan command_line_task:task --devices 4 --replicas 2 --replicate 2", 2, "there can be one of the two"),
+        ("plan command_line_task:task --devices 4 --replicate 3 2", 1, r"replicate=\(3, 2\).*add up to the 4 device"),
+        ("plan command_line_task:task --devices 2 --unroll-scans True", 1, "no scan over stacked parameters"),
         ("plan command_line_task:task --devices 2 --memory 1KiB", 1, "smallest budget"),
         ("plan command_line_task:task --devices 2 --schedule fast", 1, "schedule='fast'"),
         ("plan command_line_task:task --network missing.json", 1, "No such file"),

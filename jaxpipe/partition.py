@@ -127,6 +127,7 @@ def partition(
       NetworkError: if the network has another number of devices than the mesh.
       PartitionError: if the mesh, the loss, the optimizer or the number of stages does not fit, or the host's memory
         cannot be used.
+      ScheduleError: if the schedule is not valid, or there is none of this size.
       ModelError: if the model is none of the above.
       BatchError: if the batch cannot be cut into micro-batches.
       MemoryBudgetError: if no plan within ``memory`` is found; it tells the smallest budget that is.
@@ -215,11 +216,11 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
 
     ways = (request.replicate,) if request.replicate is not True else (False, True)
     drafts: list[Draft] = []
-    errors: list[checks.PartitionError] = []
+    errors: list[checks.PartitionError | checks.ScheduleError] = []
     for replicate in ways:
         try:
             drafts += _drafts(request, traced, replicate)
-        except checks.PartitionError as error:  # another way will do
+        except (checks.PartitionError, checks.ScheduleError) as error:  # another way will do
             errors.append(error)
     if not drafts:
         raise errors[0]

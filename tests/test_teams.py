@@ -23,8 +23,9 @@ from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
 
 import jaxpipe
 from jaxpipe import Network
-from jaxpipe.errors import PartitionError
+from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.planning import partition_layers
+from jaxpipe.schedules import one_f_one_b
 from jaxpipe.schedules.teams import Teams
 
 
@@ -394,13 +395,18 @@ def layers(widths, m=12, rows=24, **options):
     return jaxpipe.partition(CHAIN, mesh, batch, num_microbatches=m, replicate=widths, **options)
 
 
+@functools.cache
+def one_costly_layer():
+    """A profile in which the first layer costs as much as all others together."""
+    even = layers(False).profile
+    first = min(k for k, name in enumerate(even.names) if "dot_general" in name)
+    seconds = tuple(7.0 if k == first else 1.0 if "dot_general" in name else 0.0 for k, name in enumerate(even.names))
+    return dataclasses.replace(even, forward_seconds=seconds, backward_seconds=seconds)
+
+
 def test_the_planner_chooses_teams_where_stages_cannot_be_balanced():
     """One layer costs as much as all others together: two devices for it, or three."""
-    even = layers(False)
-    names = even.profile.names
-    first = min(k for k, name in enumerate(names) if "dot_general" in name)
-    seconds = tuple(7.0 if k == first else 1.0 if "dot_general" in name else 0.0 for k, name in enumerate(names))
-    profile = dataclasses.replace(even.profile, forward_seconds=seconds, backward_seconds=seconds)
+    profile = one_costly_layer()
     single = layers(False, profile=profile)
     chosen = layers(True, profile=profile)
     assert chosen.plan.step_seconds < single.plan.step_seconds
@@ -445,6 +451,14 @@ def test_widths_on_paper():
         ((3, 1), {"schedule": "interleaved"}, r"interleaved-2, which has several stages on a device; with .* 3 \+ 1"),
         ((3, 1), {"schedule": "pipedream"}, "gave pipedream, which changes weights on the way"),
         ((3, 1), {"gradient_exchange": jaxpipe.gradients.block_sparse(k=1)}, "between the replicas of a whole"),
+        (
+            (3, 1),
+            {"schedule": lambda p, m: one_f_one_b(p, 12)},
+            r"num_microbatches=4\) gave 1f1b for 2 stages and 12 micro-batches\. Pass num_microbatches=36, or another "
+            r"table\. With stages on 3 \+ 1 devices \(replicate=\) a micro-batch of a schedule is a deal of 3, .* so "
+            "num_microbatches=12 are 4 for it",
+        ),
+        ((3, 1), {"schedule": lambda p, m: one_f_one_b(4, m)}, r"Pass replicate= for 4 stages, or .* a deal of 3"),
         ((1, 1, 2), {"rows": 1, "m": 1}, None),
     ],
 )
@@ -457,6 +471,19 @@ def test_what_does_not_fit_is_refused_before_anything_is_traced(replicate, optio
         return
     with pytest.raises(PartitionError, match=message):
         layers(replicate, loss=loss, **options)
+
+
+def test_a_schedule_that_does_not_exist_for_so_many_deals_tells_of_deals():
+    """``interleaved`` wants a multiple of the stages: 3 deals are none, though 8 micro-batches are."""
+    with pytest.raises(ScheduleError, match=r"num_microbatches=3, .* is a deal of 3, .* num_microbatches=8 are 3 for"):
+        layers((3, 1), m=8, schedule="interleaved")
+
+
+def test_the_planner_goes_on_with_one_device_each_where_a_schedule_is_not_for_teams():
+    profile = one_costly_layer()
+    assert len(layers(True, m=8, profile=profile).plan.stages) < 4
+    plan = layers(True, m=8, profile=profile, schedule="interleaved").plan
+    assert (plan.schedule, plan.teams.single) == ("interleaved-2", True)
 
 
 def test_teams_beside_a_data_axis_are_refused():

@@ -161,17 +161,20 @@ def schedule_makers(schedule: Any) -> tuple[ScheduleMaker, ...]:
     return (cast(ScheduleMaker, schedule),)
 
 
-def make_schedules(makers: Sequence[ScheduleMaker], num_stages: int, num_microbatches: int) -> list[Schedule]:
+def make_schedules(
+    makers: Sequence[ScheduleMaker], num_stages: int, num_microbatches: int, teams: Teams | None = None
+) -> list[Schedule]:
     """Tables of some size, those left out that there are not for this size; one at least.
 
     Raises:
       PartitionError, ScheduleError: if the first is none, or not valid.
     """
     first, *others = makers
-    found = [check_schedule(first(num_stages, num_microbatches), num_stages, num_microbatches)]
+    size = num_stages, num_microbatches
+    found = [check_schedule(first(*size), *size, teams)]
     for maker in others if num_stages > 1 else ():
         with contextlib.suppress(ScheduleError):
-            found.append(check_schedule(maker(num_stages, num_microbatches), num_stages, num_microbatches))
+            found.append(check_schedule(maker(*size), *size, teams))
     return found
 
 
@@ -195,20 +198,33 @@ def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_micro
     Raises:
       PartitionError, ScheduleError: if there is none that they can run.
     """
-    found = make_schedules(makers, len(teams.widths), teams.deals(num_microbatches))
+    widths, deals = " + ".join(map(str, teams.widths)), teams.deals(num_microbatches)
+    try:
+        found = make_schedules(makers, len(teams.widths), deals, teams)
+    except (PartitionError, ScheduleError) as error:
+        raise type(error)(
+            f"{error} With stages on {widths} devices (replicate=) a micro-batch of a schedule is a deal of "
+            f"{teams.deal}, the least common multiple of these numbers; so num_microbatches={num_microbatches} are "
+            f"{deals} for it."
+        ) from None
     runs = [schedule for schedule in found if schedule.num_chunks == 1 and schedule.versions is None]
     if not runs:
         how = "changes weights on the way" if found[0].versions is not None else "has several stages on a device"
         raise PartitionError(
-            f"schedule= gave {found[0].name}, which {how}; with stages on {' + '.join(map(str, teams.widths))} devices "
-            "(replicate=) a schedule must have one stage for each of them, and update at the end of a step. Use "
-            "'auto', 'one_f_one_b', 'gpipe' or 'zero_bubble'."
+            f"schedule= gave {found[0].name}, which {how}; with stages on {widths} devices (replicate=) a schedule "
+            "must have one stage for each of them, and update at the end of a step. Use 'auto', 'one_f_one_b', "
+            "'gpipe' or 'zero_bubble'."
         )
     return runs
 
 
-def check_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Schedule:
+def check_schedule(schedule: Any, num_stages: int, num_microbatches: int, teams: Teams | None = None) -> Schedule:
     """What ``schedule(num_stages, num_microbatches)`` has given, if it is a valid table of this size.
+
+    Args:
+      schedule: what was given.
+      num_stages, num_microbatches: the size that was asked for.
+      teams: the devices of the stages, where they have several; a micro-batch of the table is then a deal.
 
     Raises:
       PartitionError: if it is not a table, or one of another size.
@@ -221,10 +237,15 @@ def check_schedule(schedule: Any, num_stages: int, num_microbatches: int) -> Sch
         )
     found = schedule.num_stages, schedule.num_microbatches
     if found != (num_stages, num_microbatches):
+        if teams is None:
+            fix = f"num_microbatches={found[1]} and a mesh with {found[0]} stages"
+        elif found[0] == num_stages:
+            fix = f"num_microbatches={found[1] * teams.deal}"
+        else:
+            fix = f"replicate= for {found[0]} stages"
         raise PartitionError(
             f"schedule(num_stages={num_stages}, num_microbatches={num_microbatches}) gave {schedule.name} for "
-            f"{found[0]} stages and {found[1]} micro-batches. Pass num_microbatches={found[1]} and a mesh with "
-            f"{found[0]} stages, or another table."
+            f"{found[0]} stages and {found[1]} micro-batches. Pass {fix}, or another table."
         )
     schedule.validate()
     if not schedule.has_backward:

@@ -7,6 +7,7 @@ import pytest
 
 import jaxpipe
 from examples import models as zoo
+from jaxpipe.planning.liveness import peak_bytes
 
 
 def pipeline_of(model, batch, loss, stages, m):
@@ -83,3 +84,37 @@ def test_parameters_are_not_copied_in_the_loop():
     parameters = large.plan.memory["parameters"] - small.plan.memory["parameters"]
     activations = 6 * 8 * 512 * 4  # 8 rows of 512 more features, kept, sent, and worked on
     assert grown <= 4 * parameters + activations
+
+
+@pytest.mark.core
+def test_what_only_has_effects_has_no_bytes():
+    def function(x):
+        jax.debug.callback(lambda _: None, x.sum())
+        return 2 * x
+
+    assert 4096 <= peak_bytes(function, jax.ShapeDtypeStruct((1024,), jnp.float32)) <= 4096 + 4
+
+
+def test_a_loss_may_look_at_itself():
+    """``jax.debug.print`` and the like, in each stage once for each micro-batch, and not again in the backward pass."""
+    seen = {"hidden": [], "loss": []}
+
+    def apply(weights, x):
+        x = jnp.tanh(x @ weights[0])
+        jax.debug.callback(lambda value: seen["hidden"].append(float(value)), x.max())
+        return x @ weights[1]
+
+    def loss(model, x):
+        value = model(x).sum()
+        jax.debug.callback(lambda value: seen["loss"].append(float(value)), value)
+        return value
+
+    model = jax.tree_util.Partial(apply, [jnp.eye(8), jnp.full((8, 1), 0.5)])
+    batch = jnp.arange(32.0).reshape(4, 8) / 32
+    pipeline = pipeline_of(model, batch, loss, 2, 4)
+    pipeline.step(pipeline.init(jax.random.key(0)), batch)
+    jax.effects_barrier()
+    rows = jnp.tanh(batch)
+    # Devices do not wait for each other; float32 sums of eight numbers in another order.
+    assert sorted(seen["hidden"]) == pytest.approx(sorted(rows.max(1).tolist()))
+    assert sorted(seen["loss"]) == pytest.approx(sorted((rows.sum(1) / 2).tolist()))

@@ -149,7 +149,7 @@ class _Written:
                     self._root[out] = self._root.get(source, source)
         readers: dict[int, list[Operator]] = {}
         self.tensors = {self.resolve(t) for t in (*graph.outputs, *donated)}
-        operators = [op for op in graph.operators if op.outputs[0] not in self._root]
+        operators = [op for op in graph.operators if self._root.keys().isdisjoint(op.outputs)]
         for op in operators:
             for t in {self.resolve(t) for t in op.inputs}:
                 readers.setdefault(t, []).append(op)

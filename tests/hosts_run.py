@@ -33,6 +33,7 @@ CASES = {
     ),
     "skip": (((4,), ("stage",)), {"on_nonfinite": "skip", "schedule": "zero_bubble"}),
     "pipedream": (((4,), ("stage",)), {"schedule": "pipedream", "optimizer": optax.sgd(0.01, momentum=0.9)}),
+    "unrolled": (((4,), ("stage",)), {"unroll_scans": True}),
 }
 
 
@@ -44,6 +45,31 @@ class Net(nn.Module):
         x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(nn.Dense(24)(x))
         x = nn.Dropout(0.1, deterministic=not train)(nn.relu(x))
         return nn.Dense(4)(nn.tanh(nn.Dense(24)(nn.tanh(nn.Dense(24)(x)))))
+
+
+class Layer(nn.Module):
+    """One of several that are alike."""
+
+    train: bool
+
+    @nn.compact
+    def __call__(self, x, _):
+        y = nn.BatchNorm(use_running_average=not self.train, momentum=0.9)(nn.Dense(24)(x))
+        return x + nn.Dropout(0.1, deterministic=not self.train)(nn.tanh(y)), None
+
+
+class Scanned(nn.Module):
+    """Layers that are one scan."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        own = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True, "dropout": True}}
+        x, _ = nn.scan(Layer, length=4, **own)(train)(nn.Dense(24)(x), None)
+        return nn.Dense(4)(x)
+
+
+#: Models of the cases that have another one.
+MODELS = {"unrolled": Scanned}
 
 
 def loss(model, batch):
@@ -71,7 +97,7 @@ def make_pipeline(case: str, **changed) -> jaxpipe.Pipeline:
     count = int(np.prod(shape))
     options = {"optimizer": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)), **options, **changed}
     return jaxpipe.partition(
-        Net(),
+        MODELS.get(case, Net)(),
         Mesh(np.array(jax.devices()[:count]).reshape(shape), axes),
         jax.eval_shape(lambda: draw(np.random.default_rng(0))),
         loss=loss,

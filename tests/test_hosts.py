@@ -119,7 +119,7 @@ def test_two_processes_give_the_bits_of_one(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_with_all_that_pipelines_do(tmp_path):
-    cases = ("stage", "data", "both", "budget", "sparse", "skip", "pipedream")
+    cases = ("stage", "data", "both", "budget", "sparse", "skip", "pipedream", "unrolled")
     launch(2, 2, "compare", tmp_path, 1, *cases)
     check_same(tmp_path, 2, cases)
 

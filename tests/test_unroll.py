@@ -162,6 +162,53 @@ def test_scans_train_in_stages(name, rows, schedule):
     check(name, 2, optax.sgd(0.1, momentum=0.9), unroll_scans=rows, schedule=schedule)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "widths"), [("residual", (2, 1)), ("stateful", (3, 1)), ("nnx", (1, 3))])
+def test_scans_train_in_stages_on_several_devices(name, widths):
+    check(name, sum(widths), optax.sgd(0.1, momentum=0.9), replicate=widths)
+
+
+@functools.cache
+def wide() -> Case:
+    return linen(zoo.ScannedMLP(num_layers=LAYERS, width=32), images(32, rows=64), classifier())
+
+
+@pytest.mark.parametrize(("replicate", "widths"), [((2, 1), (2, 1)), (True, None)])
+def test_stages_on_several_devices_have_their_own_layers(replicate, widths):
+    pipeline = pipeline_of(wide(), 3, replicate=replicate)
+    assert widths in (None, pipeline.plan.teams.widths)
+    names, stages = (v.name for v in pipeline._planned.model.parameters), pipeline._planned.stages.parameters
+    home = {name: stage for name, stage in zip(names, stages, strict=True) if "Dense_0/kernel[" in name}
+    assert len(home) == LAYERS and len(set(home.values())) > 1
+    assert sum(len(stage.devices) for stage in pipeline.plan.stages) == 3
+
+
+def within_a_budget(share: float, **options) -> tuple[jaxpipe.Pipeline, int]:
+    """A pipeline that has so much of the bytes that it would take; and these."""
+    budget = int(share * pipeline_of(wide(), 3, **options).plan.predicted_bytes)
+    return pipeline_of(wide(), 3, memory=budget, **options), budget
+
+
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"replicate": (2, 1)}])
+def test_unrolled_scans_are_planned_within_a_budget(options):
+    small, budget = within_a_budget(0.95, **options)
+    assert small.plan.predicted_bytes <= budget and any(stage.added_seconds > 0 for stage in small.plan.stages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"replicate": (2, 1)}])
+def test_unrolled_scans_train_within_a_budget(options):
+    """What is computed again may be fused in another way."""
+    small, budget = within_a_budget(0.95, **options)
+    assert max(small.memory_report().compiled_bytes) <= budget
+    state = small.init(jax.random.key(3))
+    keys = jnp.stack([small.microbatch_key(state, j) for j in range(4)])
+    loss, gradient, _ = plain_gradients(wide(), *wide().start(jax.random.key(3)), keys, 1, 4)
+    (found, _), ours = small.value_and_grad(state, wide().batch)
+    assert float(found) == pytest.approx(float(loss), rel=FUSION)
+    assert relative_l2(arrays(ours), arrays(gradient)) < FUSION
+
+
 # Operator by operator
 
 STACK = {"w": jnp.linspace(-1, 1, 5 * 9).reshape(5, 3, 3), "b": jnp.linspace(-0.2, 0.3, 15).reshape(5, 3)}

@@ -14,6 +14,7 @@ from pipeline_models import CASES, entropy, images, plain_gradients
 
 import jaxpipe
 from examples import models as zoo
+from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline.words import POISON
 from jaxpipe.schedules import gpipe, one_f_one_b
 
@@ -379,3 +380,34 @@ def test_metrics_carry_gradient_norm_and_injected_learning_rate(key):
         assert float(metrics["learning_rate"]) == pytest.approx(float(schedule(step)))
         # Sums of squares buffer by buffer and then over stages, against leaf by leaf: float32 rounding.
         assert float(metrics["gradient_norm"]) == pytest.approx(float(optax.global_norm(gradient)), rel=1e-6)
+
+
+class Counting(nnx.Module):
+    """A count of calls in the first layer."""
+
+    def __init__(self, rngs):
+        self.first, self.last = nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
+        self.calls = nnx.BatchStat(jnp.float32(0))
+
+    def __call__(self, x):
+        self.calls.set_value(self.calls.get_value() + 1)
+        return self.last(jnp.tanh(self.first(x)))
+
+
+def counted(model, x):
+    before = model.calls.get_value()
+    return model(x).mean(), {"calls": before, "weight": model.first.kernel.get_value()}
+
+
+def test_metrics_may_be_variables_as_they_are(key):
+    """Of an early stage: a parameter, and state before a call, which is 0, 1, 2, 3 for four micro-batches."""
+    model, batch = Counting(nnx.Rngs(0)), jnp.ones((8, 3))
+    options = {"loss": counted, "evaluate": counted, "optimizer": optax.sgd(0.1), "profile": "analytic"}
+    pipeline = jaxpipe.partition(model, mesh_of(2, None), batch, num_microbatches=4, **options)
+    state = pipeline.init(key)
+    (_, metrics), _ = pipeline.value_and_grad(state, batch)
+    assert float(metrics["calls"]) == 1.5
+    assert_same_bits(np.asarray(metrics["weight"]), np.asarray(model.first.kernel.get_value()))
+    assert float(pipeline.evaluate(state, batch)["calls"]) == 1.5
+    with pytest.raises(PartitionError, match=r"on 2 devices .* what the loss returns depends on .*calls"):
+        jaxpipe.partition(model, mesh_of(2, None), batch, num_microbatches=4, replicate=2, **options)

@@ -84,12 +84,13 @@ def separate(objective: Objective, section: "Section", width: int, names: Mappin
             source.update(dict.fromkeys(op.outputs, read[0]))
     kept = [*section.leaving, *(objective.results[k] for k in section.results)]
     for t in kept:
-        if t in source and t not in old:
-            op = next(op for op in behind if t in op.outputs)
-            where = f" in {op.path}" if op.path else ""
+        if t in source:
+            op = next((op for op in behind if t in op.outputs), None)
+            where = f" in {op.path}" if op is not None and op.path else ""
+            what = "what the loss returns" if op is None else f"the output of {op.label}{where}"
             raise PartitionError(
-                f"A stage on {width} devices would share its micro-batches among them, but the output of "
-                f"{op.label}{where} depends on {names[source[t]]}, which every micro-batch changes: it would need what "
+                f"A stage on {width} devices would share its micro-batches among them, but {what} depends on "
+                f"{names[source[t]]}, which every micro-batch changes: it would need what "
                 "the micro-batch before it has left on another device. Only the new state may depend on the old one, "
                 "as with running statistics. Give this stage one device (replicate=)."
             )

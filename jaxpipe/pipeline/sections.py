@@ -148,6 +148,8 @@ def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement
     variables = {*objective.parameters, *objective.state}
     at_hand = {*objective.batch, objective.key}
     last = len(cuts) - 2
+    # A result may be a variable as it is: it is made where that lives.
+    home.update(zip((*objective.parameters, *objective.state), (*placement.parameters, *placement.state), strict=True))
     sections: list[Section] = []
     for s in range(len(cuts) - 1):
         parameters, state = placement.held_by(s)

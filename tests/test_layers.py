@@ -232,6 +232,41 @@ def test_best_of_all_plans_of_many(first):
         check_instance(seed)
 
 
+def repeating(seed, layers=12, size=9):
+    """A chain of equal layers between three operators in front and three behind; some operators cost nothing."""
+    r = np.random.default_rng(seed)
+    layer, sent = r.choice([0.0, 0.0, 1.0, 2.0, 5.0], size), r.choice([1.0, 2.0, 4.0], size)
+    seconds = [*map(float, r.integers(0, 4, 3)), *np.tile(layer, layers), *map(float, r.integers(0, 8, 3))]
+    count = len(seconds)
+    sizes = [4.0] * 3 + [*np.tile(sent, layers)] + [4.0, 4.0, 0.0]
+    names = [f"op{k}" for k in range(count)]
+    return Profile.chain(names, seconds, [2 * x for x in seconds], [1] * count, [1] * count, sizes)
+
+
+@pytest.mark.parametrize(("seed", "stages"), [(24, 5), (31, 5), (34, 5)])
+def test_layers_that_repeat_are_cut_into_stages_that_are_alike(seed, stages):
+    """The search alone finds a plan that is slower, or as fast with stages that are not alike."""
+    profile, network, m, size = repeating(seed), Network.uniform(stages, 2.0), 8, 9
+    options = {"num_microbatches": m, "num_stages": stages, "replicate": False, "reorder": False}
+    found = partition_layers(profile, network, **options)
+    plans, count = Plans(profile, network, num_microbatches=m), len(profile.names)
+
+    def price(cuts):
+        chain = [frozenset(range(c)) for c in (0, *cuts, count)]
+        return plans.price("synchronous", chain, tuple((d,) for d in range(stages)))
+
+    alike = {
+        cuts: price(cuts)
+        for length in range(size, count, size)
+        for first in range(3, count - 2)
+        if (cuts := tuple(range(first, first + length * (stages - 2) + 1, length)))[-1] <= count - 3
+    }
+    cuts = tuple(stage.operators.stop for stage in found.stages[:-1])
+    assert cuts in alike
+    assert found.bottleneck_seconds == pytest.approx(price(cuts), rel=1e-12)
+    assert price(cuts) == min(alike.values())
+
+
 # Published profiles, and what the published programme makes of them (times; splits are not unique).
 
 

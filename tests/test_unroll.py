@@ -168,6 +168,12 @@ def test_scans_train_in_stages_on_several_devices(name, widths):
     check(name, sum(widths), optax.sgd(0.1, momentum=0.9), replicate=widths)
 
 
+def test_inner_stages_are_alike():
+    case = linen(zoo.ScannedMLP(num_layers=8, width=32), images(32, rows=64), classifier())
+    _, one, two, _ = pipeline_of(case, 4)._planned.program.sections
+    assert [op.label for op in one.graph.operators] == [op.label for op in two.graph.operators]
+
+
 @functools.cache
 def wide() -> Case:
     return linen(zoo.ScannedMLP(num_layers=LAYERS, width=32), images(32, rows=64), classifier())

@@ -8,6 +8,7 @@ import numpy as np
 from jaxpipe.planning.assign import ROUNDING, Counts, Search
 from jaxpipe.planning.costs import Stages, Synchronous
 from jaxpipe.planning.cut_space import CutSpace
+from jaxpipe.planning.repeats import repeated_plans
 
 
 #: How much more than beside a stage a link counts, in further plans to begin with.
@@ -39,9 +40,9 @@ class Found:
 def shortest_step(search: Search, model: Synchronous, slack: float = 0.0) -> Found | None:
     """Stages with a short step; the shortest of all that the search covers, if branch and bound gets through.
 
-    Plans whose costliest stage or link is cheap are the seeds, links counting more or less; cuts are then moved one
-    by one while the step gets shorter; at last branch and bound either finds a better plan, shows that there is none,
-    or gives up.
+    Plans whose costliest stage or link is cheap are the seeds, links counting more or less, and plans whose stages are
+    alike; cuts are then moved one by one while the step gets shorter; at last branch and bound either finds a better
+    plan, shows that there is none, or gives up. Of plans that are as good, one whose stages are alike is taken.
     """
     least = search.least()
     if least == math.inf:
@@ -52,14 +53,21 @@ def shortest_step(search: Search, model: Synchronous, slack: float = 0.0) -> Fou
         seeds.append(weighted.lightest(weighted.least()))
     known = [stages for stages in dict.fromkeys(seeds) if stages]
     known = [(model.objective(search.space, stages), stages) for stages in known]
+    _, like = min(known, key=lambda found: found[0])
+    alike = [stages for stages in repeated_plans(search.space, like) if search.fits(stages)]
+    repeated = sorted((model.objective(search.space, stages), stages) for stages in alike)
+    known += repeated[:1]
     shifted = [shift_cuts(search, *found) for found in known]
     best = min(shifted, key=lambda found: found[0])
     tree = _BranchAndBound(search, model, best)
     proven = len(search.space.crossing) <= FEW_CUTS and tree.run()
     seconds, stages = tree.best
     bound = seconds if proven else step_bound(search, model, least)
-    for price, other in (*known, *shifted):
+    for price, other in (*known, *shifted, *repeated):
         if price <= tree.best[0] * (1 + slack) and sent(search.space, other) < sent(search.space, stages):
+            seconds, stages = price, other
+    for price, other in repeated:
+        if price <= seconds * ROUNDING and sent(search.space, other) <= sent(search.space, stages):
             seconds, stages = price, other
     return Found(seconds, stages, bound, tree.ties if proven else 1)
 

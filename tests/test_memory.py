@@ -95,6 +95,38 @@ def test_what_only_has_effects_has_no_bytes():
     assert 4096 <= peak_bytes(function, jax.ShapeDtypeStruct((1024,), jnp.float32)) <= 4096 + 4
 
 
+def results_first(x, a):
+    """A loop whose first result is made before its largest temporaries."""
+
+    def body(carry, _):
+        first, other = carry[0] @ a, carry[1] @ a
+        last = jnp.cos(other) @ a
+        return (first, (jnp.sin(last) @ other) @ last), None
+
+    return jax.lax.scan(body, (x, x), None, length=4)[0]
+
+
+def stacks(x, a):
+    """A loop that stacks something of each iteration."""
+
+    def body(carry, _):
+        made = carry @ a
+        other = jnp.sin(made) @ a
+        return (jnp.sin(jnp.cos(other) @ a) @ other) @ made, made
+
+    return jax.lax.scan(body, x, None, length=4)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("function", [results_first, stacks])
+def test_loops_need_their_results_to_the_end(function):
+    avals = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 2
+    found = jax.jit(function).lower(*avals).compile().memory_analysis()
+    reserved = found.temp_size_in_bytes + found.output_size_in_bytes
+    # XLA has counters and tuples besides.
+    assert peak_bytes(function, *avals) == pytest.approx(reserved, rel=1e-3)
+
+
 def test_a_loss_may_look_at_itself():
     """``jax.debug.print`` and the like, in each stage once for each micro-batch, and not again in the backward pass."""
     seen = {"hidden": [], "loss": []}

@@ -105,12 +105,18 @@ class _Lifetimes:
         for program in _compat.inner_programs(op.equation):
             own = _Lifetimes()
             results = own.run(read_graph(program))
+            for buffer in results:
+                if buffer is not None:
+                    buffer.end = own.clock
             inner.append((alive_bytes(own.buffers), own, results))
         if not inner:
             return None
         needed, own, results = max(inner, key=lambda found: found[0])
         if op.name != "cond":
-            self._new(max(0, needed - sum(buffer.bytes for buffer in results if buffer is not None)))
+            # What a loop carries is its result; what it stacks is made apart, and copied into a result.
+            pairs = zip(op.outputs, results, strict=False)
+            carried = [b.bytes for t, b in pairs if b is not None and b.bytes == _bytes(graph, t)]
+            self._new(max(0, needed - sum(carried)))
             return None
         # Other branches stand before this one in XLA's sequence, and write the same results.
         other = self.clock

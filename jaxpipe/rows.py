@@ -50,16 +50,16 @@ def scan_operands(op: Operator) -> tuple[int, int, list[int | None]]:
 
 
 class MixedRowsError(Exception):
-    """An operator that needs several rows at once.
+    """Something needs several rows at once.
 
     Attributes:
-      operator: which.
+      where: what does: an operator, or a result that is whole.
       sources: positions of the inputs whose rows they are.
     """
 
-    def __init__(self, operator: Operator, sources: frozenset[int]):
-        super().__init__(operator.label)
-        self.operator = operator
+    def __init__(self, where: str, sources: frozenset[int]):
+        super().__init__(where)
+        self.where = where
         self.sources = sources
 
 
@@ -251,7 +251,7 @@ class _Rows:
         """A tensor in one piece."""
         if t not in self.whole:
             if self.sources[t]:
-                raise MixedRowsError(op or self.graph.operators[-1], self.sources[t])
+                raise MixedRowsError("a result" if op is None else op.label, self.sources[t])
             (self.whole[t],) = self._call(lambda *xs: lax.concatenate(xs, 0), self.pieces[t], op)
         return self.whole[t]
 

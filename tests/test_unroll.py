@@ -272,6 +272,9 @@ def test_what_needs_several_layers_at_once_is_named():
     with pytest.raises(MixedRowsError, match="cumsum") as caught:
         split_rows(graph, Stacks(((0, 2, 5),)), Stacks((None,)))
     assert caught.value.sources == {0}
+    graph = trace(lambda w: [2 * w, jnp.float32(1) + lax.scan(lambda c, x: (c + x.sum(), None), 0.0, w)[0]], STACK["w"])
+    with pytest.raises(MixedRowsError, match="a result"):
+        split_rows(graph, Stacks(((0, 2, 5),)), Stacks((None, None)))
 
 
 # Optimizers

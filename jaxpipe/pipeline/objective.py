@@ -170,7 +170,7 @@ def _cut(graph: Graph, model: BoundModel, counts: Sequence[int], number: int, na
         names = [v.name for v in (*model.own.parameters, *model.own.state)]
         raise PartitionError(
             f"unroll_scans: {name} uses {', '.join(names[k] for k in sorted(error.sources))} as a whole "
-            f"({error.operator.label}), but its layers are cut apart, as the loss has them in a scan. Use it as "
+            f"({error.where}), but its layers are cut apart, as the loss has them in a scan. Use it as "
             "the loss does, or leave out unroll_scans."
         ) from None
 

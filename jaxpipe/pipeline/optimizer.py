@@ -147,7 +147,7 @@ def _cut(graph: Graph, own: BoundModel, parameters: Stacks, state: Stacks) -> Gr
         names = [v.name for v in own.parameters]
         mixed = sorted({names[k % len(names)] for k in error.sources if k < 2 * len(names)})
         raise PartitionError(
-            f"optimizer: {error.operator.label} combines layers of {', '.join(mixed) or 'a stacked parameter'}, which "
+            f"optimizer: {error.where} combines layers of {', '.join(mixed) or 'a stacked parameter'}, which "
             "unroll_scans puts into several stages. Use an optimizer that works element by element, or by norms and "
             "sums, or leave out unroll_scans."
         ) from None

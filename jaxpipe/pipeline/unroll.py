@@ -46,7 +46,7 @@ def unroll(model: BoundModel, objective: Objective, rows: int) -> BoundModel:
             return unstack(model, parameters, state)
         except MixedRowsError as error:
             whole = [variables[graph.inputs[k]] for k in sorted(error.sources)]
-            why = f" {', '.join(names[k] for k in whole)} is used as a whole, too ({error.operator.label})."
+            why = f" {', '.join(names[k] for k in whole)} is used as a whole, too ({error.where})."
             for k in whole:
                 del cut[k]
     raise PartitionError(

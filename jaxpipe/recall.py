@@ -7,6 +7,7 @@ stash and the parameters alone runs first. The steps can also run in groups, eac
 predicate is known at run time only. What is inside runs neither earlier nor together with what is outside.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -59,8 +60,8 @@ class Recall:
 
     def copy(self) -> "Recall":
         """The same, for steps behind a fence: what they recall is lost outside."""
-        other = object.__new__(Recall)
-        other.__dict__.update(self.__dict__, values=dict(self.values), _loaded={}, _given=dict(self._given))
+        other = copy.copy(self)
+        other.values, other._loaded = dict(self.values), {}
         return other
 
     def sources(self, step: Backward, known: Iterable[int]) -> tuple[list[Operator], list[int]]:

@@ -31,14 +31,17 @@ _FUSED_PIECES = 4
 def peak_bytes(function: Callable[..., Any], *avals: Any, donated: Any = ()) -> int:
     """Bytes reserved while a function runs; its arguments are not counted, its results are.
 
-    The last argument may be arrays over which the function writes results that are computed from them element by
-    element (sums, say); such results are not counted, and happen as soon as they can.
-
     A model of what XLA does: elementwise operators are fused into their readers, so that only some tensors are ever
     written to memory: results of products, convolutions, reductions and control flow, what those read (reductions
     and long concatenations only if others read it too), what is returned, and what is costly and read more than once.
     A written tensor lives from its operator to the last written tensor that is computed from it. The branches of a
     conditional are programs of their own, whose tensors live only inside, but for what they return.
+
+    Args:
+      function: is traced, not run.
+      avals: shapes of its arguments.
+      donated: shapes of its last argument, if it may write over it results that are computed from it element by
+        element (sums, say); such results are not counted, and happen as soon as they can.
     """
     leaves = jax.tree.leaves(donated)
     graph = read_graph(jax.make_jaxpr(function)(*avals, *([donated] if leaves else [])))

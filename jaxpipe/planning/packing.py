@@ -16,7 +16,13 @@ SMALL = 1e-3
 
 @dataclass(eq=False)
 class Buffer:
-    """Some bytes that are needed from one moment to another, both included; and at an earlier one, if there is one."""
+    """Some bytes that are needed for some time.
+
+    Attributes:
+      start, end: the first and the last moment, counted in operators.
+      bytes: how many.
+      before: an earlier moment at which they are needed, too; -1 for none.
+    """
 
     start: int
     end: int

@@ -109,7 +109,7 @@ class Teams:
         return self.first[stage] + microbatch % self.widths[stage]
 
     def turn(self, stage: int, microbatch: int) -> int:
-        """As the how many-th of its deal this device works on it."""
+        """How many micro-batches of the same deal its device works on before it."""
         return microbatch % self.deal // self.widths[stage]
 
     @cached_property

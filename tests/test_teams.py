@@ -57,6 +57,12 @@ def test_who_works_on_what():
     assert (teams.deals(12), teams.deals(13)) == (2, 3)
 
 
+@pytest.mark.parametrize("widths", [(), (2, 0), (-1, 3)])
+def test_every_stage_has_a_device(widths):
+    with pytest.raises(ScheduleError, match=r"Teams\(widths=.* at least 1"):
+        Teams(widths)
+
+
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
 @settings(deadline=None, max_examples=100)
 def test_every_message_arrives_once_at_who_works_on_it(widths):

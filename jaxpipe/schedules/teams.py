@@ -18,6 +18,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxpipe.errors import ScheduleError
+
 
 @dataclass(frozen=True)
 class Round:
@@ -46,6 +48,9 @@ class Teams:
     Attributes:
       widths: by stage. Where a device has several stages, by device, and all 1.
 
+    Raises:
+      ScheduleError: unless there is a stage, and every stage has a device.
+
     Example:
       >>> teams = Teams((3, 1))
       >>> teams.deal, teams.stage_of, [teams.device(0, j) for j in range(6)]
@@ -55,6 +60,13 @@ class Teams:
     """
 
     widths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.widths or min(self.widths) < 1:
+            raise ScheduleError(
+                f"Teams(widths={self.widths}): there must be a number of devices for each stage, at least 1, as in "
+                "Teams((3, 1))."
+            )
 
     @property
     def single(self) -> bool:

@@ -63,12 +63,14 @@ def shortest_step(search: Search, model: Synchronous, slack: float = 0.0) -> Fou
     proven = len(search.space.crossing) <= FEW_CUTS and tree.run()
     seconds, stages = tree.best
     bound = seconds if proven else step_bound(search, model, least)
+    space = search.space
     for price, other in (*known, *shifted, *repeated):
-        if price <= tree.best[0] * (1 + slack) and sent(search.space, other) < sent(search.space, stages):
+        if price <= tree.best[0] * (1 + slack) and sent(space, other) < sent(space, stages):
             seconds, stages = price, other
-    for price, other in repeated:
-        if price <= seconds * ROUNDING and sent(search.space, other) <= sent(search.space, stages):
-            seconds, stages = price, other
+    least_sent = sent(space, stages)
+    ties = [found for found in repeated if found[0] <= seconds * ROUNDING and sent(space, found[1]) <= least_sent]
+    if ties:
+        seconds, stages = min(ties, key=lambda found: sent(space, found[1]))
     return Found(seconds, stages, bound, tree.ties if proven else 1)
 
 

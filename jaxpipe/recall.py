@@ -4,7 +4,8 @@ XLA must neither decode nor recompute before the backward pass has come that far
 are two ways to keep it from that. What is loaded from the stash can be tied to the cotangents of the step that needs
 it. But XLA:CPU drops all barriers and then orders operators breadth-first, so that everything that follows from the
 stash and the parameters alone runs first. The steps can also run in groups, each behind a *fence*: a conditional whose
-predicate is known at run time only. What is inside runs neither earlier nor together with what is outside.
+predicate is known at run time only, and not before the fence before it is passed. What is inside runs neither earlier
+nor together with what is outside.
 """
 
 import copy

@@ -10,6 +10,8 @@ import pytest
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.network import Network
 from jaxpipe.planning import Partition, partition_layers
+from jaxpipe.planning.cut_space import cut_space
+from jaxpipe.planning.repeats import repeated_plans
 from jaxpipe.profile import Edge, Profile
 from jaxpipe.schedules import one_f_one_b, simulate
 
@@ -241,6 +243,20 @@ def repeating(seed, layers=12, size=9):
     sizes = [4.0] * 3 + [*np.tile(sent, layers)] + [4.0, 4.0, 0.0]
     names = [f"op{k}" for k in range(count)]
     return Profile.chain(names, seconds, [2 * x for x in seconds], [1] * count, [1] * count, sizes)
+
+
+def test_plans_whose_inner_stages_are_alike():
+    """``a b c b c b c d``: two stages of ``b c``, or of ``c b``; the best balanced first. None of three stages."""
+    seconds = [9, 1, 2, 1, 2, 1, 2, 9]
+    space = cut_space(Profile.chain("abcbcbcd", seconds, seconds, [4] * 8, [4] * 8, [1] * 8), reorder=False)
+    like = tuple((0, 0, (d,)) for d in (3, 1, 0, 2))
+    assert [[last for _, last, _ in plan] for plan in repeated_plans(space, like)] == [
+        [2, 4, 6, 8],
+        [1, 3, 5, 8],
+        [3, 5, 7, 8],
+    ]
+    assert all([devices for *_, devices in plan] == [(3,), (1,), (0,), (2,)] for plan in repeated_plans(space, like))
+    assert repeated_plans(space, like[:3]) == []
 
 
 @pytest.mark.parametrize(("seed", "stages"), [(24, 5), (31, 5), (34, 5)])

@@ -219,6 +219,22 @@ def test_a_budget_that_nothing_keeps_may_be_raised():
 
 
 @pytest.mark.slow
+def test_a_budget_that_xla_exceeds_may_be_raised(monkeypatch):
+    """Also if the plan was made smaller in between, because XLA reserves more than was predicted."""
+    budget = unlimited(mlp, 2, 4)[0].plan.predicted_bytes
+    reserved = iter([budget + 1, budget + 2, budget + 3])
+    monkeypatch.setattr("jaxpipe.pipeline.pipeline._reserved_bytes", lambda _: next(reserved, budget + 1))
+    pipeline, _ = make(mlp, 2, 4, memory=budget, allow_over_budget=True)
+    before = pipeline.plan
+    pipeline.memory_report()
+    assert before.raised_from is None and pipeline.plan.raised_from == budget < pipeline.plan.budget
+    reserved = iter([budget + 1, budget + 2, budget + 3])
+    refused, _ = make(mlp, 2, 4, memory=budget)
+    with pytest.raises(MemoryBudgetError, match="XLA reserves"):
+        refused.memory_report()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "m", "levels"), [(2, 4, range(14, 19)), (4, 8, range(12, 21, 4))])
 def test_more_memory_is_used_for_shorter_steps(stages, m, levels):
     """Predicted bytes never fall with a larger budget, compiled ones by 2 % at most, and no step is longer."""

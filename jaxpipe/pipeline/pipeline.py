@@ -554,7 +554,7 @@ def _smaller(planned: Planned, target: int) -> Planned | None:
             return None
         found = planned.refit(error.smallest)
     kept = {name: getattr(planned.plan, name) for name in ("budget", "rounds", "raised_from")}
-    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, **kept))
+    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, **kept), may_raise=planned.may_raise)
 
 
 def _reserved_bytes(compiled: Any) -> int:

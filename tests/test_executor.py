@@ -24,6 +24,10 @@ from jaxpipe.schedules.table import table
 
 
 textbook = functools.partial(one_f_one_b, paired=False)
+#: Against float64 (with the masks of float32) the transformer's plain gradient is off by 6.9e-7, that of a pipeline by
+#: 8.0e-7 (jax 0.10): roundings of two programs, which may be as far apart as twice the plain one's.
+TOLERANCE = {"transformer": 1.4e-6}
+
 OTHERS = pytest.mark.parametrize("schedule", [gpipe, textbook, zero_bubble, interleaved], ids=lambda f: f(2, 2).name)
 
 
@@ -53,8 +57,9 @@ def check(name: str, stages: int, m: int, schedule, replicas: int | None = None,
     if exact:
         assert_same_bits(found[3], arrays(expected[1]))
         assert_same_bits(found, beside)
-    assert relative_l2(found[3], arrays(expected[1])) < FUSION
-    assert relative_l2(found, beside) < FUSION
+    tolerance = TOLERANCE.get(name, FUSION)
+    assert relative_l2(found[3], arrays(expected[1])) < tolerance
+    assert relative_l2(found, beside) < tolerance
 
 
 @pytest.mark.core

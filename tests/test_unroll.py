@@ -281,7 +281,7 @@ def test_what_needs_several_layers_at_once_is_named():
 
 OPTIMIZERS = {
     "lamb": optax.lamb(1e-2),
-    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),  # kernels, not biases over layers
     "clipped adamw": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
     "blocks": optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1)),
     "masked": optax.chain(

@@ -54,6 +54,9 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     arena = program.arena_pages * PAGE * 4
     # Messages that wait; slices for peers may leave, and others arrive, while a stage works.
     transport = 4 * sum(program.inbox_words) if len(program.sections) > 1 else 0
+    if program.takes_turns:
+        # What has been made in turns, and what arrives.
+        transport += 2 * program.teams.most_turns * 4 * sum(program.message_words)
     transport += 2 * 4 * PAGE * landing_pages(program)
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
     sending = 2 * 4 * sum(program.message_words)
@@ -78,7 +81,8 @@ def working_bytes(program: Program, s: int) -> int:
     """What a stage needs besides while it computes: the larger of its forward and its backward pass.
 
     The forward pass returns its stash packed, the backward pass reads it out of the arena; a stage that is alone goes
-    through both at once. Messages that have been made and not yet been sent wait besides.
+    through both at once. A message that has been made and not yet been sent waits besides; those of turns are
+    transport.
     """
     parameters, state = (
         [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
@@ -101,14 +105,13 @@ def working_bytes(program: Program, s: int) -> int:
 
         operands = parameters, state, key, rows, forward, backward
         return peak_bytes(both, *operands, donated=program.gradient_avals if _adds_up(program) else ())
-    turns = program.teams.most_turns if program.takes_turns else 0
-    ahead, behind = (4 * (turns * n) for n in program.message_words)
-    waiting = 0 if program.sends_early else 4 * max(1, turns) * program.message_words[0]
-    computing = ahead + peak_bytes(forward_branch(program, s), parameters, state, key, rows, forward)
-    returning = waiting + behind + peak_bytes(backward_branch(program, s), parameters, key, rows, kept, backward)
+    ahead, behind = (0 if program.takes_turns else 4 * n for n in program.message_words)
+    waiting = 0 if program.sends_early else ahead
+    computing = peak_bytes(forward_branch(program, s), parameters, state, key, rows, forward)
+    returning = waiting + peak_bytes(backward_branch(program, s), parameters, key, rows, kept, backward)
     needed = max(computing, returning)
     if program.schedule.splits_backward:
-        waiting += 4 * max(1, turns) * program.message_words[1]
+        waiting += behind
         needed = max(needed, waiting + peak_bytes(weight_branch(program, s), parameters, key, rows, kept, kept))
     return needed
 

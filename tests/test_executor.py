@@ -167,6 +167,13 @@ def test_random_valid_tables_run(seed, p, m, v, split):
     check_random(seed, p, m, v, split)
 
 
+@pytest.mark.core
+def test_a_tick_without_work_changes_nothing():
+    schedule = random_table(random.Random(125), 1, 1, 1, False)
+    assert [[len(actions) for actions in tick] for tick in schedule.ticks] == [[0], [2]]
+    check_random(125, 1, 1, 1, False)
+
+
 @pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(**SIZES, split=st.booleans())

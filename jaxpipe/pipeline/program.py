@@ -108,9 +108,11 @@ class Program:
 
     @cached_property
     def alone(self) -> bool:
-        """Whether one stage does all, forward and backward of a micro-batch in one tick: nothing waits in an arena."""
-        rows = [self.schedule.row(0, kind) for kind in (Kind.FORWARD, Kind.BACKWARD)]
-        return len(self.sections) == 1 and self.schedule.has_backward and rows[0] == rows[1] and not self.takes_turns
+        """Whether one stage does all, both passes of a micro-batch in every tick: nothing waits in an arena."""
+        if len(self.sections) > 1 or not self.schedule.has_backward or self.takes_turns:
+            return False
+        ahead, behind = (self.schedule.row(0, kind) for kind in (Kind.FORWARD, Kind.BACKWARD))
+        return ahead == behind and -1 not in ahead
 
     @cached_property
     def stash_pages(self) -> tuple[int, ...]:

@@ -84,6 +84,14 @@ def test_what_is_written_is_read(kind):
     assert read(kind, VALUES[kind].to_json()) == VALUES[kind]
 
 
+@pytest.mark.parametrize("stages", [[], None])
+def test_a_plan_has_stages_and_they_have_devices(stages):
+    value = json.loads(VALUES["Plan"].to_json())
+    value["stages"] = [{**stage, "devices": []} for stage in value["stages"]] if stages is None else stages
+    with pytest.raises(PlanError, match="every stage must have a device"):
+        type(VALUES["Plan"]).from_json(json.dumps(value))
+
+
 @pytest.mark.parametrize("kind", VALUES)
 @given(value=ANYTHING)
 @settings(max_examples=60, deadline=None)

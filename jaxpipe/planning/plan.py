@@ -199,7 +199,14 @@ class Plan:
         """
         data = read_json(text, "The plan", PlanError)
         data.pop("predicted_bytes", None)
-        return read_dataclass(cls, data, "the plan", PlanError)
+        found = read_dataclass(cls, data, "the plan", PlanError)
+        counts = [len(stage.devices) for stage in found.stages]
+        if found.replicas < 1 or not counts or min(counts) < found.replicas:
+            raise PlanError(
+                f"the plan: replicas={found.replicas} and stages on {counts} devices; there must be a stage, and every "
+                "stage must have a device for each replica."
+            )
+        return found
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=120)

@@ -68,7 +68,8 @@ def test_every_schedule_gives_the_gradients_of_plain_training(schedule):
     check("mlp", 2, 4, schedule)
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(zero_bubble, marks=pytest.mark.slow), interleaved])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [zero_bubble, interleaved])
 def test_schedules_keep_running_statistics(schedule):
     check("cnn-nnx", 2, 4, schedule, exact=False)
 

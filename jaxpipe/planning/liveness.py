@@ -80,8 +80,8 @@ class _Lifetimes:
                     continue
                 last.update((source, k) for source in written.sources[t])
                 given = written.in_place[t].intersection(donated) if t in outputs else ()
-                if not any(_bytes(graph, u) == _bytes(graph, t) for u in given):
-                    made[t] = self._new(_bytes(graph, t)) if inside is None else inside[n]
+                if not any(graph.tensors[u].bytes == graph.tensors[t].bytes for u in given):
+                    made[t] = self._new(graph.tensors[t].bytes) if inside is None else inside[n]
             self.clock += 1
         ends = [begin - 1 for begin in (*begins[1:], self.clock)]
         for t, k in last.items():
@@ -118,7 +118,7 @@ class _Lifetimes:
         if op.name != "cond":
             # What a loop carries is its result; what it stacks is made apart, and copied into a result.
             pairs = zip(op.outputs, results, strict=False)
-            carried = [b.bytes for t, b in pairs if b is not None and b.bytes == _bytes(graph, t)]
+            carried = [b.bytes for t, b in pairs if b is not None and b.bytes == graph.tensors[t].bytes]
             self._new(max(0, needed - sum(carried)))
             return None
         # Other branches stand before this one in XLA's sequence, and write the same results.
@@ -133,7 +133,7 @@ class _Lifetimes:
         found: list[Buffer] = []
         for t, buffer in zip(op.outputs, results, strict=True):
             fresh = buffer is not None and all(buffer is not other for other in found)
-            found.append(buffer if buffer is not None and fresh else self._new(_bytes(graph, t)))
+            found.append(buffer if buffer is not None and fresh else self._new(graph.tensors[t].bytes))
             found[-1].end = self.clock
             found[-1].before = other
         return found
@@ -225,7 +225,3 @@ class _Written:
 def _takes_values(reader: Operator) -> bool:
     """Whether an operator reads from memory what others read too, rather than to compute it again for itself."""
     return reader.name in _REDUCTIONS or (reader.name == "concatenate" and len(reader.inputs) > _FUSED_PIECES)
-
-
-def _bytes(graph: Graph, t: int) -> int:
-    return graph.tensors[t].bytes

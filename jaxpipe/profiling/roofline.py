@@ -96,9 +96,9 @@ def seconds(operators: Sequence[Operator], graph: Graph, rates: Rates) -> float:
     """The larger of arithmetic and memory time, for each operator that does real work; else the bytes it writes."""
     total = 0.0
     for op in operators:
-        moved = sum(_bytes(graph, t) for t in op.outputs)
+        moved = sum(graph.tensors[t].bytes for t in op.outputs)
         if weight(op) is None:
-            moved += sum(_bytes(graph, t) for t in op.inputs)
+            moved += sum(graph.tensors[t].bytes for t in op.inputs)
         if weight(op) != 0:
             total += max(flops(op, graph) / rates.flops, moved / rates.bytes)
     return total
@@ -123,7 +123,3 @@ def equation_flops(equation: Any) -> float:
         times = params.get("length", 1) or 1
         return times * sum(equation_flops(e) for program in inner for e in _compat.open_jaxpr(program)[0].eqns)
     return float(sum(math.prod(a.aval.shape) for a in (*equation.invars, *equation.outvars)))
-
-
-def _bytes(graph: Graph, t: int) -> int:
-    return graph.tensors[t].bytes

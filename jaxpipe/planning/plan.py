@@ -146,7 +146,8 @@ class Plan:
       host: what becomes of the memory of the host, if that was asked for.
 
     Example:
-      >>> plan = Plan((), 1, 1, 1, "1f1b", "analytic", 0.0, 0.0, 0.0, None, {"parameters": 8}, "")
+      >>> stage = StagePlan((0, 2), (0,), ("dense",), 1e-3, 2e-3, 36, 8, 1, 0)
+      >>> plan = Plan((stage,), 1, 4, 2, "1f1b", "analytic", 12e-3, 12e-3, 0.0, None, {"parameters": 36}, "")
       >>> Plan.from_json(plan.to_json()) == plan
       True
     """

@@ -9,8 +9,9 @@ be. The model is a chain of dense layers of one width, half of them in each of S
   single     the same pipeline with one stage in one pinned process: what a core does alone
   ideal      single (M + S - 1) / (S M): the bubble, and nothing for messages
   pipeline   a training step of two stages
-  bare       per tick of the pipeline the same matrix products (forward, and twice as many backward) and the same two
-             ppermutes, in a scan; no arena, no stash, no switch, no optimizer: what the transport allows
+  bare       per tick of the pipeline the same matrix products (forward x W, backward x^T g and g W^T) and the same two
+             ppermutes where the schedule has them, one after the forward and one after the backward products, in a
+             scan; no arena, no stash, no switch, no optimizer: what the transport allows
   messages   the ppermutes of the bare loop alone
   of bare    bare / pipeline: 1 is all that the transport allows
   of ideal   ideal / pipeline
@@ -24,7 +25,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,44 +101,53 @@ def make_step(width: int, rows: int, microbatches: int) -> Callable[[], Any]:
 
 
 def make_bare(width: int, rows: int, microbatches: int, products: bool) -> Callable[[], Any]:
-    """The products and messages of the pipeline's ticks, and nothing else.
+    """The products and messages of the pipeline's ticks, in their order, and nothing else.
 
-    A device works in ``microbatches`` of the M + 2 (S - 1) pair ticks.
+    A device works in ``microbatches`` of the M + 2 (S - 1) pair ticks. What a layer gets stands in for what it got.
     """
     mesh = Mesh(np.array(jax.devices()), ("stage",))
     own = LAYERS // STAGES
 
-    def device(weights: jax.Array, x: jax.Array) -> jax.Array:
+    def forward(x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
+        for w in weights:
+            x = x @ w
+        return x
+
+    def backward(x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        gradients = []
+        for w in reversed(weights):
+            gradients.append(x.T @ x)
+            x = x @ w.T
+        return x, gradients
+
+    def device(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
         stage = lax.axis_index("stage")
 
-        def through(x: jax.Array, times: int) -> jax.Array:
-            for _ in range(times):
-                for k in range(own):
-                    x = x @ weights[k]
-            return x
-
         def tick(carry: Any, t: jax.Array) -> Any:
-            there, back = carry
+            there, back, gradients = carry
             if products:
                 j = t - stage
-                there = lax.cond((j >= 0) & (j < microbatches), lambda x: through(x, 1), lambda x: x, there)
+                active = (j >= 0) & (j < microbatches)
+                there = lax.cond(active, lambda x: forward(x, weights), lambda x: x, there)
+            back, there = lax.optimization_barrier((back, lax.ppermute(there, "stage", [(0, 1)])))
+            if products:
                 j = t - 2 * (STAGES - 1) + stage
-                back = lax.cond((j >= 0) & (j < microbatches), lambda x: through(x, 2), lambda x: x, back)
-            there = lax.ppermute(there, "stage", [(0, 1)])
+                active = (j >= 0) & (j < microbatches)
+                back, gradients = lax.cond(active, lambda x: backward(x, weights), lambda x: (x, gradients), back)
             back = lax.ppermute(back, "stage", [(1, 0)])
-            return (there, back), None
+            return (there, back, gradients), None
 
         ticks = jnp.arange(microbatches + 2 * (STAGES - 1))
-        (there, back), _ = lax.scan(tick, (x[0], x[0]), ticks)
-        return (there + back)[None]
+        gradients = [jnp.zeros_like(w) for w in weights] if products else []
+        return jax.tree.map(lambda x: x[None], lax.scan(tick, (x[0], x[0], gradients), ticks)[0])
 
     mapped = jax.shard_map(device, mesh=mesh, in_specs=(P(), P("stage")), out_specs=P("stage"), check_vma=False)
     shape = (STAGES, rows, width)
     x = np.random.default_rng(0).standard_normal(shape, np.float32)
-    weights = np.stack([np.eye(width, dtype=np.float32)[::-1]] * own)
+    weights = np.eye(width, dtype=np.float32)[::-1]
     place = jax.make_array_from_callback
     data = place(shape, NamedSharding(mesh, P("stage")), lambda k: x[k])
-    held = place(weights.shape, NamedSharding(mesh, P()), lambda k: weights[k])
+    held = [place(weights.shape, NamedSharding(mesh, P()), lambda k: weights[k]) for _ in range(own)]
     compiled = jax.jit(mapped).lower(held, data).compile()
     return lambda: compiled(held, data)
 

@@ -25,7 +25,7 @@ from jaxpipe.pipeline.program import DATA, STAGE, Program, over_stages, over_tea
 from jaxpipe.pipeline.sharing import borrow, give_back
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.ticks import Totals, run_ticks
-from jaxpipe.pipeline.words import from_words, to_words
+from jaxpipe.pipeline.words import from_words, pack_words, to_words, unpack_words, word_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,11 +217,10 @@ def _finish(
     counters: dict[str, Any],
 ) -> tuple[TrainState, dict[str, Any]]:
     """What every training step ends with: the guard, if one was asked for, and what it and the stashes count."""
-    overflows = lax.psum(totals.overflows, (STAGE, DATA) if program.replicated else (STAGE,))
     noticed: dict[str, Any] = {}
     if update.on_nonfinite is not None:
         new, noticed = guard(old, new, loss, gradients, program, update.on_nonfinite == "skip")
-    return new, {**counters, "overflows": overflows, **noticed}
+    return new, {**counters, "overflows": totals.overflows, **noticed}
 
 
 def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:
@@ -293,23 +292,35 @@ def _train(
     new = totals.state
     if totals.statistics is not None:
         new = fold_state(program, totals.state, over_team(program, totals.statistics))
+    if not collect:
+        *results, overflows = _summed(program, [*totals.results, totals.overflows])
+        totals = replace(totals, results=results, overflows=overflows)
     return replace(totals, gradients=give_back(program, gradients) if gradients else [], state=new, statistics=None)
 
 
 def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, list[Any], list[Any]]:
-    """Loss, gradients and metrics, from sums over the micro-batches of this device.
+    """Loss, gradients and metrics, from the results of all devices and the sums of gradients of this one.
 
-    A stage that does not make a result has zeros for it. With ``summed=False``, gradients are this replica's own, of
-    which the mean over the replicas is the gradient.
+    With ``summed=False``, gradients are this replica's own, of which the mean over the replicas is the gradient.
     """
-    axes = (STAGE, DATA) if program.replicated else (STAGE,)
-    loss, weight, *metrics = lax.psum(totals.results, axes)
+    loss, weight, *metrics = totals.results
     gradients = totals.gradients
     if program.replicated and summed:
         gradients = lax.psum(gradients, DATA)
     share = weight if summed else weight / lax.axis_size(DATA)
     gradients = [g / share.astype(g.dtype) for g in gradients]
     return loss / weight.astype(loss.dtype), gradients, [x / weight.astype(x.dtype) for x in metrics]
+
+
+def _summed(program: Program, values: Sequence[Any]) -> list[Any]:
+    """The sums of small values over all devices, in their order; in one message, of which the time is latency.
+
+    A stage that does not make a result has zeros for it.
+    """
+    axes = (STAGE, DATA) if program.replicated else (STAGE,)
+    rows = lax.all_gather(pack_words(values, sum(map(word_count, values))), axes)
+    parts = [unpack_words(row, values) for row in rows]
+    return [functools.reduce(operator.add, column) for column in zip(*parts, strict=True)]
 
 
 def _norm(program: Program, gradients: Sequence[Any]) -> Any:

@@ -90,7 +90,7 @@ def saved_mlp(tmp_path_factory):
     ("name", "stages", "replicas"),
     [
         pytest.param("mlp", 2, None, marks=pytest.mark.core),
-        ("cnn-linen", 4, None),
+        pytest.param("cnn-linen", 4, None, marks=pytest.mark.slow),
         pytest.param("cnn-nnx", 2, None, marks=pytest.mark.slow),
         pytest.param("transformer", 4, None, marks=pytest.mark.slow),
         pytest.param("resnet", 2, 2, marks=pytest.mark.slow),

@@ -28,10 +28,11 @@ SLOW = (
     "resnet18",
     "resnet50",
     "remat",
+    "transformer",
     "unet",
     "unet_norm",
     "vit",
-)  # each takes more than 15 seconds
+)  # each takes more than 10 seconds
 
 
 def value_and_gradients(case, decorate):

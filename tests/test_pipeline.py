@@ -201,8 +201,8 @@ def test_evaluate_and_predict_run_on_the_same_placement():
 
 
 def test_linen_variables_are_those_of_plain_init_and_given_ones_are_kept(key):
-    case = case_of("resnet")
-    pipeline = pipeline_of("resnet", 4, 4, None)
+    case = case_of("cnn-linen")
+    pipeline = pipeline_of("cnn-linen", 4, 4, None)
     plain = case.model.init(key, case.batch["x"][:1], train=True)
     assert_same_bits(pipeline.parameters(pipeline.init(key)), jax.tree.map(np.asarray, plain))
     other = jax.tree.map(lambda x: x + 1, plain)
@@ -227,7 +227,7 @@ def test_nnx_class_is_initialised_as_the_class_itself_would(key):
 
 
 def test_no_device_holds_the_whole_tree(key):
-    pipeline = pipeline_of("resnet", 4, 4, None)
+    pipeline = pipeline_of("cnn-linen", 4, 4, None)
     state = pipeline.init(key)
     whole = sum(x.nbytes for x in jax.tree.leaves(pipeline.parameters(state)["params"]))
     for device in pipeline.mesh.devices.flat:
@@ -302,7 +302,7 @@ def test_a_penalty_on_all_parameters_does_not_tie_them_to_one_stage(key):
 )
 def test_a_tied_embedding_is_lent_to_the_last_stage(key, schedule):
     """Its two gradients are summed; update and evaluation see one parameter."""
-    model = zoo.Transformer(vocab=11, num_layers=2, width=8, num_heads=2, max_length=4, dropout_rate=0.0, tied=True)
+    model = zoo.Transformer(vocab=11, num_layers=1, width=8, num_heads=2, max_length=4, dropout_rate=0.0, tied=True)
     tokens = jax.random.randint(key, (8, 4), 0, 11)
 
     def loss(model, tokens):

@@ -345,6 +345,7 @@ def test_stages_hold_their_own_layers_only():
     assert "ScanResidualBlock_0/Dense_0/kernel[2:4]" in names
 
 
+@pytest.mark.slow
 def test_checkpoints_go_from_unrolled_stages_to_whole_scans_and_back(tmp_path):
     case = case_of("residual")
     options = {"optimizer": optax.adam(1e-2), "num_microbatches": 2}

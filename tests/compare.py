@@ -9,6 +9,8 @@ def raw(x) -> np.ndarray:
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     x = np.asarray(x)
+    if x.dtype.kind == "c":
+        x = np.stack([x.real, x.imag])
     return x.view(f"u{x.dtype.itemsize}") if x.dtype.kind in "fV" else x
 
 
@@ -24,6 +26,12 @@ def assert_same_bits(actual, expected) -> None:
 def relative_l2(actual, expected) -> float:
     """``|actual - expected| / |expected|`` over all leaves together, in float64."""
     leaves = list(zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True))
-    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in leaves]
-    error = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in pairs))
-    return float(error / np.sqrt(sum(np.sum(b**2) for _, b in pairs)))
+    pairs = [(wide(a), wide(b)) for a, b in leaves]
+    error = np.sqrt(sum(np.sum(np.abs(a - b) ** 2) for a, b in pairs))
+    return float(error / np.sqrt(sum(np.sum(np.abs(b) ** 2) for _, b in pairs)))
+
+
+def wide(x) -> np.ndarray:
+    """In double precision."""
+    x = np.asarray(x)
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)

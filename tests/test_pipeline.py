@@ -333,6 +333,41 @@ def test_a_tied_embedding_is_lent_to_the_last_stage(key, schedule):
     assert float(pipeline.evaluate(state, tokens)["loss"]) == pytest.approx(float(plain(after)), rel=1e-6)
 
 
+def test_complex_numbers_cross_stages(key):
+    """Spectra are stored, sent and averaged as anything else is."""
+    keys = jax.random.split(key, 6)
+    dense = [jax.random.normal(k, (6, 6)) for k in keys[:2]]
+    filters = [jax.lax.complex(*jax.random.normal(k, (2, 4))) for k in keys[2:5]]
+
+    def apply(params, x):
+        dense, filters = params
+        z = jnp.fft.rfft(x @ dense[0])
+        for w in filters:
+            z = z * w / (1 + jnp.abs(z))
+        return jnp.fft.irfft(z) @ dense[1]
+
+    def loss(model, x):
+        y = model(x)
+        return jnp.square(y - x).mean(), {"spectrum": jnp.fft.rfft(y).mean(0)}
+
+    x = jax.random.normal(keys[5], (8, 6))
+    model = jax.tree_util.Partial(apply, (dense, filters))
+    options = {"loss": loss, "optimizer": optax.sgd(0.1), "num_microbatches": 4, "profile": "analytic"}
+    pipeline = jaxpipe.partition(model, mesh_of(4, None), x, **options)
+    assert 2 * 4 * 8 in {stage.sent_bytes for stage in pipeline.plan.stages}  # two rows of four numbers
+    state = pipeline.init(key)
+    (value, metrics), gradient = pipeline.value_and_grad(state, x)
+    plain = jax.value_and_grad(lambda params: loss(lambda x: apply(params, x), x), has_aux=True)
+    (expected, wanted_metrics), wanted = plain((dense, filters))
+    # The mean of four micro-batches against the whole: float32 rounding.
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    assert relative_l2(metrics["spectrum"], wanted_metrics["spectrum"]) < FUSION
+    assert relative_l2(jax.tree.leaves(gradient), jax.tree.leaves(wanted)) < FUSION
+    state, _ = pipeline.step(state, x)
+    after = jax.tree.map(lambda p, g: p - 0.1 * g, jax.tree.leaves((dense, filters)), jax.tree.leaves(wanted))
+    assert relative_l2(jax.tree.leaves(pipeline.parameters(state)), after) < FUSION
+
+
 class HalfPrecision(nn.Module):
     """Parameters of 32 bits, activations of 16, logits of 32."""
 

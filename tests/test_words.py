@@ -13,7 +13,8 @@ from jaxpipe.pipeline.words import POISON, from_words, pack_words, to_words, unp
 
 
 FLOATS = [np.float32, ml_dtypes.bfloat16, np.float16, np.float64]
-DTYPES = [*FLOATS, np.int8, np.uint8, np.int16, np.bool_, np.int32, np.uint32, np.int64]
+COMPLEX = [np.complex64, np.complex128]
+DTYPES = [*FLOATS, *COMPLEX, np.int8, np.uint8, np.int16, np.bool_, np.int32, np.uint32, np.int64]
 SHAPES = [(), (5,), (2, 4), (7, 1, 3), (0,), (3, 0)]
 
 
@@ -51,7 +52,7 @@ def test_words_are_the_bytes_in_order(shape, dtype):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("dtype", [*FLOATS, np.int8, np.bool_], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX, np.int8, np.bool_], ids=lambda d: np.dtype(d).name)
 def test_round_trip_compiled(dtype):
     value = random_bits((3, 7), dtype)
     assert_same_bits(jax.jit(lambda x: from_words(to_words(x), aval(x)))(value), value)

@@ -27,6 +27,8 @@ def to_words(x: Any) -> jax.Array:
         x = jax.random.key_data(x)
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag], axis=-1)
     flat = lax.reshape(x, (x.size,))
     per_word = 4 // x.dtype.itemsize
     if per_word == 0:
@@ -46,6 +48,10 @@ def from_words(words: jax.Array, aval: Any) -> jax.Array:
         return jax.random.wrap_key_data(from_words(words, raw), impl=jax.random.key_impl(jnp.empty((), aval.dtype)))
     if aval.dtype == jnp.bool_:
         return from_words(words, jax.ShapeDtypeStruct(aval.shape, jnp.uint8)).astype(jnp.bool_)
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        part = np.empty((), aval.dtype).real.dtype
+        pairs = from_words(words, jax.ShapeDtypeStruct((*aval.shape, 2), part))
+        return lax.complex(pairs[..., 0], pairs[..., 1])
     size, width = math.prod(aval.shape), np.dtype(aval.dtype).itemsize
     if width > 4:
         words = lax.reshape(words, (size, width // 4))

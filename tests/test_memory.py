@@ -1,5 +1,6 @@
 """Predicted bytes against those that XLA reserves, and where temporaries come from."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -125,6 +126,20 @@ def test_loops_need_their_results_to_the_end(function):
     reserved = found.temp_size_in_bytes + found.output_size_in_bytes
     # XLA has counters and tuples besides.
     assert peak_bytes(function, *avals) == pytest.approx(reserved, rel=1e-3)
+
+
+@pytest.mark.core
+def test_gradients_of_pooling_need_positions():
+    """XLA's select-and-scatter is a reduction over the positions in every dimension, all of them in memory."""
+
+    def function(x):
+        return jax.grad(lambda x: jnp.square(nn.max_pool(jnp.sin(x), (2, 2), (2, 2))).sum())(x)
+
+    x = jax.ShapeDtypeStruct((8, 32, 32, 16), jnp.float32)
+    found = jax.jit(function).lower(x).compile().memory_analysis()
+    reserved = found.temp_size_in_bytes + found.output_size_in_bytes
+    assert peak_bytes(function, x) == pytest.approx(reserved, rel=0.05)  # the bound for all predictions
+    assert reserved > 6 * x.size * 4
 
 
 def test_a_loss_may_look_at_itself():

@@ -82,6 +82,7 @@ class _Lifetimes:
                 given = written.in_place[t].intersection(donated) if t in outputs else ()
                 if not any(graph.tensors[u].bytes == graph.tensors[t].bytes for u in given):
                     made[t] = self._new(graph.tensors[t].bytes) if inside is None else inside[n]
+            self._new(_positions(op, graph))
             self.clock += 1
         ends = [begin - 1 for begin in (*begins[1:], self.clock)]
         for t, k in last.items():
@@ -220,6 +221,18 @@ class _Written:
             for t in op.outputs:
                 if self.resolve(t) == t:
                     self.sources[t], self.in_place[t] = frozenset(here), frozenset(still - moved)
+
+
+def _positions(op: Operator, graph: Graph) -> int:
+    """Bytes for the positions of maxima, which XLA writes for the gradient of a pooling layer in every dimension.
+
+    Those of all elements, and of the one that each window has found, with its value.
+    """
+    if op.name != "select_and_scatter_add":
+        return 0
+    source, operand = (graph.tensors[t] for t in op.inputs)
+    indices = 4 * len(operand.shape)
+    return indices * (operand.size + source.size) + source.bytes
 
 
 def _takes_values(reader: Operator) -> bool:

@@ -2,9 +2,7 @@
 
     JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.check_host_memory
 
-Needs ``pip install '.[cuda]'``, on any machine; with a GPU, CUDA_VISIBLE_DEVICES has to be empty. The compiler is the
-one that compiles on such a GPU, told what that GPU is by a description instead of a driver. Nothing is run, so there
-are no times, and nobody looks at values.
+See ``scripts.absent_gpu`` for what it needs. Nothing is run, so there are no times, and nobody looks at values.
 """
 
 import argparse
@@ -23,36 +21,9 @@ import jaxpipe
 from jaxpipe.pipeline.host_probe import why_not
 from jaxpipe.pipeline.program import PAGE
 from jaxpipe.units import bytes_text
+from scripts.absent_gpu import h100s
 from scripts.measuring import header
 
-
-#: An H100 as XLA describes it (openxla/xla#25919).
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84929347584
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 12 minor: 8 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 
 #: Bytes for slices that have just arrived, and for what XLA reserves beyond the prediction.
 SLACK = 30 * 2**20
@@ -111,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/host-memory-h100.json"))
     arguments = parser.parse_args()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{STAGES}")
+    topology = h100s(STAGES)
     mesh = topologies.make_mesh(topology, (STAGES,), ("stage",))
     results: dict[str, Any] = {**header(), "device": topology.devices[0].device_kind}
     results["trial"] = {n: why_not(topology.devices[:n]) or "placed" for n in (1, 2, STAGES)}

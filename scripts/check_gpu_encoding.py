@@ -1,0 +1,81 @@
+"""Training steps with encoded feature maps, compiled for a GPU that is not here: what XLA reserves for temporaries.
+
+    JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.check_gpu_encoding
+    ... python -m scripts.check_gpu_encoding --models U-Net --variants fast --out out/some.json
+
+The models, steps and variants of ``scripts.bench_encoding``; see ``scripts.absent_gpu`` for what it needs. What cuBLAS
+asks for, 32 MiB in some programs, is among the temporaries; cuDNN tells what it needs on a GPU only.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+import jaxpipe
+from scripts.absent_gpu import h100s
+from scripts.bench_encoding import PLAIN, SMALLEST, VARIANTS, Variant
+from scripts.encoding_cases import CASES, Case, Problem
+from scripts.measuring import header
+
+
+DEFAULT = ("fast", "smallest", "nothing", "dots")
+
+
+def temporaries(problem: Problem, variant: Variant, density: jaxpipe.Density | None, device: Any) -> int:
+    """Bytes of the compiled step."""
+    here = SingleDeviceSharding(device)
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), problem.arguments)
+    step = jax.jit(jax.value_and_grad(variant.loss(problem), has_aux=True))
+    with variant.tracing(density):
+        lowered = step.lower(*arguments)
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def measure(case: Case, names: Sequence[str], device: Any) -> dict[str, Any]:
+    """One model; its densities are measured on the CPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        problem = case.make(case.batch)
+        density = None
+        if any(VARIANTS[name].measured for name in names):
+            density = jaxpipe.measure_density(SMALLEST.loss(problem), *problem.arguments)
+    variants = {"plain": PLAIN, **{name: VARIANTS[name] for name in names}}
+    found = {name: temporaries(problem, variant, density, device) for name, variant in variants.items()}
+    return {"name": case.name, "batch": case.batch, "temporaries": found}
+
+
+def main() -> None:
+    """Compile, print and save."""
+    by_name = {case.name: case for case in CASES}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=by_name, default=list(by_name), metavar="NAME")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT, help="besides plain")
+    parser.add_argument("--out", type=Path, default=Path("out/encoding-h100.json"))
+    arguments = parser.parse_args()
+    device = h100s(1).devices[0]
+    rows = []
+    for name in arguments.models:
+        rows.append(measure(by_name[name], arguments.variants, device))
+        sizes = rows[-1]["temporaries"]
+        print(name, {key: f"{value / 2**20:.1f} MiB" for key, value in sizes.items()}, file=sys.stderr, flush=True)
+        means = {
+            key: statistics.geometric_mean(row["temporaries"]["plain"] / row["temporaries"][key] for row in rows)
+            for key in sizes
+        }
+        result = {**header(), "device": device.device_kind, "plain_over_variant": means, "rows": rows}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        jax.clear_caches()
+        gc.collect()
+    print("plain over variant, geometric mean:", {key: f"{mean:.2f}" for key, mean in means.items()})
+
+
+if __name__ == "__main__":
+    main()

@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.check_gpu_encoding
     ... python -m scripts.check_gpu_encoding --models U-Net --variants fast --out out/some.json
 
-The models, steps and variants of ``scripts.bench_encoding``; see ``scripts.absent_gpu`` for what it needs. What cuBLAS
-asks for, 32 MiB in some programs, is among the temporaries; cuDNN tells what it needs on a GPU only.
+The models, steps and variants of ``scripts.bench_encoding``; see ``scripts.absent_gpu`` for what it needs. What kernels
+of libraries need for themselves is known on a GPU only.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Training steps with encoded feature maps, compiled for a GPU that is not here: what XLA reserves for temporaries.
 
     JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.check_gpu_encoding
-    ... python -m scripts.check_gpu_encoding --models U-Net --variants fast --out out/some.json
+    ... python -m scripts.check_gpu_encoding --models UNet --variants fast --out out/some.json
 
 The models, steps and variants of ``scripts.bench_encoding``; see ``scripts.absent_gpu`` for what it needs. What kernels
 of libraries need for themselves is known on a GPU only.

@@ -82,7 +82,8 @@ class _Lifetimes:
                 given = written.in_place[t].intersection(donated) if t in outputs else ()
                 if not any(graph.tensors[u].bytes == graph.tensors[t].bytes for u in given):
                     made[t] = self._new(graph.tensors[t].bytes) if inside is None else inside[n]
-            self._new(_positions(op, graph))
+            if op.name == "select_and_scatter_add":
+                self._new(_positions(op, graph))
             self.clock += 1
         ends = [begin - 1 for begin in (*begins[1:], self.clock)]
         for t, k in last.items():
@@ -228,8 +229,6 @@ def _positions(op: Operator, graph: Graph) -> int:
 
     Those of all elements, and of the one that each window has found, with its value.
     """
-    if op.name != "select_and_scatter_add":
-        return 0
     source, operand = (graph.tensors[t] for t in op.inputs)
     indices = 4 * len(operand.shape)
     return indices * (operand.size + source.size) + source.bytes

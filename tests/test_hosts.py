@@ -167,7 +167,6 @@ class Reference:
             self.state, _ = self.pipeline.step(self.state, hosts_run.draw(self.data))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("dies", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_process_that_dies_ends_the_other_and_the_run_goes_on(tmp_path, dies):
     with started(2, 2, "train", tmp_path, "stage", 2, 10**9) as processes:

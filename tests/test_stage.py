@@ -27,7 +27,6 @@ def traced(name):
     return graph.with_parameters([True] * len(leaves)), leaves, expected
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["cnn", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_the_split_backward_pass_is_the_whole_one(name):
     graph, leaves, (value, gradients) = traced(name)

@@ -339,6 +339,7 @@ def tied_loss(model, batch):
     return entropy(x @ table.T, batch["y"])
 
 
+@pytest.mark.slow
 def test_a_tied_parameter_a_clipped_adam_and_a_guard():
     """A parameter that stages of different width use; norms and shared scalars count every stage once."""
     keys = jax.random.split(jax.random.key(0), 4)

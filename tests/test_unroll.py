@@ -150,6 +150,7 @@ def test_a_scan_with_state_and_random_numbers_trains_in_stages():
     check("stateful", 2, optax.sgd(0.1, momentum=0.9))
 
 
+@pytest.mark.slow
 def test_nnx_layers_in_a_scan_train_in_stages_in_groups():
     check("nnx", 2, optax.adam(1e-2), unroll_scans=2)
 

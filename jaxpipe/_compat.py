@@ -12,6 +12,7 @@ import jax.extend.core as jex
 import jax.extend.source_info_util as source_info
 import jax.interpreters.ad as ad
 import jax.numpy as jnp
+import jaxlib
 from jax import core
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
@@ -218,6 +219,11 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 def _is_number(value: jax.Array) -> bool:
     return jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+
+
+def versions() -> list[str]:
+    """Of what compiles programs."""
+    return [jax.__version__, jaxlib.__version__]
 
 
 def runs_breadth_first() -> bool:

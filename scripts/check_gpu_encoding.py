@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxpipe
 from scripts.absent_gpu import h100s
-from scripts.bench_encoding import PLAIN, SMALLEST, VARIANTS, Variant
+from scripts.bench_encoding import PLAIN, SMALLEST, VARIANTS, Variant, build
 from scripts.encoding_cases import CASES, Case, Problem
 from scripts.measuring import header
 
@@ -33,10 +34,8 @@ def temporaries(problem: Problem, variant: Variant, density: jaxpipe.Density | N
     """Bytes of the compiled step."""
     here = SingleDeviceSharding(device)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), problem.arguments)
-    step = jax.jit(jax.value_and_grad(variant.loss(problem), has_aux=True))
-    with variant.tracing(density):
-        lowered = step.lower(*arguments)
-    return lowered.compile().memory_analysis().temp_size_in_bytes
+    step = build(replace(problem, arguments=arguments), variant, density).step
+    return step.memory_analysis().temp_size_in_bytes
 
 
 def measure(case: Case, names: Sequence[str], device: Any) -> dict[str, Any]:

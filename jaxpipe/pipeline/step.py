@@ -111,7 +111,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             loss, own, metrics = _mean(program, totals, summed=False)
             left = [x.reshape(x.shape[2:]) for x in state.residual]
             gradients, residual, squares, left = run_exchange(update.exchange, program.own, DATA, state.step, own, left)
-            squares, left = _in_order(squares, (STAGE, DATA)), _in_order(left, (STAGE, DATA))
+            squares, left = _in_order([squares, left], (STAGE, DATA))
             told = {"sent_share": sent_share(squares, left), "residual_norm": jnp.sqrt(left)}
 
         together = functools.partial(over_stages, program)
@@ -197,7 +197,7 @@ def _live_step(mesh: Mesh, program: Program, update: Update, batching: Batching,
             step=state.step + 1,
         )
         updates = program.schedule.num_microbatches // program.schedule.group
-        squares = _in_order(weights.squares, (STAGE,)) / updates
+        squares = _in_order([weights.squares], (STAGE,))[0] / updates
         counters = {"gradient_norm": jnp.sqrt(squares)}
         # A gradient that is not finite leaves a sum of squares that is not.
         new, counters = _finish(program, update, totals, state, new, loss, [weights.squares], counters)
@@ -293,7 +293,9 @@ def _train(
     if totals.statistics is not None:
         new = fold_state(program, totals.state, over_team(program, totals.statistics))
     if not collect:
-        *results, overflows = _summed(program, [*totals.results, totals.overflows])
+        # A stage that does not make a result has zeros for it.
+        axes = (STAGE, DATA) if program.replicated else (STAGE,)
+        *results, overflows = _in_order([*totals.results, totals.overflows], axes)
         totals = replace(totals, results=results, overflows=overflows)
     return replace(totals, gradients=give_back(program, gradients) if gradients else [], state=new, statistics=None)
 
@@ -312,27 +314,21 @@ def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, l
     return loss / weight.astype(loss.dtype), gradients, [x / weight.astype(x.dtype) for x in metrics]
 
 
-def _summed(program: Program, values: Sequence[Any]) -> list[Any]:
-    """The sums of small values over all devices, in their order; in one message, of which the time is latency.
-
-    A stage that does not make a result has zeros for it.
-    """
-    axes = (STAGE, DATA) if program.replicated else (STAGE,)
-    rows = lax.all_gather(pack_words(values, sum(map(word_count, values))), axes)
-    parts = [unpack_words(row, values) for row in rows]
-    return [functools.reduce(operator.add, column) for column in zip(*parts, strict=True)]
-
-
 def _norm(program: Program, gradients: Sequence[Any]) -> Any:
     """The L2 norm over all stages."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients]
-    return jnp.sqrt(_in_order(sum(squares, start=jnp.float32(0)), (STAGE,), program.teams.first))
+    own = sum(squares, start=jnp.float32(0))
+    return jnp.sqrt(_in_order([own], (STAGE,), program.teams.first)[0])
 
 
-def _in_order(x: Any, axes: tuple[str, ...], places: Sequence[int] | None = None) -> Any:
-    """The sum of a number over devices, with the same bits whatever connects them: ``psum`` has no fixed order."""
-    parts = lax.all_gather(x, axes)
-    return functools.reduce(operator.add, [parts[k] for k in (range(len(parts)) if places is None else places)])
+def _in_order(values: Sequence[Any], axes: tuple[str, ...], places: Sequence[int] | None = None) -> list[Any]:
+    """The sums of small values over devices, with the same bits whatever connects them: ``psum`` has no fixed order.
+
+    They cross the network in one message, of which the time is latency.
+    """
+    rows = lax.all_gather(pack_words(values, sum(map(word_count, values))), axes)
+    parts = [unpack_words(rows[k], values) for k in (range(len(rows)) if places is None else places)]
+    return [functools.reduce(operator.add, column) for column in zip(*parts, strict=True)]
 
 
 def _replicas_agree(program: Program, state: Sequence[Any]) -> list[Any]:

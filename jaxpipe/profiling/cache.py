@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 import platformdirs
 
 import jaxpipe
+from jaxpipe import _compat
 from jaxpipe.demand import Linearization
 from jaxpipe.density import room
 from jaxpipe.errors import ProfileError
@@ -43,7 +43,7 @@ def cache_key(linearization: Linearization, device: Any, held: Iterable[int] = (
     That is the program with its shapes, dtypes and codecs, what of it is differentiated, the kind of device, and the
     versions of everything that compiles and runs it; on a CPU also how many cores this process may use.
     """
-    versions = [jax.__version__, jaxlib.__version__, jaxpipe.__version__, device.client.platform_version]
+    versions = [*_compat.versions(), jaxpipe.__version__, device.client.platform_version]
     machine = [device.platform, device.device_kind]
     if device.platform == "cpu":
         affinity = getattr(os, "sched_getaffinity", None)

@@ -186,7 +186,7 @@ def disguise(value: jax.Array, after: jax.Array) -> jax.Array:
     Bytes, that is packed masks and positions, pass through a conditional on that zero instead: XLA never fuses
     one, so the packing cannot be fused with the unpacking and run from the full map again; the copy is small.
     """
-    if JAX_VERSION >= (0, 11) or jax.default_backend() != "cpu" or not _varies_alike(value, after):
+    if fences_hold() or not _varies_alike(value, after):
         return value
     zero = run_time_zero(after)
     if zero is None or not _is_number(value):
@@ -196,8 +196,23 @@ def disguise(value: jax.Array, after: jax.Array) -> jax.Array:
     return flip(value, zero)
 
 
+def fences_hold() -> bool:
+    """Whether XLA keeps barriers until it has fused operators."""
+    return JAX_VERSION >= (0, 11) or jax.default_backend() != "cpu"
+
+
+def fence(values: Any) -> Any:
+    """Values that XLA does not compute again, or with others, behind this; itself where it drops barriers early."""
+    return jax.lax.optimization_barrier(values) if fences_hold() else values
+
+
 def flip(value: jax.Array, bits: jax.Array) -> jax.Array:
-    """An array of numbers whose elements are flipped in some bits; with a zero that shows at run time, in none."""
+    """An array of numbers whose elements are flipped in some bits; with a zero that shows at run time, in none.
+
+    Complex numbers are returned as they are.
+    """
+    if not _is_number(value):
+        return value
     bits = bits.astype(_WORDS[value.dtype.itemsize])
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(value, bits.dtype) ^ bits, value.dtype)
 

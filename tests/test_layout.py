@@ -43,6 +43,21 @@ def test_every_array_reads_back(stages):
         assert sum(int((x != 0).sum()) for x in buffers) == sum(int((x != 0).sum()) for x in values)
 
 
+@given(STAGES, st.data())
+@settings(deadline=None, max_examples=30)
+def test_one_array_is_replaced_and_nothing_else(stages, data):
+    layout = lay_out(stages)
+    s = data.draw(st.integers(0, len(stages) - 1))
+    values = filled(stages[s], 0)
+    buffers = layout.write(s, values)
+    for n, new in enumerate(filled(stages[s], 1)):
+        buffers = layout.put(s, n, buffers, new)
+        values[n] = new
+        assert_same_bits(layout.get(s, n, buffers), new)
+        assert layout.is_whole(s, n) == (layout.buffers[layout.places[s][n][0]][0] == new.size)
+        assert_same_bits(buffers, layout.write(s, values))
+
+
 @given(STAGES)
 @settings(deadline=None)
 def test_arrays_of_a_stage_do_not_overlap(stages):

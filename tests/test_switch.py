@@ -15,7 +15,7 @@ from test_pipeline import arrays, mesh_of
 
 import jaxpipe
 from examples import models as zoo
-from jaxpipe.pipeline.switch import switch
+from jaxpipe.pipeline.switch import overwrite, switch
 from jaxpipe.schedules import one_f_one_b
 
 
@@ -45,6 +45,27 @@ X = jnp.linspace(-1, 1, 6).reshape(2, 3)
 
 def test_equal_branches_are_one():
     check([scaled(2.0), scaled(3.0), scaled(2.0), scaled(2.0)], 2, X)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("factors", [(2.0, 3.0, 2.0), (2.0, 2.0), (2.0,)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64, jnp.int32])
+def test_a_branch_that_writes_over_what_it_is_given(factors, dtype):
+    own, gradient = [X.astype(dtype), jnp.ones((3,), dtype)], [jnp.full((2, 3), 5, dtype)]
+
+    def branch(by):
+        return lambda own, arrays, turn: [own[0] * dtype(by) + arrays[0], own[1] - dtype(by)]
+
+    @jax.jit
+    def run(k, stop):
+        never = overwrite(k, list(map(branch, factors)), own, gradient, unless=stop)
+        return overwrite(k, list(map(branch, factors)), own, gradient), never
+
+    for k, by in enumerate(factors):
+        expected = jax.jit(branch(by))(own, gradient, 0)
+        always, unless = run(jnp.int32(k), jnp.bool_(False))
+        assert_same_bits((always, unless), (expected, expected))
+        assert_same_bits(run(jnp.int32(k), jnp.bool_(True))[1], own)
 
 
 def test_there_is_no_conditional_if_all_are_equal():

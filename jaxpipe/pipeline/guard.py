@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,38 +16,50 @@ from jaxpipe.pipeline.state import TrainState
 OnNonFinite = Literal["raise", "skip"] | None
 
 
+class NonFinite(NamedTuple):
+    """Where a step met what is not finite.
+
+    Attributes:
+      stages: by stage, whether a gradient is not finite.
+      stopped: whether one of them or the loss is not: nothing may change.
+    """
+
+    stages: Any
+    stopped: Any
+
+
+def look(loss: Any, gradients: Sequence[Any], program: Program) -> NonFinite:
+    """Look at the loss and at the gradients that this device has made; inside ``shard_map``."""
+    here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0)) > 0
+    row = jnp.zeros((program.num_devices,), jnp.int32).at[program.own].set(here.astype(jnp.int32))
+    stages = lax.psum(row, (STAGE, DATA) if program.replicated else (STAGE,)) > 0
+    return NonFinite(stages, jnp.any(stages) | ~jnp.isfinite(loss))
+
+
 def guard(
-    old: TrainState, new: TrainState, loss: Any, gradients: Sequence[Any], program: Program, skip: bool
+    old: TrainState, new: TrainState, found: NonFinite, skip: bool, kept: Sequence[str]
 ) -> tuple[TrainState, dict[str, Any]]:
-    """The new state, or the old one's bits if the loss or a gradient is not finite; inside ``shard_map``.
+    """The new state, or the old one's bits if something is not finite.
 
     A step that is skipped is a step: the next one draws other random numbers. One that raises has not been made.
 
     Args:
       old, new: the state before and after the step.
-      loss: of the batch.
-      gradients: that this device has made.
-      program: what has run.
+      found: what is not finite.
       skip: whether to skip the step, rather than raise.
+      kept: fields of the state that have new values in any case.
 
     Returns:
       The state; and in which stages gradients are not finite, and whether the step was stopped.
     """
-    here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0)) > 0
-    row = jnp.zeros((program.num_devices,), jnp.int32).at[program.own].set(here.astype(jnp.int32))
-    stages = lax.psum(row, (STAGE, DATA) if program.replicated else (STAGE,)) > 0
-    stopped = jnp.any(stages) | ~jnp.isfinite(loss)
 
-    def kept(before: Any, after: Any) -> Any:
-        return jax.tree.map(lambda a, b: jnp.where(stopped, a, b), before, after)
+    def either(before: Any, after: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(found.stopped, a, b), before, after)
 
     guarded = replace(
         new,
-        **{
-            name: kept(getattr(old, name), getattr(new, name))
-            for name in ("parameters", "variables", "optimizer", "residual", "shared")
-        },
-        step=new.step if skip else kept(old.step, new.step),
-        skipped=old.skipped + (stopped.astype(jnp.int32) if skip else 0),
+        **{name: either(getattr(old, name), getattr(new, name)) for name in kept},
+        step=new.step if skip else either(old.step, new.step),
+        skipped=old.skipped + (found.stopped.astype(jnp.int32) if skip else 0),
     )
-    return guarded, {"nonfinite_stages": stages, "stopped": stopped}
+    return guarded, {"nonfinite_stages": found.stages, "stopped": found.stopped}

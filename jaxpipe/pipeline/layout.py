@@ -37,14 +37,30 @@ class Layout:
 
     def read(self, stage: int, buffers: Sequence[Any]) -> list[Any]:
         """A stage's arrays out of its device's buffers."""
-        found = []
-        for aval, (k, offset) in zip(self.avals[stage], self.places[stage], strict=True):
-            size = math.prod(aval.shape)
-            flat = buffers[k]
-            if self.buffers[k][0] != size:
-                flat = lax.slice(flat, (offset,), (offset + size,))
-            found.append(lax.reshape(flat, aval.shape))
-        return found
+        return [self.get(stage, n, buffers) for n in range(len(self.avals[stage]))]
+
+    def get(self, stage: int, n: int, buffers: Sequence[Any]) -> Any:
+        """The ``n``-th array of a stage."""
+        aval, (k, offset) = self.avals[stage][n], self.places[stage][n]
+        size = math.prod(aval.shape)
+        flat = buffers[k]
+        if self.buffers[k][0] != size:
+            flat = lax.slice(flat, (offset,), (offset + size,))
+        return lax.reshape(flat, aval.shape)
+
+    def is_whole(self, stage: int, n: int) -> bool:
+        """Whether the ``n``-th array of a stage has a buffer for itself."""
+        return self.buffers[self.places[stage][n][0]][0] == math.prod(self.avals[stage][n].shape)
+
+    def put(self, stage: int, n: int, buffers: Sequence[Any], value: Any) -> list[Any]:
+        """Buffers with another value of the ``n``-th array of a stage, and the rest as it was."""
+        k, offset = self.places[stage][n]
+        flat = lax.reshape(jnp.asarray(value), (math.prod(jnp.shape(value)),))
+        whole = self.buffers[k][0] == flat.size
+        return [
+            x if other != k else flat if whole else lax.dynamic_update_slice(x, flat, (offset,))
+            for other, x in enumerate(buffers)
+        ]
 
     def write(self, stage: int, values: Sequence[Any]) -> list[Any]:
         """Buffers with a stage's arrays in them, and zeros where it has none."""

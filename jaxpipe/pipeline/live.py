@@ -18,7 +18,8 @@ from jax import lax
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.optimizer import ColouredUpdate, run_update
+from jaxpipe.pipeline.optimizer import ColouredUpdate
+from jaxpipe.pipeline.overwriting import run_update
 from jaxpipe.pipeline.program import DATA, Program, over_stages
 from jaxpipe.schedules.weights import WeightSlots, weight_slots
 
@@ -99,25 +100,17 @@ class Live:
         means = [g / jnp.asarray(share, g.dtype) for g in means]
         newest = version(weights, row.newest)
 
-        def read(s: int) -> Any:
-            held = (newest, means, weights.optimizer)
-            layouts = (program.parameters, program.parameters, self.layout)
-            return tuple(layout.read(s, buffers) for layout, buffers in zip(layouts, held, strict=True))
-
-        def write(s: int, new: Sequence[Any], state: Sequence[Any]) -> Any:
-            if schedule.rates is not None:
-                old, rate = program.parameters.read(s, newest), schedule.rates[s]
-                new = [a + jnp.asarray(rate, a.dtype) * (b - a) for a, b in zip(old, new, strict=True)]
-            return program.parameters.write(s, new), self.layout.write(s, state)
-
-        def updated() -> Any:
-            together = functools.partial(over_stages, program)
-            return run_update(self.coloured, stage, together, read, write, weights.shared, program.num_devices)
-
-        def kept() -> Any:
-            return (newest, list(weights.optimizer)), list(weights.shared)
-
-        (new, optimizer), shared = lax.cond(due, updated, kept)
+        new, optimizer, shared = run_update(
+            self.coloured,
+            stage,
+            functools.partial(over_stages, program),
+            (program.parameters, self.layout),
+            (newest, weights.optimizer),
+            means,
+            weights.shared,
+            unless=~due,
+            rates=schedule.rates,
+        )
         place = jnp.maximum(row.updated, 0)
         slots = [
             lax.dynamic_update_index_in_dim(x, jnp.where(due, value, _slot(x, place)), place, 0)

@@ -249,28 +249,23 @@ def _colour(graph: Graph, colour: dict[int, int], shared: Sequence[int]) -> tupl
     return tuple(tuple(ts) for ts in exchanged), rounds
 
 
-def run_update(
+def exchanged_values(
     update: ColouredUpdate,
     stage: Any,
     together: Callable[[Any], Any],
     read: Callable[[int], tuple[Sequence[Any], Sequence[Any], Sequence[Any]]],
-    write: Callable[[int, Sequence[Any], Sequence[Any]], Any],
     shared_state: Sequence[Any],
     num_stages: int,
-) -> tuple[Any, list[Any]]:
-    """One update, inside ``shard_map``.
+) -> dict[int, Any]:
+    """What all stages know before each of them computes its new parameters, by tensor number; inside ``shard_map``.
 
     Args:
       update: the coloured program.
       stage: this device's stage, a tracer.
       together: the sum over the stages.
       read: for a stage, its parameters, gradients and state out of this device's buffers.
-      write: for a stage, new parameters and new state into buffers.
       shared_state: the state of which every stage has a copy.
       num_stages: number of stages.
-
-    Returns:
-      What ``write`` gives, and the new shared state.
     """
     graph = update.graph
     everywhere: dict[int, Any] = dict(graph.constants)
@@ -288,7 +283,7 @@ def run_update(
         def send(s: int, tensors: Sequence[int] = tensors) -> jax.Array:
             env = _environment(update, s, everywhere, read(s))
             mine = [t for t in tensors if update.colour[t] == s]
-            run(_needed(_own_operators(update, s), mine, env), env)
+            run(_needed(operators_of(update, s), mine, env), env)
             return jnp.concatenate(
                 [
                     to_words(env[t])
@@ -307,31 +302,7 @@ def run_update(
             everywhere[t] = from_words(words[start : start + count], aval)
             start += count
         advance(number + 1)
-
-    written = switch(
-        stage, [lambda s=s: write(s, *finish_update(update, s, everywhere, read(s))) for s in range(num_stages)]
-    )
-    new_shared = [everywhere[n] for n, s in zip(update.new_state, update.state_stage, strict=True) if s is None]
-    return written, new_shared
-
-
-def finish_update(
-    update: ColouredUpdate, s: int, everywhere: dict[int, Any], own: tuple[Sequence[Any], ...]
-) -> tuple[list[Any], list[Any]]:
-    """New parameters and new state of a stage.
-
-    Args:
-      update: the coloured program.
-      s: the stage.
-      everywhere: values by tensor number that all stages have, those that were exchanged included.
-      own: the stage's parameters, gradients and state.
-    """
-    env = _environment(update, s, everywhere, own)
-    pairs = zip(update.parameters, update.new_parameters, strict=True)
-    new = [n for t, n in pairs if update.colour[t] == s]
-    state = [n for n, owner in zip(update.new_state, update.state_stage, strict=True) if owner == s]
-    run(_needed(_own_operators(update, s), [*new, *state], env), env)
-    return [env[t] for t in new], [env[t] for t in state]
+    return everywhere
 
 
 def _environment(
@@ -339,12 +310,13 @@ def _environment(
 ) -> dict[int, Any]:
     """Values by tensor number that a stage begins with."""
     env = dict(everywhere)
-    for numbers, values in zip(_held(update, s), own, strict=True):
+    for numbers, values in zip(held_by(update, s), own, strict=True):
         env.update(zip(numbers, values, strict=True))
     return env
 
 
-def _own_operators(update: ColouredUpdate, s: int) -> list[Operator]:
+def operators_of(update: ColouredUpdate, s: int) -> list[Operator]:
+    """The operators that run in a stage."""
     return [op for op in update.graph.operators if _belongs(op, update.colour, s)]
 
 
@@ -352,7 +324,7 @@ def _belongs(op: Operator, colour: dict[int, int], stage: int) -> bool:
     return any(colour.get(t) == stage for t in op.outputs)
 
 
-def _held(update: ColouredUpdate, stage: int) -> tuple[list[int], list[int], list[int]]:
+def held_by(update: ColouredUpdate, stage: int) -> tuple[list[int], list[int], list[int]]:
     """Tensor numbers of a stage's parameters, gradients and optimizer state."""
     return (
         [t for t in update.parameters if update.colour[t] == stage],

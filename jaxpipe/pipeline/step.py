@@ -13,14 +13,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import _compat
 from jaxpipe.gradients.exchange import sent_share
 from jaxpipe.pipeline.exchange import StageExchange, run_exchange
 from jaxpipe.pipeline.folding import fold_state
-from jaxpipe.pipeline.guard import OnNonFinite, guard
+from jaxpipe.pipeline.guard import NonFinite, OnNonFinite, guard, look
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.live import Live
-from jaxpipe.pipeline.optimizer import ColouredUpdate, run_update
+from jaxpipe.pipeline.optimizer import ColouredUpdate
+from jaxpipe.pipeline.overwriting import run_update
 from jaxpipe.pipeline.program import DATA, STAGE, Program, over_stages, over_team
 from jaxpipe.pipeline.sharing import borrow, give_back
 from jaxpipe.pipeline.state import TrainState
@@ -114,30 +114,17 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             squares, left = _in_order([squares, left], (STAGE, DATA))
             told = {"sent_share": sent_share(squares, left), "residual_norm": jnp.sqrt(left)}
 
-        together = functools.partial(over_stages, program)
-
-        def updated(own: Any, gradients: Sequence[Any]) -> Any:
-            parameters, optimizer, shared = own
-
-            def read(s: int) -> Any:
-                return (
-                    program.parameters.read(s, parameters),
-                    program.parameters.read(s, gradients),
-                    update.layout.read(s, optimizer),
-                )
-
-            def write(s: int, new: Sequence[Any], new_state: Sequence[Any]) -> Any:
-                return program.parameters.write(s, new), update.layout.write(s, new_state)
-
-            (parameters, optimizer), shared = run_update(
-                update.coloured, program.own, together, read, write, shared, program.num_devices
-            )
-            return parameters, optimizer, shared
-
-        held = parameters, optimizer, list(state.shared)
-        alone = program.num_devices == 1
-        update_all = functools.partial(_in_place, updated) if alone else updated
-        parameters, optimizer, shared = update_all(held, gradients)
+        found = None if update.on_nonfinite is None else look(loss, own, program)
+        parameters, optimizer, shared = run_update(
+            update.coloured,
+            program.own,
+            functools.partial(over_stages, program),
+            (program.parameters, update.layout),
+            (parameters, optimizer),
+            gradients,
+            state.shared,
+            unless=None if found is None else found.stopped,
+        )
         new = TrainState(
             _rows(parameters),
             _rows(_replicas_agree(program, totals.state)),
@@ -150,28 +137,11 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             state.plan,
         )
         counters = {"gradient_norm": _norm(program, gradients), **told}
-        new, counters = _finish(program, update, totals, state, new, loss, own, counters)
+        kept = "variables", "residual"  # what the optimizer writes is as it was
+        new, counters = _finish(update, totals, state, new, found, kept, counters)
         return new, loss, counters, metrics
 
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
-
-
-def _in_place(function: Callable[[Any, Any], Any], own: Any, gradients: Sequence[Any]) -> Any:
-    """``function(own, gradients)``, written over ``own``, by a loop that runs once.
-
-    Outside of a loop XLA copies what several new values are computed from, and does so when the step begins. It would
-    take a loop apart that it knows to run once, and take out of the loop what is the same in every turn.
-    """
-    zero = _compat.hidden_zero(gradients)
-    if zero is None:
-        return function(own, gradients)
-    once = 1 + zero.astype(jnp.int32)
-
-    def turn(carry: Any) -> Any:
-        number, own = carry
-        return number + 1, function(own, [_compat.flip(g, number) for g in gradients])
-
-    return lax.while_loop(lambda carry: carry[0] < once, turn, (jnp.int32(0), own))[1]
 
 
 def _live_step(mesh: Mesh, program: Program, update: Update, batching: Batching, state: TrainState) -> Any:
@@ -200,26 +170,27 @@ def _live_step(mesh: Mesh, program: Program, update: Update, batching: Batching,
         squares = _in_order([weights.squares], (STAGE,))[0] / updates
         counters = {"gradient_norm": jnp.sqrt(squares)}
         # A gradient that is not finite leaves a sum of squares that is not.
-        new, counters = _finish(program, update, totals, state, new, loss, [weights.squares], counters)
+        found = None if update.on_nonfinite is None else look(loss, [weights.squares], program)
+        kept = "parameters", "variables", "optimizer", "shared"
+        new, counters = _finish(update, totals, state, new, found, kept, counters)
         return new, loss, counters, metrics
 
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
 
 
 def _finish(
-    program: Program,
     update: Update,
     totals: Totals,
     old: TrainState,
     new: TrainState,
-    loss: Any,
-    gradients: Sequence[Any],
+    found: NonFinite | None,
+    kept: Sequence[str],
     counters: dict[str, Any],
 ) -> tuple[TrainState, dict[str, Any]]:
     """What every training step ends with: the guard, if one was asked for, and what it and the stashes count."""
     noticed: dict[str, Any] = {}
-    if update.on_nonfinite is not None:
-        new, noticed = guard(old, new, loss, gradients, program, update.on_nonfinite == "skip")
+    if found is not None:
+        new, noticed = guard(old, new, found, update.on_nonfinite == "skip", kept)
     return new, {**counters, "overflows": totals.overflows, **noticed}
 
 

@@ -7,6 +7,7 @@ and literal bit by bit. Names of variables, modules and source lines are not in 
 folded with may differ (each layer has its own): they are looked up by stage and handed to the shared branch.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,51 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
 
     The branches are not differentiated: derivative rules in them (``custom_jvp``, ``custom_vjp``) are not compared.
     """
+    chosen, shared, row = _grouped(index, branches, operands)
+    if len(shared) == 1:
+        return shared[0](row, *operands)
+    return lax.switch(chosen, shared, row, *operands)
+
+
+def overwrite(
+    index: Any, branches: Sequence[Callable[..., Any]], own: Any, arrays: Sequence[Any], unless: Any = None
+) -> Any:
+    """``switch`` for branches ``(own, arrays, turn) -> own`` that write over what they are given.
+
+    XLA copies what the branch of a conditional changes, and does so when the program begins. It does not copy what a
+    loop carries, so each branch is a loop of one turn or of none.
+
+    Args:
+      index: which branch.
+      branches: what they return has the shapes of ``own``.
+      own: arrays that are written over.
+      arrays: others that all branches read. XLA takes out of a loop what is computed from them alone, in every branch:
+        a branch lets it all depend on the number of the turn.
+      unless: whether ``own`` stays as it is.
+    """
+    chosen, shared, row = _grouped(index, branches, (own, arrays, jnp.int32(0)))
+    if unless is None and len(shared) == 1:
+        # A loop that XLA knows to run once would be taken apart.
+        unless = _compat.hidden_zero([*arrays, *jax.tree.leaves(own)])
+    for number, branch in enumerate(shared):
+        here = jnp.bool_(True) if len(shared) == 1 else chosen == number
+        turns = (here if unless is None else here & (unless == 0)).astype(jnp.int32)
+        own = _loop(turns, functools.partial(branch, row), own, arrays)
+    return own
+
+
+def _loop(turns: Any, function: Callable[..., Any], own: Any, arrays: Sequence[Any]) -> Any:
+    def turn(carry: Any) -> Any:
+        number, own = carry
+        return number + 1, function(own, arrays, number)
+
+    return lax.while_loop(lambda carry: carry[0] < turns, turn, (jnp.int32(0), own))[1]
+
+
+def _grouped(
+    index: Any, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]
+) -> tuple[Any, list[Callable[..., Any]], Any]:
+    """Which of the branches that differ it is, these branches, and the numbers that they are given."""
     programs = [_trace(branch, operands) for branch in branches]
     groups: dict[Hashable, list[int]] = {}
     for k, program in enumerate(programs):
@@ -35,11 +81,8 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     for k, program in enumerate(programs):
         table[k, : len(program.folds)] = [value for _, value in program.folds]
     shared = [_shared([programs[k] for k in members]) for members in groups.values()]
-    row = jnp.asarray(table)[index]
-    if len(shared) == 1:
-        return shared[0](row, *operands)
     chosen = index if len(shared) == len(programs) else jnp.asarray(place)[index]
-    return lax.switch(chosen, shared, row, *operands)
+    return chosen, shared, jnp.asarray(table)[index]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,16 +1,17 @@
 """Bytes that each device will reserve, from shapes alone."""
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxpipe.graph import itemsize
+from jaxpipe import _compat
+from jaxpipe.graph import Graph, itemsize, run
 from jaxpipe.pipeline.branches import backward_branch, forward_branch, given_avals, touched, weight_branch
-from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.optimizer import finish_update
+from jaxpipe.pipeline.overwriting import Renewal, renewals
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.step import Update
 from jaxpipe.pipeline.swap import landing_pages
@@ -60,7 +61,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     transport += 2 * 4 * PAGE * landing_pages(program)
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
     sending = 2 * 4 * sum(program.message_words)
-    updating = max(updating_bytes(program.parameters, update, s) for s in range(program.num_devices))
+    updating = max(updating_bytes(update, s) for s in range(program.num_devices))
     if not _adds_up(program):
         updating, exchanging = updating + parameters, exchanging + parameters
     if program.schedule.versions is not None:
@@ -122,33 +123,37 @@ def _adds_up(program: Program) -> bool:
 
 
 @functools.lru_cache(maxsize=64)  # the same whatever is stored
-def updating_bytes(parameters: Layout, update: Update, s: int) -> int:
-    """What the optimizer needs besides in a stage, its results included.
-
-    A conditional over stages does not write into what it reads, so new values stand beside the old until the step
-    ends; a stage that is alone has none, and writes new values over the old.
-    """
+def updating_bytes(update: Update, s: int) -> int:
+    """What the optimizer needs besides in a stage, while it writes one new value after the other over the old one."""
     coloured = update.coloured
-    tensors = coloured.graph.tensors
-    layouts = parameters, parameters, update.layout
-    buffers = [[jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers] for layout in layouts]
-    local = {t for t, colour in coloured.colour.items() if colour == s}
-    common = [t for op in coloured.graph.operators for t in op.outputs if t not in coloured.colour]
-    state = zip(coloured.state, coloured.state_stage, strict=True)
-    numbers = [*common, *(t for t, owner in state if owner is None)]
-    numbers += [t for ts in coloured.exchanged for t in ts if t not in local]
-    constants = coloured.graph.constants
+    graph = coloured.graph
+    common = [t for op in graph.operators for t in op.outputs if t not in coloured.colour]
+    shared = [t for t, owner in zip(coloured.state, coloured.state_stage, strict=True) if owner is None]
+    everywhere = {*graph.constants, *common, *shared, *(t for ts in coloured.exchanged for t in ts)}
+    found: dict[Any, int] = {}
+    beside, copied = 0, set()
+    for step in renewals(coloured, s, everywhere):
+        others = [t for t in step.reads if t != step.old]
+        avals = [graph.tensors[t].aval for t in (*others, step.old)]
+        alike = tuple((a.shape, a.dtype) for a in avals), tuple(op.name for op in step.operators)
+        if alike not in found:
 
-    def branch(values: Any, gradients: Any, own: Any) -> Any:
-        everywhere = {**constants, **dict(zip(numbers, values, strict=True))}
-        read = (layout.read(s, held) for layout, held in zip(layouts, (own[0], gradients, own[1]), strict=True))
-        new, state = finish_update(coloured, s, everywhere, tuple(read))
-        return parameters.write(s, new), update.layout.write(s, state)
+            def renew(values: Any, old: Any, step: Renewal = step, others: Any = others) -> Any:
+                env = {**dict(zip(others, values, strict=True)), step.old: old}
+                run(step.operators, env)
+                return env[step.new]
 
-    values, (held, gradients, optimizer) = [tensors[t].aval for t in numbers], buffers
-    if len(parameters.avals) > 1:
-        return peak_bytes(branch, values, gradients, (held, optimizer))
-    return peak_bytes(branch, values, gradients, donated=(held, optimizer))
+            found[alike] = peak_bytes(renew, avals[:-1], donated=avals[-1])
+        if not _compat.fences_hold() and (not _reads_once(step, graph) or not copied.isdisjoint(step.reads)):
+            beside += _bytes(avals[-1])
+            copied.update(t for op in step.operators for t in op.outputs if t != step.new)
+    return beside + max(found.values(), default=0)
+
+
+def _reads_once(step: Renewal, graph: Graph) -> bool:
+    """Whether operators read each of their arrays once; if not, early XLA computes with other shapes, and copies."""
+    counts = Counter(t for op in step.operators for t in op.inputs)
+    return all(n == 1 or len(graph.tensors[t].shape) < 2 for t, n in counts.items() if t in step.reads)
 
 
 def _bytes(aval: Any) -> int:

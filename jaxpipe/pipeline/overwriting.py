@@ -7,7 +7,7 @@ reads what was there before is known to come first; fences between the steps say
 """
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,39 +156,68 @@ def _overwrite_stage(
       after: an integer before which nothing is done.
       rate: how far parameters go from the old values to the new ones; all the way if there is none.
     """
-    by_part = layouts[0], layouts[0], layouts[1]
     numbers = held_by(update, s)
-    place = {t: (part, n) for part, ts in enumerate(numbers) for n, t in enumerate(ts)}
-    gradients_held = set(numbers[1])
     hidden = [_compat.disguise(x, after) for x in gradients]
-    buffers = list(map(list, _compat.fence(((own[0], hidden, own[1]), after))[0]))
+    begun, _ = _compat.fence(((own[0], hidden, own[1]), after))
+    buffers = _Buffers((layouts[0], *layouts), s, numbers, tuple(map(list, begun)))
     known = dict(everywhere)
+    steps = renewals(update, s, everywhere.keys())
+    home = {step.new: step.old for step in steps}
+    touched = [[step.old, *(home.get(t, t) for t in step.reads)] for step in steps]
     written: dict[int, int] = {}  # a new value: the old one in whose place it is
-
-    def read(t: int) -> Any:
-        part, n = place[t]
-        value = by_part[part].get(s, n, buffers[part])
-        # XLA writes over what a fused computation reads, but not if it has another shape in there.
-        return _compat.fence(value) if by_part[part].is_whole(s, n) else value
-
     before = None
-    for step in renewals(update, s, everywhere.keys()):
+    for number, step in enumerate(steps):
         for t in step.reads:
             if t in written:
-                known[t] = read(written[t])  # not to be computed again from what was there before
-            elif t in gradients_held:
-                known[t] = read(t) if before is None else _compat.disguise(read(t), read(before))
-            elif t in place and t not in known:
-                known[t] = read(t)
+                known[t] = buffers.read(written[t])  # not to be computed again from what was there before
+            elif t in numbers[1]:
+                value = buffers.read(t)
+                known[t] = value if before is None else _compat.disguise(value, buffers.read(before))
+            elif t not in known:
+                known[t] = buffers.read(t)
         run(step.operators, known)
-        known.setdefault(step.old, read(step.old))  # for those that compute with the old value later
-        part, n = place[step.old]
+        known.setdefault(step.old, buffers.read(step.old))  # for those that compute with the old value later
         value = known[step.new]
-        if rate is not None and part == 0:
+        if rate is not None and step.old in numbers[0]:
             old = known[step.old]
             value = old + jnp.asarray(rate, old.dtype) * (value - old)
-        value = _compat.fence(value) if by_part[part].is_whole(s, n) else value
-        buffers[part] = by_part[part].put(s, n, buffers[part], value)
-        buffers[:] = _compat.fence(buffers)
+        buffers.write(step.old, value)
+        buffers.fence(t for ts in touched[number : number + 2] for t in ts)
         written[step.new] = before = step.old
-    return buffers[0], buffers[2]
+    return buffers.held[0], buffers.held[2]
+
+
+class _Buffers:
+    """A device's buffers of parameters, gradients and state, while a stage writes to them.
+
+    Attributes:
+      layouts: of each.
+      held: the buffers of each.
+    """
+
+    def __init__(
+        self, layouts: Sequence[Layout], s: int, numbers: Sequence[Sequence[int]], held: tuple[list[Any], ...]
+    ):
+        self.layouts, self.held, self._s = layouts, held, s
+        self._place = {t: (part, n) for part, ts in enumerate(numbers) for n, t in enumerate(ts)}
+
+    def read(self, t: int) -> Any:
+        """A tensor."""
+        part, n = self._place[t]
+        value = self.layouts[part].get(self._s, n, self.held[part])
+        # XLA writes over what a fused computation reads, but not if it has another shape in there.
+        return _compat.fence(value) if self.layouts[part].is_whole(self._s, n) else value
+
+    def write(self, t: int, value: Any) -> None:
+        """Another value for a tensor."""
+        part, n = self._place[t]
+        value = _compat.fence(value) if self.layouts[part].is_whole(self._s, n) else value
+        self.held[part][:] = self.layouts[part].put(self._s, n, self.held[part], value)
+
+    def fence(self, tensors: Iterable[int]) -> None:
+        """Nothing that was done with the buffers of these tensors is done later than this, and nothing new before."""
+        places = [self._place[t] for t in tensors if t in self._place]
+        found = list(dict.fromkeys((part, self.layouts[part].places[self._s][n][0]) for part, n in places))
+        fenced = _compat.fence([self.held[part][k] for part, k in found])
+        for (part, k), value in zip(found, fenced, strict=True):
+            self.held[part][k] = value

@@ -14,6 +14,9 @@ from matplotlib.figure import Figure
 from scripts.plotting import plot
 
 
+#: Panels beside each other.
+COLUMNS = 4
+
 COLOURS = ("#9aa5b1", "#e69f00", "#0072b2", "#cc79a7")
 
 
@@ -52,15 +55,14 @@ def draw(result: Mapping[str, Any]) -> Figure:
     met = [row for row in result["rows"] if row["compiled"] is not None and row["ratio"] is not None]
     planned = [row for row in result["rows"] if row["compiled"] is not None and row["settled"] is not None]
     cases = list(dict.fromkeys((row["model"], row["stages"]) for row in met))
-    columns = -(-(len(cases) + 1) // 2)
-    figure = Figure(figsize=(5 * columns, 8), layout="constrained")
-    panels = np.ravel(figure.subplots(2, columns, squeeze=False))
-    for axes, (model, stages) in zip(panels, cases, strict=False):
+    rows = -(-len(cases) // COLUMNS)
+    figure = Figure(figsize=(4 * COLUMNS, 3.5 * (rows + 1)), layout="constrained")
+    grid = figure.add_gridspec(rows + 1, COLUMNS)
+    for number, (model, stages) in enumerate(cases):
         here = [row for row in met if (row["model"], row["stages"]) == (model, stages)]
+        axes = figure.add_subplot(grid[divmod(number, COLUMNS)])
         draw_front(axes, here, f"{model}, {stages} stage{'s' * (stages > 1)}")
-    draw_prediction(panels[-1], planned)
-    for axes in panels[len(cases) : -1]:
-        axes.set_visible(False)
+    draw_prediction(figure.add_subplot(grid[-1, :]), planned)
     figure.suptitle(f"Memory budgets (jax {result['versions']['jax']}, {result['machine']['device']})")
     return figure
 

@@ -47,7 +47,7 @@ def guard(
       old, new: the state before and after the step.
       found: what is not finite.
       skip: whether to skip the step, rather than raise.
-      kept: fields of the state that have new values in any case.
+      kept: fields whose old values are taken back then; the others have not been changed, or change in any case.
 
     Returns:
       The state; and in which stages gradients are not finite, and whether the step was stopped.

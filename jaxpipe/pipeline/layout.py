@@ -42,10 +42,9 @@ class Layout:
     def get(self, stage: int, n: int, buffers: Sequence[Any]) -> Any:
         """The ``n``-th array of a stage."""
         aval, (k, offset) = self.avals[stage][n], self.places[stage][n]
-        size = math.prod(aval.shape)
         flat = buffers[k]
-        if self.buffers[k][0] != size:
-            flat = lax.slice(flat, (offset,), (offset + size,))
+        if not self.is_whole(stage, n):
+            flat = lax.slice(flat, (offset,), (offset + math.prod(aval.shape),))
         return lax.reshape(flat, aval.shape)
 
     def is_whole(self, stage: int, n: int) -> bool:
@@ -56,11 +55,8 @@ class Layout:
         """Buffers with another value of the ``n``-th array of a stage, and the rest as it was."""
         k, offset = self.places[stage][n]
         flat = lax.reshape(jnp.asarray(value), (math.prod(jnp.shape(value)),))
-        whole = self.buffers[k][0] == flat.size
-        return [
-            x if other != k else flat if whole else lax.dynamic_update_slice(x, flat, (offset,))
-            for other, x in enumerate(buffers)
-        ]
+        new = flat if self.is_whole(stage, n) else lax.dynamic_update_slice(buffers[k], flat, (offset,))
+        return [*buffers[:k], new, *buffers[k + 1 :]]
 
     def write(self, stage: int, values: Sequence[Any]) -> list[Any]:
         """Buffers with a stage's arrays in them, and zeros where it has none."""

@@ -18,6 +18,8 @@ from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
 from jax._src.lax.lax import empty2
 
+from jaxpipe.target import platform
+
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
@@ -198,7 +200,7 @@ def disguise(value: jax.Array, after: jax.Array) -> jax.Array:
 
 def fences_hold() -> bool:
     """Whether XLA keeps barriers until it has fused operators."""
-    return JAX_VERSION >= (0, 11) or jax.default_backend() != "cpu"
+    return JAX_VERSION >= (0, 11) or platform() != "cpu"
 
 
 def fence(values: Any) -> Any:
@@ -223,7 +225,7 @@ def materialize(value: jax.Array, after: jax.Array) -> jax.Array:
     Barriers do not keep it from that; the conditional of ``disguise`` does. On other devices, where memory is slow
     beside arithmetic, fusing is right.
     """
-    if jax.default_backend() != "cpu" or not _varies_alike(value, after):
+    if platform() != "cpu" or not _varies_alike(value, after):
         return value
     zero = run_time_zero(after)
     return value if zero is None else jax.lax.cond(zero == 0, lambda x: x, lambda x: ~x, value)
@@ -243,7 +245,7 @@ def versions() -> list[str]:
 
 def runs_breadth_first() -> bool:
     """Whether XLA runs operators as early as it can, as XLA:CPU does, and not so that little memory is needed."""
-    return jax.default_backend() == "cpu"
+    return platform() == "cpu"
 
 
 def hidden_zero(arrays: Iterable[Any]) -> jax.Array | None:

@@ -7,17 +7,17 @@ The same convolution between explicit transposes gives the same bits at full spe
 
 from typing import Any
 
-import jax
 from jax import core, lax
 
 from jaxpipe import _compat
+from jaxpipe.target import platform
 
 
 def canonical(closed: Any) -> Any:
-    """The same traced program with every convolution in batch-spatial-feature order; on the CPU only."""
+    """The same traced program with every convolution in batch-spatial-feature order; if it is built for CPUs."""
     jaxpr, consts = _compat.open_jaxpr(closed)
     convolutions = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
-    if jax.default_backend() != "cpu" or all(_is_canonical(e.params["dimension_numbers"]) for e in convolutions):
+    if platform() != "cpu" or all(_is_canonical(e.params["dimension_numbers"]) for e in convolutions):
         return closed
 
     def run(*arguments: Any) -> list[Any]:

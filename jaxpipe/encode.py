@@ -20,6 +20,7 @@ from jaxpipe.graph import ENCODED_MARK, Graph, read_graph
 from jaxpipe.policy import Codecs, Policy, parse
 from jaxpipe.purify import PureCall, purify, root_scope
 from jaxpipe.stage import Stage, backward, build, forward
+from jaxpipe.target import building_for, platform_of
 
 
 # A context that JAX's tracing caches know of: a jitted function is traced anew inside `without_encoding`.
@@ -147,7 +148,8 @@ def run_encoded(call: PureCall, *, policy: Policy) -> Any:
         raise DifferentiationError(_FORWARD_MODE)
     graph = read_graph(program).with_parameters([False] * len(consts) + list(call.parameters))
     held = [True] * len(consts) + list(call.held)
-    outputs = _encoded_function(program, graph, held, policy)(*consts, *call.leaves)
+    encoded = _encoded_function(program, graph, held, policy, platform_of([*consts, *call.leaves]))
+    outputs = encoded(*consts, *call.leaves)
     return call.finish(outputs)
 
 
@@ -161,8 +163,10 @@ class _Residuals:
     stage: Stage
 
 
-def _encoded_function(program: Any, graph: Graph, held: Sequence[bool], policy: Policy) -> Callable[..., Sequence[Any]]:
-    """A traced program whose derivative goes through the stash."""
+def _encoded_function(
+    program: Any, graph: Graph, held: Sequence[bool], policy: Policy, platform: str | None
+) -> Callable[..., Sequence[Any]]:
+    """Return a traced program whose derivative goes through the stash, built for a platform if it is known."""
     kept_alive = frozenset(t for t, flag in zip(graph.inputs, held, strict=True) if flag)
 
     def body(*values: Any) -> Sequence[Any]:
@@ -180,6 +184,7 @@ def _encoded_function(program: Any, graph: Graph, held: Sequence[bool], policy: 
     def encoded(*values: Any) -> Sequence[Any]:
         return jax.jit(body)(*values)
 
+    @building_for(platform)
     def encoded_forward(*primals: Any) -> tuple[Sequence[Any], _Residuals]:
         plan = stage(tuple(p.perturbed for p in primals))
         values = dict(zip(graph.inputs, (p.value for p in primals), strict=True))
@@ -190,6 +195,7 @@ def _encoded_function(program: Any, graph: Graph, held: Sequence[bool], policy: 
         ]
         return [_first_order(y) for y in outputs], _Residuals([values[t] for t in plan.parameters], labelled, plan)
 
+    @building_for(platform)
     def encoded_backward(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         plan = residuals.stage
         seeds = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]

@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jaxpipe.errors import PartitionError
+from jaxpipe.target import platform_of
 
 
 _T = TypeVar("_T")
@@ -104,7 +105,7 @@ def settled(results: _T) -> _T:
 
     XLA:CPU runs programs that wait for Gloo on a few threads: several in flight may wait for each other forever.
     """
-    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+    if jax.process_count() > 1 and platform_of(jax.tree.leaves(results)) == "cpu":
         jax.block_until_ready(results)
     return results
 

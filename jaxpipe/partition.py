@@ -38,6 +38,7 @@ from jaxpipe.profiling.cache import program_text
 from jaxpipe.profiling.model import Source, profile_objective
 from jaxpipe.profiling.roofline import rates_of
 from jaxpipe.schedules.teams import Teams
+from jaxpipe.target import building_for
 from jaxpipe.units import parse_bytes
 
 
@@ -183,6 +184,11 @@ def partition(
 
 def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     """Trace, profile, cut and lay out a model for batches of the given shapes."""
+    with building_for(request.mesh.devices.flat[0].platform):
+        return _make_plan(request, batch, variables)
+
+
+def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     size = checks.batch_size(batch)
     m = request.num_microbatches
     if m is None:

@@ -14,6 +14,7 @@ Variants, all compared with ``plain``:
   nothing, dots, dots-no-batch
                 ``jax.checkpoint`` of the whole model with the policies ``nothing_saveable``, ``dots_saveable`` and
                 ``dots_with_no_batch_dims_saveable``
+  blocks        each block of the model under ``nn.remat``, where the model offers it
   barrier       plain, with an ``optimization_barrier`` between the passes: how far gradients of one and the same
                 program differ as soon as XLA does not fuse the backward pass with the forward pass
 
@@ -122,9 +123,10 @@ VARIANTS = {
     "nothing": Variant(wrap_apply=checkpoint(jax.checkpoint_policies.nothing_saveable)),
     "dots": Variant(wrap_apply=checkpoint(jax.checkpoint_policies.dots_saveable)),
     "dots-no-batch": Variant(wrap_apply=checkpoint(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)),
+    "blocks": Variant(lambda cls: functools.partial(cls, remat=True)),
     "barrier": Variant(wrap_apply=with_barrier),
 }
-DEFAULT = [name for name in VARIANTS if name not in ("encoded", "barrier")]
+DEFAULT = [name for name in VARIANTS if name not in ("encoded", "blocks", "barrier")]
 
 
 @dataclass(frozen=True)

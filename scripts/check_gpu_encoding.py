@@ -1,10 +1,10 @@
-"""Training steps with encoded feature maps, compiled for a GPU that is not here: what XLA reserves for temporaries.
+"""Temporaries of training steps with encoded feature maps, compiled ahead of time for an H100.
 
     JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.check_gpu_encoding
     ... python -m scripts.check_gpu_encoding --models UNet --variants fast --out out/some.json
 
-The models, steps and variants of ``scripts.bench_encoding``; see ``scripts.absent_gpu`` for what it needs. What kernels
-of libraries need for themselves is known on a GPU only.
+The models, steps and variants of ``scripts.bench_encoding``, and the same at sizes that keep a GPU busy; see
+``scripts.absent_gpu`` for the requirements. Nothing runs: the workspace of library kernels is known on a GPU only.
 """
 
 import argparse
@@ -18,41 +18,54 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe
 from scripts.absent_gpu import h100s
 from scripts.bench_encoding import PLAIN, SMALLEST, VARIANTS, Variant, build
-from scripts.encoding_cases import CASES, Case, Problem
+from scripts.encoding_cases import CASES, GPU_CASES, WITH_BLOCKS, Case, Problem
 from scripts.measuring import header
 
 
-DEFAULT = ("fast", "smallest", "nothing", "dots")
+DEFAULT = ("fast", "smallest", "nothing", "dots", "dots-no-batch", "blocks")
 
 
 def temporaries(problem: Problem, variant: Variant, density: jaxpipe.Density | None, device: Any) -> int:
-    """Bytes of the compiled step."""
-    here = SingleDeviceSharding(device)
+    """Return the bytes of the compiled step. The arguments' mesh tells what it is built for."""
+    here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), problem.arguments)
     step = build(replace(problem, arguments=arguments), variant, density).step
     return step.memory_analysis().temp_size_in_bytes
 
 
 def measure(case: Case, names: Sequence[str], device: Any) -> dict[str, Any]:
-    """One model; its densities are measured on the CPU."""
+    """Measure one model; its densities on the CPU."""
+    if not case.name.startswith(WITH_BLOCKS):
+        names = [name for name in names if name != "blocks"]
     with jax.default_device(jax.devices("cpu")[0]):
         problem = case.make(case.batch)
         density = None
         if any(VARIANTS[name].measured for name in names):
             density = jaxpipe.measure_density(SMALLEST.loss(problem), *problem.arguments)
     variants = {"plain": PLAIN, **{name: VARIANTS[name] for name in names}}
-    found = {name: temporaries(problem, variant, density, device) for name, variant in variants.items()}
-    return {"name": case.name, "batch": case.batch, "temporaries": found}
+    sizes = {name: temporaries(problem, variant, density, device) for name, variant in variants.items()}
+    return {"name": case.name, "batch": case.batch, "temporaries": sizes}
+
+
+def mean_ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the geometric mean of plain over variant, over the models that have the variant."""
+    names = dict.fromkeys(name for row in rows for name in row["temporaries"])
+    ratios = {
+        name: [row["temporaries"]["plain"] / row["temporaries"][name] for row in rows if name in row["temporaries"]]
+        for name in names
+    }
+    return {name: statistics.geometric_mean(values) for name, values in ratios.items()}
 
 
 def main() -> None:
     """Compile, print and save."""
-    by_name = {case.name: case for case in CASES}
+    by_name = {case.name: case for case in CASES + GPU_CASES}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=by_name, default=list(by_name), metavar="NAME")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT, help="besides plain")
@@ -64,10 +77,7 @@ def main() -> None:
         rows.append(measure(by_name[name], arguments.variants, device))
         sizes = rows[-1]["temporaries"]
         print(name, {key: f"{value / 2**20:.1f} MiB" for key, value in sizes.items()}, file=sys.stderr, flush=True)
-        means = {
-            key: statistics.geometric_mean(row["temporaries"]["plain"] / row["temporaries"][key] for row in rows)
-            for key in sizes
-        }
+        means = mean_ratios([row for row in rows if row["name"] in {case.name for case in CASES}] or rows)
         result = {**header(), "device": device.device_kind, "plain_over_variant": means, "rows": rows}
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

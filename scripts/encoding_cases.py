@@ -121,6 +121,18 @@ CASES = (
     Case("GPT-2", 1, lambda n: language(models.GPT2, n, 256, 50257)),
 )
 
+#: Networks at sizes that keep a GPU busy, only compiled on other machines. Llama is one that nothing was tuned to.
+GPU_CASES = (
+    Case("GPT-2 8x512", 8, lambda n: language(models.GPT2, n, 512, 50257)),
+    Case("Llama 8x512", 8, lambda n: language(models.Llama, n, 512, 32000)),
+    Case("Llama bf16 8x512", 8, lambda n: language(models.Llama, n, 512, 32000, dtype=jnp.bfloat16)),
+    Case("ViT-B 16x224", 16, lambda n: linen(models.ViT, normal(n, 224, 224, 3), TRAIN)),
+    Case("ResNet50 32x224", 32, lambda n: linen(models.ResNet50, normal(n, 224, 224, 3), TRAIN)),
+)
+
+#: The models that take ``remat=True``.
+WITH_BLOCKS = ("GPT-2", "Llama", "ViT-B", "ResNet50")
+
 #: Small ones, which differ in how they are written.
 SMALL_CASES = (
     Case("VGG16-64", 64, lambda n: linen(models.VGG16, normal(n, 32, 32, 3), {})),

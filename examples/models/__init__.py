@@ -6,6 +6,7 @@ from .cnn_nnx import DigitsCNN as NNXDigitsCNN
 from .custom import SoftplusMLP
 from .gpt2 import GPT2
 from .inception import Inception
+from .llama import Llama
 from .mlp import init_mlp, mlp
 from .nin import NiN
 from .overfeat import OverFeat
@@ -24,6 +25,7 @@ __all__ = [
     "AlexNet",
     "Inception",
     "LinenDigitsCNN",
+    "Llama",
     "NNXDigitsCNN",
     "NiN",
     "OverFeat",

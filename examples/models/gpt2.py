@@ -43,7 +43,7 @@ class GPT2Block(nn.Module):
     output_scale: float
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         width = x.shape[-1]
         y = nn.LayerNorm(epsilon=1e-5)(x)
         y = CausalAttention(self.num_heads, self.dropout_rate, self.output_scale)(y, train=train)
@@ -57,7 +57,8 @@ class GPT2Block(nn.Module):
 class GPT2(nn.Module):
     """Decoder with learned positions, whose output layer is the token embedding.
 
-    Dropout draws from the `dropout` stream while `train` is true.
+    Dropout draws from the `dropout` stream while `train` is true. `remat` computes each block again in the backward
+    pass.
 
     Input: integer tokens [batch, length], length at most `max_length`.
     Output: next-token logits [batch, length, vocab].
@@ -69,6 +70,7 @@ class GPT2(nn.Module):
     num_heads: int = 12
     max_length: int = 1024
     dropout_rate: float = 0.1
+    remat: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
@@ -78,6 +80,7 @@ class GPT2(nn.Module):
         x = embed(tokens) + positions(jnp.arange(tokens.shape[1]))
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
         output_scale = 0.02 / (2 * self.num_layers) ** 0.5
-        for _ in range(self.num_layers):
-            x = GPT2Block(self.num_heads, self.dropout_rate, output_scale)(x, train=train)
+        block = nn.remat(GPT2Block, static_argnums=(2,)) if self.remat else GPT2Block
+        for i in range(self.num_layers):
+            x = block(self.num_heads, self.dropout_rate, output_scale, name=f"GPT2Block_{i}")(x, train)
         return embed.attend(nn.LayerNorm(epsilon=1e-5)(x))

@@ -69,7 +69,7 @@ class BottleneckBlock(nn.Module):
     stride: int = 1
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         strides = (self.stride, self.stride)
         y = nn.Conv(self.features, (1, 1), use_bias=False)(x)
         y = nn.BatchNorm(use_running_average=not train, momentum=0.9)(y)
@@ -89,7 +89,8 @@ class ResNet50(nn.Module):
     """Residual network of bottleneck blocks with a 7x7 stem of stride 2 and an overlapping 3x3/2 max pool.
 
     Stage `i` has `stage_sizes[i]` blocks of `4 * 2**i * width` channels.
-    Training updates the `batch_stats` collection, which the caller makes mutable.
+    Training updates the `batch_stats` collection, which the caller makes mutable. `remat` computes each block again in
+    the backward pass.
 
     Input: images [batch, 224, 224, 3], or of other sides from 32. Output: logits [batch, num_classes].
     """
@@ -97,6 +98,7 @@ class ResNet50(nn.Module):
     num_classes: int = 1000
     width: int = 64
     stage_sizes: tuple[int, ...] = (3, 4, 6, 3)
+    remat: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
@@ -104,8 +106,9 @@ class ResNet50(nn.Module):
         x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
         x = nn.relu(x)
         x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
-        for stage, blocks in enumerate(self.stage_sizes):
-            for block in range(blocks):
-                stride = 2 if stage > 0 and block == 0 else 1
-                x = BottleneckBlock(2**stage * self.width, stride)(x, train=train)
+        block = nn.remat(BottleneckBlock, static_argnums=(2,)) if self.remat else BottleneckBlock
+        strides = [2 if stage and i == 0 else 1 for stage, count in enumerate(self.stage_sizes) for i in range(count)]
+        widths = [2**stage * self.width for stage, count in enumerate(self.stage_sizes) for _ in range(count)]
+        for i, (width, stride) in enumerate(zip(widths, strides, strict=True)):
+            x = block(width, stride, name=f"BottleneckBlock_{i}")(x, train)
         return nn.Dense(self.num_classes)(x.mean(axis=(1, 2)))

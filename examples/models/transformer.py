@@ -18,7 +18,7 @@ class Block(nn.Module):
     dropout_rate: float
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array | None, *, train: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: jax.Array | None, train: bool) -> jax.Array:
         width = x.shape[-1]
         y = nn.LayerNorm()(x)
         y = nn.MultiHeadDotProductAttention(

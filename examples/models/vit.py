@@ -14,7 +14,8 @@ from .transformer import Block
 class ViT(nn.Module):
     """Encoder of patches with a class token and learned positions; the class token is classified.
 
-    Dropout, if there is any, draws from the `dropout` stream while `train` is true.
+    Dropout, if there is any, draws from the `dropout` stream while `train` is true. `remat` computes each block again
+    in the backward pass.
 
     Input: images [batch, height, width, channels], both sides divisible by `patch`.
     Output: logits [batch, num_classes].
@@ -26,6 +27,7 @@ class ViT(nn.Module):
     width: int = 768
     num_heads: int = 12
     dropout_rate: float = 0.0
+    remat: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
@@ -36,6 +38,7 @@ class ViT(nn.Module):
         x = jnp.concatenate([jnp.broadcast_to(token, (x.shape[0], 1, self.width)), x], axis=1)
         x = x + self.param("positions", nn.initializers.normal(0.02), (1, *x.shape[1:]))
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
-        for _ in range(self.num_layers):
-            x = Block(self.num_heads, self.dropout_rate)(x, None, train=train)
+        block = nn.remat(Block, static_argnums=(3,)) if self.remat else Block
+        for i in range(self.num_layers):
+            x = block(self.num_heads, self.dropout_rate, name=f"Block_{i}")(x, None, train)
         return nn.Dense(self.num_classes)(nn.LayerNorm()(x)[:, 0])

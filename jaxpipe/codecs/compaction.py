@@ -17,11 +17,11 @@ blocks takes few kernels to compile, and knows in the end how many values there 
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe import _compat
+from jaxpipe.target import platform
 
 
 WORD = 32
@@ -50,14 +50,14 @@ def compact(flat: Any, words: Any, capacity: int) -> tuple[Any, Any]:
 
     The first ``capacity`` values are the first of those elements, as far as there are so many.
     """
-    if jax.default_backend() == "cpu":
+    if platform() == "cpu":
         return _compact_by_blocks(flat, words, capacity)
     return _compact_by_scatter(flat, words, capacity)
 
 
 def expand(values: Any, words: Any, size: int) -> Any:
     """``size`` elements: the values where a bit is set, zero elsewhere. Inverse of ``compact``."""
-    if jax.default_backend() == "cpu":
+    if platform() == "cpu":
         return _expand_by_blocks(values, words, size)
     return _expand_by_gather(values, words, size)
 

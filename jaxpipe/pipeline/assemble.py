@@ -37,6 +37,7 @@ from jaxpipe.profiling import roofline
 from jaxpipe.profiling.roofline import rates_of
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.teams import Teams
+from jaxpipe.target import building_for
 from jaxpipe.work import weight
 
 
@@ -192,6 +193,7 @@ def settle(traced: Traced, found: Draft, budget: int | None) -> Planned:
     def memory_of(program: Program) -> dict[str, int]:
         return predict(program, update, shared, traced.local)
 
+    @building_for(request.mesh.devices.flat[0].platform)
     def planned(budget: int | None) -> Planned:
         chosen, fitted = program, (Fitted(),) * len(program.sections)
         if budget is not None:

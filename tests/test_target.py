@@ -1,0 +1,104 @@
+"""Programs are built for the platform of their mesh or arguments, not for the default backend."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxpipe
+from jaxpipe.target import building_for, platform, platform_of
+
+
+pytestmark = pytest.mark.core
+
+
+def gpu_mesh(kind=AxisType.Auto):
+    """A mesh of a GPU that only has a name."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(kind,)).abstract_mesh
+    return mesh.update(abstract_device=type(mesh.abstract_device)("NVIDIA H100", None, "gpu"))
+
+
+def on_gpu(x, kind=AxisType.Auto):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(gpu_mesh(kind), PartitionSpec()))
+
+
+def test_the_default_backend_decides_where_nothing_else_is_known():
+    assert platform() == jax.default_backend() == "cpu"
+    assert platform_of([np.ones(3), 1.0]) is None
+
+
+def test_a_chosen_platform_decides_before_anything_else():
+    with building_for("gpu"):
+        assert platform() == "gpu"
+        with building_for(None):
+            assert platform() == "gpu"
+    assert platform() == "cpu"
+
+
+def test_a_jitted_function_is_traced_again_for_another_platform():
+    seen = []
+    function = jax.jit(lambda x: (seen.append(platform()), x)[1])
+    for name in ("gpu", "cpu", "gpu"):
+        with building_for(name):
+            function.trace(jnp.ones(2))
+    assert seen == ["gpu", "cpu"]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_arguments_decide_concrete_or_traced(kind):
+    seen = []
+    jax.jit(lambda x: (seen.append(platform_of([1.0, x])), x)[1]).trace(on_gpu(jnp.ones(2), kind))
+    assert seen == ["gpu"]
+    assert platform_of([jnp.ones(2)]) == "cpu"
+
+
+def test_the_mesh_decides_inside_shard_map_at_any_depth():
+    seen = []
+
+    def body(carry, _):
+        seen.append(platform())
+        return carry, None
+
+    mapped = jax.shard_map(
+        lambda x: jax.lax.scan(body, x, None, length=2)[0],
+        mesh=gpu_mesh(),
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+    )
+    jax.jit(mapped).trace(on_gpu(jnp.ones(2)))
+    assert seen == ["gpu"]
+
+
+def test_an_encoded_gradient_is_that_of_its_arguments_platform():
+    @jaxpipe.memory_encoded(codecs="smallest")
+    def loss(kernel, x):
+        x = jax.nn.relu(jax.lax.conv(x, kernel, (1, 1), "SAME"))
+        return jax.lax.conv(x, kernel, (1, 1), "SAME").sum()
+
+    kernel, x = jnp.ones((16, 16, 3, 3)), jnp.ones((8, 16, 32, 32))
+    gradient = jax.jit(jax.grad(loss))
+    ahead = [str(gradient.trace(k, x).jaxpr) for k in (kernel, on_gpu(kernel), kernel)]
+    # XLA:CPU compacts in a loop over blocks and wants convolutions in one dimension order, by transposes.
+    assert [("while[" in text, "scatter" in text) for text in ahead] == [(True, False), (False, True), (True, False)]
+    assert [text.count("transpose[") > 2 for text in ahead] == [True, False, True]
+
+
+def test_a_pipeline_is_built_for_its_mesh(monkeypatch):
+    def lowered():
+        pipeline = jaxpipe.partition(
+            jax.tree_util.Partial(lambda w, x: jax.nn.relu(x @ w) @ w, jnp.ones((4, 4))),
+            jax.make_mesh((1,), ("stage",)),
+            jnp.ones((8, 4)),
+            loss=lambda f, x: f(x).mean(),
+            optimizer=optax.adam(0.1),
+            num_microbatches=2,
+            profile="analytic",
+        )
+        report = pipeline.memory_report()
+        return report.predicted_bytes, report.compiled_bytes
+
+    expected = lowered()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert lowered() == expected

@@ -69,7 +69,8 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     if program.schedule.versions is not None:
         # Weights are copied out of their slot, and updated while stashes wait.
         held["versions"] = weight_slots(program.schedule).count * parameters
-        computing = parameters + max(computing, parameters + updating)
+        means = program.gradients.bytes if program.replicated else parameters  # not yet rounded, of all replicas
+        computing = parameters + max(computing, means + updating)
         updating = 0
     return {
         **held,

@@ -13,6 +13,7 @@ import jax.extend.source_info_util as source_info
 import jax.interpreters.ad as ad
 import jax.numpy as jnp
 import jaxlib
+from flax import nnx
 from jax import core
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
@@ -277,6 +278,11 @@ def num_processes() -> int:
     return global_state.num_processes or 1
 
 
+def register_nnx_class(cls: Any, like: Any) -> None:
+    """Let Flax know a subclass of an NNX module class as it knows that class; other hooks are not run."""
+    nnx.Pytree.__init_subclass__.__func__(cls, pytree=like._pytree__is_pytree)
+
+
 def function_name(equation: Any) -> str | None:
     """The name of the function that a call-like equation wraps, if JAX recorded one."""
     programs = inner_programs(equation)
@@ -304,6 +310,7 @@ __all__ = [
     "named_scope_of",
     "num_processes",
     "open_jaxpr",
+    "register_nnx_class",
     "tie",
     "trace_without_scope",
     "variable",

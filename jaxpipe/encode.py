@@ -21,6 +21,7 @@ from jaxpipe.policy import Codecs, Policy, parse
 from jaxpipe.purify import PureCall, purify, root_scope
 from jaxpipe.stage import Stage, backward, build, forward
 from jaxpipe.target import building_for, platform_of
+from jaxpipe.twin import twin_class
 
 
 # A context that JAX's tracing caches know of: a jitted function is traced anew inside `without_encoding`.
@@ -59,7 +60,9 @@ def memory_encoded(target: Any = None, *, codecs: Codecs = "fast") -> Any:
         ``{"Encoder_*": "smallest", "Head": {"mask"}}``; what none fits is ``"fast"``. All are lossless.
 
     Returns:
-      A class or function to be used in place of ``target``.
+      A class or function to be used in place of ``target``. A class is ``target`` in all but what its methods store:
+      a subclass of the same name and module, with its ``__init__``, fields, annotations and hooks as other decorators
+      left them. Methods that Linen does not wrap (``nn.nowrap``) stay as they are.
 
     Raises:
       TargetError: if ``target`` is neither a module class nor a function.
@@ -128,14 +131,7 @@ def _encode_nnx_class(cls: type[nnx.Module], policy: Policy) -> type[nnx.Module]
         with root_scope(cls):
             return cls.__call__(self, *args, **kwargs)
 
-    body = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "__call__": functools.wraps(cls.__call__)(_encode_function(call, policy)),
-    }
-    metaclass: Any = type(cls)
-    return metaclass(cls.__name__, (cls,), body)
+    return twin_class(cls, {"__call__": functools.wraps(cls.__call__)(_encode_function(call, policy))})
 
 
 def run_encoded(call: PureCall, *, policy: Policy) -> Any:

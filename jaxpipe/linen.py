@@ -12,6 +12,7 @@ from flax.core import lift
 from flax.linen import transforms
 
 from jaxpipe.purify import Leaves, PureCall, Result, Role, is_array
+from jaxpipe.twin import twin_class
 
 
 #: ``PureCall -> result``; what a decorator does with the call.
@@ -21,7 +22,7 @@ _running: contextvars.ContextVar[frozenset[type]] = contextvars.ContextVar("runn
 
 
 def transform_class(cls: type[nn.Module], runner: Runner, enabled: Callable[[], bool]) -> type[nn.Module]:
-    """A subclass of the same name whose public methods are run by ``runner``.
+    """The same class, but that its public methods are run by ``runner``.
 
     Only a call from outside is given to ``runner``: what a method then calls on its own module is part of that
     call. Initialisation runs as it always did, so parameters and their names stay the same.
@@ -30,11 +31,12 @@ def transform_class(cls: type[nn.Module], runner: Runner, enabled: Callable[[], 
     for base in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)]):
         for name, value in vars(base).items():
             public = name == "__call__" or not name.startswith("_")
-            if public and inspect.isfunction(value) and name not in ("setup", "lazy_init"):
+            computes = inspect.isfunction(value) and name not in ("setup", "lazy_init") and not hasattr(value, "nowrap")
+            if public and computes:
                 methods[name] = transform_method(value, runner, enabled, owner=cls)
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, **methods}
-    metaclass: Any = type(cls)
-    return metaclass(cls.__name__, (cls,), body)
+            else:
+                methods.pop(name, None)
+    return twin_class(cls, methods)
 
 
 def transform_method(

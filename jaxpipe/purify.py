@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpipe.errors import DifferentiationError
+from jaxpipe.twin import twin_class
 
 
 class Role(enum.Enum):
@@ -272,7 +273,7 @@ def module_scopes(modules: Sequence[Any]) -> Iterator[None]:
     for root in modules:
         for path, module in nnx.iter_modules(root):
             paths[id(module)] = tuple(map(str, path))
-            if callable(module) and not isinstance(module, _Scoped):
+            if callable(module) and not hasattr(type(module), _SCOPED):
                 swapped.append((module, type(module)))
                 object.__setattr__(module, "__class__", _scoped_class(type(module)))
     token = _scopes.set({**_scopes.get(), **paths})
@@ -291,8 +292,8 @@ def root_scope(cls: type) -> Iterator[None]:
         yield
 
 
-class _Scoped:
-    """Marks classes made by ``_scoped_class``."""
+#: Marks classes made by ``_scoped_class``.
+_SCOPED = "_jaxpipe_scoped"
 
 
 @functools.cache
@@ -308,4 +309,4 @@ def _scoped_class(cls: type) -> type:
         finally:
             _here.reset(token)
 
-    return type(cls)(cls.__name__, (cls, _Scoped), {"__call__": __call__, "__module__": cls.__module__})
+    return twin_class(cls, {"__call__": __call__, _SCOPED: True})

@@ -119,6 +119,7 @@ def draft(
         parameters=lay_out([[model.parameters[k].aval for k in placement.held_by(d)[0]] for d in devices]),
         state=lay_out([[model.state[k].aval for k in placement.held_by(d)[1]] for d in devices]),
         replicated=DATA in request.mesh.axis_names,
+        gradient_dtype=request.gradient_dtype,
     )
     if request.budget is not None and request.network is not None and program.may_swap:
         found = _map_for_swaps(program, found)
@@ -185,7 +186,8 @@ def settle(traced: Traced, found: Draft, budget: int | None) -> Planned:
     exchange = None
     if request.exchange is not None and exchanges:
         warn_of_adam(coloured.state_shape)
-        exchange = stage_exchange(request.exchange, model, placement, program.parameters, request.replicas)
+        layouts = program.parameters, program.gradients
+        exchange = stage_exchange(request.exchange, model, placement, *layouts, request.replicas)
     state_layout = lay_out([[a for a, owner in owned if owner == d] for d in devices])
     update = Update(coloured, state_layout, exchange, request.on_nonfinite)
     shared = [a for a, owner in owned if owner is None]

@@ -72,7 +72,7 @@ def step_seconds(program: Program, found: Partition, timeline: Timeline) -> floa
     if program.teams.single:
         return timeline.makespan
     model = Synchronous(found.network, program.num_microbatches)
-    weights = np.array([program.parameters.bytes], np.float64)
+    weights = np.array([program.gradients.bytes], np.float64)
     return timeline.makespan + max(float(model.all_reduce_seconds(weights, Team(s.devices))[0]) for s in found.stages)
 
 
@@ -104,13 +104,13 @@ def handled_bytes(program: Program) -> int:
     if program.alone:
         return 0
     schedule, page = program.schedule, 4 * PAGE
-    buffers = [a.size * np.dtype(a.dtype).itemsize for a in program.gradient_avals]
+    made, sums = ([a.size * a.dtype.itemsize for a in avals] for avals in (program.gradient_avals, program.sum_avals))
     total = (3 + 2) * page * max(program.stash_pages)
     kinds = [schedule.backward_kind]
     if schedule.splits_backward:
         total += 2 * page * max(program.stash_pages) + (3 + 2) * page * max(program.saved_pages)
         kinds.append(Kind.BACKWARD_WEIGHT)
-    return total + sum(3 * buffers[k] for kind in kinds for k in touched(program, kind))
+    return total + sum(made[k] + 2 * sums[k] for kind in kinds for k in touched(program, kind))
 
 
 def describe(
@@ -165,9 +165,16 @@ def describe(
         budget=budget,
         memory=memory,
         host=_host(request, program),
+        summed_in=_summed_in(program),
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
     )
+
+
+def _summed_in(program: Program) -> dict[str, str]:
+    """The type in which gradients are added up, by the type of their parameters, where that is another."""
+    pairs = zip(program.parameters.buffers, program.gradients.buffers, strict=True)
+    return {own.name: sums.name for (_, own), (_, sums) in pairs if own != sums}
 
 
 def _idle_share(timeline: Timeline, widths: Sequence[int]) -> float:

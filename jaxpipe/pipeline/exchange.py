@@ -32,7 +32,8 @@ class StageExchange:
     Attributes:
       settings: of ``block_sparse``.
       plans: by phase of the warm-up and stage, the blocks of each gradient.
-      layout: where gradients are, that of the parameters.
+      layout: where the averages are, that of the parameters.
+      sums: where the replica's own gradients are, in the types in which they were added up.
       residuals: where residuals are, which have at least 32 bits.
       replicas: of each stage.
     """
@@ -40,6 +41,7 @@ class StageExchange:
     settings: Settings
     plans: tuple[tuple[tuple[Blocks, ...], ...], ...]
     layout: Layout
+    sums: Layout
     residuals: Layout
     replicas: int
 
@@ -59,11 +61,16 @@ class StageExchange:
             gathered, reduced = wire_bytes(plans, self.settings.rule.mode)
             needed.append((1 + self.replicas) * gathered + 2 * reduced)
         residuals = self.residuals.bytes if len(self.layout.avals) > 1 else 0
-        return 2 * self.layout.bytes + residuals + max(needed)
+        return self.sums.bytes + self.layout.bytes + residuals + max(needed)
 
 
 def stage_exchange(
-    transformation: BlockSparse, model: BoundModel, placement: Placement, layout: Layout, replicas: int
+    transformation: BlockSparse,
+    model: BoundModel,
+    placement: Placement,
+    layout: Layout,
+    sums: Layout,
+    replicas: int,
 ) -> StageExchange:
     """The exchange that ``block_sparse(...)`` asks for, cut up for the stages.
 
@@ -80,7 +87,7 @@ def stage_exchange(
     residuals = [
         [jax.ShapeDtypeStruct(a.shape, jnp.promote_types(a.dtype, jnp.float32)) for a in held] for held in layout.avals
     ]
-    return StageExchange(transformation.settings, tuple(phases), layout, lay_out(residuals), replicas)
+    return StageExchange(transformation.settings, tuple(phases), layout, sums, lay_out(residuals), replicas)
 
 
 def run_exchange(
@@ -105,7 +112,7 @@ def run_exchange(
         return lax.switch(stage, [functools.partial(function, s) for s in range(len(layout.avals))])
 
     def read(s: int) -> list[Any]:
-        pairs = zip(layout.read(s, gradients), plan.residuals.read(s, residuals), strict=True)
+        pairs = zip(plan.sums.read(s, gradients), plan.residuals.read(s, residuals), strict=True)
         return [g.astype(r.dtype) + r for g, r in pairs]
 
     def write(s: int, found: Averaged) -> Any:

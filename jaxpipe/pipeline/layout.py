@@ -7,10 +7,11 @@ one after the other, into one buffer for each type.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -34,6 +35,12 @@ class Layout:
     def bytes(self) -> int:
         """Bytes on each device."""
         return sum(length * np.dtype(dtype).itemsize for length, dtype in self.buffers)
+
+    def with_dtypes(self, of: Callable[[Any], Any]) -> "Layout":
+        """The same arrays in the same places, of other types: ``of`` gives one for each of those that there are."""
+        avals = [tuple(jax.ShapeDtypeStruct(a.shape, of(a.dtype)) for a in stage) for stage in self.avals]
+        buffers = [(length, np.dtype(of(dtype))) for length, dtype in self.buffers]
+        return replace(self, avals=tuple(avals), buffers=tuple(buffers))
 
     def read(self, stage: int, buffers: Sequence[Any]) -> list[Any]:
         """A stage's arrays out of its device's buffers."""

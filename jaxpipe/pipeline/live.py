@@ -20,6 +20,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import ColouredUpdate
 from jaxpipe.pipeline.overwriting import run_update
+from jaxpipe.pipeline.precision import round_to
 from jaxpipe.pipeline.program import DATA, Program, over_stages
 from jaxpipe.schedules.weights import WeightSlots, weight_slots
 
@@ -97,7 +98,7 @@ class Live:
         means = list(gradients)
         if program.replicated:
             means, share = lax.psum(means, DATA), share * lax.axis_size(DATA)
-        means = [g / jnp.asarray(share, g.dtype) for g in means]
+        means = round_to([g / jnp.asarray(share, g.dtype) for g in means], program.parameters.buffers)
         newest = version(weights, row.newest)
 
         new, optimizer, shared = run_update(

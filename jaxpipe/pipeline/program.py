@@ -3,6 +3,7 @@
 ``jaxpipe.pipeline.ticks`` runs it.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxpipe.pipeline.columns import Arena, Columns, arena, columns
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.objective import Objective
+from jaxpipe.pipeline.precision import sum_dtype
 from jaxpipe.pipeline.sections import Placement, Section
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.schedules import Kind, Schedule
@@ -47,6 +50,7 @@ class Program:
       num_microbatches: of a step, on each replica of the data axis.
       placement: the device of every variable.
       parameters, state: layouts of the variables, by device.
+      gradient_dtype: in which gradients of narrower types are added up (``jaxpipe.pipeline.precision``); None: float32.
       replicated: whether the mesh has a data axis.
       swaps: where stashes are that spend some ticks on another device, or with the host; None if all stay.
     """
@@ -60,6 +64,7 @@ class Program:
     parameters: Layout
     state: Layout
     replicated: bool
+    gradient_dtype: np.dtype[Any] | None = None
     swaps: Swaps | None = None
 
     def avals(self, numbers: Sequence[int]) -> list[Any]:
@@ -101,10 +106,20 @@ class Program:
         return tuple(found)
 
     @cached_property
+    def gradients(self) -> Layout:
+        """Where gradients are added up: as the parameters lie, in types that are as wide or wider."""
+        return self.parameters.with_dtypes(functools.partial(sum_dtype, gradient_dtype=self.gradient_dtype))
+
+    @cached_property
     def gradient_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """The buffers in which gradients are added up: those of the parameters, then one for each that is shared."""
+        """The gradient buffers of one micro-batch: those of the parameters, then one for each that is shared."""
         shared = [(math.prod(a.shape), a.dtype) for a in self.avals(self.shared)]
         return [jax.ShapeDtypeStruct((n,), dtype) for n, dtype in (*self.parameters.buffers, *shared)]
+
+    @cached_property
+    def sum_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """The buffers in which gradients are added up."""
+        return [jax.ShapeDtypeStruct(a.shape, sum_dtype(a.dtype, self.gradient_dtype)) for a in self.gradient_avals]
 
     @cached_property
     def alone(self) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -45,3 +46,4 @@ class Request:
     replicas: int
     replicate: bool | tuple[int, ...]
     host: HostUse | None = None
+    gradient_dtype: np.dtype[Any] | None = None

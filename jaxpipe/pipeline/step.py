@@ -21,6 +21,7 @@ from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.live import Live
 from jaxpipe.pipeline.optimizer import ColouredUpdate
 from jaxpipe.pipeline.overwriting import run_update
+from jaxpipe.pipeline.precision import round_to
 from jaxpipe.pipeline.program import DATA, STAGE, Program, over_stages, over_team
 from jaxpipe.pipeline.sharing import borrow, give_back
 from jaxpipe.pipeline.state import TrainState
@@ -274,7 +275,8 @@ def _train(
 def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, list[Any], list[Any]]:
     """Loss, gradients and metrics, from the results of all devices and the sums of gradients of this one.
 
-    With ``summed=False``, gradients are this replica's own, of which the mean over the replicas is the gradient.
+    With ``summed=False``, gradients are this replica's own, of which the mean over the replicas is the gradient, not
+    yet rounded to the types of their parameters.
     """
     loss, weight, *metrics = totals.results
     gradients = totals.gradients
@@ -282,6 +284,8 @@ def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, l
         gradients = lax.psum(gradients, DATA)
     share = weight if summed else weight / lax.axis_size(DATA)
     gradients = [g / share.astype(g.dtype) for g in gradients]
+    if summed and gradients:
+        gradients = round_to(gradients, program.parameters.buffers)
     return loss / weight.astype(loss.dtype), gradients, [x / weight.astype(x.dtype) for x in metrics]
 
 

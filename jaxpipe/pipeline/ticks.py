@@ -37,6 +37,7 @@ from jaxpipe.pipeline.branches import (
 )
 from jaxpipe.pipeline.columns import Work
 from jaxpipe.pipeline.live import Live, WeightRow, Weights, version
+from jaxpipe.pipeline.precision import add_gradient
 from jaxpipe.pipeline.program import DATA, PAGE, STAGE, Program
 from jaxpipe.pipeline.swap import swap, swap_columns
 from jaxpipe.pipeline.switch import switch
@@ -194,7 +195,7 @@ def run_ticks(
         forward_inbox=jnp.full((there.slots * rows, words[0]), POISON),
         backward_inbox=jnp.full((back.slots * rows, words[1]), POISON),
         state=list(state),
-        gradients=[jnp.zeros(a.shape, a.dtype) for a in program.gradient_avals] if schedule.has_backward else [],
+        gradients=[jnp.zeros(a.shape, a.dtype) for a in program.sum_avals] if schedule.has_backward else [],
         results=[
             jnp.zeros((*((m,) if collect or k > overflows else ()), *a.shape), a.dtype)
             for k, a in enumerate(made_avals(program))
@@ -246,7 +247,8 @@ def _sum(program: Program, kind: Kind, gradients: Sequence[Any], steps: Sequence
     """Gradients with what work of a kind adds to some of them."""
     total = list(gradients)
     for k, step in zip(touched(program, kind), steps, strict=True):
-        total[k] = total[k] + step if program.alone else jnp.where(active, total[k] + step, total[k])
+        new = add_gradient(total[k], step)
+        total[k] = new if program.alone else jnp.where(active, new, total[k])
     return total
 
 

@@ -12,6 +12,7 @@ from jaxpipe import _compat
 from jaxpipe.graph import Graph, itemsize, run
 from jaxpipe.pipeline.branches import backward_branch, forward_branch, given_avals, touched, weight_branch
 from jaxpipe.pipeline.overwriting import Renewal, renewals
+from jaxpipe.pipeline.precision import add_gradient
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.step import Update
 from jaxpipe.pipeline.swap import landing_pages
@@ -40,11 +41,12 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         "optimizer": update.layout.bytes + sum(map(_bytes, shared)),
         "state": program.state.bytes,
         "batch": sum(map(_bytes, batch)),
-        "gradients": parameters if _adds_up(program) else 0,
+        "gradients": program.gradients.bytes if _adds_up(program) else 0,
     }
     if program.shared:
         # Values, gradients, and the words of both on their way.
-        held["shared"] = 4 * sum(map(_bytes, program.avals(program.shared)))
+        sums = program.sum_avals[len(program.parameters.buffers) :]
+        held["shared"] = 2 * (sum(map(_bytes, program.avals(program.shared))) + sum(map(_bytes, sums)))
     if program.statistics_words:
         # Of this device's micro-batches, and of all.
         held["statistics"] = 2 * 4 * program.num_microbatches * program.statistics_words
@@ -67,7 +69,8 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     if program.schedule.versions is not None:
         # Weights are copied out of their slot, and updated while stashes wait.
         held["versions"] = weight_slots(program.schedule).count * parameters
-        computing = parameters + max(computing, parameters + updating)
+        means = program.gradients.bytes if program.replicated else parameters  # not yet rounded, of all replicas
+        computing = parameters + max(computing, means + updating)
         updating = 0
     return {
         **held,
@@ -101,11 +104,12 @@ def working_bytes(program: Program, s: int) -> int:
             message, stash, state, made = forward_branch(program, s)(parameters, state, key, rows, forward)
             back, _, steps = backward_branch(program, s)(parameters, key, rows, stash, backward)
             if sums is not None:
-                steps = [sums[k] + step for k, step in zip(touched(program, Kind.BACKWARD), steps, strict=True)]
+                added = zip(touched(program, Kind.BACKWARD), steps, strict=True)
+                steps = [add_gradient(sums[k], step) for k, step in added]
             return message, state, made, back, steps
 
         operands = parameters, state, key, rows, forward, backward
-        return peak_bytes(both, *operands, donated=program.gradient_avals if _adds_up(program) else ())
+        return peak_bytes(both, *operands, donated=program.sum_avals if _adds_up(program) else ())
     ahead, behind = (0 if program.takes_turns else 4 * n for n in program.message_words)
     waiting = 0 if program.sends_early else ahead
     computing = peak_bytes(forward_branch(program, s), parameters, state, key, rows, forward)

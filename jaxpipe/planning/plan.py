@@ -144,6 +144,7 @@ class Plan:
         that what it does depends on where the model is cut.
       raised_from: the budget that was asked for, if there was no plan for it and the caller let it be raised.
       host: what becomes of the memory of the host, if that was asked for.
+      summed_in: by the type of parameters, the wider one in which their gradients are added up.
 
     Example:
       >>> stage = StagePlan((0, 2), (0,), ("dense",), 1e-3, 2e-3, 36, 8, 1, 0)
@@ -170,6 +171,7 @@ class Plan:
     staleness: tuple[int, ...] = ()
     per_stage: bool = False
     host: HostPlan | None = None
+    summed_in: dict[str, str] = field(default_factory=dict)
 
     @property
     def predicted_bytes(self) -> int:
@@ -252,10 +254,12 @@ class Plan:
             f"step {1e3 * self.step_seconds:.1f} ms ({self.profile} profile), bubble {self.bubble_fraction:.1%}\n"
             f"{bytes_text(self.predicted_bytes)}{limit} on each device: {parts}"
         )
+        for own, sums in self.summed_in.items():
+            table.caption += f"\ngradients of {own} parameters are added up in {sums}"
         if self.host is not None:
             table.caption += f"\n{_host_text(self.host)}"
         if self.exchange_bytes is not None:
-            dense = bytes_text(self.memory.get("parameters", 0))  # gradients are as large
+            dense = bytes_text(max(self.memory.get(name, 0) for name in ("parameters", "gradients")))
             table.caption += f"\nblock-sparse exchange: {bytes_text(self.exchange_bytes)} of {dense} sent in a step"
         if self.staleness:
             behind = ", ".join(map(str, self.staleness))

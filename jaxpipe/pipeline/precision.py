@@ -1,0 +1,93 @@
+"""The types in which gradients are added up, and the one rounding at the end.
+
+    gradient of a micro-batch, bfloat16 ──widened──▶ sums over micro-batches, stages and replicas, float32
+    sums ──divided by the total weight──▶ mean, float32 ──rounded──▶ gradient, bfloat16 ──▶ optimizer
+
+A sum of n terms in bfloat16 is rounded n times, to 8 bits: that of 64 micro-batches is wrong by 0.8 %. The optimizer
+gets gradients of the parameters' own types, as from ``jax.grad``, so that its state has the types that optax gives it.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe.errors import PartitionError
+
+
+#: What gradients of narrower types are added up in, unless the caller says otherwise.
+DEFAULT = np.dtype(np.float32)
+
+
+def check_gradient_dtype(gradient_dtype: Any) -> np.dtype[Any] | None:
+    """Return the type that ``gradient_dtype=`` names; None if it was left out.
+
+    Raises:
+      PartitionError: unless it is a floating-point type of 16 bits or more that JAX has.
+    """
+    if gradient_dtype is None:
+        return None
+    rule = "it must be a floating-point type of at least 16 bits, such as 'float32' or jnp.bfloat16"
+    try:
+        dtype = jnp.dtype(gradient_dtype)
+    except TypeError:
+        raise PartitionError(
+            f"gradient_dtype={gradient_dtype!r} names no type; {rule}. Leave it out for float32."
+        ) from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise PartitionError(f"gradient_dtype={dtype.name} holds no fractions; {rule}. Leave it out for float32.")
+    if dtype.itemsize < 2:
+        raise PartitionError(
+            f"gradient_dtype={dtype.name} has {8 * dtype.itemsize} bits, in which a sum of gradients stops growing "
+            f"after a few micro-batches; {rule}. Leave it out for float32."
+        )
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise PartitionError(
+            f"gradient_dtype={dtype.name}, but JAX has no arrays of this type as it is configured. Set "
+            "jax.config.update('jax_enable_x64', True) first, or leave gradient_dtype out for float32."
+        )
+    return dtype
+
+
+def check_effect(gradient_dtype: np.dtype[Any] | None, dtypes: Iterable[Any]) -> None:
+    """Raise ``PartitionError`` if a type that was asked for is narrower than every parameter, so that none uses it."""
+    if gradient_dtype is None:
+        return
+    floats = {jnp.dtype(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
+    if floats and all(dtype.itemsize > gradient_dtype.itemsize for dtype in floats):
+        names = ", ".join(sorted(dtype.name for dtype in floats))
+        raise PartitionError(
+            f"gradient_dtype={gradient_dtype.name}, but all parameters are {names}; gradients are never added up in a narrower "
+            "type than that of their parameter. Leave gradient_dtype out, or give the model narrower parameters "
+            "(param_dtype=)."
+        )
+
+
+def sum_dtype(dtype: Any, gradient_dtype: Any = None) -> np.dtype[Any]:
+    """The type in which gradients of a parameter are added up: ``gradient_dtype``, if it is wider than its own.
+
+    Example:
+      >>> sum_dtype(jnp.bfloat16), sum_dtype(jnp.float16, jnp.bfloat16), sum_dtype(jnp.int8)
+      (dtype('float32'), dtype('float16'), dtype('int8'))
+    """
+    own, asked = np.dtype(dtype), DEFAULT if gradient_dtype is None else np.dtype(gradient_dtype)
+    return asked if jnp.issubdtype(own, jnp.floating) and asked.itemsize > own.itemsize else own
+
+
+def add_gradient(total: Any, gradient: Any) -> Any:
+    """A sum with one more gradient, which is rounded to its own type before, as it is outside a pipeline.
+
+    XLA would otherwise take the rounding and the widening for nothing, and add what it has not rounded where both are
+    in one computation: sums would depend on where stages begin.
+    """
+    if gradient.dtype == total.dtype:
+        return total + gradient
+    return total + lax.optimization_barrier(gradient).astype(total.dtype)
+
+
+def round_to(sums: Sequence[Any], buffers: Sequence[tuple[int, Any]]) -> list[Any]:
+    """Gradient buffers in the types of the parameters' buffers, as the optimizer gets them."""
+    return [x.astype(dtype) for x, (_, dtype) in zip(sums, buffers, strict=True)]

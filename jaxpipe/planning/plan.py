@@ -144,6 +144,8 @@ class Plan:
         that what it does depends on where the model is cut.
       raised_from: the budget that was asked for, if there was no plan for it and the caller let it be raised.
       host: what becomes of the memory of the host, if that was asked for.
+      rates: whose rates messages, stashes, sums of gradients and recomputation are charged at, if the profile is not of
+        the mesh's kind of device or has none.
 
     Example:
       >>> stage = StagePlan((0, 2), (0,), ("dense",), 1e-3, 2e-3, 36, 8, 1, 0)
@@ -170,6 +172,7 @@ class Plan:
     staleness: tuple[int, ...] = ()
     per_stage: bool = False
     host: HostPlan | None = None
+    rates: str = ""
 
     @property
     def predicted_bytes(self) -> int:
@@ -252,6 +255,8 @@ class Plan:
             f"step {1e3 * self.step_seconds:.1f} ms ({self.profile} profile), bubble {self.bubble_fraction:.1%}\n"
             f"{bytes_text(self.predicted_bytes)}{limit} on each device: {parts}"
         )
+        if self.rates:
+            table.caption += f"\nat the rates of {self.rates}"
         if self.host is not None:
             table.caption += f"\n{_host_text(self.host)}"
         if self.exchange_bytes is not None:

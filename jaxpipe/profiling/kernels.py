@@ -385,26 +385,42 @@ class _Cutter:
         return reads
 
     def kernels(self) -> list[Kernel]:
-        """The kernels, in order."""
-        level: dict[int, int] = {}
-        groups: dict[tuple[int, int], list[Part]] = {}
+        """The kernels; of those that read the same array, one is made unless one needs the other's results."""
+        ends: list[list[Part]] = []
+        before: list[int] = []  # for each kernel those that it needs, one bit for each
+        made_by: dict[int, int] = {}
+        last_to_read: dict[int, int] = {}
         drawn: list[Part] = []
-        for k, part in enumerate(self._body.parts):
+        for part in self._body.parts:
             if part.kind is Kind.VIEW or (part.kind is Kind.FUSED and self._roots.isdisjoint(part.outputs)):
                 continue
-            reads = dict.fromkeys(part.inputs, 0.0) if part.kind is Kind.ALONE else self._read_by(part)
+            alone = part.kind is Kind.ALONE
+            reads = dict.fromkeys(part.inputs, 0.0) if alone else self._read_by(part)
             if part.kind is Kind.FUSED and sum(reads.values()) <= SMALL * sum(map(self._size, part.outputs)):
                 drawn.append(part)
                 continue
-            depth = 1 + max((level.get(self._base(v), 0) for v in reads), default=0)
-            level.update(dict.fromkeys(part.outputs, depth))
-            # Kernels that can run at the same time and read the same array, or next to nothing, are one.
-            key = -k - 2 if part.kind is Kind.ALONE else -1
-            if key == -1 and sum(reads.values()) > TINY:
-                key = self._base(max(reads, key=reads.__getitem__))
-            groups.setdefault((depth, key), []).append(part)
-        ends = [ends for _, ends in sorted(groups.items(), key=lambda group: group[0][0])]
+            needed = 0
+            for k in {made_by[self._base(v)] for v in reads if self._base(v) in made_by}:
+                needed |= before[k] | 1 << k
+            shared = [] if alone else self._large(reads)
+            mates = [last_to_read[v] for v in shared if v in last_to_read and not needed >> last_to_read[v] & 1]
+            mate = mates[0] if mates else len(ends)
+            if mates:
+                ends[mate].append(part)
+                before[mate] |= needed
+                before = [bits | needed if bits >> mate & 1 else bits for bits in before]
+            else:
+                ends.append([part])
+                before.append(needed)
+            last_to_read.update(dict.fromkeys(shared, mate))
+            made_by.update(dict.fromkeys(part.outputs, mate))
         return self._with_drawn([self._kernel(found) for found in ends], drawn)
+
+    def _large(self, reads: Mapping[int, float]) -> list[int]:
+        """The arrays that are most of what a kernel reads; -1 if it reads next to nothing."""
+        if sum(reads.values()) <= TINY:
+            return [-1]
+        return [self._base(v) for v, size in reads.items() if 2 * size >= max(reads.values())]
 
     def _with_drawn(self, kernels: Sequence[Kernel], drawn: Iterable[Part]) -> list[Kernel]:
         """Values that are made from next to nothing (random masks) are written by the first kernel that uses them.

@@ -18,7 +18,7 @@ from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import stay
 from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, sections_for, teams_of
-from jaxpipe.pipeline.describe import least_seconds
+from jaxpipe.pipeline.describe import least_seconds, rates_in
 from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.guard import OnNonFinite
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes
@@ -37,7 +37,7 @@ from jaxpipe.policy import FAST, Codecs, parse
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.cache import program_text
 from jaxpipe.profiling.model import Source, profile_objective
-from jaxpipe.profiling.roofline import rates_of
+from jaxpipe.rates import known_rates, rates_of
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.target import building_for
 from jaxpipe.units import parse_bytes
@@ -297,11 +297,16 @@ def _profile(request: Request, objective: Objective) -> Profile:
                 f"profile= has {count} operators, the model has {len(graph.operators)}. Profile this very model, with "
                 "micro-batches of this size."
             )
-        return request.profile
+        return settled(request.profile, request.mesh.devices.flat[0])
     source = request.profile
     return hosts.from_first(
         lambda: profile_objective(objective, source, hosts.mine(request.mesh.devices.flatten().tolist())[0])
     )
+
+
+def settled(profile: Profile, device: Any) -> Profile:
+    """The profile with rates: its own, those of the kind of device that it names, or those of a device."""
+    return replace(profile, rates=profile.rates or known_rates(profile.device_kind) or rates_of(device))
 
 
 def _place(
@@ -311,8 +316,7 @@ def _place(
     network, objective = request.network, traced.objective
     if network is None:
         # Nothing is known of the links: they count, but little.
-        rate = rates_of(request.mesh.devices.flat[0]).bytes
-        network = Network.uniform(request.mesh.devices.size, rate)
+        network = Network.uniform(request.mesh.devices.size, rates_in(profile).bytes)
     tied = variable_spans(objective)
     profile = replace(profile, together=tuple(itertools.chain.from_iterable(tied.values())))
     places = sum(places_to_cut(objective)[1:-1])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxpipe.errors import ProfileError
+from jaxpipe.rates import Rates
 from jaxpipe.reading import read_as, read_dataclass, read_json
 
 
@@ -43,6 +44,9 @@ class Profile:
       forward_flops: floating-point operations of each; empty if unknown.
       source: where the seconds come from: ``"measured"``, ``"analytic"``, ``"given"`` or a file's name.
       device_kind: what they were measured on or estimated for.
+      rates: of that device. ``partition`` charges with them whatever a step takes besides its operators: messages,
+        stashes, sums of gradients, recomputation, codecs. None if they are not known: those of ``device_kind`` count
+        then, or of the mesh's devices, and the plan says so.
 
     Raises:
       ProfileError: if lengths differ, a number is negative or not finite, or an edge leads backwards.
@@ -67,6 +71,7 @@ class Profile:
     forward_flops: tuple[float, ...] = ()
     source: str = "given"
     device_kind: str = ""
+    rates: Rates | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(map(str, self.names)))
@@ -147,6 +152,8 @@ class Profile:
         columns = {field: getattr(self, field) for field in ("names", *NUMBERS) if getattr(self, field)}
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         head = {"source": self.source, "device_kind": self.device_kind, "together": self.together}
+        if self.rates is not None:
+            head["rates"] = dataclasses.asdict(self.rates)
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         for key, entries in (("operators", rows), ("edges", self.edges)):
             listed = ",\n  ".join(map(json.dumps, entries))
@@ -178,9 +185,8 @@ class Profile:
                 kind = str if field == "names" else float
                 columns[field].append(read_as(kind, row[field], f"{place}.{field}", ProfileError))
         named = {field: tuple(column) for field, column in columns.items()}
-        return cls(
-            **named, edges=found.edges, together=found.together, source=found.source, device_kind=found.device_kind
-        )
+        rest = {name: getattr(found, name) for name in ("edges", "together", "source", "device_kind", "rates")}
+        return cls(**named, **rest)
 
 
 @dataclass(frozen=True)
@@ -192,6 +198,7 @@ class _File:
     together: tuple[tuple[int, ...], ...] = ()
     source: str = "given"
     device_kind: str = ""
+    rates: Rates | None = None
 
 
 def _list(names: Iterable[str]) -> str:

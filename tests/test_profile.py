@@ -68,10 +68,11 @@ def test_backward_of_a_convolution():
     assert profile.backward_seconds == (2 * profile.forward_seconds[0],)
 
 
-def test_what_is_fused_costs_what_it_writes_and_views_nothing():
+def test_what_is_fused_reads_once_and_writes_once_and_views_cost_nothing():
     linearization = linearized(lambda x: (jnp.sin(x) * 2).reshape(6), (2, 3))
     names = [op.name for op in linearization.source.operators]
-    profile = analytic(linearization, MEMORY)
+    profile = analytic(linearization, MEMORY, held=linearization.source.inputs)
+    # One kernel: the first operator reads six numbers of four bytes, the second writes them.
     assert dict(zip(names, profile.forward_seconds, strict=True)) == {"sin": 24, "mul": 24, "reshape": 0}
 
 
@@ -87,9 +88,11 @@ def test_rates_by_device_kind():
     class Device:
         device_kind = "NVIDIA A100-SXM4-80GB"
 
-    assert rates_of(Device()) == Rates(156e12, 1.9e12)
+    # Of the data sheet, products get seven tenths and memory nine.
+    found = rates_of(Device())
+    assert (found.flops, found.half_flops, found.bytes) == pytest.approx((0.7 * 156e12, 0.7 * 312e12, 0.9 * 1.9e12))
     Device.device_kind = "NVIDIA L40S"
-    assert rates_of(Device()) == Rates(183e12, 0.864e12)
+    assert (rates_of(Device()).flops, rates_of(Device()).bytes) == pytest.approx((0.7 * 183e12, 0.9 * 0.864e12))
     Device.device_kind = "cpu"
     assert rates_of(Device()) == Rates(5e10, 1e10)
 

@@ -15,7 +15,7 @@ from jaxpipe.model import BoundModel
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.balance import balanced
-from jaxpipe.pipeline.describe import describe, stage_links, stage_seconds, step_seconds, step_timeline
+from jaxpipe.pipeline.describe import describe, rates_in, stage_links, stage_seconds, step_seconds, step_timeline
 from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
 from jaxpipe.pipeline.fit import Fitted, Prices, fit
 from jaxpipe.pipeline.folding import shared_sections
@@ -34,7 +34,7 @@ from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.storing.choose import raised
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
-from jaxpipe.profiling.roofline import rates_of
+from jaxpipe.profiling.kernels import graph_seconds
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.target import building_for
@@ -81,8 +81,8 @@ class Draft:
     @cached_property
     def seconds(self) -> float:
         """Of a step; storage within a budget may add to it."""
-        found = stage_seconds(self.request, self.program, self.found)
-        return step_seconds(self.program, self.found, step_timeline(self.request, self.program, self.found, found))
+        found = stage_seconds(self.program, self.found)
+        return step_seconds(self.program, self.found, step_timeline(self.program, self.found, found))
 
 
 def sections_for(request: Request, traced: Traced, found: Partition) -> tuple[Placement, tuple[Section, ...]]:
@@ -237,8 +237,8 @@ def _map_for_swaps(program: Program, found: Partition) -> Partition:
 def _prices(request: Request, objective: Objective, found: Partition) -> Prices:
     """What computing an operator again costs: as profiled where that is known, else in proportion to an estimate."""
     graph, profile = objective.graph, found.profile
-    rates = rates_of(request.mesh.devices.flat[0])
-    estimated = sum(roofline.seconds([op], graph, rates) for op in graph.operators)
+    rates = rates_in(profile)
+    estimated = sum(graph_seconds(graph, rates))
     scale = sum(profile.forward_seconds) / estimated if estimated else 1.0
     known = {
         t: seconds

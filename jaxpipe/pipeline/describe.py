@@ -19,8 +19,9 @@ from jaxpipe.pipeline.words import word_count
 from jaxpipe.planning.costs import Synchronous, Team
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import HostPlan, Plan, StagePlan, StashPiece
+from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
-from jaxpipe.profiling.roofline import Rates, rates_of
+from jaxpipe.rates import Rates, known_rates
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
 from jaxpipe.schedules.peers import Links
 from jaxpipe.schedules.swaps import HOST
@@ -38,11 +39,15 @@ class StageSeconds:
     weight: float
 
 
-def stage_seconds(
-    request: Request, program: Program, found: Partition, added: Sequence[float] | None = None
-) -> list[StageSeconds]:
+def rates_in(profile: Profile) -> Rates:
+    """The rates of the device that a settled profile describes."""
+    assert profile.rates is not None
+    return profile.rates
+
+
+def stage_seconds(program: Program, found: Partition, added: Sequence[float] | None = None) -> list[StageSeconds]:
     """Seconds of every stage; ``added`` by what storage within a budget costs."""
-    profile, rates = found.profile, rates_of(request.mesh.devices.flat[0])
+    profile, rates = found.profile, rates_in(found.profile)
     seconds = []
     for s, (section, placed) in enumerate(zip(program.sections, found.stages, strict=True)):
         operators = slice(placed.operators.start, placed.operators.stop)
@@ -76,7 +81,7 @@ def step_seconds(program: Program, found: Partition, timeline: Timeline) -> floa
     return timeline.makespan + max(float(model.all_reduce_seconds(weights, Team(s.devices))[0]) for s in found.stages)
 
 
-def step_timeline(request: Request, program: Program, found: Partition, seconds: Sequence[StageSeconds]) -> Timeline:
+def step_timeline(program: Program, found: Partition, seconds: Sequence[StageSeconds]) -> Timeline:
     """A step as the executor walks through it, what every tick costs besides its work included."""
     teams = program.teams
     speed = [
@@ -85,7 +90,7 @@ def step_timeline(request: Request, program: Program, found: Partition, seconds:
     ]
     each = teams.most_turns * _exchange_seconds(found, [4 * n for n in program.message_words])
     each += exchange_seconds(program) / len(program.schedule.ticks)
-    each += teams.most_turns * handled_bytes(program) / rates_of(request.mesh.devices.flat[0]).bytes
+    each += teams.most_turns * handled_bytes(program) / rates_in(found.profile).bytes
     return simulate(
         program.schedule,
         forward=[stage.forward / s for stage, s in zip(seconds, speed, strict=True)],
@@ -124,7 +129,7 @@ def describe(
 ) -> Plan:
     """The plan of a program."""
     graph = program.objective.graph
-    seconds = stage_seconds(request, program, found, [fit.added_seconds for fit in fitted])
+    seconds = stage_seconds(program, found, [fit.added_seconds for fit in fitted])
     stages = []
     for s, section in enumerate(program.sections):
         placed = found.stages[s]
@@ -150,7 +155,7 @@ def describe(
                 sent_bytes=sum(4 * word_count(a) for a in program.avals(section.leaving)),
             )
         )
-    timeline = step_timeline(request, program, found, seconds)
+    timeline = step_timeline(program, found, seconds)
     described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
     return Plan(
         stages=tuple(stages),
@@ -159,6 +164,7 @@ def describe(
         microbatch_size=microbatch_size,
         schedule=program.schedule.name,
         profile=found.profile.source,
+        rates=_whose_rates(request, found.profile),
         step_seconds=step_seconds(program, found, timeline),
         bubble_fraction=_idle_share(timeline, program.teams.widths),
         lower_bound_seconds=found.lower_bound_seconds,
@@ -175,6 +181,17 @@ def _summed_in(program: Program) -> dict[str, str]:
     """The type in which gradients are added up, by the type of their parameters, where that is another."""
     pairs = zip(program.parameters.buffers, program.gradients.buffers, strict=True)
     return {own.name: sums.name for (_, own), (_, sums) in pairs if own != sums}
+
+
+def _whose_rates(request: Request, profile: Profile) -> str:
+    """Whose rates everything besides the profiled operators is charged at, if not those of the mesh's devices."""
+    kind = request.mesh.devices.flat[0].device_kind
+    if isinstance(request.profile, Profile) and request.profile.rates is None:
+        known = known_rates(profile.device_kind)
+        return f"{profile.device_kind}" if known else f"{kind}, the mesh's, for the profile has none"
+    if profile.device_kind == kind:
+        return ""
+    return profile.device_kind or "the profile's device"
 
 
 def _idle_share(timeline: Timeline, widths: Sequence[int]) -> float:

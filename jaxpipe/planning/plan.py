@@ -145,6 +145,8 @@ class Plan:
       raised_from: the budget that was asked for, if there was no plan for it and the caller let it be raised.
       host: what becomes of the memory of the host, if that was asked for.
       summed_in: by the type of parameters, the wider one in which their gradients are added up.
+      rates: whose rates messages, stashes, sums of gradients and recomputation are charged at, if the profile is not of
+        the mesh's kind of device or has none.
 
     Example:
       >>> stage = StagePlan((0, 2), (0,), ("dense",), 1e-3, 2e-3, 36, 8, 1, 0)
@@ -172,6 +174,7 @@ class Plan:
     per_stage: bool = False
     host: HostPlan | None = None
     summed_in: dict[str, str] = field(default_factory=dict)
+    rates: str = ""
 
     @property
     def predicted_bytes(self) -> int:
@@ -256,6 +259,8 @@ class Plan:
         )
         for own, sums in self.summed_in.items():
             table.caption += f"\ngradients of {own} parameters are added up in {sums}"
+        if self.rates:
+            table.caption += f"\nat the rates of {self.rates}"
         if self.host is not None:
             table.caption += f"\n{_host_text(self.host)}"
         if self.exchange_bytes is not None:

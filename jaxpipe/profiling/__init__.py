@@ -1,4 +1,4 @@
 """What every operator of a program costs: measured on a device, or estimated from its peak rates."""
 
-from jaxpipe.profiling.roofline import Rates as Rates
-from jaxpipe.profiling.roofline import rates_of as rates_of
+from jaxpipe.rates import Rates as Rates
+from jaxpipe.rates import rates_of as rates_of

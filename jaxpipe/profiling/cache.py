@@ -4,6 +4,7 @@ A profile is a JSON file in ``$JAXPIPE_CACHE_DIR``, or else in the user's cache 
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ from jaxpipe.density import room
 from jaxpipe.errors import ProfileError
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.profile import Profile
+from jaxpipe.rates import rates_of
 
 
 #: Environment variable that names the folder.
@@ -44,7 +46,7 @@ def cache_key(linearization: Linearization, device: Any, held: Iterable[int] = (
     versions of everything that compiles and runs it; on a CPU also how many cores this process may use.
     """
     versions = [*_compat.versions(), jaxpipe.__version__, device.client.platform_version]
-    machine = [device.platform, device.device_kind]
+    machine = [device.platform, device.device_kind, *dataclasses.astuple(rates_of(device))]
     if device.platform == "cpu":
         affinity = getattr(os, "sched_getaffinity", None)
         machine += [platform.machine(), platform.processor(), len(affinity(0)) if affinity else os.cpu_count()]

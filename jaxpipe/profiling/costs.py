@@ -1,18 +1,19 @@
 """What a program's operators cost besides time: parameters, residuals, and what is read of each other's results."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from jaxpipe.demand import Linearization
 from jaxpipe.profile import Edge, Profile
 from jaxpipe.stash import stored_bytes
-from jaxpipe.storage import default_plan
+from jaxpipe.storage import Choices
 
 
-def count_costs(linearization: Linearization, held: Iterable[int] = ()) -> Profile:
+def count_costs(linearization: Linearization, plan: Choices, held: Iterable[int] = ()) -> Profile:
     """A profile of a program without seconds.
 
     Args:
       linearization: the program and what its backward pass needs.
+      plan: what it stores.
       held: inputs that are kept alive anyway (tensor numbers): they are no residuals.
     """
     graph = linearization.source
@@ -35,23 +36,13 @@ def count_costs(linearization: Linearization, held: Iterable[int] = ()) -> Profi
         forward_seconds=tuple(nothing),
         backward_seconds=tuple(nothing),
         parameter_bytes=tuple(parameter_bytes),
-        residual_bytes=tuple(_residual_bytes(linearization, frozenset(held))),
+        residual_bytes=tuple(_residual_bytes(linearization, plan, frozenset(held))),
         edges=tuple(edges),
     )
 
 
-def by_operator(linearization: Linearization, steps: Sequence[float]) -> list[float]:
-    """What is known of each backward step, for each operator of the source graph."""
-    graph = linearization.source
-    position = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
-    total = [0.0] * len(graph.operators)
-    for step, value in zip(linearization.backward, steps, strict=True):
-        total[position[step.cotangents_in[0]]] += value
-    return total
-
-
-def _residual_bytes(linearization: Linearization, held: frozenset[int]) -> list[float]:
-    """Bytes that the default storage plan keeps of each operator's results.
+def homes(linearization: Linearization) -> dict[int, int]:
+    """The operator of the source graph that each tensor of the forward pass counts for.
 
     What the derivative of an operator adds to the forward pass (a mask, positions in a window), and inputs of the
     program, count for the operator whose backward step needs them.
@@ -64,9 +55,14 @@ def _residual_bytes(linearization: Linearization, held: frozenset[int]) -> list[
     for op in reversed(graph.operators):
         for t in op.inputs:
             home.setdefault(t, max((home[u] for u in op.outputs if u in home), default=0))
-    plan = default_plan(linearization, held=held)
+    return home
+
+
+def _residual_bytes(linearization: Linearization, plan: Choices, held: frozenset[int]) -> list[float]:
+    """Bytes that a storage plan keeps of each operator's results."""
+    home = homes(linearization)
     total = [0.0] * len(linearization.source.operators)
     for t in plan.stored:
         if t not in held:
-            total[home[t]] += stored_bytes(graph.tensors[t], plan.forms[t])
+            total[home[t]] += stored_bytes(linearization.graph.tensors[t], plan.forms[t])
     return total

@@ -13,8 +13,9 @@ from rich.progress import Progress
 from jaxpipe.demand import Linearization
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.groups import Program, cut_groups, group_stage, stage_programs
-from jaxpipe.profiling.roofline import analytic, rates_of
+from jaxpipe.profiling.roofline import analytic
 from jaxpipe.profiling.timing import Timing, on_device, time_program
+from jaxpipe.rates import rates_of
 
 
 #: A progress bar appears after so many seconds.

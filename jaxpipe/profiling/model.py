@@ -14,7 +14,8 @@ from jaxpipe.pipeline.unroll import trace_unrolled
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import cache as kept
 from jaxpipe.profiling.measured import measure
-from jaxpipe.profiling.roofline import analytic, rates_of, rates_of_kind
+from jaxpipe.profiling.roofline import analytic
+from jaxpipe.rates import rates_of, rates_of_kind
 
 
 #: Where the seconds of a profile come from.

@@ -1,67 +1,20 @@
-"""Seconds of operators from the peak rates of a device: the larger of arithmetic and memory time."""
+"""Seconds of operators from the rates of a device: the larger of arithmetic and memory time, for each kernel."""
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jaxpipe import _compat
 from jaxpipe.demand import Linearization
-from jaxpipe.errors import ProfileError
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.profile import Profile
-from jaxpipe.profiling.costs import by_operator, count_costs
-from jaxpipe.work import contraction, weight
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Peak rates of a device: floating-point operations and bytes in a second."""
-
-    flops: float
-    bytes: float
-
-
-#: Peak float32 (dense TF32 where there are tensor cores) and memory rates from the vendors' data sheets, by the word in
-#: a device kind that names the model.
-RATES = {
-    "H200": Rates(494e12, 4.8e12),
-    "H100": Rates(494e12, 3.35e12),
-    "A100": Rates(156e12, 1.9e12),
-    "V100": Rates(15.7e12, 0.9e12),
-    "L40S": Rates(183e12, 0.864e12),
-    "L4": Rates(60e12, 0.3e12),
-    "T4": Rates(8.1e12, 0.32e12),
-}
-
-#: What any other device is taken for, and one CPU core: of the right order for the proportions of operators.
-OTHER = Rates(5e10, 1e10)
-
-
-def rates_of(device: Any) -> Rates:
-    """The rates of a device, by its kind."""
-    return next((RATES[word] for word in re.findall(r"\w+", device.device_kind) if word in RATES), OTHER)
-
-
-def rates_of_kind(kind: str) -> Rates:
-    """The rates of the devices of a kind, such as ``"H100"`` or ``"cpu"``.
-
-    Raises:
-      ProfileError: if they are not known.
-
-    Example:
-      >>> rates_of_kind("V100")
-      Rates(flops=15700000000000.0, bytes=900000000000.0)
-    """
-    rates = {**RATES, "cpu": OTHER}
-    if kind not in rates:
-        raise ProfileError(
-            f"device={kind!r}: its peak rates are not known, only those of {', '.join(rates)}. Use the nearest of them "
-            "and edit the profile, or give a jax.Device."
-        )
-    return rates[kind]
+from jaxpipe.profiling.costs import count_costs, homes
+from jaxpipe.profiling.kernels import RANDOM, RANDOM_WORK, Body, owner_seconds, product_flops, product_rate
+from jaxpipe.rates import Rates
+from jaxpipe.stash import Storage, stored_bytes
+from jaxpipe.storage import Choices, default_plan
+from jaxpipe.work import is_product, weight
 
 
 def analytic(linearization: Linearization, rates: Rates, *, held: Iterable[int] = (), device_kind: str = "") -> Profile:
@@ -73,40 +26,95 @@ def analytic(linearization: Linearization, rates: Rates, *, held: Iterable[int] 
       held: inputs that are kept alive anyway (tensor numbers).
       device_kind: for the record.
     """
-    forward, backward = estimates(linearization, rates)
+    held = tuple(held)
+    plan = default_plan(linearization, held=held)
+    operators = linearization.source.operators
     return dataclasses.replace(
-        count_costs(linearization, held),
-        forward_seconds=tuple(forward),
-        backward_seconds=tuple(backward),
-        forward_flops=tuple(map(flops, linearization.source.operators, [linearization.source] * len(forward))),
+        count_costs(linearization, plan, held),
+        forward_seconds=tuple(forward_seconds(linearization, plan, rates)),
+        backward_seconds=tuple(backward_seconds(linearization, plan, rates)),
+        forward_flops=tuple(flops(op, linearization.source) for op in operators),
         source="analytic",
         device_kind=device_kind,
+        rates=rates,
     )
 
 
-def estimates(linearization: Linearization, rates: Rates) -> tuple[list[float], list[float]]:
-    """Seconds of each operator of the source graph, forward and backward."""
-    graph = linearization.source
-    forward = [seconds([op], graph, rates) for op in graph.operators]
-    steps = [seconds(step.program.operators, step.program, rates) for step in linearization.backward]
-    return forward, by_operator(linearization, steps)
+def forward_seconds(linearization: Linearization, plan: Choices, rates: Rates) -> list[float]:
+    """Seconds of each operator of the source graph, in a forward pass that stores what a plan says."""
+    graph, home = linearization.graph, homes(linearization)
+    body, number = Body(rates), dict[int, int]()
+    owner = 0
+    for op in graph.operators:
+        owner = next((home[t] for t in op.outputs if t in home), owner)
+        body.add(op, graph, number, owner)
+    results = [body.known(t, graph.tensors, number) for t in graph.outputs]
+    for t in plan.stored:
+        if t in number and t not in graph.inputs:
+            kept = plan.forms[t].storage is Storage.KEEP
+            size = stored_bytes(graph.tensors[t], plan.forms[t])
+            results.append(number[t] if kept else body.convert(number[t], size, home[t]))
+    return owner_seconds(body, results, len(linearization.source.operators))
+
+
+def backward_seconds(linearization: Linearization, plan: Choices, rates: Rates) -> list[float]:
+    """Seconds of the backward pass for each operator of the source graph, what is computed again included."""
+    graph, source = linearization.graph, linearization.source
+    home = {t: k for k, op in enumerate(source.operators) for t in op.outputs}
+    producers = {t: op for op in graph.operators for t in op.outputs}
+    body, number, cotangents = Body(rates), dict[int, int](), dict[int, int]()
+
+    def recall(t: int, owner: int) -> int:
+        """The value of a tensor of the forward pass: stored, there anyway, or computed again."""
+        pending = [t]
+        while pending:
+            u = pending[-1]
+            if u in number:
+                pending.pop()
+            elif plan.is_stored(u):
+                value = body.value(stored_bytes(graph.tensors[u], plan.forms[u]))
+                plain = plan.forms[u].storage is Storage.KEEP
+                number[u] = value if plain else body.convert(value, graph.tensors[u].bytes, owner)
+            elif u in producers and (missing := [v for v in producers[u].inputs if v not in number]):
+                pending += missing
+            elif u in producers:
+                body.add(producers[u], graph, number, owner)
+            else:
+                body.known(u, graph.tensors, number)
+        return number[t]
+
+    for step in reversed(linearization.backward):
+        owner, program = home[step.cotangents_in[0]], step.program
+        given = [recall(t, owner) for t in step.needs]
+        given += [body.known(t, source.tensors, cotangents) for t in step.cotangents_in]
+        local = dict(zip(program.inputs, given, strict=True))
+        for op in program.operators:
+            body.add(op, program, local, owner)
+        for t, result in zip(step.cotangents_out, program.outputs, strict=True):
+            value = body.known(result, program.tensors, local)
+            cotangents[t] = body.join(cotangents[t], value, owner) if t in cotangents else value
+    return owner_seconds(body, [cotangents[t] for t in linearization.wrt if t in cotangents], len(source.operators))
 
 
 def seconds(operators: Sequence[Operator], graph: Graph, rates: Rates) -> float:
-    """The larger of arithmetic and memory time, for each operator that does real work; else the bytes it writes."""
+    """The larger of arithmetic and memory time, for each operator that does real work; else the bytes it writes.
+
+    This is what operators take that run again here and there, each by itself: whole programs take less (``kernels``).
+    """
     total = 0.0
     for op in operators:
         moved = sum(graph.tensors[t].bytes for t in op.outputs)
         if weight(op) is None:
             moved += sum(graph.tensors[t].bytes for t in op.inputs)
         if weight(op) != 0:
-            total += max(flops(op, graph) / rates.flops, moved / rates.bytes)
+            rate = product_rate(op, rates) if is_product(op) else rates.element_flops
+            total += max(flops(op, graph) / rate, moved / rates.bytes)
     return total
 
 
 def flops(op: Operator, graph: Graph) -> float:
     """Floating-point operations of one operator; of cheap arithmetic, those for each element it writes."""
-    cost = weight(op)
+    cost = RANDOM_WORK if op.name in RANDOM else weight(op)
     if cost is None:
         return equation_flops(op.equation)
     return float(cost * sum(graph.tensors[t].size for t in op.outputs))
@@ -115,9 +123,8 @@ def flops(op: Operator, graph: Graph) -> float:
 def equation_flops(equation: Any) -> float:
     """Floating-point operations of one equation; those of the programs inside it, where it has any."""
     name, params = equation.primitive.name, equation.params
-    out = math.prod(equation.outvars[0].aval.shape) if equation.outvars else 0
     if name in ("dot_general", "conv_general_dilated"):
-        return 2.0 * out * contraction(equation)
+        return product_flops(equation)
     inner = _compat.inner_programs(equation)
     if inner:
         times = params.get("length", 1) or 1

@@ -14,7 +14,8 @@ from jaxpipe.graph import Graph, Operator, is_differentiable
 from jaxpipe.planning.storing.choose import Answer, check_solver, choose, lowest_peak, raised
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, simulate
-from jaxpipe.profiling.roofline import OTHER, Rates, seconds
+from jaxpipe.profiling.roofline import seconds
+from jaxpipe.rates import OTHER, Rates
 from jaxpipe.stage import Stage
 from jaxpipe.storage import Choices
 from jaxpipe.units import bytes_text, parse_bytes, seconds_text

@@ -12,6 +12,7 @@ from jaxpipe import hosts
 from jaxpipe.checkpoint.files import Writer, open_checkpoint, steps
 from jaxpipe.checkpoint.state import put
 from jaxpipe.errors import CheckpointError
+from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.state import TrainState
 
 
@@ -99,6 +100,7 @@ class Checkpointer:
           state: what the step has returned.
           data: where the run is in its data, as JSON: a number, or the state of a data loader or random generator.
         """
+        checks.check_unused(state)
         self._step = int(state.step) if self._step is None else self._step + 1
         if jax.process_count() > 1:
             self._terminated = multihost_utils.reached_preemption_sync_point(self._step)

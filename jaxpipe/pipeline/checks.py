@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from jaxpipe.errors import BatchError, NetworkError, PartitionError, ScheduleError, StateError
 from jaxpipe.network import Network
 from jaxpipe.pipeline.program import DATA, STAGE
-from jaxpipe.planning.plan import Plan
 from jaxpipe.pipeline.state import TrainState
+from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import BY_NAME, Schedule, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.peers import can_swap
 from jaxpipe.schedules.teams import Teams

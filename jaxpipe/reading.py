@@ -35,8 +35,8 @@ def read_json(text: str, what: str, error: type[JaxpipeError]) -> dict[str, Any]
       error: what to raise.
 
     Raises:
-      error: naming the line, if it is not JSON; if it is too long, too deep, or no object; if a number is not finite, or
-        an object has a name twice.
+      error: naming the line, if it is not JSON; if it is too long, too deep, or no object; if a number is not finite,
+        or an object has a name twice.
     """
     if not isinstance(text, str):
         raise error(f"{what} is to be read from a {type(text).__name__}; pass the text of the file.")

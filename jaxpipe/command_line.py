@@ -30,6 +30,7 @@ from jaxpipe.host_memory import HostMemory
 from jaxpipe.network import Network
 from jaxpipe.partition import partition
 from jaxpipe.pipeline.pipeline import Pipeline
+from jaxpipe.plain_table import printable
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.model import profile_model
 
@@ -148,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run(command)
     except (JaxpipeError, OSError, UnicodeDecodeError, ImportError) as error:
-        print(f"jaxpipe: {error}", file=sys.stderr)
+        print(f"jaxpipe: {printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     return 0
 

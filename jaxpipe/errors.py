@@ -36,7 +36,7 @@ class BatchError(JaxpipeError, ValueError):
 
 
 class StateError(JaxpipeError, ValueError):
-    """A training state that belongs to another plan."""
+    """Something that is no training state, or one of another plan, or one that a step has donated."""
 
 
 class CheckpointError(JaxpipeError, ValueError):

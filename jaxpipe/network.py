@@ -1,6 +1,5 @@
 """``Network``: devices and the links between them."""
 
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -11,12 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console
 from rich.table import Table
 
 from jaxpipe.errors import NetworkError
 from jaxpipe.link_speed import SIZES, measure_host_links, measure_links, measure_speeds, memory_limits
 from jaxpipe.network_table import network_table
+from jaxpipe.plain_table import table_text
 from jaxpipe.reading import read_dataclass, read_json
 from jaxpipe.topology import PCIE_3_X16, Node
 
@@ -230,9 +229,7 @@ class Network:
         )
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120)
-        console.print(self.__rich__())
-        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+        return table_text(self.__rich__())
 
     def __rich__(self) -> Table:
         return network_table(self)

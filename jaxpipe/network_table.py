@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from jaxpipe.plain_table import PlainTable
 from jaxpipe.topology import PCIE_3_X16
 from jaxpipe.units import bytes_text
 
@@ -24,7 +25,7 @@ def network_table(network: "Network") -> Table:
 
 
 def _matrix(network: "Network") -> Table:
-    table = Table(
+    table = PlainTable(
         title="GB/s above the diagonal, µs below",
         title_justify="left",
         box=SIMPLE_HEAD,
@@ -55,7 +56,9 @@ def _kinds(network: "Network") -> Table:
     for k in range(network.num_devices):
         host = f", host {_host(network, k)} GB/s" if _tells_of_host(network) else ""
         alike[network.speed[k], _memory(network, k) + host].append(k)
-    table = Table(title=f"{network.num_devices} devices", title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    table = PlainTable(
+        title=f"{network.num_devices} devices", title_justify="left", caption_justify="left", box=SIMPLE_HEAD
+    )
     for name in ("GB/s", "µs", "links"):
         table.add_column(name, justify="right")
     table.add_column("between")

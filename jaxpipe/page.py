@@ -13,6 +13,7 @@ from rich.table import Table
 
 from jaxpipe.partition_pictures import draw_cluster, draw_stages
 from jaxpipe.pictures import draw_memory, draw_timeline, load_figure_class
+from jaxpipe.plain_table import PlainTable, printable
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import Schedule, Timeline
@@ -100,8 +101,8 @@ def page(contents: Contents) -> str:
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-            f"<h1>{html.escape(title)}</h1>",
+            f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+            f"<h1>{_text(title)}</h1>",
             *body,
             f'<script id="plan" type="application/json">\n{data}\n</script>\n</body>\n</html>\n',
         ]
@@ -127,7 +128,7 @@ def _cells(tag: str, attributes: Iterable[str], values: Iterable[Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    return html.escape(str(value)).replace("\n", "<br>")
+    return html.escape(printable(str(value))).replace("\n", "<br>")
 
 
 def _heading(name: str) -> str:
@@ -221,7 +222,7 @@ def _methods(contents: Contents) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table()
+    table = PlainTable()
     table.add_column(first)
     for name in others:
         table.add_column(name, justify="left" if name in ("stored as", "what it does here") else "right")

@@ -1,6 +1,5 @@
 """What a model stores for its backward pass, tensor by tensor, as JAX traces it."""
 
-import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,14 +9,13 @@ import jax
 import numpy as np
 from jax import core
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from jaxpipe import _compat
 from jaxpipe.encode import run_encoded, without_encoding
 from jaxpipe.errors import DifferentiationError
 from jaxpipe.explain import Label, parse_label
 from jaxpipe.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
+from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.policy import FAST
 from jaxpipe.purify import PureCall, purify
 from jaxpipe.stash import has_overflowed
@@ -66,7 +64,7 @@ class ResidualReport:
         return sum(row.bytes for row in self.tensors)
 
     def __str__(self) -> str:
-        table = Table(title="Stored for the backward pass", title_justify="left", box=SIMPLE_HEAD)
+        table = PlainTable(title="Stored for the backward pass", title_justify="left", box=SIMPLE_HEAD)
         for column in ("made by", "tensor", "stored as"):
             table.add_column(column, no_wrap=True)
         table.add_column("bytes", justify="right")
@@ -81,9 +79,7 @@ class ResidualReport:
         table.add_row("total", "", "", f"{self.total_bytes:,}")
         table.add_row("plain jax.grad", "", "", f"{self.plain_bytes:,}")
         table.add_row("plain jax.grad, with constants", "", "", f"{self.plain_bytes_raw:,}")
-        stream = io.StringIO()
-        Console(file=stream, width=1000).print(table)
-        return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip()
+        return table_text(table, width=1000)
 
 
 def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ResidualReport:

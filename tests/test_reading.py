@@ -1,10 +1,12 @@
 """Readers of JSON that anybody may have written: what comes out is a value or an error of jaxpipe."""
 
+import io
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from jaxpipe import Network, Plan, Profile, reading
 from jaxpipe.errors import JaxpipeError, NetworkError, PlanError, ProfileError
@@ -141,6 +143,96 @@ def test_long_texts_are_refused_before_they_are_parsed(monkeypatch):
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
     with pytest.raises(PlanError, match="at most 16,777,216 are read"):
         Plan.from_json(" " * (reading.MOST_CHARACTERS + 1))
+
+
+def listed(item, count):
+    return "[" + ",".join([item] * count) + "]"
+
+
+MANY = {
+    "a network of 2,800 devices": ("Network", f'{{"bandwidth_bytes_per_second": {listed(listed("1", 2800), 2800)}}}'),
+    "2 million edges": ("Profile", f'{{"operators": [], "edges": {listed("[0,1,1]", 2_000_000)}}}'),
+    "3 million groups": ("Profile", f'{{"operators": [], "edges": [], "together": {listed("[0]", 3_000_000)}}}'),
+    "150,000 operators": ("Profile", f'{{"operators": {listed("{" + ",".join(["1"] * 5) + "}", 150_000)}}}'),
+    "8 million numbers": ("Plan", f'{{"staleness": {listed("0", 8_000_000)}}}'),
+    "an order of 8 million": ("Partition", f'{{"order": {listed("0", 8_000_000)}}}'),
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), MANY.values(), ids=MANY)
+def test_texts_of_many_values_are_refused_before_they_are_parsed(kind, text, monkeypatch):
+    """All are shorter than 16 Mi; parsed, they took up to 20 s and 1.1 GiB."""
+    assert len(text) <= 16 * 2**20
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
+    with pytest.raises(JaxpipeError, match="commas and opening brackets; at most 600,000 are read"):
+        type(VALUES[kind]).from_json(text)
+
+
+def test_networks_of_512_devices_are_read():
+    network = Network.uniform(512, 123456789.123, 1e-6)
+    assert Network.from_json(network.to_json()) == network
+
+
+#: Names as a file may have them, and as a terminal and rich must show them.
+HOSTILE_NAMES = {
+    "a tag that closes nothing": ("[/x]", "[/x]"),
+    "a link": ("[link=http://x]a[/link]", "[link=http://x]a[/link]"),
+    "an action": ("[@click=app.bell]a[/]", "[@click=app.bell]a[/]"),
+    "an emoji": (":bomb:", ":bomb:"),
+    "a color": ("\x1b[31mred", r"\x1b[31mred"),
+    "a title": ("\x1b]0;x\x07", r"\x1b]0;x\x07"),
+    "backspaces": ("ab\x08\x08", r"ab\x08\x08"),
+    "text from right to left": ("\u202egnp", r"\u202egnp"),
+}
+
+
+def hostile(kind, name):
+    """A value of a kind that has a name wherever it has texts, and its text."""
+    data = json.loads(VALUES[kind].to_json())
+    if kind == "Plan":
+        data["schedule"] = data["profile"] = data["stages"][0]["modules"][0] = name
+        data["memory"][name] = 1
+    elif kind == "Network":
+        data["devices"][0]["name"] = name
+    else:
+        data["searched"] = data["cost_model"] = data["network"]["devices"][0]["name"] = name
+        data["profile"]["operators"][0]["names"] = f"{name} dot"
+    return type(VALUES[kind]).from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("kind", ["Plan", "Network", "Partition"])
+@pytest.mark.parametrize(("name", "shown"), HOSTILE_NAMES.values(), ids=HOSTILE_NAMES)
+def test_names_are_shown_as_they_are(kind, name, shown):
+    value = hostile(kind, name)
+    on_terminal, elsewhere = (Console(file=io.StringIO(), width=400, force_terminal=t) for t in (True, False))
+    on_terminal.print(value)
+    elsewhere.print(value)
+    text = "".join(str(value).replace("\u2026", "").split())
+    assert shown[:6] in text  # long ones are broken, or shortened
+    assert shown in elsewhere.file.getvalue() or kind == "Network"
+    for output in (text, elsewhere.file.getvalue()):
+        assert all(c.isprintable() or c == "\n" for c in output)
+    # On a terminal rich writes its own colors, and nothing that the name asks for.
+    for command in ("\x1b[31m", "\x1b]", "\x08", "\x07", "\u202e"):
+        assert command not in on_terminal.file.getvalue()
+    html = getattr(value, "_repr_html_", str)()
+    assert "\x1b" not in html and "\u202e" not in html
+
+
+def test_an_object_has_each_name_once():
+    with pytest.raises(PlanError, match="an object has 'replicas' twice"):
+        Plan.from_json(PLAN.to_json().replace('"replicas": 1', '"replicas": 2, "replicas": 1'))
+
+
+@pytest.mark.parametrize("where", ["modules", "memory"])
+def test_halves_of_surrogate_pairs_are_refused(where):
+    data = json.loads(PLAN.to_json())
+    if where == "modules":
+        data["stages"][0]["modules"] = ["a\ud800"]
+    else:
+        data["memory"]["a\ud800"] = 1
+    with pytest.raises(PlanError, match=rf"{where}.* half of a surrogate pair"):
+        Plan.from_json(json.dumps(data))
 
 
 def test_a_long_range_takes_no_memory():

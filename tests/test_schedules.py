@@ -1,6 +1,8 @@
 """Schedules against literal tables, closed forms and published makespans."""
 
 import itertools
+import time
+import tracemalloc
 
 import pytest
 from hypothesis import assume, given, settings
@@ -334,6 +336,50 @@ def test_a_deadlock_names_who_waits():
 )
 def test_bad_csv(text, message):
     with pytest.raises(ScheduleError, match=message):
+        from_csv(text)
+
+
+SQUARE = "".join(f"{k}F0,{k}B0\n" for k in range(400))
+
+
+def test_a_schedule_of_many_devices_is_checked_in_linear_time():
+    """4.5 kB: 0.3 s, where looking through the table again for each device took 4 s."""
+    begin = time.process_time()
+    assert from_csv(SQUARE).num_stages == 400
+    one_f_one_b(200, 1).validate()
+    assert time.process_time() - begin < 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (",\n" * 2**19, "more than 4096 rows"),
+        (",\n" * 2**23, "16777216 characters; a schedule has at most 1048576"),
+        (",".join(f"0F{j},0B{j}" for j in range(100_000)), "characters; a schedule has at most 1048576"),
+        ("".join(f"{k}F0\n" for k in range(3000)), "3000 devices times 3000 ticks are 9000000 cells; .* most 2097152"),
+        # Backward work goes one device further in a tick, so that the table is far longer than each row.
+        (
+            "".join(",".join(f"{k}F{j},{k}B{j}" for j in range(40)) + "\n" for k in range(256)),
+            "256 devices times 20480 ticks",
+        ),
+    ],
+    ids=["rows", "characters", "micro-batches", "devices", "ticks"],
+)
+def test_schedules_too_large_are_refused_in_little_time_and_memory(text, message):
+    tracemalloc.start()
+    begin = time.process_time()
+    try:
+        with pytest.raises(ScheduleError, match=message):
+            from_csv(text)
+        assert time.process_time() - begin < 10.0
+        assert tracemalloc.get_traced_memory()[1] < 128 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("text", [None, b"", 3, []])
+def test_csv_of_another_type_is_refused(text):
+    with pytest.raises(ScheduleError, match=f"text is of type {type(text).__name__}; pass the text of the file"):
         from_csv(text)
 
 

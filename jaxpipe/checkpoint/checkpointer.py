@@ -12,6 +12,7 @@ from jaxpipe import hosts
 from jaxpipe.checkpoint.files import Writer, open_checkpoint, steps
 from jaxpipe.checkpoint.state import put
 from jaxpipe.errors import CheckpointError
+from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.state import TrainState
 
 
@@ -39,7 +40,7 @@ class Checkpointer:
       keep: how many of the last checkpoints are kept; None for all.
 
     Raises:
-      CheckpointError: if ``every`` or ``keep`` is not positive.
+      CheckpointError: if ``every`` or ``keep`` is not positive, or another checkpointer has the directory.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxpipe, optax, tempfile
@@ -98,7 +99,12 @@ class Checkpointer:
         Args:
           state: what the step has returned.
           data: where the run is in its data, as JSON: a number, or the state of a data loader or random generator.
+
+        Raises:
+          CheckpointError: if a save that was begun before has failed; one that is due now is begun nevertheless.
+          StateError: if ``state`` was passed to ``step``.
         """
+        checks.check_unused(state)
         self._step = int(state.step) if self._step is None else self._step + 1
         if jax.process_count() > 1:
             self._terminated = multihost_utils.reached_preemption_sync_point(self._step)
@@ -109,19 +115,24 @@ class Checkpointer:
             raise SystemExit(TERMINATED)
         if self._step % self._every == 0:
             self.save(state, data)
+        elif jax.process_count() == 1:  # the others are told at the next save
+            self._writer.check()
 
     def save(self, state: TrainState, data: Any = None) -> None:
         """Save now; returns when the state has been copied to the host, and the save before is complete.
 
         Raises:
-          CheckpointError: if ``data`` is not JSON, or there is a checkpoint of this or a later step.
+          CheckpointError: if ``data`` is not JSON, or there is a checkpoint of this or a later step; or if the save
+            before has failed, when this one has begun.
         """
         contents = self._pipeline._contents(state, data)
-        self._writer.write(contents)
+        failure = self._writer.write(contents)
         self._step = self._saved = int(state.step)
+        if failure is not None:
+            raise failure
 
     def wait(self) -> None:
-        """Wait until what was saved is on disk."""
+        """Wait until what was saved is on disk; raises ``CheckpointError`` if it cannot be written."""
         self._writer.wait()
 
     def close(self) -> None:

@@ -8,13 +8,17 @@ kept is renamed before it is deleted. So a folder named after a step is a comple
 (What a machine that loses power keeps of files just written is up to its file system.)
 """
 
+import contextlib
 import json
+import math
 import shutil
+import threading
+import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +29,7 @@ from jaxpipe import hosts
 from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, Leaf, checksum, describe
 from jaxpipe.checkpoint.tree import Path, nest, pick
 from jaxpipe.errors import CheckpointError
+from jaxpipe.reading import read_as
 
 
 #: Number of the format that is written; higher ones are not read.
@@ -59,6 +64,11 @@ def steps(directory: Any) -> list[int]:
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
 
 
+#: Writers of this process that are open, with what writes for them, by folder.
+_OPEN: dict[FilePath, tuple["weakref.ref[Writer]", Any]] = {}
+_OPENING = threading.Lock()
+
+
 class Writer:
     """Writes checkpoints into a directory, one at a time, in the background.
 
@@ -67,17 +77,37 @@ class Writer:
     Args:
       directory: made if it is not there.
       keep: how many to keep; None for all.
+
+    Raises:
+      CheckpointError: if another writer of this process has the directory.
     """
 
     def __init__(self, directory: Any, keep: int | None = None):
         self.directory = FilePath(directory).absolute()
         self._manager: Any = None
+        self._begun: int | None = None
+        self._closed = False
         hosts.from_first(lambda: self._open(keep))
 
     def _open(self, keep: int | None) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with _OPENING:
+            other, manager = _OPEN.pop(self.directory.resolve(), (None, None))
+            if other is not None and other() is not None:
+                _OPEN[self.directory.resolve()] = other, manager
+                raise CheckpointError(
+                    f"directory={str(self.directory)!r} is open in another Checkpointer of this process, and one run "
+                    "has one directory. Save with that one, call its close() first, or choose another directory."
+                )
+            if manager is not None:  # nobody has closed it, and it may be writing
+                with contextlib.suppress(Exception):
+                    manager.close()
+            self._manager = self._make_manager(keep)
+            _OPEN[self.directory.resolve()] = weakref.ref(self), self._manager
+
+    def _make_manager(self, keep: int | None) -> Any:
         import orbax.checkpoint as ocp  # takes a second to import, and most programs never need it
 
-        self.directory.mkdir(parents=True, exist_ok=True)
         alone = _alone()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -92,22 +122,31 @@ class Writer:
             _ABOUT: ocp.JsonCheckpointHandler(multiprocessing_options=alone),
         }
         self._args = ocp.args
-        self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
+        return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
-    def write(self, contents: Contents | None) -> None:
+    def write(self, contents: Contents | None) -> CheckpointError | None:
         """Begin to write a checkpoint; waits for the one before.
 
         Args:
           contents: in the first process.
 
-        Raises:
-          CheckpointError: if there is a checkpoint of this or a later step.
-        """
-        hosts.from_first(lambda: self._write(contents))
+        Returns:
+          The error of the one before, if that has failed.
 
-    def _write(self, contents: Contents | None) -> None:
+        Raises:
+          CheckpointError: if there is a checkpoint of this or a later step, or writing fails at once.
+        """
+        return hosts.from_first(lambda: self._write(contents))
+
+    def _write(self, contents: Contents | None) -> CheckpointError | None:
         assert contents is not None
-        self._wait()
+        if self._closed:
+            raise CheckpointError(f"directory={str(self.directory)!r} was closed; make another Checkpointer to save.")
+        failure = None
+        try:
+            self._wait()
+        except CheckpointError as error:
+            failure = error
         last = max(steps(self.directory), default=-1)
         if contents.step <= last:
             raise CheckpointError(
@@ -123,21 +162,55 @@ class Writer:
                 _ABOUT: self._args.JsonSave(_sealed(_about(contents))),
             }
         )
-        self._manager.save(contents.step, args=saved, force=True)
+        self._begun = contents.step
+        with self._told_as_checkpoint_error():
+            self._manager.save(contents.step, args=saved, force=True)
+        return failure
 
     def wait(self) -> None:
-        """Wait until what was begun is complete."""
+        """Wait until what was begun is complete.
+
+        Raises:
+          CheckpointError: if it has failed.
+        """
         hosts.from_first(self._wait)
 
+    def check(self) -> None:
+        """Raise ``CheckpointError`` if what was begun has failed by now. In the first process; does not wait."""
+        if self._begun is not None and not self._manager.is_saving_in_progress():
+            self._wait()
+
     def _wait(self) -> None:
-        self._manager.wait_until_finished()
+        with self._told_as_checkpoint_error():
+            self._manager.wait_until_finished()
+        self._begun = None
         shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _told_as_checkpoint_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever orbax and tensorstore say of a disk
+            step, self._begun = self._begun, None
+            reason = str(error).splitlines()[0][:300] if str(error) else ""
+            there = _listed(steps(self.directory)) or "none"
+            raise CheckpointError(
+                f"The checkpoint of step {step} could not be written to directory={str(self.directory)!r} "
+                f"({type(error).__name__}: {reason}). Complete are those of: {there}. Training can go on: make room, "
+                "or save somewhere else."
+            ) from error
 
     def close(self) -> None:
         """Wait, and end; the other processes do not, as this one may be at its end by itself."""
-        if self._manager is not None:
+        if self._closed or self._manager is None:
+            return
+        self._closed = True
+        try:
             self._wait()
-            self._manager.close()
+        finally:
+            with contextlib.suppress(Exception):  # raised above
+                self._manager.close()
+            _OPEN.pop(self.directory.resolve(), None)
 
 
 def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
@@ -165,15 +238,17 @@ def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
                 f"The checkpoint {folder} has the format {about['format']}, written by jaxpipe {about['jaxpipe']}; "
                 f"this is jaxpipe {jaxpipe.__version__}, which reads formats up to {FORMAT}. Install a newer one."
             )
-        leaves = {
-            group: {
-                tuple(map(str, path)): Leaf(tuple(shape), str(dtype), crc)
-                for path, shape, dtype, crc in about["leaves"][group]
-            }
-            for group in (VARIABLES, OPTIMIZER, RESIDUALS)
-        }
+        damage = f"The checkpoint {folder} is damaged: {_ABOUT}"
+        rows = read_as(dict[str, tuple[_Row, ...]], about["leaves"], f"{damage}.leaves", CheckpointError)
+        leaves = {group: _leaves(rows[group]) for group in (VARIABLES, OPTIMIZER, RESIDUALS)}
         key = jax.random.wrap_key_data(jnp.array(about["key"], jnp.uint32), impl=str(about["key_impl"]))
-        taken, skipped = (int(np.int32(about[name])) for name in ("step", "skipped"))
+        taken, skipped = (
+            read_as(int, about[name], f"{damage}.{name}", CheckpointError) for name in ("step", "skipped")
+        )
+        if taken != int(folder.name):
+            raise damaged(folder, f"it holds step {taken}, so it was copied or renamed")
+        if not 0 <= skipped <= taken < 2**31:
+            raise ValueError(f"{skipped} of {taken} steps were skipped")
         return Saved(folder, taken, skipped, key, about["data"], leaves)
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -195,8 +270,9 @@ def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[n
     import orbax.checkpoint as ocp  # see Writer
 
     leaves: dict[Path, Leaf] = {(g, *path): saved.leaves[g][path] for g, paths in wanted.items() for path in paths}
-    stored = {path: leaf for path, leaf in leaves.items() if np.prod(leaf.shape, dtype=np.int64)}
-    found: dict[Path, np.ndarray] = {}
+    stored = {path: leaf for path, leaf in leaves.items() if math.prod(leaf.shape)}
+    # What has no bytes is not on disk.
+    found = {path: np.zeros(leaf.shape, _dtype(leaf)) for path, leaf in leaves.items() if path not in stored}
     if stored:
         tree = nest(dict.fromkeys(stored, 0))
         asked = nest(dict.fromkeys(stored, ocp.RestoreArgs(restore_type=np.ndarray)))
@@ -206,7 +282,7 @@ def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[n
             handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
             with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
                 restored = reader.restore(saved.folder / _ARRAYS, args=args)
-            found = dict(zip(stored, map(np.asarray, pick(restored, list(stored))), strict=True))
+            found |= zip(stored, map(np.asarray, pick(restored, list(stored))), strict=True)
         except Exception as error:  # whatever orbax and tensorstore say of files that are not theirs
             reason = str(error).splitlines()[0][:300] if str(error) else ""
             raise damaged(saved.folder, f"its arrays cannot be read ({type(error).__name__}: {reason})") from error
@@ -215,8 +291,6 @@ def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[n
         names = ", ".join("/".join(path) for path in wrong[:4])
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise damaged(saved.folder, f"{names}{more} do not have the values that were saved")
-    empty = {path: np.zeros(leaf.shape, np.dtype(leaf.dtype)) for path, leaf in leaves.items() if path not in stored}
-    found |= empty
     whole = nest(found)
     return {g: pick(whole.get(g), paths) for g, paths in wanted.items()}
 
@@ -271,6 +345,34 @@ def _unsealed(found: dict[str, Any]) -> dict[str, Any]:
 
 def _crc_of_json(about: Any) -> int:
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+
+
+class _Row(NamedTuple):
+    """An array as ``about`` has it."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    crc32: int | None
+
+
+def _leaves(rows: Sequence[_Row]) -> dict[Path, Leaf]:
+    """What arrays there are; raises ``ValueError`` if there can be none like these."""
+    leaves = {row.path: Leaf(row.shape, row.dtype, row.crc32) for row in rows}
+    inner = {path[:k] for path in leaves for k in range(len(path))}
+    if len(leaves) < len(rows) or not inner.isdisjoint(leaves):
+        raise ValueError("two arrays have one path, or one is inside another")
+    for path, leaf in leaves.items():
+        dtype = _dtype(leaf)
+        is_number = jax.dtypes.issubdtype(dtype, np.number) or dtype == np.bool_
+        if not is_number or min(leaf.shape, default=0) < 0 or dtype.itemsize * math.prod(leaf.shape) >= 2**63:
+            raise ValueError(f"{'/'.join(path)[:80]} is {leaf}")
+    return leaves
+
+
+def _dtype(leaf: Leaf) -> np.dtype:
+    """The dtype of an array on disk, where random keys are words."""
+    return np.dtype(np.uint32 if leaf.dtype.startswith("key<") else leaf.dtype)
 
 
 def _others(folder: FilePath) -> str:

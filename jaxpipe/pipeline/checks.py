@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxpipe.errors import BatchError, NetworkError, PartitionError, ScheduleError, StateError
 from jaxpipe.network import Network
 from jaxpipe.pipeline.program import DATA, STAGE
+from jaxpipe.pipeline.state import TrainState
 from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import BY_NAME, Schedule, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.peers import can_swap
@@ -327,11 +328,27 @@ def check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[in
         )
 
 
-def check_state(given: str, expected: str) -> None:
-    """Raise ``StateError`` if a state belongs to another plan."""
-    if given != expected:
+def check_state(state: Any, expected: str) -> None:
+    """Raise ``StateError`` if something is no state, or one of another plan or one that was used."""
+    if not isinstance(state, TrainState):
         raise StateError(
-            f"The state belongs to the plan {given}, this pipeline has the plan {expected}: variables are placed "
+            f"state is of type {type(state).__name__}; it must be the TrainState that init, step or restore returned. "
+            "The state comes first, then the batch: pipeline.step(state, batch)."
+        )
+    if state.plan != expected:
+        raise StateError(
+            f"The state belongs to the plan {state.plan}, this pipeline has the plan {expected}: variables are placed "
             "differently. Use the pipeline that made the state, or pass its variables to "
             "init(key, variables=other.parameters(state))."
+        )
+    check_unused(state)
+
+
+def check_unused(state: TrainState) -> None:
+    """Raise ``StateError`` if a step has donated a state."""
+    if state.is_donated:
+        raise StateError(
+            "This state was passed to pipeline.step before, which used its memory for the state that it returned. Go "
+            "on with that one: state, metrics = pipeline.step(state, batch). To go on from one state twice, save it "
+            "with pipeline.save and restore it for each."
         )

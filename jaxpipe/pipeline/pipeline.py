@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,12 +26,13 @@ from jaxpipe.pipeline import step as steps
 from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.gather import stage_arrays
 from jaxpipe.pipeline.initialize import initial_state
+from jaxpipe.pipeline.interrupts import hold_interrupts
 from jaxpipe.pipeline.nonfinite import NonFiniteOrigin
 from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction
 from jaxpipe.pipeline.plain import plain_stash_bytes
 from jaxpipe.pipeline.program import DATA, STAGE, Program
 from jaxpipe.pipeline.sections import Placement, cut_sections, follow
-from jaxpipe.pipeline.state import TrainState
+from jaxpipe.pipeline.state import TrainState, take_over
 from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
@@ -117,6 +119,7 @@ class Pipeline:
         self._maybe_planned = planned
         self._batch = batch
         self._forward_steps: dict[Any, Any] = {}
+        self._lock = threading.Lock()
 
     @property
     def plan(self) -> Plan:
@@ -244,6 +247,9 @@ class Pipeline:
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """One training step; donates ``state``.
 
+        Ctrl-C waits for the step, if that has begun. Whatever is raised then, ``state`` has taken the new state's
+        arrays, ``state.step`` included, and can be passed on.
+
         Args:
           state: before the step.
           batch: of the shapes planned for. In several processes each passes its own rows of it, ``local_rows``, those
@@ -259,11 +265,30 @@ class Pipeline:
           whether its gradients were not finite.
 
         Raises:
-          BatchError, StateError: if an argument does not fit the plan.
+          BatchError, StateError: if an argument does not fit the plan, or the state was passed to a step before.
           NonFiniteError: if a loss or a gradient is not finite, with ``on_nonfinite="raise"``.
         """
-        leaves = self._check(state, batch)
-        state, loss, counters, metrics = hosts.settled(self._compiled_step(state, leaves))
+        leaves, compiled, new = self._check(state, batch), self._compiled_step, None
+        try:
+            with hold_interrupts():  # until the new state has a name
+                new, loss, counters, metrics = self._run(compiled, state, leaves)
+            return new, self._metrics(new, batch, loss, counters, metrics)
+        except BaseException:
+            if new is not None:
+                take_over(state, new)
+            raise
+
+    def _run(self, compiled: Any, state: TrainState, leaves: list[Any]) -> Any:
+        """Run a compiled function; of two threads that pass one state, a step gets it and the other an error."""
+        with self._lock:
+            checks.check_unused(state)
+            results = compiled(state, leaves)
+        return hosts.settled(results)
+
+    def _metrics(
+        self, state: TrainState, batch: Any, loss: Any, counters: dict[str, Any], metrics: Sequence[Any]
+    ) -> dict[str, Any]:
+        """Metrics of a step that has led to a state. Raises ``NonFiniteError``, if that is asked for."""
         if not any(section.stage and section.stage.storage.sparse for section in self._planned.program.sections):
             del counters["overflows"]
         if self._planned.update.on_nonfinite is not None:
@@ -271,7 +296,7 @@ class Pipeline:
         found = _metrics(self._planned.program.objective, loss, metrics) | counters
         if self._learning_rate is not None:
             found["learning_rate"] = state.shared[self._learning_rate]
-        return state, found
+        return found
 
     def _look_at_nonfinite(self, state: TrainState, batch: Any, loss: Any, counters: dict[str, Any]) -> None:
         stages, stopped = counters.pop("nonfinite_stages"), counters.pop("stopped")
@@ -305,7 +330,7 @@ class Pipeline:
     def value_and_grad(self, state: TrainState, batch: Any) -> tuple[tuple[Any, dict[str, Any]], Any]:
         """``((loss, metrics), gradients)``; gradients in the model's own layout, as host arrays."""
         leaves = self._check(state, batch)
-        loss, metrics, buffers = hosts.settled(self._gradient_step(state, leaves))
+        loss, metrics, buffers = self._run(self._gradient_step, state, leaves)
         planned = self._planned
         program, placement = planned.program, planned.placement
         gradients = stage_arrays(self.mesh, program.parameters, program.teams.first, placement.parameters, buffers)
@@ -320,16 +345,16 @@ class Pipeline:
           PartitionError: if partition was given no ``evaluate``.
         """
         compiled, leaves, objective = self._forward("evaluate", state, batch)
-        return _metrics(objective, *hosts.settled(compiled(state, leaves)))
+        return _metrics(objective, *self._run(compiled, state, leaves))
 
     def predict(self, state: TrainState, batch: Any) -> Any:
         """What ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays."""
         compiled, leaves, objective = self._forward("predict", state, batch)
-        return jax.tree.unflatten(objective.tree, hosts.settled(compiled(state, leaves)))
+        return jax.tree.unflatten(objective.tree, self._run(compiled, state, leaves))
 
     def parameters(self, state: TrainState) -> Any:
         """The model's own variables in the model's own layout, as host arrays; all processes call it, and get all."""
-        checks.check_state(state.plan, self.plan.identity)
+        checks.check_state(state, self.plan.identity)
         planned = self._planned
         program, placement = planned.program, planned.placement
         gather = functools.partial(stage_arrays, self.mesh, places=program.teams.first)
@@ -385,7 +410,7 @@ class Pipeline:
         return feed.local_rows(self.mesh, size)
 
     def _contents(self, state: TrainState, data: Any) -> Contents | None:
-        checks.check_state(state.plan, self.plan.identity)
+        checks.check_state(state, self.plan.identity)
         return take(self._planned, state, data)
 
     def microbatch_key(self, state: TrainState, j: int) -> Any:
@@ -394,6 +419,7 @@ class Pipeline:
         Linen modules get it as ``rngs``. In NNX modules the i-th random stream, in the order of paths, gets
         ``fold_in(key, i)`` (``jaxpipe.model.reseed``).
         """
+        checks.check_unused(state)
         return jax.random.fold_in(jax.random.fold_in(state.key, state.step), j)
 
     def memory_report(self) -> MemoryReport:
@@ -407,7 +433,7 @@ class Pipeline:
 
     def _check(self, state: TrainState, batch: Any) -> list[Any]:
         planned = self._planned
-        checks.check_state(state.plan, self.plan.identity)
+        checks.check_state(state, self.plan.identity)
         checks.check_residual([x.shape for x in state.residual], [x.shape for x in self._abstract_state.residual])
         shapes = feed.whole_shapes(self.mesh, checks.batch_shapes(batch), batch)
         checks.check_same_structure(shapes, planned.batch)
@@ -501,7 +527,7 @@ class Pipeline:
 
     def _forward(self, name: str, state: TrainState, batch: Any) -> tuple[Any, list[Any], Objective]:
         """The compiled forward pass of ``evaluate`` or ``predict`` for a batch, and the batch in its place."""
-        checks.check_state(state.plan, self.plan.identity)
+        checks.check_state(state, self.plan.identity)
         shapes = feed.whole_shapes(self.mesh, checks.batch_shapes(batch), batch)
         leaves, treedef = jax.tree.flatten(shapes)
         cache_key = (name, treedef, tuple((x.shape, x.dtype) for x in leaves))

@@ -1,5 +1,6 @@
 """What a training step takes and gives."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,3 +32,16 @@ class TrainState:
     step: Any
     skipped: Any
     plan: str = field(metadata={"static": True})
+
+    @property
+    def is_donated(self) -> bool:
+        """Whether a step has taken its arrays for the state that it returned."""
+        buffers = (self.parameters, self.variables, self.optimizer, self.residual, self.shared)
+        leaves = (*(x for group in buffers for x in group), self.key, self.step, self.skipped)
+        return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+
+
+def take_over(state: TrainState, new: TrainState) -> None:
+    """Give a donated state the arrays of the state that its step has made, for a caller who will not get that one."""
+    for part in dataclasses.fields(TrainState):
+        object.__setattr__(state, part.name, getattr(new, part.name))

@@ -1,17 +1,16 @@
 """``Partition``: stages on devices, what they cost, and how sure it is that nothing is better."""
 
-import io
 import itertools
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from jaxpipe.errors import PlanError
 from jaxpipe.network import Network
+from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.planning.costs import CostModel, Stages, Team
 from jaxpipe.planning.cut_space import CutSpace
 from jaxpipe.profile import Profile
@@ -119,13 +118,11 @@ class Partition:
         return found
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120)
-        console.print(self.__rich__())
-        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+        return table_text(self.__rich__())
 
     def __rich__(self) -> Table:
         used = len({device for stage in self.stages for device in stage.devices})
-        table = Table(
+        table = PlainTable(
             title=f"{len(self.stages)} stages on {used} of {self.network.num_devices} devices, {self.cost_model}",
             title_justify="left",
             caption_justify="left",

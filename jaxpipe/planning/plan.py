@@ -2,14 +2,13 @@
 
 import dataclasses
 import hashlib
-import io
 import json
 from dataclasses import dataclass, field
 
-from rich.console import Console
 from rich.table import Table
 
 from jaxpipe.errors import PlanError
+from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.reading import read_dataclass, read_json
 from jaxpipe.schedules.swaps import HOST
 from jaxpipe.schedules.teams import Teams
@@ -215,9 +214,7 @@ class Plan:
         return found
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120)
-        console.print(self.__rich__())
-        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+        return table_text(self.__rich__())
 
     def _repr_html_(self) -> str:
         """What notebooks show."""
@@ -232,7 +229,7 @@ class Plan:
             f"{len(self.stages)} stages x {size}, {self.num_microbatches} micro-batches of {self.microbatch_size}, "
             f"{self.schedule}"
         )
-        table = Table(title=title, title_justify="left", caption_justify="left")
+        table = PlainTable(title=title, title_justify="left", caption_justify="left")
         table.add_column("stage", justify="right")
         table.add_column("devices")
         table.add_column("modules")

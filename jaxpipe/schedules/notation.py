@@ -15,8 +15,11 @@ from jaxpipe.schedules.ordered import from_orders
 from jaxpipe.schedules.table import Action, Kind, Schedule
 
 
-#: Characters of a file that is read, micro-batches in it, and stages: far beyond any real schedule.
-LARGEST_TEXT, LARGEST_NUMBER = 16 * 2**20, 2**20
+#: Characters of a file that is read, devices in it, micro-batches, and stages: far beyond any real schedule.
+LARGEST_TEXT, LARGEST_DEVICES, LARGEST_NUMBER = 2**20, 2**12, 2**20
+
+_CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+_KINDS = {kind.value: kind for kind in Kind}
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -52,15 +55,21 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
       >>> from_csv("0F0,0B0").num_microbatches
       1
     """
+    if not isinstance(text, str):
+        raise ScheduleError(f"{name}: text is of type {type(text).__name__}; pass the text of the file, a str.")
     if len(text) > LARGEST_TEXT:
         raise ScheduleError(f"{name}: {len(text)} characters; a schedule has at most {LARGEST_TEXT}.")
+    rows: list[list[str]] = []
     try:
-        rows = [row for row in csv.reader(io.StringIO(text)) if row]
+        for row in filter(None, csv.reader(io.StringIO(text))):
+            rows.append([stripped for cell in row if (stripped := cell.strip())])
+            if len(rows) > LARGEST_DEVICES:
+                raise ScheduleError(f"{name}: there are more than {LARGEST_DEVICES} rows; each device has one.")
     except csv.Error as error:
         raise ScheduleError(f"{name}: this is no CSV: {error}.") from error
     if not rows:
         raise ScheduleError(f"{name}: there are no rows; each device has one.")
-    orders = [[_action(name, d, len(rows), cell) for cell in row if cell.strip()] for d, row in enumerate(rows)]
+    orders = [[_action(name, d, len(rows), cell) for cell in row] for d, row in enumerate(rows)]
     actions = [a for order in orders for a in order]
     if not actions:
         raise ScheduleError(f"{name}: all cells are empty.")
@@ -76,15 +85,15 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _action(name: str, device: int, devices: int, cell: str) -> Action:
-    found = re.fullmatch(r"(\d{1,9})([FBIW])(\d{1,9})", cell.strip())
-    if not found:
+    match = _CELL.fullmatch(cell)
+    if not match:
         raise ScheduleError(
-            f"{name}: row {device} has {cell.strip()!r}; a cell is a stage, one of F, B, I, W, and a micro-batch: 0F0."
+            f"{name}: row {device} has {cell[:60]!r}; a cell is a stage, one of F, B, I, W, and a micro-batch: 0F0."
         )
-    stage, microbatch = int(found[1]), int(found[3])
+    stage, microbatch = int(match[1]), int(match[3])
     if stage % devices != device or max(stage, microbatch) > LARGEST_NUMBER:
         raise ScheduleError(
-            f"{name}: row {device} has {cell.strip()}; with {devices} rows, stage {stage} belongs to row "
-            f"{stage % devices}, and numbers are at most {LARGEST_NUMBER}."
+            f"{name}: row {device} has {cell}; with {devices} rows, stage {stage} belongs to row {stage % devices}, "
+            f"and numbers are at most {LARGEST_NUMBER}."
         )
-    return Action(Kind(found[2]), microbatch, stage // devices)
+    return Action(_KINDS[match[2]], microbatch, stage // devices)

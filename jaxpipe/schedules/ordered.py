@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules.simulate import simulate
-from jaxpipe.schedules.table import Action, Schedule, table
+from jaxpipe.schedules.table import Action, Schedule, check_cells, table
 
 
 def from_orders(name: str, orders: Sequence[Sequence[Action]], num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -35,6 +35,7 @@ def from_orders(name: str, orders: Sequence[Sequence[Action]], num_microbatches:
             )
     if not any(orders):
         raise ScheduleError(f"{name}: no device does anything.")
+    check_cells(name, len(orders), max(map(len, orders)))
     columns = tuple(
         tuple((action,) if action else () for action in column) for column in itertools.zip_longest(*orders)
     )

@@ -1,5 +1,6 @@
 """The time a schedule takes, in step as the executor walks through it, or with every device running free."""
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -129,39 +130,46 @@ def _in_step(schedule: Schedule, seconds: Costs, communication: float) -> list[S
 
 
 def _free(schedule: Schedule, seconds: Costs, communication: float) -> list[Span]:
-    """Each device walks through its own list; a round lets every device go as far as it can."""
+    """Each device walks through its own list as far as it can, and waits for the first result that it lacks."""
     p = schedule.num_stages
     orders = [list(schedule.order(s)) for s in range(p)]
     free, position = [0.0] * p, [0] * p
-    done: dict[tuple[Kind, int, int], float] = {}
+    done: dict[_Work, float] = {}
+    waiting: dict[_Work, list[int]] = defaultdict(list)
     spans: list[Span] = []
-    while any(position[s] < len(orders[s]) for s in range(p)):
-        before = len(spans)
-        for s in range(p):
-            while position[s] < len(orders[s]):
-                action = orders[s][position[s]]
-                stage = action.chunk * p + s
-                arrivals = [
-                    done[need] + (communication if need[1] % p != s else 0.0) if need in done else None
-                    for need in _needs(schedule, action.kind, stage, action.microbatch)
-                ]
-                if None in arrivals:
-                    break
-                start = max([free[s], *(t for t in arrivals if t is not None)])
-                free[s] = start + seconds[action.kind][stage]
-                done[action.kind, stage, action.microbatch] = free[s]
-                spans.append(Span(s, action, start, free[s]))
-                position[s] += 1
-        if len(spans) == before:
-            waiting = next(s for s in range(p) if position[s] < len(orders[s]))
-            raise ScheduleError(
-                f"{schedule.name}: stage {waiting} waits for ever at {orders[waiting][position[waiting]]}: what that "
-                "needs comes later, in its own list or behind another that waits."
-            )
+    ready = deque(range(p))
+    while ready:
+        s = ready.popleft()
+        while position[s] < len(orders[s]):
+            action = orders[s][position[s]]
+            stage = action.chunk * p + s
+            needs = _needs(schedule, action.kind, stage, action.microbatch)
+            missing = next((need for need in needs if need not in done), None)
+            if missing is not None:
+                waiting[missing].append(s)
+                break
+            arrivals = [done[need] + (communication if need[1] % p != s else 0.0) for need in needs]
+            start = max([free[s], *arrivals])
+            free[s] = start + seconds[action.kind][stage]
+            result = action.kind, stage, action.microbatch
+            done[result] = free[s]
+            spans.append(Span(s, action, start, free[s]))
+            position[s] += 1
+            ready += waiting.pop(result, ())
+    stuck = next((s for s in range(p) if position[s] < len(orders[s])), None)
+    if stuck is not None:
+        raise ScheduleError(
+            f"{schedule.name}: stage {stuck} waits for ever at {orders[stuck][position[stuck]]}: what that needs comes "
+            "later, in its own list or behind another that waits."
+        )
     return spans
 
 
-def _needs(schedule: Schedule, kind: Kind, stage: int, j: int) -> list[tuple[Kind, int, int]]:
+#: Kind, stage and micro-batch.
+_Work = tuple[Kind, int, int]
+
+
+def _needs(schedule: Schedule, kind: Kind, stage: int, j: int) -> list[_Work]:
     """What must be done before an action: kind, stage and micro-batch."""
     if kind is Kind.FORWARD:
         return [(kind, stage - 1, j)] if stage else []

@@ -1,6 +1,8 @@
 """A schedule: which device works on which micro-batch of which of its stages in which tick."""
 
 import enum
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +26,9 @@ class Kind(enum.Enum):
 
 #: The order of actions within a tick.
 KINDS = tuple(Kind)
+
+#: Cells of a table, devices times ticks: 256 devices take 8,192 ticks.
+MOST_CELLS = 2**21
 
 
 class Action(NamedTuple):
@@ -80,8 +85,17 @@ class Schedule:
 
     def when(self, stage: int, kind: Kind, chunk: int = 0) -> dict[int, int]:
         """The tick in which a device works on each micro-batch of a chunk."""
-        actions = ((t, a) for t, tick in enumerate(self.ticks) for a in tick[stage])
-        return {a.microbatch: t for t, a in actions if (a.kind, a.chunk) == (kind, chunk)}
+        return dict(self._ticks_of.get((stage, kind, chunk), {}))
+
+    @cached_property
+    def _ticks_of(self) -> dict[tuple[int, Kind, int], dict[int, int]]:
+        """The tick of each micro-batch, by device, kind and chunk."""
+        ticks: dict[tuple[int, Kind, int], dict[int, int]] = defaultdict(dict)
+        for t, tick in enumerate(self.ticks):
+            for device, actions in enumerate(tick):
+                for action in actions:
+                    ticks[device, action.kind, action.chunk][action.microbatch] = t
+        return dict(ticks)
 
     def home(self, stage: int, kind: Kind) -> tuple[int, Kind, int]:
         """Device, kind and chunk of a stage's work: what ``when`` takes."""
@@ -138,15 +152,15 @@ class Schedule:
             return (0,) * self.num_stages
         return tuple(max(j // self.group - v for j, v in enumerate(row)) for row in self.versions)
 
-    @property
+    @cached_property
     def has_backward(self) -> bool:
         """Whether it trains, rather than only computes forward."""
-        return any(a.kind is not Kind.FORWARD for s in range(self.num_stages) for a in self.order(s))
+        return any(kind is not Kind.FORWARD for _, kind, _ in self._ticks_of)
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether backward work comes in two parts."""
-        return any(a.kind is Kind.BACKWARD_INPUT for s in range(self.num_stages) for a in self.order(s))
+        return any(kind is Kind.BACKWARD_INPUT for _, kind, _ in self._ticks_of)
 
     def simulate(
         self,
@@ -183,15 +197,20 @@ class Schedule:
                         f"{self.name}: stage {s} does {' '.join(map(str, actions))} in one tick; a tick holds at most "
                         f"one each of {', '.join(k.value for k in kinds)}, in this order."
                     )
-        expected = {(chunk, j) for chunk in range(self.num_chunks) for j in range(self.num_microbatches)}
-        for s in range(self.num_stages):
-            for kind in kinds:
-                done = [(a.chunk, a.microbatch) for a in self.order(s) if a.kind is kind]
-                if len(done) != len(expected) or set(done) != expected:
-                    raise ScheduleError(
-                        f"{self.name}: stage {s} does {kind.value} of {self._microbatches(done)}; it must do each of "
-                        f"0..{self.num_microbatches - 1} once{' in every chunk' if self.num_chunks > 1 else ''}."
-                    )
+        work: dict[tuple[int, Kind], list[tuple[int, int]]] = defaultdict(list)
+        for tick in self.ticks:
+            for s, actions in enumerate(tick):
+                for action in actions:
+                    work[s, action.kind].append((action.chunk, action.microbatch))
+        size = self.num_chunks * self.num_microbatches
+        for s, kind in itertools.product(range(self.num_stages), kinds):
+            done = work[s, kind]
+            inside = all(0 <= c < self.num_chunks and 0 <= j < self.num_microbatches for c, j in done)
+            if not len(done) == len(set(done)) == size or not inside:
+                raise ScheduleError(
+                    f"{self.name}: stage {s} does {kind.value} of {self._microbatches(done)}; it must do each of "
+                    f"0..{self.num_microbatches - 1} once{' in every chunk' if self.num_chunks > 1 else ''}."
+                )
         back = self.backward_kind
         for stage in range(self.total_stages):
             self._check(Kind.FORWARD, stage, Kind.FORWARD, stage - 1)
@@ -237,7 +256,7 @@ class Schedule:
         """A stage's work of one kind comes after another stage's of another kind."""
         if 0 <= source < self.total_stages:
             (chunk, device), (other_chunk, other) = (divmod(s, self.num_stages) for s in (stage, source))
-            later, earlier = self.when(device, kind, chunk), self.when(other, needed, other_chunk)
+            later, earlier = (self._ticks_of.get(k, {}) for k in ((device, kind, chunk), (other, needed, other_chunk)))
             what, needs = f"{kind.value} of stage {stage}", f"{needed.value} of stage {source}"
             self._check_order(later, earlier, 0 if device == other else 1, what, needs)
 
@@ -272,11 +291,21 @@ def table(
 ) -> Schedule:
     """A schedule from the actions of each ``(tick, stage)``, forward before backward."""
     length = 1 + max(t for t, _ in work)
+    check_cells(name, num_stages, length)
     ticks = tuple(
         tuple(tuple(sorted(work.get((t, s), []), key=lambda a: KINDS.index(a.kind))) for s in range(num_stages))
         for t in range(length)
     )
     return Schedule(name, num_stages, num_microbatches, ticks, num_chunks)
+
+
+def check_cells(name: str, num_devices: int, num_ticks: int) -> None:
+    """Raise ``ScheduleError`` if a table of this size has more than ``MOST_CELLS``."""
+    if num_devices * num_ticks > MOST_CELLS:
+        raise ScheduleError(
+            f"{name}: {num_devices} devices times {num_ticks} ticks are {num_devices * num_ticks} cells; a schedule "
+            f"has at most {MOST_CELLS}. Use fewer micro-batches."
+        )
 
 
 def check_size(num_stages: int, num_microbatches: int) -> None:

@@ -1,16 +1,15 @@
 """``plan_storage``: what one stage stores under a budget."""
 
 import functools
-import io
 import math
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from jaxpipe import stage as stages
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph import Graph, Operator, is_differentiable
+from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.planning.storing.choose import Answer, check_solver, choose, lowest_peak, raised
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, simulate
@@ -66,12 +65,10 @@ class StoragePlan:
     raised_from: int | None = None
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120)
-        console.print(self.__rich__())
-        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+        return table_text(self.__rich__())
 
     def __rich__(self) -> Table:
-        table = Table(title="storage of one stage", title_justify="left", caption_justify="left")
+        table = PlainTable(title="storage of one stage", title_justify="left", caption_justify="left")
         table.add_column("tensor", min_width=40)
         table.add_column("storage")
         table.add_column("bytes", justify="right")

@@ -1,0 +1,229 @@
+"""Ctrl-C, and states that were used: no step loses the training state."""
+
+import functools
+import os
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compare import assert_same_bits
+
+import jaxpipe
+from jaxpipe.pipeline.interrupts import hold_interrupts
+
+
+#: Batches in turn, by the number of the step.
+BATCHES = [np.random.default_rng(k).standard_normal((8, 16), np.float32) for k in range(7)]
+
+
+@functools.cache
+def pipeline_of(on_nonfinite=None):
+    def apply(weights, x):
+        for name in "abcd":
+            x = jnp.tanh(x @ weights[name])
+        return x
+
+    weights = {name: jax.random.normal(jax.random.key(k), (16, 16)) / 4 for k, name in enumerate("abcd")}
+    return jaxpipe.partition(
+        jax.tree_util.Partial(apply, weights),
+        jax.sharding.Mesh(jax.devices()[:2], ("stage",)),
+        BATCHES[0],
+        loss=lambda model, x: jnp.square(model(x) - x).mean(),
+        evaluate=lambda model, x: jnp.square(model(x) - x).mean(),
+        predict=lambda model, x: model(x),
+        optimizer=optax.adam(1e-3),
+        num_microbatches=2,
+        profile="analytic",
+        on_nonfinite=on_nonfinite,
+    )
+
+
+def steps(pipeline, state, count):
+    """Train up to a step, without a look at what the steps return."""
+    for k in range(int(state.step), count):
+        state, _ = pipeline.step(state, BATCHES[k % len(BATCHES)])
+    return state
+
+
+def interrupt_after(seconds):
+    """Send SIGINT to this process a while after the event that this returns is set."""
+    begin = threading.Event()
+
+    def send():
+        begin.wait()
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send, daemon=True).start()
+    return begin
+
+
+def trained_under_interrupts(pipeline, count, waits):
+    """A state after ``count`` SIGINTs at random moments of a loop that goes on after each."""
+    chance = np.random.default_rng(count)
+    state = steps(pipeline, pipeline.init(jax.random.key(0)), 10)
+    jax.block_until_ready(state)
+    start = time.perf_counter()
+    state = jax.block_until_ready(steps(pipeline, state, 20))
+    seconds = (time.perf_counter() - start) / 10
+    k = 20
+    for _ in range(count):
+        begin = interrupt_after(5 * seconds * chance.random())
+        try:
+            begin.set()
+            while True:
+                state, metrics = pipeline.step(state, BATCHES[k % len(BATCHES)])
+                k += 1
+                if waits:
+                    float(metrics["loss"])
+        except KeyboardInterrupt:
+            # Here the only question: whether `state` is usable. If a step was complete, it has that step's arrays.
+            k = int(state.step)
+    return state
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["does not wait", "reads the loss"])
+@pytest.mark.parametrize("on_nonfinite", [None, "raise"])
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_an_interrupted_loop_goes_on_with_the_same_bits(count, on_nonfinite, waits):
+    pipeline = pipeline_of(on_nonfinite)
+    state = trained_under_interrupts(pipeline, count, waits)
+    expected = steps(pipeline, pipeline.init(jax.random.key(0)), int(state.step))
+    assert_same_bits(pipeline.parameters(state), pipeline.parameters(expected))
+    assert_same_bits(state.optimizer, expected.optimizer)
+
+
+class Interrupting:
+    """A compiled step in which the user presses Ctrl-C, after the state was donated."""
+
+    def __init__(self, compiled):
+        self.compiled = compiled
+
+    def __call__(self, state, leaves):
+        results = self.compiled(state, leaves)
+        assert state.is_donated
+        signal.raise_signal(signal.SIGINT)
+        return results
+
+
+def test_an_interrupted_step_leaves_the_new_state_in_the_old_one(monkeypatch):
+    pipeline = pipeline_of()
+    state = pipeline.init(jax.random.key(0))
+    expected = steps(pipeline, pipeline.init(jax.random.key(0)), 1)
+    monkeypatch.setitem(pipeline.__dict__, "_compiled_step", Interrupting(pipeline._compiled_step))
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.step(state, BATCHES[0])
+    assert_same_bits(state, expected)
+
+
+def test_whatever_is_raised_after_the_step_leaves_a_state(monkeypatch):
+    """Here by the look at what is not finite, which takes long enough to be interrupted."""
+    pipeline = pipeline_of("raise")
+    state = pipeline.init(jax.random.key(0))
+    expected = steps(pipeline, pipeline.init(jax.random.key(0)), 0)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxpipe.pipeline.nonfinite.find", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.step(state, np.full((8, 16), np.nan, np.float32))
+    assert_same_bits(pipeline.parameters(state), pipeline.parameters(expected))
+
+
+def test_an_interrupt_waits_for_the_end_of_with():
+    before, order = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt), hold_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        order.append("after the signal")
+    assert order == ["after the signal"]
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(ZeroDivisionError), hold_interrupts():  # nothing was pressed
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_callers_own_handler_gets_the_signal():
+    numbers = []
+    before = signal.signal(signal.SIGINT, lambda number, _: numbers.append(number))
+    try:
+        with hold_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            assert numbers == []
+        assert numbers == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_steps_run_in_other_threads():
+    """Only the main thread may change handlers."""
+    pipeline, results = pipeline_of(), []
+    state = pipeline.init(jax.random.key(0))
+    thread = threading.Thread(target=lambda: results.append(steps(pipeline, state, 2)))
+    thread.start()
+    thread.join()
+    assert_same_bits(results[0], steps(pipeline, pipeline.init(jax.random.key(0)), 2))
+
+
+# States that were used
+
+
+CALLS = {
+    "step": lambda pipeline, state, _: pipeline.step(state, BATCHES[0]),
+    "value_and_grad": lambda pipeline, state, _: pipeline.value_and_grad(state, BATCHES[0]),
+    "evaluate": lambda pipeline, state, _: pipeline.evaluate(state, BATCHES[0]),
+    "predict": lambda pipeline, state, _: pipeline.predict(state, BATCHES[0]),
+    "find_nonfinite": lambda pipeline, state, _: pipeline.find_nonfinite(state, BATCHES[0]),
+    "parameters": lambda pipeline, state, _: pipeline.parameters(state),
+    "microbatch_key": lambda pipeline, state, _: pipeline.microbatch_key(state, 0),
+    "save": lambda pipeline, state, folder: pipeline.save(state, folder),
+    "after_step": lambda pipeline, state, folder: jaxpipe.Checkpointer(pipeline, folder).after_step(state),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_state_used_twice_is_refused(call, tmp_path):
+    pipeline = pipeline_of()
+    state = pipeline.init(jax.random.key(0))
+    pipeline.step(state, BATCHES[0])
+    with pytest.raises(jaxpipe.StateError, match=r"was passed to pipeline\.step before, which used its memory"):
+        call(pipeline, state, tmp_path)
+
+
+@pytest.mark.parametrize("call", [c for name, c in CALLS.items() if name not in ("after_step", "microbatch_key")])
+@pytest.mark.parametrize("wrong", [None, BATCHES[0], {"x": BATCHES[0]}], ids=["None", "an array", "a batch"])
+def test_something_else_than_a_state_is_refused(call, wrong, tmp_path):
+    with pytest.raises(jaxpipe.StateError, match=rf"state is of type {type(wrong).__name__}; .*step\(state, batch\)"):
+        call(pipeline_of(), wrong, tmp_path)
+
+
+def test_exchanged_arguments_are_told():
+    pipeline = pipeline_of()
+    with pytest.raises(jaxpipe.StateError, match="The state comes first, then the batch"):
+        pipeline.step(BATCHES[0], pipeline.init(jax.random.key(0)))
+
+
+def test_of_two_threads_with_one_state_one_gets_it():
+    pipeline = pipeline_of()
+    for _ in range(10):
+        state, results, errors = pipeline.init(jax.random.key(0)), [], []
+        barrier = threading.Barrier(2)
+
+        def train(state=state, results=results, errors=errors, barrier=barrier):
+            barrier.wait()
+            try:
+                results.append(pipeline.step(state, BATCHES[0]))
+            except jaxpipe.StateError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=train) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(results), len(errors)) == (1, 1)

@@ -44,12 +44,15 @@ class Cut:
 def differentiate(op: Operator, avals: Sequence[Any], moving: Sequence[int], heard: Sequence[int]) -> Cut:
     """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``moving``, and cut it.
 
+    The cut lies where ``jax.vjp`` returns: what a derivative rule computes in its backward pass stays backward work,
+    whether or not it depends on a cotangent, and reads what the rule's forward pass returned.
     Outputs at other positions than ``heard`` have no cotangent. A zero in its place would do for finite numbers only.
     """
     program = _compat.isolate(_compat.without_scope(op.equation))
     carried = [k for k in heard if is_differentiable(program.outvars[k].aval)]
+    pullback: Any = None
 
-    def vjp(inputs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+    def forward(*inputs: Any) -> list[Any]:
         def primal(*varied: Any) -> tuple[list[Any], list[Any]]:
             values = list(inputs)
             for k, value in zip(moving, varied, strict=True):
@@ -57,25 +60,30 @@ def differentiate(op: Operator, avals: Sequence[Any], moving: Sequence[int], hea
             outputs = core.eval_jaxpr(program, (), *values)
             return [outputs[k] for k in carried], outputs
 
-        _, pullback, outputs = jax.vjp(primal, *(inputs[k] for k in moving), has_aux=True)
-        return outputs, pullback(list(cotangents))
+        nonlocal pullback
+        _, saved, outputs = jax.vjp(primal, *(inputs[k] for k in moving), has_aux=True)
+        residuals, pullback = jax.tree.flatten(saved)
+        return [*outputs, *residuals]
 
-    tangents = [program.outvars[k].aval.to_tangent_aval() for k in carried]
+    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        return jax.tree.unflatten(pullback, residuals)(list(cotangents))
+
     builder = GraphBuilder()
     inputs = [builder.tensor(aval) for aval in avals]
-    cotangents = [builder.tensor(aval) for aval in tangents]
-    closed = convolution.canonical(_compat.trace_without_scope(vjp, list(avals), tangents))
-    results = builder.read(closed, [*inputs, *cotangents])
-    outputs, gradients = results[: len(program.outvars)], results[len(program.outvars) :]
-    # An operand that only the derivative transposes is kept as it is: others may read it too.
-    early = live(builder.operators, outputs)
-    late = [t for part in builder.operators if part.name == "transpose" and part not in early for t in part.outputs]
+    results = builder.read(convolution.canonical(_compat.trace_without_scope(forward, *avals)), inputs)
+    outputs, residuals = results[: len(program.outvars)], results[len(program.outvars) :]
+    start = len(builder.operators)
+    cotangents = [builder.tensor(program.outvars[k].aval.to_tangent_aval()) for k in carried]
+    saved_avals, tangents = ([builder.tensors[t].aval for t in part] for part in (residuals, cotangents))
+    closed = convolution.canonical(_compat.trace_without_scope(backward, saved_avals, tangents))
+    gradients = list(zip(moving, builder.read(closed, [*residuals, *cotangents]), strict=True))
     seeds = dict(zip(carried, cotangents, strict=True))
+    late = [t for part in builder.operators[start:] if part.inputs for t in part.outputs]  # the others are constants
     if op.name == "custom_vjp_call":  # what the user's own rule adds up stays one cotangent
-        return _split(builder, inputs, outputs, seeds, list(zip(moving, gradients, strict=True)), late, in_order=True)
+        return _split(builder, inputs, outputs, seeds, gradients, late, in_order=True)
     sums = {id(eqn) for eqn in _compat.open_jaxpr(closed)[0].eqns if eqn.primitive.name == "add_any"}
     terms = {t: part for part in builder.operators if id(part.equation) in sums for t in part.outputs}
-    apart = [(k, t) for k, g in zip(moving, gradients, strict=True) for t in _summands(g, terms)]
+    apart = [(k, t) for k, g in gradients for t in _summands(g, terms)]
     return _split(builder, inputs, outputs, seeds, apart, late)
 
 

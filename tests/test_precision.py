@@ -1,0 +1,264 @@
+"""Gradients of half-precision parameters are added up in float32 and rounded once.
+
+Expected values are plain ``jax.grad`` of every micro-batch, added up by NumPy in the pipeline's order.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compare import assert_same_bits
+
+import jaxpipe
+from examples import models as zoo
+from jaxpipe.errors import PartitionError
+from jaxpipe.gradients import block_sparse
+
+
+#: One rounding to bfloat16, which has 8 significant bits.
+HALF_ULP = 2.0**-9
+
+RATE = 0.5  # a power of two: the optimizer's own product is exact
+
+
+def mesh_of(stages, replicas=None):
+    if replicas is None:
+        return jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
+    return jax.sharding.Mesh(np.array(jax.devices()[: stages * replicas]).reshape(replicas, stages), ("data", "stage"))
+
+
+def entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+
+
+def loss(model, batch):
+    return entropy(model(batch["x"]), batch["y"]).mean()
+
+
+def weighted(model, batch):
+    keep = (batch["y"] > 2).astype(jnp.float32)
+    return (keep * entropy(model(batch["x"]), batch["y"])).sum(), keep.sum(), {}
+
+
+@functools.cache
+def model_of(dtype):
+    return jax.tree_util.Partial(
+        zoo.mlp, jax.tree.map(lambda x: x.astype(dtype), zoo.init_mlp(jax.random.key(0), [12, 16, 16, 10]))
+    )
+
+
+@functools.cache
+def batch_of(dtype, rows):
+    x = jax.random.normal(jax.random.key(1), (rows, 12)).astype(dtype)
+    return {"x": x, "y": jax.random.randint(jax.random.key(2), (rows,), 0, 10)}
+
+
+def pipeline_of(dtype, rows, mesh, m, function=loss, **options):
+    options = {"profile": "analytic", "optimizer": optax.sgd(RATE), **options}
+    return jaxpipe.partition(
+        model_of(dtype), mesh, batch_of(dtype, rows), loss=function, num_microbatches=m, **options
+    )
+
+
+def gradients_of(pipeline, dtype, rows):
+    return pipeline.value_and_grad(pipeline.init(jax.random.key(3)), batch_of(dtype, rows))[1]
+
+
+def plain_gradients(dtype, rows, count, function=loss):
+    """The gradient of every micro-batch as float32 arrays, and its weight."""
+
+    def total(model, batch):
+        result = function(model, batch)
+        return result[:2] if isinstance(result, tuple) else (result, jnp.float32(1))
+
+    gradient = jax.jit(jax.grad(total, has_aux=True))
+    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch_of(dtype, rows))
+    found = [gradient(model_of(dtype), jax.tree.map(lambda x, j=j: x[j], parts)) for j in range(count)]
+    return [jax.tree.map(lambda g: np.asarray(g).astype(np.float32), g) for g, _ in found], sum(w for _, w in found)
+
+
+def add(trees):
+    return functools.reduce(lambda a, b: jax.tree.map(np.add, a, b), trees)
+
+
+def rounded(sums, weight, dtype):
+    return jax.tree.map(lambda g: (g / np.float32(weight)).astype(dtype), sums)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stages", "function"),
+    [
+        pytest.param(jnp.bfloat16, 1, loss, marks=pytest.mark.core),
+        (jnp.bfloat16, 2, loss),
+        (jnp.float16, 1, weighted),
+        (jnp.float16, 2, loss),
+        (jnp.bfloat16, 2, weighted),
+    ],
+)
+def test_micro_batches_are_added_up_in_float32_and_rounded_once(dtype, stages, function):
+    each, weight = plain_gradients(dtype, 32, 8, function)
+    gradients = gradients_of(pipeline_of(dtype, 32, mesh_of(stages), 8, function), dtype, 32)
+    assert {g.dtype for g in jax.tree.leaves(gradients)} == {np.dtype(dtype)}
+    assert_same_bits(gradients, rounded(add(each), weight, dtype))
+
+
+def test_replicas_are_added_up_in_float32():
+    each, _ = plain_gradients(jnp.bfloat16, 32, 8)
+    gradients = gradients_of(pipeline_of(jnp.bfloat16, 32, mesh_of(2, 2), 4), jnp.bfloat16, 32)
+    assert_same_bits(gradients, rounded(add([add(each[:4]), add(each[4:])]), 8, jnp.bfloat16))
+
+
+def test_devices_that_share_a_stage_are_added_up_in_float32():
+    """Each takes every other micro-batch."""
+    each, _ = plain_gradients(jnp.bfloat16, 32, 8)
+    gradients = gradients_of(pipeline_of(jnp.bfloat16, 32, mesh_of(4), 8, replicate=2), jnp.bfloat16, 32)
+    assert_same_bits(gradients, rounded(add([add(each[::2]), add(each[1::2])]), 8, jnp.bfloat16))
+
+
+def relative_errors(gradients, exact):
+    """By element, where there is a gradient to speak of."""
+    pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(exact), strict=True)
+    flat = [(np.asarray(g, np.float64).ravel(), e.ravel()) for g, e in pairs]
+    actual, expected = (np.concatenate(parts) for parts in zip(*flat, strict=True))
+    large = np.abs(expected) > 1e-3 * np.abs(expected).max()
+    assert large.sum() > 400
+    return np.abs(actual - expected)[large] / np.abs(expected)[large]
+
+
+def test_the_sum_of_many_micro_batches_is_as_exact_as_one_rounding():
+    each, _ = plain_gradients(jnp.bfloat16, 128, 64)
+    exact = jax.tree.map(lambda g: g / 64, add([jax.tree.map(np.float64, g) for g in each]))
+    wide = gradients_of(pipeline_of(jnp.bfloat16, 128, mesh_of(2), 64), jnp.bfloat16, 128)
+    # Sums of 64 numbers in float32 that cancel to a thousandth of the largest are right to 64 * 2**-24 * 1000 at worst.
+    assert relative_errors(wide, exact).max() < HALF_ULP + 64 * 2.0**-24 * 1000
+    narrow = pipeline_of(jnp.bfloat16, 128, mesh_of(2), 64, gradient_dtype="bfloat16")
+    assert relative_errors(gradients_of(narrow, jnp.bfloat16, 128), exact).max() > 8 * HALF_ULP
+
+
+def test_the_optimizer_gets_what_was_rounded_and_the_norm_is_that():
+    each, _ = plain_gradients(jnp.bfloat16, 32, 8)
+    mean = rounded(add(each), 8, jnp.bfloat16)
+    pipeline = pipeline_of(jnp.bfloat16, 32, mesh_of(2), 8)
+    state, metrics = pipeline.step(pipeline.init(jax.random.key(3)), batch_of(jnp.bfloat16, 32))
+    updates, _ = optax.sgd(RATE).update(mean, optax.sgd(RATE).init(model_of(jnp.bfloat16)))
+    assert_same_bits(pipeline.parameters(state), optax.apply_updates(model_of(jnp.bfloat16), updates))
+    norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(mean)))
+    assert float(metrics["gradient_norm"]) == pytest.approx(norm, rel=1e-6)  # sums of squares in float32
+
+
+def test_updates_on_the_way_have_gradients_rounded_once():
+    """One stage updates after each of its micro-batches, with the mean over two replicas."""
+    dtype, parameters = jnp.bfloat16, model_of(jnp.bfloat16)
+    pipeline = pipeline_of(dtype, 16, mesh_of(1, 2), 2, schedule="pipedream")
+    state, _ = pipeline.step(pipeline.init(jax.random.key(3)), batch_of(dtype, 16))
+    parts = jax.tree.map(lambda x: x.reshape(2, 2, -1, *x.shape[1:]), batch_of(dtype, 16))
+    gradient = jax.jit(jax.grad(loss))
+    for j in range(2):
+        rows = [jax.tree.map(lambda x, r=r, j=j: x[r, j], parts) for r in range(2)]
+        sums = add([jax.tree.map(np.float32, gradient(parameters, one)) for one in rows])
+        updates = jax.tree.map(lambda g: -RATE * jnp.asarray(g), rounded(sums, 2, dtype))
+        parameters = optax.apply_updates(parameters, updates)
+    assert_same_bits(pipeline.parameters(state), parameters)
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer, too."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(16, 8, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+        x = nn.relu(nn.Dense(8, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)(embed(tokens)))
+        return embed.attend(nn.Dense(8, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)(x))
+
+
+def test_the_uses_of_a_tied_parameter_are_added_up_in_float32():
+    tokens = jax.random.randint(jax.random.key(1), (16, 4), 0, 16)
+
+    def language_loss(model, batch):
+        return entropy(model(batch)[:, :-1], batch[:, 1:]).mean()
+
+    pipeline = jaxpipe.partition(
+        Tied(), mesh_of(2), tokens, loss=language_loss, optimizer=optax.sgd(RATE), num_microbatches=8, profile="analytic"
+    )
+    assert "shared" in pipeline.plan.memory  # the two uses are in two stages
+    state = pipeline.init(jax.random.key(3))
+    gradients = pipeline.value_and_grad(state, tokens)[1]["Embed_0"]["embedding"]
+    variables = Tied().init(jax.random.key(3), tokens[:1])
+
+    @jax.jit
+    def by_use(rows):
+        """The gradient of each use of the table: one is given with the table's, the other with its copy's."""
+        def separate(first, second):
+            params = variables["params"]
+            x = jnp.take(first, rows, axis=0)
+            dense = nn.Dense(8, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+            x = nn.relu(dense.apply({"params": params["Dense_0"]}, x))
+            logits = jnp.dot(dense.apply({"params": params["Dense_1"]}, x), second.T)
+            return entropy(logits[:, :-1], rows[:, 1:]).mean()
+
+        table = variables["params"]["Embed_0"]["embedding"]
+        return jax.grad(separate, argnums=(0, 1))(table, table)
+
+    found = [by_use(rows) for rows in tokens.reshape(8, 2, 4)]
+    first, second = (add([np.asarray(pair[k], np.float32) for pair in found]) for k in (0, 1))
+    assert_same_bits(gradients, ((first + second) / np.float32(8)).astype(jnp.bfloat16))
+
+
+def test_blocks_and_whole_gradients_of_an_exchange_are_added_up_in_float32():
+    """All is sent, by consensus in one all-reduce, of four replicas; each sends what bfloat16 holds of its own."""
+    each, _ = plain_gradients(jnp.bfloat16, 32, 8)
+    exchange = block_sparse(k=1.0, mode="consensus", dense_1d=True)
+    pipeline = pipeline_of(
+        jnp.bfloat16, 32, mesh_of(1, 4), 2, gradient_exchange=exchange, optimizer=optax.sgd(RATE)
+    )
+    state, _ = pipeline.step(pipeline.init(jax.random.key(3)), batch_of(jnp.bfloat16, 32))
+    own = [add(each[2 * r : 2 * r + 2]) for r in range(4)]
+    sent = [jax.tree.map(lambda g: np.float32(g), rounded(sums, 2, jnp.bfloat16)) for sums in own]
+    updates = jax.tree.map(lambda g: -RATE * jnp.asarray(g), rounded(add(sent), 4, jnp.bfloat16))
+    expected = optax.apply_updates(model_of(jnp.bfloat16), updates)
+    # The all-reduce of four has no fixed order: a sum may be rounded to its other neighbour.
+    for actual, wanted in zip(*map(jax.tree.leaves, (pipeline.parameters(state), expected)), strict=True):
+        np.testing.assert_allclose(np.float32(actual), np.float32(wanted), rtol=2 * HALF_ULP, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradient_dtype", "ratio", "text"),
+    [
+        (jnp.bfloat16, None, 2, "gradients of bfloat16 parameters are added up in float32"),
+        (jnp.float16, "bfloat16", 1, None),
+        (jnp.bfloat16, jnp.bfloat16, 1, None),
+        (jnp.float32, None, 1, None),
+    ],
+)
+def test_the_plan_counts_the_bytes_of_the_sums_and_says_their_type(dtype, gradient_dtype, ratio, text):
+    plan = pipeline_of(dtype, 32, mesh_of(2), 8, gradient_dtype=gradient_dtype).plan
+    assert plan.memory["gradients"] == ratio * plan.memory["parameters"]
+    assert ("added up in" in str(plan)) == (text is not None)
+    assert text is None or text in str(plan)
+    assert jaxpipe.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_state_is_taken_by_a_pipeline_that_adds_up_otherwise():
+    wide, narrow = (pipeline_of(jnp.bfloat16, 32, mesh_of(2), 8, gradient_dtype=d) for d in (None, "bfloat16"))
+    assert wide.plan.identity == narrow.plan.identity
+
+
+@pytest.mark.parametrize(
+    ("gradient_dtype", "message"),
+    [
+        (jnp.int32, r"gradient_dtype=int32 holds no fractions; it must be a floating-point type of at least 16 bits"),
+        ("half a float", r"gradient_dtype='half a float' names no type; it must be"),
+        (3, r"gradient_dtype=3 names no type"),
+        (jnp.float8_e4m3fn, r"gradient_dtype=float8_e4m3fn has 8 bits.*Leave it out for float32"),
+        (jnp.complex64, r"gradient_dtype=complex64"),
+        (jnp.float64, r"gradient_dtype=float64, but JAX has no arrays.*jax_enable_x64"),
+        (jnp.bfloat16, r"gradient_dtype=bfloat16, but all parameters are float32; .*Leave gradient_dtype out"),
+    ],
+)
+def test_types_that_are_none_for_sums_are_refused(gradient_dtype, message):
+    with pytest.raises(PartitionError, match=message):
+        pipeline_of(jnp.float32, 32, mesh_of(2), 8, gradient_dtype=gradient_dtype)

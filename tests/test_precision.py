@@ -17,6 +17,7 @@ import jaxpipe
 from examples import models as zoo
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients import block_sparse
+from jaxpipe.schedules.asynchronous import double_buffered
 
 
 #: One rounding to bfloat16, which has 8 significant bits.
@@ -59,9 +60,7 @@ def batch_of(dtype, rows):
 
 def pipeline_of(dtype, rows, mesh, m, function=loss, **options):
     options = {"profile": "analytic", "optimizer": optax.sgd(RATE), **options}
-    return jaxpipe.partition(
-        model_of(dtype), mesh, batch_of(dtype, rows), loss=function, num_microbatches=m, **options
-    )
+    return jaxpipe.partition(model_of(dtype), mesh, batch_of(dtype, rows), loss=function, num_microbatches=m, **options)
 
 
 def gradients_of(pipeline, dtype, rows):
@@ -151,18 +150,26 @@ def test_the_optimizer_gets_what_was_rounded_and_the_norm_is_that():
 
 
 def test_updates_on_the_way_have_gradients_rounded_once():
-    """One stage updates after each of its micro-batches, with the mean over two replicas."""
-    dtype, parameters = jnp.bfloat16, model_of(jnp.bfloat16)
-    pipeline = pipeline_of(dtype, 16, mesh_of(1, 2), 2, schedule="pipedream")
-    state, _ = pipeline.step(pipeline.init(jax.random.key(3)), batch_of(dtype, 16))
-    parts = jax.tree.map(lambda x: x.reshape(2, 2, -1, *x.shape[1:]), batch_of(dtype, 16))
-    gradient = jax.jit(jax.grad(loss))
-    for j in range(2):
-        rows = [jax.tree.map(lambda x, r=r, j=j: x[r, j], parts) for r in range(2)]
-        sums = add([jax.tree.map(np.float32, gradient(parameters, one)) for one in rows])
-        updates = jax.tree.map(lambda g: -RATE * jnp.asarray(g), rounded(sums, 2, dtype))
-        parameters = optax.apply_updates(parameters, updates)
-    assert_same_bits(pipeline.parameters(state), parameters)
+    """In bfloat16, 256 + 1 is 256; the mean of 256, 1, 1 and 2 is 65."""
+    rows = jnp.array([[256.0], [1.0], [1.0], [2.0]], jnp.bfloat16)
+    model = jax.tree_util.Partial(lambda w, x: x * w, jnp.zeros((1,), jnp.bfloat16))
+    for gradient_dtype, mean in ((None, 65), ("bfloat16", 64.5)):
+        pipeline = jaxpipe.partition(
+            model,
+            mesh_of(1),
+            rows,
+            loss=lambda f, x: f(x).astype(jnp.float32).sum(),
+            optimizer=optax.sgd(1.0),
+            num_microbatches=4,
+            schedule=functools.partial(double_buffered, group=4),
+            profile="analytic",
+            gradient_dtype=gradient_dtype,
+        )
+        state, _ = pipeline.step(pipeline.init(jax.random.key(0)), rows)
+        assert np.float32(pipeline.parameters(state).args[0]) == -mean
+
+
+hidden = functools.partial(nn.Dense, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
 
 
 class Tied(nn.Module):
@@ -171,8 +178,8 @@ class Tied(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         embed = nn.Embed(16, 8, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
-        x = nn.relu(nn.Dense(8, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)(embed(tokens)))
-        return embed.attend(nn.Dense(8, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)(x))
+        x = nn.relu(hidden(128)(embed(tokens)))
+        return embed.attend(hidden(8)(x))
 
 
 def test_the_uses_of_a_tied_parameter_are_added_up_in_float32():
@@ -182,7 +189,13 @@ def test_the_uses_of_a_tied_parameter_are_added_up_in_float32():
         return entropy(model(batch)[:, :-1], batch[:, 1:]).mean()
 
     pipeline = jaxpipe.partition(
-        Tied(), mesh_of(2), tokens, loss=language_loss, optimizer=optax.sgd(RATE), num_microbatches=8, profile="analytic"
+        Tied(),
+        mesh_of(2),
+        tokens,
+        loss=language_loss,
+        optimizer=optax.sgd(RATE),
+        num_microbatches=8,
+        profile="analytic",
     )
     assert "shared" in pipeline.plan.memory  # the two uses are in two stages
     state = pipeline.init(jax.random.key(3))
@@ -192,12 +205,12 @@ def test_the_uses_of_a_tied_parameter_are_added_up_in_float32():
     @jax.jit
     def by_use(rows):
         """The gradient of each use of the table: one is given with the table's, the other with its copy's."""
+
         def separate(first, second):
             params = variables["params"]
             x = jnp.take(first, rows, axis=0)
-            dense = nn.Dense(8, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
-            x = nn.relu(dense.apply({"params": params["Dense_0"]}, x))
-            logits = jnp.dot(dense.apply({"params": params["Dense_1"]}, x), second.T)
+            x = nn.relu(hidden(128).apply({"params": params["Dense_0"]}, x))
+            logits = jnp.dot(hidden(8).apply({"params": params["Dense_1"]}, x), second.T)
             return entropy(logits[:, :-1], rows[:, 1:]).mean()
 
         table = variables["params"]["Embed_0"]["embedding"]
@@ -212,9 +225,7 @@ def test_blocks_and_whole_gradients_of_an_exchange_are_added_up_in_float32():
     """All is sent, by consensus in one all-reduce, of four replicas; each sends what bfloat16 holds of its own."""
     each, _ = plain_gradients(jnp.bfloat16, 32, 8)
     exchange = block_sparse(k=1.0, mode="consensus", dense_1d=True)
-    pipeline = pipeline_of(
-        jnp.bfloat16, 32, mesh_of(1, 4), 2, gradient_exchange=exchange, optimizer=optax.sgd(RATE)
-    )
+    pipeline = pipeline_of(jnp.bfloat16, 32, mesh_of(1, 4), 2, gradient_exchange=exchange, optimizer=optax.sgd(RATE))
     state, _ = pipeline.step(pipeline.init(jax.random.key(3)), batch_of(jnp.bfloat16, 32))
     own = [add(each[2 * r : 2 * r + 2]) for r in range(4)]
     sent = [jax.tree.map(lambda g: np.float32(g), rounded(sums, 2, jnp.bfloat16)) for sums in own]

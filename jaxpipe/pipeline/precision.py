@@ -60,9 +60,9 @@ def check_effect(gradient_dtype: np.dtype[Any] | None, dtypes: Iterable[Any]) ->
     if floats and all(dtype.itemsize > gradient_dtype.itemsize for dtype in floats):
         names = ", ".join(sorted(dtype.name for dtype in floats))
         raise PartitionError(
-            f"gradient_dtype={gradient_dtype.name}, but all parameters are {names}; gradients are never added up in a narrower "
-            "type than that of their parameter. Leave gradient_dtype out, or give the model narrower parameters "
-            "(param_dtype=)."
+            f"gradient_dtype={gradient_dtype.name}, but all parameters are {names}; gradients are never added up in a "
+            "narrower type than that of their parameter. Leave gradient_dtype out, or give the model narrower "
+            "parameters (param_dtype=)."
         )
 
 

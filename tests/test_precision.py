@@ -5,7 +5,6 @@ Expected values are plain ``jax.grad`` of every micro-batch, added up by NumPy i
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,8 +75,8 @@ def plain_gradients(dtype, rows, count, function=loss):
 
     gradient = jax.jit(jax.grad(total, has_aux=True))
     parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch_of(dtype, rows))
-    found = [gradient(model_of(dtype), jax.tree.map(lambda x, j=j: x[j], parts)) for j in range(count)]
-    return [jax.tree.map(lambda g: np.asarray(g).astype(np.float32), g) for g, _ in found], sum(w for _, w in found)
+    results = [gradient(model_of(dtype), jax.tree.map(lambda x, j=j: x[j], parts)) for j in range(count)]
+    return [jax.tree.map(lambda g: np.asarray(g).astype(np.float32), g) for g, _ in results], sum(w for _, w in results)
 
 
 def add(trees):
@@ -169,56 +168,35 @@ def test_updates_on_the_way_have_gradients_rounded_once():
         assert np.float32(pipeline.parameters(state).args[0]) == -mean
 
 
-hidden = functools.partial(nn.Dense, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
-
-
-class Tied(nn.Module):
-    """An embedding that is the output layer, too."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        embed = nn.Embed(16, 8, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
-        x = nn.relu(hidden(128)(embed(tokens)))
-        return embed.attend(hidden(8)(x))
+def tied(parameters, tokens):
+    """Logits of a network whose output layer is its embedding."""
+    x = jax.nn.relu(parameters["table"][tokens] @ parameters["up"])
+    return x @ parameters["down"] @ parameters["table"].T
 
 
 def test_the_uses_of_a_tied_parameter_are_added_up_in_float32():
-    tokens = jax.random.randint(jax.random.key(1), (16, 4), 0, 16)
+    """All numbers are small integers, so that nothing but the sums is rounded."""
+    rng = np.random.default_rng(0)
+    signs = {name: rng.integers(-1, 2, shape) for name, shape in {"table": (16, 8), "up": (8, 128)}.items()}
+    signs["down"] = rng.integers(-1, 2, (128, 8)) * (rng.random((128, 8)) < 0.05)
+    signs["up"] *= rng.random((8, 128)) < 0.05
+    tokens = jnp.asarray(rng.integers(0, 16, (64, 4)))
+    half, single = (jax.tree.map(lambda x, d=d: jnp.asarray(x, d), signs) for d in (jnp.bfloat16, jnp.float32))
 
-    def language_loss(model, batch):
-        return entropy(model(batch)[:, :-1], batch[:, 1:]).mean()
+    def total(model, rows):
+        return model(rows).astype(jnp.float32).sum()
 
-    pipeline = jaxpipe.partition(
-        Tied(),
-        mesh_of(2),
-        tokens,
-        loss=language_loss,
-        optimizer=optax.sgd(RATE),
-        num_microbatches=8,
-        profile="analytic",
-    )
+    model = jax.tree_util.Partial(tied, half)
+    options = {"loss": total, "optimizer": optax.sgd(RATE), "num_microbatches": 8, "profile": "analytic"}
+    pipeline = jaxpipe.partition(model, mesh_of(2), tokens, **options)
     assert "shared" in pipeline.plan.memory  # the two uses are in two stages
-    state = pipeline.init(jax.random.key(3))
-    gradients = pipeline.value_and_grad(state, tokens)[1]["Embed_0"]["embedding"]
-    variables = Tied().init(jax.random.key(3), tokens[:1])
-
-    @jax.jit
-    def by_use(rows):
-        """The gradient of each use of the table: one is given with the table's, the other with its copy's."""
-
-        def separate(first, second):
-            params = variables["params"]
-            x = jnp.take(first, rows, axis=0)
-            x = nn.relu(hidden(128).apply({"params": params["Dense_0"]}, x))
-            logits = jnp.dot(hidden(8).apply({"params": params["Dense_1"]}, x), second.T)
-            return entropy(logits[:, :-1], rows[:, 1:]).mean()
-
-        table = variables["params"]["Embed_0"]["embedding"]
-        return jax.grad(separate, argnums=(0, 1))(table, table)
-
-    found = [by_use(rows) for rows in tokens.reshape(8, 2, 4)]
-    first, second = (add([np.asarray(pair[k], np.float32) for pair in found]) for k in (0, 1))
-    assert_same_bits(gradients, ((first + second) / np.float32(8)).astype(jnp.bfloat16))
+    gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(3)), tokens)[1].args[0]
+    gradient = jax.grad(lambda parameters, rows: tied(parameters, rows).sum())
+    each = [jax.tree.map(np.asarray, gradient(single, rows)) for rows in tokens.reshape(8, 8, 4)]
+    assert max(np.abs(g).max() for tree in each for g in jax.tree.leaves(tree)) <= 256
+    expected = rounded(add(each), 8, jnp.bfloat16)
+    assert (8 * np.float32(expected["table"]) != add(each)["table"]).any()  # sums that bfloat16 does not hold
+    assert_same_bits(gradients, expected)
 
 
 def test_blocks_and_whole_gradients_of_an_exchange_are_added_up_in_float32():
@@ -227,11 +205,11 @@ def test_blocks_and_whole_gradients_of_an_exchange_are_added_up_in_float32():
     exchange = block_sparse(k=1.0, mode="consensus", dense_1d=True)
     pipeline = pipeline_of(jnp.bfloat16, 32, mesh_of(1, 4), 2, gradient_exchange=exchange, optimizer=optax.sgd(RATE))
     state, _ = pipeline.step(pipeline.init(jax.random.key(3)), batch_of(jnp.bfloat16, 32))
-    own = [add(each[2 * r : 2 * r + 2]) for r in range(4)]
-    sent = [jax.tree.map(lambda g: np.float32(g), rounded(sums, 2, jnp.bfloat16)) for sums in own]
+    sums = [add(each[2 * r : 2 * r + 2]) for r in range(4)]
+    sent = [jax.tree.map(lambda g: np.float32(g), rounded(total, 2, jnp.bfloat16)) for total in sums]
     updates = jax.tree.map(lambda g: -RATE * jnp.asarray(g), rounded(add(sent), 4, jnp.bfloat16))
     expected = optax.apply_updates(model_of(jnp.bfloat16), updates)
-    # The all-reduce of four has no fixed order: a sum may be rounded to its other neighbour.
+    # The all-reduce of four has no fixed order: a sum may be rounded to its other neighbor.
     for actual, wanted in zip(*map(jax.tree.leaves, (pipeline.parameters(state), expected)), strict=True):
         np.testing.assert_allclose(np.float32(actual), np.float32(wanted), rtol=2 * HALF_ULP, atol=1e-6)
 

@@ -61,6 +61,7 @@ class Job:
       unroll_scans: layers of a scan that stay together, where stages may be cut between the others; True, one each.
       profile: JSON file with the cost of each operator; left out, it is estimated.
       device: kind of device to estimate for, such as H100; left out, a CPU core.
+      gradient_dtype: in which gradients of narrower parameters are added up; left out, float32.
     """
 
     model: Target
@@ -75,6 +76,7 @@ class Job:
     unroll_scans: bool | int = False
     profile: Path | None = None
     device: str | None = None
+    gradient_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,7 @@ def planned(job: Job) -> Pipeline:
             network=network,
             replicate=job.replicate,
             unroll_scans=job.unroll_scans,
+            gradient_dtype=job.gradient_dtype,
         )
 
     if job.profile is not None:

@@ -69,7 +69,7 @@ class Base(nn.Module):
 
 
 class Methods:
-    """What both networks below have besides."""
+    """Methods of other kinds, for both networks below."""
 
     @classmethod
     def small(cls):
@@ -134,7 +134,7 @@ class Outside(Base, Configured, tag="outside"):
 
 
 def encodings(model, *args):
-    """How often a program stores what jaxpipe chooses."""
+    """Return the number of encoded parts of a program."""
     return str(jax.make_jaxpr(model)(*args)).count("custom_vjp_call")
 
 

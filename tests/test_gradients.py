@@ -451,7 +451,9 @@ def test_nothing_is_sent_in_blocks_that_whole_takes_fewer_bytes():
     assert block_sparse(dense_1d=False).traffic(bias).bytes == 8
     assert block_sparse(dense_1d=False, mode="consensus").traffic(bias).bytes == 4 * 64
     half = {"bias": jax.ShapeDtypeStruct((100,), jnp.bfloat16)}
-    assert block_sparse(k=0.4, dense_1d=False).traffic(half).bytes == 200
+    # Blocks are gathered as they are, 2 bytes with 4 of their number; what is whole is added up in float32.
+    assert block_sparse(k=0.6, dense_1d=False).traffic(half).bytes == 60 * (2 + 4)
+    assert block_sparse(k=0.7, dense_1d=False).traffic(half).bytes == 100 * 4
 
 
 def test_without_checked_types_the_result_is_the_same():

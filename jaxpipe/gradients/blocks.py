@@ -78,6 +78,10 @@ class Blocks:
         """Elements that are sent."""
         return math.prod(self.shape) if self.is_whole else self.indices * self.size
 
+    def wire_itemsize(self, mode: str) -> int:
+        """Bytes of an element that is sent: what goes by gathers has its own type."""
+        return reduced_itemsize(self.dtype) if self.is_whole or mode == "consensus" else self.dtype.itemsize
+
     def to_blocks(self, x: Any) -> Any:
         """``[layers, count, size]``: the elements of each block side by side."""
         return jnp.transpose(x, self._order).reshape(self.layers, self.count, self.size)
@@ -107,6 +111,11 @@ class Blocks:
     def inside(self) -> tuple[int, ...]:
         """The axes of one block."""
         return tuple(a for a in range(len(self.shape)) if a not in self.numbered)
+
+
+def reduced_itemsize(dtype: Any) -> int:
+    """Bytes of an element in an all-reduce, which adds up in 32 bits or more."""
+    return max(4, np.dtype(dtype).itemsize)
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
@@ -146,7 +155,8 @@ def _blocks(path: str, leaf: Any, k: Count, dense_1d: bool, rules: BlockRules, m
     wanted = k if not isinstance(k, Mapping) else next((k[p] for p in k if fits(path, p)), 1)
     blocks = Blocks(path, shape, dtype, tuple(stacked), axis, _number(path, wanted, shape[axis]))
     told = blocks.indices if mode == "own" else blocks.layers * blocks.count
-    return blocks if 4 * told + blocks.values * dtype.itemsize < math.prod(shape) * dtype.itemsize else whole
+    sent = 4 * told + blocks.values * blocks.wire_itemsize(mode)
+    return blocks if sent < whole.values * whole.wire_itemsize(mode) else whole
 
 
 def _axes(path: str, shape: tuple[int, ...], rule: Any) -> list[int]:

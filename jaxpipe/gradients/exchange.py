@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe import _compat
-from jaxpipe.gradients.blocks import Blocks
+from jaxpipe.gradients.blocks import Blocks, reduced_itemsize
 
 
 #: ``by_stage(f)`` is ``f(s)`` of the stage that this device is.
@@ -90,7 +90,7 @@ def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
         blocks=sum(b.indices for b in sparse),
         indices=sum(b.indices for b in sparse) if own else 0,
         norms=0 if own else sum(b.layers * b.count for b in sparse),
-        value_bytes=sum(b.values * b.dtype.itemsize for b in plan),
+        value_bytes=sum(b.values * b.wire_itemsize(mode) for b in plan),
         dense_bytes=sum(int(np.prod(b.shape, dtype=np.int64)) * b.dtype.itemsize for b in plan),
     )
 
@@ -130,11 +130,12 @@ def exchange(
       read: a stage's gradients with their residuals added.
       write: what is made of the result.
     """
-    wire = _Wire(plans)
+    wire = _Wire(plans, rule.mode)
     replicas = 1 if axis_name is None else lax.axis_size(axis_name)
 
     def total(x: Any) -> Any:
-        return x if axis_name is None else lax.psum(x, axis_name)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return wide if axis_name is None else lax.psum(wide, axis_name)
 
     def gathered(x: Any) -> Any:
         return x[None] if axis_name is None else lax.all_gather(x, axis_name, to="invarying")
@@ -174,7 +175,7 @@ def sent_share(squares: Any, unsent: Any) -> Any:
 
 def wire_bytes(plans: Sequence[Sequence[Blocks]], mode: str) -> tuple[int, int]:
     """Bytes that every device hands to gathers and to reductions: as many as the stage needs that needs most."""
-    wire = _Wire(plans)
+    wire = _Wire(plans, mode)
     if mode == "own":
         return 4 * wire.indices + wire.value_bytes, wire.whole_bytes
     return 0, 4 * wire.norms + wire.value_bytes + wire.whole_bytes
@@ -183,7 +184,7 @@ def wire_bytes(plans: Sequence[Sequence[Blocks]], mode: str) -> tuple[int, int]:
 class _Wire:
     """The arrays that travel: as long as the longest stage needs, for each type one whole and one of blocks."""
 
-    def __init__(self, plans: Sequence[Sequence[Blocks]]):
+    def __init__(self, plans: Sequence[Sequence[Blocks]], mode: str):
         self._plans = plans
         self._dtypes = sorted({b.dtype for plan in plans for b in plan}, key=str)
 
@@ -194,16 +195,10 @@ class _Wire:
         self.norms = longest(lambda b: 0 if b.is_whole else b.layers * b.count)
         self._whole = [longest(lambda b, d=d: b.values * (b.is_whole and b.dtype == d)) for d in self._dtypes]
         self._values = [longest(lambda b, d=d: b.values * (not b.is_whole and b.dtype == d)) for d in self._dtypes]
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of the blocks."""
-        return sum(d.itemsize * length for d, length in zip(self._dtypes, self._values, strict=True))
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of what is sent whole."""
-        return sum(d.itemsize * length for d, length in zip(self._dtypes, self._whole, strict=True))
+        #: Bytes of what is sent whole, and of the blocks.
+        self.whole_bytes = sum(reduced_itemsize(d) * n for d, n in zip(self._dtypes, self._whole, strict=True))
+        width = reduced_itemsize if mode == "consensus" else lambda dtype: dtype.itemsize
+        self.value_bytes = sum(width(d) * n for d, n in zip(self._dtypes, self._values, strict=True))
 
     def pack(self, s: int, gradients: Sequence[Any], chosen: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Whole gradients and chosen blocks, by type."""

@@ -18,7 +18,7 @@ from jax import lax
 from jaxpipe.errors import PartitionError
 
 
-#: What gradients of narrower types are added up in, unless the caller says otherwise.
+#: The type in which gradients of narrower ones are added up, unless the caller says otherwise.
 DEFAULT = np.dtype(np.float32)
 
 
@@ -53,16 +53,16 @@ def check_gradient_dtype(gradient_dtype: Any) -> np.dtype[Any] | None:
 
 
 def check_effect(gradient_dtype: np.dtype[Any] | None, dtypes: Iterable[Any]) -> None:
-    """Raise ``PartitionError`` if a type that was asked for is narrower than every parameter, so that none uses it."""
+    """Raise ``PartitionError`` if ``gradient_dtype`` is narrower than every parameter, so that none can use it."""
     if gradient_dtype is None:
         return
     floats = {jnp.dtype(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
     if floats and all(dtype.itemsize > gradient_dtype.itemsize for dtype in floats):
         names = ", ".join(sorted(dtype.name for dtype in floats))
         raise PartitionError(
-            f"gradient_dtype={gradient_dtype.name}, but all parameters are {names}; gradients are never added up in a narrower "
-            "type than that of their parameter. Leave gradient_dtype out, or give the model narrower parameters "
-            "(param_dtype=)."
+            f"gradient_dtype={gradient_dtype.name}, but all parameters are {names}; gradients are never added up in a "
+            "narrower type than that of their parameter. Leave gradient_dtype out, or give the model narrower "
+            "parameters (param_dtype=)."
         )
 
 
@@ -73,8 +73,8 @@ def sum_dtype(dtype: Any, gradient_dtype: Any = None) -> np.dtype[Any]:
       >>> sum_dtype(jnp.bfloat16), sum_dtype(jnp.float16, jnp.bfloat16), sum_dtype(jnp.int8)
       (dtype('float32'), dtype('float16'), dtype('int8'))
     """
-    own, asked = np.dtype(dtype), DEFAULT if gradient_dtype is None else np.dtype(gradient_dtype)
-    return asked if jnp.issubdtype(own, jnp.floating) and asked.itemsize > own.itemsize else own
+    narrow, asked = np.dtype(dtype), DEFAULT if gradient_dtype is None else np.dtype(gradient_dtype)
+    return asked if jnp.issubdtype(narrow, jnp.floating) and asked.itemsize > narrow.itemsize else narrow
 
 
 def add_gradient(total: Any, gradient: Any) -> Any:

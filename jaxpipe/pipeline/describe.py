@@ -166,6 +166,7 @@ def describe(
         memory=memory,
         host=_host(request, program),
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
+        notes=program.objective.annotations.notes(request.mesh.axis_names),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
     )
 

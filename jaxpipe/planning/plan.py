@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from jaxpipe.errors import PlanError
@@ -144,6 +145,7 @@ class Plan:
         that what it does depends on where the model is cut.
       raised_from: the budget that was asked for, if there was no plan for it and the caller let it be raised.
       host: what becomes of the memory of the host, if that was asked for.
+      notes: what the pipeline does otherwise than the model says, one sentence each.
 
     Example:
       >>> stage = StagePlan((0, 2), (0,), ("dense",), 1e-3, 2e-3, 36, 8, 1, 0)
@@ -170,6 +172,7 @@ class Plan:
     staleness: tuple[int, ...] = ()
     per_stage: bool = False
     host: HostPlan | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def predicted_bytes(self) -> int:
@@ -262,6 +265,8 @@ class Plan:
             table.caption += f"\nweights change on the way: by stage at most {behind} updates behind"
         if self.per_stage:
             table.caption += "\nthe optimizer looks at each stage apart: other cuts give other updates"
+        for note in self.notes:
+            table.caption += f"\n{escape(note)}"
         chosen = [f"stage {k}: {_storage_text(stage)}" for k, stage in enumerate(self.stages)]
         if any(stage.storage != "default" or stage.away for stage in self.stages):
             table.caption += "\nstorage chosen within the budget:\n" + "\n".join(chosen)

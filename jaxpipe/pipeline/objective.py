@@ -1,7 +1,7 @@
 """What a user's function computes for one micro-batch, as a graph."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ class Objective:
     tree: Any = None
     metrics_only: bool = False
     weighted: bool = False
-    annotations: Annotations = Annotations()
+    annotations: Annotations = field(default_factory=Annotations)
 
 
 def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str = "loss") -> Objective:

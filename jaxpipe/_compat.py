@@ -14,6 +14,7 @@ import jax.interpreters.ad as ad
 import jax.numpy as jnp
 import jaxlib
 from flax import nnx
+import numpy as np
 from jax import core
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
@@ -106,6 +107,29 @@ def is_closed_over_tracer(value: Any) -> bool:
 def without_scope(equation: Any) -> Any:
     """The equation without the ``jax.named_scope`` it was traced under."""
     return equation.replace(source_info=source_info.new_source_info())
+
+
+def has_mesh_in_context(equation: Any) -> bool:
+    """Whether an equation was traced in the context of a mesh (``jax.set_mesh``)."""
+    return not equation.ctx.cur_abstract_mesh.empty
+
+
+def without_mesh(equation: Any) -> Any:
+    """The equation as if it had been traced in no mesh's context."""
+    if not has_mesh_in_context(equation):
+        return equation
+    with equation.ctx.manager, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return equation.replace(ctx=type(equation.ctx)())
+
+
+def literal_without_mesh(atom: Any) -> Any:
+    """The value of a literal; its type may name the mesh in whose context it was traced, that of a copy does not."""
+    return atom.val.copy() if isinstance(atom.val, np.ndarray) else atom.val
+
+
+def mapped_axes(equation: Any) -> frozenset[str]:
+    """The mesh axes over which a ``shard_map`` equation maps."""
+    return equation.params["newly_manual_axes"]
 
 
 def trace_without_scope(function: Any, *avals: Any) -> Any:
@@ -296,6 +320,7 @@ __all__ = [
     "evaluate_jaxpr",
     "function_name",
     "has_default_sharding",
+    "has_mesh_in_context",
     "hoist_constants",
     "host_buffer",
     "inner_programs",
@@ -304,8 +329,10 @@ __all__ = [
     "is_in_cluster",
     "is_literal",
     "isolate",
+    "literal_without_mesh",
     "literals_as_arguments",
     "manual_axes",
+    "mapped_axes",
     "materialize",
     "named_scope_of",
     "num_processes",
@@ -315,6 +342,7 @@ __all__ = [
     "trace_without_scope",
     "variable",
     "vary_as",
+    "without_mesh",
     "without_scope",
     "zeros",
 ]

@@ -111,7 +111,8 @@ def linearize(
         avals = [graph.tensors[t].aval for t in inputs]
         key = equality_key(op, avals, moving, heard, match)
         if key not in cuts:
-            cuts[key] = rules.derive(op, avals, moving, heard) if match is None else match.cut(avals[0])
+            derived = match is None
+            cuts[key] = rules.derive(op, avals, moving, heard, graph.on_one_device) if derived else match.cut(avals[0])
         cut = cuts[key]
         label = op.label if match is None else match.name
         needs = _place(cut, builder, op, label, operands, outputs, stand_in)

@@ -26,6 +26,9 @@ ENCODED_MARK = "jaxpipe_memory_encoded_"
 #: Equations that only wrap a program.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
+#: Equations that wrap a program and have a derivative rule for it.
+_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -125,6 +128,7 @@ class Graph:
       inputs, outputs: tensor numbers, in the order of the traced function's arguments and results.
       constants: values known at trace time, by tensor number.
       parameters: inputs that live outside the program (weights, running statistics, keys): never stored.
+      on_one_device: whether sharding annotations that its derivative brings are dropped (``jaxpipe.annotations``).
     """
 
     tensors: tuple[Tensor, ...]
@@ -133,6 +137,7 @@ class Graph:
     outputs: tuple[int, ...]
     constants: Mapping[int, Any] = field(default_factory=dict)
     parameters: frozenset[int] = frozenset()
+    on_one_device: bool = False
 
     def evaluate(self, values: Sequence[Any]) -> list[Any]:
         """Run the program."""
@@ -249,9 +254,22 @@ def itemsize(dtype: Any) -> int:
 
 
 class GraphBuilder:
-    """Numbers tensors and collects operators while jaxprs are read. Mutable; ``build`` gives the graph."""
+    """Numbers tensors and collects operators while jaxprs are read. Mutable; ``build`` gives the graph.
 
-    def __init__(self, tensors: Sequence[Tensor] = (), constants: Mapping[int, Any] | None = None):
+    Args:
+      tensors, constants: those of a graph to which operators are added.
+      inline_rules: whether calls with a derivative rule of their own are inlined, too: in a program that is not
+        differentiated any more.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor] = (),
+        constants: Mapping[int, Any] | None = None,
+        *,
+        inline_rules: bool = False,
+    ):
+        self._calls = {**_CALLS, **_RULES} if inline_rules else _CALLS
         self.tensors = list(tensors)
         self.operators: list[Operator] = []
         self.constants = dict(constants or {})
@@ -301,7 +319,7 @@ class GraphBuilder:
         for eqn in jaxpr.eqns:
             here = join_paths(path, _compat.named_scope_of(eqn))
             operands = [env[a] for a in eqn.invars if not _compat.is_literal(a)]
-            inner = _wrapped_program(eqn)
+            inner = _wrapped_program(eqn, self._calls)
             if inner is None:
                 outputs: Sequence[int] = self.emit(eqn, operands, here, [v.aval for v in eqn.outvars], policy)
             else:
@@ -400,9 +418,9 @@ def encoded_policy(equation: Any) -> Policy | None:
     return by_name(name.removeprefix(ENCODED_MARK)) if name.startswith(ENCODED_MARK) else None
 
 
-def _wrapped_program(equation: Any) -> Any | None:
+def _wrapped_program(equation: Any, calls: Mapping[str, str]) -> Any | None:
     """The program inside an equation that only wraps it, else None."""
-    key = _CALLS.get(equation.primitive.name)
+    key = calls.get(equation.primitive.name)
     if key is not None and _compat.has_default_sharding(equation.params):
         return equation.params[key]
     if encoded_policy(equation) is not None:

@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
+from jaxpipe.annotations import with_axes
 from jaxpipe.errors import ModelError
 from jaxpipe.graph import is_differentiable
 from jaxpipe.purify import module_scopes
@@ -152,7 +153,7 @@ def bind(model: Any, function: UserFunction, batch: Any, variables: Any = None) 
     elif isinstance(model, nnx.Module):
         bound = _bind_nnx(model, None)
     elif (factory := _nnx_factory(model)) is not None:
-        bound = _bind_nnx(nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0))), factory)
+        bound = _bind_nnx(with_axes(lambda: nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0)))), factory)
     elif isinstance(model, jax.tree_util.Partial):
         bound = _bind_partial(model)
     else:
@@ -248,7 +249,11 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
         function(model, batch)
         return dict(model.variables)
 
-    shapes = jax.eval_shape(make, jax.random.key(0), batch) if variables is None else jax.tree.map(_shape, variables)
+    shapes = (
+        with_axes(lambda: jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)), batch))
+        if variables is None
+        else jax.tree.map(_shape, variables)
+    )
     if not shapes:
         raise ModelError(
             "The loss does not call the model, so that its variables are not known. Call model(...) in it."

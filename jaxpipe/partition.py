@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe import hosts
+from jaxpipe.annotations import outside_mesh
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.host_memory import HostMemory, check_host_memory
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
@@ -50,6 +51,7 @@ MICROBATCHES_PER_STAGE = 4
 CUT_SLACK = 0.02
 
 
+@outside_mesh()
 def partition(
     model: Any,
     mesh: Mesh,

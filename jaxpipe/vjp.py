@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import core
 
-from jaxpipe import _compat, convolution
+from jaxpipe import _compat, annotations, convolution
 from jaxpipe.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
 
 
@@ -41,13 +41,22 @@ class Cut:
     program: Graph
 
 
-def differentiate(op: Operator, avals: Sequence[Any], moving: Sequence[int], heard: Sequence[int]) -> Cut:
+def differentiate(
+    op: Operator, avals: Sequence[Any], moving: Sequence[int], heard: Sequence[int], on_one_device: bool = False
+) -> Cut:
     """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``moving``, and cut it.
 
     The cut lies where ``jax.vjp`` returns: what a derivative rule computes in its backward pass stays backward work,
     whether or not it depends on a cotangent, and reads what the rule's forward pass returned.
     Outputs at other positions than ``heard`` have no cotangent. A zero in its place would do for finite numbers only.
+    ``on_one_device``: sharding annotations in a rule are dropped.
     """
+
+    def trace(function: Callable[..., Any], *avals: Any) -> Any:
+        if on_one_device:
+            return convolution.canonical(annotations.trace(function, *avals)[0])
+        return convolution.canonical(_compat.trace_without_scope(function, *avals))
+
     program = _compat.isolate(_compat.without_scope(op.equation))
     carried = [k for k in heard if is_differentiable(program.outvars[k].aval)]
     pullback: Any = None
@@ -68,14 +77,14 @@ def differentiate(op: Operator, avals: Sequence[Any], moving: Sequence[int], hea
     def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
         return jax.tree.unflatten(pullback, residuals)(list(cotangents))
 
-    builder = GraphBuilder()
+    builder = GraphBuilder(inline_rules=True)
     inputs = [builder.tensor(aval) for aval in avals]
-    results = builder.read(convolution.canonical(_compat.trace_without_scope(forward, *avals)), inputs)
+    results = builder.read(trace(forward, *avals), inputs)
     outputs, residuals = results[: len(program.outvars)], results[len(program.outvars) :]
     start = len(builder.operators)
     cotangents = [builder.tensor(program.outvars[k].aval.to_tangent_aval()) for k in carried]
     saved_avals, tangents = ([builder.tensors[t].aval for t in part] for part in (residuals, cotangents))
-    closed = convolution.canonical(_compat.trace_without_scope(backward, saved_avals, tangents))
+    closed = trace(backward, saved_avals, tangents)
     gradients = list(zip(moving, builder.read(closed, [*residuals, *cotangents]), strict=True))
     seeds = dict(zip(carried, cotangents, strict=True))
     late = [t for part in builder.operators[start:] if part.inputs for t in part.outputs]  # the others are constants

@@ -173,6 +173,7 @@ def describe(
         host=_host(request, program),
         summed_in=_summed_in(program),
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
+        notes=program.objective.annotations.notes(request.mesh.axis_names),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
     )
 

@@ -11,7 +11,7 @@ from jax import core
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import _compat, hosts
+from jaxpipe import _compat, annotations, hosts
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.exchange import StageExchange
 from jaxpipe.pipeline.layout import Layout
@@ -127,7 +127,8 @@ def _initialised(model: BoundModel, key: Any) -> Values:
     """
     initialise = model.initialise
     assert initialise is not None
-    closed = jax.make_jaxpr(lambda key: [x for part in initialise(key) for x in part])(key)
+    aval = jax.ShapeDtypeStruct(key.shape, key.dtype)
+    closed, _ = annotations.trace(lambda key: [x for part in initialise(key) for x in part], aval)
     jaxpr, consts = _compat.open_jaxpr(closed)
 
     def values(positions: Sequence[int]) -> list[Any]:

@@ -1,12 +1,14 @@
 """What a user's function computes for one micro-batch, as a graph."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxpipe import annotations
+from jaxpipe.annotations import Annotations
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, read_graph
 from jaxpipe.model import BoundModel, UserFunction
@@ -27,6 +29,7 @@ class Objective:
       metrics_only: whether an evaluation returned metrics and no loss.
       weighted: whether micro-batches have weights of their own.
       tree: structure of the metrics, or of the prediction.
+      annotations: the mesh axes that the model mentions.
     """
 
     graph: Graph
@@ -39,6 +42,7 @@ class Objective:
     tree: Any = None
     metrics_only: bool = False
     weighted: bool = False
+    annotations: Annotations = field(default_factory=Annotations)
 
 
 def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str = "loss") -> Objective:
@@ -140,7 +144,7 @@ def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any, 
         return [*found, *new_state]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    closed = jax.make_jaxpr(body)(*parameters, *state, key, *batch_leaves)
+    closed, mentioned = annotations.trace(body, *parameters, *state, key, *batch_leaves)
     graph = read_graph(closed)
     if model.cut is not None:
         graph = _cut(graph, model, counts, number, name)
@@ -150,13 +154,14 @@ def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any, 
     graph = parameter_work_in_place(graph, [graph.inputs[len(parameters) + len(state)]])
     p, s, (k,), b = split(graph.inputs, counts)
     return Objective(
-        graph=graph,
+        graph=replace(graph, on_one_device=True),
         parameters=tuple(p),
         state=tuple(s),
         key=k,
         batch=tuple(b),
         results=graph.outputs[:number],
         new_state=graph.outputs[number:],
+        annotations=mentioned,
     )
 
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
+from jaxpipe.annotations import outside_mesh
 from jaxpipe.checkpoint.contents import Contents
 from jaxpipe.checkpoint.files import Writer, open_checkpoint
 from jaxpipe.checkpoint.files import steps as steps_of
@@ -149,6 +150,7 @@ class Pipeline:
         """The table that a training step walks through. Raises as ``plan``."""
         return self._planned.program.schedule
 
+    @outside_mesh()
     def timeline(self, *, measured: bool = False) -> Timeline:
         """Who computes what when in a training step, in step as the executor walks through the schedule.
 
@@ -172,6 +174,7 @@ class Pipeline:
         speed = [min(planned.partition.network.speed[d] for d in stage.devices) for stage in stages]
         return plan_timeline(planned.plan, self.schedule, speed)
 
+    @outside_mesh()
     def report(self, path: Any, *, compile: bool = True, measure: bool = False) -> None:
         """Write one HTML page about the plan, which needs nothing else to be read: no network and no JavaScript.
 
@@ -217,6 +220,7 @@ class Pipeline:
             )
         return self._maybe_planned
 
+    @outside_mesh()
     def init(self, key: Any, batch: Any = None, *, variables: Any = None) -> TrainState:
         """The first training state.
 
@@ -244,6 +248,7 @@ class Pipeline:
         layouts, whole = (program.parameters, program.state), (self._optimizer, planned.update, key, identity)
         return hosts.settled(initial_state(self.mesh, model, planned.placement, layouts, program.teams, *whole))
 
+    @outside_mesh()
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """One training step; donates ``state``.
 
@@ -306,6 +311,7 @@ class Pipeline:
             norm = float(counters["gradient_norm"])
             raise nonfinite.error(self._planned, state, batch, float(loss), norm, np.flatnonzero(stages).tolist())
 
+    @outside_mesh()
     def find_nonfinite(self, state: TrainState, batch: Any) -> NonFiniteOrigin | None:
         """Where the loss of a batch is first not finite: stage, micro-batch and operator; slow, as nothing is compiled.
 
@@ -327,6 +333,7 @@ class Pipeline:
         self._check(state, batch)
         return nonfinite.find(self._planned, state, batch)
 
+    @outside_mesh()
     def value_and_grad(self, state: TrainState, batch: Any) -> tuple[tuple[Any, dict[str, Any]], Any]:
         """``((loss, metrics), gradients)``; gradients in the model's own layout, as host arrays."""
         leaves = self._check(state, batch)
@@ -337,6 +344,7 @@ class Pipeline:
         found = _metrics(planned.program.objective, loss, metrics)
         return (loss, found), planned.model.parameter_tree(gradients)
 
+    @outside_mesh()
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Averages over a batch of any size of what ``evaluate(model, batch)`` returns: its loss and metrics.
 
@@ -347,11 +355,13 @@ class Pipeline:
         compiled, leaves, objective = self._forward("evaluate", state, batch)
         return _metrics(objective, *self._run(compiled, state, leaves))
 
+    @outside_mesh()
     def predict(self, state: TrainState, batch: Any) -> Any:
         """What ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays."""
         compiled, leaves, objective = self._forward("predict", state, batch)
         return jax.tree.unflatten(objective.tree, self._run(compiled, state, leaves))
 
+    @outside_mesh()
     def parameters(self, state: TrainState) -> Any:
         """The model's own variables in the model's own layout, as host arrays; all processes call it, and get all."""
         checks.check_state(state, self.plan.identity)
@@ -362,6 +372,7 @@ class Pipeline:
         rest = gather(program.state, owners=placement.state, buffers=state.variables)
         return planned.model.variable_tree(values, rest)
 
+    @outside_mesh()
     def save(self, state: TrainState, directory: Any, *, data: Any = None) -> None:
         """Save a checkpoint as ``directory/<step>``, and wait until it is on disk. In a loop, use ``Checkpointer``.
 
@@ -381,6 +392,7 @@ class Pipeline:
             writer.write(contents)
             writer.wait()
 
+    @outside_mesh()
     def restore(self, directory: Any, *, step: int | None = None) -> TrainState:
         """The state of a checkpoint, made stage by stage; training goes on with the same bits.
 
@@ -422,6 +434,7 @@ class Pipeline:
         checks.check_unused(state)
         return jax.random.fold_in(jax.random.fold_in(state.key, state.step), j)
 
+    @outside_mesh()
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
         compiled = _reserved_bytes(self._compiled_step)

@@ -146,6 +146,7 @@ class Plan:
       summed_in: by the type of parameters, the wider one in which their gradients are added up.
       rates: whose rates messages, stashes, sums of gradients and recomputation are charged at, if the profile is not of
         the mesh's kind of device or has none.
+      notes: what the pipeline does otherwise than the model says, one sentence each.
 
     Example:
       >>> stage = StagePlan((0, 2), (0,), ("dense",), 1e-3, 2e-3, 36, 8, 1, 0)
@@ -174,6 +175,7 @@ class Plan:
     host: HostPlan | None = None
     summed_in: dict[str, str] = field(default_factory=dict)
     rates: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def predicted_bytes(self) -> int:
@@ -268,6 +270,8 @@ class Plan:
             table.caption += f"\nweights change on the way: by stage at most {behind} updates behind"
         if self.per_stage:
             table.caption += "\nthe optimizer looks at each stage apart: other cuts give other updates"
+        for note in self.notes:
+            table.caption += f"\n{note}"
         chosen = [f"stage {k}: {_storage_text(stage)}" for k, stage in enumerate(self.stages)]
         if any(stage.storage != "default" or stage.away for stage in self.stages):
             table.caption += "\nstorage chosen within the budget:\n" + "\n".join(chosen)

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxpipe.annotations import outside_mesh
 from jaxpipe.demand import Linearization, linearize
 from jaxpipe.errors import ProfileError
 from jaxpipe.graph import is_differentiable
@@ -22,6 +23,7 @@ from jaxpipe.rates import rates_of, rates_of_kind
 Source = Literal["measured", "analytic"]
 
 
+@outside_mesh()
 def profile_model(
     model: Any,
     batch: Any,

@@ -53,7 +53,9 @@ def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator,
     return found
 
 
-def derive(op: Operator, avals: list[Any], moving: tuple[int, ...], heard: tuple[int, ...]) -> Cut:
+def derive(
+    op: Operator, avals: list[Any], moving: tuple[int, ...], heard: tuple[int, ...], on_one_device: bool = False
+) -> Cut:
     """The cut of any other operator: JAX's VJP, with a ReLU's predicate read off its output."""
-    cut = differentiate(op, avals, moving, heard)
+    cut = differentiate(op, avals, moving, heard, on_one_device)
     return relu.from_output(cut) if relu.applies(op) else cut

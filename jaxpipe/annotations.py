@@ -1,0 +1,304 @@
+"""Sharding annotations of a model, in a pipeline: dropped, since a stage's program runs on one device.
+
+    with_sharding_constraint, jit(in_shardings=...)  ──▶ the value itself
+    shard_map over axes of sizes n, m, ...           ──▶ vmap over axes of these sizes, with the same names
+
+A sharding constraint says where a value lies, not what it is, so that nothing is lost. A ``shard_map`` does change what
+is computed: its body runs once for each shard and exchanges with the others. ``vmap`` with a named axis computes the
+same on one device, collectives included. Both hold whatever mesh the model has in mind, of whatever size.
+"""
+
+import contextlib
+import contextvars
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import core
+from jax.sharding import AxisType
+
+from jaxpipe import _compat
+from jaxpipe.errors import PartitionError
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """Mesh axes that a program mentions.
+
+    Attributes:
+      constrained: in sharding constraints.
+      mapped: in calls of ``shard_map``, with their sizes.
+    """
+
+    constrained: tuple[str, ...] = ()
+    mapped: tuple[str, ...] = ()
+
+    def notes(self, mesh_axes: Sequence[str]) -> tuple[str, ...]:
+        """Sentences on what a pipeline on a mesh with some axes does with them."""
+        found = []
+        if self.constrained:
+            other = [axis for axis in self.constrained if axis not in mesh_axes]
+            why = f"the mesh has only {_list(mesh_axes)}" if other else "a stage's program runs on one device"
+            found.append(f"sharding constraints over {_list(map(repr, self.constrained))} are dropped: {why}")
+        if self.mapped:
+            found.append(f"shard_map over {_list(self.mapped)} runs on each stage's own device, its shards as one vmap")
+        return tuple(found)
+
+
+#: Operators that say where a value lies or over which axes it varies, and hand it on.
+_MARKS = frozenset(["mesh_cast", "pcast", "pvary", "reshard", "sharding_constraint"])
+
+#: Collectives that are typed by the axes they vary over, and those that are not.
+_UNTYPED: dict[str, Callable[..., Any]] = {
+    "psum_invariant": lambda x, axes, **_: jax.lax.psum(x, axes),
+    "all_gather_invariant": lambda x, axis_name, all_gather_dimension, tiled, **_: jax.lax.all_gather(
+        x, axis_name, axis=all_gather_dimension, tiled=tiled
+    ),
+}
+
+#: Operators whose programs are rewritten, too.
+_CONTROL = frozenset(
+    ["checkpoint", "closed_call", "cond", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat", "remat2"]
+    + ["scan", "while"]
+)
+
+#: The mesh in whose context the caller of jaxpipe is.
+_callers_mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("callers_mesh", default=None)
+
+
+@contextlib.contextmanager
+def outside_mesh() -> Iterator[None]:
+    """Leave the mesh that the caller has put in context (``jax.set_mesh``); ``with_axes`` remembers it.
+
+    A pipeline says itself on which devices each of its programs runs. Also a decorator.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        yield
+        return
+    token = _callers_mesh.set(mesh)
+    try:
+        with jax.set_mesh(None):  # type: ignore[arg-type]
+            yield
+    finally:
+        _callers_mesh.reset(token)
+
+
+def with_axes(function: Callable[[], Any]) -> Any:
+    """Call a function that traces a model, in the context of a mesh that has every axis the model mentions.
+
+    It is the caller's mesh, or none, and has further axes of size 1 as JAX misses them.
+    """
+    mesh = _callers_mesh.get()
+    axes = {} if mesh is None else dict(mesh.shape)
+    while True:
+        try:
+            with _in_context(axes, getattr(mesh, "abstract_device", None)):
+                return function()
+        except (RuntimeError, ValueError) as error:
+            missing = _missing_axis(error)
+            if missing is None or missing in axes:
+                raise
+            axes[missing] = 1
+
+
+def _in_context(axes: Mapping[str, int], device: Any) -> Any:
+    if not axes:
+        return contextlib.nullcontext()
+    types = (AxisType.Auto,) * len(axes)
+    mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), types, abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def _missing_axis(error: Exception) -> str | None:
+    """The axis that a mesh in context would need, as JAX and Flax tell it; None for other errors.
+
+    Where they want any mesh at all, an axis that no model mentions.
+    """
+    text = str(error)
+    if "requires a non-empty mesh in context" in text or "mesh context or metadata is required" in text:
+        return "_"
+    named = re.match(r"Resource axis: (\S+) of .* is not found in mesh", text)
+    return named and named[1]
+
+
+def trace(function: Callable[..., Any], *avals: Any) -> tuple[Any, Annotations]:
+    """``jax.make_jaxpr`` of a function that may mention axes of any mesh, and what it mentions.
+
+    Raises:
+      PartitionError: if a ``shard_map`` in it cannot be run on one device.
+    """
+    closed = with_axes(lambda: jax.make_jaxpr(function)(*avals))
+    return on_one_device(closed), annotations_of(closed)
+
+
+def on_one_device(closed: Any) -> Any:
+    """A traced program without sharding annotations; itself if it has none.
+
+    Raises:
+      PartitionError: if a ``shard_map`` in it cannot be run on one device.
+    """
+    return _rewritten(closed) if _is_annotated(closed) else closed
+
+
+def annotations_of(closed: Any) -> Annotations:
+    """The mesh axes that a traced program mentions, those of the programs in it included."""
+    constrained: dict[str, None] = {}
+    mapped: dict[str, None] = {}
+
+    def look(closed: Any) -> None:
+        for eqn in _compat.open_jaxpr(closed)[0].eqns:
+            if eqn.primitive.name == "shard_map":
+                sizes = dict(eqn.params["mesh"].shape)
+                mapped.update((f"'{axis}' ({sizes[axis]})", None) for axis in _manual_axes(eqn))
+            shardings = (eqn.params.get("sharding"), *eqn.params.get("in_shardings", ()))
+            for sharding in (*shardings, *eqn.params.get("out_shardings", ())):
+                for axes in getattr(sharding, "spec", ()):
+                    constrained.update((axis, None) for axis in _names(axes))
+            for inner in _compat.inner_programs(eqn):
+                look(inner)
+
+    look(closed)
+    return Annotations(tuple(sorted(constrained)), tuple(sorted(mapped)))
+
+
+def _is_annotated(closed: Any) -> bool:
+    return any(
+        eqn.primitive.name in {"shard_map", *_MARKS}
+        or _compat.has_mesh_in_context(eqn)
+        or not _compat.has_default_sharding(eqn.params)
+        or any(map(_is_annotated, _compat.inner_programs(eqn)))
+        for eqn in _compat.open_jaxpr(closed)[0].eqns
+    )
+
+
+def _rewritten(program: Any) -> Any:
+    """The same program on one device; of the same kind, closed or not."""
+    jaxpr, consts = _compat.open_jaxpr(program)
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
+    closed = jax.make_jaxpr(lambda *values: _run(jaxpr, consts, values))(*avals)
+    return closed if hasattr(program, "consts") else _compat.open_jaxpr(closed)[0]
+
+
+def _run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+
+    def read(atom: Any) -> Any:
+        return _compat.literal_without_mesh(atom) if _compat.is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, _apply(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _apply(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    name, params = eqn.primitive.name, eqn.params
+    if name in _MARKS:
+        return values[:1]
+    if name in _UNTYPED:
+        return [_UNTYPED[name](*values, **params)]
+    if name == "shard_map":
+        return _run_shards(eqn, values)
+    if name in ("jit", "pjit") and not _compat.has_default_sharding(params):
+        return _run(*_compat.open_jaxpr(params["jaxpr"]), values)
+    if name in _CONTROL:
+        params = {key: _rewritten_parameter(value) for key, value in params.items()}
+    operands = [_compat.variable(atom.aval) for atom in eqn.invars]
+    alone = _compat.without_mesh(eqn.replace(params=params, invars=operands))
+    return core.eval_jaxpr(_compat.isolate(alone), (), *values)
+
+
+def _rewritten_parameter(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_rewritten_parameter, value)) if any(map(_is_program, value)) else value
+    return _rewritten(value) if _is_program(value) else value
+
+
+def _is_program(value: Any) -> bool:
+    return hasattr(value, "eqns")
+
+
+def _run_shards(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The results of a ``shard_map``, all shards on one device."""
+    params = eqn.params
+    sizes = {axis: params["mesh"].shape[axis] for axis in _manual_axes(eqn)}
+    body, consts = _compat.open_jaxpr(params["jaxpr"])
+
+    def shard(*blocks: Any) -> list[Any]:
+        return _run(body, consts, blocks)
+
+    function: Callable[..., Any] = shard
+    for axis in reversed(sizes):
+        split = tuple(0 if sizes[axis] > 1 and axis in _mentioned(spec) else None for spec in params["in_specs"])
+        function = jax.vmap(function, in_axes=split, out_axes=0, axis_name=axis, axis_size=sizes[axis])
+    blocks = [_blocks(x, spec, sizes) for x, spec in zip(values, params["in_specs"], strict=True)]
+    try:
+        results = function(*blocks)
+    except PartitionError:
+        raise
+    except Exception as error:
+        axes = ", ".join(f"'{axis}' ({size})" for axis, size in sizes.items())
+        raise PartitionError(
+            f"The model calls jax.shard_map over the mesh axes {axes}. A stage runs on one device, so that the shards "
+            f"run there as one jax.vmap with these axis names, which JAX cannot do here: {error} Compute this part of "
+            "the model without shard_map when it is in a pipeline."
+        ) from error
+    return [_whole(x, spec, sizes) for x, spec in zip(results, params["out_specs"], strict=True)]
+
+
+def _blocks(x: Any, spec: Any, sizes: Mapping[str, int]) -> Any:
+    """``[N, ...] -> [n, N / n, ...]``: one block for each shard, the axes of the mesh first and in its order."""
+    shape: list[int] = []
+    place: dict[str, int] = {}
+    kept = []
+    for length, axes in zip(x.shape, _padded(spec, x.ndim), strict=True):
+        mine = [axis for axis in axes if sizes.get(axis, 1) > 1]
+        place.update((axis, len(shape) + k) for k, axis in enumerate(mine))
+        kept.append(len(shape) + len(mine))
+        counts = [sizes[axis] for axis in mine]
+        shape += [*counts, length // math.prod(counts)]
+    order = [*(place[axis] for axis in sizes if axis in place), *kept]
+    return jax.lax.transpose(jax.lax.reshape(x, shape), order) if place else x
+
+
+def _whole(x: Any, spec: Any, sizes: Mapping[str, int]) -> Any:
+    """``[n, ..., N / n, ...] -> [N, ...]``; of axes that the result does not vary over, the first shard's."""
+    mentioned = [axis for axis in sizes if axis in _mentioned(spec) and sizes[axis] > 1]
+    x = x[tuple(slice(None) if axis in mentioned else 0 for axis in sizes)]
+    order: list[int] = []
+    shape = []
+    for k, axes in enumerate(_padded(spec, x.ndim - len(mentioned))):
+        mine = [mentioned.index(axis) for axis in axes if axis in mentioned] + [len(mentioned) + k]
+        order += mine
+        shape.append(math.prod(x.shape[d] for d in mine))
+    return jnp.reshape(jnp.transpose(x, order), shape)
+
+
+def _manual_axes(eqn: Any) -> list[str]:
+    """The axes over which a ``shard_map`` maps, in the order of its mesh."""
+    return [axis for axis in eqn.params["mesh"].axis_names if axis in _compat.mapped_axes(eqn)]
+
+
+def _padded(spec: Any, ndim: int) -> list[tuple[str, ...]]:
+    """The axes by which each dimension is split."""
+    named = [_names(axes) for axes in spec]
+    return named + [()] * (ndim - len(named))
+
+
+def _mentioned(spec: Any) -> set[str]:
+    return {axis for axes in spec for axis in _names(axes)}
+
+
+def _list(items: Iterable[str]) -> str:
+    return ", ".join(items)
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+    """The axes of one dimension in a ``PartitionSpec``."""
+    if isinstance(axes, str):
+        return (axes,)
+    return tuple(axes) if isinstance(axes, tuple) else ()

@@ -60,6 +60,7 @@ class Job:
       unroll_scans: layers of a scan that stay together, where stages may be cut between the others; True, one each.
       profile: JSON file with the cost of each operator; left out, it is estimated.
       device: kind of device to estimate for, such as H100; left out, a CPU core.
+      time_limit: seconds that solvers may take for the whole plan, with --memory.
     """
 
     model: Target
@@ -74,6 +75,7 @@ class Job:
     unroll_scans: bool | int = False
     profile: Path | None = None
     device: str | None = None
+    time_limit: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,8 @@ def planned(job: Job) -> Pipeline:
             network=network,
             replicate=job.replicate,
             unroll_scans=job.unroll_scans,
+            time_limit=job.time_limit,
+            compile=False,
         )
 
     if job.profile is not None:

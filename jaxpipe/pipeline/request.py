@@ -22,7 +22,8 @@ class Request:
     """What the caller of ``partition`` asked for, checked; of several ``schedules``, the fastest is wanted.
 
     ``num_stages`` is what the mesh has along its stage axis. ``replicate`` is how many of these devices each stage has,
-    or whether that may be chosen. ``host`` is what comes of the host's memory, if that was asked for.
+    or whether that may be chosen. ``host`` is what comes of the host's memory, if that was asked for. ``compile`` is
+    whether a plan near its budget is compiled at once.
     """
 
     model: Any
@@ -45,3 +46,9 @@ class Request:
     replicas: int
     replicate: bool | tuple[int, ...]
     host: HostUse | None = None
+    compile: bool = True
+
+    @property
+    def compiles(self) -> bool:
+        """Whether plans near their budget may be compiled: they are wanted, and for devices that are not on paper."""
+        return self.compile and (self.host is None or not self.host.on_paper)

@@ -75,7 +75,7 @@ class Job:
     unroll_scans: bool | int = False
     profile: Path | None = None
     device: str | None = None
-    time_limit: float = 30.0
+    time_limit: float = 60.0
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def partition(
     network: Network | None = None,
     storage: Codecs | Literal["auto"] = "auto",
     solver: str = "HIGHS",
-    time_limit: float = 30.0,
+    time_limit: float = 60.0,
     compile: bool = True,
     gradient_exchange: BlockSparse | Literal["dense"] = "dense",
     on_nonfinite: OnNonFinite = None,

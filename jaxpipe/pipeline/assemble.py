@@ -187,7 +187,7 @@ def choose(
 def _balanced(
     traced: Traced, found: "Settled", budget: int, solving: Solving, cut_again: Callable[[Draft, Profile], Draft]
 ) -> Planned | None:
-    """The plan within a budget, its cuts moved while that makes the step shorter; None if there is none."""
+    """Return the plan within a budget, its cuts moved while that makes the step shorter; None if no plan is within."""
     first = found.within(budget)
     if first is None:
         return None
@@ -215,7 +215,7 @@ class Settled:
         return self.planned(program, (Fitted(),) * len(program.sections), None)
 
     def within(self, budget: int) -> Planned | None:
-        """The fastest plan of predicted bytes within a budget; None if there is none."""
+        """Return the fastest plan of predicted bytes within a budget; None if no plan is within."""
         assert self.fitter is not None
         answer = self.fitter.within(budget)
         return None if answer is None else self._with_others(self.planned(*answer, budget))

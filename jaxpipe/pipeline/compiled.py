@@ -158,7 +158,7 @@ def refusal(budget: int, smallest: Planned, default: dict[str, int]) -> MemoryBu
     """Return the error for a budget that no plan keeps, which offers what the smallest plan needs.
 
     Args:
-      budget: that was asked for.
+      budget: the one that was passed.
       smallest: the plan; compiled if XLA's bytes count, else its predicted bytes do.
       default: predicted bytes with default storage, by component.
     """

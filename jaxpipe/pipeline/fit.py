@@ -99,7 +99,7 @@ Answered = tuple[float, Program, tuple[Fitted, ...]]
 
 @dataclass(frozen=True)
 class Solving:
-    """How solvers are used for a plan.
+    """A solver, and the time that it has for a plan.
 
     Attributes:
       solver: for cvxpy.
@@ -142,9 +142,9 @@ class Fitter:
         return self._predict(self.program)
 
     def within(self, budget: int) -> tuple[Program, tuple[Fitted, ...]] | None:
-        """The program with the fastest storage whose predicted bytes are within a budget; None if there is none.
+        """Return the program with the fastest storage of predicted bytes within a budget; None if no choice is.
 
-        There is one for every budget that is no less than what ``smallest`` needs.
+        Some choice is within every budget that is no less than what ``smallest`` needs.
         """
         memory = self.memory
         if sum(memory.values()) <= budget:
@@ -171,20 +171,20 @@ class Fitter:
     @functools.cached_property
     def smallest(self) -> Answered:
         """The program with the least predicted bytes that is found. It does not depend on any budget."""
-        found = [search.smallest for search in self._variants(0)]
-        return min(found, key=lambda answered: self._needed(answered[1]))
+        candidates = [search.smallest for search in self._variants(0)]
+        return min(candidates, key=lambda answered: self._needed(answered[1]))
 
     def _needed(self, program: Program) -> int:
         return sum(self._predict(program).values())
 
     def _answer(self, budget: int) -> Answered | None:
-        found = [search.within(budget) for search in self._variants(budget)]
-        return min(filter(None, found), key=lambda result: result[0], default=None)
+        answers = [search.within(budget) for search in self._variants(budget)]
+        return min(filter(None, answers), key=lambda result: result[0], default=None)
 
     def _variants(self, budget: int) -> Iterator["_Search"]:
         """Searches with all stashes at home, and with swaps that help to keep a budget."""
         links = dict.fromkeys((self._prices.links.without_host, self._prices.links)) if self.program.may_swap else ()
-        swapped = [with_swaps(self.program, self._predict, budget, one) for one in links]
+        swapped = [with_swaps(self.program, self._predict, budget, reach) for reach in links]
         variants: dict[Any, Program] = {}
         for variant in (self.program, *filter(None, swapped)):
             moved = None if variant.swaps is None else (variant.swaps.ticks, variant.swaps.slices)
@@ -421,9 +421,9 @@ class _Search:
 
     @functools.cached_property
     def _lowest(self) -> list[tuple[Program, int, list[Answer]]]:
-        """Programs with as little memory as is found, the bytes that they need, and answers; none if there are none."""
+        """Programs with as little memory as the search gets to, the bytes that they need, and answers; may be empty."""
         tell(f"{self.program.schedule.name}: looking for the smallest plan")
-        found = []
+        tried: list[tuple[Program, int, list[Answer]]] = []
         extra = self.first_extra
         for _ in range(SMALLEST_ROUNDS):
             answers = []
@@ -436,11 +436,11 @@ class _Search:
             if None in answers:
                 break
             candidate, needed = self._tried(answers)
-            if any(candidate is earlier for earlier, _, _ in found):
+            if any(candidate is earlier for earlier, _, _ in tried):
                 break
-            found.append((candidate, needed, answers))
+            tried.append((candidate, needed, answers))
             extra = self._beyond(candidate, answers)
-        return found
+        return tried
 
 
 @dataclass(frozen=True)

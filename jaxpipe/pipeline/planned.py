@@ -28,8 +28,8 @@ class Budget:
     """Other plans, for a plan that must keep a budget.
 
     Attributes:
-      refit: makes the plan for another number of predicted bytes with the same cuts; if there is none that small, the
-        smallest with these cuts.
+      refit: makes the plan for another number of predicted bytes with the same cuts; the smallest with these cuts, if
+        that needs more.
       smallest: makes the smallest plan, whatever its cuts and schedule; it is the same for every budget.
       default: predicted bytes of the fastest plan with default storage, by component.
       may_raise: whether the budget may be raised if no plan keeps it.

@@ -50,5 +50,5 @@ class Request:
 
     @property
     def compiles(self) -> bool:
-        """Whether plans near their budget may be compiled: they are wanted, and for devices that are not on paper."""
+        """Return whether plans near their budget are compiled at once: not for devices on paper."""
         return self.compile and (self.host is None or not self.host.on_paper)

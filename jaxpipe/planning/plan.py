@@ -118,7 +118,7 @@ class HostPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is trained on a mesh; made before anything is compiled.
+    """How a model is trained on a mesh; predicted from shapes and the costs of operators.
 
     All devices run one program, so each reserves the largest of every component over the stages.
 

@@ -13,8 +13,8 @@ import jax.extend.source_info_util as source_info
 import jax.interpreters.ad as ad
 import jax.numpy as jnp
 import jaxlib
-from flax import nnx
 import numpy as np
+from flax import nnx
 from jax import core
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state

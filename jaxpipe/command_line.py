@@ -62,6 +62,7 @@ class Job:
       profile: JSON file with the cost of each operator; left out, it is estimated.
       device: kind of device to estimate for, such as H100; left out, a CPU core.
       gradient_dtype: in which gradients of narrower parameters are added up; left out, float32.
+      time_limit: seconds that solvers may take for the whole plan, with --memory.
     """
 
     model: Target
@@ -77,6 +78,7 @@ class Job:
     profile: Path | None = None
     device: str | None = None
     gradient_dtype: str | None = None
+    time_limit: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,8 @@ def planned(job: Job) -> Pipeline:
             replicate=job.replicate,
             unroll_scans=job.unroll_scans,
             gradient_dtype=job.gradient_dtype,
+            time_limit=job.time_limit,
+            compile=False,
         )
 
     if job.profile is not None:

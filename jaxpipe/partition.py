@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxpipe import hosts
+from jaxpipe import hosts, progress
 from jaxpipe.annotations import outside_mesh
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.host_memory import HostMemory, check_host_memory
@@ -23,7 +23,8 @@ from jaxpipe.pipeline.describe import least_seconds, rates_in
 from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.guard import OnNonFinite
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes
-from jaxpipe.pipeline.pipeline import Pipeline, Planned
+from jaxpipe.pipeline.pipeline import Pipeline
+from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.precision import check_effect, check_gradient_dtype
 from jaxpipe.pipeline.program import DATA
 from jaxpipe.pipeline.request import Request
@@ -70,7 +71,8 @@ def partition(
     network: Network | None = None,
     storage: Codecs | Literal["auto"] = "auto",
     solver: str = "HIGHS",
-    time_limit: float = 10.0,
+    time_limit: float = 60.0,
+    compile: bool = True,
     gradient_exchange: BlockSparse | Literal["dense"] = "dense",
     on_nonfinite: OnNonFinite = None,
     replicate: bool | int | Sequence[int] = False,
@@ -112,7 +114,12 @@ def partition(
       storage: the codecs that may be used where a module is not decorated, as ``memory_encoded(codecs=...)`` takes
         them; ``"auto"`` is ``"fast"``, ``()`` stores what ``jax.grad`` does.
       solver: a mixed-integer solver that cvxpy finds, used if there is a budget.
-      time_limit: seconds that it may take for each stage.
+      time_limit: seconds that it may take for the whole plan: all stages, rounds and schedules share them. Once they
+        are used up, a greedy rule chooses, and the plan says so. Compilation and tracing are not counted.
+      compile: whether a plan that comes near ``memory`` is compiled here, so that XLA's own bytes are known: if it
+        reserves more, a smaller plan is made, and a budget that no plan keeps is refused here and not in the first
+        ``step``, which does not compile again then. False: what is predicted counts until the first step, for plans
+        on paper.
       gradient_exchange: ``jaxpipe.gradients.block_sparse(...)``: replicas of a stage send each other only the best
         blocks of their gradients. Without replicas, nothing is sent and nothing left out.
       on_nonfinite: what to do if the loss or a gradient is not finite. ``"skip"``: parameters, state and optimizer
@@ -138,7 +145,7 @@ def partition(
       ScheduleError: if the schedule is not valid, or there is none of this size.
       ModelError: if the model is none of the above.
       BatchError: if the batch cannot be cut into micro-batches.
-      MemoryBudgetError: if no plan within ``memory`` is found; it tells the smallest budget that is.
+      MemoryBudgetError: if no plan within ``memory`` is found; its ``smallest`` is a budget that is kept.
       CodecError: if ``storage`` names an unknown codec.
       ExchangeError: if ``gradient_exchange`` does not fit the parameters.
 
@@ -183,6 +190,7 @@ def partition(
         replicate=checks.check_replicate(replicate, num_stages, mesh, exchange is not None),
         host=check_host_memory(host_memory, budget, mesh),
         gradient_dtype=check_gradient_dtype(gradient_dtype),
+        compile=compile,
     )
     batch = None if batch is None else checks.batch_shapes(batch)
     planned = None if batch is None or needs_variables(model) else make_plan(request, batch)
@@ -191,8 +199,8 @@ def partition(
 
 
 def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
-    """Trace, profile, cut and lay out a model for batches of the given shapes."""
-    with building_for(request.mesh.devices.flat[0].platform):
+    """Trace, profile, cut and lay out a model for batches of the given shapes, and show how far that is."""
+    with building_for(request.mesh.devices.flat[0].platform), progress.shown():
         return _make_plan(request, batch, variables)
 
 
@@ -212,6 +220,7 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     one = microbatch_shapes(batch, request.replicas * m)
 
+    progress.tell("tracing the loss")
     model = bind(request.model, request.loss, one, variables)
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
     model, objective = trace_unrolled(model, request.loss, one, request.unroll_scans)
@@ -270,6 +279,7 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
         except checks.PartitionError:  # too few operators for so many stages; others will do
             continue
         if not drafts or least < min(found.seconds for found in drafts):
+            progress.tell(f"{schedule.name}: {request.num_stages * v} stages with default storage")
             drafts.append(draft(request, traced, placed(v), schedule, *sections(v)))
     return drafts
 
@@ -301,6 +311,7 @@ def _profile(request: Request, objective: Objective) -> Profile:
             )
         return settled(request.profile, request.mesh.devices.flat[0])
     source = request.profile
+    progress.tell(f"costs of {len(graph.operators)} operators, {source}")
     return hosts.from_first(
         lambda: profile_objective(objective, source, hosts.mine(request.mesh.devices.flatten().tolist())[0])
     )

@@ -6,6 +6,7 @@ The stash of a stage is a list with the parts of each stored tensor.
 """
 
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,7 @@ def has_overflowed(parts: Sequence[Any], form: Form) -> Any:
     return _SPARSE[form.storage].count(parts) > form.capacity
 
 
+@functools.lru_cache(maxsize=4096)  # a search for storage asks for the same shapes thousands of times
 def part_avals(tensor: Tensor, form: Form) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shape and dtype of each part."""
     return jax.eval_shape(lambda x: encode(x, tensor, form), jax.ShapeDtypeStruct(tensor.shape, tensor.dtype))

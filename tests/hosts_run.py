@@ -171,6 +171,16 @@ def message(function) -> str:
     return "nothing"
 
 
+def offered() -> list[int]:
+    """The budget that an error offers, and the most bytes that are then reserved."""
+    try:
+        make_pipeline("stage", memory=1000)
+    except jaxpipe.MemoryBudgetError as error:
+        report = make_pipeline("stage", memory=error.smallest).memory_report()
+        return [error.smallest, max(report.compiled_bytes)]
+    return []
+
+
 def agreement(folder: str) -> None:
     """Leave what processes say of things that go wrong in one of them, or are not alike."""
     me = jax.process_index()
@@ -207,6 +217,7 @@ def agreement(folder: str) -> None:
                 make_pipeline("data").init(jax.random.key(0)), draw(np.random.default_rng())
             )
         ),
+        "offered": offered(),
         "no checkpoint": message(lambda: make_pipeline("stage").restore(folder)),
         "find": message(lambda: make_pipeline("stage").find_nonfinite(None, None)),
     }

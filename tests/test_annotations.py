@@ -6,7 +6,6 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from compare import assert_same_bits, relative_l2

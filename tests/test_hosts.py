@@ -140,6 +140,9 @@ def test_processes_agree_on_plans_and_on_errors(tmp_path):
     assert (first["measured"], second["measured"]) == (1, 0)
     assert first["seconds"] == second["seconds"] > 0
     assert (first["first"], second["first"]) == (7, 7)
+    assert first["offered"] == second["offered"]
+    smallest, reserved = first["offered"]
+    assert 1000 < reserved <= smallest
     assert (first["all"], second["all"]) == (0, 1)
     for found in (first, second):
         assert found["first fails"].startswith("CheckpointError: a file is missing")

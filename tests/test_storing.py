@@ -3,10 +3,12 @@
 import heapq
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from jaxpipe.planning.storing.choose import lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
 from jaxpipe.planning.storing.problem import NOT_STORED, Item, Option, Problem, simulate
 from jaxpipe.planning.storing.programme import solve
@@ -200,6 +202,24 @@ def test_greedy_keeps_the_limits():
     # It solves 146 of 148, in 1.003 times the best time in the mean: room for other rules, not for a broken one.
     assert solved >= 0.8 * possible
     assert np.mean(ratios) < 1.05
+
+
+def test_the_lowest_peak_with_and_without_a_solver():
+    """Without time the greedy rule goes on to its end: it may stop early, but what it returns can be run."""
+    met = possible = 0
+    for seed in range(60):
+        problem = replace(instance(seed), capacity=math.inf, most_stored=None)
+        least = AllAtOnce(problem).lowest_peak()
+        solved, greedy = lowest_peak(problem), lowest_peak(problem, time_limit=0.0)
+        if least is None:
+            assert solved is None and greedy is None, seed
+            continue
+        assert solved.outcome.peak_bytes == least, seed
+        if greedy is not None:
+            assert simulate(problem, greedy.choice).peak_bytes == greedy.outcome.peak_bytes >= least, seed
+            met += greedy.outcome.peak_bytes == least
+        possible += 1
+    assert met >= 0.6 * possible
 
 
 def chain(layers, budget):

@@ -398,7 +398,7 @@ def chain(network=None, memory=None, replicas=1):
     mesh = jax.make_mesh(shape, names, devices=jax.devices()[: 4 * replicas])
     options = {"optimizer": optax.sgd(0.1), "num_microbatches": m, "profile": "analytic", "storage": ()}
     pipeline = jaxpipe.partition(
-        model, mesh, x, loss=lambda f, x: f(x).sum(), network=network, memory=memory, **options
+        model, mesh, x, loss=lambda f, x: f(x).sum(), network=network, memory=memory, compile=False, **options
     )
     return pipeline, x
 

@@ -198,7 +198,7 @@ def within_a_budget(share: float, **options) -> tuple[jaxpipe.Pipeline, int]:
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"replicate": (2, 1)}])
 def test_unrolled_scans_are_planned_within_a_budget(options):
-    small, budget = within_a_budget(0.95, **options)
+    small, budget = within_a_budget(0.95, compile=False, **options)
     assert small.plan.predicted_bytes <= budget and any(stage.added_seconds > 0 for stage in small.plan.stages)
 
 

@@ -28,7 +28,7 @@ from jaxpipe.pipeline.state import TrainState
 
 
 if TYPE_CHECKING:
-    from jaxpipe.pipeline.pipeline import Planned
+    from jaxpipe.pipeline.planned import Planned
 
 
 @dataclass(frozen=True)

@@ -4,26 +4,27 @@ cuts, schedule ──draft──▶ a program with default storage, and its seco
 drafts ──choose──▶ the fastest that keeps the budget ──settle──▶ Planned
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.balance import balanced
+from jaxpipe.pipeline.compiled import is_near_budget, refusal, with_step, within_budget
 from jaxpipe.pipeline.describe import describe, rates_in, stage_links, stage_seconds, step_seconds, step_timeline
 from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
-from jaxpipe.pipeline.fit import Fitted, Prices, fit
+from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solving
 from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.live import check_live
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.optimizer import colour_update
-from jaxpipe.pipeline.pipeline import Planned
+from jaxpipe.pipeline.planned import Budget, Planned
 from jaxpipe.pipeline.program import DATA, PAGE, Program
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.sections import Placement, Section, cut_sections, place, with_backward
@@ -32,12 +33,12 @@ from jaxpipe.planning.mapping import best_mapping
 from jaxpipe.planning.memory import predict, working_bytes
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.storing.choose import raised
+from jaxpipe.planning.storing.solver_time import SolverTime
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.profiling.kernels import graph_seconds
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.teams import Teams
-from jaxpipe.target import building_for
 from jaxpipe.work import weight
 
 
@@ -137,44 +138,105 @@ def choose(
       cut_again: another draft with the schedule of one, for another profile.
 
     Raises:
-      MemoryBudgetError: if none does, and the budget must not be raised; that of the smallest budget that is kept.
+      MemoryBudgetError: if none does, and the budget must not be raised; it offers what the smallest plan needs.
     """
     drafts = sorted(drafts, key=lambda found: found.seconds)
     budget = request.budget
     if budget is None:
-        return settle(traced, drafts[0], None)
-    best: Planned | None = None
-    errors: list[tuple[Draft, MemoryBudgetError]] = []
-    for candidate in drafts:
-        if best is not None and candidate.seconds >= best.plan.step_seconds:
-            break
-        try:
-            planned = _balanced(traced, candidate, budget, cut_again)
-        except MemoryBudgetError as error:
-            errors.append((candidate, error))
-            continue
-        if best is None or planned.plan.step_seconds < best.plan.step_seconds:
-            best = planned
+        return settle(traced, drafts[0], None).default
+    time = SolverTime(request.time_limit)
+    solutions = SMALLEST_ROUNDS * sum(len(candidate.program.sections) for candidate in drafts)
+    solving = Solving(request.solver, time, time.for_smallest(solutions))
+    settled = [settle(traced, candidate, solving) for candidate in drafts]
+
+    @functools.cache
+    def smallest() -> Planned:
+        return min((candidate.smallest for candidate in settled), key=lambda planned: planned.plan.predicted_bytes)
+
+    def for_budget(planned: Planned, budget: int) -> Planned:
+        assert planned.budget is not None
+        asked = request.budget if budget != request.budget else None
+        others = replace(planned.budget, smallest=smallest, may_raise=request.allow_over_budget)
+        return replace(planned, plan=replace(planned.plan, budget=budget, raised_from=asked), budget=others)
+
+    def fastest(budget: int) -> Planned | None:
+        best: Planned | None = None
+        for candidate in settled:
+            if best is not None and candidate.draft.seconds >= best.plan.step_seconds:
+                break
+            planned = _balanced(traced, candidate, budget, solving, cut_again)
+            if planned is not None and (best is None or planned.plan.step_seconds < best.plan.step_seconds):
+                best = planned
+        return None if best is None else for_budget(best, budget)
+
+    best = fastest(budget)
     if best is None:
-        candidate, error = min(errors, key=lambda found: found[1].smallest or float("inf"))
-        if error.smallest is None or not request.allow_over_budget:
-            raise error
-        best = _balanced(traced, candidate, raised(budget, error.smallest), cut_again)
-        best = replace(best, plan=replace(best.plan, raised_from=budget))
-    return replace(best, may_raise=request.allow_over_budget)
+        least = for_budget(smallest(), budget)
+        least = with_step(least) if request.compiles else least
+        needed = least.plan.predicted_bytes if least.compiled is None else least.compiled.reserved_bytes
+        if needed <= budget:
+            return least
+        if not request.allow_over_budget:
+            raise refusal(budget, least, settled[0].default.plan.memory)
+        budget = raised(budget, needed)
+        best = fastest(budget) or for_budget(least, budget)
+    if request.compiles and is_near_budget(best.plan):
+        best = within_budget(best, any_cuts=True)
+    return best
 
 
-def _balanced(traced: Traced, found: Draft, budget: int, cut_again: Callable[[Draft, Profile], Draft]) -> Planned:
-    """The plan within a budget, its cuts moved while that makes the step shorter."""
-    return balanced(settle(traced, found, budget), lambda charged: settle(traced, cut_again(found, charged), budget))
+def _balanced(
+    traced: Traced, found: "Settled", budget: int, solving: Solving, cut_again: Callable[[Draft, Profile], Draft]
+) -> Planned | None:
+    """Return the plan within a budget, its cuts moved while that makes the step shorter; None if no plan is within."""
+    first = found.within(budget)
+    if first is None:
+        return None
+    return balanced(first, lambda charged: settle(traced, cut_again(found.draft, charged), solving).within(budget))
 
 
-def settle(traced: Traced, found: Draft, budget: int | None) -> Planned:
-    """The optimizer, layouts, and storage within a budget.
+@dataclass(frozen=True, eq=False)
+class Settled:
+    """A draft with its optimizer and layouts, to which only the storage is missing.
 
-    Raises:
-      MemoryBudgetError: if no storage keeps the budget.
+    Attributes:
+      draft: the cuts and the schedule.
+      planned: the plan for a program, how its storage was chosen, and the budget.
+      fitter: chooses storage; None without a budget.
     """
+
+    draft: Draft
+    planned: Callable[[Program, tuple[Fitted, ...], int | None], Planned]
+    fitter: Fitter | None
+
+    @cached_property
+    def default(self) -> Planned:
+        """The plan with default storage."""
+        program = self.draft.program
+        return self.planned(program, (Fitted(),) * len(program.sections), None)
+
+    def within(self, budget: int) -> Planned | None:
+        """Return the fastest plan of predicted bytes within a budget; None if no plan is within."""
+        assert self.fitter is not None
+        answer = self.fitter.within(budget)
+        return None if answer is None else self._with_others(self.planned(*answer, budget))
+
+    @cached_property
+    def smallest(self) -> Planned:
+        """The plan with the least predicted bytes."""
+        assert self.fitter is not None
+        _, program, fitted = self.fitter.smallest
+        return self._with_others(self.planned(program, fitted, None))
+
+    def _with_others(self, planned: Planned) -> Planned:
+        def refit(target: int) -> Planned:
+            return self.within(target) or self.smallest
+
+        return replace(planned, budget=Budget(refit, lambda: self.smallest, self.default.plan.memory, False))
+
+
+def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
+    """The optimizer and layouts; with solvers also the search for storage within budgets."""
     request, program, placed = found.request, found.program, found.found
     model, placement = traced.model, program.placement
     devices = range(program.num_devices)
@@ -195,13 +257,7 @@ def settle(traced: Traced, found: Draft, budget: int | None) -> Planned:
     def memory_of(program: Program) -> dict[str, int]:
         return predict(program, update, shared, traced.local)
 
-    @building_for(request.mesh.devices.flat[0].platform)
-    def planned(budget: int | None) -> Planned:
-        chosen, fitted = program, (Fitted(),) * len(program.sections)
-        if budget is not None:
-            prices = _prices(request, traced.objective, placed)
-            options = {"solver": request.solver, "time_limit": request.time_limit}
-            chosen, fitted = fit(program, memory_of, working_bytes, budget, prices, **options)
+    def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
         rows = checks.batch_size(traced.microbatch)
         plan = describe(request, chosen, placed, memory_of(chosen), rows, fitted, budget)
         plan = replace(plan, per_stage=coloured.per_stage)
@@ -220,10 +276,12 @@ def settle(traced: Traced, found: Draft, budget: int | None) -> Planned:
             placement=placement,
             update=update,
             batching=traced.batching,
-            refit=None if budget is None else planned,
         )
 
-    return planned(budget)
+    fitter = None
+    if solving is not None:
+        fitter = Fitter(program, memory_of, working_bytes, _prices(request, traced.objective, placed), solving)
+    return Settled(found, planned, fitter)
 
 
 def _map_for_swaps(program: Program, found: Partition) -> Partition:

@@ -8,10 +8,11 @@ cut ──▶ storage within the budget ──▶ seconds of each stage ──�
 from collections.abc import Callable
 from dataclasses import replace
 
-from jaxpipe.errors import MemoryBudgetError, PartitionError
-from jaxpipe.pipeline.pipeline import Planned
+from jaxpipe.errors import PartitionError
+from jaxpipe.pipeline.planned import Planned
 from jaxpipe.planning.plan import BalanceRound
 from jaxpipe.profile import Profile
+from jaxpipe.progress import tell
 
 
 #: Fastest over slowest stage at which no better cut is looked for.
@@ -21,12 +22,12 @@ BALANCED = 0.9
 MOST_ROUNDS = 3
 
 
-def balanced(first: Planned, cut_again: Callable[[Profile], Planned]) -> Planned:
+def balanced(first: Planned, cut_again: Callable[[Profile], Planned | None]) -> Planned:
     """The plan with the shortest step of all that the loop comes by, with a record of the rounds.
 
     Args:
       first: the plan of the first cut.
-      cut_again: makes a plan for another profile.
+      cut_again: makes a plan for another profile; None if it keeps no budget.
     """
     best = now = first
     rounds = [_round(first)]
@@ -34,13 +35,17 @@ def balanced(first: Planned, cut_again: Callable[[Profile], Planned]) -> Planned
         if rounds[-1].rate >= BALANCED or not any(stage.added_seconds for stage in now.plan.stages):
             break
         try:
-            now = cut_again(_charged(now))
-        except (MemoryBudgetError, PartitionError):  # the cuts we have do fit
+            later = cut_again(_charged(now))
+        except PartitionError:
             break
+        if later is None:  # the cuts we have do fit
+            break
+        now = later
         found = _round(now)
         if any(found.cuts == earlier.cuts for earlier in rounds):
             break
         rounds.append(found)
+        tell(f"cut again at {found.cuts}: fastest over slowest stage {found.rate:.2f}")
         if now.plan.step_seconds < best.plan.step_seconds:
             best = now
     return replace(best, plan=replace(best.plan, rounds=tuple(rounds)))

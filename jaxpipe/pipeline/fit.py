@@ -13,14 +13,12 @@ stage needs while it works is read off its real programs, and corrects the limit
 
 import functools
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpipe import hosts
 from jaxpipe import stage as stages
-from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.sections import Section
@@ -28,8 +26,11 @@ from jaxpipe.pipeline.swap import exchange_seconds
 from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
-from jaxpipe.planning.storing.problem import NOT_STORED, Problem, simulate
+from jaxpipe.planning.storing.problem import Problem, simulate
+from jaxpipe.planning.storing.solver_time import SolverTime
+from jaxpipe.progress import tell
 from jaxpipe.schedules.peers import Links, balance
+from jaxpipe.stage import Stage
 from jaxpipe.units import bytes_text
 
 
@@ -50,6 +51,12 @@ LEVELS = 20
 
 #: How far from the best a solver may stop.
 GAP = 0.01
+
+#: By how much of the solver's time a first search may be over for others to be started beside it.
+QUICK = 0.1
+
+#: How often the smallest plan is corrected by what its programs really need.
+SMALLEST_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -90,67 +97,102 @@ class Prices:
 Answered = tuple[float, Program, tuple[Fitted, ...]]
 
 
-def fit(
-    program: Program,
-    predict: Callable[[Program], dict[str, int]],
-    working_bytes: Callable[[Program, int], int],
-    budget: int,
-    prices: Prices,
-    *,
-    solver: str,
-    time_limit: float,
-) -> tuple[Program, tuple[Fitted, ...]]:
-    """The program with storage choices such that its predicted bytes are within a budget.
+@dataclass(frozen=True)
+class Solving:
+    """A solver, and the time that it has for a plan.
 
-    Args:
-      program: with default storage.
-      predict: bytes on each device by component.
-      working_bytes: what a stage needs while it computes.
-      budget: bytes on each device.
-      prices: what choices cost.
+    Attributes:
       solver: for cvxpy.
-      time_limit: seconds for all solutions of a stage.
-
-    Raises:
-      MemoryBudgetError: if no choice was found, with the smallest budget for which one is.
+      time: what is left for them.
+      for_smallest: seconds for each solution for the smallest plan.
     """
-    memory = predict(program)
-    if sum(memory.values()) <= budget:
-        return program, (Fitted(),) * len(program.sections)
-    searches: dict[Any, _Search] = {}
-    links = dict.fromkeys((prices.links.without_host, prices.links)) if program.may_swap else ()
 
-    def answer(budget: int) -> Answered | None:
-        swapped = [with_swaps(program, predict, budget, one) for one in links]
+    solver: str
+    time: SolverTime
+    for_smallest: float
+
+
+class Fitter:
+    """Storage for a program, within one budget after another."""
+
+    def __init__(
+        self,
+        program: Program,
+        predict: Callable[[Program], dict[str, int]],
+        working_bytes: Callable[[Program, int], int],
+        prices: Prices,
+        solving: Solving,
+    ):
+        """Nothing is done yet.
+
+        Args:
+          program: with default storage.
+          predict: bytes on each device by component.
+          working_bytes: what a stage needs while it computes.
+          prices: what choices cost.
+          solving: by whom, and how long.
+        """
+        self.program, self._predict, self._prices, self._solving = program, predict, prices, solving
+        self._working = working_bytes
+        self._searches: dict[Any, _Search] = {}
+
+    @functools.cached_property
+    def memory(self) -> dict[str, int]:
+        """Predicted bytes with default storage, by component."""
+        return self._predict(self.program)
+
+    def within(self, budget: int) -> tuple[Program, tuple[Fitted, ...]] | None:
+        """Return the program with the fastest storage of predicted bytes within a budget; None if no choice is.
+
+        Some choice is within every budget that is no less than what ``smallest`` needs.
+        """
+        memory = self.memory
+        if sum(memory.values()) <= budget:
+            return self.program, (Fitted(),) * len(self.program.sections)
+        before = self._solving.time.spent
+        best = self._answer(budget)
+        if best is None:
+            smallest = self.smallest
+            return smallest[1:] if self._needed(smallest[1]) <= budget else None
+        step = max(1, (memory["arena"] + memory["working"]) // LEVELS)
+        quick = self._solving.time.spent - before <= QUICK * self._solving.time.limit
+        if budget - self._needed(best[1]) >= step and quick:
+            # So much room is left that the search may have gone astray. The plan of a smaller budget is kept if it is
+            # as fast; that of a larger one is taken if it is faster and fits.
+            steps = (sum(memory.values()) - budget) / step
+            levels = math.floor(steps) + 1, math.ceil(steps) - 1
+            below, above = (self._answer(sum(memory.values()) - k * step) for k in levels)
+            if below is not None and below[0] <= best[0]:
+                best = below
+            if above is not None and above[0] < best[0] and self._needed(above[1]) <= budget:
+                best = above
+        return best[1:]
+
+    @functools.cached_property
+    def smallest(self) -> Answered:
+        """The program with the least predicted bytes that is found. It does not depend on any budget."""
+        candidates = [search.smallest for search in self._variants(0)]
+        return min(candidates, key=lambda answered: self._needed(answered[1]))
+
+    def _needed(self, program: Program) -> int:
+        return sum(self._predict(program).values())
+
+    def _answer(self, budget: int) -> Answered | None:
+        answers = [search.within(budget) for search in self._variants(budget)]
+        return min(filter(None, answers), key=lambda result: result[0], default=None)
+
+    def _variants(self, budget: int) -> Iterator["_Search"]:
+        """Searches with all stashes at home, and with swaps that help to keep a budget."""
+        links = dict.fromkeys((self._prices.links.without_host, self._prices.links)) if self.program.may_swap else ()
+        swapped = [with_swaps(self.program, self._predict, budget, reach) for reach in links]
         variants: dict[Any, Program] = {}
-        for variant in (program, *filter(None, swapped)):
+        for variant in (self.program, *filter(None, swapped)):
             moved = None if variant.swaps is None else (variant.swaps.ticks, variant.swaps.slices)
             variants.setdefault(moved, variant)
-        found = []
         for moved, variant in variants.items():
-            if moved not in searches:
-                searches[moved] = _Search(variant, predict, working_bytes, prices, solver, time_limit)
-            result = searches[moved].within(budget)
-            if result is not None:
-                found.append(result)
-        return min(found, key=lambda result: result[0], default=None)
-
-    best = answer(budget)
-    if best is None:
-        raise _too_small(memory, list(searches.values()), budget)
-    step = max(1, (memory["arena"] + memory["working"]) // LEVELS)
-    spent = max(max(search.spent) for search in searches.values())
-    if budget - sum(predict(best[1]).values()) >= step and 3 * spent <= time_limit:
-        # So much room is left that the search may have gone astray. The plan of a smaller budget is kept if it is as
-        # fast; that of a larger one is taken if it is faster and fits.
-        steps = (sum(memory.values()) - budget) / step
-        levels = math.floor(steps) + 1, math.ceil(steps) - 1
-        below, above = (answer(sum(memory.values()) - k * step) for k in levels)
-        if below is not None and below[0] <= best[0]:
-            best = below
-        if above is not None and above[0] < best[0] and sum(predict(above[1]).values()) <= budget:
-            best = above
-    return best[1:]
+            if moved not in self._searches:
+                self._searches[moved] = _Search(variant, self._predict, self._working, self._prices, self._solving)
+            yield self._searches[moved]
 
 
 def with_swaps(
@@ -186,17 +228,18 @@ class _Search:
         predict: Callable[[Program], dict[str, int]],
         working_bytes: Callable[[Program, int], int],
         prices: Prices,
-        solver: str,
-        time_limit: float,
+        solving: Solving,
     ):
-        self.program, self._predict, self._working, self._solver = program, predict, working_bytes, solver
-        self._time_limit, self._prices = time_limit, prices
+        self.program, self._predict, self._working, self._prices = program, predict, working_bytes, prices
+        self._solving = solving
         stages = range(len(program.sections))
         if program.swaps is not None:
             self.slots = [program.swaps.slots for _ in stages]
         else:
             self.slots = [1 if program.alone else program.in_flight(program.device(s)) for s in stages]
-        self.tried: list[int] = []
+        self._built: dict[Any, Stage] = {}
+        self._applied: dict[Any, Program] = {}
+        self._greedy: dict[Any, float] = {}
         self.items: list[Items] = []
         for section in program.sections:
             assert section.stage is not None
@@ -226,17 +269,23 @@ class _Search:
         if sum(memory.values()) <= budget:
             return self._cost(self.program, [Fitted()] * len(self.items))
         target = budget - sum(n for name, n in memory.items() if name not in ("arena", "working"))
-        last, smallest, best = math.inf, None, None
-        for _ in range(MOST_ROUNDS):
+        last, begun, best = math.inf, False, None
+        for k in range(MOST_ROUNDS):
+            tell(
+                f"{self.program.schedule.name}: choosing what {len(self.items)} stage(s) store within "
+                f"{bytes_text(budget)}, round {k + 1}; solvers took {self._solving.time.spent:.1f} of "
+                f"{self._solving.time.limit:g} s"
+            )
             answers = self.best(target) if target > 0 else None
             if answers is None:
-                if best is not None or smallest is not None or self.least is None:
+                if best is not None or begun or not self._lowest:
                     break
-                smallest = candidate, needed = self._tried(self.least)
-                if needed > budget:
+                begun = True
+                candidate, needed, answers = self._lowest[-1]
+                if min(size for _, size, _ in self._lowest) > budget:
                     return None
                 # What a large plan needs besides says little about a small one.
-                self.extra = self._beyond(candidate, self.least)
+                self.extra = self._beyond(candidate, answers)
                 continue
             candidate, needed = self._tried(answers)
             if needed <= budget:
@@ -256,16 +305,12 @@ class _Search:
             last = needed
         if best is not None:
             return best
-        if self.least is None:
-            return None
-        candidate, needed = smallest or self._tried(self.least)
-        return self._cost(candidate, self.report(self.least)) if needed <= budget else None
+        smallest = self.smallest
+        return smallest if sum(self._predict(smallest[1]).values()) <= budget else None
 
     def _tried(self, answers: Sequence[Answer]) -> tuple[Program, int]:
         candidate = self.apply(answers)
-        needed = sum(self._predict(candidate).values())
-        self.tried.append(needed)
-        return candidate, needed
+        return candidate, sum(self._predict(candidate).values())
 
     def _cost(self, program: Program, fitted: Sequence[Fitted]) -> Answered:
         added = [0.0] * program.num_devices
@@ -277,8 +322,13 @@ class _Search:
         """Answers for all stages within a room, the slowest added time least."""
         if self.program.alone:
             return self._within(_Split((math.inf,), room))
-        splits = sorted(self._splits(room), key=self._greedily)
-        found = [answers for split in splits[:MOST_SPLITS] if (answers := self._within(split))]
+        ranked: list[tuple[float, int, _Split]] = []
+        for k, split in enumerate(self._splits(room)):
+            most = ranked[-1][0] if len(ranked) == MOST_SPLITS else math.inf
+            seconds = self._greedily(split, most)
+            if len(ranked) < MOST_SPLITS or seconds < most:
+                ranked = sorted([*ranked, (seconds, k, split)], key=lambda entry: entry[:2])[:MOST_SPLITS]
+        found = [answers for _, _, split in ranked if (answers := self._within(split))]
         return min(found, key=self._added, default=None)
 
     def _splits(self, room: float) -> list["_Split"]:
@@ -297,26 +347,27 @@ class _Search:
                 splits.append(_Split(tuple(n // page * page for n in most), room - arena))
         return splits
 
-    def _greedily(self, split: "_Split") -> float:
-        """The seconds of the slowest stage without a solver; infinite if a stage finds nothing."""
+    def _greedily(self, split: "_Split", most: float) -> float:
+        """The seconds of the slowest stage without a solver, if they are below ``most``; infinite without a choice."""
         slowest = 0.0
         for s, slow in enumerate(self._prices.slow):
-            problem = self.problem(s, split.working, split.most_stored[s], self.extra[s])
-            choice = give_up(problem)
-            outcome = None if choice is None else simulate(problem, choice)
-            if outcome is None:
-                return math.inf
-            slowest = max(slowest, outcome.seconds * slow)
+            limits = split.working, split.most_stored[s], self.extra[s]
+            if (s, *limits) not in self._greedy:
+                problem = self.problem(s, *limits)
+                choice = give_up(problem)
+                outcome = None if choice is None else simulate(problem, choice)
+                self._greedy[s, *limits] = math.inf if outcome is None else outcome.seconds
+            slowest = max(slowest, self._greedy[s, *limits] * slow)
+            if slowest >= most:
+                break
         return slowest
 
     def _within(self, split: "_Split") -> list[Answer] | None:
         """The fastest answers within the limits of a split; None if a stage has none."""
         answers = []
-        limit = self._time_limit if self.program.alone else self._time_limit / MOST_SPLITS
         for s, most in enumerate(split.most_stored):
             problem = self.problem(s, split.working, most, self.extra[s])
-            options = {"solver": self._solver, "time_limit": limit, "gap": GAP}
-            answer, spent = hosts.from_first(functools.partial(_timed, choose, problem, **options))
+            answer, spent = self._solving.time.solve(choose, problem, solver=self._solving.solver, gap=GAP)
             self.spent[s] += spent
             if answer is None:
                 return None
@@ -331,11 +382,16 @@ class _Search:
 
     def apply(self, answers: Sequence[Answer]) -> Program:
         """The program with these answers."""
+        choices = tuple(answer.choice for answer in answers)
+        if choices in self._applied:
+            return self._applied[choices]
         sections: list[Section] = []
-        for section, found, answer in zip(self.program.sections, self.items, answers, strict=True):
-            built = stages.assemble(found.linearization, storage_plan(found, answer.choice))
-            sections.append(replace(section, stage=built))
-        return replace(self.program, sections=tuple(sections))
+        for s, (section, found, choice) in enumerate(zip(self.program.sections, self.items, choices, strict=True)):
+            if (s, choice) not in self._built:
+                self._built[s, choice] = stages.assemble(found.linearization, storage_plan(found, choice))
+            sections.append(replace(section, stage=self._built[s, choice]))
+        self._applied[choices] = replace(self.program, sections=tuple(sections))
+        return self._applied[choices]
 
     def _beyond(self, candidate: Program, answers: Sequence[Answer]) -> list[int]:
         """What the stages' programs need beyond what the problems know."""
@@ -355,35 +411,36 @@ class _Search:
         )
 
     @functools.cached_property
-    def least(self) -> list[Answer] | None:
-        """Answers with as little memory as is found."""
-        found = []
-        for s, slots in enumerate(self.slots):
-            problem = self.problem(s, math.inf, extra=self.extra[s])
-            if not self.program.alone:
-                problem = replace(problem, held=math.ceil(slots) + 1)
-            options = {"solver": self._solver, "time_limit": self._time_limit}
-            answer = hosts.from_first(functools.partial(lowest_peak, problem, **options))
-            if answer is None:
-                return None
-            found.append(answer)
-        return found
+    def smallest(self) -> Answered:
+        """The program that needs least, of those with as little memory as is found and that with default storage."""
+        usual = sum(self._predict(self.program).values())
+        candidate, needed, answers = min(self._lowest, key=lambda tried: tried[1], default=(None, usual, None))
+        if candidate is None or answers is None or needed >= usual:
+            return self._cost(self.program, [Fitted()] * len(self.items))
+        return self._cost(candidate, self.report(answers))
 
-    def largest(self, answers: Sequence[Answer]) -> list[str]:
-        """The largest tensors that are stored even so, by name and size."""
-        stored = [
-            (item.options[option].bytes, item.name)
-            for found, answer in zip(self.items, answers, strict=True)
-            for item, option in zip(found.problem.items, answer.choice, strict=True)
-            if option != NOT_STORED
-        ]
-        return [f"{name} ({bytes_text(size)})" for size, name in sorted(stored, reverse=True)[:3]]
-
-
-def _timed(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, float]:
-    """What a function gives, and the seconds that it took."""
-    start = time.perf_counter()
-    return function(*args, **options), time.perf_counter() - start
+    @functools.cached_property
+    def _lowest(self) -> list[tuple[Program, int, list[Answer]]]:
+        """Programs with as little memory as the search gets to, the bytes that they need, and answers; may be empty."""
+        tell(f"{self.program.schedule.name}: looking for the smallest plan")
+        tried: list[tuple[Program, int, list[Answer]]] = []
+        extra = self.first_extra
+        for _ in range(SMALLEST_ROUNDS):
+            answers = []
+            for s, slots in enumerate(self.slots):
+                problem = self.problem(s, math.inf, extra=extra[s])
+                if not self.program.alone:
+                    problem = replace(problem, held=math.ceil(slots) + 1)
+                options = {"solver": self._solving.solver, "time_limit": self._solving.for_smallest, "gap": GAP}
+                answers.append(hosts.from_first(functools.partial(lowest_peak, problem, **options)))
+            if None in answers:
+                break
+            candidate, needed = self._tried(answers)
+            if any(candidate is earlier for earlier, _, _ in tried):
+                break
+            tried.append((candidate, needed, answers))
+            extra = self._beyond(candidate, answers)
+        return tried
 
 
 @dataclass(frozen=True)
@@ -392,18 +449,3 @@ class _Split:
 
     most_stored: tuple[float, ...]
     working: float
-
-
-def _too_small(memory: dict[str, int], searches: Sequence[_Search], budget: int) -> MemoryBudgetError:
-    parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in memory.items())
-    needed = sum(memory.values())
-    search = min(searches, key=lambda search: min(search.tried, default=math.inf))
-    smallest = min([needed, *search.tried])
-    largest = [] if search.least is None else search.largest(search.least)
-    binding = f" What then is stored most: {', '.join(largest)}." if largest else ""
-    return MemoryBudgetError(
-        f"memory={bytes_text(budget)}: by default each device needs {bytes_text(needed)} ({parts}). The smallest "
-        f"budget that was found to be met, for this number of stages and micro-batches, is {smallest} bytes "
-        f"({bytes_text(smallest)}).{binding} More micro-batches or more stages need less.",
-        smallest,
-    )

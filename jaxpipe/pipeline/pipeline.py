@@ -11,18 +11,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from jaxpipe import hosts
+from jaxpipe import hosts, progress
 from jaxpipe.annotations import outside_mesh
 from jaxpipe.checkpoint.contents import Contents
 from jaxpipe.checkpoint.files import Writer, open_checkpoint
 from jaxpipe.checkpoint.files import steps as steps_of
 from jaxpipe.checkpoint.state import put, take
-from jaxpipe.errors import MemoryBudgetError, PartitionError
-from jaxpipe.model import BoundModel, UserFunction, with_values
-from jaxpipe.pipeline import checks, feed, nonfinite
+from jaxpipe.errors import PartitionError
+from jaxpipe.model import UserFunction, with_values
+from jaxpipe.pipeline import checks, compiled, feed, nonfinite
 from jaxpipe.pipeline import step as steps
 from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.gather import stage_arrays
@@ -31,55 +30,17 @@ from jaxpipe.pipeline.interrupts import hold_interrupts
 from jaxpipe.pipeline.nonfinite import NonFiniteOrigin
 from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction
 from jaxpipe.pipeline.plain import plain_stash_bytes
-from jaxpipe.pipeline.program import DATA, STAGE, Program
-from jaxpipe.pipeline.sections import Placement, cut_sections, follow
+from jaxpipe.pipeline.planned import Planned
+from jaxpipe.pipeline.sections import cut_sections, follow
 from jaxpipe.pipeline.state import TrainState, take_over
-from jaxpipe.pipeline.step import Batching, Update
+from jaxpipe.pipeline.step import Batching
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
-from jaxpipe.planning.storing.choose import raised
 from jaxpipe.planning.timeline import plan_timeline
 from jaxpipe.profile import Profile
 from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.schedules.gpipe import forward_only
-from jaxpipe.units import bytes_text
-
-
-#: How many plans are compiled at most until one keeps the budget.
-_MOST_COMPILATIONS = 4
-
-
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """A plan, and everything that runs it.
-
-    Attributes:
-      plan: what the user sees.
-      profile: what its seconds were summed from.
-      partition: the cuts and devices in it, with all that they were chosen from.
-      mesh: the devices, in the order in which the stages use them.
-      batch: shapes of the batch that it was made for.
-      microbatch: shapes of one micro-batch.
-      stages, placement: the stage and the device of every variable.
-      model, program, update, batching: see their types.
-      refit: makes another plan for another budget, with the same cuts; None if there is no budget.
-      may_raise: whether the budget may be raised if no plan keeps it.
-    """
-
-    plan: Plan
-    profile: Profile
-    partition: Partition
-    mesh: Mesh
-    batch: Any
-    microbatch: Any
-    model: BoundModel
-    program: Program
-    stages: Placement
-    placement: Placement
-    update: Update
-    batching: Batching
-    refit: Callable[[int | None], "Planned"] | None = None
-    may_raise: bool = False
+from jaxpipe.target import building_for
 
 
 @dataclass(frozen=True)
@@ -273,21 +234,21 @@ class Pipeline:
           BatchError, StateError: if an argument does not fit the plan, or the state was passed to a step before.
           NonFiniteError: if a loss or a gradient is not finite, with ``on_nonfinite="raise"``.
         """
-        leaves, compiled, new = self._check(state, batch), self._compiled_step, None
+        leaves, program, new = self._check(state, batch), self._compiled_step, None
         try:
             with hold_interrupts():  # until the new state has a name
-                new, loss, counters, metrics = self._run(compiled, state, leaves)
+                new, loss, counters, metrics = self._run(program, state, leaves)
             return new, self._metrics(new, batch, loss, counters, metrics)
         except BaseException:
             if new is not None:
                 take_over(state, new)
             raise
 
-    def _run(self, compiled: Any, state: TrainState, leaves: list[Any]) -> Any:
+    def _run(self, program: Any, state: TrainState, leaves: list[Any]) -> Any:
         """Run a compiled function; of two threads that pass one state, a step gets it and the other an error."""
         with self._lock:
             checks.check_unused(state)
-            results = compiled(state, leaves)
+            results = program(state, leaves)
         return hosts.settled(results)
 
     def _metrics(
@@ -352,14 +313,14 @@ class Pipeline:
           BatchError: if the batch cannot be split over the replicas.
           PartitionError: if partition was given no ``evaluate``.
         """
-        compiled, leaves, objective = self._forward("evaluate", state, batch)
-        return _metrics(objective, *self._run(compiled, state, leaves))
+        program, leaves, objective = self._forward("evaluate", state, batch)
+        return _metrics(objective, *self._run(program, state, leaves))
 
     @outside_mesh()
     def predict(self, state: TrainState, batch: Any) -> Any:
         """What ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays."""
-        compiled, leaves, objective = self._forward("predict", state, batch)
-        return jax.tree.unflatten(objective.tree, self._run(compiled, state, leaves))
+        program, leaves, objective = self._forward("predict", state, batch)
+        return jax.tree.unflatten(objective.tree, self._run(program, state, leaves))
 
     @outside_mesh()
     def parameters(self, state: TrainState) -> Any:
@@ -437,11 +398,11 @@ class Pipeline:
     @outside_mesh()
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
-        compiled = _reserved_bytes(self._compiled_step)
+        reserved = compiled.reserved_bytes(self._compiled_step)
         found = self._compiled_step.memory_analysis()
         count = self.mesh.devices.size
         host = 0 if self.plan.host is None else self.plan.host.bytes
-        sizes = self.plan.predicted_bytes, compiled, found.temp_size_in_bytes, host, found.host_temp_size_in_bytes
+        sizes = self.plan.predicted_bytes, reserved, found.temp_size_in_bytes, host, found.host_temp_size_in_bytes
         return MemoryReport(*((size,) * count for size in sizes))
 
     def _check(self, state: TrainState, batch: Any) -> list[Any]:
@@ -454,70 +415,16 @@ class Pipeline:
 
     @cached_property
     def _abstract_state(self) -> TrainState:
-        planned = self._planned
-        count = self.mesh.shape[STAGE]
-        layouts = planned.program.parameters, planned.program.state, planned.update.layout
-        parameters, variables, optimizer = (
-            tuple(self._abstract((count, length), dtype, P(STAGE)) for length, dtype in layout.buffers)
-            for layout in layouts
-        )
-        exchange = planned.update.exchange
-        held = () if exchange is None else exchange.residuals.buffers
-        replicas = planned.batching.replicas
-        residual = tuple(self._abstract((count, replicas, n), dtype, P(STAGE, DATA)) for n, dtype in held)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        coloured = planned.update.coloured
-        owned = zip(coloured.state_avals, coloured.state_stage, strict=True)
-        shared = tuple(self._abstract(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
-        step = self._abstract((), np.int32, P())
-        key = self._abstract((), key.dtype, P())
-        return TrainState(parameters, variables, optimizer, residual, shared, key, step, step, self.plan.identity)
-
-    def _abstract(self, shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(self.mesh, spec))
-
-    def _lower(self, function: Any, batch: Any, batching: Batching) -> Any:
-        leaves = [
-            self._abstract(x.shape, x.dtype, spec)
-            for x, spec in zip(jax.tree.leaves(batch), batching.specs(), strict=True)
-        ]
-        return function.lower(self._abstract_state, leaves)
+        return compiled.abstract_state(self._planned)
 
     @cached_property
     def _compiled_step(self) -> Any:
         """The training step. If XLA reserves more than the budget, storage is chosen again for as much less."""
-        planned = self._planned
-        checks.check_runs(planned.plan)
-        budget = target = planned.plan.budget
-        reserved: list[int] = []
-        smallest = None
-        for _ in range(_MOST_COMPILATIONS):
-            function = steps.training_step(
-                self.mesh, planned.program, planned.update, planned.batching, self._abstract_state
-            )
-            compiled = self._lower(function, planned.batch, planned.batching).compile()
-            reserved.append(hosts.from_first(functools.partial(_reserved_bytes, compiled)))
-            if budget is None or target is None or planned.refit is None or reserved[-1] <= budget:
-                return compiled
-            if reserved[-1] == min(reserved):
-                smallest = planned, compiled
-            target = min(target, planned.plan.predicted_bytes) - (reserved[-1] - budget)
-            smaller = _smaller(planned, target)
-            if smaller is None:
-                break
-            planned = self._maybe_planned = smaller
-        if planned.may_raise and smallest is not None and budget is not None:
-            planned, compiled = smallest
-            higher = {"budget": raised(budget, min(reserved)), "raised_from": planned.plan.raised_from or budget}
-            plan = dataclasses.replace(planned.plan, **higher)
-            self._maybe_planned = dataclasses.replace(planned, plan=plan)
-            return compiled
-        raise MemoryBudgetError(
-            f"memory={bytes_text(budget or 0)}: XLA reserves {', '.join(map(bytes_text, reserved))} on each device for "
-            f"plans that were made smaller each time, the last one of {bytes_text(planned.plan.predicted_bytes)}. Use "
-            "more micro-batches or more stages.",
-            min(reserved),
-        )
+        checks.check_runs(self.plan)
+        with progress.shown(), building_for(self.mesh.devices.flat[0].platform):
+            planned = self._maybe_planned = compiled.within_budget(self._planned)
+        assert planned.compiled is not None
+        return planned.compiled.step
 
     @cached_property
     def _gradient_step(self) -> Any:
@@ -526,7 +433,7 @@ class Pipeline:
         schedule = dataclasses.replace(planned.program.schedule, versions=None, group=1)
         program = dataclasses.replace(planned.program, schedule=schedule)
         function = steps.gradient_step(self.mesh, program, planned.batching, self._abstract_state)
-        return self._lower(function, planned.batch, planned.batching).compile()
+        return compiled.lower(planned, function, planned.batch, planned.batching).compile()
 
     @cached_property
     def _learning_rate(self) -> int | None:
@@ -546,8 +453,8 @@ class Pipeline:
         cache_key = (name, treedef, tuple((x.shape, x.dtype) for x in leaves))
         if cache_key not in self._forward_steps:
             self._forward_steps[cache_key] = self._build_forward(name, shapes)
-        compiled, objective, batching = self._forward_steps[cache_key]
-        return compiled, feed.place(self.mesh, jax.tree.leaves(batch), leaves, batching), objective
+        run, objective, batching = self._forward_steps[cache_key]
+        return run, feed.place(self.mesh, jax.tree.leaves(batch), leaves, batching), objective
 
     def _build_forward(self, name: str, shapes: Any) -> tuple[Any, Objective, Batching]:
         function = self._functions[name]
@@ -579,28 +486,8 @@ class Pipeline:
             swaps=None,
         )
         build = steps.evaluation_step if name == "evaluate" else steps.prediction_step
-        compiled = self._lower(build(self.mesh, program, batching, self._abstract_state), shapes, batching).compile()
-        return compiled, objective, batching
-
-
-def _smaller(planned: Planned, target: int) -> Planned | None:
-    """A plan for ``target`` bytes, or the smallest that there is; None if that is no smaller than this one."""
-    assert planned.refit is not None
-    try:
-        found = planned.refit(target)
-    except MemoryBudgetError as error:
-        if error.smallest is None or error.smallest >= planned.plan.predicted_bytes:
-            return None
-        found = planned.refit(error.smallest)
-    kept = {name: getattr(planned.plan, name) for name in ("budget", "rounds", "raised_from")}
-    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, **kept), may_raise=planned.may_raise)
-
-
-def _reserved_bytes(compiled: Any) -> int:
-    """Arguments, results and temporaries of a compiled function, less what is donated."""
-    found = compiled.memory_analysis()
-    needed = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
-    return needed - found.alias_size_in_bytes
+        function = build(self.mesh, program, batching, self._abstract_state)
+        return compiled.lower(planned, function, shapes, batching).compile(), objective, batching
 
 
 def _metrics(objective: Objective, loss: Any, leaves: Sequence[Any]) -> dict[str, Any]:

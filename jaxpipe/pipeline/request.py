@@ -23,7 +23,8 @@ class Request:
     """What the caller of ``partition`` asked for, checked; of several ``schedules``, the fastest is wanted.
 
     ``num_stages`` is what the mesh has along its stage axis. ``replicate`` is how many of these devices each stage has,
-    or whether that may be chosen. ``host`` is what comes of the host's memory, if that was asked for.
+    or whether that may be chosen. ``host`` is what comes of the host's memory, if that was asked for. ``compile`` is
+    whether a plan near its budget is compiled at once.
     """
 
     model: Any
@@ -47,3 +48,9 @@ class Request:
     replicate: bool | tuple[int, ...]
     host: HostUse | None = None
     gradient_dtype: np.dtype[Any] | None = None
+    compile: bool = True
+
+    @property
+    def compiles(self) -> bool:
+        """Return whether plans near their budget are compiled at once: not for devices on paper."""
+        return self.compile and (self.host is None or not self.host.on_paper)

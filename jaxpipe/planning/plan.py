@@ -117,7 +117,7 @@ class HostPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is trained on a mesh; made before anything is compiled.
+    """How a model is trained on a mesh; predicted from shapes and the costs of operators.
 
     All devices run one program, so each reserves the largest of every component over the stages.
 
@@ -286,9 +286,24 @@ class Plan:
 def _storage_text(stage: StagePlan) -> str:
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in stage.stored.items())
     share = stage.added_seconds / max(1e-30, stage.forward_seconds + stage.backward_seconds - stage.added_seconds)
-    gap = f", gap {stage.storage_gap:.1%}" if stage.storage != "optimal" else ""
     again = f", {len(stage.recomputed)} computed again" if stage.recomputed else ""
-    return f"{parts or 'nothing'}{again}; {share:+.1%} time ({stage.storage}{gap})"
+    return f"{parts or 'nothing'}{again}; {share:+.1%} time ({_status_text(stage)})"
+
+
+#: How a stage's storage was chosen, in words; of the others a plan says how much time a better choice may save.
+_STATUS = {"lowest peak": "as little memory as was found, whatever time that takes", "optimal": "optimal"}
+_SEARCHED = {
+    "gap": "nearly optimal",
+    "time limit": "the best that the solver found in its time",
+    "greedy": "chosen by a greedy rule, as the solver found nothing better in the time_limit",
+}
+
+
+def _status_text(stage: StagePlan) -> str:
+    if stage.storage not in _SEARCHED:
+        return _STATUS.get(stage.storage, stage.storage)
+    rest = f"at most {stage.storage_gap:.1%} of what codecs and recomputation take could be saved"
+    return f"{_SEARCHED[stage.storage]}; {rest if stage.storage_gap < 0.995 else 'how near to the best is not known'}"
 
 
 def _away_text(stage: StagePlan) -> str:

@@ -1,12 +1,13 @@
 """The best choice that can be had: a solver's or the greedy one, whichever is faster, both simulated."""
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.planning.storing.greedy import give_up
+from jaxpipe.planning.storing.greedy import give_up, give_up_all
 from jaxpipe.planning.storing.problem import NOT_STORED, Outcome, Problem, simulate
-from jaxpipe.planning.storing.programme import solve
+from jaxpipe.planning.storing.programme import Solution, solve
 
 
 #: A solver's numbers are exact to this fraction; an answer that is over the limit by so little is asked for again.
@@ -41,7 +42,10 @@ class Answer:
 
 
 def choose(problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0, gap: float = 0.0) -> Answer | None:
-    """The fastest choice within the limits, as far as it is found in the time; None if none was found."""
+    """The fastest choice within the limits, as far as it is found in the time; None if none was found.
+
+    Without any time, the solver is not called.
+    """
     least = least_seconds(problem)
     candidates = []
     greedy = give_up(problem)
@@ -51,7 +55,9 @@ def choose(problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0,
         if found.seconds <= least:
             return Answer(greedy, found, "optimal", found.seconds)
         candidates.append((1, greedy))
-    solved = solve(problem, solver=solver, time_limit=time_limit, gap=gap)
+    solved = Solution(None, False, False, None)
+    if time_limit > 0:
+        solved = solve(problem, solver=solver, time_limit=time_limit, gap=gap)
     if solved.choice is not None:
         found = simulate(problem, solved.choice)
         if found is not None and not found.fits(problem):
@@ -99,12 +105,22 @@ def raised(budget: int, least: int) -> int:
     return budget + max(0, -(-(least - budget) // step)) * step
 
 
-def lowest_peak(problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0) -> Answer | None:
-    """A choice with as low a peak as is found in the time, whatever it costs; None if nothing can be had at all."""
-    solved = solve(problem, solver=solver, time_limit=time_limit, least_peak=True)
-    if solved.choice is None or simulate(problem, solved.choice) is None:
+@functools.lru_cache(maxsize=256)  # asked again with every budget; a problem holds numbers alone
+def lowest_peak(
+    problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0, gap: float = 0.0
+) -> Answer | None:
+    """A choice with as low a peak as is found in the time, whatever it costs; None if nothing can be had at all.
+
+    Equal problems have equal answers, also where the time was too short to prove that nothing is lower.
+    """
+    solved = Solution(None, False, False, None)
+    if time_limit > 0:
+        solved = solve(problem, solver=solver, time_limit=time_limit, gap=gap, least_peak=True)
+    choices = [choice for choice in (solved.choice, give_up_all(problem)) if choice is not None]
+    answers = [_tidy(problem, choice) for choice in choices if simulate(problem, choice) is not None]
+    if not answers:
         return None
-    choice, outcome = _tidy(problem, solved.choice)
+    choice, outcome = min(answers, key=lambda answer: answer[1].peak_bytes)
     return Answer(choice, outcome, "lowest peak", 0.0)
 
 

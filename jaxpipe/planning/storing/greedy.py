@@ -1,6 +1,7 @@
 """A choice without a solver: items are given up one by one, those first that give most bytes for a second."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jaxpipe.planning.storing.problem import NOT_STORED, Outcome, Problem, simulate
 
@@ -14,15 +15,9 @@ def give_up(problem: Problem) -> tuple[int, ...] | None:
 
     What was given up and turned out not to be needed is taken back at the end.
     """
-    choice = [_fastest(problem, k) for k in range(len(problem.items))]
-    now = simulate(problem, choice)
-    while now is None or not now.fits(problem):
-        step = _best_step(problem, choice, now)
-        if step is None:
-            return None
-        k, option = step
-        choice[k] = option
-        now = simulate(problem, choice)
+    choice, now = _descended(problem)
+    if now is None or not now.fits(problem):
+        return None
     for k in sorted(now.computed, key=lambda k: -(problem.items[k].seconds or 0.0)):
         for option in range(len(problem.items[k].options)):
             other = [*choice[:k], option, *choice[k + 1 :]]
@@ -30,6 +25,26 @@ def give_up(problem: Problem) -> tuple[int, ...] | None:
             if found is not None and found.fits(problem) and found.seconds < now.seconds:
                 choice, now = other, found
     return tuple(choice)
+
+
+def give_up_all(problem: Problem) -> tuple[int, ...] | None:
+    """Go on like this until nothing makes the peak lower; None if the result cannot be run."""
+    choice, now = _descended(replace(problem, capacity=min(0, *problem.base)))
+    return None if now is None else tuple(choice)
+
+
+def _descended(problem: Problem) -> tuple[list[int], Outcome | None]:
+    """The choice, and its outcome, at which the limits hold or no single change brings them nearer."""
+    choice = [_fastest(problem, k) for k in range(len(problem.items))]
+    now = simulate(problem, choice)
+    while now is None or not now.fits(problem):
+        step = _best_step(problem, choice, now)
+        if step is None:
+            break
+        k, option = step
+        choice[k] = option
+        now = simulate(problem, choice)
+    return choice, now
 
 
 def _fastest(problem: Problem, k: int) -> int:

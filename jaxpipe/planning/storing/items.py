@@ -7,11 +7,12 @@ fuses with what reads it.
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from jaxpipe.demand import Backward, Linearization
-from jaxpipe.graph import Graph, Operator
+from jaxpipe.graph import Graph, Operator, Tensor
 from jaxpipe.planning.liveness import lifetimes
 from jaxpipe.planning.packing import alive_bytes
 from jaxpipe.planning.storing.problem import NOT_STORED, Item, Option, Problem
@@ -94,7 +95,7 @@ def stage_items(
         dense = tensor.bytes
         items.append(
             Item(
-                name=f"{producer.path} {producer.label}".strip() if producer is not None else "an input",
+                name=tensor_text(tensor, producer, "an input"),
                 options=tuple(
                     Option(
                         form.storage.value,
@@ -134,6 +135,22 @@ def storage_plan(found: Items, choice: Sequence[int]) -> Choices:
         if not hopeless:
             return plan
         stored.update({t: Form(Storage.KEEP) for t in hopeless})
+
+
+def tensor_text(tensor: Tensor, producer: Operator | None, otherwise: str) -> str:
+    """Return a tensor's name: module path and operator, ``otherwise`` without one, then element type and shape."""
+    name = otherwise if producer is None else "/".join(filter(None, (producer.path, producer.label)))
+    shape = ",".join(map(str, tensor.shape))
+    return f"{name} {_short(tensor.dtype)}[{shape}]"
+
+
+def _short(dtype: Any) -> str:
+    """An element type as in JAX's programs: ``f32``, ``bf16``, ``i32``."""
+    name = str(dtype)
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if name.startswith(long) and name[len(long) :].isdigit():
+            return short + name[len(long) :]
+    return name
 
 
 def _codec_moves(form: Form) -> float:

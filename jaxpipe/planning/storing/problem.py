@@ -10,8 +10,8 @@ again from other items when it is first needed, and then kept until it is last r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from functools import cached_property
+from itertools import accumulate
 
 
 #: The choice of an item that is not stored.
@@ -88,6 +88,15 @@ class Problem:
             if item.seconds is None and not item.options:
                 raise ValueError(f"item {k} ({item.name}) can neither be stored nor computed again.")
 
+    @cached_property
+    def read_by_event(self) -> tuple[tuple[int, ...], ...]:
+        """The items that each event reads."""
+        reading: list[list[int]] = [[] for _ in self.base]
+        for k, item in enumerate(self.items):
+            for e in item.uses:
+                reading[e].append(k)
+        return tuple(map(tuple, reading))
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -127,17 +136,14 @@ def simulate(problem: Problem, choice: Sequence[int]) -> Outcome | None:
       None if an item that is needed can not be had.
     """
     items, events = problem.items, len(problem.base)
-    reads: list[set[int]] = [set() for _ in items]
+    first, last = [events] * len(items), [-1] * len(items)
     computed: dict[int, int] = {}
-    at: list[list[int]] = [[] for _ in range(events)]
-    for k, item in enumerate(items):
-        for e in item.uses:
-            at[e].append(k)
-    for e in range(events):
-        pending = list(at[e])
+    for e, uses in enumerate(problem.read_by_event):
+        pending = list(uses)
         while pending:
             k = pending.pop()
-            reads[k].add(e)
+            first[k] = min(first[k], e)
+            last[k] = e
             if choice[k] != NOT_STORED or k in computed:
                 continue
             if items[k].seconds is None:
@@ -145,24 +151,24 @@ def simulate(problem: Problem, choice: Sequence[int]) -> Outcome | None:
             computed[k] = e
             pending.extend(items[k].sources)
     seconds = sum(items[k].seconds or 0.0 for k in computed)
-    change = np.zeros(events + 1, np.int64)
+    change = [0] * (events + 1)
     stash = 0
     for k, item in enumerate(items):
-        last = max(reads[k], default=-1)
         if choice[k] == NOT_STORED:
             if k in computed:
                 change[computed[k]] += item.bytes
-                change[last + 1] -= item.bytes
+                change[last[k] + 1] -= item.bytes
             continue
         option = item.options[choice[k]]
         seconds += option.seconds
         stash += option.bytes
         if problem.frees:
             change[0] += option.bytes
-            change[last + 1] -= option.bytes
-        if reads[k]:
-            change[min(reads[k])] += option.unpacked_bytes
-            change[last + 1] -= option.unpacked_bytes
-    total = np.cumsum(change[:events]) + np.asarray(problem.base, np.int64) + problem.held * stash
-    read = frozenset(k for k, events_of in enumerate(reads) if events_of)
-    return Outcome(seconds, stash, tuple(map(int, total)), computed, read)
+            change[last[k] + 1] -= option.bytes
+        if last[k] >= 0 and option.unpacked_bytes:
+            change[first[k]] += option.unpacked_bytes
+            change[last[k] + 1] -= option.unpacked_bytes
+    held = problem.held * stash
+    total = tuple(int(base + held + here) for base, here in zip(problem.base, accumulate(change), strict=False))
+    read = frozenset(k for k, e in enumerate(last) if e >= 0)
+    return Outcome(seconds, stash, total, computed, read)

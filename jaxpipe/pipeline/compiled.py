@@ -1,0 +1,203 @@
+"""A plan whose compiled training step keeps its budget.
+
+    plan ──compile──▶ bytes that XLA reserves ──within the budget──▶ done
+     ▲                          │ over
+     └──── less is predicted ◀──┘           at last: the smallest plan, and if not even that is within, an error
+
+What the error offers are the bytes that XLA reserves for the smallest plan. That plan does not depend on the budget,
+and it is tried before any budget is refused, so that whoever asks for what was offered gets a plan that runs.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe import hosts
+from jaxpipe.errors import MemoryBudgetError
+from jaxpipe.pipeline import step as steps
+from jaxpipe.pipeline.planned import Compiled, Planned
+from jaxpipe.pipeline.program import DATA, STAGE
+from jaxpipe.pipeline.state import TrainState
+from jaxpipe.pipeline.step import Batching
+from jaxpipe.planning.plan import Plan
+from jaxpipe.planning.storing.choose import raised
+from jaxpipe.planning.storing.items import tensor_text
+from jaxpipe.progress import tell
+from jaxpipe.stash import stored_bytes
+from jaxpipe.units import bytes_text
+
+
+#: How many plans with the same cuts are compiled at most until one keeps the budget.
+MOST_COMPILATIONS = 3
+
+#: The share of a budget from which on predicted bytes are compared with XLA's while a plan is made.
+NEAR = 0.75
+
+#: How many tensors an error names.
+MOST_NAMED = 3
+
+
+def abstract_state(planned: Planned) -> TrainState:
+    """Return the shapes of a plan's training state, where its devices have them."""
+    count = planned.mesh.shape[STAGE]
+    layouts = planned.program.parameters, planned.program.state, planned.update.layout
+    shaped = functools.partial(_shaped, planned)
+    parameters, variables, optimizer = (
+        tuple(shaped((count, length), dtype, P(STAGE)) for length, dtype in layout.buffers) for layout in layouts
+    )
+    exchange = planned.update.exchange
+    held = () if exchange is None else exchange.residuals.buffers
+    replicas = planned.batching.replicas
+    residual = tuple(shaped((count, replicas, n), dtype, P(STAGE, DATA)) for n, dtype in held)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    coloured = planned.update.coloured
+    owned = zip(coloured.state_avals, coloured.state_stage, strict=True)
+    shared = tuple(shaped(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
+    step = shaped((), np.int32, P())
+    key = shaped((), key.dtype, P())
+    return TrainState(parameters, variables, optimizer, residual, shared, key, step, step, planned.plan.identity)
+
+
+def lower(planned: Planned, function: Any, batch: Any, batching: Batching) -> Any:
+    """Return a function of a plan's state and a batch, lowered for the plan's devices."""
+    leaves = [
+        _shaped(planned, x.shape, x.dtype, spec)
+        for x, spec in zip(jax.tree.leaves(batch), batching.specs(), strict=True)
+    ]
+    return function.lower(abstract_state(planned), leaves)
+
+
+def reserved_bytes(step: Any) -> int:
+    """Return the bytes of arguments, results and temporaries of a compiled function, less what is donated."""
+    sizes = step.memory_analysis()
+    needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+    return needed - sizes.alias_size_in_bytes
+
+
+def is_near_budget(plan: Plan) -> bool:
+    """Return whether so much of a budget is predicted to be used that XLA may need more than it has."""
+    return plan.budget is not None and plan.predicted_bytes > NEAR * plan.budget
+
+
+def with_step(planned: Planned) -> Planned:
+    """Compile the training step of a plan, in all processes at once; nothing if it has been compiled."""
+    if planned.compiled is not None:
+        return planned
+    hosts.agree("The plan", planned.plan.to_json())
+    tell(f"compiling the training step, {bytes_text(planned.plan.predicted_bytes)} predicted")
+    function = steps.training_step(
+        planned.mesh, planned.program, planned.update, planned.batching, abstract_state(planned)
+    )
+    step = lower(planned, function, planned.batch, planned.batching).compile()
+    size = hosts.from_first(functools.partial(reserved_bytes, step))
+    tell(f"XLA reserves {bytes_text(size)} on each device")
+    return replace(planned, compiled=Compiled(step, size))
+
+
+def within_budget(planned: Planned, *, any_cuts: bool = False) -> Planned:
+    """Compile the training step of a plan, and of smaller ones until one keeps the budget.
+
+    Args:
+      planned: to start with.
+      any_cuts: whether the plan may be replaced by one with other cuts, as long as there is no training state.
+
+    Raises:
+      MemoryBudgetError: if none does, and the budget must not be raised.
+    """
+    tried = [with_step(planned)]
+    budget, others = planned.plan.budget, planned.budget
+    if budget is None or others is None:
+        return tried[0]
+    target = budget
+    while (over := _reserved(tried[-1]) - budget) > 0 and len(tried) < MOST_COMPILATIONS:
+        target = min(target, tried[-1].plan.predicted_bytes) - over
+        smaller = others.refit(target)
+        if smaller.plan.predicted_bytes >= tried[-1].plan.predicted_bytes:
+            break
+        tried.append(with_step(_for_budget(smaller, planned)))
+    smallest = None
+    if _reserved(tried[-1]) > budget:
+        smallest = _smallest(planned, tried)
+        if any_cuts or smallest.plan.identity == planned.plan.identity:
+            tried.append(smallest)
+    best = min(reversed(tried), key=_reserved) if _reserved(tried[-1]) > budget else tried[-1]
+    if _reserved(best) <= budget:
+        return best
+    if others.may_raise:
+        higher = {"budget": raised(budget, _reserved(best)), "raised_from": best.plan.raised_from or budget}
+        return replace(best, plan=replace(best.plan, **higher))
+    assert smallest is not None
+    raise refusal(budget, smallest, others.default)
+
+
+def _smallest(planned: Planned, tried: Sequence[Planned]) -> Planned:
+    """The smallest plan, compiled; one of those that were tried if it is among them."""
+    assert planned.budget is not None
+    smallest = _for_budget(planned.budget.smallest(), planned)
+    return next((other for other in tried if other.program is smallest.program), None) or with_step(smallest)
+
+
+def _for_budget(planned: Planned, first: Planned) -> Planned:
+    """A plan as one for the budget of the first plan."""
+    kept = {name: getattr(first.plan, name) for name in ("budget", "rounds", "raised_from")}
+    return replace(planned, plan=replace(planned.plan, **kept), budget=first.budget)
+
+
+def _reserved(planned: Planned) -> int:
+    assert planned.compiled is not None
+    return planned.compiled.reserved_bytes
+
+
+def refusal(budget: int, smallest: Planned, default: dict[str, int]) -> MemoryBudgetError:
+    """Return the error for a budget that no plan keeps, which offers what the smallest plan needs.
+
+    Args:
+      budget: the one that was passed.
+      smallest: the plan; compiled if XLA's bytes count, else its predicted bytes do.
+      default: predicted bytes with default storage, by component.
+    """
+    predicted = smallest.plan.predicted_bytes
+    needed = predicted if smallest.compiled is None else smallest.compiled.reserved_bytes
+    parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in default.items())
+    source = (
+        "as predicted; XLA may reserve more, which compile=True finds out"
+        if smallest.compiled is None
+        else f"which XLA reserves for its compiled step ({bytes_text(predicted)} predicted)"
+    )
+    largest = largest_stored(smallest)
+    stored = f" Largest tensors stored at that budget: {', '.join(largest)}." if largest else ""
+    return MemoryBudgetError(
+        f"memory={bytes_text(budget)}: by default each device needs {bytes_text(sum(default.values()))} ({parts}), as "
+        f"predicted. The smallest budget that was found to be met, for this number of stages and micro-batches, is "
+        f"{needed} bytes ({bytes_text(needed)}), {source}.{stored} Pass memory={needed} or more; more micro-batches or "
+        "more stages need less.",
+        needed,
+    )
+
+
+def largest_stored(planned: Planned) -> list[str]:
+    """Return the largest tensors that a plan stores between the passes: module path, operator, shape and bytes."""
+    objective = planned.program.objective
+    leaves = jax.tree_util.tree_flatten_with_path(planned.batch)[0]
+    inputs = {t: f"batch{jax.tree_util.keystr(path)}" for t, (path, _) in zip(objective.batch, leaves, strict=True)}
+    producers = {t: op for op in objective.graph.operators for t in op.outputs}
+    stored: dict[str, int] = {}
+    for section in planned.program.sections:
+        assert section.stage is not None
+        graph, forms = section.stage.graph, section.stage.storage.forms
+        producers_here = {**producers, **{t: op for op in graph.operators for t in op.outputs}}
+        for t in section.stashed:
+            text = tensor_text(graph.tensors[t], producers_here.get(t), inputs.get(t, "an input"))
+            stored[text] = max(stored.get(text, 0), stored_bytes(graph.tensors[t], forms[t]))
+    ranked = sorted(stored.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST_NAMED]
+    return [f"{text} ({bytes_text(size)})" for text, size in ranked if size]
+
+
+def _shaped(planned: Planned, shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(planned.mesh, spec))

@@ -1,0 +1,251 @@
+"""Budgets as users meet them: what an error offers runs, time limits hold, and long plans show how far they are."""
+
+import functools
+import io
+import itertools
+import logging
+import math
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpipe
+from jaxpipe import progress
+from jaxpipe.errors import MemoryBudgetError
+from jaxpipe.pipeline import compiled
+from jaxpipe.planning.storing import choose, solver_time
+from jaxpipe.planning.storing.solver_time import SolverTime
+from tests.test_fit import mlp, transformer, unet
+
+
+KEY = jax.random.key(0)
+
+
+def chain(m):
+    """Products and tanh: small, and quickly compiled."""
+    weights = list(jax.random.normal(KEY, (6, 32, 32)) / 6)
+    x = jax.random.normal(KEY, (m * 128, 32))
+
+    def apply(weights, x):
+        for k, w in enumerate(weights):
+            with jax.named_scope(f"layer{k}"):
+                x = jnp.tanh(x @ w)
+        return x
+
+    return jax.tree_util.Partial(apply, weights), x, lambda model, x: jnp.square(model(x)).mean()
+
+
+class Net(nnx.Module):
+    """The model of docs/tutorial.md."""
+
+    def __init__(self, rngs):
+        self.conv1 = nnx.Conv(1, 8, (3, 3), rngs=rngs)
+        self.conv2 = nnx.Conv(8, 16, (3, 3), rngs=rngs)
+        self.head = nnx.Linear(8 * 8 * 16, 10, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.max_pool(nnx.relu(self.conv1(x)), (2, 2), strides=(2, 2))
+        x = nnx.max_pool(nnx.relu(self.conv2(x)), (2, 2), strides=(2, 2))
+        return self.head(x.reshape(x.shape[0], -1))
+
+
+def tutorial(m):
+    batch = {"image": jax.random.normal(KEY, (m * 8, 32, 32, 1)), "label": jnp.arange(m * 8) % 10}
+
+    def loss(model, batch):
+        return optax.softmax_cross_entropy_with_integer_labels(model(batch["image"]), batch["label"]).mean()
+
+    return Net(nnx.Rngs(0)), batch, loss
+
+
+def make(build, stages, m=4, **options):
+    model, batch, loss = build(m)
+    mesh = jax.make_mesh((stages,), ("stage",), devices=jax.devices()[:stages])
+    options = {"optimizer": optax.adam(1e-2), "num_microbatches": m, "profile": "analytic", **options}
+    return jaxpipe.partition(model, mesh, batch, loss=loss, **options), batch
+
+
+@functools.cache
+def refused(build, stages):
+    """The error for a budget that is far too small."""
+    with pytest.raises(MemoryBudgetError) as error:
+        make(build, stages, memory=1000)
+    return error.value
+
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("build", "stages"),
+    [
+        pytest.param(chain, 1, marks=pytest.mark.core),
+        pytest.param(chain, 2, marks=pytest.mark.core),
+        slow(mlp, 3),
+        slow(tutorial, 1),
+        slow(tutorial, 2),
+        slow(transformer, 1),
+        slow(transformer, 4),
+        slow(unet, 2),
+    ],
+)
+def test_what_an_error_offers_runs(build, stages):
+    smallest = refused(build, stages).smallest
+    pipeline, batch = make(build, stages, memory=smallest)
+    assert max(pipeline.memory_report().compiled_bytes) <= smallest == pipeline.plan.budget
+    _, metrics = pipeline.step(pipeline.init(KEY), batch)
+    assert np.isfinite(metrics["loss"])
+    # No plan that is smaller is known, and it is refused before anybody takes a step.
+    with pytest.raises(MemoryBudgetError) as error:
+        make(build, stages, memory=smallest - 1)
+    assert error.value.smallest == smallest
+
+
+def test_an_error_names_the_budget_both_figures_and_the_largest_tensors():
+    text, smallest = str(refused(chain, 2)), refused(chain, 2).smallest
+    assert text.startswith("memory=1000 B: by default each device needs ")
+    assert f"is {smallest} bytes" in text and f"Pass memory={smallest} or more" in text
+    assert "which XLA reserves for its compiled step" in text
+    largest = re.search(r"Largest tensors stored at that budget: (.*?)\. Pass", text)[1].split("), ")
+    sizes = [float(re.search(r"\((\d+\.\d+) KiB", entry)[1]) for entry in largest]
+    # Every activation is [128, 32] of float32: 16 KiB.
+    assert sizes and all(re.match(r"layer\d/(tanh|dot_general) f32\[128,32\] \(16.00 KiB", entry) for entry in largest)
+
+
+def counted_steps(monkeypatch):
+    """A list that grows with each training step that is compiled."""
+    count, actual = [], compiled.reserved_bytes
+    monkeypatch.setattr(compiled, "reserved_bytes", lambda step: count.append(step) or actual(step))
+    return count
+
+
+@pytest.mark.core
+def test_a_step_that_was_compiled_for_its_bytes_is_not_compiled_again(monkeypatch):
+    count = counted_steps(monkeypatch)
+    pipeline, batch = make(chain, 2, memory=10**7)
+    assert count == []  # far from the budget
+    budget = math.ceil(1.2 * pipeline.plan.predicted_bytes)
+    pipeline, batch = make(chain, 2, memory=budget)
+    assert len(count) == 1
+    pipeline.step(pipeline.init(KEY), batch)
+    assert len(count) == 1
+    paper, _ = make(chain, 2, memory=budget, compile=False)
+    assert len(count) == 1 and paper.plan.predicted_bytes == pipeline.plan.predicted_bytes
+
+
+def test_a_first_step_that_is_refused_offers_what_runs(monkeypatch):
+    """Planned by prediction alone; XLA then reserves more than was predicted."""
+    offered = refused(chain, 2).smallest
+    with pytest.raises(MemoryBudgetError) as error:
+        make(chain, 2, memory=1000, compile=False)
+    predicted = error.value.smallest
+    assert predicted < offered and "as predicted; XLA may reserve more" in str(error.value)
+    pipeline, batch = make(chain, 2, memory=predicted, compile=False)
+    assert pipeline.plan.predicted_bytes <= predicted
+    state = pipeline.init(KEY)
+    with pytest.raises(MemoryBudgetError, match=rf"^memory=.*is {offered} bytes .*Pass memory={offered} or") as error:
+        pipeline.step(state, batch)
+    assert error.value.smallest == offered
+
+
+def test_a_budget_that_is_raised_is_kept_by_the_compiled_step():
+    pipeline, _ = make(chain, 2, memory=refused(chain, 2).smallest // 2, allow_over_budget=True)
+    plan = pipeline.plan
+    assert plan.raised_from == refused(chain, 2).smallest // 2 < plan.budget
+    assert max(pipeline.memory_report().compiled_bytes) <= plan.budget
+
+
+# Time
+
+
+def test_all_solutions_together_keep_the_time_limit(monkeypatch):
+    """Each takes all that it is given: a quarter of what is left of three quarters of the limit."""
+    clock = [0.0]
+    monkeypatch.setattr(solver_time.time, "perf_counter", lambda: clock[0])
+    given = []
+
+    def slow_solver(time_limit):
+        given.append(time_limit)
+        clock[0] += time_limit
+
+    time = SolverTime(40.0)
+    for _ in range(60):
+        time.solve(slow_solver)
+    assert given[:3] == [7.5, 5.625, 4.21875]  # 30 / 4, then 3 / 4 of the one before
+    assert sum(given) == clock[0] == time.spent <= 30.0
+    assert given[-1] == 0.0 and time.left == 0.0  # too little is left to start a solver
+    assert 5 * time.for_smallest(5) == 10.0  # the last quarter
+
+
+def test_a_plan_without_time_is_greedy_and_says_so(monkeypatch):
+    def never(*args, **options):
+        raise AssertionError("a solver was called")
+
+    usual, _ = make(chain, 2)
+    budget = int(0.97 * usual.plan.predicted_bytes)
+    monkeypatch.setattr(choose, "solve", never)
+    plan = make(chain, 2, memory=budget, time_limit=0.0, compile=False)[0].plan
+    assert plan.predicted_bytes <= budget
+    assert {stage.storage for stage in plan.stages} <= {"greedy", "optimal", "lowest peak"}
+    assert "chosen by a greedy rule" in str(plan) or "as little memory as was found" in str(plan)
+    assert "gap" not in str(plan)
+
+
+# Progress
+
+
+@pytest.mark.core
+def test_a_plan_logs_its_rounds(caplog, capfd):
+    caplog.set_level(logging.INFO, logger="jaxpipe")
+    smallest = refused(chain, 2).smallest
+    caplog.clear()
+    make(chain, 2, memory=smallest)
+    texts = [record.getMessage() for record in caplog.records if record.name == "jaxpipe"]
+    assert texts[0] == "tracing the loss"
+    rounds = [text for text in texts if ": choosing what 2 stage(s) store within " in text]
+    assert rounds and all(re.search(r", round [1-4]; solvers took \d+\.\d of 60 s$", text) for text in rounds)
+    steps = [k for k, text in enumerate(texts) if text.startswith("compiling the training step, ")]
+    assert steps and all(re.match(r"XLA reserves .* on each device$", texts[k + 1]) for k in steps)
+
+
+def test_nothing_is_shown_where_nobody_watches(capfd):
+    with progress.shown():
+        progress.tell("halfway")
+    assert capfd.readouterr() == ("", "")
+
+
+class Terminal(io.StringIO):
+    """What a person looks at."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_the_latest_record_on_one_line(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.shown(), progress.shown():
+        progress.tell("round 1 of [bold]4")
+        progress.tell("round 2 of [bold]4")
+    text = terminal.getvalue()
+    assert "round 2 of [bold]4" in text  # the last one, as it is
+    assert text.count("\n") == 1 and text.endswith("\x1b[2K")  # written over, and removed in the end
+    progress.tell("later")
+    assert "later" not in terminal.getvalue()
+
+
+@pytest.mark.slow
+def test_names_of_tensors_tell_module_operator_type_and_shape():
+    pipeline, _ = make(tutorial, 2)
+    names = compiled.largest_stored(pipeline._planned)
+    assert len(names) == 3
+    assert all(re.match(r"(Net/\S.*|batch\['\w+'\]) \w+\[[\d,]*\] \([\d.]+ [KM]?i?B\)$", name) for name in names)
+    sizes = [float(re.search(r"\(([\d.]+) KiB", name)[1]) for name in names]
+    assert all(one >= two for one, two in itertools.pairwise(sizes))

@@ -43,6 +43,7 @@ class Profile:
       forward_flops: floating-point operations of each; empty if unknown.
       source: where the seconds come from: ``"measured"``, ``"analytic"``, ``"given"`` or a file's name.
       device_kind: what they were measured on or estimated for.
+      frozen: names of the parameters that are not trained: the work for their gradients is not in it.
 
     Raises:
       ProfileError: if lengths differ, a number is negative or not finite, or an edge leads backwards.
@@ -67,6 +68,7 @@ class Profile:
     forward_flops: tuple[float, ...] = ()
     source: str = "given"
     device_kind: str = ""
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(map(str, self.names)))
@@ -147,6 +149,7 @@ class Profile:
         columns = {field: getattr(self, field) for field in ("names", *NUMBERS) if getattr(self, field)}
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         head = {"source": self.source, "device_kind": self.device_kind, "together": self.together}
+        head |= {"frozen": self.frozen} if self.frozen else {}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         for key, entries in (("operators", rows), ("edges", self.edges)):
             listed = ",\n  ".join(map(json.dumps, entries))
@@ -179,7 +182,12 @@ class Profile:
                 columns[field].append(read_as(kind, row[field], f"{place}.{field}", ProfileError))
         named = {field: tuple(column) for field, column in columns.items()}
         return cls(
-            **named, edges=found.edges, together=found.together, source=found.source, device_kind=found.device_kind
+            **named,
+            edges=found.edges,
+            together=found.together,
+            source=found.source,
+            device_kind=found.device_kind,
+            frozen=found.frozen,
         )
 
 
@@ -192,6 +200,7 @@ class _File:
     together: tuple[tuple[int, ...], ...] = ()
     source: str = "given"
     device_kind: str = ""
+    frozen: tuple[str, ...] = ()
 
 
 def _list(names: Iterable[str]) -> str:

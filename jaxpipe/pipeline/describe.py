@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.branches import touched
 from jaxpipe.pipeline.fit import Fitted
 from jaxpipe.pipeline.program import PAGE, Program
@@ -18,7 +19,7 @@ from jaxpipe.pipeline.swap import exchange_seconds
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.planning.costs import Synchronous, Team
 from jaxpipe.planning.placed import Partition
-from jaxpipe.planning.plan import HostPlan, Plan, StagePlan, StashPiece
+from jaxpipe.planning.plan import FrozenPlan, HostPlan, Plan, StagePlan, StashPiece
 from jaxpipe.profiling import roofline
 from jaxpipe.profiling.roofline import Rates, rates_of
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
@@ -72,7 +73,7 @@ def step_seconds(program: Program, found: Partition, timeline: Timeline) -> floa
     if program.teams.single:
         return timeline.makespan
     model = Synchronous(found.network, program.num_microbatches)
-    weights = np.array([program.parameters.bytes], np.float64)
+    weights = np.array([program.gradients.bytes], np.float64)
     return timeline.makespan + max(float(model.all_reduce_seconds(weights, Team(s.devices))[0]) for s in found.stages)
 
 
@@ -167,6 +168,22 @@ def describe(
         host=_host(request, program),
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
+    )
+
+
+def describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:
+    """What the plan says of the parameters that are not trained."""
+    objective, count = program.objective, program.schedule.frozen
+    pairs = list(zip(model.parameters, objective.parameters, strict=True))
+    frozen = [v for v, t in pairs if t in objective.frozen]
+    if not frozen:
+        return None
+    return FrozenPlan(
+        parameters=tuple(v.name for v in frozen),
+        trained=len(pairs) - len(frozen),
+        bytes=sum(4 * word_count(v.aval) for v in frozen),
+        gradient_bytes=program.parameters.bytes - program.gradients.bytes,
+        stages=tuple(range(count)),
     )
 
 

@@ -104,7 +104,7 @@ class Live:
             self.coloured,
             stage,
             functools.partial(over_stages, program),
-            (program.parameters, self.layout),
+            (program.parameters, program.gradients, self.layout),
             (newest, weights.optimizer),
             means,
             weights.shared,

@@ -252,7 +252,7 @@ class Pipeline:
             an axis of examples are the same in all. This holds for all that takes a batch.
 
         Returns:
-          The new state, and metrics: ``loss``, ``gradient_norm``, ``learning_rate`` if the optimizer was made with
+          The new state, and metrics: ``loss``, ``gradient_norm`` (of trained parameters), ``learning_rate`` if the optimizer was made with
           ``optax.inject_hyperparams``, those of the loss function, and, with a block-sparse exchange, ``sent_share``
           (of the squared norm of gradients and residuals) and ``residual_norm``. With ``on_nonfinite="skip"``, how many
           steps have been ``skipped`` since ``init``, and of this one ``nonfinite_stages``, a flag for each stage:
@@ -303,12 +303,22 @@ class Pipeline:
         return nonfinite.find(self._planned, state, batch)
 
     def value_and_grad(self, state: TrainState, batch: Any) -> tuple[tuple[Any, dict[str, Any]], Any]:
-        """``((loss, metrics), gradients)``; gradients in the model's own layout, as host arrays."""
+        """``((loss, metrics), gradients)``; gradients in the model's own layout, as host arrays.
+
+        They are those that ``step`` hands to the optimizer: zeros for parameters that it does not train.
+        """
         leaves = self._check(state, batch)
         loss, metrics, buffers = hosts.settled(self._gradient_step(state, leaves))
         planned = self._planned
         program, placement = planned.program, planned.placement
-        gradients = stage_arrays(self.mesh, program.parameters, program.teams.first, placement.parameters, buffers)
+        frozen = [t in program.objective.frozen for t in program.objective.parameters]
+        owners = [None if skipped else owner for owner, skipped in zip(placement.parameters, frozen, strict=True)]
+        rest = (
+            np.zeros(v.aval.shape, v.aval.dtype)
+            for v, skipped in zip(planned.model.parameters, frozen, strict=True)
+            if skipped
+        )
+        gradients = stage_arrays(self.mesh, program.gradients, program.teams.first, owners, buffers, lambda: next(rest))
         found = _metrics(planned.program.objective, loss, metrics)
         return (loss, found), planned.model.parameter_tree(gradients)
 

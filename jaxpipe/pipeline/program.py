@@ -47,6 +47,7 @@ class Program:
       num_microbatches: of a step, on each replica of the data axis.
       placement: the device of every variable.
       parameters, state: layouts of the variables, by device.
+      gradients: layout of the gradients of those parameters that are trained.
       replicated: whether the mesh has a data axis.
       swaps: where stashes are that spend some ticks on another device, or with the host; None if all stay.
     """
@@ -58,6 +59,7 @@ class Program:
     num_microbatches: int
     placement: Placement
     parameters: Layout
+    gradients: Layout
     state: Layout
     replicated: bool
     swaps: Swaps | None = None
@@ -91,6 +93,10 @@ class Program:
         parameters, state = self.placement.held_by(device)
         return [self.objective.parameters[k] for k in parameters], [self.objective.state[k] for k in state]
 
+    def trained(self, device: int) -> list[int]:
+        """Those of a device's parameters that are trained, in the order of the layout of gradients."""
+        return [t for t in self.held(device)[0] if t not in self.objective.frozen]
+
     @cached_property
     def shared(self) -> tuple[int, ...]:
         """Parameters that a device uses and does not hold."""
@@ -101,10 +107,15 @@ class Program:
         return tuple(found)
 
     @cached_property
+    def lent(self) -> tuple[int, ...]:
+        """Those of the shared parameters that are trained."""
+        return tuple(t for t in self.shared if t not in self.objective.frozen)
+
+    @cached_property
     def gradient_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """The buffers in which gradients are added up: those of the parameters, then one for each that is shared."""
-        shared = [(math.prod(a.shape), a.dtype) for a in self.avals(self.shared)]
-        return [jax.ShapeDtypeStruct((n,), dtype) for n, dtype in (*self.parameters.buffers, *shared)]
+        """The buffers in which gradients are added up: those of the layout, then one for each that is shared."""
+        shared = [(math.prod(a.shape), a.dtype) for a in self.avals(self.lent)]
+        return [jax.ShapeDtypeStruct((n,), dtype) for n, dtype in (*self.gradients.buffers, *shared)]
 
     @cached_property
     def alone(self) -> bool:

@@ -119,7 +119,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             update.coloured,
             program.own,
             functools.partial(over_stages, program),
-            (program.parameters, update.layout),
+            (program.parameters, program.gradients, update.layout),
             (parameters, optimizer),
             gradients,
             state.shared,
@@ -258,7 +258,7 @@ def _train(
     key = jax.random.fold_in(state.key, state.step)
     held = borrow(program, parameters)
     totals = run_ticks(program, held, variables, key, batching.rows(batch), collect, live)
-    count = len(program.parameters.buffers)
+    count = len(program.gradients.buffers)
     gradients = [*over_team(program, totals.gradients[:count]), *totals.gradients[count:]]
     new = totals.state
     if totals.statistics is not None:

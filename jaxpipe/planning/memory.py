@@ -40,11 +40,11 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         "optimizer": update.layout.bytes + sum(map(_bytes, shared)),
         "state": program.state.bytes,
         "batch": sum(map(_bytes, batch)),
-        "gradients": parameters if _adds_up(program) else 0,
+        "gradients": program.gradients.bytes if _adds_up(program) else 0,
     }
     if program.shared:
         # Values, gradients, and the words of both on their way.
-        held["shared"] = 4 * sum(map(_bytes, program.avals(program.shared)))
+        held["shared"] = 2 * sum(map(_bytes, (*program.avals(program.shared), *program.avals(program.lent))))
     if program.statistics_words:
         # Of this device's micro-batches, and of all.
         held["statistics"] = 2 * 4 * program.num_microbatches * program.statistics_words
@@ -63,7 +63,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     sending = 2 * 4 * sum(program.message_words)
     updating = max(updating_bytes(update, s) for s in range(program.num_devices))
     if not _adds_up(program):
-        updating, exchanging = updating + parameters, exchanging + parameters
+        updating, exchanging = updating + program.gradients.bytes, exchanging + program.gradients.bytes
     if program.schedule.versions is not None:
         # Weights are copied out of their slot, and updated while stashes wait.
         held["versions"] = weight_slots(program.schedule).count * parameters

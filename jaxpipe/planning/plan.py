@@ -117,6 +117,25 @@ class HostPlan:
 
 
 @dataclass(frozen=True)
+class FrozenPlan:
+    """Parameters whose gradients the optimizer does not read, and what that saves.
+
+    Attributes:
+      parameters: their names.
+      trained: how many others there are.
+      bytes: of all of them.
+      gradient_bytes: of buffers of gradients that each device does without.
+      stages: those without backward work.
+    """
+
+    parameters: tuple[str, ...]
+    trained: int
+    bytes: int
+    gradient_bytes: int
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a model is trained on a mesh; made before anything is compiled.
 
@@ -144,6 +163,7 @@ class Plan:
         that what it does depends on where the model is cut.
       raised_from: the budget that was asked for, if there was no plan for it and the caller let it be raised.
       host: what becomes of the memory of the host, if that was asked for.
+      frozen: the parameters that the optimizer does not train, if there are any.
 
     Example:
       >>> stage = StagePlan((0, 2), (0,), ("dense",), 1e-3, 2e-3, 36, 8, 1, 0)
@@ -170,6 +190,7 @@ class Plan:
     staleness: tuple[int, ...] = ()
     per_stage: bool = False
     host: HostPlan | None = None
+    frozen: FrozenPlan | None = None
 
     @property
     def predicted_bytes(self) -> int:
@@ -254,6 +275,8 @@ class Plan:
         )
         if self.host is not None:
             table.caption += f"\n{_host_text(self.host)}"
+        if self.frozen is not None:
+            table.caption += f"\n{_frozen_text(self.frozen)}"
         if self.exchange_bytes is not None:
             dense = bytes_text(self.memory.get("parameters", 0))  # gradients are as large
             table.caption += f"\nblock-sparse exchange: {bytes_text(self.exchange_bytes)} of {dense} sent in a step"
@@ -293,6 +316,16 @@ def _away_text(stage: StagePlan) -> str:
 def _places_text(stage: StagePlan) -> str:
     kinds = {"the host's" if piece.stage == HOST else "peers'" for piece in stage.pieces}
     return " and ".join(sorted(kinds))
+
+
+def _frozen_text(frozen: FrozenPlan) -> str:
+    count, total = len(frozen.parameters), len(frozen.parameters) + frozen.trained
+    stages = ", ".join(map(str, frozen.stages))
+    where = f"; no backward work in stage {stages}" if frozen.stages else ""
+    return (
+        f"{count} of {total} parameters are frozen ({bytes_text(frozen.bytes)}): "
+        f"{bytes_text(frozen.gradient_bytes)} of gradients less on each device{where}"
+    )
 
 
 def _host_text(host: HostPlan) -> str:

@@ -1,20 +1,22 @@
 """``profile_model``: profile what ``partition`` would cut."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
 
 from jaxpipe.demand import Linearization, linearize
 from jaxpipe.errors import ProfileError
-from jaxpipe.graph import is_differentiable
 from jaxpipe.model import UserFunction, bind
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes
 from jaxpipe.pipeline.unroll import trace_unrolled
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import cache as kept
+from jaxpipe.profiling.costs import count_costs
 from jaxpipe.profiling.measured import measure
-from jaxpipe.profiling.roofline import analytic, rates_of, rates_of_kind
+from jaxpipe.profiling.roofline import OTHER, analytic, estimates, rates_of, rates_of_kind
 
 
 #: Where the seconds of a profile come from.
@@ -97,8 +99,35 @@ def profile_objective(objective: Objective, source: Source, device: Any, *, cach
     return profile
 
 
+def without_frozen_work(profile: Profile, objective: Objective, frozen: Sequence[str]) -> Profile:
+    """A profile of a program that is trained as a whole, less the work and the residuals of frozen parameters.
+
+    They are left out in proportion to an estimate, operator by operator.
+
+    Args:
+      profile: as it was given; nothing changes if these parameters are frozen in it, too.
+      objective: the program, with its frozen parameters.
+      frozen: their names.
+    """
+    if profile.frozen == tuple(frozen):
+        return profile
+    (whole, held), (less, _) = _program(replace(objective, frozen=frozenset())), _program(objective)
+    all_seconds, seconds = (estimates(part, OTHER)[1] for part in (whole, less))
+    all_bytes, bytes_left = (count_costs(part, held).residual_bytes for part in (whole, less))
+
+    def share(values: Sequence[float], of: Sequence[float], out_of: Sequence[float]) -> tuple[float, ...]:
+        return tuple(x * min(1.0, a / b) if b else x for x, a, b in zip(values, of, out_of, strict=True))
+
+    return replace(
+        profile,
+        backward_seconds=share(profile.backward_seconds, seconds, all_seconds),
+        backward_spread=share(profile.backward_spread, seconds, all_seconds) if profile.backward_spread else (),
+        residual_bytes=share(profile.residual_bytes, bytes_left, all_bytes),
+        frozen=tuple(frozen),
+    )
+
+
 def _program(objective: Objective) -> tuple[Linearization, tuple[int, ...]]:
     """A micro-batch's program with its derivative, and the inputs that are at hand everywhere."""
     graph = objective.graph
-    wrt = [t for t in objective.parameters if is_differentiable(graph.tensors[t].aval)]
-    return linearize(graph, wrt, seeds=[objective.results[0]]), (*objective.batch, objective.key)
+    return linearize(graph, objective.differentiated, seeds=[objective.results[0]]), (*objective.batch, objective.key)

@@ -37,7 +37,7 @@ from jaxpipe.planning.storing.choose import check_solver
 from jaxpipe.policy import FAST, Codecs, parse
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.cache import program_text
-from jaxpipe.profiling.model import Source, profile_objective, without_frozen_work
+from jaxpipe.profiling.model import Source, frozen_names, profile_objective, without_frozen_work
 from jaxpipe.profiling.roofline import rates_of
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.schedules.teams import Teams
@@ -216,9 +216,8 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     update = trace_update(request.optimizer, model)
     if request.exchange is None or request.replicas == 1:
         update = without_frozen(update)
-    frozen = [t for t, trained in zip(objective.parameters, update.trained, strict=True) if not trained]
-    objective = replace(objective, frozen=frozenset(frozen))
-    profile = _profile(request, objective, [v.name for v in model.parameters])
+    objective = objective.training(update.trained)
+    profile = _profile(request, objective, frozen_names(model, update.trained))
     traced = Traced(objective, model, update, profile, batch, one, batching, local)
 
     def cut_again(before: Draft, charged: Profile) -> Draft:
@@ -291,9 +290,8 @@ def _default_microbatches(size: int, request: Request) -> int:
     return next((m for m in counts if m >= wanted), counts[-1])
 
 
-def _profile(request: Request, objective: Objective, names: Sequence[str]) -> Profile:
+def _profile(request: Request, objective: Objective, frozen: tuple[str, ...]) -> Profile:
     graph = objective.graph
-    frozen = tuple(n for n, t in zip(names, objective.parameters, strict=True) if t in objective.frozen)
     if isinstance(request.profile, Profile):
         count = len(request.profile.names)
         if count != len(graph.operators):
@@ -302,10 +300,11 @@ def _profile(request: Request, objective: Objective, names: Sequence[str]) -> Pr
                 "micro-batches of this size."
             )
         if request.profile.frozen not in ((), frozen):
+            other = sorted(set(frozen) ^ set(request.profile.frozen))[0]
             raise checks.PartitionError(
-                f"profile= is of a program in which {len(request.profile.frozen)} parameters are not trained "
-                f"({request.profile.frozen[0]}, ...), but the optimizer does not train {len(frozen)}, or others. Profile "
-                "the model with profile_model(..., optimizer=optimizer), or without one, with all gradients in it."
+                f"profile= was made with {len(request.profile.frozen)} parameters that are not trained, and optimizer= "
+                f"does not train {len(frozen)}; {other} is among one of them only. Pass the same optimizer to "
+                "profile_model, or none: a profile with the work for all gradients in it does for any optimizer."
             )
         return without_frozen_work(request.profile, objective, frozen)
     source = request.profile

@@ -48,6 +48,11 @@ class Objective:
         tensors = self.graph.tensors
         return tuple(t for t in self.parameters if t not in self.frozen and is_differentiable(tensors[t].aval))
 
+    def training(self, trained: Sequence[bool]) -> "Objective":
+        """The same program, of which only some parameters are trained."""
+        left = (t for t, kept in zip(self.parameters, trained, strict=True) if not kept)
+        return replace(self, frozen=frozenset(left))
+
 
 def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str = "loss") -> Objective:
     """Trace ``function(model, batch)``, which returns a scalar, ``(scalar, metrics)`` or ``(sum, weight, metrics)``.

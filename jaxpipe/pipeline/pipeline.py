@@ -252,11 +252,11 @@ class Pipeline:
             an axis of examples are the same in all. This holds for all that takes a batch.
 
         Returns:
-          The new state, and metrics: ``loss``, ``gradient_norm`` (of trained parameters), ``learning_rate`` if the optimizer was made with
-          ``optax.inject_hyperparams``, those of the loss function, and, with a block-sparse exchange, ``sent_share``
-          (of the squared norm of gradients and residuals) and ``residual_norm``. With ``on_nonfinite="skip"``, how many
-          steps have been ``skipped`` since ``init``, and of this one ``nonfinite_stages``, a flag for each stage:
-          whether its gradients were not finite.
+          The new state, and metrics: ``loss``, ``gradient_norm`` (of the gradients that the optimizer reads),
+          ``learning_rate`` if the optimizer was made with ``optax.inject_hyperparams``, those of the loss function,
+          and, with a block-sparse exchange, ``sent_share`` (of the squared norm of gradients and residuals) and
+          ``residual_norm``. With ``on_nonfinite="skip"``, how many steps have been ``skipped`` since ``init``, and of
+          this one ``nonfinite_stages``, a flag for each stage: whether its gradients were not finite.
 
         Raises:
           BatchError, StateError: if an argument does not fit the plan.
@@ -311,14 +311,12 @@ class Pipeline:
         loss, metrics, buffers = hosts.settled(self._gradient_step(state, leaves))
         planned = self._planned
         program, placement = planned.program, planned.placement
-        frozen = [t in program.objective.frozen for t in program.objective.parameters]
-        owners = [None if skipped else owner for owner, skipped in zip(placement.parameters, frozen, strict=True)]
-        rest = (
-            np.zeros(v.aval.shape, v.aval.dtype)
-            for v, skipped in zip(planned.model.parameters, frozen, strict=True)
-            if skipped
-        )
-        gradients = stage_arrays(self.mesh, program.gradients, program.teams.first, owners, buffers, lambda: next(rest))
+        trained = [t not in program.objective.frozen for t in program.objective.parameters]
+        owners = [owner if kept else None for owner, kept in zip(placement.parameters, trained, strict=True)]
+        avals = (v.aval for v, kept in zip(planned.model.parameters, trained, strict=True) if not kept)
+        zeros = (np.zeros(aval.shape, aval.dtype) for aval in avals)
+        gather = functools.partial(stage_arrays, self.mesh, program.gradients, program.teams.first, owners, buffers)
+        gradients = gather(shared=lambda: next(zeros))
         found = _metrics(planned.program.objective, loss, metrics)
         return (loss, found), planned.model.parameter_tree(gradients)
 

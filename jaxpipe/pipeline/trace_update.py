@@ -6,10 +6,11 @@ A conditional that returns a tree (``optax.apply_if_finite``) would tie all para
 computed, and each result is selected by itself: what a parameter's update depends on is then that parameter's alone.
 """
 
+import contextlib
 import functools
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,7 +70,7 @@ def trace_update(
     """
     own, stacks = model.own, model.stacks[0]
     avals = [v.aval for v in own.parameters]
-    state_shape = _named(lambda: jax.eval_shape(optimizer.init, own.parameter_tree(avals)))
+    state_shape = _named(optimizer, lambda: jax.eval_shape(optimizer.init, own.parameter_tree(avals)))
     state_avals, state_tree = jax.tree.flatten(state_shape)
     owner = _owners(optimizer, state_shape, own)
     assert len(owner) == len(state_avals)
@@ -81,13 +82,14 @@ def trace_update(
         gradients = own.parameter_tree(leaves[count : 2 * count])
         state = jax.tree.unflatten(state_tree, leaves[2 * count :])
         updates, state = optimizer.update(gradients, state, parameters)
+        _check_updates(own, parameters, updates)
         new = optax.apply_updates(parameters, updates)
         return [*jax.tree.leaves(new), *jax.tree.leaves(state)]
 
     # Leaves of the tree may come in another order than the model's parameters.
     first = [pieces[0] for pieces in stacks.groups([0] * len(model.parameters) if stage_of is None else stage_of)]
     with known_stages(jax.tree.leaves(own.parameter_tree(first))) as stages:
-        graph = _named(lambda: trace(update, *avals, *avals, *state_avals))
+        graph = _named(optimizer, lambda: trace(update, *avals, *avals, *state_avals))
     graph = _without_conditionals(graph, (*range(count), *range(count), *owner))
     made = [graph.tensors[t].shape for t in graph.outputs]
     given = [a.shape for a in (*avals, *state_avals)]
@@ -114,23 +116,58 @@ def trace_update(
     )
 
 
+def _check_updates(model: BoundModel, parameters: Any, updates: Any) -> None:
+    """Raise ``PartitionError`` if there is not an update for each parameter, of its shape."""
+    leaves, tree = jax.tree.flatten(parameters)
+    if jax.tree.structure(updates) != tree:
+        raise PartitionError(
+            "optimizer: its update does not return a tree like the parameters. A transformation that measures "
+            "(optax.measure_with_ema) goes into optax.monitor, and that into a chain."
+        )
+    names = jax.tree.leaves(model.parameter_tree([v.name for v in model.parameters]))
+    for name, x, update in zip(names, leaves, jax.tree.leaves(updates), strict=True):
+        if jnp.shape(update) != x.shape:
+            raise PartitionError(
+                f"optimizer: the update of {name} has shape {jnp.shape(update)}, the parameter {x.shape}. A pipeline "
+                "hands over one gradient of each parameter for the whole batch; an optimizer that takes one for each "
+                "example (optax.contrib.differentially_private_aggregate, dpsgd) cannot be used."
+            )
+
+
 def transformation_of(op: Operator) -> str | None:
     """The optax transformation that an operator is from, as far as can be told."""
     return None if op.equation is None else _transformation(_compat.functions_behind(op.equation))
 
 
-def _transformation(functions: Sequence[str]) -> str | None:
+def _transformation(functions: Iterable[str]) -> str | None:
     """The innermost of some functions' qualified names that is the update, or the init, of a transformation.
 
     Example:
       >>> _transformation(["fori_loop", "scale_by_lbfgs.<locals>.update_fn", "chain.<locals>.update_fn"])
       'scale_by_lbfgs'
     """
-    found = (re.fullmatch(r"(?:.*\.)?(\w+)\.<locals>\.(?:\w+_)?(?:update|init)(?:_fn)?", name) for name in functions)
-    return next((match[1] for match in found if match and match[1] != "with_extra_args_support"), None)
+    matches = (re.fullmatch(r"(?:.*\.)?(\w+)\.<locals>\.(?:\w+_)?(?:update|init)(?:_fn)?", name) for name in functions)
+    return next((match[1] for match in matches if match and match[1] != "with_extra_args_support"), None)
 
 
-def _named(run: Callable[[], Any]) -> Any:
+def _parts(function: Any, depth: int = 8) -> Iterator[str]:
+    """The transformations that an update is made of, by what it closes over."""
+    if isinstance(function, Mapping):
+        function = tuple(function.values())
+    if isinstance(function, tuple | list):
+        # Of a transformation, a pair of init and update, the latter.
+        for part in function[1:] if hasattr(function, "update") else function:
+            yield from _parts(part, depth)
+    elif depth and callable(function):
+        inner: list[str] = []
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # a cell that is still empty
+                inner += _parts(cell.cell_contents, depth - 1)
+        name = _transformation([getattr(function, "__qualname__", "")])
+        yield from inner if name in (None, "chain", "named_chain") else [name, *inner]
+
+
+def _named(optimizer: optax.GradientTransformation, run: Callable[[], Any]) -> Any:
     """What ``run`` returns; what a transformation raises becomes a ``PartitionError`` with its name."""
     try:
         return run()
@@ -143,18 +180,21 @@ def _named(run: Callable[[], Any]) -> Any:
             for frame, _ in traceback.walk_tb(error.__traceback__)
             if frame.f_globals.get("__name__") != __name__
         ]
+        name = _transformation([*([missing[1]] if missing else ()), *frames[::-1]])
+        parts = list(dict.fromkeys(_parts(optimizer.update)))
+        where = name or "a transformation"
+        where += f" (of {', '.join(parts)})" if len(parts) > 1 else ""
         if isinstance(error, TypeError) and missing:
-            name = _transformation([missing[1], *frames[::-1]]) or missing[1]
             raise PartitionError(
-                f"optimizer: {name} needs {missing[2].replace(chr(39), '')} besides gradients and parameters (a loss "
+                f"optimizer: {where} needs {missing[2].replace(chr(39), '')} besides gradients and parameters (a loss "
                 "value, or a function that computes the loss again). A pipeline's step hands its optimizer gradients, "
                 "state and parameters only. Use an optimizer that needs nothing else, such as optax.adamw; for a "
                 "learning rate that follows the loss, set one from your own loop with optax.inject_hyperparams."
             ) from error
         raise PartitionError(
-            f"optimizer: {_transformation(frames[::-1]) or 'the optimizer'} cannot be traced on the model's parameters "
-            f"and their gradients alone: {type(error).__name__}: {error} Try optimizer.update(gradients, "
-            "optimizer.init(parameters), parameters) on them; what fails there fails in a pipeline, too."
+            f"optimizer: {where} cannot be traced with the model's gradients, its own state and the parameters alone: "
+            f"{type(error).__name__}: {error} Use an optimizer that needs nothing else; "
+            "optimizer.update(gradients, optimizer.init(parameters), parameters) must run."
         ) from error
 
 

@@ -5,12 +5,15 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import jax
+import optax
 
 from jaxpipe.demand import Linearization, linearize
 from jaxpipe.errors import ProfileError
-from jaxpipe.model import UserFunction, bind
+from jaxpipe.model import BoundModel, UserFunction, bind
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes
+from jaxpipe.pipeline.trace_update import trace_update
+from jaxpipe.pipeline.trained import without_frozen
 from jaxpipe.pipeline.unroll import trace_unrolled
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import cache as kept
@@ -28,6 +31,7 @@ def profile_model(
     batch: Any,
     *,
     loss: UserFunction,
+    optimizer: optax.GradientTransformation | None = None,
     source: Source = "measured",
     device: Any = None,
     num_microbatches: int = 1,
@@ -44,6 +48,8 @@ def profile_model(
       model: as for ``partition``. Its variables are not read, only their shapes.
       batch: arrays or shapes ``[examples, ...]``.
       loss: as for ``partition``.
+      optimizer: leaves out the work for gradients of parameters that it does not train; without one, all gradients are
+        in the profile, and ``partition`` leaves out what its optimizer does not need.
       source: ``"measured"`` compiles and runs the operators in groups, with random operands; ``"analytic"`` estimates
         them from peak rates, and needs no device.
       device: a ``jax.Device``, by default the first; for an estimate also the name of a kind of device, ``"H100"``.
@@ -77,11 +83,22 @@ def profile_model(
     checks.check_microbatches(checks.batch_size(shapes), 1, num_microbatches)
     one = microbatch_shapes(shapes, num_microbatches)
     rows = checks.check_unroll(unroll_scans, exchanged=False)
-    _, objective = trace_unrolled(bind(model, loss, one, variables), loss, one, rows)
+    bound, objective = trace_unrolled(bind(model, loss, one, variables), loss, one, rows)
+    frozen: tuple[str, ...] = ()
+    if optimizer is not None:
+        trained = without_frozen(trace_update(optimizer, bound)).trained
+        frozen, objective = frozen_names(bound, trained), objective.training(trained)
     if rates is not None:
         linearization, held = _program(objective)
-        return analytic(linearization, rates, held=held, device_kind=device)
-    return profile_objective(objective, source, jax.devices()[0] if device is None else device, cache=cache)
+        found = analytic(linearization, rates, held=held, device_kind=device)
+    else:
+        found = profile_objective(objective, source, jax.devices()[0] if device is None else device, cache=cache)
+    return replace(found, frozen=frozen)
+
+
+def frozen_names(model: BoundModel, trained: Sequence[bool]) -> tuple[str, ...]:
+    """Names of the parameters that are not trained."""
+    return tuple(v.name for v, kept in zip(model.parameters, trained, strict=True) if not kept)
 
 
 def profile_objective(objective: Objective, source: Source, device: Any, *, cache: bool = True) -> Profile:

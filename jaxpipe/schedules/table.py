@@ -194,7 +194,7 @@ class Schedule:
                     )
         if not 0 <= self.frozen < self.total_stages:
             raise ScheduleError(
-                f"{self.name}: frozen={self.frozen}; of {self.total_stages} stages at least the last one works backward."
+                f"{self.name}: frozen={self.frozen}; at least the last of {self.total_stages} stages works backward."
             )
         chunks, numbers = range(self.num_chunks), range(self.num_microbatches)
         for s in range(self.num_stages):

@@ -82,7 +82,7 @@ def trace_update(
         gradients = own.parameter_tree(leaves[count : 2 * count])
         state = jax.tree.unflatten(state_tree, leaves[2 * count :])
         updates, state = optimizer.update(gradients, state, parameters)
-        _check_updates(own, parameters, updates)
+        _check(optimizer, own, parameters, updates, state_avals, jax.tree.leaves(state))
         new = optax.apply_updates(parameters, updates)
         return [*jax.tree.leaves(new), *jax.tree.leaves(state)]
 
@@ -91,13 +91,6 @@ def trace_update(
     with known_stages(jax.tree.leaves(own.parameter_tree(first))) as stages:
         graph = _named(optimizer, lambda: trace(update, *avals, *avals, *state_avals))
     graph = _without_conditionals(graph, (*range(count), *range(count), *owner))
-    made = [graph.tensors[t].shape for t in graph.outputs]
-    given = [a.shape for a in (*avals, *state_avals)]
-    if made != given:
-        raise PartitionError(
-            f"optimizer: its update makes {len(made)} arrays of parameters {len(avals)} and of its state "
-            f"{len(state_avals)}, or other shapes than it was given. Its init must give a state as update returns it."
-        )
     if model.cut is not None:
         if stages.asked:
             raise PartitionError(
@@ -116,22 +109,36 @@ def trace_update(
     )
 
 
-def _check_updates(model: BoundModel, parameters: Any, updates: Any) -> None:
-    """Raise ``PartitionError`` if there is not an update for each parameter, of its shape."""
+def _check(
+    optimizer: optax.GradientTransformation,
+    model: BoundModel,
+    parameters: Any,
+    updates: Any,
+    before: Sequence[Any],
+    after: Sequence[Any],
+) -> None:
+    """Raise ``PartitionError`` unless there is an update for each parameter, and a state as before."""
+    who = ", ".join(dict.fromkeys(_parts(optimizer.update))) or "the transformation"
     leaves, tree = jax.tree.flatten(parameters)
     if jax.tree.structure(updates) != tree:
         raise PartitionError(
-            "optimizer: its update does not return a tree like the parameters. A transformation that measures "
-            "(optax.measure_with_ema) goes into optax.monitor, and that into a chain."
+            f"optimizer: {who} returns something else than an update for each parameter. Use optax.snapshot to keep a "
+            "measure of gradients in the state of an optimizer."
         )
     names = jax.tree.leaves(model.parameter_tree([v.name for v in model.parameters]))
     for name, x, update in zip(names, leaves, jax.tree.leaves(updates), strict=True):
         if jnp.shape(update) != x.shape:
             raise PartitionError(
-                f"optimizer: the update of {name} has shape {jnp.shape(update)}, the parameter {x.shape}. A pipeline "
-                "hands over one gradient of each parameter for the whole batch; an optimizer that takes one for each "
-                "example (optax.contrib.differentially_private_aggregate, dpsgd) cannot be used."
+                f"optimizer: {who} makes an update of shape {jnp.shape(update)} for {name}, which has shape {x.shape}. "
+                "A pipeline hands over one gradient of each parameter for the whole batch; an optimizer that takes one "
+                "for each example (optax.contrib.differentially_private_aggregate, dpsgd) needs others. Use one that "
+                "works with the mean gradient."
             )
+    if [x.shape for x in before] != [jnp.shape(x) for x in after]:
+        raise PartitionError(
+            f"optimizer: the state of {who} has {len(after)} arrays after an update and {len(before)} before, or their "
+            "shapes have changed. A compiled step needs a state that keeps its form; optax.snapshot keeps a measure so."
+        )
 
 
 def transformation_of(op: Operator) -> str | None:
@@ -171,8 +178,8 @@ def _named(optimizer: optax.GradientTransformation, run: Callable[[], Any]) -> A
     """What ``run`` returns; what a transformation raises becomes a ``PartitionError`` with its name."""
     try:
         return run()
-    except PartitionError:
-        raise
+    except PartitionError as error:
+        raise PartitionError(str(error)) from None  # without the notes that JAX adds
     except Exception as error:
         missing = re.match(r"(\S+)\(\) missing \d+ required (?:keyword-only|positional) arguments?: (.*)", str(error))
         frames = [

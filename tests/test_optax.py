@@ -212,8 +212,10 @@ QUICK = {"apply_if_finite", "conditionally_mask", "freeze", "masked", "multi_tra
 #: Last bits, of the largest number. Optax compiles parts of an update (a moment, a bias correction) as one function, in
 #: which XLA contracts products and sums, so that they round once and not twice; here every operation stands alone.
 LAST_BITS = 16
-#: Singular vectors and the iteration for a polar factor magnify what they are given by the condition of the matrix.
+#: Singular vectors and the iteration for a polar factor magnify what they are given by the condition of the matrix;
+#: estimates of a distance are differences of sums that nearly cancel.
 MAGNIFIED = {"galore": 4096, "muon": 4096, "scale_by_galore": 4096, "scale_by_muon": 4096}
+MAGNIFIED |= {"dadapt_adamw": 256, "prodigy": 256}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WORKING])
@@ -231,11 +233,11 @@ def test_split_by_stage_it_gives_the_update_of_optax(name, model):
         parameters, state = new[:4], new[4:]
     expected = [*jax.tree.leaves(plain), *jax.tree.leaves(plain_state)]
     for result, value in zip([*parameters, *state], expected, strict=True):
-        if jax.dtypes.issubdtype(result.dtype, np.floating):
-            last = np.finfo(np.float32).eps * np.max(np.abs(value), initial=np.finfo(np.float32).tiny)
-            assert np.max(np.abs(result - value)) <= MAGNIFIED.get(name, LAST_BITS) * last
+        if isinstance(result, bool) or not jax.dtypes.issubdtype(result.dtype, np.floating):
+            assert_same_bits(jnp.asarray(result), jnp.asarray(value))
         else:
-            assert_same_bits(result, value)
+            last = np.finfo(np.float32).eps * np.max(np.abs(value), initial=np.finfo(np.float32).tiny)
+            assert np.max(np.abs(result - value), initial=0) <= MAGNIFIED.get(name, LAST_BITS) * last
 
 
 @pytest.mark.core

@@ -314,11 +314,18 @@ def function_name(equation: Any) -> str | None:
     return getattr(info, "func_name", None)
 
 
+def functions_behind(equation: Any) -> list[str]:
+    """Qualified names of the functions that an equation was traced in, innermost first."""
+    traceback = equation.source_info.traceback
+    return [] if traceback is None else [frame.function_name for frame in traceback.frames]
+
+
 __all__ = [
     "JAX_VERSION",
     "disguise",
     "evaluate_jaxpr",
     "function_name",
+    "functions_behind",
     "has_default_sharding",
     "has_mesh_in_context",
     "hoist_constants",

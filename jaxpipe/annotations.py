@@ -62,7 +62,19 @@ _UNTYPED: dict[str, Callable[..., Any]] = {
 
 #: Operators whose programs are rewritten, too.
 _CONTROL = frozenset(
-    "checkpoint closed_call cond custom_jvp_call custom_vjp_call jit pjit remat remat2 scan while".split()
+    [
+        "checkpoint",
+        "closed_call",
+        "cond",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "jit",
+        "pjit",
+        "remat",
+        "remat2",
+        "scan",
+        "while",
+    ]
 )
 
 #: The mesh in whose context the caller of jaxpipe is.

@@ -18,7 +18,7 @@ from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_var
 from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import stay
-from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, sections_for, teams_of
+from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, frozen_stages, sections_for, teams_of
 from jaxpipe.pipeline.describe import least_seconds, rates_in
 from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.guard import OnNonFinite
@@ -30,6 +30,8 @@ from jaxpipe.pipeline.program import DATA
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.sections import Placement, Section, places_to_cut, variable_spans
 from jaxpipe.pipeline.step import Batching
+from jaxpipe.pipeline.trace_update import trace_update
+from jaxpipe.pipeline.trained import without_frozen
 from jaxpipe.pipeline.unroll import scanned_variables, trace_unrolled
 from jaxpipe.planning.chunked import chunked
 from jaxpipe.planning.layers import partition_layers
@@ -38,8 +40,9 @@ from jaxpipe.planning.storing.choose import check_solver
 from jaxpipe.policy import FAST, Codecs, parse
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.cache import program_text
-from jaxpipe.profiling.model import Source, profile_objective
+from jaxpipe.profiling.model import Source, frozen_names, profile_objective, without_frozen_work
 from jaxpipe.rates import known_rates, rates_of
+from jaxpipe.schedules.table import without_backward
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.target import building_for
 from jaxpipe.units import parse_bytes
@@ -94,7 +97,12 @@ def partition(
         planned at ``Pipeline.init(key, batch)``.
       loss: ``loss(model, batch)`` gives a scalar, ``(scalar, metrics)``, or ``(sum, weight, metrics)`` if
         micro-batches weigh unequally; then loss, metrics and gradient are divided by the total weight.
-      optimizer: any optax optimizer; gets the gradient of the whole batch.
+      optimizer: any optax optimizer that needs gradients, parameters and its own state, and nothing else; gets the
+        gradient of the whole batch. A parameter whose gradient no part of the update reads is frozen
+        (``optax.set_to_zero`` in a ``multi_transform``, ``selective_transform``, ``freeze``): no gradient of it is
+        computed or kept, there is no backward pass below the first trained one, and the plan says what that saves. An
+        optimizer that looks at all gradients (clipping by the global norm in front of the mask), and an exchange of
+        gradients that is not dense, need them all.
       evaluate: like ``loss``, or gives metrics alone; without dropout, with running statistics.
       predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``.
       memory: most bytes on a device, as an int or a text such as ``"8GiB"``. If the default storage needs more, an
@@ -229,10 +237,15 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
         x if shared_leaf else _rows(x, size // request.replicas)
         for x, shared_leaf in zip(jax.tree.leaves(batch), batching.shared, strict=True)
     ]
-    traced = Traced(objective, model, _profile(request, objective), batch, one, batching, local)
+    update = trace_update(request.optimizer, model)
+    if request.exchange is None or request.replicas == 1:
+        update = without_frozen(update)
+    objective = objective.training(update.trained)
+    profile = _profile(request, objective, frozen_names(model, update.trained))
+    traced = Traced(objective, model, update, profile, batch, one, batching, local)
 
     def cut_again(before: Draft, charged: Profile) -> Draft:
-        schedule, teams = before.program.schedule, before.program.teams
+        schedule, teams = before.schedule, before.program.teams
         other = _place(request, traced, charged, schedule.num_chunks, False if teams.single else teams.widths)
         bound = before.found.lower_bound_seconds
         other = replace(other, profile=traced.profile, lower_bound_seconds=bound)
@@ -273,9 +286,11 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
         schedules = checks.make_schedules(request.schedules, request.num_stages, m)
     drafts: list[Draft] = []
     for schedule in schedules:
-        v = schedule.num_chunks
+        v, least = schedule.num_chunks, 0.0
         try:
-            least = least_seconds(schedule, placed(v), teams_of(placed(v), request)) if drafts else 0.0
+            if drafts:
+                trimmed = without_backward(schedule, frozen_stages(traced, sections(v)[1]))
+                least = least_seconds(trimmed, placed(v), teams_of(placed(v), request))
         except checks.PartitionError:  # too few operators for so many stages; others will do
             continue
         if not drafts or least < min(found.seconds for found in drafts):
@@ -300,7 +315,7 @@ def _default_microbatches(size: int, request: Request) -> int:
     return next((m for m in counts if m >= wanted), counts[-1])
 
 
-def _profile(request: Request, objective: Objective) -> Profile:
+def _profile(request: Request, objective: Objective, frozen: tuple[str, ...]) -> Profile:
     graph = objective.graph
     if isinstance(request.profile, Profile):
         count = len(request.profile.names)
@@ -309,12 +324,21 @@ def _profile(request: Request, objective: Objective) -> Profile:
                 f"profile= has {count} operators, the model has {len(graph.operators)}. Profile this very model, with "
                 "micro-batches of this size."
             )
-        return settled(request.profile, request.mesh.devices.flat[0])
+        if request.profile.frozen not in ((), frozen):
+            other = sorted(set(frozen) ^ set(request.profile.frozen))[0]
+            raise checks.PartitionError(
+                f"profile= was made with {len(request.profile.frozen)} parameters that are not trained, and optimizer= "
+                f"does not train {len(frozen)}; {other} is among one of them only. Pass the same optimizer to "
+                "profile_model, or none: a profile with the work for all gradients in it does for any optimizer."
+            )
+        profile = settled(request.profile, request.mesh.devices.flat[0])
+        return without_frozen_work(profile, objective, frozen)
     source = request.profile
     progress.tell(f"costs of {len(graph.operators)} operators, {source}")
-    return hosts.from_first(
+    found = hosts.from_first(
         lambda: profile_objective(objective, source, hosts.mine(request.mesh.devices.flatten().tolist())[0])
     )
+    return replace(found, frozen=frozen)
 
 
 def settled(profile: Profile, device: Any) -> Profile:

@@ -47,6 +47,7 @@ class Profile:
       rates: of that device. ``partition`` charges with them whatever a step takes besides its operators: messages,
         stashes, sums of gradients, recomputation, codecs. None if they are not known: those of ``device_kind`` count
         then, or of the mesh's devices, and the plan says so.
+      frozen: names of the parameters that are not trained: the work for their gradients is not in it.
 
     Raises:
       ProfileError: if lengths differ, a number is negative or not finite, or an edge leads backwards.
@@ -72,6 +73,7 @@ class Profile:
     source: str = "given"
     device_kind: str = ""
     rates: Rates | None = None
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(map(str, self.names)))
@@ -154,6 +156,7 @@ class Profile:
         head = {"source": self.source, "device_kind": self.device_kind, "together": self.together}
         if self.rates is not None:
             head["rates"] = dataclasses.asdict(self.rates)
+        head |= {"frozen": self.frozen} if self.frozen else {}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         for key, entries in (("operators", rows), ("edges", self.edges)):
             listed = ",\n  ".join(map(json.dumps, entries))
@@ -185,7 +188,9 @@ class Profile:
                 kind = str if field == "names" else float
                 columns[field].append(read_as(kind, row[field], f"{place}.{field}", ProfileError))
         named = {field: tuple(column) for field, column in columns.items()}
-        rest = {name: getattr(found, name) for name in ("edges", "together", "source", "device_kind", "rates")}
+        rest = {
+            name: getattr(found, name) for name in ("edges", "together", "source", "device_kind", "rates", "frozen")
+        }
         return cls(**named, **rest)
 
 
@@ -199,6 +204,7 @@ class _File:
     source: str = "given"
     device_kind: str = ""
     rates: Rates | None = None
+    frozen: tuple[str, ...] = ()
 
 
 def _list(names: Iterable[str]) -> str:

@@ -188,8 +188,8 @@ def on_dict(change):
 @pytest.mark.core
 def test_large_values_of_two_stages_may_not_meet():
     message = (
-        r"optimizer: add(_any)? combines large values of several stages \(\(80, 80\) of stage 0, \(80, 80\) of stage "
-        r"1\)\. Stages exchange at most 4096 numbers at once .*Use one that works parameter by parameter"
+        r"optimizer: add(_any)? of on_dict combines large values of several stages \(\(80, 80\) of stage 0, \(80, 80\) "
+        r"of stage 1\)\. Stages exchange at most 4096 numbers at once .*Use one that works parameter by parameter"
     )
     with pytest.raises(PartitionError, match=message):
         refused(on_dict(lambda a, b: [a + b, b]))

@@ -16,7 +16,15 @@ from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.balance import balanced
 from jaxpipe.pipeline.compiled import is_near_budget, refusal, with_step, within_budget
-from jaxpipe.pipeline.describe import describe, rates_in, stage_links, stage_seconds, step_seconds, step_timeline
+from jaxpipe.pipeline.describe import (
+    describe,
+    describe_frozen,
+    rates_in,
+    stage_links,
+    stage_seconds,
+    step_seconds,
+    step_timeline,
+)
 from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
 from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solving
 from jaxpipe.pipeline.folding import shared_sections
@@ -27,8 +35,10 @@ from jaxpipe.pipeline.optimizer import colour_update
 from jaxpipe.pipeline.planned import Budget, Planned
 from jaxpipe.pipeline.program import DATA, PAGE, Program
 from jaxpipe.pipeline.request import Request
-from jaxpipe.pipeline.sections import Placement, Section, cut_sections, place, with_backward
+from jaxpipe.pipeline.sections import Placement, Section, count_frozen, cut_sections, place, with_backward
 from jaxpipe.pipeline.step import Batching, Update
+from jaxpipe.pipeline.trace_update import TracedUpdate, trace_update
+from jaxpipe.pipeline.trained import without_frozen
 from jaxpipe.planning.mapping import best_mapping
 from jaxpipe.planning.memory import predict, working_bytes
 from jaxpipe.planning.placed import Partition
@@ -38,6 +48,7 @@ from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.profiling.kernels import graph_seconds
 from jaxpipe.schedules import Schedule
+from jaxpipe.schedules.table import without_backward
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.work import weight
 
@@ -48,6 +59,7 @@ class Traced:
 
     Attributes:
       objective, model: what is computed for a micro-batch.
+      update: the optimizer.
       profile: what its operators cost.
       batch, microbatch: shapes.
       batching: how the batch is cut.
@@ -56,6 +68,7 @@ class Traced:
 
     objective: Objective
     model: BoundModel
+    update: TracedUpdate
     profile: Profile
     batch: Any
     microbatch: Any
@@ -72,12 +85,14 @@ class Draft:
       found: the cuts, and a device for each stage.
       stages: the stage of every variable.
       program: what would run.
+      schedule: its table, as if all stages were trained.
     """
 
     request: Request
     found: Partition
     stages: Placement
     program: Program
+    schedule: Schedule
 
     @cached_property
     def seconds(self) -> float:
@@ -107,24 +122,32 @@ def draft(
     stages: Placement,
     sections: tuple[Section, ...],
 ) -> Draft:
-    """The program for sections and a schedule."""
+    """The program for sections and a schedule, in which all stages are trained."""
     model, devices = traced.model, range(schedule.num_stages)
     placement = stages.on_devices(schedule.num_stages)
+    held = [placement.held_by(d)[0] for d in devices]
+    parameters = [[(model.parameters[k].aval, traced.update.trained[k]) for k in own] for own in held]
     program = Program(
         objective=traced.objective,
         sections=sections,
-        schedule=schedule,
+        schedule=without_backward(schedule, frozen_stages(traced, sections)),
         teams=Teams(teams_of(found, request).widths[: schedule.num_stages]),
         num_microbatches=traced.batching.num_microbatches,
         placement=placement,
-        parameters=lay_out([[model.parameters[k].aval for k in placement.held_by(d)[0]] for d in devices]),
+        parameters=lay_out([[aval for aval, _ in own] for own in parameters]),
+        gradients=lay_out([[aval for aval, trained in own if trained] for own in parameters]),
         state=lay_out([[model.state[k].aval for k in placement.held_by(d)[1]] for d in devices]),
         replicated=DATA in request.mesh.axis_names,
         gradient_dtype=request.gradient_dtype,
     )
     if request.budget is not None and request.network is not None and program.may_swap:
         found = _map_for_swaps(program, found)
-    return Draft(request, found, stages, program)
+    return Draft(request, found, stages, program, schedule)
+
+
+def frozen_stages(traced: Traced, sections: Sequence[Section]) -> int:
+    """How many stages, the first ones, have no backward work because the optimizer does not train them."""
+    return count_frozen(sections) if traced.objective.frozen else 0
 
 
 def choose(
@@ -241,14 +264,18 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     model, placement = traced.model, program.placement
     devices = range(program.num_devices)
     mesh = arrange(request.mesh, [placed.stages[d].devices for d in devices], placed.network)
-    coloured = colour_update(request.optimizer, model, placement.parameters)
+    traced_update = traced.update
+    if traced_update.per_stage:
+        whole = trace_update(request.optimizer, model, placement.parameters)
+        traced_update = without_frozen(whole, traced_update.trained)
+    coloured = colour_update(traced_update, model, placement.parameters)
     exchanges = request.exchange is not None and request.replicas > 1
     check_live(program, coloured, exchanges)
     owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
     exchange = None
     if request.exchange is not None and exchanges:
         warn_of_adam(coloured.state_shape)
-        layouts = program.parameters, program.gradients
+        layouts = program.gradients, program.sums
         exchange = stage_exchange(request.exchange, model, placement, *layouts, request.replicas)
     state_layout = lay_out([[a for a, owner in owned if owner == d] for d in devices])
     update = Update(coloured, state_layout, exchange, request.on_nonfinite)
@@ -260,7 +287,7 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
         rows = checks.batch_size(traced.microbatch)
         plan = describe(request, chosen, placed, memory_of(chosen), rows, fitted, budget)
-        plan = replace(plan, per_stage=coloured.per_stage)
+        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model))
         if exchange is not None:
             plan = replace(plan, exchange_bytes=exchange.sent_bytes)
         return Planned(

@@ -95,10 +95,10 @@ def touched(program: Program, kind: Kind) -> tuple[int, ...]:
     found: set[int] = set()
     for s, section in enumerate(program.sections):
         device = program.device(s)
-        places = zip(program.held(device)[0], program.parameters.places[device], strict=True)
+        places = zip(program.trained(device), program.gradients.places[device], strict=True)
         given = differentiated(section, kind)
         own = {t: buffer for t, (buffer, _) in places}
-        lent = {t: len(program.parameters.buffers) + k for k, t in enumerate(program.shared)}
+        lent = {t: len(program.gradients.buffers) + k for k, t in enumerate(program.lent)}
         found.update(own.get(t, lent.get(t, -1)) for t in given)
     return tuple(sorted(found - {-1}))
 
@@ -194,7 +194,9 @@ def forward_branch(program: Program, s: int) -> Callable[..., Any]:
 
 
 def backward_branch(program: Program, s: int) -> Callable[..., Any]:
-    """The backward work of a stage, or its input part if the schedule splits it."""
+    """The backward work of a stage, or its input part if the schedule splits it; none of a frozen stage."""
+    if s < program.schedule.frozen:
+        return idle_backward(program)
     section = program.sections[s]
     following = program.sections[s + 1].returning if s + 1 < len(program.sections) else ()
     loss = program.objective.results[0]
@@ -226,7 +228,9 @@ def backward_branch(program: Program, s: int) -> Callable[..., Any]:
 
 
 def weight_branch(program: Program, s: int) -> Callable[..., Any]:
-    """The weight part of the backward work of a stage."""
+    """The weight part of the backward work of a stage; none of a frozen one."""
+    if s < program.schedule.frozen:
+        return idle_weight(program)
     section = program.sections[s]
 
     def weight(parameters: Any, key: Any, rows: Rows, stash: Any, saved: Any) -> Any:
@@ -269,14 +273,14 @@ def _packed(values: Sequence[Any], shape: tuple[int, int]) -> Any:
 def _steps(program: Program, s: int, kind: Kind, gradients: dict[int, Any]) -> list[Any]:
     """The buffers that work of a kind adds to, with a stage's gradients in them and zeros elsewhere."""
     device = program.device(s)
-    own = program.held(device)[0]
+    own = program.trained(device)
     given = differentiated(program.sections[s], kind)
     values = [
         gradients[t] if t in given and gradients.get(t) is not None else jnp.zeros(a.shape, a.dtype)
         for t, a in zip(own, program.avals(own), strict=True)
     ]
-    written = program.parameters.write(device, values)
-    for t, aval in zip(program.shared, program.gradient_avals[len(written) :], strict=True):
+    written = program.gradients.write(device, values)
+    for t, aval in zip(program.lent, program.gradient_avals[len(written) :], strict=True):
         here = t in given and t not in own and gradients.get(t) is not None
         written.append(gradients[t].reshape(aval.shape) if here else jnp.zeros(aval.shape, aval.dtype))
     return [written[k] for k in touched(program, kind)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.branches import touched
 from jaxpipe.pipeline.fit import Fitted
 from jaxpipe.pipeline.program import PAGE, Program
@@ -18,7 +19,7 @@ from jaxpipe.pipeline.swap import exchange_seconds
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.planning.costs import Synchronous, Team
 from jaxpipe.planning.placed import Partition
-from jaxpipe.planning.plan import HostPlan, Plan, StagePlan, StashPiece
+from jaxpipe.planning.plan import FrozenPlan, HostPlan, Plan, StagePlan, StashPiece
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.rates import Rates, known_rates
@@ -77,7 +78,7 @@ def step_seconds(program: Program, found: Partition, timeline: Timeline) -> floa
     if program.teams.single:
         return timeline.makespan
     model = Synchronous(found.network, program.num_microbatches)
-    weights = np.array([program.gradients.bytes], np.float64)
+    weights = np.array([program.sums.bytes], np.float64)
     return timeline.makespan + max(float(model.all_reduce_seconds(weights, Team(s.devices))[0]) for s in found.stages)
 
 
@@ -180,7 +181,7 @@ def describe(
 
 def _summed_in(program: Program) -> dict[str, str]:
     """The type in which gradients are added up, by the type of their parameters, where that is another."""
-    pairs = zip(program.parameters.buffers, program.gradients.buffers, strict=True)
+    pairs = zip(program.gradients.buffers, program.sums.buffers, strict=True)
     return {own.name: sums.name for (_, own), (_, sums) in pairs if own != sums}
 
 
@@ -193,6 +194,22 @@ def _whose_rates(request: Request, profile: Profile) -> str:
     if profile.device_kind == kind:
         return ""
     return profile.device_kind or "the profile's device"
+
+
+def describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:
+    """What the plan says of the parameters that are not trained."""
+    objective, count = program.objective, program.schedule.frozen
+    pairs = list(zip(model.parameters, objective.parameters, strict=True))
+    frozen = [v for v, t in pairs if t in objective.frozen]
+    if not frozen:
+        return None
+    return FrozenPlan(
+        parameters=tuple(v.name for v in frozen),
+        trained=len(pairs) - len(frozen),
+        bytes=sum(4 * word_count(v.aval) for v in frozen),
+        gradient_bytes=program.summed(program.parameters).bytes - program.sums.bytes,
+        stages=tuple(range(count)),
+    )
 
 
 def _idle_share(timeline: Timeline, widths: Sequence[int]) -> float:

@@ -98,14 +98,14 @@ class Live:
         means = list(gradients)
         if program.replicated:
             means, share = lax.psum(means, DATA), share * lax.axis_size(DATA)
-        means = round_to([g / jnp.asarray(share, g.dtype) for g in means], program.parameters.buffers)
+        means = round_to([g / jnp.asarray(share, g.dtype) for g in means], program.gradients.buffers)
         newest = version(weights, row.newest)
 
         new, optimizer, shared = run_update(
             self.coloured,
             stage,
             functools.partial(over_stages, program),
-            (program.parameters, self.layout),
+            (program.parameters, program.gradients, self.layout),
             (newest, weights.optimizer),
             means,
             weights.shared,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxpipe import annotations
 from jaxpipe.annotations import Annotations
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph import Graph, read_graph
+from jaxpipe.graph import Graph, is_differentiable, read_graph
 from jaxpipe.model import BoundModel, UserFunction
 from jaxpipe.planning.order import parameter_work_in_place
 from jaxpipe.rows import MixedRowsError, split_rows
@@ -26,6 +26,7 @@ class Objective:
       parameters, state, key, batch: tensor numbers of the inputs.
       results: tensor numbers: loss, weight, then metrics; or the leaves of a prediction.
       new_state: tensor numbers, one for each state variable.
+      frozen: the parameters whose gradient nobody needs.
       metrics_only: whether an evaluation returned metrics and no loss.
       weighted: whether micro-batches have weights of their own.
       tree: structure of the metrics, or of the prediction.
@@ -43,6 +44,18 @@ class Objective:
     metrics_only: bool = False
     weighted: bool = False
     annotations: Annotations = field(default_factory=Annotations)
+    frozen: frozenset[int] = frozenset()
+
+    @property
+    def differentiated(self) -> tuple[int, ...]:
+        """The parameters that receive a gradient."""
+        tensors = self.graph.tensors
+        return tuple(t for t in self.parameters if t not in self.frozen and is_differentiable(tensors[t].aval))
+
+    def training(self, trained: Sequence[bool]) -> "Objective":
+        """The same program, of which only some parameters are trained."""
+        left = (t for t, kept in zip(self.parameters, trained, strict=True) if not kept)
+        return replace(self, frozen=frozenset(left))
 
 
 def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str = "loss") -> Objective:

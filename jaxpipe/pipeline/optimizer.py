@@ -1,28 +1,25 @@
 """Any optax optimizer, run stage by stage with the result it would have on the whole tree.
 
-    optimizer.update on the abstract whole tree --trace--> Graph --colour--> one program for each stage
+    TracedUpdate of the whole tree (jaxpipe.pipeline.trace_update) --colour--> one program for each stage
 
 An operator whose operands belong to one stage runs in that stage's branch. Where values of several stages meet
 (the sum of squared norms behind a global-norm clipping), they are exchanged and the operator runs everywhere; only
 small values may meet. Exchanges come in rounds; after the last, every stage has its new parameters and state.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.gradients.per_stage import known_stages
-from jaxpipe.graph import Graph, Operator, run, trace
+from jaxpipe.graph import Graph, Operator, run
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.switch import switch
+from jaxpipe.pipeline.trace_update import TracedUpdate, transformation_of
 from jaxpipe.pipeline.words import from_words, to_words, word_count
-from jaxpipe.rows import MixedRowsError, split_rows
 from jaxpipe.stacks import Stacks
 
 
@@ -35,7 +32,8 @@ class ColouredUpdate:
     """``optimizer.update`` and ``apply_updates`` on the whole tree, each operator with its stage.
 
     Attributes:
-      graph: ``(parameters, gradients, optimizer state) -> (new parameters, new optimizer state)``, flat.
+      graph: ``(parameters, gradients, optimizer state) -> (new parameters, new optimizer state)``, flat; with the
+        gradients of trained parameters only.
       colour: by tensor number, the stage that has it; absent where every stage has it.
       round: by tensor number, after how many exchanges it can be known.
       exchanged: by round, the tensors sent to all stages after it.
@@ -63,58 +61,30 @@ class ColouredUpdate:
     per_stage: bool = False
 
 
-def colour_update(
-    optimizer: optax.GradientTransformation, model: BoundModel, stage_of: Sequence[int]
-) -> ColouredUpdate:
-    """Trace an optimizer and give each of its operators a stage.
+def colour_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence[int]) -> ColouredUpdate:
+    """Give each operator of an optimizer a stage.
 
     Args:
-      optimizer: any optax transformation.
+      update: the optimizer as it was traced for these stages, or for any if it does not look at them.
       model: the whole model.
       stage_of: the stage of each parameter.
 
     Raises:
       PartitionError: if values of several stages meet that are too large to be exchanged.
     """
-    own, stacks = model.own, model.stacks[0]
-    avals = [v.aval for v in own.parameters]
-    state_shape = jax.eval_shape(optimizer.init, own.parameter_tree(avals))
-    state_avals, state_tree = jax.tree.flatten(state_shape)
-    owner = _parameter_of_state(optimizer, state_shape, own)
-    state_stacks = Stacks(tuple(map(functools.partial(_cut_as, stacks), owner, state_avals)))
-    state_stage = _stage_of_state(owner, stacks.groups(stage_of), state_stacks)
-    count = len(avals)
-
-    def update(*leaves: Any) -> list[Any]:
-        parameters = own.parameter_tree(leaves[:count])
-        gradients = own.parameter_tree(leaves[count : 2 * count])
-        state = jax.tree.unflatten(state_tree, leaves[2 * count :])
-        updates, state = optimizer.update(gradients, state, parameters)
-        new = optax.apply_updates(parameters, updates)
-        return [*jax.tree.leaves(new), *jax.tree.leaves(state)]
-
-    # Leaves of the tree may come in another order than the model's parameters.
-    first = [pieces[0] for pieces in stacks.groups(stage_of)]
-    with known_stages(jax.tree.leaves(own.parameter_tree(first))) as stages:
-        graph = trace(update, *avals, *avals, *state_avals)
-    if model.cut is not None:
-        if stages.asked:
-            raise PartitionError(
-                "optimizer: gradients.per_stage puts each parameter into one stage, and unroll_scans puts stacked ones "
-                "into several. Clip by value or by block, or leave out one of the two."
-            )
-        graph = _cut(graph, own, stacks, state_stacks)
+    graph, state_stacks = update.graph, update.state_stacks
+    state_stage = _stage_of_state(update.owner, model.stacks[0].groups(stage_of), state_stacks)
     inputs, outputs = graph.inputs, graph.outputs
-    count, state_avals = len(model.parameters), state_stacks.shapes(state_avals)
+    gradient_stage = [s for s, trained in zip(stage_of, update.trained, strict=True) if trained]
+    first, behind = len(model.parameters), len(model.parameters) + len(gradient_stage)
     colour: dict[int, int] = {}
-    for t, stage in zip(inputs, (*stage_of, *stage_of, *state_stage), strict=True):
+    for t, stage in zip(inputs, (*stage_of, *gradient_stage, *state_stage), strict=True):
         if stage is not None:
             colour[t] = stage
     wanted = (*stage_of, *state_stage)
     exchanged, rounds = _colour(graph, colour, [t for t, s in zip(outputs, wanted, strict=True) if s is None])
-    for t, stage, name in zip(
-        outputs, wanted, [*(v.name for v in model.parameters), *_names(state_shape, state_stacks)], strict=True
-    ):
+    names = [*(v.name for v in model.parameters), *update.state_names]
+    for t, stage, name in zip(outputs, wanted, names, strict=True):
         if stage is not None and colour.get(t, stage) != stage:
             raise PartitionError(
                 f"optimizer: the new value of {name}, in stage {stage}, is made in stage {colour[t]}. The optimizer "
@@ -125,62 +95,17 @@ def colour_update(
         colour=colour,
         round=rounds,
         exchanged=exchanged,
-        parameters=inputs[:count],
-        gradients=inputs[count : 2 * count],
-        state=inputs[2 * count :],
-        new_parameters=outputs[:count],
-        new_state=outputs[count:],
+        parameters=inputs[:first],
+        gradients=inputs[first:behind],
+        state=inputs[behind:],
+        new_parameters=outputs[:first],
+        new_state=outputs[first:],
         state_stage=state_stage,
-        state_avals=tuple(state_avals),
-        state_shape=state_shape,
+        state_avals=update.state_avals,
+        state_shape=update.state_shape,
         state_stacks=state_stacks,
-        per_stage=stages.asked,
+        per_stage=update.per_stage,
     )
-
-
-def _cut(graph: Graph, own: BoundModel, parameters: Stacks, state: Stacks) -> Graph:
-    """The update of whole parameters as one of their pieces: the same, up to the order in which sums are added."""
-    both = parameters.bounds
-    try:
-        return split_rows(graph, Stacks((*both, *both, *state.bounds)), Stacks((*both, *state.bounds)))
-    except MixedRowsError as error:
-        names = [v.name for v in own.parameters]
-        mixed = sorted({names[k % len(names)] for k in error.sources if k < 2 * len(names)})
-        raise PartitionError(
-            f"optimizer: {error.where} combines layers of {', '.join(mixed) or 'a stacked parameter'}, which "
-            "unroll_scans puts into several stages. Use an optimizer that works element by element, or by norms and "
-            "sums, or leave out unroll_scans."
-        ) from None
-
-
-def _names(tree: Any, stacks: Stacks) -> list[str]:
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    return [paths[k] for k in stacks.leaf_of]
-
-
-def _parameter_of_state(
-    optimizer: optax.GradientTransformation, shape: Any, model: BoundModel
-) -> tuple[int | None, ...]:
-    """The parameter that each leaf of the optimizer state belongs to, as optax tells; None for one that has none."""
-    numbers = model.parameter_tree([_Number(k) for k in range(len(model.parameters))])
-    marked = optax.tree_map_params(
-        optimizer, lambda _, number: number, shape, numbers, transform_non_params=lambda _: _Number(None)
-    )
-    found = jax.tree.leaves(marked, is_leaf=lambda x: isinstance(x, _Number))
-    return tuple(x.value for x in found)
-
-
-class _Number:
-    """A leaf that carries a number."""
-
-    def __init__(self, value: int | None):
-        self.value = value
-
-
-def _cut_as(stacks: Stacks, owner: int | None, aval: Any) -> tuple[int, ...] | None:
-    """Where a leaf of the optimizer state is cut: as its parameter, if it has as many rows."""
-    cuts = None if owner is None else stacks.bounds[owner]
-    return cuts if cuts is not None and aval.shape[:1] == cuts[-1:] else None
 
 
 def _stage_of_state(
@@ -227,8 +152,10 @@ def _colour(graph: Graph, colour: dict[int, int], shared: Sequence[int]) -> tupl
             owners = {colour[t] for t in large}
             if len(owners) > 1:
                 shapes = ", ".join(f"{graph.tensors[t].shape} of stage {colour[t]}" for t in large)
+                source = transformation_of(op)
+                what = op.label if source is None else f"{op.label} of {source}"
                 raise PartitionError(
-                    f"optimizer: {op.label} combines large values of several stages ({shapes}). Stages exchange at "
+                    f"optimizer: {what} combines large values of several stages ({shapes}). Stages exchange at "
                     f"most {EXCHANGE_LIMIT} numbers at once (norms, counts), so this optimizer cannot be split over a "
                     "pipeline. Use one that works parameter by parameter."
                 )

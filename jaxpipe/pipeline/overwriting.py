@@ -92,7 +92,7 @@ def run_update(
     update: ColouredUpdate,
     stage: Any,
     together: Callable[[Any], Any],
-    layouts: tuple[Layout, Layout],
+    layouts: tuple[Layout, Layout, Layout],
     own: tuple[Sequence[Any], Sequence[Any]],
     gradients: Sequence[Any],
     shared: Sequence[Any],
@@ -105,9 +105,9 @@ def run_update(
       update: the coloured program.
       stage: this device's stage, a tracer.
       together: the sum over the stages.
-      layouts: of parameters and of state.
-      own: this device's buffers of both.
-      gradients: in the buffers of the parameters.
+      layouts: of parameters, gradients and state.
+      own: this device's buffers of parameters and of state.
+      gradients: its buffers of those.
       shared: the state of which every stage has a copy.
       unless: whether nothing changes.
       rates: by stage, how far parameters go from the old values to the new ones, if not all the way.
@@ -119,7 +119,7 @@ def run_update(
 
     def read(s: int) -> Any:
         held = own[0], gradients, own[1]
-        return tuple(x.read(s, buffers) for x, buffers in zip((layouts[0], *layouts), held, strict=True))
+        return tuple(x.read(s, buffers) for x, buffers in zip(layouts, held, strict=True))
 
     everywhere = exchanged_values(update, stage, together, read, shared, len(stages))
 
@@ -138,7 +138,7 @@ def _overwrite_stage(
     update: ColouredUpdate,
     s: int,
     everywhere: dict[int, Any],
-    layouts: tuple[Layout, Layout],
+    layouts: tuple[Layout, Layout, Layout],
     own: tuple[Sequence[Any], Sequence[Any]],
     gradients: Sequence[Any],
     after: Any,
@@ -150,16 +150,16 @@ def _overwrite_stage(
       update: the coloured program.
       s: the stage.
       everywhere: values by tensor number that all stages have, those that were exchanged included.
-      layouts: of parameters and of state.
+      layouts: of parameters, gradients and state.
       own: buffers of parameters and of state.
-      gradients: in the buffers of the parameters.
+      gradients: buffers of those.
       after: an integer before which nothing is done.
       rate: how far parameters go from the old values to the new ones; all the way if there is none.
     """
     numbers = held_by(update, s)
     hidden = [_compat.disguise(x, after) for x in gradients]
     begun, _ = _compat.fence(((own[0], hidden, own[1]), after))
-    buffers = _Buffers((layouts[0], *layouts), s, numbers, tuple(map(list, begun)))
+    buffers = _Buffers(layouts, s, numbers, tuple(map(list, begun)))
     known = dict(everywhere)
     steps = renewals(update, s, everywhere.keys())
     home = {step.new: step.old for step in steps}

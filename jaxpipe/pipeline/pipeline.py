@@ -224,11 +224,11 @@ class Pipeline:
             an axis of examples are the same in all. This holds for all that takes a batch.
 
         Returns:
-          The new state, and metrics: ``loss``, ``gradient_norm``, ``learning_rate`` if the optimizer was made with
-          ``optax.inject_hyperparams``, those of the loss function, and, with a block-sparse exchange, ``sent_share``
-          (of the squared norm of gradients and residuals) and ``residual_norm``. With ``on_nonfinite="skip"``, how many
-          steps have been ``skipped`` since ``init``, and of this one ``nonfinite_stages``, a flag for each stage:
-          whether its gradients were not finite.
+          The new state, and metrics: ``loss``, ``gradient_norm`` (of the gradients that the optimizer reads),
+          ``learning_rate`` if the optimizer was made with ``optax.inject_hyperparams``, those of the loss function,
+          and, with a block-sparse exchange, ``sent_share`` (of the squared norm of gradients and residuals) and
+          ``residual_norm``. With ``on_nonfinite="skip"``, how many steps have been ``skipped`` since ``init``, and of
+          this one ``nonfinite_stages``, a flag for each stage: whether its gradients were not finite.
 
         Raises:
           BatchError, StateError: if an argument does not fit the plan, or the state was passed to a step before.
@@ -296,12 +296,20 @@ class Pipeline:
 
     @outside_mesh()
     def value_and_grad(self, state: TrainState, batch: Any) -> tuple[tuple[Any, dict[str, Any]], Any]:
-        """``((loss, metrics), gradients)``; gradients in the model's own layout, as host arrays."""
+        """``((loss, metrics), gradients)``; gradients in the model's own layout, as host arrays.
+
+        They are those that ``step`` hands to the optimizer: zeros for parameters that it does not train.
+        """
         leaves = self._check(state, batch)
         loss, metrics, buffers = self._run(self._gradient_step, state, leaves)
         planned = self._planned
         program, placement = planned.program, planned.placement
-        gradients = stage_arrays(self.mesh, program.parameters, program.teams.first, placement.parameters, buffers)
+        trained = [t not in program.objective.frozen for t in program.objective.parameters]
+        owners = [owner if kept else None for owner, kept in zip(placement.parameters, trained, strict=True)]
+        avals = (v.aval for v, kept in zip(planned.model.parameters, trained, strict=True) if not kept)
+        zeros = (np.zeros(aval.shape, aval.dtype) for aval in avals)
+        gather = functools.partial(stage_arrays, self.mesh, program.gradients, program.teams.first, owners, buffers)
+        gradients = gather(shared=lambda: next(zeros))
         found = _metrics(planned.program.objective, loss, metrics)
         return (loss, found), planned.model.parameter_tree(gradients)
 

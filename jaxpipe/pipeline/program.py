@@ -50,6 +50,7 @@ class Program:
       num_microbatches: of a step, on each replica of the data axis.
       placement: the device of every variable.
       parameters, state: layouts of the variables, by device.
+      gradients: layout of the gradients of those parameters that are trained.
       gradient_dtype: in which gradients of narrower types are added up (``jaxpipe.pipeline.precision``); None: float32.
       replicated: whether the mesh has a data axis.
       swaps: where stashes are that spend some ticks on another device, or with the host; None if all stay.
@@ -62,6 +63,7 @@ class Program:
     num_microbatches: int
     placement: Placement
     parameters: Layout
+    gradients: Layout
     state: Layout
     replicated: bool
     gradient_dtype: np.dtype[Any] | None = None
@@ -96,6 +98,10 @@ class Program:
         parameters, state = self.placement.held_by(device)
         return [self.objective.parameters[k] for k in parameters], [self.objective.state[k] for k in state]
 
+    def trained(self, device: int) -> list[int]:
+        """Those of a device's parameters that are trained, in the order of the layout of gradients."""
+        return [t for t in self.held(device)[0] if t not in self.objective.frozen]
+
     @cached_property
     def shared(self) -> tuple[int, ...]:
         """Parameters that a device uses and does not hold."""
@@ -106,15 +112,24 @@ class Program:
         return tuple(found)
 
     @cached_property
-    def gradients(self) -> Layout:
-        """Where gradients are added up: as the parameters lie, in types that are as wide or wider."""
-        return self.parameters.with_dtypes(functools.partial(sum_dtype, gradient_dtype=self.gradient_dtype))
+    def sums(self) -> Layout:
+        """Where gradients are added up: as the gradients lie, in types that are as wide or wider."""
+        return self.summed(self.gradients)
+
+    def summed(self, layout: Layout) -> Layout:
+        """Return the layout of sums of gradients, given that of what they are gradients of."""
+        return layout.with_dtypes(functools.partial(sum_dtype, gradient_dtype=self.gradient_dtype))
+
+    @cached_property
+    def lent(self) -> tuple[int, ...]:
+        """Those of the shared parameters that are trained."""
+        return tuple(t for t in self.shared if t not in self.objective.frozen)
 
     @cached_property
     def gradient_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """The gradient buffers of one micro-batch: those of the parameters, then one for each that is shared."""
-        shared = [(math.prod(a.shape), a.dtype) for a in self.avals(self.shared)]
-        return [jax.ShapeDtypeStruct((n,), dtype) for n, dtype in (*self.parameters.buffers, *shared)]
+        """The gradient buffers of one micro-batch: those of the layout, then one for each that is shared."""
+        shared = [(math.prod(a.shape), a.dtype) for a in self.avals(self.lent)]
+        return [jax.ShapeDtypeStruct((n,), dtype) for n, dtype in (*self.gradients.buffers, *shared)]
 
     @cached_property
     def sum_avals(self) -> list[jax.ShapeDtypeStruct]:

@@ -53,6 +53,11 @@ class Section:
             return ()
         return tuple(t for t in self.stage.storage.stored if t not in self.used)
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether there is backward work here."""
+        return self.stage is not None and bool(self.stage.linearization.wrt)
+
     def differentiated(self) -> tuple[int, ...]:
         """The parameters that receive a gradient here."""
         return () if self.stage is None else tuple(t for t in self.parameters if t in self.stage.linearization.wrt)
@@ -186,6 +191,12 @@ def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement
     return tuple(sections)
 
 
+def count_frozen(sections: Sequence[Section]) -> int:
+    """How many stages, from the first on, have no backward work; the last one counts as if it had some."""
+    trained = (s for s, section in enumerate(sections) if section.is_trained)
+    return min(next(trained, len(sections)), len(sections) - 1)
+
+
 def with_backward(objective: Objective, sections: Sequence[Section], policy: Policy = FAST) -> tuple[Section, ...]:
     """The same sections with backward programs, by the default storage plan of each under a policy."""
     active = _active(objective)
@@ -205,9 +216,9 @@ def with_backward(objective: Objective, sections: Sequence[Section], policy: Pol
 
 
 def _active(objective: Objective) -> set[int]:
-    """Tensors that depend on a parameter and can carry a cotangent."""
+    """Tensors that depend on a trained parameter and can carry a cotangent."""
     tensors = objective.graph.tensors
-    active = {t for t in objective.parameters if is_differentiable(tensors[t].aval)}
+    active = set(objective.differentiated)
     for op in objective.graph.operators:
         if not active.isdisjoint(op.inputs):
             active.update(t for t in op.outputs if is_differentiable(tensors[t].aval))

@@ -35,15 +35,15 @@ def borrow(program: Program, buffers: Sequence[Any]) -> list[Any]:
 
 def give_back(program: Program, sums: Sequence[Any]) -> list[Any]:
     """This device's gradient buffers, with what others have computed for its parameters."""
-    if not program.shared:
+    if not program.lent:
         return list(sums)
     count = len(program.gradients.buffers)
     buffers, borrowed = list(sums[:count]), lax.psum(list(sums[count:]), STAGE)
 
     def added(device: int) -> list[Any]:
-        found = dict(zip(program.shared, borrowed, strict=True))
-        own = zip(program.held(device)[0], program.gradients.read(device, buffers), strict=True)
-        return program.gradients.write(device, [g + found[t].reshape(g.shape) if t in found else g for t, g in own])
+        found = dict(zip(program.lent, borrowed, strict=True))
+        own = zip(program.trained(device), program.sums.read(device, buffers), strict=True)
+        return program.sums.write(device, [g + found[t].reshape(g.shape) if t in found else g for t, g in own])
 
     return _by_device(program, added)
 

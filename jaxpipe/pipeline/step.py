@@ -120,7 +120,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             update.coloured,
             program.own,
             functools.partial(over_stages, program),
-            (program.parameters, update.layout),
+            (program.parameters, program.gradients, update.layout),
             (parameters, optimizer),
             gradients,
             state.shared,
@@ -259,7 +259,7 @@ def _train(
     key = jax.random.fold_in(state.key, state.step)
     held = borrow(program, parameters)
     totals = run_ticks(program, held, variables, key, batching.rows(batch), collect, live)
-    count = len(program.parameters.buffers)
+    count = len(program.gradients.buffers)
     gradients = [*over_team(program, totals.gradients[:count]), *totals.gradients[count:]]
     new = totals.state
     if totals.statistics is not None:
@@ -285,7 +285,7 @@ def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, l
     share = weight if summed else weight / lax.axis_size(DATA)
     gradients = [g / share.astype(g.dtype) for g in gradients]
     if summed and gradients:
-        gradients = round_to(gradients, program.parameters.buffers)
+        gradients = round_to(gradients, program.gradients.buffers)
     return loss / weight.astype(loss.dtype), gradients, [x / weight.astype(x.dtype) for x in metrics]
 
 

@@ -211,7 +211,9 @@ class Synchronous(CostModel):
         step = wavefront(F) + wavefront(B) + T * exchange + all-reduce
 
     It is at least ``sum(F) + (R - 1) max(F)``, and the same of ``B``. Stage and link alone are priced as what they
-    add to a step for each micro-batch.
+    add to a step for each micro-batch. Where nothing is trained in the first stages, they work forward only, and in a
+    tick the device counts whose forward and backward passes take longest together
+    (``jaxpipe.schedules.table.Schedule.frozen``).
 
     A replica holds its parameters, their gradients, and in pair ticks ``2 y - 1`` micro-batches where a pipeline that
     is kept full by any means holds ``y``.
@@ -219,10 +221,12 @@ class Synchronous(CostModel):
     Attributes:
       weight: how much a link counts beside a stage, where the two are compared; as a step has the sum of the slowest
         of both, no single weight leads to the best plan.
+      frozen: whether parameters are frozen, so that stages without backward work are left out of it.
     """
 
     name = "synchronous"
     weight: float = 1.0
+    frozen: bool = False
 
     @property
     def m(self) -> int:
@@ -248,10 +252,15 @@ class Synchronous(CostModel):
             backward.append(max(0.0, space.backward[last] - space.backward[first]) / rate)
             weights = np.array([space.parameters[last] - space.parameters[first]])
             reductions.append(float(self.all_reduce_seconds(weights, team)[0]))
-        total = wavefront_seconds(forward, rounds) + wavefront_seconds(backward, rounds) + max(reductions)
+        idle = sum(1 for _ in itertools.takewhile(lambda b: b == 0, backward[:-1])) if self.frozen else 0
+        if idle:
+            total = pair_seconds(forward, backward, rounds, idle)
+        else:
+            total = wavefront_seconds(forward, rounds) + wavefront_seconds(backward, rounds)
+        total += max(reductions)
         if len(stages) == 1:
             return total
-        ticks = rounds + 2 * (len(stages) - 1)  # of pair ticks, jaxpipe.schedules.one_f_one_b
+        ticks = rounds + 2 * (len(stages) - 1) - idle  # of pair ticks, jaxpipe.schedules.one_f_one_b
         return total + ticks * together * self.exchange_seconds(space, stages)
 
     def exchange_seconds(self, space: CutSpace, stages: Stages) -> float:
@@ -307,3 +316,24 @@ def wavefront_seconds(seconds: Sequence[float], num_microbatches: int) -> float:
     windows = [max(seconds[max(0, t - m + 1) : t + 1]) for t in range(count)]
     windows += [max(seconds[k:]) for k in range(count - short + 1, count)]
     return float(sum(windows) + (m - short) * max(seconds))
+
+
+def pair_seconds(forward: Sequence[float], backward: Sequence[float], num_microbatches: int, frozen: int) -> float:
+    """Pair ticks of which the first stages only have the forward part; in a tick the slowest device counts.
+
+    Example:
+      >>> pair_seconds([3, 1], [0, 2], 4, 1)  # 3 + 3 + 3 + 3 + 3
+      15.0
+    """
+    last, m = len(forward) - 1, num_microbatches
+    spans = [(i, i + m, i, seconds) for i, seconds in enumerate(forward)]
+    spans += [(2 * last - i, 2 * last - i + m, i, seconds) for i, seconds in enumerate(backward) if i >= frozen]
+    ends = sorted({tick for first, behind, *_ in spans for tick in (first, behind)})
+    total = 0.0
+    for tick, following in itertools.pairwise(ends):
+        work = [0.0] * len(forward)
+        for first, behind, i, seconds in spans:
+            if first <= tick < behind:
+                work[i] += seconds
+        total += (following - tick) * max(work)
+    return total

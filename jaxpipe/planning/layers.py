@@ -93,6 +93,8 @@ def partition_layers(
     if not idle:
         limits = replace(limits, num_devices=_all(network, limits))
     model = MODELS[cost_model](network, num_microbatches)
+    if isinstance(model, Synchronous):
+        model = replace(model, frozen=bool(profile.frozen))
     model.check(memory_given=min(limits.memory) < math.inf)
     space = cut_space(profile, reorder=reorder)
 

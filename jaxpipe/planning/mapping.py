@@ -53,7 +53,7 @@ def demand(schedule: Schedule, stash_bytes: Sequence[float], tick_seconds: float
     ticks = []
     for s in stages:
         starts, ends = schedule.when(s, Kind.FORWARD), schedule.when(s, Kind.BACKWARD)
-        ticks.append(max(max(ends[j] - start for j, start in starts.items()) - 1, 0))
+        ticks.append(max((end - starts[j] - 1 for j, end in ends.items()), default=0))
     away = np.array(ticks, np.float64)
     over = held - held.mean()
     return Demand(np.maximum(over, 0.0), np.maximum(-over, 0.0), away * tick_seconds, away)
@@ -126,7 +126,7 @@ class _Search:
 
     def __init__(self, found: Partition, wanted: Demand, messages: Sequence[float]):
         self.found, self.wanted, self.network = found, wanted, found.network
-        self.model = Synchronous(found.network, found.num_microbatches)
+        self.model = Synchronous(found.network, found.num_microbatches, frozen=bool(found.profile.frozen))
         stops = [0, *(stage.operators.stop for stage in found.stages)]
         sets = np.zeros((len(stops), len(found.order)), bool)
         for k, stop in enumerate(stops):

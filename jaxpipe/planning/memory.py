@@ -41,11 +41,11 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         "optimizer": update.layout.bytes + sum(map(_bytes, shared)),
         "state": program.state.bytes,
         "batch": sum(map(_bytes, batch)),
-        "gradients": program.gradients.bytes if _adds_up(program) else 0,
+        "gradients": program.sums.bytes if _adds_up(program) else 0,
     }
     if program.shared:
         # Values, gradients, and the words of both on their way.
-        sums = program.sum_avals[len(program.parameters.buffers) :]
+        sums = program.sum_avals[len(program.gradients.buffers) :]
         held["shared"] = 2 * (sum(map(_bytes, program.avals(program.shared))) + sum(map(_bytes, sums)))
     if program.statistics_words:
         # Of this device's micro-batches, and of all.
@@ -65,11 +65,13 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     sending = 2 * 4 * sum(program.message_words)
     updating = max(updating_bytes(update, s) for s in range(program.num_devices))
     if not _adds_up(program):
-        updating, exchanging = updating + parameters, exchanging + parameters
+        updating, exchanging = updating + program.gradients.bytes, exchanging + program.gradients.bytes
     if program.schedule.versions is not None:
         # Weights are copied out of their slot, and updated while stashes wait.
         held["versions"] = weight_slots(program.schedule).count * parameters
-        means = program.gradients.bytes if program.replicated else parameters  # not yet rounded, of all replicas
+        means = (
+            program.sums.bytes if program.replicated else program.gradients.bytes
+        )  # not yet rounded, of all replicas
         computing = parameters + max(computing, means + updating)
         updating = 0
     return {

@@ -116,6 +116,25 @@ class HostPlan:
 
 
 @dataclass(frozen=True)
+class FrozenPlan:
+    """Parameters whose gradients the optimizer does not read, and what that saves.
+
+    Attributes:
+      parameters: their names.
+      trained: how many others there are.
+      bytes: of all of them.
+      gradient_bytes: of buffers of gradients that each device does without.
+      stages: those without backward work.
+    """
+
+    parameters: tuple[str, ...]
+    trained: int
+    bytes: int
+    gradient_bytes: int
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a model is trained on a mesh; predicted from shapes and the costs of operators.
 
@@ -147,6 +166,7 @@ class Plan:
       rates: whose rates messages, stashes, sums of gradients and recomputation are charged at, if the profile is not of
         the mesh's kind of device or has none.
       notes: what the pipeline does otherwise than the model says, one sentence each.
+      frozen: the parameters that the optimizer does not train, if there are any.
 
     Example:
       >>> stage = StagePlan((0, 2), (0,), ("dense",), 1e-3, 2e-3, 36, 8, 1, 0)
@@ -176,6 +196,7 @@ class Plan:
     summed_in: dict[str, str] = field(default_factory=dict)
     rates: str = ""
     notes: tuple[str, ...] = ()
+    frozen: FrozenPlan | None = None
 
     @property
     def predicted_bytes(self) -> int:
@@ -262,6 +283,8 @@ class Plan:
             table.caption += f"\nat the rates of {self.rates}"
         if self.host is not None:
             table.caption += f"\n{_host_text(self.host)}"
+        if self.frozen is not None:
+            table.caption += f"\n{_frozen_text(self.frozen)}"
         if self.exchange_bytes is not None:
             dense = bytes_text(max(self.memory.get(name, 0) for name in ("parameters", "gradients")))
             table.caption += f"\nblock-sparse exchange: {bytes_text(self.exchange_bytes)} of {dense} sent in a step"
@@ -318,6 +341,16 @@ def _away_text(stage: StagePlan) -> str:
 def _places_text(stage: StagePlan) -> str:
     kinds = {"the host's" if piece.stage == HOST else "peers'" for piece in stage.pieces}
     return " and ".join(sorted(kinds))
+
+
+def _frozen_text(frozen: FrozenPlan) -> str:
+    count, total = len(frozen.parameters), len(frozen.parameters) + frozen.trained
+    stages = ", ".join(map(str, frozen.stages))
+    where = f"; no backward work in stage {stages}" if frozen.stages else ""
+    return (
+        f"{count} of {total} parameters are frozen ({bytes_text(frozen.bytes)}): "
+        f"{bytes_text(frozen.gradient_bytes)} of gradients less on each device{where}"
+    )
 
 
 def _host_text(host: HostPlan) -> str:

@@ -78,8 +78,10 @@ def step_bound(search: Search, model: Synchronous, least: float) -> float:
     """The least time of a step, if no plan has a costliest stage or link below ``least``.
 
     What is slowest happens for every micro-batch, and in front of the first round or behind the last one all others
-    have their turn once.
+    have their turn once; unless some only work forward, while another is at its backward pass.
     """
+    if model.frozen:
+        return model.m * least
     sizes = search.limits.team_sizes
     once = float(search.space.seconds[-1]) / (max(model.network.speed) * max(sizes))
     return model.m * least + min(sizes) * max(0.0, once - least)
@@ -125,15 +127,17 @@ class _BranchAndBound:
     def run(self) -> bool:
         """Whether all plans were looked at."""
         try:
-            self._extend(len(self.search.space.crossing) - 1, (0,) * len(self.search.classes), (), 0.0, 0.0, 0.0)
+            self._extend(len(self.search.space.crossing) - 1, (0,) * len(self.search.classes), (), 0.0, (0.0, 0.0, 0.0))
         except _GaveUp:
             return False
         return True
 
-    def _extend(self, cut: int, used: Counts, behind: Stages, total: float, forward: float, backward: float) -> None:
+    def _extend(
+        self, cut: int, used: Counts, behind: Stages, total: float, slowest: tuple[float, float, float]
+    ) -> None:
         """Put every possible stage in front of those that begin at a cut.
 
-        ``total`` is the sum of their seconds, ``forward`` and ``backward`` those of the slowest.
+        ``total`` is the sum of their seconds, ``slowest`` those of the slowest: forward, backward, and both.
         """
         self.nodes += 1
         if self.nodes > MOST_NODES:
@@ -152,14 +156,17 @@ class _BranchAndBound:
                 continue
             rate = team.size * self.model.slowest(team)
             f, b = ((sums[cut] - sums) / rate for sums in (space.forward, space.backward))
-            slowest = np.maximum(forward, f) + np.maximum(backward, b)
-            least = size * (total + f + b) + (m - size) * slowest + m * exchange
+            forward, backward, both = map(np.maximum, slowest, (f, b, f + b))
+            if self.model.frozen:
+                least = m * both + m * exchange
+            else:
+                least = size * (total + f + b) + (m - size) * (forward + backward) + m * exchange
             possible = np.isfinite(search.stage(team, (slice(None), np.array([cut])))[:, 0])
             for first in np.flatnonzero(possible & (least <= self.best[0] * ROUNDING))[::-1]:
                 stages = ((int(first), cut, team.devices), *behind)
-                longest = max(forward, float(f[first])), max(backward, float(b[first]))
+                longest = float(forward[first]), float(backward[first]), float(both[first])
                 together = tuple(u + t for u, t in zip(used, taken, strict=True))
-                self._extend(int(first), together, stages, total + float(f[first] + b[first]), *longest)
+                self._extend(int(first), together, stages, total + float(f[first] + b[first]), longest)
 
     def _compare(self, stages: Stages) -> None:
         seconds = self.model.objective(self.search.space, stages)

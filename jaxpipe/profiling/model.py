@@ -1,22 +1,26 @@
 """``profile_model``: profile what ``partition`` would cut."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
+import optax
 
 from jaxpipe.annotations import outside_mesh
 from jaxpipe.demand import Linearization, linearize
 from jaxpipe.errors import ProfileError
-from jaxpipe.graph import is_differentiable
-from jaxpipe.model import UserFunction, bind
+from jaxpipe.model import BoundModel, UserFunction, bind
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes
+from jaxpipe.pipeline.trace_update import trace_update
+from jaxpipe.pipeline.trained import without_frozen
 from jaxpipe.pipeline.unroll import trace_unrolled
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import cache as kept
 from jaxpipe.profiling.measured import measure
 from jaxpipe.profiling.roofline import analytic
-from jaxpipe.rates import rates_of, rates_of_kind
+from jaxpipe.rates import OTHER, rates_of, rates_of_kind
 
 
 #: Where the seconds of a profile come from.
@@ -29,6 +33,7 @@ def profile_model(
     batch: Any,
     *,
     loss: UserFunction,
+    optimizer: optax.GradientTransformation | None = None,
     source: Source = "measured",
     device: Any = None,
     num_microbatches: int = 1,
@@ -45,6 +50,8 @@ def profile_model(
       model: as for ``partition``. Its variables are not read, only their shapes.
       batch: arrays or shapes ``[examples, ...]``.
       loss: as for ``partition``.
+      optimizer: leaves out the work for gradients of parameters that it does not train; without one, all gradients are
+        in the profile, and ``partition`` leaves out what its optimizer does not need.
       source: ``"measured"`` compiles and runs the operators in groups, with random operands; ``"analytic"`` estimates
         them from peak rates, and needs no device.
       device: a ``jax.Device``, by default the first; for an estimate also the name of a kind of device, ``"H100"``.
@@ -78,11 +85,22 @@ def profile_model(
     checks.check_microbatches(checks.batch_size(shapes), 1, num_microbatches)
     one = microbatch_shapes(shapes, num_microbatches)
     rows = checks.check_unroll(unroll_scans, exchanged=False)
-    _, objective = trace_unrolled(bind(model, loss, one, variables), loss, one, rows)
+    bound, objective = trace_unrolled(bind(model, loss, one, variables), loss, one, rows)
+    frozen: tuple[str, ...] = ()
+    if optimizer is not None:
+        trained = without_frozen(trace_update(optimizer, bound)).trained
+        frozen, objective = frozen_names(bound, trained), objective.training(trained)
     if rates is not None:
         linearization, held = _program(objective)
-        return analytic(linearization, rates, held=held, device_kind=device)
-    return profile_objective(objective, source, jax.devices()[0] if device is None else device, cache=cache)
+        found = analytic(linearization, rates, held=held, device_kind=device)
+    else:
+        found = profile_objective(objective, source, jax.devices()[0] if device is None else device, cache=cache)
+    return replace(found, frozen=frozen)
+
+
+def frozen_names(model: BoundModel, trained: Sequence[bool]) -> tuple[str, ...]:
+    """Names of the parameters that are not trained."""
+    return tuple(v.name for v, kept in zip(model.parameters, trained, strict=True) if not kept)
 
 
 def profile_objective(objective: Objective, source: Source, device: Any, *, cache: bool = True) -> Profile:
@@ -100,8 +118,37 @@ def profile_objective(objective: Objective, source: Source, device: Any, *, cach
     return profile
 
 
+def without_frozen_work(profile: Profile, objective: Objective, frozen: Sequence[str]) -> Profile:
+    """A profile of a program that is trained as a whole, less the work and the residuals of frozen parameters.
+
+    They are left out in proportion to an estimate, operator by operator.
+
+    Args:
+      profile: as it was given; nothing changes if these parameters are frozen in it, too.
+      objective: the program, with its frozen parameters.
+      frozen: their names.
+    """
+    if profile.frozen == tuple(frozen):
+        return profile
+    (whole, held), (less, _) = _program(replace(objective, frozen=frozenset())), _program(objective)
+    rates = profile.rates or OTHER
+    everything, rest = (analytic(part, rates, held=held) for part in (whole, less))
+    all_seconds, seconds = everything.backward_seconds, rest.backward_seconds
+    all_bytes, bytes_left = everything.residual_bytes, rest.residual_bytes
+
+    def share(values: Sequence[float], of: Sequence[float], out_of: Sequence[float]) -> tuple[float, ...]:
+        return tuple(x * min(1.0, a / b) if b else x for x, a, b in zip(values, of, out_of, strict=True))
+
+    return replace(
+        profile,
+        backward_seconds=share(profile.backward_seconds, seconds, all_seconds),
+        backward_spread=share(profile.backward_spread, seconds, all_seconds) if profile.backward_spread else (),
+        residual_bytes=share(profile.residual_bytes, bytes_left, all_bytes),
+        frozen=tuple(frozen),
+    )
+
+
 def _program(objective: Objective) -> tuple[Linearization, tuple[int, ...]]:
     """A micro-batch's program with its derivative, and the inputs that are at hand everywhere."""
     graph = objective.graph
-    wrt = [t for t in objective.parameters if is_differentiable(graph.tensors[t].aval)]
-    return linearize(graph, wrt, seeds=[objective.results[0]]), (*objective.batch, objective.key)
+    return linearize(graph, objective.differentiated, seeds=[objective.results[0]]), (*objective.batch, objective.key)

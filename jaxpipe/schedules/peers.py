@@ -129,7 +129,7 @@ class _Search:
         hosted: list[list[int]] = []
         for s in self.stages:
             starts, ends = schedule.when(s, Kind.FORWARD), schedule.when(s, Kind.BACKWARD)
-            longest = max(ends[j] - start for j, start in starts.items())
+            longest = max((end - starts[j] for j, end in ends.items()), default=0)
             places = [stays(schedule, s, away) for away in range(max(1, longest))]
             own.append([most(here) for here, _ in places])
             guests.append([most(there) for _, there in places])

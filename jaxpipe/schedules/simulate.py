@@ -121,9 +121,12 @@ def _in_step(schedule: Schedule, seconds: Costs, communication: float) -> list[S
     for tick in schedule.ticks:
         for phase in schedule.phases:
             here = [(s, a) for s, actions in enumerate(tick) for a in actions if a.kind in phase]
-            took = [seconds[a.kind][a.chunk * schedule.num_stages + s] for s, a in here]
-            spans += [Span(s, a, now, now + t) for (s, a), t in zip(here, took, strict=True)]
-            now += max(took, default=0.0)
+            free: dict[int, float] = {}
+            for s, action in here:
+                start = free.get(s, now)
+                free[s] = start + seconds[action.kind][action.chunk * schedule.num_stages + s]
+                spans.append(Span(s, action, start, free[s]))
+            now = max(free.values(), default=now)
         if schedule.num_stages > 1 and tick is not schedule.ticks[-1]:
             now += communication
     return spans

@@ -159,6 +159,8 @@ def stays(schedule: Schedule, stage: int, away: int) -> tuple[list[Visit], list[
     there: list[Visit] = []
     starts, ends = schedule.when(stage, Kind.FORWARD), schedule.when(stage, Kind.BACKWARD)
     for j, start in starts.items():
+        if j not in ends:  # a frozen stage keeps nothing
+            continue
         if 0 < away < ends[j] - start:
             here += [(j, Stay(start, start)), (j, Stay(start + away + 1, ends[j]))]
             there.append((j, Stay(start + 1, start + away)))

@@ -4,7 +4,7 @@ import enum
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,6 +61,8 @@ class Schedule:
         backward, where weights change on the way (``jaxpipe.schedules.asynchronous``); None if they change at the end.
       group: micro-batches to an update, if they change on the way.
       rates: by device, what each update is multiplied with; None for 1.
+      frozen: so many stages, the first ones, only work forward: nothing in them is trained, and they keep no stash. A
+        device then goes on from forward to backward work in a tick without waiting for others.
 
     Example:
       >>> from jaxpipe.schedules import one_f_one_b
@@ -78,6 +80,7 @@ class Schedule:
     versions: tuple[tuple[int, ...], ...] | None = None
     group: int = 1
     rates: tuple[float, ...] | None = None
+    frozen: int = 0
 
     def row(self, stage: int, kind: Kind) -> tuple[int, ...]:
         """The micro-batch that a device works on in each tick, -1 for none; with one chunk."""
@@ -117,6 +120,8 @@ class Schedule:
           [[['F'], ['B']], [['F', 'B']]]
         """
         together = [{a.kind for a in actions} for tick in self.ticks for actions in tick]
+        if self.frozen:
+            return (tuple(kind for kind in KINDS if any(kind in kinds for kinds in together)),)
         phases: list[list[Kind]] = []
         for kind in KINDS:
             if not any(kind in kinds for kinds in together):
@@ -131,6 +136,10 @@ class Schedule:
         """The work that hands cotangents on: backward as a whole, or its first part."""
         return Kind.BACKWARD_INPUT if self.splits_backward else Kind.BACKWARD
 
+    def is_trained(self, device: int, chunk: int = 0) -> bool:
+        """Whether a stage of a device works backward, too."""
+        return chunk * self.num_stages + device >= self.frozen
+
     def order(self, stage: int) -> Iterator[Action]:
         """The actions of a device, one after the other."""
         return (a for tick in self.ticks for a in tick[stage])
@@ -140,7 +149,7 @@ class Schedule:
         last = Kind.BACKWARD_WEIGHT if self.splits_backward else Kind.BACKWARD
         held = most = 0
         for action in self.order(stage):
-            if chunk in (None, action.chunk):
+            if chunk in (None, action.chunk) and self.is_trained(stage, action.chunk):
                 held += (action.kind is Kind.FORWARD) - (action.kind is last)
                 most = max(most, held)
         return most if self.has_backward else 0
@@ -197,19 +206,25 @@ class Schedule:
                         f"{self.name}: stage {s} does {' '.join(map(str, actions))} in one tick; a tick holds at most "
                         f"one each of {', '.join(k.value for k in kinds)}, in this order."
                     )
+        if not 0 <= self.frozen < self.total_stages:
+            raise ScheduleError(
+                f"{self.name}: frozen={self.frozen}; at least the last of {self.total_stages} stages works backward."
+            )
         work: dict[tuple[int, Kind], list[tuple[int, int]]] = defaultdict(list)
         for tick in self.ticks:
             for s, actions in enumerate(tick):
                 for action in actions:
                     work[s, action.kind].append((action.chunk, action.microbatch))
-        size = self.num_chunks * self.num_microbatches
         for s, kind in itertools.product(range(self.num_stages), kinds):
             done = work[s, kind]
-            inside = all(0 <= c < self.num_chunks and 0 <= j < self.num_microbatches for c, j in done)
-            if not len(done) == len(set(done)) == size or not inside:
+            working = [c for c in range(self.num_chunks) if kind is Kind.FORWARD or self.is_trained(s, c)]
+            inside = all(c in working and 0 <= j < self.num_microbatches for c, j in done)
+            if not len(done) == len(set(done)) == len(working) * self.num_microbatches or not inside:
+                everything = f"each of 0..{self.num_microbatches - 1} once"
+                everything += " in every chunk" if self.num_chunks > 1 else ""
+                rule = everything if working else f"none, as the first {self.frozen} stages are frozen"
                 raise ScheduleError(
-                    f"{self.name}: stage {s} does {kind.value} of {self._microbatches(done)}; it must do each of "
-                    f"0..{self.num_microbatches - 1} once{' in every chunk' if self.num_chunks > 1 else ''}."
+                    f"{self.name}: stage {s} does {kind.value} of {self._microbatches(done)}; it must do {rule}."
                 )
         back = self.backward_kind
         for stage in range(self.total_stages):
@@ -280,6 +295,32 @@ class Schedule:
 def _spread(widths: Sequence[int]) -> list[int]:
     """The first column as wide as it needs, with a space after it; all others alike."""
     return [widths[0] + 1, *([max(widths[1:], default=0)] * (len(widths) - 1))]
+
+
+def without_backward(schedule: Schedule, frozen: int) -> Schedule:
+    """The same schedule without the backward work of so many stages, the first ones.
+
+    Where weights change on the way it stays as it is: that work is nothing then, but an update follows it.
+
+    Example:
+      >>> from jaxpipe.schedules import one_f_one_b
+      >>> print(without_backward(one_f_one_b(3, 2), 2))
+      tick     0     1     2     3
+      stage 0  F0    F1
+      stage 1        F0    F1
+      stage 2              F0 B0 F1 B1
+    """
+    if not frozen or schedule.versions is not None:
+        return schedule
+    trimmed = replace(schedule, frozen=frozen)
+    ticks = (
+        tuple(
+            tuple(a for a in actions if a.kind is Kind.FORWARD or trimmed.is_trained(device, a.chunk))
+            for device, actions in enumerate(tick)
+        )
+        for tick in schedule.ticks
+    )
+    return replace(trimmed, ticks=tuple(tick for tick in ticks if any(tick)))
 
 
 def table(

@@ -1,0 +1,329 @@
+"""An optimizer traced on the whole tree of parameters, whatever stages these will be in.
+
+    optimizer.update, apply_updates --trace--> Graph --conditionals as selections--> Graph of pieces
+
+A conditional that returns a tree (``optax.apply_if_finite``) would tie all parameters together. Both its branches are
+computed, and each result is selected by itself: what a parameter's update depends on is then that parameter's alone.
+"""
+
+import contextlib
+import functools
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpipe import _compat
+from jaxpipe.errors import PartitionError
+from jaxpipe.gradients.per_stage import known_stages
+from jaxpipe.graph import Graph, GraphBuilder, Operator, trace
+from jaxpipe.model import BoundModel
+from jaxpipe.rows import MixedRowsError, split_rows
+from jaxpipe.stacks import Stacks
+
+
+@dataclass(frozen=True, eq=False)
+class TracedUpdate:
+    """``optimizer.update`` and ``apply_updates`` on the whole tree.
+
+    Attributes:
+      graph: ``(parameters, gradients, optimizer state) -> (new parameters, new optimizer state)``, flat.
+      owner: the parameter of the model's own that each leaf of the state belongs to, None if to none.
+      state_avals: the leaves of the state, those that belong to a cut parameter cut as that is.
+      state_shape, state_stacks: the state as optax has it, and how its leaves are cut.
+      trained: by parameter, whether its gradient is among the inputs (``jaxpipe.pipeline.trained``).
+      per_stage: whether some of it looks at each stage apart (``jaxpipe.gradients.per_stage``).
+    """
+
+    graph: Graph
+    owner: tuple[int | None, ...]
+    state_avals: tuple[Any, ...]
+    state_shape: Any
+    state_stacks: Stacks
+    trained: tuple[bool, ...]
+    per_stage: bool
+
+    @property
+    def state_names(self) -> list[str]:
+        """A name for each leaf of the state."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(self.state_shape)
+        return [jax.tree_util.keystr(flat[k][0]) for k in self.state_stacks.leaf_of]
+
+
+def trace_update(
+    optimizer: optax.GradientTransformation, model: BoundModel, stage_of: Sequence[int] | None = None
+) -> TracedUpdate:
+    """Trace an optimizer.
+
+    Args:
+      optimizer: any optax transformation.
+      model: the whole model.
+      stage_of: the stage of each parameter; left out: all are in one.
+
+    Raises:
+      PartitionError: if the optimizer needs more than gradients, parameters and its state.
+    """
+    own, stacks = model.own, model.stacks[0]
+    avals = [v.aval for v in own.parameters]
+    state_shape = _named(optimizer, lambda: jax.eval_shape(optimizer.init, own.parameter_tree(avals)))
+    state_avals, state_tree = jax.tree.flatten(state_shape)
+    owner = _owners(optimizer, state_shape, own)
+    assert len(owner) == len(state_avals)
+    state_stacks = Stacks(tuple(map(functools.partial(_cut_as, stacks), owner, state_avals)))
+    count = len(avals)
+
+    def update(*leaves: Any) -> list[Any]:
+        parameters = own.parameter_tree(leaves[:count])
+        gradients = own.parameter_tree(leaves[count : 2 * count])
+        state = jax.tree.unflatten(state_tree, leaves[2 * count :])
+        updates, state = optimizer.update(gradients, state, parameters)
+        _check(optimizer, own, parameters, updates, state_avals, jax.tree.leaves(state))
+        new = optax.apply_updates(parameters, updates)
+        return [*jax.tree.leaves(new), *jax.tree.leaves(state)]
+
+    # Leaves of the tree may come in another order than the model's parameters.
+    first = [pieces[0] for pieces in stacks.groups([0] * len(model.parameters) if stage_of is None else stage_of)]
+    with known_stages(jax.tree.leaves(own.parameter_tree(first))) as stages:
+        graph = _named(optimizer, lambda: trace(update, *avals, *avals, *state_avals))
+    graph = _without_conditionals(graph, (*range(count), *range(count), *owner))
+    if model.cut is not None:
+        if stages.asked:
+            raise PartitionError(
+                "optimizer: gradients.per_stage puts each parameter into one stage, and unroll_scans puts stacked ones "
+                "into several. Clip by value or by block, or leave out one of the two."
+            )
+        graph = _cut(graph, own, stacks, state_stacks)
+    return TracedUpdate(
+        graph=graph,
+        owner=owner,
+        state_avals=tuple(state_stacks.shapes(state_avals)),
+        state_shape=state_shape,
+        state_stacks=state_stacks,
+        trained=(True,) * len(model.parameters),
+        per_stage=stages.asked,
+    )
+
+
+def _check(
+    optimizer: optax.GradientTransformation,
+    model: BoundModel,
+    parameters: Any,
+    updates: Any,
+    before: Sequence[Any],
+    after: Sequence[Any],
+) -> None:
+    """Raise ``PartitionError`` unless there is an update for each parameter, and a state as before."""
+    who = ", ".join(dict.fromkeys(_parts(optimizer.update))) or "the transformation"
+    leaves, tree = jax.tree.flatten(parameters)
+    if jax.tree.structure(updates) != tree:
+        raise PartitionError(
+            f"optimizer: {who} returns something else than an update for each parameter. Use optax.snapshot to keep a "
+            "measure of gradients in the state of an optimizer."
+        )
+    names = jax.tree.leaves(model.parameter_tree([v.name for v in model.parameters]))
+    for name, x, update in zip(names, leaves, jax.tree.leaves(updates), strict=True):
+        if jnp.shape(update) != x.shape:
+            raise PartitionError(
+                f"optimizer: {who} makes an update of shape {jnp.shape(update)} for {name}, which has shape {x.shape}. "
+                "A pipeline hands over one gradient of each parameter for the whole batch; an optimizer that takes one "
+                "for each example (optax.contrib.differentially_private_aggregate, dpsgd) needs others. Use one that "
+                "works with the mean gradient."
+            )
+    if [x.shape for x in before] != [jnp.shape(x) for x in after]:
+        raise PartitionError(
+            f"optimizer: the state of {who} has {len(after)} arrays after an update and {len(before)} before, or their "
+            "shapes have changed. A compiled step needs a state that keeps its form; optax.snapshot keeps a measure so."
+        )
+
+
+def transformation_of(op: Operator) -> str | None:
+    """The optax transformation that an operator is from, as far as can be told."""
+    return None if op.equation is None else _transformation(_compat.functions_behind(op.equation))
+
+
+def _transformation(functions: Iterable[str]) -> str | None:
+    """The innermost of some functions' qualified names that is the update, or the init, of a transformation.
+
+    Example:
+      >>> _transformation(["fori_loop", "scale_by_lbfgs.<locals>.update_fn", "chain.<locals>.update_fn"])
+      'scale_by_lbfgs'
+    """
+    matches = (re.fullmatch(r"(?:.*\.)?(\w+)\.<locals>\.(?:\w+_)?(?:update|init)(?:_fn)?", name) for name in functions)
+    return next((match[1] for match in matches if match and match[1] != "with_extra_args_support"), None)
+
+
+def _parts(function: Any, depth: int = 8) -> Iterator[str]:
+    """The transformations that an update is made of, by what it closes over."""
+    if isinstance(function, Mapping):
+        function = tuple(function.values())
+    if isinstance(function, tuple | list):
+        # Of a transformation, a pair of init and update, the latter.
+        for part in function[1:] if hasattr(function, "update") else function:
+            yield from _parts(part, depth)
+    elif depth and callable(function):
+        inner: list[str] = []
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # a cell that is still empty
+                inner += _parts(cell.cell_contents, depth - 1)
+        name = _transformation([getattr(function, "__qualname__", "")])
+        yield from inner if name in (None, "chain", "named_chain") else [name, *inner]
+
+
+def _named(optimizer: optax.GradientTransformation, run: Callable[[], Any]) -> Any:
+    """What ``run`` returns; what a transformation raises becomes a ``PartitionError`` with its name."""
+    try:
+        return run()
+    except PartitionError as error:
+        raise PartitionError(str(error)) from None  # without the notes that JAX adds
+    except Exception as error:
+        missing = re.match(r"(\S+)\(\) missing \d+ required (?:keyword-only|positional) arguments?: (.*)", str(error))
+        frames = [
+            frame.f_code.co_qualname
+            for frame, _ in traceback.walk_tb(error.__traceback__)
+            if frame.f_globals.get("__name__") != __name__
+        ]
+        name = _transformation([*([missing[1]] if missing else ()), *frames[::-1]])
+        parts = list(dict.fromkeys(_parts(optimizer.update)))
+        where = name or "a transformation"
+        where += f" (of {', '.join(parts)})" if len(parts) > 1 else ""
+        if isinstance(error, TypeError) and missing:
+            raise PartitionError(
+                f"optimizer: {where} needs {missing[2].replace(chr(39), '')} besides gradients and parameters (a loss "
+                "value, or a function that computes the loss again). A pipeline's step hands its optimizer gradients, "
+                "state and parameters only. Use an optimizer that needs nothing else, such as optax.adamw; for a "
+                "learning rate that follows the loss, set one from your own loop with optax.inject_hyperparams."
+            ) from error
+        raise PartitionError(
+            f"optimizer: {where} cannot be traced with the model's gradients, its own state and the parameters alone: "
+            f"{type(error).__name__}: {error} Use an optimizer that needs nothing else; "
+            "optimizer.update(gradients, optimizer.init(parameters), parameters) must run."
+        ) from error
+
+
+def _owners(optimizer: optax.GradientTransformation, shape: Any, model: BoundModel) -> tuple[int | None, ...]:
+    """The parameter that each leaf of the optimizer state belongs to; None for one that belongs to none.
+
+    Optax tells it. It calls ``init`` with something else than a tree of parameters, which functions that choose
+    parameters (labels, masks) may not take; ``init`` then gets parameters each of which is a tree of its own.
+    """
+    count = len(model.parameters)
+    numbers = model.parameter_tree([_Owned(k, None) for k in range(count)])
+    try:
+        marked = optax.tree_map_params(
+            optimizer, _marked, shape, numbers, transform_non_params=lambda x: _Owned(None, x), is_leaf=lambda _: True
+        )
+    except Exception:
+        apart = model.parameter_tree([_Owned(k, v.aval) for k, v in enumerate(model.parameters)])
+        marked = jax.eval_shape(optimizer.init, apart)
+    found: list[int | None] = []
+    for part in jax.tree.leaves(marked, is_leaf=lambda x: isinstance(x, _Owned)):
+        found += [part.number] * len(jax.tree.leaves(part.value)) if isinstance(part, _Owned) else [None]
+    return tuple(found)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Owned:
+    """What belongs to a parameter, by its number; looks like the parameter to who asks for its shape."""
+
+    def __init__(self, number: int | None, value: Any):
+        self.number, self.value = number, value
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "ndim", "dtype", "size"):
+            return getattr(self.value, name)
+        raise AttributeError(name)
+
+    def tree_flatten(self) -> Any:
+        return (self.value,), self.number
+
+    @classmethod
+    def tree_unflatten(cls, number: Any, children: Any) -> "_Owned":
+        return cls(number, *children)
+
+
+def _marked(part: Any, numbers: Any) -> Any:
+    """A state that is like the tree of parameters, with a parameter's number for all that is in its place.
+
+    A ``MaskedNode`` stands where a transformation leaves out a parameter, or a whole branch of the tree.
+    """
+    if isinstance(numbers, _Owned):
+        return _Owned(numbers.number, part)
+    if isinstance(part, optax.MaskedNode):
+        return part
+    children, level = jax.tree.flatten(numbers, is_leaf=lambda x: x is not numbers)
+    return jax.tree.unflatten(level, list(map(_marked, level.flatten_up_to(part), children)))
+
+
+def _cut_as(stacks: Stacks, owner: int | None, aval: Any) -> tuple[int, ...] | None:
+    """Where a leaf of the optimizer state is cut: as its parameter, if it has as many rows."""
+    cuts = None if owner is None else stacks.bounds[owner]
+    return cuts if cuts is not None and aval.shape[:1] == cuts[-1:] else None
+
+
+def _cut(graph: Graph, own: BoundModel, parameters: Stacks, state: Stacks) -> Graph:
+    """The update of whole parameters as one of their pieces: the same, up to the order in which sums are added."""
+    both = parameters.bounds
+    try:
+        return split_rows(graph, Stacks((*both, *both, *state.bounds)), Stacks((*both, *state.bounds)))
+    except MixedRowsError as error:
+        names = [v.name for v in own.parameters]
+        mixed = sorted({names[k % len(names)] for k in error.sources if k < 2 * len(names)})
+        raise PartitionError(
+            f"optimizer: {error.where} combines layers of {', '.join(mixed) or 'a stacked parameter'}, which "
+            "unroll_scans puts into several stages. Use an optimizer that works element by element, or by norms and "
+            "sums, or leave out unroll_scans."
+        ) from None
+
+
+def _without_conditionals(graph: Graph, owner: Sequence[int | None]) -> Graph:
+    """The same program with each conditional on several parameters as its branches and a selection of each result.
+
+    Args:
+      graph: the program.
+      owner: the parameter that each input belongs to, if it does to one.
+    """
+    builder = GraphBuilder(graph.tensors, graph.constants)
+    stand_in: dict[int, int] = {}
+    belongs = {t: k for t, k in zip(graph.inputs, owner, strict=True) if k is not None}
+    waiting = list(reversed(graph.operators))
+    while waiting:
+        op = waiting.pop()
+        read = [stand_in.get(t, t) for t in op.inputs]
+        owners = {belongs[t] for t in read if t in belongs}
+        if op.name != "cond" or len(owners) < 2:
+            if len(owners) == 1:
+                belongs.update(dict.fromkeys(op.outputs, next(iter(owners))))
+            builder.operators.append(replace(op, inputs=tuple(read)))
+            continue
+        # What it is made of may have conditionals of its own.
+        before, builder.operators = builder.operators, []
+        results = _selected(builder, op, read)
+        waiting += [*reversed(builder.operators)]
+        builder.operators = before
+        stand_in.update(zip(op.outputs, results, strict=True))
+    return builder.build(graph.inputs, [stand_in.get(t, t) for t in graph.outputs])
+
+
+def _selected(builder: GraphBuilder, op: Operator, read: Sequence[int]) -> list[int]:
+    """The results of a conditional, out of those of all its branches; adds these to ``builder``."""
+    given = iter(read)
+    atoms = [builder.constant(a.val) if _compat.is_literal(a) else next(given) for a in op.equation.invars]
+    which, operands = atoms[0], atoms[1:]
+    ways = [builder.read(program, operands, path=op.path) for program in op.params["branches"]]
+
+    def select(which: Any, *cases: Any) -> Any:
+        return jax.lax.select_n(jnp.clip(which.astype(jnp.int32), 0, len(cases) - 1), *cases)
+
+    results = []
+    for cases in zip(*ways, strict=True):
+        if len(set(cases)) == 1:
+            results.append(cases[0])
+            continue
+        closed = _compat.trace_without_scope(select, *(builder.tensors[t].aval for t in (which, *cases)))
+        results += builder.read(closed, [which, *cases], path=op.path)
+    return results

@@ -1,0 +1,94 @@
+"""Which parameters an optimizer trains: those whose gradients some part of its update reads.
+
+    new parameters, state that belongs to none ──what they are made of──▶ state ──what that is made of──▶ gradients
+
+A gradient that is not among them (``optax.set_to_zero``, a mask, a group of ``multi_transform``) is not computed. State
+that would only have counted it, such as the moments of a parameter that is set back behind Adam, stays as it was.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from jaxpipe import _compat
+from jaxpipe.graph import Graph, Operator, live
+from jaxpipe.pipeline.trace_update import TracedUpdate
+
+
+def without_frozen(update: TracedUpdate, trained: Sequence[bool] | None = None) -> TracedUpdate:
+    """The same update, without the gradients that it does not need.
+
+    Args:
+      update: an optimizer that takes all gradients.
+      trained: by parameter, whether its gradient is an input nevertheless; left out: it is if it is needed.
+    """
+    graph, count = update.graph, len(update.trained)
+    gradients, state = graph.inputs[count : 2 * count], graph.inputs[2 * count :]
+    needed = _needed(update)
+    if trained is None:
+        trained = [t in needed for t in gradients]
+    lost = [t for t, kept in zip(gradients, trained, strict=True) if not kept]
+    assert needed.isdisjoint(lost), "the update needs a gradient that was thought not to be needed"
+    changed = _reached(graph, lost)
+    zeros = _zeros(graph.operators)
+    maker = {t: op for op in graph.operators for t in op.outputs}
+    parameters = [
+        old if _adds_zero(maker.get(new), old, zeros) else new
+        for old, new in zip(graph.inputs[:count], graph.outputs[:count], strict=True)
+    ]
+    new_state = [old if new in changed else new for old, new in zip(state, graph.outputs[count:], strict=True)]
+    kept = [t for t, read in zip(gradients, trained, strict=True) if read]
+    outputs = (*parameters, *new_state)
+    inputs = (*graph.inputs[:count], *kept, *state)
+    small = replace(graph, inputs=inputs, outputs=outputs, operators=live(graph.operators, outputs))
+    return replace(update, graph=small, trained=tuple(trained))
+
+
+def _needed(update: TracedUpdate) -> set[int]:
+    """The tensors behind all new parameters, behind state of no parameter, and behind state that these depend on."""
+    graph, count = update.graph, len(update.trained)
+    owner = [update.owner[k] for k in update.state_stacks.leaf_of]
+    state = list(zip(graph.inputs[2 * count :], graph.outputs[count:], strict=True))
+    wanted = {*graph.outputs[:count], *(new for (_, new), k in zip(state, owner, strict=True) if k is None)}
+    while True:
+        needed = set(wanted)
+        for op in reversed(graph.operators):
+            if op.has_effects or not needed.isdisjoint(op.outputs):
+                needed.update(op.inputs)
+        more = {new for old, new in state if old in needed} - wanted
+        if not more:
+            return needed
+        wanted |= more
+
+
+def _reached(graph: Graph, sources: Iterable[int]) -> set[int]:
+    """The tensors that depend on some of the inputs."""
+    found = set(sources)
+    for op in graph.operators:
+        if not found.isdisjoint(op.inputs):
+            found.update(op.outputs)
+    return found
+
+
+#: Operators that make zeros of zeros.
+_KEEP_ZERO = ("broadcast_in_dim", "convert_element_type", "copy", "neg", "reshape")
+
+
+def _zeros(operators: Sequence[Operator]) -> set[int]:
+    """The tensors that are zeros written into the program, and so are no matter what."""
+    found: set[int] = set()
+    for op in operators:
+        numbers = [np.all(np.asarray(x) == 0) for x in op.literals if not isinstance(x, str)]
+        if op.name in _KEEP_ZERO and all(numbers) and all(t in found for t in op.inputs):
+            found.update(op.outputs)
+    return found
+
+
+def _adds_zero(op: Operator | None, old: int, zeros: Collection[int]) -> bool:
+    """Whether an operator adds zero to a tensor."""
+    if op is None or op.name not in ("add", "add_any") or old not in op.inputs:
+        return False
+    literals = [atom.val for atom in op.equation.invars if _compat.is_literal(atom)]
+    others = [t for t in op.inputs if t != old]
+    return len(others) + len(literals) == 1 and all(t in zeros for t in others) and not any(np.any(x) for x in literals)

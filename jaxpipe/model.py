@@ -6,20 +6,26 @@ A bound model holds no array: it knows the name, shape and place of every variab
 ``function(model, batch)`` from flat variables, and how plain initialisation makes them.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.linen as nn
 import jax
 from flax import nnx
+from flax.errors import ApplyScopeInvalidVariablesTypeError
 
-from jaxpipe.errors import ModelError
+from jaxpipe.errors import ModelAttributeError, ModelError
 from jaxpipe.graph import is_differentiable
+from jaxpipe.messages import shown
 from jaxpipe.purify import module_scopes
 from jaxpipe.stacks import Stacks, uncut
+from jaxpipe.units import bytes_text
 
 
 #: ``function(model, batch)``: a loss, an evaluation or a prediction.
@@ -125,9 +131,29 @@ def needs_variables(model: Any) -> bool:
 
 def check_model(model: Any) -> None:
     """Raise ``ModelError`` unless a model is of a kind that ``bind`` knows."""
-    if needs_variables(model) and not callable(model):
+    if not needs_variables(model):
+        return
+    made = model.func if isinstance(model, functools.partial) else model
+    if inspect.isclass(made) and issubclass(made, nn.Module):
         raise ModelError(
-            f"partition was given {model!r} ({type(model).__name__}) as its model. A model is a flax.linen.Module, a "
+            f"partition was given the Linen class {made.__name__} as its model; it needs a module, which is an "
+            f"instance: partition({made.__name__}(...), ...)."
+        )
+    if isinstance(getattr(model, "module", None), nn.Module):
+        kind = type(model).__name__
+        raise ModelError(
+            f"partition was given a {kind}, which holds a Linen module and its parameters, as its model. Give it the "
+            f"module, and init the parameters: partition(model.module, ...), then pipeline.init(key, variables="
+            "{'params': model.params})."
+        )
+    if isinstance(model, nnx.Optimizer):
+        raise ModelError(
+            f"partition was given an nnx.{type(model).__name__} as its model. Pass the nnx.Module itself, and the "
+            "optax transformation as optimizer=."
+        )
+    if not callable(model):
+        raise ModelError(
+            f"partition was given {shown(model)} as its model. A model is a flax.linen.Module, a "
             "flax.nnx.Module (or its class), a function of variables, or jax.tree_util.Partial(function, variables)."
         )
 
@@ -152,13 +178,14 @@ def bind(model: Any, function: UserFunction, batch: Any, variables: Any = None) 
     elif isinstance(model, nnx.Module):
         bound = _bind_nnx(model, None)
     elif (factory := _nnx_factory(model)) is not None:
+        _check_factory(factory)
         bound = _bind_nnx(nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0))), factory)
     elif isinstance(model, jax.tree_util.Partial):
         bound = _bind_partial(model)
     else:
         if variables is None:
             raise ModelError(
-                f"The model is the function {getattr(model, '__name__', model)!r}, and its variables are not known. "
+                f"The model is {shown(model)}, and its variables are not known. "
                 "Pass them to pipeline.init(key, batch, variables=...), or give partition "
                 "jax.tree_util.Partial(function, variables)."
             )
@@ -213,7 +240,14 @@ class LinenModel:
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``module.apply``; takes ``method=`` like it."""
+        """``module.apply``; takes ``method=`` like it.
+
+        Raises:
+          ModelError: if ``rngs=`` or ``mutable=`` is passed; both are given.
+        """
+        for name, given in _GIVEN.items():
+            if name in kwargs:
+                raise ModelError(f"model(..., {name}=) in a loss: {given}. Leave {name}= out.")
         result, new = self._call(self._next_key(), *args, **kwargs)
         self.variables = {**self.variables, **new}
         return result
@@ -227,8 +261,59 @@ class LinenModel:
         mutable = nn.DenyList("params")
         return self.module.apply(self.variables, *args, rngs={"params": key}, mutable=mutable, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise ModelAttributeError(_missing_attribute(self.module, name))
 
-class _InitialisingLinenModel(LinenModel):
+    def __contains__(self, name: Any) -> bool:
+        raise ModelError(_NO_VARIABLES)
+
+    def __getitem__(self, name: Any) -> Any:
+        raise ModelError(_NO_VARIABLES)
+
+    def __iter__(self) -> Any:
+        raise ModelError(_NO_VARIABLES)
+
+
+#: Arguments of ``module.apply`` that a loss does not pass.
+_GIVEN = {
+    "rngs": "every random stream gets a key that is made from the micro-batch's key",
+    "mutable": "every collection but 'params' is mutable, its new values are kept, and the result is the output alone",
+}
+
+_NO_VARIABLES = (
+    "The loss uses its first argument as a tree of variables, but it gets the model, which has them: write "
+    "loss(model, batch) with model(x) where plain Flax has module.apply(params, x)."
+)
+
+
+def _missing_attribute(module: nn.Module, name: str) -> str:
+    """Say how a loss writes what it looked for in its model."""
+    begin = f"The model that a loss gets has no attribute {name!r}"
+    if name == "apply":
+        return f"{begin}: it has its variables already. Write model(x) where plain Flax has model.apply(variables, x)."
+    if name in ("params", "variables"):
+        return f"{begin}. After a call, model.variables has the variables: model.variables['params']."
+    if name in ("init", "init_with_output", "lazy_init", "bind", "unbind"):
+        return f"{begin}: pipeline.init makes the variables. Write model(x)."
+    if inspect.isroutine(getattr(type(module), name, None)):
+        return f"{begin}. Methods of {type(module).__name__} are called as model(..., method={name!r})."
+    if name in getattr(module, "__dataclass_fields__", ()):
+        return f"{begin}. The settings of {type(module).__name__} are in its module: model.module.{name}."
+    return f"{begin}, and {type(module).__name__} has none either. Call it, as model(x)."
+
+
+@contextlib.contextmanager
+def _applied_by_hand() -> Iterator[None]:
+    """Say what is wrong with a loss that hands its model to ``module.apply`` as a tree of variables."""
+    try:
+        yield
+    except ApplyScopeInvalidVariablesTypeError as error:
+        raise ModelError(_NO_VARIABLES) from error
+
+
+class _InitializingLinenModel(LinenModel):
     """Makes the variables that each call needs and has not found."""
 
     def _call(self, key: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -243,9 +328,16 @@ def _merge(new: Any, old: Any) -> Any:
 
 
 def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables: Any) -> BoundModel:
+    if isinstance(function, jax.stages.Wrapped):
+        raise ModelError(
+            "The loss is a function of jax.jit, which takes arrays only, and the model that it gets is none. Pass the "
+            "function itself; a step is compiled as a whole."
+        )
+
     def make(key: Any, batch: Any) -> Any:
-        model = _InitialisingLinenModel(module, {}, key)
-        function(model, batch)
+        model = _InitializingLinenModel(module, {}, key)
+        with _applied_by_hand():
+            function(model, batch)
         return dict(model.variables)
 
     shapes = jax.eval_shape(make, jax.random.key(0), batch) if variables is None else jax.tree.map(_shape, variables)
@@ -268,7 +360,8 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
         function: UserFunction, parameters: Sequence[Any], state: Sequence[Any], key: Any, batch: Any
     ) -> tuple[Any, list[Any]]:
         model = LinenModel(module, build(parameters, state), key)
-        result = function(model, batch)
+        with _applied_by_hand():
+            result = function(model, batch)
         return result, jax.tree.leaves({name: model.variables[name] for name in rest})
 
     def initialise(key: Any) -> tuple[list[Any], list[Any]]:
@@ -301,6 +394,37 @@ def _nnx_factory(model: Any) -> Callable[..., Any] | None:
     return model if inspect.isclass(made) and issubclass(made, nnx.Module) else None
 
 
+def _check_factory(factory: Callable[..., Any]) -> None:
+    """Raise ``ModelError`` unless an NNX class can be called with ``rngs=`` alone."""
+    partial = factory if isinstance(factory, functools.partial) else functools.partial(factory)
+    cls: Any = partial.func
+    try:
+        inspect.signature(cls.__init__).bind(None, *partial.args, **{**partial.keywords, "rngs": None})
+    except TypeError as error:
+        raise ModelError(
+            f"The NNX class {cls.__name__} is called as {cls.__name__}(rngs=...), which does not fit its __init__: "
+            f"{error}. Set other arguments with functools.partial({cls.__name__}, ...), or pass an instance."
+        ) from None
+
+
+def _warn_of_optimizers(model: nnx.Module) -> None:
+    """Warn if a module holds the state of optimizers, which training in stages does not use."""
+    kept = nnx.to_flat_state(nnx.state(model, nnx.OptState))
+    if kept:
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for _, variable in kept for x in jax.tree.leaves(variable))
+        warnings.warn(
+            f"The model {type(model).__name__} holds an optimizer: {len(kept)} variables of its state, as "
+            f"{_dotted(kept[0][0])}, {bytes_text(size)} in all. partition(optimizer=...) keeps optimizer state of its "
+            "own; this one is not used, but takes memory on the devices beside the model's other state. Leave the "
+            "nnx.Optimizer out of the module.",
+            stacklevel=2,
+        )
+
+
+def _dotted(path: Sequence[Any]) -> str:
+    return ".".join(map(str, path))
+
+
 def reseed(streams: Any, key: Any) -> Any:
     """The random streams (an ``nnx.State`` of keys and counts) that a micro-batch with this key uses.
 
@@ -322,6 +446,7 @@ def reseed(streams: Any, key: Any) -> Any:
 
 def _bind_nnx(model: nnx.Module, factory: Callable[..., Any] | None) -> BoundModel:
     graphdef, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    _warn_of_optimizers(model)
     params_def, rest_def = jax.tree.structure(params), jax.tree.structure(rest)
     shapes = jax.tree.map(_shape, streams)
     leaves = jax.tree.leaves((params, rest))

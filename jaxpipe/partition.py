@@ -11,13 +11,15 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe import hosts
+from jaxpipe.errors import BatchError
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.host_memory import HostMemory, check_host_memory
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
 from jaxpipe.network import Network
-from jaxpipe.pipeline import checks
+from jaxpipe.pipeline import arguments, checks
 from jaxpipe.pipeline.arrange import stay
 from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, sections_for, teams_of
+from jaxpipe.pipeline.axes import with_own_names
 from jaxpipe.pipeline.describe import least_seconds
 from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.guard import OnNonFinite
@@ -38,7 +40,7 @@ from jaxpipe.profiling.cache import program_text
 from jaxpipe.profiling.model import Source, profile_objective
 from jaxpipe.profiling.roofline import rates_of
 from jaxpipe.schedules.teams import Teams
-from jaxpipe.units import parse_bytes
+from jaxpipe.units import parse_bytes, whole_number
 
 
 #: Micro-batches for each stage when the caller does not say: the bubble is then below a fifth of the step.
@@ -82,7 +84,9 @@ def partition(
 
     Args:
       model: a Linen module, an NNX module or class, ``jax.tree_util.Partial(f, params)``, or ``f(variables, *args)``.
-      mesh: with an axis ``stage``, and perhaps ``data``: replicas of the pipeline.
+      mesh: with an axis ``stage``, and perhaps ``data``: replicas of the pipeline. Axes called ``pp``, ``pipe``,
+        ``pipeline`` or ``stages`` and ``dp``, ``batch``, ``replica`` or ``replicas`` are taken for them;
+        ``Pipeline.mesh`` has the names ``stage`` and ``data``.
       batch: arrays or shapes ``[examples, ...]``, of the whole batch if there are several processes; left out:
         planned at ``Pipeline.init(key, batch)``.
       loss: ``loss(model, batch)`` gives a scalar, ``(scalar, metrics)``, or ``(sum, weight, metrics)`` if
@@ -97,9 +101,10 @@ def partition(
         says so. ``HostMemory(..., on_paper=True)``: plan for devices that are not here.
       allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth.
-      schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``. ``"auto"``:
-        of 1F1B (in pair ticks, the textbook's, interleaved) and zero-bubble the one whose step is predicted to be the
-        shortest within the budget. Schedules that change weights on the way must be asked for.
+      schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
+        common spelling (``"1f1b"``, ``"GPipe"``, ``"zb"``). ``"auto"``: of 1F1B (in pair ticks, the textbook's,
+        interleaved) and zero-bubble the one whose step is predicted to be the shortest within the budget. Schedules
+        that change weights on the way must be asked for.
       profile: ``"measured"`` (the default) runs operators on one device, once for a program (see
         ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
       network: the links between the devices, in the order of ``mesh.devices.flat``. It decides which device runs which
@@ -143,8 +148,17 @@ def partition(
       >>> float(metrics["loss"])
       3.0
     """
+    mesh = with_own_names(mesh)
     num_stages, replicas = checks.check_mesh(mesh)
     check_model(model)
+    arguments.check_optimizer(optimizer)
+    for function, name in ((loss, "loss"), (evaluate, "evaluate"), (predict, "predict")):
+        if function is not None or name == "loss":
+            arguments.check_function(function, name)
+    arguments.check_flag(allow_over_budget, "allow_over_budget")
+    arguments.check_seconds(time_limit, "time_limit")
+    if num_microbatches is not None:
+        num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     profile = "measured" if profile is None else profile
     if not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
         raise checks.PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
@@ -164,7 +178,7 @@ def partition(
         schedules=checks.schedule_makers(schedule),
         profile=profile,
         network=network,
-        policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage),
+        policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage, "storage"),
         solver=check_solver(solver),
         time_limit=time_limit,
         exchange=exchange,

@@ -18,12 +18,13 @@ from jaxpipe.checkpoint.contents import Contents
 from jaxpipe.checkpoint.files import Writer, open_checkpoint
 from jaxpipe.checkpoint.files import steps as steps_of
 from jaxpipe.checkpoint.state import put, take
-from jaxpipe.errors import MemoryBudgetError, PartitionError
+from jaxpipe.errors import BatchError, MemoryBudgetError, PartitionError
 from jaxpipe.model import BoundModel, UserFunction, with_values
 from jaxpipe.pipeline import checks, feed, nonfinite
 from jaxpipe.pipeline import step as steps
+from jaxpipe.pipeline.arguments import outside_jit, random_key
 from jaxpipe.pipeline.folding import shared_sections
-from jaxpipe.pipeline.gather import stage_arrays
+from jaxpipe.pipeline.gather import off_mesh, stage_arrays
 from jaxpipe.pipeline.initialize import initial_state
 from jaxpipe.pipeline.nonfinite import NonFiniteOrigin
 from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction
@@ -39,7 +40,7 @@ from jaxpipe.planning.timeline import plan_timeline
 from jaxpipe.profile import Profile
 from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.schedules.gpipe import forward_only
-from jaxpipe.units import bytes_text
+from jaxpipe.units import bytes_text, whole_number
 
 
 #: How many plans are compiled at most until one keeps the budget.
@@ -214,6 +215,7 @@ class Pipeline:
             )
         return self._maybe_planned
 
+    @outside_jit
     def init(self, key: Any, batch: Any = None, *, variables: Any = None) -> TrainState:
         """The first training state.
 
@@ -221,14 +223,15 @@ class Pipeline:
         ``key`` gives; a concrete NNX module, or ``variables``, keep their values.
 
         Args:
-          key: for initial values, and for all random numbers of the run.
+          key: for initial values, and for all random numbers of the run; ``jax.random.key(0)``, for example.
           batch: arrays or shapes; needed if ``partition`` was given none.
           variables: values in the model's own layout: Linen variables, an NNX module or state, a tree.
 
         Raises:
-          PartitionError: if there is no batch to plan with.
+          PartitionError: if there is no batch to plan with, or ``key`` is no random key.
           ModelError: if ``variables`` do not fit.
         """
+        key = random_key(key)
         if self._maybe_planned is None:
             batch = self._batch if batch is None else checks.batch_shapes(batch)
             if batch is not None:
@@ -241,6 +244,7 @@ class Pipeline:
         layouts, whole = (program.parameters, program.state), (self._optimizer, planned.update, key, identity)
         return hosts.settled(initial_state(self.mesh, model, planned.placement, layouts, program.teams, *whole))
 
+    @outside_jit
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """One training step; donates ``state``.
 
@@ -281,6 +285,7 @@ class Pipeline:
             norm = float(counters["gradient_norm"])
             raise nonfinite.error(self._planned, state, batch, float(loss), norm, np.flatnonzero(stages).tolist())
 
+    @outside_jit
     def find_nonfinite(self, state: TrainState, batch: Any) -> NonFiniteOrigin | None:
         """Where the loss of a batch is first not finite: stage, micro-batch and operator; slow, as nothing is compiled.
 
@@ -302,6 +307,7 @@ class Pipeline:
         self._check(state, batch)
         return nonfinite.find(self._planned, state, batch)
 
+    @outside_jit
     def value_and_grad(self, state: TrainState, batch: Any) -> tuple[tuple[Any, dict[str, Any]], Any]:
         """``((loss, metrics), gradients)``; gradients in the model's own layout, as host arrays."""
         leaves = self._check(state, batch)
@@ -312,6 +318,7 @@ class Pipeline:
         found = _metrics(planned.program.objective, loss, metrics)
         return (loss, found), planned.model.parameter_tree(gradients)
 
+    @outside_jit
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Averages over a batch of any size of what ``evaluate(model, batch)`` returns: its loss and metrics.
 
@@ -322,11 +329,13 @@ class Pipeline:
         compiled, leaves, objective = self._forward("evaluate", state, batch)
         return _metrics(objective, *hosts.settled(compiled(state, leaves)))
 
+    @outside_jit
     def predict(self, state: TrainState, batch: Any) -> Any:
         """What ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays."""
         compiled, leaves, objective = self._forward("predict", state, batch)
         return jax.tree.unflatten(objective.tree, hosts.settled(compiled(state, leaves)))
 
+    @outside_jit
     def parameters(self, state: TrainState) -> Any:
         """The model's own variables in the model's own layout, as host arrays; all processes call it, and get all."""
         checks.check_state(state.plan, self.plan.identity)
@@ -337,6 +346,7 @@ class Pipeline:
         rest = gather(program.state, owners=placement.state, buffers=state.variables)
         return planned.model.variable_tree(values, rest)
 
+    @outside_jit
     def save(self, state: TrainState, directory: Any, *, data: Any = None) -> None:
         """Save a checkpoint as ``directory/<step>``, and wait until it is on disk. In a loop, use ``Checkpointer``.
 
@@ -389,12 +399,19 @@ class Pipeline:
         return take(self._planned, state, data)
 
     def microbatch_key(self, state: TrainState, j: int) -> Any:
-        """The random key of micro-batch ``j`` in the step that starts from ``state``; ``j`` counts over replicas.
+        """Return the random key of micro-batch ``j`` in the step from ``state``; ``j`` counts over replicas.
 
         Linen modules get it as ``rngs``. In NNX modules the i-th random stream, in the order of paths, gets
-        ``fold_in(key, i)`` (``jaxpipe.model.reseed``).
+        ``fold_in(key, i)`` (``jaxpipe.model.reseed``). The key is on JAX's default device, whatever the mesh is.
+
+        Raises:
+          BatchError: if ``j`` is no number of a micro-batch.
         """
-        return jax.random.fold_in(jax.random.fold_in(state.key, state.step), j)
+        if not isinstance(j, jax.Array):
+            j = whole_number(j, "j", BatchError)
+            if j < 0:
+                raise BatchError(f"j={j}; micro-batches are numbered from 0.")
+        return jax.random.fold_in(jax.random.fold_in(off_mesh(state.key), off_mesh(state.step)), j)
 
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""

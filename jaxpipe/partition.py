@@ -19,7 +19,7 @@ from jaxpipe.network import Network
 from jaxpipe.pipeline import arguments, checks
 from jaxpipe.pipeline.arrange import stay
 from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, sections_for, teams_of
-from jaxpipe.pipeline.axes import with_own_names
+from jaxpipe.pipeline.axes import with_own_names, without_ambient_mesh
 from jaxpipe.pipeline.describe import least_seconds
 from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.guard import OnNonFinite
@@ -50,6 +50,7 @@ MICROBATCHES_PER_STAGE = 4
 CUT_SLACK = 0.02
 
 
+@without_ambient_mesh()
 def partition(
     model: Any,
     mesh: Mesh,

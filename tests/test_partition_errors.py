@@ -212,7 +212,9 @@ def test_a_tied_parameter_is_named():
 
 
 def test_an_unknown_schedule():
-    with pytest.raises(PartitionError, match=r"schedule='dualpipe'; it must be 'auto', 'one_f_one_b', .* or a function"):
+    with pytest.raises(
+        PartitionError, match=r"schedule='dualpipe'; it must be 'auto', 'one_f_one_b', .* or a function"
+    ):
         partition(schedule="dualpipe", loss=untouched)
 
 
@@ -260,8 +262,18 @@ def test_an_impossible_budget_names_the_least_that_fits():
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1KiB", 1024), ("1.5 KiB", 1536), ("2MB", 2 * 10**6), ("3 GiB", 3 * 2**30), ("7", 7), ("9B", 9)]
-    + [("8G", 8 * 10**9), ("8gib", 8 * 2**30), ("8Gi", 8 * 2**30), ("2mb", 2 * 10**6), (np.int64(5), 5), (1e3, 1000)],
+    ("text", "size"),
+    [
+        *[("1KiB", 1024), ("1.5 KiB", 1536), ("2MB", 2 * 10**6), ("3 GiB", 3 * 2**30), ("7", 7), ("9B", 9)],
+        *[
+            ("8G", 8 * 10**9),
+            ("8gib", 8 * 2**30),
+            ("8Gi", 8 * 2**30),
+            ("2mb", 2 * 10**6),
+            (np.int64(5), 5),
+            (1e3, 1000),
+        ],
+    ],
 )
 def test_sizes(text, size):
     assert parse_bytes(text) == size

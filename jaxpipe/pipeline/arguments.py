@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.messages import shown
+from jaxpipe.pipeline.axes import without_ambient_mesh
 
 
 _P = ParamSpec("_P")
@@ -96,7 +97,10 @@ def random_key(key: Any) -> Any:
 
 
 def outside_jit(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make a method of ``Pipeline`` refuse to be traced by ``jax.jit``, ``jax.grad`` or ``jax.vmap``."""
+    """Make a method of ``Pipeline`` refuse to be traced by ``jax.jit``, ``jax.grad`` or ``jax.vmap``.
+
+    It runs without the mesh of ``jax.set_mesh``, as its programs name their own.
+    """
 
     @functools.wraps(method)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -106,7 +110,8 @@ def outside_jit(method: Callable[_P, _T]) -> Callable[_P, _T]:
                 "runs compiled programs of its own, which cannot be transformed: call it outside, without jax.jit. "
                 "Gradients come from pipeline.value_and_grad(state, batch)."
             )
-        return method(*args, **kwargs)
+        with without_ambient_mesh():
+            return method(*args, **kwargs)
 
     return checked
 

@@ -1,11 +1,16 @@
-"""Axes of a mesh by their common names; everything inside uses ``STAGE`` and ``DATA``."""
+"""A caller's mesh: its axes by their common names, and the mesh of ``jax.set_mesh`` around a call."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe.pipeline.program import DATA, STAGE
 
+#: Names of the mesh axes.
+STAGE, DATA = "stage", "data"
 
 #: Names for the axis of stages and for the axis of replicas.
 COMMON_NAMES = {
@@ -35,3 +40,13 @@ def with_own_names(mesh: Any) -> Any:
 def own_name(name: str | None) -> str | None:
     """Return the name that is used here for an axis that a caller calls ``name``."""
     return None if name is None else _MEANING.get(name, name)
+
+
+@contextlib.contextmanager
+def without_ambient_mesh() -> Iterator[None]:
+    """Leave the mesh that a caller has set with ``jax.set_mesh``: programs of single stages run on other devices."""
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    with jax.set_mesh(Mesh(np.empty((), object), ())):
+        yield

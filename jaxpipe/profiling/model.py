@@ -10,6 +10,7 @@ from jaxpipe.graph import is_differentiable
 from jaxpipe.model import UserFunction, bind
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arguments import check_function
+from jaxpipe.pipeline.axes import without_ambient_mesh
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes
 from jaxpipe.pipeline.unroll import trace_unrolled
 from jaxpipe.profile import Profile
@@ -23,6 +24,7 @@ from jaxpipe.units import whole_number
 Source = Literal["measured", "analytic"]
 
 
+@without_ambient_mesh()
 def profile_model(
     model: Any,
     batch: Any,

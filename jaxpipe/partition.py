@@ -39,6 +39,7 @@ from jaxpipe.profile import Profile
 from jaxpipe.profiling.cache import program_text
 from jaxpipe.profiling.model import Source, profile_objective
 from jaxpipe.profiling.roofline import rates_of
+from jaxpipe.progress import progress, tell
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.units import parse_bytes, whole_number
 
@@ -196,6 +197,7 @@ def partition(
     return Pipeline(mesh, functions, optimizer, functools.partial(make_plan, request), planned, batch)
 
 
+@progress("Tracing the model")
 def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     """Trace, profile, cut and lay out a model for batches of the given shapes."""
     size = checks.batch_size(batch)
@@ -233,6 +235,7 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     drafts: list[Draft] = []
     errors: list[checks.PartitionError | checks.ScheduleError] = []
     for replicate in ways:
+        tell(f"Cutting {len(objective.graph.operators)} operators into stages, on {request.mesh.devices.size} devices")
         try:
             drafts += _drafts(request, traced, replicate)
         except (checks.PartitionError, checks.ScheduleError) as error:  # another way will do

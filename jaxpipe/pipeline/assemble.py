@@ -35,8 +35,10 @@ from jaxpipe.planning.storing.choose import raised
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.profiling.roofline import rates_of
+from jaxpipe.progress import tell
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.teams import Teams
+from jaxpipe.units import bytes_text
 from jaxpipe.work import weight
 
 
@@ -146,6 +148,7 @@ def choose(
     for candidate in drafts:
         if best is not None and candidate.seconds >= best.plan.step_seconds:
             break
+        tell(f"Choosing storage within {bytes_text(budget)}, schedule {candidate.program.schedule.name}")
         try:
             planned = _balanced(traced, candidate, budget, cut_again)
         except MemoryBudgetError as error:

@@ -12,6 +12,7 @@ from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.pipeline.pipeline import Planned
 from jaxpipe.planning.plan import BalanceRound
 from jaxpipe.profile import Profile
+from jaxpipe.progress import tell
 
 
 #: Fastest over slowest stage at which no better cut is looked for.
@@ -33,6 +34,7 @@ def balanced(first: Planned, cut_again: Callable[[Profile], Planned]) -> Planned
     for _ in range(MOST_ROUNDS):
         if rounds[-1].rate >= BALANCED or not any(stage.added_seconds for stage in now.plan.stages):
             break
+        tell(f"Cutting again with that storage, round {len(rounds) + 1}")
         try:
             now = cut_again(_charged(now))
         except (MemoryBudgetError, PartitionError):  # the cuts we have do fit

@@ -38,6 +38,7 @@ from jaxpipe.planning.plan import Plan
 from jaxpipe.planning.storing.choose import raised
 from jaxpipe.planning.timeline import plan_timeline
 from jaxpipe.profile import Profile
+from jaxpipe.progress import progress, tell
 from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.units import bytes_text, whole_number
@@ -462,6 +463,7 @@ class Pipeline:
         return function.lower(self._abstract_state, leaves)
 
     @cached_property
+    @progress("Compiling the training step")
     def _compiled_step(self) -> Any:
         """The training step. If XLA reserves more than the budget, storage is chosen again for as much less."""
         planned = self._planned
@@ -484,6 +486,7 @@ class Pipeline:
             if smaller is None:
                 break
             planned = self._maybe_planned = smaller
+            tell(f"Compiling the training step again, for a plan of {bytes_text(planned.plan.predicted_bytes)}")
         if planned.may_raise and smallest is not None and budget is not None:
             planned, compiled = smallest
             higher = {"budget": raised(budget, min(reserved)), "raised_from": planned.plan.raised_from or budget}
@@ -498,6 +501,7 @@ class Pipeline:
         )
 
     @cached_property
+    @progress("Compiling the gradient")
     def _gradient_step(self) -> Any:
         planned = self._planned
         checks.check_runs(planned.plan)
@@ -527,6 +531,7 @@ class Pipeline:
         compiled, objective, batching = self._forward_steps[cache_key]
         return compiled, feed.place(self.mesh, jax.tree.leaves(batch), leaves, batching), objective
 
+    @progress("Compiling the forward pass")
     def _build_forward(self, name: str, shapes: Any) -> tuple[Any, Objective, Batching]:
         function = self._functions[name]
         if function is None:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
 from dataclasses import dataclass, field
 
@@ -230,6 +231,7 @@ class Plan:
         table = Table(title=title, title_justify="left", caption_justify="left")
         table.add_column("stage", justify="right")
         table.add_column("devices")
+        prefix, modules = short_modules(self)
         table.add_column("modules")
         for name in ("forward", "backward", "parameters", "stash", "in flight", "sends on"):
             table.add_column(name, justify="right")
@@ -237,7 +239,7 @@ class Plan:
             table.add_row(
                 str(k),
                 ", ".join(map(str, stage.devices)),
-                shorten(stage.modules),
+                shorten(modules[k]),
                 f"{1e3 * stage.forward_seconds:.2f} ms",
                 f"{1e3 * stage.backward_seconds:.2f} ms",
                 bytes_text(stage.parameter_bytes),
@@ -252,6 +254,8 @@ class Plan:
             f"step {1e3 * self.step_seconds:.1f} ms ({self.profile} profile), bubble {self.bubble_fraction:.1%}\n"
             f"{bytes_text(self.predicted_bytes)}{limit} on each device: {parts}"
         )
+        if prefix:
+            table.caption += f"\nmodules are named inside {prefix}"
         if self.host is not None:
             table.caption += f"\n{_host_text(self.host)}"
         if self.exchange_bytes is not None:
@@ -300,6 +304,22 @@ def _host_text(host: HostPlan) -> str:
         return f"the host's memory is not used: {host.refused}"
     paper = "; on paper only" if host.on_paper else ""
     return f"{bytes_text(host.bytes)} of {bytes_text(host.budget)} in the host's memory for each device{paper}"
+
+
+def short_modules(plan: Plan) -> tuple[str, tuple[tuple[str, ...], ...]]:
+    """Return the path that all modules of a plan lie in, and the modules of each stage by the rest of their paths.
+
+    A module that is itself this path keeps its last part.
+    """
+    distinct = {path for stage in plan.stages for path in stage.modules}
+    levels = zip(*(path.split("/") for path in distinct), strict=False) if len(distinct) > 1 else ()
+    shared = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels)]
+
+    def short(path: str) -> str:
+        parts = path.split("/")
+        return "/".join(parts[len(shared) :]) or parts[-1]
+
+    return "/".join(shared), tuple(tuple(map(short, stage.modules)) for stage in plan.stages)
 
 
 def shorten(modules: tuple[str, ...], most: int = 4) -> str:

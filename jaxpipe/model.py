@@ -235,9 +235,14 @@ class LinenModel:
 
     def __init__(self, module: nn.Module, variables: Any, key: Any):
         self.module = module
-        self.variables = variables
+        self._variables = variables
         self._key = key
         self._calls = 0
+
+    @property
+    def variables(self) -> Any:
+        """The variables, with the state that calls so far have left."""
+        return self._variables
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """``module.apply``; takes ``method=`` like it.
@@ -249,7 +254,7 @@ class LinenModel:
             if name in kwargs:
                 raise ModelError(f"model(..., {name}=) in a loss: {given}. Leave {name}= out.")
         result, new = self._call(self._next_key(), *args, **kwargs)
-        self.variables = {**self.variables, **new}
+        self._variables = {**self._variables, **new}
         return result
 
     def _next_key(self) -> Any:
@@ -259,7 +264,7 @@ class LinenModel:
 
     def _call(self, key: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         mutable = nn.DenyList("params")
-        return self.module.apply(self.variables, *args, rngs={"params": key}, mutable=mutable, **kwargs)
+        return self.module.apply(self._variables, *args, rngs={"params": key}, mutable=mutable, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -293,10 +298,12 @@ def _missing_attribute(module: nn.Module, name: str) -> str:
     begin = f"The model that a loss gets has no attribute {name!r}"
     if name == "apply":
         return f"{begin}: it has its variables already. Write model(x) where plain Flax has model.apply(variables, x)."
-    if name in ("params", "variables"):
+    if name == "params":
         return f"{begin}. After a call, model.variables has the variables: model.variables['params']."
     if name in ("init", "init_with_output", "lazy_init", "bind", "unbind"):
         return f"{begin}: pipeline.init makes the variables. Write model(x)."
+    if name in ("train", "eval"):
+        return f"{begin}. A Linen module gets its mode as an argument, such as model(x, train=False)."
     if inspect.isroutine(getattr(type(module), name, None)):
         return f"{begin}. Methods of {type(module).__name__} are called as model(..., method={name!r})."
     if name in getattr(module, "__dataclass_fields__", ()):
@@ -305,20 +312,41 @@ def _missing_attribute(module: nn.Module, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _applied_by_hand() -> Iterator[None]:
-    """Say what is wrong with a loss that hands its model to ``module.apply`` as a tree of variables."""
+def _handed_on() -> Iterator[None]:
+    """Say what is wrong with a loss that hands its model to ``module.apply`` or to ``jax.jit`` as if it were arrays."""
     try:
         yield
     except ApplyScopeInvalidVariablesTypeError as error:
         raise ModelError(_NO_VARIABLES) from error
+    except TypeError as error:
+        if LinenModel.__name__ not in str(error):
+            raise
+        raise ModelError(
+            "The loss hands its model to jax.jit, jax.grad or another function of arrays, and the model is none. Leave "
+            "them out: a step is compiled and differentiated as a whole. Or use the model inside without passing it."
+        ) from error
 
 
 class _InitializingLinenModel(LinenModel):
     """Makes the variables that each call needs and has not found."""
 
+    @property
+    def variables(self) -> Any:
+        """The variables of calls so far.
+
+        Raises:
+          ModelError: if there was no call.
+        """
+        if not self._calls:
+            raise ModelError(
+                "The loss reads model.variables before it calls the model: what variables the model has is known from "
+                "its calls. Write model(x) first."
+            )
+        return self._variables
+
     def _call(self, key: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         result, made = self.module.init_with_output(key, *args, **kwargs)
-        return result, _merge(made, self.variables)
+        return result, _merge(made, self._variables)
 
 
 def _merge(new: Any, old: Any) -> Any:
@@ -336,9 +364,9 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
 
     def make(key: Any, batch: Any) -> Any:
         model = _InitializingLinenModel(module, {}, key)
-        with _applied_by_hand():
+        with _handed_on():
             function(model, batch)
-        return dict(model.variables)
+        return dict(model._variables)
 
     shapes = jax.eval_shape(make, jax.random.key(0), batch) if variables is None else jax.tree.map(_shape, variables)
     if not shapes:
@@ -360,7 +388,7 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
         function: UserFunction, parameters: Sequence[Any], state: Sequence[Any], key: Any, batch: Any
     ) -> tuple[Any, list[Any]]:
         model = LinenModel(module, build(parameters, state), key)
-        with _applied_by_hand():
+        with _handed_on():
             result = function(model, batch)
         return result, jax.tree.leaves({name: model.variables[name] for name in rest})
 

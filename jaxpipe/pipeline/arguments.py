@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxpipe import _compat
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.messages import shown
 from jaxpipe.pipeline.axes import without_ambient_mesh
@@ -76,14 +77,22 @@ def random_key(key: Any) -> Any:
     """Return a random key as a typed one (``jax.random.key``); one of ``jax.random.PRNGKey`` is wrapped.
 
     Raises:
-      PartitionError: if it is no single key.
+      PartitionError: if it is no single key, or none of JAX's default implementation, for which steps are traced.
     """
     is_array = isinstance(key, jax.Array | np.ndarray)
     dtype, shape = (key.dtype, key.shape) if is_array else (None, None)
-    if is_array and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
-        return key
-    if dtype == jnp.uint32 and shape == (2,):
+    default = jax.eval_shape(lambda: jax.random.key(0))
+    data = jax.eval_shape(jax.random.key_data, default)
+    if (dtype, shape) == (data.dtype, data.shape):
         return jax.random.wrap_key_data(jnp.asarray(key))
+    if is_array and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
+        if dtype == default.dtype:
+            return key
+        raise PartitionError(
+            f"key= is of the implementation {str(jax.random.key_impl(key))!r}; steps are traced for keys of JAX's "
+            f"default implementation, {jax.config.jax_default_prng_impl!r}. Pass jax.random.key(0), or change the "  # type: ignore[attr-defined]
+            "default before partition with jax.config.update('jax_default_prng_impl', ...)."
+        )
     if isinstance(key, numbers.Integral):
         fix = f"Pass jax.random.key({int(key)})."
     elif isinstance(key, nnx.Rngs):
@@ -104,7 +113,7 @@ def outside_jit(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(method)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args[1:], kwargs))):
+        if _compat.inside_transformation():
             raise PartitionError(
                 f"pipeline.{method.__name__} was called inside jax.jit, jax.grad or another JAX transformation. It "
                 "runs compiled programs of its own, which cannot be transformed: call it outside, without jax.jit. "

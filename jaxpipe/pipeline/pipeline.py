@@ -408,7 +408,7 @@ class Pipeline:
         Raises:
           BatchError: if ``j`` is no number of a micro-batch.
         """
-        if not isinstance(j, jax.Array):
+        if not isinstance(j, jax.Array | np.ndarray):
             j = whole_number(j, "j", BatchError)
             if j < 0:
                 raise BatchError(f"j={j}; micro-batches are numbered from 0.")

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Tell what is being done inside: in the log, and if it takes long and stderr is a terminal, in a line there.
+    """Report the work inside: in the log, and if it takes long and stderr is a terminal, in a line on it.
 
     Works as a decorator too. Inside another ``progress`` the line is that one's.
     """

@@ -39,8 +39,7 @@ def parse_bytes(memory: float | str, name: str = "memory") -> int:
       >>> parse_bytes("1.5 KiB")
       1536
     """
-    number = isinstance(memory, numbers.Real) and not isinstance(memory, bool)
-    if number and memory > 0 and memory % 1 == 0:
+    if isinstance(memory, numbers.Real) and not isinstance(memory, bool | str) and memory > 0 and memory % 1 == 0:
         return int(memory)
     units = {"": 1, "b": 1}
     for k, prefix in enumerate("kmgt", 1):

@@ -1,4 +1,4 @@
-"""What is told while something takes long."""
+"""Messages of what takes long, in the log and on a terminal."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""What users write first, and what they then read: each case works, or says what was passed, the rule and the fix.
+"""First tries of new users: each case works, or its error says what was passed, the rule and the fix.
 
 No message shows a private class, a tree definition or words of JAX's own.
 """
@@ -108,7 +108,7 @@ def partition(model=FUNCTION, mesh=None, batch=X, **kwargs):
 
 
 def check(raised, *words):
-    """What an error says; and what none may say."""
+    """Check that an error says some words, and nothing of what none may say."""
     text = str(raised.value)
     for word in words:
         assert word in text, text
@@ -298,9 +298,9 @@ def test_a_linen_loss_reads_its_variables_after_a_call():
         return NET.apply({"params": params}, X).mean() + sum(jnp.square(w).sum() for w in jax.tree.leaves(params))
 
     pipeline = partition(NET, mesh=mesh_of(1), loss=loss, num_microbatches=1)
-    (found, _), _ = pipeline.value_and_grad(pipeline.init(KEY), X)
+    (loss_of_stages, _), _ = pipeline.value_and_grad(pipeline.init(KEY), X)
     # The sum over parameters is in another order in the compiled program.
-    np.testing.assert_allclose(found, plain(VARIABLES["params"]), rtol=1e-6)
+    np.testing.assert_allclose(loss_of_stages, plain(VARIABLES["params"]), rtol=1e-6)
 
 
 # Methods of a pipeline
@@ -536,8 +536,8 @@ def test_common_names_of_schedules(name, printed):
 
 
 def test_every_name_that_a_plan_prints_is_taken():
-    for own in schedules.BY_NAME:
-        printed = partition(schedule=own, num_microbatches=4).plan.schedule
+    for name in schedules.BY_NAME:
+        printed = partition(schedule=name, num_microbatches=4).plan.schedule
         assert partition(schedule=printed, num_microbatches=4).plan.schedule == printed
 
 

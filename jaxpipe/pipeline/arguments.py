@@ -101,7 +101,7 @@ def random_key(key: Any) -> Any:
         fix = "Pass a single key, such as jax.random.key(0); every random stream is made from it."
     else:
         fix = "Pass jax.random.key(0), for example."
-    text = shown(key) if not is_array else f"an array {dtype}{list(shape)}"
+    text = f"an array {key.dtype}{list(key.shape)}" if is_array else shown(key)
     raise PartitionError(f"key= is {text}; init needs one random key. {fix}")
 
 
@@ -188,7 +188,7 @@ def check_arrays(batch: Any) -> None:
 
 
 def _is_held(dtype: Any) -> bool:
-    """Whether JAX has arrays of a dtype."""
+    """Return whether JAX has arrays of a dtype."""
     try:
         return jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind not in "OSUMm"
     except TypeError:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -81,7 +81,7 @@ def off_mesh(x: jax.Array) -> jax.Array:
 
     A traced value is returned as it is.
     """
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, core.Tracer):
         return x
     with jax.ensure_compile_time_eval():  # under jit too, where the state is a constant
         local = x.addressable_data(0)

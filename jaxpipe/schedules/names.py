@@ -47,4 +47,4 @@ def schedule_named(
     chunks = re.fullmatch(r"interleaved(\d{1,3})", plain)
     if chunks:
         return functools.partial(interleaved, num_chunks=int(chunks[1]))
-    return {**_ALIASES, **{plain_name(own): made for own, made in known.items()}}.get(plain)
+    return {**_ALIASES, **{plain_name(name): maker for name, maker in known.items()}}.get(plain)

@@ -16,6 +16,7 @@ import jaxlib
 import numpy as np
 from flax import nnx
 from jax import core
+from jax._src import core as private_core
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
 from jax._src.lax.lax import empty2
@@ -39,6 +40,11 @@ def evaluate_jaxpr(jaxpr: Any, *args: Any) -> list[Any]:
     """Evaluate a traced program with its own constants."""
     jaxpr, consts = open_jaxpr(jaxpr)
     return core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def inside_transformation() -> bool:
+    """Return whether code runs inside ``jit``, ``grad``, ``vmap`` or another transformation."""
+    return not private_core.trace_state_clean()
 
 
 def is_literal(atom: Any) -> bool:
@@ -331,6 +337,7 @@ __all__ = [
     "hoist_constants",
     "host_buffer",
     "inner_programs",
+    "inside_transformation",
     "is_closed_over_tracer",
     "is_forward_mode",
     "is_in_cluster",

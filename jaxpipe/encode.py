@@ -98,9 +98,12 @@ def memory_encoded(target: Any = None, *, codecs: Codecs = "fast") -> Any:
         )
     if inspect.isclass(target) or not callable(target):
         what = f"the class {target.__name__}" if inspect.isclass(target) else f"{target!r} ({type(target).__name__})"
+        fix = "Decorate the model's class, or wrap the computation in a function."
+        if isinstance(target, str):
+            fix = f"Codecs are named with codecs=: @memory_encoded(codecs={target!r})."
         raise TargetError(
             f"memory_encoded was given {what}; it decorates a flax.linen.Module class, a flax.nnx.Module class or a "
-            "function. Decorate the model's class, or wrap the computation in a function."
+            f"function. {fix}"
         )
     return _encode_function(target, policy)
 

@@ -23,6 +23,10 @@ class ModelError(JaxpipeError, TypeError):
     """A model that cannot be bound, or variables that do not fit it."""
 
 
+class ModelAttributeError(ModelError, AttributeError):
+    """An attribute that the model of a loss does not have."""
+
+
 class ScheduleError(JaxpipeError, ValueError):
     """A schedule that breaks a rule, or one that the executor cannot run."""
 

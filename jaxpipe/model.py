@@ -8,6 +8,8 @@ A bound model holds no array: it knows the name, shape and place of every variab
 
 import functools
 import inspect
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +21,11 @@ from flax import nnx
 from jaxpipe.annotations import with_axes
 from jaxpipe.errors import ModelError
 from jaxpipe.graph import is_differentiable
+from jaxpipe.linen_model import LinenModel, handed_on, initialized_variables
+from jaxpipe.messages import shown
 from jaxpipe.purify import module_scopes
 from jaxpipe.stacks import Stacks, uncut
+from jaxpipe.units import bytes_text
 
 
 #: ``function(model, batch)``: a loss, an evaluation or a prediction.
@@ -126,9 +131,29 @@ def needs_variables(model: Any) -> bool:
 
 def check_model(model: Any) -> None:
     """Raise ``ModelError`` unless a model is of a kind that ``bind`` knows."""
-    if needs_variables(model) and not callable(model):
+    if not needs_variables(model):
+        return
+    cls = model.func if isinstance(model, functools.partial) else model
+    if inspect.isclass(cls) and issubclass(cls, nn.Module):
         raise ModelError(
-            f"partition was given {model!r} ({type(model).__name__}) as its model. A model is a flax.linen.Module, a "
+            f"partition was given the Linen class {cls.__name__} as its model; it needs a module, which is an "
+            f"instance: partition({cls.__name__}(...), ...)."
+        )
+    if isinstance(getattr(model, "module", None), nn.Module):
+        kind = type(model).__name__
+        raise ModelError(
+            f"partition was given a {kind}, which holds a Linen module and its parameters, as its model. Give it the "
+            f"module, and init the parameters: partition(model.module, ...), then pipeline.init(key, variables="
+            "{'params': model.params})."
+        )
+    if isinstance(model, nnx.Optimizer):
+        raise ModelError(
+            f"partition was given an nnx.{type(model).__name__} as its model. Pass the nnx.Module itself, and the "
+            "optax transformation as optimizer=."
+        )
+    if not callable(model):
+        raise ModelError(
+            f"partition was given {shown(model)} as its model. A model is a flax.linen.Module, a "
             "flax.nnx.Module (or its class), a function of variables, or jax.tree_util.Partial(function, variables)."
         )
 
@@ -153,13 +178,14 @@ def bind(model: Any, function: UserFunction, batch: Any, variables: Any = None) 
     elif isinstance(model, nnx.Module):
         bound = _bind_nnx(model, None)
     elif (factory := _nnx_factory(model)) is not None:
+        _check_factory(factory)
         bound = _bind_nnx(with_axes(lambda: nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0)))), factory)
     elif isinstance(model, jax.tree_util.Partial):
         bound = _bind_partial(model)
     else:
         if variables is None:
             raise ModelError(
-                f"The model is the function {getattr(model, '__name__', model)!r}, and its variables are not known. "
+                f"The model is {shown(model)}, and its variables are not known. "
                 "Pass them to pipeline.init(key, batch, variables=...), or give partition "
                 "jax.tree_util.Partial(function, variables)."
             )
@@ -200,57 +226,16 @@ def _path_name(path: Sequence[Any]) -> str:
 # Linen
 
 
-class LinenModel:
-    """What a loss gets as ``model`` for a Linen module: ``model(*args)`` is ``module.apply`` with state threaded.
-
-    Every collection but ``params`` is mutable; call number n > 0 uses ``fold_in(key, n)`` for random numbers, the
-    first the micro-batch's key itself.
-    """
-
-    def __init__(self, module: nn.Module, variables: Any, key: Any):
-        self.module = module
-        self.variables = variables
-        self._key = key
-        self._calls = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``module.apply``; takes ``method=`` like it."""
-        result, new = self._call(self._next_key(), *args, **kwargs)
-        self.variables = {**self.variables, **new}
-        return result
-
-    def _next_key(self) -> Any:
-        key = self._key if self._calls == 0 else jax.random.fold_in(self._key, self._calls)
-        self._calls += 1
-        return key
-
-    def _call(self, key: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        mutable = nn.DenyList("params")
-        return self.module.apply(self.variables, *args, rngs={"params": key}, mutable=mutable, **kwargs)
-
-
-class _InitialisingLinenModel(LinenModel):
-    """Makes the variables that each call needs and has not found."""
-
-    def _call(self, key: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        result, made = self.module.init_with_output(key, *args, **kwargs)
-        return result, _merge(made, self.variables)
-
-
-def _merge(new: Any, old: Any) -> Any:
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return old
-    return {**new, **{k: _merge(new[k], v) if k in new else v for k, v in old.items()}}
-
-
 def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables: Any) -> BoundModel:
-    def make(key: Any, batch: Any) -> Any:
-        model = _InitialisingLinenModel(module, {}, key)
-        function(model, batch)
-        return dict(model.variables)
+    if isinstance(function, jax.stages.Wrapped):
+        raise ModelError(
+            "The loss is a function of jax.jit, which takes arrays only, and the model that it gets is none. Pass the "
+            "function itself; a step is compiled as a whole."
+        )
 
+    make = functools.partial(initialized_variables, module, function)
     shapes = (
-        with_axes(lambda: jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)), batch))
+        with_axes(lambda: jax.eval_shape(make, jax.random.key(0), batch))
         if variables is None
         else jax.tree.map(_shape, variables)
     )
@@ -273,7 +258,8 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
         function: UserFunction, parameters: Sequence[Any], state: Sequence[Any], key: Any, batch: Any
     ) -> tuple[Any, list[Any]]:
         model = LinenModel(module, build(parameters, state), key)
-        result = function(model, batch)
+        with handed_on():
+            result = function(model, batch)
         return result, jax.tree.leaves({name: model.variables[name] for name in rest})
 
     def initialise(key: Any) -> tuple[list[Any], list[Any]]:
@@ -306,6 +292,37 @@ def _nnx_factory(model: Any) -> Callable[..., Any] | None:
     return model if inspect.isclass(made) and issubclass(made, nnx.Module) else None
 
 
+def _check_factory(factory: Callable[..., Any]) -> None:
+    """Raise ``ModelError`` unless an NNX class can be called with ``rngs=`` alone."""
+    partial = factory if isinstance(factory, functools.partial) else functools.partial(factory)
+    cls: Any = partial.func
+    try:
+        inspect.signature(cls.__init__).bind(None, *partial.args, **{**partial.keywords, "rngs": None})
+    except TypeError as error:
+        raise ModelError(
+            f"The NNX class {cls.__name__} is called as {cls.__name__}(rngs=...), which does not fit its __init__: "
+            f"{error}. Set other arguments with functools.partial({cls.__name__}, ...), or pass an instance."
+        ) from None
+
+
+def _warn_of_optimizers(model: nnx.Module) -> None:
+    """Warn if a module holds the state of optimizers, which training in stages does not use."""
+    kept = nnx.to_flat_state(nnx.state(model, nnx.OptState))
+    if kept:
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for _, variable in kept for x in jax.tree.leaves(variable))
+        warnings.warn(
+            f"The model {type(model).__name__} holds an optimizer: {len(kept)} variables of its state, as "
+            f"{_dotted(kept[0][0])}, {bytes_text(size)} in all. partition(optimizer=...) keeps optimizer state of its "
+            "own; this one is not used, but takes memory on the devices beside the model's other state. Leave the "
+            "nnx.Optimizer out of the module.",
+            stacklevel=2,
+        )
+
+
+def _dotted(path: Sequence[Any]) -> str:
+    return ".".join(map(str, path))
+
+
 def reseed(streams: Any, key: Any) -> Any:
     """The random streams (an ``nnx.State`` of keys and counts) that a micro-batch with this key uses.
 
@@ -327,6 +344,7 @@ def reseed(streams: Any, key: Any) -> Any:
 
 def _bind_nnx(model: nnx.Module, factory: Callable[..., Any] | None) -> BoundModel:
     graphdef, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    _warn_of_optimizers(model)
     params_def, rest_def = jax.tree.structure(params), jax.tree.structure(rest)
     shapes = jax.tree.map(_shape, streams)
     leaves = jax.tree.leaves((params, rest))

@@ -18,6 +18,7 @@ from jaxpipe.network_table import network_table
 from jaxpipe.plain_table import table_text
 from jaxpipe.reading import read_dataclass, read_json
 from jaxpipe.topology import PCIE_3_X16, Node
+from jaxpipe.units import whole_number
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Network:
           >>> Network.uniform(2, 1e9).bandwidth_bytes_per_second
           ((0.0, 1000000000.0), (1000000000.0, 0.0))
         """
+        num_devices = whole_number(num_devices, "num_devices", NetworkError)
         if num_devices < 1:
             raise NetworkError(f"num_devices={num_devices}; a network has at least one device.")
         return cls(np.full((num_devices, num_devices), bandwidth_bytes_per_second), latency_seconds)  # type: ignore[arg-type]

@@ -10,15 +10,17 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxpipe import hosts, progress
+from jaxpipe import hosts
 from jaxpipe.annotations import outside_mesh
+from jaxpipe.errors import BatchError
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.host_memory import HostMemory, check_host_memory
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
 from jaxpipe.network import Network
-from jaxpipe.pipeline import checks
+from jaxpipe.pipeline import arguments, checks
 from jaxpipe.pipeline.arrange import stay
 from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, frozen_stages, sections_for, teams_of
+from jaxpipe.pipeline.axes import with_own_names
 from jaxpipe.pipeline.describe import least_seconds, rates_in
 from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.guard import OnNonFinite
@@ -41,11 +43,12 @@ from jaxpipe.policy import FAST, Codecs, parse
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.cache import program_text
 from jaxpipe.profiling.model import Source, frozen_names, profile_objective, without_frozen_work
+from jaxpipe.progress import progress, tell
 from jaxpipe.rates import known_rates, rates_of
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.target import building_for
-from jaxpipe.units import parse_bytes
+from jaxpipe.units import parse_bytes, whole_number
 
 
 #: Micro-batches for each stage when the caller does not say: the bubble is then below a fifth of the step.
@@ -92,7 +95,9 @@ def partition(
 
     Args:
       model: a Linen module, an NNX module or class, ``jax.tree_util.Partial(f, params)``, or ``f(variables, *args)``.
-      mesh: with an axis ``stage``, and perhaps ``data``: replicas of the pipeline.
+      mesh: with an axis ``stage``, and perhaps ``data``: replicas of the pipeline. Axes called ``pp``, ``pipe``,
+        ``pipeline`` or ``stages`` and ``dp``, ``batch``, ``replica`` or ``replicas`` are taken for them;
+        ``Pipeline.mesh`` has the names ``stage`` and ``data``.
       batch: arrays or shapes ``[examples, ...]``, of the whole batch if there are several processes; left out:
         planned at ``Pipeline.init(key, batch)``.
       loss: ``loss(model, batch)`` gives a scalar, ``(scalar, metrics)``, or ``(sum, weight, metrics)`` if
@@ -112,9 +117,10 @@ def partition(
         says so. ``HostMemory(..., on_paper=True)``: plan for devices that are not here.
       allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth.
-      schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``. ``"auto"``:
-        of 1F1B (in pair ticks, the textbook's, interleaved) and zero-bubble the one whose step is predicted to be the
-        shortest within the budget. Schedules that change weights on the way must be asked for.
+      schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
+        common spelling (``"1f1b"``, ``"GPipe"``, ``"zb"``). ``"auto"``: of 1F1B (in pair ticks, the textbook's,
+        interleaved) and zero-bubble the one whose step is predicted to be the shortest within the budget. Schedules
+        that change weights on the way must be asked for.
       profile: ``"measured"`` (the default) runs operators on one device, once for a program (see
         ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
       network: the links between the devices, in the order of ``mesh.devices.flat``. It decides which device runs which
@@ -166,8 +172,17 @@ def partition(
       >>> float(metrics["loss"])
       3.0
     """
+    mesh = with_own_names(mesh)
     num_stages, replicas = checks.check_mesh(mesh)
     check_model(model)
+    arguments.check_optimizer(optimizer)
+    for function, name in ((loss, "loss"), (evaluate, "evaluate"), (predict, "predict")):
+        if function is not None or name == "loss":
+            arguments.check_function(function, name)
+    arguments.check_flag(allow_over_budget, "allow_over_budget")
+    arguments.check_seconds(time_limit, "time_limit")
+    if num_microbatches is not None:
+        num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     profile = "measured" if profile is None else profile
     if not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
         raise checks.PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
@@ -187,7 +202,7 @@ def partition(
         schedules=checks.schedule_makers(schedule),
         profile=profile,
         network=network,
-        policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage),
+        policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage, "storage"),
         solver=check_solver(solver),
         time_limit=time_limit,
         exchange=exchange,
@@ -206,9 +221,10 @@ def partition(
     return Pipeline(mesh, functions, optimizer, functools.partial(make_plan, request), planned, batch)
 
 
+@progress("Tracing the model")
 def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
     """Trace, profile, cut and lay out a model for batches of the given shapes, and show how far that is."""
-    with building_for(request.mesh.devices.flat[0].platform), progress.shown():
+    with building_for(request.mesh.devices.flat[0].platform):
         return _make_plan(request, batch, variables)
 
 
@@ -228,7 +244,6 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     one = microbatch_shapes(batch, request.replicas * m)
 
-    progress.tell("tracing the loss")
     model = bind(request.model, request.loss, one, variables)
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
     model, objective = trace_unrolled(model, request.loss, one, request.unroll_scans)
@@ -255,6 +270,7 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     drafts: list[Draft] = []
     errors: list[checks.PartitionError | checks.ScheduleError] = []
     for replicate in ways:
+        tell(f"Cutting {len(objective.graph.operators)} operators into stages, on {request.mesh.devices.size} devices")
         try:
             drafts += _drafts(request, traced, replicate)
         except (checks.PartitionError, checks.ScheduleError) as error:  # another way will do
@@ -294,7 +310,7 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
         except checks.PartitionError:  # too few operators for so many stages; others will do
             continue
         if not drafts or least < min(found.seconds for found in drafts):
-            progress.tell(f"{schedule.name}: {request.num_stages * v} stages with default storage")
+            tell(f"{schedule.name}: {request.num_stages * v} stages with default storage")
             drafts.append(draft(request, traced, placed(v), schedule, *sections(v)))
     return drafts
 
@@ -334,7 +350,7 @@ def _profile(request: Request, objective: Objective, frozen: tuple[str, ...]) ->
         profile = settled(request.profile, request.mesh.devices.flat[0])
         return without_frozen_work(profile, objective, frozen)
     source = request.profile
-    progress.tell(f"costs of {len(graph.operators)} operators, {source}")
+    tell(f"Profiling {len(graph.operators)} operators, {source}")
     found = hosts.from_first(
         lambda: profile_objective(objective, source, hosts.mine(request.mesh.devices.flatten().tolist())[0])
     )

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.planning.plan import Plan, shorten
+from jaxpipe.planning.plan import Plan, short_modules, shorten
 from jaxpipe.planning.timeline import check_size, plan_timeline
 from jaxpipe.schedules import Kind, Schedule, Timeline
 from jaxpipe.schedules.swaps import Slice, Swaps, swap_table
@@ -161,10 +161,7 @@ def _row_label(plan: Plan, schedule: Schedule, device: int) -> str:
 
 def _stage_label(plan: Plan, stage: int) -> str:
     """The stage and its modules, without the path that all modules of the plan share."""
-    parents = [path.split("/")[:-1] for s in plan.stages for path in s.modules]
-    levels = [set(level) for level in zip(*parents, strict=False)]
-    shared = next((k for k, level in enumerate(levels) if len(level) > 1), len(levels))
-    modules = tuple("/".join(path.split("/")[shared:]) for path in plan.stages[stage].modules)
+    modules = short_modules(plan)[1][stage]
     return "\n".join([f"stage {stage}", *textwrap.wrap(shorten(modules, 3), 32)[:2]])
 
 

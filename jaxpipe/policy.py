@@ -62,16 +62,16 @@ def fits(path: str, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(module, pattern) for module in leading or [""])
 
 
-def parse(codecs: Codecs) -> Policy:
-    """The policy that an argument ``codecs`` stands for.
+def parse(codecs: Codecs, argument: str = "codecs") -> Policy:
+    """The policy that an argument stands for, called ``codecs`` or ``argument``.
 
     Raises:
       CodecError: if a codec name is unknown.
     """
     if isinstance(codecs, Mapping):
-        policy = Policy(tuple((str(pattern), codec_set(chosen)) for pattern, chosen in codecs.items()))
+        policy = Policy(tuple((str(pattern), codec_set(chosen, argument)) for pattern, chosen in codecs.items()))
     else:
-        policy = Policy((("*", codec_set(codecs)),))
+        policy = Policy((("*", codec_set(codecs, argument)),))
     _named[policy.name] = policy
     return policy
 
@@ -84,15 +84,15 @@ def by_name(name: str) -> Policy:
 _named: dict[str, Policy] = {}
 
 
-def codec_set(codecs: str | Iterable[str]) -> frozenset[str]:
+def codec_set(codecs: str | Iterable[str], argument: str = "codecs") -> frozenset[str]:
     """The codecs that a name or a set of names stands for."""
     if isinstance(codecs, str) and codecs in CODEC_SETS:
         return CODEC_SETS[codecs]
-    names = {codecs} if isinstance(codecs, str) else set(codecs)
-    unknown = sorted(map(str, names - set(CODECS)))
+    names = list(codecs) if isinstance(codecs, Iterable) and not isinstance(codecs, str) else [codecs]
+    unknown = [name for name in names if not isinstance(name, str) or name not in CODECS]
     if unknown:
         raise CodecError(
-            f"codecs={codecs!r}: unknown codec {', '.join(map(repr, unknown))}. Use one of the sets "
+            f"{argument}={codecs!r}: unknown codec {', '.join(sorted(map(repr, unknown)))}. Use one of the sets "
             f"{', '.join(map(repr, CODEC_SETS))}, a set of {', '.join(map(repr, CODECS))}, or a mapping from module "
             "path patterns to either."
         )

@@ -127,6 +127,17 @@ class Profile:
         Raises:
           ProfileError: if lengths differ or a number is negative or not finite.
         """
+        given = {
+            "names": names,
+            "forward_seconds": forward_seconds,
+            "backward_seconds": backward_seconds,
+            "parameter_bytes": parameter_bytes,
+            "residual_bytes": residual_bytes,
+            "boundary_bytes": boundary_bytes,
+        }
+        for name, values in given.items():
+            if isinstance(values, str) or not hasattr(values, "__len__"):
+                raise ProfileError(f"{name}={values!r}; it must be a sequence with one entry for each operator.")
         count = len(names)
         if len(boundary_bytes) not in (count, count - 1):
             raise ProfileError(

@@ -1,46 +1,87 @@
-"""Progress of long work, such as a plan within a budget: log records, and a line on a terminal.
-
-Records go to the logger ``jaxpipe``, at level INFO. If they are not shown and the error stream is a terminal, the
-latest of them stands there on a line of its own until the work is done.
-"""
+"""Progress of what takes long: log messages, and a line on a terminal."""
 
 import contextlib
 import contextvars
 import logging
-import sys
-from collections.abc import Iterator
-from typing import Any
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 from jaxpipe import hosts
 
 
-_LOGGER = logging.getLogger("jaxpipe")
+#: Its messages of level INFO say what is being done.
+LOGGER = logging.getLogger("jaxpipe")
 
-#: The line on the terminal while there is work, a ``rich.status.Status``.
-_LINE: contextvars.ContextVar[Any] = contextvars.ContextVar("jaxpipe_progress", default=None)
+#: The line appears after so many seconds.
+PATIENCE = 2.0
+
+_T = TypeVar("_T")
 
 
 @contextlib.contextmanager
-def shown() -> Iterator[None]:
-    """Show progress on a line of the terminal during the block, in the first process, unless it is logged."""
-    logged = _LOGGER.isEnabledFor(logging.INFO)
-    if logged or _LINE.get() is not None or not sys.stderr.isatty() or not hosts.is_first():
+def progress(text: str) -> Iterator[None]:
+    """Report the work inside: in the log, and if it takes long and stderr is a terminal, in a line on it.
+
+    Works as a decorator too. Inside another ``progress`` the line is that one's.
+    """
+    with contextlib.ExitStack() as stack:
+        if _line.get() is None:
+            console = Console(stderr=True)
+            if console.is_terminal and hosts.is_first():
+                shown = stack.enter_context(contextlib.closing(_Line(console)))
+                stack.callback(_line.reset, _line.set(shown))
+        tell(text)
         yield
-        return
-    with Console(stderr=True).status(Text("planning")) as line:
-        token = _LINE.set(line)
-        try:
-            yield
-        finally:
-            _LINE.reset(token)
 
 
 def tell(text: str) -> None:
-    """Log what is being done now, and show it if there is a line for it."""
-    _LOGGER.info("%s", text)
-    line = _LINE.get()
+    """Say what is done next."""
+    LOGGER.info(text)
+    _update(text)
+
+
+def track(items: Sequence[_T], text: str) -> Iterator[_T]:
+    """Give the items one by one, and count them in the line if there is one."""
+    for k, item in enumerate(items):
+        _update(f"{text}: {k + 1} of {len(items)}")
+        yield item
+
+
+class _Line:
+    """A line with a spinner, which appears after a while."""
+
+    def __init__(self, console: Console):
+        self._status = Status("", console=console)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._timer = threading.Timer(PATIENCE, self._start)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def update(self, text: str) -> None:
+        self._status.update(Text(text))
+
+    def close(self) -> None:
+        with self._lock:
+            self._timer.cancel()
+            self._closed = True
+            self._status.stop()
+
+    def _start(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._status.start()
+
+
+_line: contextvars.ContextVar[_Line | None] = contextvars.ContextVar("line", default=None)
+
+
+def _update(text: str) -> None:
+    line = _line.get()
     if line is not None:
-        line.update(Text(text))
+        line.update(text)

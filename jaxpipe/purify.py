@@ -11,16 +11,19 @@ import contextlib
 import contextvars
 import enum
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 from flax import nnx
 
-from jaxpipe.errors import DifferentiationError
+from jaxpipe.errors import DifferentiationError, TargetError
+from jaxpipe.messages import shown
 from jaxpipe.twin import twin_class
 
 
@@ -77,6 +80,7 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
 
     Raises:
       DifferentiationError: if an argument is a NumPy array of objects or strings.
+      TargetError: if ``function`` cannot be called with arrays.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,6 +88,7 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
       >>> dict(zip(call.names, call.held))
       {"0['w']": True, '1': False}
     """
+    _check_target(function)
     if isinstance(function, nnx.Pytree):
         args, function = (function, *args), _call
     flat, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_module)
@@ -123,6 +128,19 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
         finish=finish,
         tied=variables.tied,
     )
+
+
+def _check_target(function: Any) -> None:
+    """Raise ``TargetError`` unless a call of ``function`` computes something: a function, or an NNX module."""
+    if isinstance(function, nn.Module) and function.scope is None:
+        raise TargetError(
+            f"The Linen module {type(function).__name__} was given as a function, but it has no variables by itself. "
+            "Pass a function that applies it: lambda variables, x: module.apply(variables, x), and its variables."
+        )
+    if inspect.isclass(function) and issubclass(function, nn.Module | nnx.Module):
+        raise TargetError(f"The class {function.__name__} was given as a function. Pass a module of it, or a function.")
+    if not callable(function):
+        raise TargetError(f"{shown(function)} was given as a function. Pass a function or an NNX module.")
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxpipe.errors import NetworkError
+from jaxpipe.units import whole_number
 
 
 # Bytes per second in one direction. These are the rates that standards and data sheets state; what a program sees is
@@ -63,7 +64,7 @@ class Node:
 
     def __post_init__(self) -> None:
         label = f"Node {self.name!r}" if self.name else "A node"
-        if self.devices < 1:
+        if whole_number(self.devices, "devices", NetworkError) < 1:
             raise NetworkError(f"{label} has devices={self.devices}; it needs at least one.")
         settle = object.__setattr__
         for name in ("bandwidth_bytes_per_second", "latency_seconds", "host_bandwidth_bytes_per_second"):

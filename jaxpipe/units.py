@@ -1,12 +1,36 @@
-"""Byte counts and times, as people write and read them."""
+"""Counts, byte counts and times, as people write and read them."""
 
+import numbers
+import operator
 import re
+import reprlib
+from typing import Any
 
 from jaxpipe.errors import MemoryBudgetError
 
 
+def whole_number(value: Any, name: str, error: type[Exception]) -> int:
+    """Return a whole number as an int; NumPy's integers are such numbers, booleans and floats are not.
+
+    Raises:
+      error: if it is no whole number; ``name`` is the argument's.
+
+    Example:
+      >>> whole_number("4", "num_microbatches", ValueError)
+      Traceback (most recent call last):
+      ValueError: num_microbatches='4' (str); it must be a whole number, as in num_microbatches=4.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        readable = value.strip().isdecimal() if isinstance(value, str) else isinstance(value, float) and value % 1 == 0
+        fix = f", as in {name}={int(value)}" if readable else ""
+        raise error(f"{name}={reprlib.repr(value)} ({type(value).__name__}); it must be a whole number{fix}.")
+    return operator.index(value)
+
+
 def parse_bytes(memory: float | str, name: str = "memory") -> int:
     """A memory budget in bytes: a number, or a text such as ``"8GiB"`` or ``"500 MB"``; ``name`` is the argument's.
+
+    Units are read in small or capital letters. Without an ``i`` they are decimal: ``"8G"`` is ``"8GB"``, 8e9 bytes.
 
     Raises:
       MemoryBudgetError: if it is neither.
@@ -15,16 +39,17 @@ def parse_bytes(memory: float | str, name: str = "memory") -> int:
       >>> parse_bytes("1.5 KiB")
       1536
     """
-    if isinstance(memory, int | float) and not isinstance(memory, bool) and memory > 0 and memory % 1 == 0:
+    if isinstance(memory, numbers.Real) and not isinstance(memory, bool | str) and memory > 0 and memory % 1 == 0:
         return int(memory)
-    units = {"": 1, "B": 1, **{f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGT")}}
-    units |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("KMGT")}
+    units = {"": 1, "b": 1}
+    for k, prefix in enumerate("kmgt", 1):
+        units |= {f"{prefix}i": 1024**k, f"{prefix}ib": 1024**k, prefix: 1000**k, f"{prefix}b": 1000**k}
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory) if isinstance(memory, str) else None
-    if match is None or match[2] not in units or float(match[1]) <= 0:
+    if match is None or match[2].lower() not in units or float(match[1]) <= 0:
         raise MemoryBudgetError(
             f"{name}={memory!r} is not a size. Pass bytes as a positive int, or a text such as '8GiB' or '500MB'."
         )
-    return int(float(match[1]) * units[match[2]])
+    return int(float(match[1]) * units[match[2].lower()])
 
 
 def bytes_text(count: float) -> str:

@@ -1,12 +1,10 @@
 """Budgets as users meet them: what an error offers runs, time limits hold, and long plans show how far they are."""
 
 import functools
-import io
 import itertools
 import logging
 import math
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,6 @@ import pytest
 from flax import nnx
 
 import jaxpipe
-from jaxpipe import progress
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.pipeline import compiled
 from jaxpipe.planning.storing import choose, solver_time
@@ -207,38 +204,11 @@ def test_a_plan_logs_its_rounds(caplog, capfd):
     caplog.clear()
     make(chain, 2, memory=smallest)
     texts = [record.getMessage() for record in caplog.records if record.name == "jaxpipe"]
-    assert texts[0] == "tracing the loss"
+    assert texts[0] == "Tracing the model"
     rounds = [text for text in texts if ": choosing what 2 stage(s) store within " in text]
     assert rounds and all(re.search(r", round [1-4]; solvers took \d+\.\d of 60 s$", text) for text in rounds)
-    steps = [k for k, text in enumerate(texts) if text.startswith("compiling the training step, ")]
+    steps = [k for k, text in enumerate(texts) if text.startswith("Compiling the training step, ")]
     assert steps and all(re.match(r"XLA reserves .* on each device$", texts[k + 1]) for k in steps)
-
-
-def test_nothing_is_shown_where_nobody_watches(capfd):
-    with progress.shown():
-        progress.tell("halfway")
-    assert capfd.readouterr() == ("", "")
-
-
-class Terminal(io.StringIO):
-    """What a person looks at."""
-
-    def isatty(self):
-        return True
-
-
-def test_a_terminal_shows_the_latest_record_on_one_line(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    with progress.shown(), progress.shown():
-        progress.tell("round 1 of [bold]4")
-        progress.tell("round 2 of [bold]4")
-    text = terminal.getvalue()
-    assert "round 2 of [bold]4" in text  # the last one, as it is
-    assert text.count("\n") == 1 and text.endswith("\x1b[2K")  # written over, and removed in the end
-    progress.tell("later")
-    assert "later" not in terminal.getvalue()
 
 
 @pytest.mark.slow

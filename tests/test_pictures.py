@@ -1,13 +1,14 @@
 """What the pictures show, against literal tables."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.pictures import draw_memory, draw_timeline
 from jaxpipe.pipeline.pipeline import MemoryReport
-from jaxpipe.planning.plan import Plan, StagePlan, StashPiece
+from jaxpipe.planning.plan import Plan, StagePlan, StashPiece, short_modules
 from jaxpipe.schedules import Kind, interleaved, one_f_one_b, zero_bubble
 
 
@@ -70,6 +71,26 @@ def test_timeline_is_the_plans_own():
     assert "ms" in axes.get_xlabel() and "analytic" in axes.get_xlabel()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 0\ndense0", "stage 1\ndense1"]
     assert "17.0 ms" in figure.get_suptitle() and "47.1%" in figure.get_suptitle()
+
+
+@pytest.mark.parametrize(
+    ("paths", "prefix", "short"),
+    [
+        ((("Net/body/a", "Net/body/b"), ("Net/body/c/d",)), "Net/body", (("a", "b"), ("c/d",))),
+        # The module itself, and names that begin alike.
+        ((("Net/layer_1",), ("Net", "Net/layer_10")), "Net", (("layer_1",), ("Net", "layer_10"))),
+        ((("dense0",), ("dense1",)), "", (("dense0",), ("dense1",))),
+        ((("Net/dense",), ("Net/dense",)), "", (("Net/dense",), ("Net/dense",))),
+        (((), ()), "", ((), ())),
+    ],
+)
+def test_a_path_that_all_modules_share_is_said_once(paths, prefix, short):
+    plan = make_plan()
+    stages = tuple(replace(stage, modules=modules) for stage, modules in zip(plan.stages, paths, strict=True))
+    plan = replace(plan, stages=stages)
+    assert short_modules(plan) == (prefix, short)
+    assert (f"modules are named inside {prefix}" in str(plan)) == bool(prefix)
+    assert all(f" {name} " in str(plan).replace(",", " ") for names in short for name in names)
 
 
 def test_memory_stacks_the_components_beside_the_compiled_bytes():

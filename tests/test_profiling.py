@@ -1,6 +1,5 @@
 """Measuring programs in groups of operators, keeping what was measured, and profiling a model without a mesh."""
 
-import io
 import itertools
 import os
 import subprocess
@@ -12,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from pipeline_models import CASES, cnn_linen, mlp, transformer
-from rich.console import Console
 
 import jaxpipe
 from jaxpipe import demand
@@ -215,15 +213,6 @@ def test_measured():
     assert profile.forward_seconds[2] == 0  # a view
     assert len(profile.forward_spread) == len(profile.backward_spread) == 4
     assert profile.forward_flops[0] == 2 * 64**3
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_shown_on_a_terminal_only(monkeypatch, terminal):
-    written = io.StringIO()
-    monkeypatch.setattr(measured, "PATIENCE", 0.0)
-    monkeypatch.setattr(measured, "Console", lambda **_: Console(file=written, force_terminal=terminal))
-    assert list(measured._track(range(3), "Profiling")) == [0, 1, 2]
-    assert ("Profiling" in written.getvalue()) == terminal
 
 
 # Residuals

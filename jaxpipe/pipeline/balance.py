@@ -34,6 +34,7 @@ def balanced(first: Planned, cut_again: Callable[[Profile], Planned | None]) -> 
     for _ in range(MOST_ROUNDS):
         if rounds[-1].rate >= BALANCED or not any(stage.added_seconds for stage in now.plan.stages):
             break
+        tell(f"Cutting again with that storage, round {len(rounds) + 1}")
         try:
             later = cut_again(_charged(now))
         except PartitionError:
@@ -45,7 +46,7 @@ def balanced(first: Planned, cut_again: Callable[[Profile], Planned | None]) -> 
         if any(found.cuts == earlier.cuts for earlier in rounds):
             break
         rounds.append(found)
-        tell(f"cut again at {found.cuts}: fastest over slowest stage {found.rate:.2f}")
+        tell(f"Cut again at {found.cuts}: fastest over slowest stage {found.rate:.2f}")
         if now.plan.step_seconds < best.plan.step_seconds:
             best = now
     return replace(best, plan=replace(best.plan, rounds=tuple(rounds)))

@@ -9,17 +9,21 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpipe.errors import BatchError, NetworkError, PartitionError, ScheduleError, StateError
+from jaxpipe.messages import structure_difference
 from jaxpipe.network import Network
+from jaxpipe.pipeline.arguments import check_arrays, check_function
+from jaxpipe.pipeline.axes import COMMON_NAMES
 from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import BY_NAME, Schedule, interleaved, one_f_one_b, zero_bubble
+from jaxpipe.schedules.names import plain_name, schedule_named
 from jaxpipe.schedules.peers import can_swap
 from jaxpipe.schedules.teams import Teams
 
 
 def check_mesh(mesh: Mesh) -> tuple[int, int]:
-    """Stages and replicas of a mesh.
+    """Stages and replicas of a mesh, whose axes have the names of ``with_own_names``.
 
     Raises:
       PartitionError: unless its axes are ``stage`` and at most ``data``.
@@ -33,7 +37,8 @@ def check_mesh(mesh: Mesh) -> tuple[int, int]:
     if STAGE not in mesh.axis_names or unknown:
         raise PartitionError(
             f"The mesh has the axes {mesh.axis_names}. A pipeline uses {STAGE!r} (required) and {DATA!r} (optional), "
-            f"and no other; make it with jax.make_mesh((2, 4), ({DATA!r}, {STAGE!r}))."
+            f"and no other; make it with jax.make_mesh((2, 4), ({DATA!r}, {STAGE!r})). Other names that are taken for "
+            f"them: {', '.join(map(repr, COMMON_NAMES[STAGE][1:]))}; {', '.join(map(repr, COMMON_NAMES[DATA][1:]))}."
         )
     without = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
     if without:
@@ -150,16 +155,21 @@ def schedule_makers(schedule: Any) -> tuple[ScheduleMaker, ...]:
     Raises:
       PartitionError: if there is no such name, or it is no function.
     """
-    if isinstance(schedule, str) and schedule == "auto":
+    if isinstance(schedule, str) and plain_name(schedule) == "auto":
         return AUTO
-    if isinstance(schedule, str) and schedule in BY_NAME:
-        return (BY_NAME[schedule],)
-    if isinstance(schedule, str) or not callable(schedule):
+    maker = schedule_named(schedule, BY_NAME) if isinstance(schedule, str) else schedule
+    if isinstance(schedule, Schedule):
+        raise PartitionError(
+            f"schedule= is a table, {schedule.name} for {schedule.num_stages} stages; partition asks for one of the "
+            "size that it needs. Pass a function: schedule=lambda num_stages, num_microbatches: table."
+        )
+    if not callable(maker):
         raise PartitionError(
             f"schedule={schedule!r}; it must be 'auto', {', '.join(map(repr, BY_NAME))}, or a function (num_stages, "
             "num_microbatches) -> Schedule, such as jaxpipe.schedules.gpipe."
         )
-    return (cast(ScheduleMaker, schedule),)
+    check_function(maker, "schedule", ("num_stages", "num_microbatches"))
+    return (cast(ScheduleMaker, maker),)
 
 
 def make_schedules(
@@ -260,12 +270,7 @@ def batch_shapes(batch: Any) -> Any:
     Raises:
       BatchError: if it holds anything that is not an array.
     """
-    for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise BatchError(
-                f"batch{jax.tree_util.keystr(path)} is {x!r} ({type(x).__name__}); a batch holds arrays only. Put "
-                "settings into the loss, with functools.partial."
-            )
+    check_arrays(batch)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
@@ -273,13 +278,18 @@ def batch_size(batch: Any) -> int:
     """The number of examples: the first axis of every array that has one.
 
     Raises:
-      BatchError: if arrays disagree.
+      BatchError: if arrays disagree, or there is no example.
     """
     sizes = {
         jax.tree_util.keystr(path): x.shape[0] for path, x in jax.tree_util.tree_flatten_with_path(batch)[0] if x.shape
     }
+    if not sizes:
+        raise BatchError("In the batch no array has an axis; a batch is a tree of arrays [examples, ...].")
+    if 0 in sizes.values():
+        names = ", ".join(f"batch{name}" for name, n in sizes.items() if not n)
+        raise BatchError(f"The first axis of {names} is 0: the batch has no example. Pass one at least.")
     if len(set(sizes.values())) != 1:
-        listed = ", ".join(f"batch{name}: {n}" for name, n in sizes.items()) or "no array has an axis"
+        listed = ", ".join(f"batch{name}: {n}" for name, n in sizes.items())
         raise BatchError(
             f"The first axis of every array of a batch is its examples, but they differ in size ({listed})."
         )
@@ -305,10 +315,10 @@ def check_microbatches(size: int, replicas: int, num_microbatches: int, what: st
 
 def check_same_structure(given: Any, planned: Any) -> None:
     """Raise ``BatchError`` unless a batch has the structure, shapes and dtypes that were planned for."""
-    if jax.tree.structure(given) != jax.tree.structure(planned):
+    if difference := structure_difference(given, planned):
         raise BatchError(
-            f"The batch has the structure {jax.tree.structure(given)}, the plan was made for "
-            f"{jax.tree.structure(planned)}. Pass batches of one structure, or make another pipeline."
+            f"The batch has another structure than the plan was made for: {difference}. Pass batches of one "
+            "structure, or make another pipeline."
         )
     for (path, x), (_, y) in zip(*map(jax.tree_util.tree_leaves_with_path, (given, planned)), strict=True):
         if (tuple(x.shape), x.dtype) != (tuple(y.shape), y.dtype):

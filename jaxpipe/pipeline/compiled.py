@@ -90,7 +90,7 @@ def with_step(planned: Planned) -> Planned:
     if planned.compiled is not None:
         return planned
     hosts.agree("The plan", planned.plan.to_json())
-    tell(f"compiling the training step, {bytes_text(planned.plan.predicted_bytes)} predicted")
+    tell(f"Compiling the training step, {bytes_text(planned.plan.predicted_bytes)} predicted")
     function = steps.training_step(
         planned.mesh, planned.program, planned.update, planned.batching, abstract_state(planned)
     )

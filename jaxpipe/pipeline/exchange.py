@@ -21,6 +21,7 @@ from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.gradients.exchange import Averaged, exchange, wire_bytes
 from jaxpipe.model import BoundModel
+from jaxpipe.pipeline.axes import own_name
 from jaxpipe.pipeline.layout import Layout, lay_out
 from jaxpipe.pipeline.sections import Placement
 
@@ -138,7 +139,7 @@ def check_exchange(gradient_exchange: Any, axis_name: str) -> BlockSparse | None
         raise PartitionError(
             f"gradient_exchange={gradient_exchange!r}; it must be 'dense' or jaxpipe.gradients.block_sparse(...)."
         )
-    if gradient_exchange.settings.axis_name not in (None, axis_name):
+    if own_name(gradient_exchange.settings.axis_name) not in (None, axis_name):
         raise PartitionError(
             f"gradient_exchange: axis_name={gradient_exchange.settings.axis_name!r}, but replicas are along the mesh "
             f"axis {axis_name!r}. Leave axis_name out."

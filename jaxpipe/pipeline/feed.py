@@ -12,6 +12,7 @@ from jaxpipe import hosts
 from jaxpipe.errors import BatchError
 from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.step import Batching
+from jaxpipe.units import whole_number
 
 
 def own_replicas(mesh: Mesh) -> list[int]:
@@ -24,7 +25,7 @@ def own_replicas(mesh: Mesh) -> list[int]:
 
 def local_rows(mesh: Mesh, size: int) -> np.ndarray:
     """Which rows of a batch of so many this process passes: those of its replicas."""
-    replicas = mesh.shape.get(DATA, 1)
+    size, replicas = whole_number(size, "size", BatchError), mesh.shape.get(DATA, 1)
     if size % replicas:
         raise BatchError(f"size={size} rows cannot be split over {replicas} replicas; it must be a multiple of that.")
     return np.arange(size).reshape(replicas, -1)[own_replicas(mesh)].reshape(-1)

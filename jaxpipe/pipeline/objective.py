@@ -12,6 +12,7 @@ from jaxpipe.annotations import Annotations
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, is_differentiable, read_graph
 from jaxpipe.model import BoundModel, UserFunction
+from jaxpipe.pipeline.arguments import check_predicted, check_returned
 from jaxpipe.planning.order import parameter_work_in_place
 from jaxpipe.rows import MixedRowsError, split_rows
 from jaxpipe.stacks import Stacks
@@ -69,6 +70,7 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str 
     seen: dict[str, Any] = {}
 
     def results(returned: Any) -> list[Any]:
+        check_returned(returned, name)
         seen["metrics_only"] = name != "loss" and isinstance(returned, Mapping)
         seen["weighted"] = isinstance(returned, tuple) and len(returned) == 3
         loss, weight, metrics = _parts((0.0, returned) if seen["metrics_only"] else returned, name)
@@ -89,6 +91,7 @@ def trace_prediction(model: BoundModel, function: UserFunction, batch: Any, name
     rows = microbatch_rows(batch)
 
     def results(returned: Any) -> list[Any]:
+        check_predicted(returned, name)
         leaves, seen["tree"] = jax.tree.flatten(returned)
         leaves = [jnp.asarray(x) for x in leaves]
         for x in leaves:

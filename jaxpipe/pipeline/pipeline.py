@@ -13,18 +13,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe import hosts, progress
+from jaxpipe import hosts
 from jaxpipe.annotations import outside_mesh
 from jaxpipe.checkpoint.contents import Contents
 from jaxpipe.checkpoint.files import Writer, open_checkpoint
 from jaxpipe.checkpoint.files import steps as steps_of
 from jaxpipe.checkpoint.state import put, take
-from jaxpipe.errors import PartitionError
+from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.model import UserFunction, with_values
 from jaxpipe.pipeline import checks, compiled, feed, nonfinite
 from jaxpipe.pipeline import step as steps
+from jaxpipe.pipeline.arguments import outside_jit, random_key
 from jaxpipe.pipeline.folding import shared_sections
-from jaxpipe.pipeline.gather import stage_arrays
+from jaxpipe.pipeline.gather import off_mesh, stage_arrays
 from jaxpipe.pipeline.initialize import initial_state
 from jaxpipe.pipeline.interrupts import hold_interrupts
 from jaxpipe.pipeline.nonfinite import NonFiniteOrigin
@@ -38,9 +39,11 @@ from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.planning.timeline import plan_timeline
 from jaxpipe.profile import Profile
+from jaxpipe.progress import progress
 from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.target import building_for
+from jaxpipe.units import whole_number
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ class Pipeline:
             )
         return self._maybe_planned
 
-    @outside_mesh()
+    @outside_jit
     def init(self, key: Any, batch: Any = None, *, variables: Any = None) -> TrainState:
         """The first training state.
 
@@ -189,14 +192,15 @@ class Pipeline:
         ``key`` gives; a concrete NNX module, or ``variables``, keep their values.
 
         Args:
-          key: for initial values, and for all random numbers of the run.
+          key: for initial values, and for all random numbers of the run; ``jax.random.key(0)``, for example.
           batch: arrays or shapes; needed if ``partition`` was given none.
           variables: values in the model's own layout: Linen variables, an NNX module or state, a tree.
 
         Raises:
-          PartitionError: if there is no batch to plan with.
+          PartitionError: if there is no batch to plan with, or ``key`` is no random key.
           ModelError: if ``variables`` do not fit.
         """
+        key = random_key(key)
         if self._maybe_planned is None:
             batch = self._batch if batch is None else checks.batch_shapes(batch)
             if batch is not None:
@@ -209,7 +213,7 @@ class Pipeline:
         layouts, whole = (program.parameters, program.state), (self._optimizer, planned.update, key, identity)
         return hosts.settled(initial_state(self.mesh, model, planned.placement, layouts, program.teams, *whole))
 
-    @outside_mesh()
+    @outside_jit
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """One training step; donates ``state``.
 
@@ -272,7 +276,7 @@ class Pipeline:
             norm = float(counters["gradient_norm"])
             raise nonfinite.error(self._planned, state, batch, float(loss), norm, np.flatnonzero(stages).tolist())
 
-    @outside_mesh()
+    @outside_jit
     def find_nonfinite(self, state: TrainState, batch: Any) -> NonFiniteOrigin | None:
         """Where the loss of a batch is first not finite: stage, micro-batch and operator; slow, as nothing is compiled.
 
@@ -294,7 +298,7 @@ class Pipeline:
         self._check(state, batch)
         return nonfinite.find(self._planned, state, batch)
 
-    @outside_mesh()
+    @outside_jit
     def value_and_grad(self, state: TrainState, batch: Any) -> tuple[tuple[Any, dict[str, Any]], Any]:
         """``((loss, metrics), gradients)``; gradients in the model's own layout, as host arrays.
 
@@ -313,7 +317,7 @@ class Pipeline:
         found = _metrics(planned.program.objective, loss, metrics)
         return (loss, found), planned.model.parameter_tree(gradients)
 
-    @outside_mesh()
+    @outside_jit
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Averages over a batch of any size of what ``evaluate(model, batch)`` returns: its loss and metrics.
 
@@ -324,13 +328,13 @@ class Pipeline:
         program, leaves, objective = self._forward("evaluate", state, batch)
         return _metrics(objective, *self._run(program, state, leaves))
 
-    @outside_mesh()
+    @outside_jit
     def predict(self, state: TrainState, batch: Any) -> Any:
         """What ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays."""
         program, leaves, objective = self._forward("predict", state, batch)
         return jax.tree.unflatten(objective.tree, self._run(program, state, leaves))
 
-    @outside_mesh()
+    @outside_jit
     def parameters(self, state: TrainState) -> Any:
         """The model's own variables in the model's own layout, as host arrays; all processes call it, and get all."""
         checks.check_state(state, self.plan.identity)
@@ -341,7 +345,7 @@ class Pipeline:
         rest = gather(program.state, owners=placement.state, buffers=state.variables)
         return planned.model.variable_tree(values, rest)
 
-    @outside_mesh()
+    @outside_jit
     def save(self, state: TrainState, directory: Any, *, data: Any = None) -> None:
         """Save a checkpoint as ``directory/<step>``, and wait until it is on disk. In a loop, use ``Checkpointer``.
 
@@ -395,13 +399,20 @@ class Pipeline:
         return take(self._planned, state, data)
 
     def microbatch_key(self, state: TrainState, j: int) -> Any:
-        """The random key of micro-batch ``j`` in the step that starts from ``state``; ``j`` counts over replicas.
+        """Return the random key of micro-batch ``j`` in the step from ``state``; ``j`` counts over replicas.
 
         Linen modules get it as ``rngs``. In NNX modules the i-th random stream, in the order of paths, gets
-        ``fold_in(key, i)`` (``jaxpipe.model.reseed``).
+        ``fold_in(key, i)`` (``jaxpipe.model.reseed``). The key is on JAX's default device, whatever the mesh is.
+
+        Raises:
+          BatchError: if ``j`` is no number of a micro-batch.
         """
         checks.check_unused(state)
-        return jax.random.fold_in(jax.random.fold_in(state.key, state.step), j)
+        if not isinstance(j, jax.Array | np.ndarray):
+            j = whole_number(j, "j", BatchError)
+            if j < 0:
+                raise BatchError(f"j={j}; micro-batches are numbered from 0.")
+        return jax.random.fold_in(jax.random.fold_in(off_mesh(state.key), off_mesh(state.step)), j)
 
     @outside_mesh()
     def memory_report(self) -> MemoryReport:
@@ -426,15 +437,17 @@ class Pipeline:
         return compiled.abstract_state(self._planned)
 
     @cached_property
+    @progress("Compiling the training step")
     def _compiled_step(self) -> Any:
         """The training step. If XLA reserves more than the budget, storage is chosen again for as much less."""
         checks.check_runs(self.plan)
-        with progress.shown(), building_for(self.mesh.devices.flat[0].platform):
+        with building_for(self.mesh.devices.flat[0].platform):
             planned = self._maybe_planned = compiled.within_budget(self._planned)
         assert planned.compiled is not None
         return planned.compiled.step
 
     @cached_property
+    @progress("Compiling the gradient")
     def _gradient_step(self) -> Any:
         planned = self._planned
         checks.check_runs(planned.plan)
@@ -464,6 +477,7 @@ class Pipeline:
         run, objective, batching = self._forward_steps[cache_key]
         return run, feed.place(self.mesh, jax.tree.leaves(batch), leaves, batching), objective
 
+    @progress("Compiling the forward pass")
     def _build_forward(self, name: str, shapes: Any) -> tuple[Any, Objective, Batching]:
         function = self._functions[name]
         if function is None:

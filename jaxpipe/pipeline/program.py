@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.pipeline.axes import DATA as DATA
+from jaxpipe.pipeline.axes import STAGE as STAGE
 from jaxpipe.pipeline.columns import Arena, Columns, arena, columns
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.objective import Objective
@@ -27,9 +29,6 @@ from jaxpipe.schedules.swaps import Swaps
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.schedules.transport import Transport, transport
 
-
-#: Names of the mesh axes.
-STAGE, DATA = "stage", "data"
 
 #: 32-bit words of a page of the arena.
 PAGE = 1024

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass, field
 
@@ -255,6 +256,7 @@ class Plan:
         table = PlainTable(title=title, title_justify="left", caption_justify="left")
         table.add_column("stage", justify="right")
         table.add_column("devices")
+        prefix, modules = short_modules(self)
         table.add_column("modules")
         for name in ("forward", "backward", "parameters", "stash", "in flight", "sends on"):
             table.add_column(name, justify="right")
@@ -262,7 +264,7 @@ class Plan:
             table.add_row(
                 str(k),
                 ", ".join(map(str, stage.devices)),
-                shorten(stage.modules),
+                shorten(modules[k]),
                 f"{1e3 * stage.forward_seconds:.2f} ms",
                 f"{1e3 * stage.backward_seconds:.2f} ms",
                 bytes_text(stage.parameter_bytes),
@@ -277,6 +279,8 @@ class Plan:
             f"step {1e3 * self.step_seconds:.1f} ms ({self.profile} profile), bubble {self.bubble_fraction:.1%}\n"
             f"{bytes_text(self.predicted_bytes)}{limit} on each device: {parts}"
         )
+        if prefix:
+            table.caption += f"\nmodules are named inside {prefix}"
         for own, sums in self.summed_in.items():
             table.caption += f"\ngradients of {own} parameters are added up in {sums}"
         if self.rates:
@@ -358,6 +362,22 @@ def _host_text(host: HostPlan) -> str:
         return f"the host's memory is not used: {host.refused}"
     paper = "; on paper only" if host.on_paper else ""
     return f"{bytes_text(host.bytes)} of {bytes_text(host.budget)} in the host's memory for each device{paper}"
+
+
+def short_modules(plan: Plan) -> tuple[str, tuple[tuple[str, ...], ...]]:
+    """Return the path that all modules of a plan lie in, and the modules of each stage by the rest of their paths.
+
+    A module that is itself this path keeps its last part.
+    """
+    distinct = {path for stage in plan.stages for path in stage.modules}
+    levels = zip(*(path.split("/") for path in distinct), strict=False) if len(distinct) > 1 else ()
+    shared = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels)]
+
+    def short(path: str) -> str:
+        parts = path.split("/")
+        return "/".join(parts[len(shared) :]) or parts[-1]
+
+    return "/".join(shared), tuple(tuple(map(short, stage.modules)) for stage in plan.stages)
 
 
 def shorten(modules: tuple[str, ...], most: int = 4) -> str:

@@ -2,31 +2,25 @@
 
 import dataclasses
 import re
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
-from rich.console import Console
-from rich.progress import Progress
 
 from jaxpipe.demand import Linearization
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.groups import Program, cut_groups, group_stage, stage_programs
 from jaxpipe.profiling.roofline import analytic
 from jaxpipe.profiling.timing import Timing, on_device, time_program
+from jaxpipe.progress import progress, track
 from jaxpipe.rates import rates_of
 
-
-#: A progress bar appears after so many seconds.
-PATIENCE = 2.0
 
 #: Random keys are folded with a hash of the module path, so that equal layers differ in these constants.
 _KEY_NUMBER = re.compile(r"(?<=dense<)\d+(?=> : tensor<ui32>)")
 
-_T = TypeVar("_T")
 
-
+@progress("Profiling the operators")
 def measure(linearization: Linearization, device: Any, *, held: Iterable[int] = ()) -> Profile:
     """Compile and run the operators of a program in groups, each group's forward and backward program by itself.
 
@@ -46,7 +40,7 @@ def measure(linearization: Linearization, device: Any, *, held: Iterable[int] = 
     columns: dict[str, list[float]] = {
         name: [] for name in ("forward_seconds", "forward_spread", "backward_seconds", "backward_spread")
     }
-    for group in _track(groups, "Profiling"):
+    for group in track(groups, "Profiling groups of operators"):
         shares = {
             "forward": estimate.forward_seconds[group.start : group.stop],
             "backward": estimate.backward_seconds[group.start : group.stop],
@@ -87,22 +81,3 @@ def _split(total: float, proportions: Sequence[float]) -> list[float]:
     """The total in the given proportions; in equal parts if they are all zero."""
     whole = sum(proportions)
     return [total * p / whole if whole else total / len(proportions) for p in proportions]
-
-
-def _track(items: Sequence[_T], what: str) -> Iterator[_T]:
-    """The items; if they take long and stderr is a terminal, with a progress bar."""
-    console = Console(stderr=True)
-    progress = Progress(console=console, transient=True)
-    task = progress.add_task(what, total=len(items))
-    begin = time.monotonic()
-    shown = False
-    try:
-        for k, item in enumerate(items):
-            yield item
-            progress.update(task, completed=k + 1)
-            if not shown and console.is_terminal and time.monotonic() - begin > PATIENCE:
-                progress.start()
-                shown = True
-    finally:
-        if shown:
-            progress.stop()

@@ -9,9 +9,10 @@ import optax
 
 from jaxpipe.annotations import outside_mesh
 from jaxpipe.demand import Linearization, linearize
-from jaxpipe.errors import ProfileError
+from jaxpipe.errors import BatchError, ProfileError
 from jaxpipe.model import BoundModel, UserFunction, bind
 from jaxpipe.pipeline import checks
+from jaxpipe.pipeline.arguments import check_function
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes
 from jaxpipe.pipeline.trace_update import trace_update
 from jaxpipe.pipeline.trained import without_frozen
@@ -21,6 +22,7 @@ from jaxpipe.profiling import cache as kept
 from jaxpipe.profiling.measured import measure
 from jaxpipe.profiling.roofline import analytic
 from jaxpipe.rates import OTHER, rates_of, rates_of_kind
+from jaxpipe.units import whole_number
 
 
 #: Where the seconds of a profile come from.
@@ -75,6 +77,7 @@ def profile_model(
     """
     if source not in ("measured", "analytic"):
         raise ProfileError(f"source={source!r}; it must be 'measured' or 'analytic'.")
+    check_function(loss, "loss")
     kind = isinstance(device, str)
     if kind and source == "measured":
         raise ProfileError(
@@ -82,6 +85,7 @@ def profile_model(
         )
     rates = rates_of_kind(device) if kind else None
     shapes = checks.batch_shapes(batch)
+    num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     checks.check_microbatches(checks.batch_size(shapes), 1, num_microbatches)
     one = microbatch_shapes(shapes, num_microbatches)
     rows = checks.check_unroll(unroll_scans, exchanged=False)

@@ -3,6 +3,7 @@
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules.ordered import from_orders
 from jaxpipe.schedules.table import Action, Kind, Schedule, check_size
+from jaxpipe.units import whole_number
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -21,7 +22,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> 
       ScheduleError: if a size is below 1, or micro-batches are no multiple of the devices.
     """
     check_size(num_stages, num_microbatches)
-    p, m, v = num_stages, num_microbatches, num_chunks
+    p, m, v = num_stages, num_microbatches, whole_number(num_chunks, "num_chunks", ScheduleError)
     if v < 1 or m % p:
         raise ScheduleError(
             f"interleaved was asked for with num_stages={p}, num_microbatches={m}, num_chunks={v}; there must be at "

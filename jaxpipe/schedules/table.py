@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.units import whole_number
 
 
 if TYPE_CHECKING:
@@ -350,7 +351,9 @@ def check_cells(name: str, num_devices: int, num_ticks: int) -> None:
 
 
 def check_size(num_stages: int, num_microbatches: int) -> None:
-    """Raise ``ScheduleError`` unless both are positive."""
+    """Raise ``ScheduleError`` unless both are whole numbers above 0."""
+    for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
+        whole_number(value, name, ScheduleError)
     if num_stages < 1 or num_microbatches < 1:
         raise ScheduleError(
             f"A schedule was asked for with num_stages={num_stages}, num_microbatches={num_microbatches}; "

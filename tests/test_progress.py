@@ -1,0 +1,96 @@
+"""Messages of what takes long, in the log and on a terminal."""
+
+import io
+import logging
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from rich.console import Console
+
+import jaxpipe
+from jaxpipe import progress
+
+
+MODEL = jax.tree_util.Partial(
+    lambda w, x: jnp.tanh(x @ w["a"]) @ w["b"], {"a": jnp.ones((3, 4)), "b": jnp.ones((4, 2))}
+)
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Texts on a terminal on which lines appear at once."""
+    stream = io.StringIO()
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=stream, force_terminal=True, width=100))
+    return stream
+
+
+def wait_for(line):
+    line._timer.join()
+
+
+def test_a_terminal_shows_what_is_being_done(written):
+    with progress.progress("Planning"):
+        wait_for(progress._line.get())
+        progress.tell("Choosing [bold]storage")
+        progress._line.get()._status._live.refresh()
+    text = written.getvalue()
+    # Texts are not taken for markup, and the line is gone in the end.
+    assert "Choosing [bold]storage" in text
+    assert progress._line.get() is None
+    assert text.endswith("\x1b[2K")
+
+
+def test_a_line_inside_another_is_the_same(written):
+    with progress.progress("outer"):
+        outer = progress._line.get()
+        with progress.progress("inner"):
+            assert progress._line.get() is outer
+        assert progress._line.get() is outer
+
+
+def test_items_are_counted_in_the_line(written):
+    with progress.progress("groups"):
+        wait_for(progress._line.get())
+        for _ in progress.track("abc", "groups"):
+            progress._line.get()._status._live.refresh()
+    assert [f"groups: {k} of 3" in written.getvalue() for k in (1, 2, 3, 4)] == [True, True, True, False]
+    assert list(progress.track("abc", "without a line")) == ["a", "b", "c"]
+
+
+def test_nothing_is_shown_before_it_takes_long(written, monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE", 1000.0)
+    with progress.progress("quick"):
+        line = progress._line.get()
+    line._timer.join()  # ends at once, as it was cancelled
+    assert written.getvalue() == ""
+
+
+def test_a_line_ends_with_an_error(written):
+    with pytest.raises(KeyError), progress.progress("failing"):
+        wait_for(progress._line.get())
+        raise KeyError
+    assert progress._line.get() is None
+
+
+def test_nothing_is_shown_where_stderr_is_no_terminal(written, monkeypatch):
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=written, force_terminal=False))
+    with progress.progress("planning"):
+        assert progress._line.get() is None
+    assert written.getvalue() == ""
+
+
+def test_a_plan_and_a_first_step_are_told_in_the_log(caplog):
+    mesh, batch = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), jnp.ones((8, 3))
+    options = {"loss": lambda f, x: f(x).mean(), "optimizer": optax.sgd(0.1), "profile": "analytic"}
+    with caplog.at_level(logging.INFO, "jaxpipe"):
+        pipeline = jaxpipe.partition(MODEL, mesh, batch, num_microbatches=2, **options)
+        pipeline.step(pipeline.init(jax.random.key(0)), batch)
+    # Two products, tanh, a sum and a division.
+    assert [record.message for record in caplog.records if record.name == "jaxpipe"] == [
+        "Tracing the model",
+        "Cutting 5 operators into stages, on 2 devices",
+        "Compiling the training step",
+    ]

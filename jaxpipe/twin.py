@@ -61,7 +61,7 @@ def twin_class(original: T, methods: Mapping[str, Any]) -> T:
     body |= {name: value for name, value in held.items() if isinstance(value, dataclasses.Field)}
     metaclass: Any = type(original)
     with _without_hooks(original):
-        twin = metaclass(original.__name__, (original,), {**body, **methods})
+        twin: Any = metaclass(original.__name__, (original,), {**body, **methods})
     if issubclass(twin, nnx.Module):
         _compat.register_nnx_class(twin, like=original)
     return twin

@@ -36,7 +36,7 @@ _COPIED = ("__annotations__", "__dataclass_fields__")
 #: Which Python calls for each new subclass.
 _HOOK = "__init_subclass__"
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def twin_class(original: T, methods: Mapping[str, Any]) -> T:
@@ -53,7 +53,6 @@ def twin_class(original: T, methods: Mapping[str, Any]) -> T:
       >>> twin.__name__, twin(3).double(), isinstance(twin(3), Point)
       ('Point', 6, True)
     """
-
     held = vars(original)
     body = {name: held[name] for name in _OWN if name in held}
     body |= {name: dict(held[name]) for name in _COPIED if name in held}

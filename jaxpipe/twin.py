@@ -36,7 +36,7 @@ _COPIED = ("__annotations__", "__dataclass_fields__")
 #: Which Python calls for each new subclass.
 _HOOK = "__init_subclass__"
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def twin_class(original: T, methods: Mapping[str, Any]) -> T:
@@ -53,7 +53,6 @@ def twin_class(original: T, methods: Mapping[str, Any]) -> T:
       >>> twin.__name__, twin(3).double(), isinstance(twin(3), Point)
       ('Point', 6, True)
     """
-
     held = vars(original)
     body = {name: held[name] for name in _OWN if name in held}
     body |= {name: dict(held[name]) for name in _COPIED if name in held}
@@ -61,7 +60,7 @@ def twin_class(original: T, methods: Mapping[str, Any]) -> T:
     body |= {name: value for name, value in held.items() if isinstance(value, dataclasses.Field)}
     metaclass: Any = type(original)
     with _without_hooks(original):
-        twin = metaclass(original.__name__, (original,), {**body, **methods})
+        twin: Any = metaclass(original.__name__, (original,), {**body, **methods})
     if issubclass(twin, nnx.Module):
         _compat.register_nnx_class(twin, like=original)
     return twin

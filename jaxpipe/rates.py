@@ -11,11 +11,11 @@ from jaxpipe.errors import ProfileError
 
 @dataclass(frozen=True)
 class Rates:
-    """What a program gets out of a device in a second.
+    """Operations and bytes in a second that a program gets out of a device.
 
     Attributes:
       flops: floating-point operations of products (matrix products, convolutions) of float32 at JAX's default
-        precision, which is TF32 where there are tensor cores for it.
+        precision, which is TF32 on tensor cores that have it.
       bytes: to and from memory.
       half_flops: operations of products of 16-bit operands; left out, as ``flops``.
       element_flops: operations of everything else, and of products whose precision is ``HIGHEST``; left out, as
@@ -64,7 +64,7 @@ KERNEL_SECONDS = 2e-6
 
 
 def _gpu(flops: float, half_flops: float, element_flops: float, memory: float) -> Rates:
-    """The rates of a GPU from its data sheet."""
+    """Return the rates of a GPU from its data sheet."""
     return Rates(
         flops=PRODUCT_SHARE * flops,
         bytes=MEMORY_SHARE * memory,
@@ -75,7 +75,7 @@ def _gpu(flops: float, half_flops: float, element_flops: float, memory: float) -
 
 
 #: Known GPUs, by the word in a device kind that names the model. The arguments are those of NVIDIA's data sheets, of
-#: the SXM variant where there are several, without sparsity: TF32 (float32 where there is none: V100, T4), 16-bit
+#: the SXM variant where a model has several, without sparsity: TF32 (float32 for V100 and T4), 16-bit
 #: tensor cores, float32 without tensor cores, memory. ``jax.lax.Precision.DEFAULT`` is TF32 for float32 products on
 #: GPUs that have it.
 RATES = {
@@ -93,7 +93,7 @@ OTHER = Rates(5e10, 1e10)
 
 
 def known_rates(kind: str) -> Rates | None:
-    """The rates of a kind of device whose name has a known word in it; None if there is none.
+    """Return the rates of a kind of device whose name has a known word in it, else None.
 
     Example:
       >>> known_rates("NVIDIA H100 80GB HBM3") == RATES["H100"]
@@ -103,12 +103,12 @@ def known_rates(kind: str) -> Rates | None:
 
 
 def rates_of(device: Any) -> Rates:
-    """The rates of a device, by its kind."""
+    """Return the rates of a device, by its kind."""
     return known_rates(device.device_kind) or OTHER
 
 
 def rates_of_kind(kind: str) -> Rates:
-    """The rates of the devices of a kind, such as ``"H100"`` or ``"cpu"``.
+    """Return the rates of the devices of a kind, such as ``"H100"`` or ``"cpu"``.
 
     Raises:
       ProfileError: if they are not known.

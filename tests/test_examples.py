@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def test_train_digits_learns(capsys, tmp_path):
     example = runpy.run_path(str(EXAMPLES / "train_digits.py"))
-    accuracy = example["main"](example["Options"](stages=2, epochs=4, num_microbatches=4, out=tmp_path))
+    accuracy = example["main"](example["Options"](stages=2, epochs=4, batch_size=96, num_microbatches=4, out=tmp_path))
     printed = capsys.readouterr().out
     assert accuracy > 0.85
     assert "2 stages" in printed and "plain jax.grad keeps" in printed and "bubble" in printed

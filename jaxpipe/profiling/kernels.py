@@ -47,7 +47,7 @@ TINY = 2**17
 
 
 class Kind(enum.Enum):
-    """How an operator runs: a name for its operand, inside kernels, as the end of one, or as one of its own."""
+    """Ways to run an operator: a name for its operand, inside kernels, as the end of one, as a kernel by itself."""
 
     VIEW = "view"
     FUSED = "fused"
@@ -124,27 +124,27 @@ class Body:
             self.parts.append(self._alone(op, tensors, inputs, outputs, owner))
 
     def convert(self, value: int, size: float, owner: int) -> int:
-        """Another form of a value, such as packed bits of a mask, that a kernel makes on the way."""
+        """Append a change of form that a kernel makes on the way, such as of a mask to bits."""
         result = self.value(size)
         self.parts.append(Part(Kind.FUSED, (value,), (result,), owner))
         return result
 
     def join(self, first: int, second: int, owner: int) -> int:
-        """The sum of two values."""
+        """Append the sum of two values; return it."""
         result = self.value(self.sizes[first])
         elements = self.sizes[first] / 4
         self.parts.append(Part(Kind.FUSED, (first, second), (result,), owner, elements / self.rates.element_flops))
         return result
 
     def whole(self, v: int) -> int:
-        """The value; a copy of it if it is a part of another."""
+        """Return the value, or a copy of it if it is a part of another."""
         part = self._views.get(v)
         if part is None or self.sizes[v] >= self._size(part.inputs):
             return v
         return self.convert(v, self.sizes[v], part.owner)
 
     def known(self, t: int, tensors: Sequence[Any], number: dict[int, int]) -> int:
-        """The value of a tensor, which is in memory if it has none yet."""
+        """Return the value of a tensor, which is in memory if it has none yet."""
         if t not in number:
             number[t] = self.value(tensors[t].bytes)
         return number[t]
@@ -176,7 +176,7 @@ class Body:
 
 
 def _is_turned_around(op: Operator, operand: int) -> bool:
-    """Whether an operand of a product is copied first, so that its several batch axes come first."""
+    """Tell whether an operand of a product is copied first, so that its several batch axes lead."""
     if op.name != "dot_general" or len(op.inputs) < 2:
         return False
     batch = op.params["dimension_numbers"][1][operand]
@@ -252,24 +252,24 @@ class Kernel:
     def shares(self, body: Body) -> dict[int, float]:
         """Seconds, by owner."""
         rates, last = body.rates, self.parts[-1]
-        found = {last.owner: rates.kernel_seconds + last.seconds}
+        total = {last.owner: rates.kernel_seconds + last.seconds}
 
         def count(owner: int, seconds: float) -> None:
-            found[owner] = found.get(owner, 0.0) + seconds
+            total[owner] = total.get(owner, 0.0) + seconds
 
         if last.kind is Kind.ALONE:
             count(last.owner, max(last.arithmetic, last.moved / rates.bytes))
-            return found
+            return total
         moved = sum(self.reads.values()) + sum(body.sizes[v] for v in self.roots)
         if sum(part.arithmetic for part in self.parts) > moved / rates.bytes:
             for part in self.parts:
                 count(part.owner, part.arithmetic)
-            return found
+            return total
         unread, roots = dict(self.reads), set(self.roots)
         for part in self.parts:
             size = sum(unread.pop(v, 0.0) for v in part.inputs) + sum(body.sizes[v] for v in roots & {*part.outputs})
             count(part.owner, size / rates.bytes)
-        return found
+        return total
 
 
 def cut_kernels(body: Body, results: Iterable[int]) -> list[Kernel]:
@@ -302,7 +302,7 @@ class _Cutter:
         return self._alias.get(v, v)
 
     def _inside(self, v: int) -> bool:
-        """Whether a value is only ever inside kernels."""
+        """Tell whether a value is only ever inside kernels."""
         return v in self._maker and v not in self._roots
 
     def _write_what_is_costly_to_compute_again(self) -> None:
@@ -338,7 +338,7 @@ class _Cutter:
         return readers
 
     def _is_handed_on(self, v: int, readers: Mapping[int, Sequence[Part]]) -> bool:
-        """Whether a value is read once, for another that is no larger and may be written instead."""
+        """Tell whether a value is read once, for another that is no larger and may be written instead."""
         reader, *others = readers[v]
         sizes = self._body.sizes
         return not others and reader.kind is Kind.FUSED and sum(sizes[o] for o in reader.outputs) <= sizes[v]
@@ -348,10 +348,10 @@ class _Cutter:
         if not part.joins:
             return None
         sizes = self._body.sizes
-        for one, other in (part.inputs, part.inputs[::-1]):
-            source, bias = self._base(one), self._base(other)
+        for left, right in (part.inputs, part.inputs[::-1]):
+            source, bias = self._base(left), self._base(right)
             if source in self._products and len(readers[source]) == 1 and sizes[source] == sizes[part.outputs[0]]:
-                small = self._reads.get(bias, {}) if self._inside(bias) else {other: sizes[other]}
+                small = self._reads.get(bias, {}) if self._inside(bias) else {right: sizes[right]}
                 if sum(small.values()) <= sizes[source] * SMALL:
                     return source
         return None
@@ -374,7 +374,7 @@ class _Cutter:
         return sinks
 
     def _read_by(self, part: Part) -> dict[int, float]:
-        """What a kernel that ends with a part reads from memory, and the bytes of each."""
+        """Return the bytes of each value that a kernel which ends with a part reads from memory."""
         reads: dict[int, float] = {}
         for v in part.inputs:
             source = self._base(v)
@@ -414,7 +414,7 @@ class _Cutter:
                 before.append(needed)
             last_to_read.update(dict.fromkeys(shared, mate))
             made_by.update(dict.fromkeys(part.outputs, mate))
-        return self._with_drawn([self._kernel(found) for found in ends], drawn)
+        return self._with_drawn([self._kernel(group) for group in ends], drawn)
 
     def _large(self, reads: Mapping[int, float]) -> list[int]:
         """The arrays that are most of what a kernel reads; -1 if it reads next to nothing."""
@@ -429,15 +429,15 @@ class _Cutter:
         """
         ends: dict[int, list[Part]] = {}
         for part in drawn:
-            user = next((k for k, one in enumerate(kernels) if self._uses(one, part)), -1)
+            user = next((k for k, kernel in enumerate(kernels) if self._uses(kernel, part)), -1)
             ends.setdefault(user, []).append(part)
-        found = [self._kernel([part]) for part in ends.pop(-1, [])]
+        result = [self._kernel([part]) for part in ends.pop(-1, [])]
         for k, kernel in enumerate(kernels):
-            found.append(self._kernel([*ends[k], *kernel.ends]) if k in ends else kernel)
-        return found
+            result.append(self._kernel([*ends[k], *kernel.ends]) if k in ends else kernel)
+        return result
 
     def _uses(self, kernel: Kernel, part: Part) -> bool:
-        """Whether a kernel that fuses reads what a part makes, and more of something else."""
+        """Tell whether a kernel that fuses reads what a part makes, and more of something else."""
         shared = [v for v in kernel.reads if self._base(v) in part.outputs]
         return bool(shared) and sum(kernel.reads.values()) > 2 * sum(kernel.reads[v] for v in shared)
 

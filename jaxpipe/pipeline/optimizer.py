@@ -20,6 +20,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.per_stage import known_stages
 from jaxpipe.graph import Graph, Operator, run, trace
 from jaxpipe.model import BoundModel
+from jaxpipe.pipeline.captures import without_captures
 from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.words import from_words, to_words, word_count
 from jaxpipe.rows import MixedRowsError, split_rows
@@ -78,7 +79,7 @@ def colour_update(
     """
     own, stacks = model.own, model.stacks[0]
     avals = [v.aval for v in own.parameters]
-    state_shape = jax.eval_shape(optimizer.init, own.parameter_tree(avals))
+    state_shape = jax.eval_shape(optimizer.init, without_captures(own.parameter_tree(avals)))
     state_avals, state_tree = jax.tree.flatten(state_shape)
     owner = _parameter_of_state(optimizer, state_shape, own)
     state_stacks = Stacks(tuple(map(functools.partial(_cut_as, stacks), owner, state_avals)))
@@ -86,8 +87,9 @@ def colour_update(
     count = len(avals)
 
     def update(*leaves: Any) -> list[Any]:
-        parameters = own.parameter_tree(leaves[:count])
-        gradients = own.parameter_tree(leaves[count : 2 * count])
+        parameters, gradients = (
+            without_captures(own.parameter_tree(part)) for part in (leaves[:count], leaves[count : 2 * count])
+        )
         state = jax.tree.unflatten(state_tree, leaves[2 * count :])
         updates, state = optimizer.update(gradients, state, parameters)
         new = optax.apply_updates(parameters, updates)

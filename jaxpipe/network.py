@@ -16,7 +16,7 @@ from jaxpipe.errors import NetworkError
 from jaxpipe.link_speed import SIZES, measure_host_links, measure_links, measure_speeds, memory_limits
 from jaxpipe.network_table import network_table
 from jaxpipe.plain_table import table_text
-from jaxpipe.reading import read_dataclass, read_json
+from jaxpipe.reading import LARGEST, read_dataclass, read_json
 from jaxpipe.topology import PCIE_3_X16, Node
 from jaxpipe.units import whole_number
 
@@ -68,13 +68,14 @@ class Network:
         rates = ("speed", 1.0), ("memory_bytes", math.inf), ("host_bandwidth_bytes_per_second", PCIE_3_X16)
         for field, default in rates:
             values = tuple(float(v) for v in getattr(self, field)) or (default,) * count
-            if len(values) != count or not all(v > 0 for v in values):
-                raise NetworkError(f"{field} is {values}; it needs a positive number for each of {count} devices.")
+            if len(values) != count or not all(v >= 1 / LARGEST and (v < LARGEST or v == default) for v in values):
+                raise NetworkError(
+                    f"{field} is {values}; it needs a positive number for each of {count} devices, between 2**-63 and "
+                    "2**63."
+                )
             settle(self, field, values)
-        if math.inf in self.host_bandwidth_bytes_per_second:
-            raise NetworkError("host_bandwidth_bytes_per_second holds inf; every entry must be a finite number.")
         given = np.array(self.host_latency_seconds, np.float64)
-        if given.shape not in ((), (count,)) or not np.all(np.isfinite(given) & (given >= 0)):
+        if given.shape not in ((), (count,)) or not np.all((given >= 0) & (given < LARGEST)):
             raise NetworkError(
                 f"host_latency_seconds is {self.host_latency_seconds}; it needs a finite number that is not negative "
                 f"for each of {count} devices, or one for all."
@@ -317,9 +318,10 @@ def _matrix(values: Any, name: str, count: int = 0) -> np.ndarray:
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
         raise NetworkError(f"{name} has the shape {matrix.shape}; it must be a square matrix.")
     np.fill_diagonal(matrix, 0.0)
-    for a, b in np.argwhere(~np.isfinite(matrix) | (matrix < 0)):
+    for a, b in np.argwhere(~((matrix == 0) | (matrix >= 1 / LARGEST) & (matrix < LARGEST))):
         raise NetworkError(
-            f"{name} holds {matrix[a, b]:g} at [{a}][{b}]; every entry must be a finite number that is not negative."
+            f"{name} holds {matrix[a, b]:g} at [{a}][{b}]; every entry must be a finite number that is not negative: "
+            "0, or between 2**-63 and 2**63."
         )
     for a, b in np.argwhere(matrix != matrix.T):
         raise NetworkError(

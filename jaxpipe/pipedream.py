@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxpipe.errors import ProfileError
 from jaxpipe.profile import Edge, Profile
+from jaxpipe.reading import MOST_CHARACTERS
 
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -29,9 +30,12 @@ def read(path: str | os.PathLike[str]) -> Profile:
     rows: dict[str, tuple[str, dict[str, float]]] = {}
     arrows: list[tuple[str, str, int]] = []
     try:
-        lines = path.read_text().splitlines()
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ProfileError(f"{path} is not a text file.") from None
+    if len(text) > MOST_CHARACTERS:
+        raise ProfileError(f"{path} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are read.")
+    lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -76,15 +80,18 @@ def _costs(text: str, where: str) -> dict[str, float]:
         try:
             found[field] = sum(map(float, parts))
         except ValueError:
-            raise ProfileError(f"{where}: {field} is {given.get(field)!r}; it must be a number or [a; b].") from None
+            raise ProfileError(
+                f"{where}: {field} is {given.get(field)!r:.80}; it must be a number or [a; b]."
+            ) from None
     return found
 
 
 def _sorted(names: list[str], edges: list[tuple[str, str]], path: Path) -> list[str]:
     """A topological order; of the operators that are ready, the one with the lowest number comes first."""
 
-    def key(name: str) -> tuple[int, str]:
-        return int(re.sub(r"\D", "", name) or 0), name
+    def key(name: str) -> tuple[int, str, str]:
+        digits = re.sub(r"[^0-9]", "", name).lstrip("0")
+        return len(digits), digits, name  # Python refuses numbers of thousands of digits
 
     waiting = dict.fromkeys(names, 0)
     readers: dict[str, list[str]] = {name: [] for name in names}
@@ -95,7 +102,7 @@ def _sorted(names: list[str], edges: list[tuple[str, str]], path: Path) -> list[
     heapq.heapify(ready)
     order = []
     while ready:
-        name = heapq.heappop(ready)[1]
+        name = heapq.heappop(ready)[-1]
         order.append(name)
         for reader in readers[name]:
             waiting[reader] -= 1

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxpipe.errors import ProfileError
 from jaxpipe.rates import Rates
-from jaxpipe.reading import read_as, read_dataclass, read_json
+from jaxpipe.reading import LARGEST, read_as, read_dataclass, read_json
 
 
 class Edge(NamedTuple):
@@ -234,8 +233,8 @@ REQUIRED = ("names", "forward_seconds", "backward_seconds", "parameter_bytes", "
 
 def _check_number(value: Any, name: str) -> None:
     try:
-        good = math.isfinite(value) and value >= 0
+        good = 0 <= value < LARGEST
     except TypeError:
         good = False
     if not good:
-        raise ProfileError(f"{name} is {value!r}; it must be a finite number that is not negative.")
+        raise ProfileError(f"{name} is {value!r}; it must be a finite number that is not negative, below 2**63.")

@@ -10,7 +10,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from jaxpipe.errors import JaxpipeError
@@ -145,6 +145,32 @@ def read_dataclass(
         place = f"{where}.{name}"
         values[name] = parts[name](value, place) if name in parts else read_as(hints[name], value, place, error)
     return kind(**values)
+
+
+def refuse_negative(
+    value: Any, where: str, error: type[JaxpipeError], signed: Collection[str] = (), least: int = 0
+) -> None:
+    """Raise an error if a number in a dataclass is negative.
+
+    Args:
+      value: the dataclass, or a field of one.
+      where: its place, for errors.
+      error: what to raise.
+      signed: fields that may be negative.
+      least: what numbers are at least.
+    """
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.name not in signed:
+                refuse_negative(getattr(value, field.name), f"{where}.{field.name}", error, signed)
+    elif isinstance(value, tuple):
+        for k, entry in enumerate(value):
+            refuse_negative(entry, f"{where}[{k}]", error, signed)
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            refuse_negative(entry, f"{where}.{name[:40]}", error, signed)
+    elif isinstance(value, int | float) and value < least:
+        raise error(f"{where} is {value}; it must be at least {least}.")
 
 
 @functools.cache

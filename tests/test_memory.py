@@ -1,6 +1,7 @@
 """Predicted bytes against those that XLA reserves, and where temporaries come from."""
 
 import functools
+import gc
 
 import flax.linen as nn
 import jax
@@ -205,3 +206,35 @@ def test_a_loss_may_look_at_itself():
     # Devices do not wait for each other; float32 sums of eight numbers in another order.
     assert sorted(seen["hidden"]) == pytest.approx(sorted(rows.max(1).tolist()))
     assert sorted(seen["loss"]) == pytest.approx(sorted((rows.sum(1) / 2).tolist()))
+
+
+def test_pipelines_that_are_gone_keep_no_arrays():
+    """A model that captures 4 MiB, planned and trained again and again."""
+
+    def run():
+        captured = jnp.ones((2**20,))
+        model = jax.tree_util.Partial(lambda w, x: x @ w * captured[0] + captured.mean(), jnp.ones((3, 1)))
+        batch = jnp.ones((4, 3))
+        pipeline = jaxpipe.partition(
+            model,
+            jax.sharding.Mesh(jax.devices()[:1], ("stage",)),
+            batch,
+            loss=lambda f, x: f(x).mean(),
+            evaluate=lambda f, x: f(x).mean(),
+            optimizer=optax.adam(0.5),
+            num_microbatches=2,
+            memory="1 GiB",
+            profile="analytic",
+        )
+        state, _ = pipeline.step(pipeline.init(jax.random.key(0)), batch)
+        pipeline.evaluate(state, batch)
+        pipeline.value_and_grad(state, batch)
+
+    def live():
+        gc.collect()
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    before = live()
+    for _ in range(2):
+        run()
+    assert live() - before < 2**20

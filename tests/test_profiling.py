@@ -1,7 +1,9 @@
 """Measuring programs in groups of operators, keeping what was measured, and profiling a model without a mesh."""
 
+import dataclasses
 import itertools
 import os
+import re
 import subprocess
 import sys
 
@@ -17,6 +19,7 @@ from jaxpipe import demand
 from jaxpipe.graph import trace
 from jaxpipe.model import bind
 from jaxpipe.pipeline.objective import trace_loss
+from jaxpipe.profile import NUMBERS
 from jaxpipe.profiling import measured
 from jaxpipe.profiling.cache import cache_folder, cache_key
 from jaxpipe.profiling.groups import cut_groups, group_stage, stage_programs
@@ -344,10 +347,57 @@ def test_a_damaged_file_is_measured_again(own_cache, stopwatch, text):
     (file,) = own_cache.iterdir()
     file.write_text(text)
     timed = len(stopwatch)
-    with pytest.warns(UserWarning, match="cannot be read .* measuring again"):
+    with pytest.warns(UserWarning, match="cannot be used .* measuring again"):
         again = profile_of(mlp(8), source="measured")
     assert len(stopwatch) > timed
     assert jaxpipe.Profile.from_json(file.read_text()) == again
+
+
+def _one_more(profile):
+    return dataclasses.replace(
+        profile, **{name: (*getattr(profile, name), getattr(profile, name)[-1]) for name in COLUMNS}, edges=()
+    )
+
+
+def _one_less(profile):
+    columns = {name: getattr(profile, name)[:-1] for name in COLUMNS}
+    return dataclasses.replace(profile, **columns, edges=profile.edges[:1], together=())
+
+
+COLUMNS = ("names", *NUMBERS)
+
+OTHERS = {
+    "one operator more": (_one_more, "its names are those of another program"),
+    "one operator less": (_one_less, "its names are those of another program"),
+    "other edges": (lambda p: dataclasses.replace(p, edges=p.edges[:-1]), "its edges are those of another program"),
+    "other parameters": (
+        lambda p: dataclasses.replace(p, parameter_bytes=[2 * size for size in p.parameter_bytes]),
+        "its parameter_bytes are those of another program",
+    ),
+    "another device": (lambda p: dataclasses.replace(p, device_kind="H100"), "its device_kind are those of another"),
+    "years": (
+        lambda p: dataclasses.replace(p, forward_seconds=[1e18] * len(p.names)),
+        r"an operator takes 1e\+18 s in it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), OTHERS.values(), ids=OTHERS)
+def test_a_kept_profile_of_another_program_is_measured_again(change, message, own_cache, stopwatch):
+    profile_of(mlp(8), source="measured")
+    (file,) = own_cache.iterdir()
+    file.write_text(change(jaxpipe.Profile.from_json(file.read_text())).to_json())
+    with pytest.warns(UserWarning, match=f"cannot be used .*{message}.* measuring again"):
+        again = profile_of(mlp(8), source="measured")
+    assert profile_of(mlp(8), source="measured") == again
+
+
+def test_a_kept_profile_of_numbers_too_large_is_measured_again(own_cache, stopwatch):
+    profile_of(mlp(8), source="measured")
+    (file,) = own_cache.iterdir()
+    file.write_text(re.sub(r'(_(seconds|bytes)": )[-0-9.e]+', r"\g<1>1e308", file.read_text()))
+    with pytest.warns(UserWarning, match="cannot be used .* is 1e\\+308; it must be .* below .* measuring again"):
+        profile_of(mlp(8), source="measured")
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, stopwatch):

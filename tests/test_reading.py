@@ -1,7 +1,9 @@
 """Readers of JSON that anybody may have written: what comes out is a value or an error of jaxpipe."""
 
+import dataclasses
 import io
 import json
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -217,6 +219,69 @@ def test_names_are_shown_as_they_are(kind, name, shown):
         assert command not in on_terminal.file.getvalue()
     html = getattr(value, "_repr_html_", str)()
     assert "\x1b" not in html and "\u202e" not in html
+
+
+NEGATIVE = {
+    "replicas": r"the plan\.replicas is -1; it must be at least 0",
+    "num_microbatches": r"the plan\.num_microbatches is -1; it must be at least",
+    "microbatch_size": r"the plan\.microbatch_size is -1; it must be at least",
+    "step_seconds": r"the plan\.step_seconds is -1\.0; it must be at least 0",
+    "budget": r"the plan\.budget is -1; it must be at least 0",
+    "exchange_bytes": r"the plan\.exchange_bytes is -1; it must be at least 0",
+    "memory parameters": r"the plan\.memory\.parameters is -1; it must be at least 0",
+    "staleness 0": r"the plan\.staleness\[0\] is -1; it must be at least 0",
+    "host bytes": r"the plan\.host\.bytes is -1; it must be at least 0",
+    "stages 0 devices 0": r"the plan\.stages\[0\]\.devices\[0\] is -1; it must be at least 0",
+    "stages 0 forward_seconds": r"the plan\.stages\[0\]\.forward_seconds is -1\.0; it must be at least 0",
+    "stages 0 stash_bytes": r"the plan\.stages\[0\]\.stash_bytes is -1; it must be at least 0",
+    "stages 0 pieces 0 devices 0": r"pieces\[0\]\.devices\[0\] is -1; it must be at least 0",
+    "stages 0 pieces 0 bytes": r"the plan\.stages\[0\]\.pieces\[0\]\.bytes is -1; it must be at least 0",
+}
+
+
+@pytest.mark.parametrize(("place", "message"), NEGATIVE.items(), ids=NEGATIVE)
+def test_plans_with_negative_numbers_are_refused(place, message):
+    data = json.loads(PLAN.to_json())
+    *path, last = (int(key) if key.isdecimal() else key for key in place.split())
+    inner = data
+    for key in path:
+        inner = inner[key]
+    inner[last] = -1
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("name", ["num_microbatches", "microbatch_size"])
+def test_plans_of_nothing_are_refused(name):
+    data = {**json.loads(PLAN.to_json()), name: 0}
+    with pytest.raises(PlanError, match=rf"{name} is 0; it must be at least 1"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_partitions_with_negative_numbers_are_refused():
+    data = json.loads(PARTITION.to_json())
+    data["stages"][1]["compute_seconds"] = -0.5
+    with pytest.raises(PlanError, match=r"stages\[1\]\.compute_seconds is -0\.5; it must be at least 0"):
+        Partition.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("value", [1e308, 2.0**63, math.inf, math.nan, -1.0])
+def test_numbers_whose_sums_overflow_are_refused(value):
+    """A plan of such a profile would have infinities, which its own JSON cannot."""
+    with pytest.raises(ProfileError, match="must be a finite number that is not negative, below"):
+        dataclasses.replace(PROFILE, parameter_bytes=(value, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("cost_model", ["synchronous", "min_max", "throughput", "pipedream"])
+def test_plans_of_the_largest_numbers_are_read_again(cost_model):
+    largest = [9e18] * 3
+    profile = Profile.chain(["a", "b", "c"], largest, largest, largest, largest, largest)
+    latency = 9e18 if cost_model in ("synchronous", "min_max") else 0.0
+    slow = Network([[0, 2.0**-63], [2.0**-63, 0]], latency, (2.0**-63, 2.0**-63))
+    options = {"cost_model": cost_model, "num_microbatches": 4 if cost_model in ("synchronous", "throughput") else None}
+    found = partition_layers(profile, slow, num_stages=2, replicate=False, **options)
+    assert "Infinity" not in found.to_json()
+    assert Partition.from_json(found.to_json()) == found
 
 
 def test_an_object_has_each_name_once():

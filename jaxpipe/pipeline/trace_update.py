@@ -23,6 +23,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.per_stage import known_stages
 from jaxpipe.graph import Graph, GraphBuilder, Operator, trace
 from jaxpipe.model import BoundModel
+from jaxpipe.pipeline.captures import without_captures
 from jaxpipe.rows import MixedRowsError, split_rows
 from jaxpipe.stacks import Stacks
 
@@ -70,7 +71,7 @@ def trace_update(
     """
     own, stacks = model.own, model.stacks[0]
     avals = [v.aval for v in own.parameters]
-    state_shape = _named(optimizer, lambda: jax.eval_shape(optimizer.init, own.parameter_tree(avals)))
+    state_shape = _named(optimizer, lambda: jax.eval_shape(optimizer.init, without_captures(own.parameter_tree(avals))))
     state_avals, state_tree = jax.tree.flatten(state_shape)
     owner = _owners(optimizer, state_shape, own)
     assert len(owner) == len(state_avals)
@@ -78,8 +79,9 @@ def trace_update(
     count = len(avals)
 
     def update(*leaves: Any) -> list[Any]:
-        parameters = own.parameter_tree(leaves[:count])
-        gradients = own.parameter_tree(leaves[count : 2 * count])
+        parameters, gradients = (
+            without_captures(own.parameter_tree(part)) for part in (leaves[:count], leaves[count : 2 * count])
+        )
         state = jax.tree.unflatten(state_tree, leaves[2 * count :])
         updates, state = optimizer.update(gradients, state, parameters)
         _check(optimizer, own, parameters, updates, state_avals, jax.tree.leaves(state))

@@ -14,7 +14,7 @@ from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.planning.costs import CostModel, Stages, Team
 from jaxpipe.planning.cut_space import CutSpace
 from jaxpipe.profile import Profile
-from jaxpipe.reading import read_dataclass, read_json
+from jaxpipe.reading import read_dataclass, read_json, refuse_negative
 from jaxpipe.units import bytes_text, seconds_text
 
 
@@ -103,6 +103,7 @@ class Partition:
         data = read_json(text, "The partition", PlanError)
         parts = {"profile": Profile.from_data, "network": Network.from_data}
         found = read_dataclass(cls, data, "the partition", PlanError, parts)
+        refuse_negative(found, "the partition", PlanError, signed=("profile", "network"))
         count = len(found.profile.names)
         if sorted(found.order) != list(range(count)):
             raise PlanError(f"the partition.order has not each of {count} operators once.")

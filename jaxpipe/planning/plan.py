@@ -10,10 +10,14 @@ from rich.table import Table
 
 from jaxpipe.errors import PlanError
 from jaxpipe.plain_table import PlainTable, table_text
-from jaxpipe.reading import read_dataclass, read_json
+from jaxpipe.reading import read_dataclass, read_json, refuse_negative
 from jaxpipe.schedules.swaps import HOST
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.units import bytes_text
+
+
+#: Numbers in a plan that may be below zero: differences and rounded shares, and a stage that is the host.
+_SIGNED = ("added_seconds", "bubble_fraction", "storage_gap", "stage")
 
 
 @dataclass(frozen=True)
@@ -229,6 +233,12 @@ class Plan:
         data = read_json(text, "The plan", PlanError)
         data.pop("predicted_bytes", None)
         found = read_dataclass(cls, data, "the plan", PlanError)
+        refuse_negative(found, "the plan", PlanError, signed=_SIGNED)
+        for name in ("num_microbatches", "microbatch_size"):
+            refuse_negative(getattr(found, name), f"the plan.{name}", PlanError, least=1)
+        for k, stage in enumerate(found.stages):
+            for piece in stage.pieces:
+                refuse_negative(piece.stage, f"the plan.stages[{k}].pieces.stage", PlanError, least=HOST)
         counts = [len(stage.devices) for stage in found.stages]
         if found.replicas < 1 or not counts or min(counts) < found.replicas:
             raise PlanError(

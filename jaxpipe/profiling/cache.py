@@ -32,6 +32,12 @@ from jaxpipe.rates import rates_of
 #: Environment variable that names the folder.
 FOLDER = "JAXPIPE_CACHE_DIR"
 
+#: Fields of a profile that measurements give.
+MEASURED = ("forward_seconds", "backward_seconds", "forward_spread", "backward_spread", "source")
+
+#: No operator of a micro-batch is measured for longer.
+MOST_SECONDS = 86_400.0
+
 
 def cache_folder() -> Path:
     """Where profiles are kept: ``$JAXPIPE_CACHE_DIR/profiles``, or in the user's cache folder."""
@@ -57,16 +63,33 @@ def cache_key(linearization: Linearization, device: Any, held: Iterable[int] = (
     return hashlib.sha256(json.dumps([versions, machine, options, program, steps, capacities]).encode()).hexdigest()
 
 
-def load(key: str) -> Profile | None:
-    """A kept profile; None if there is none, or with a warning if it cannot be read."""
+def load(key: str, estimate: Profile) -> Profile | None:
+    """Return a kept profile; None if there is none, or with a warning if it cannot be read or is of something else.
+
+    Args:
+      key: of the program and the device.
+      estimate: an analytic profile of the program, which has all but the seconds of a measured one.
+    """
     path = _path(key)
     try:
-        return Profile.from_json(path.read_text(encoding="utf-8"))
+        profile = Profile.from_json(path.read_text(encoding="utf-8"))
+        _check_same_program(profile, estimate)
+        return profile
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ProfileError, OSError, UnicodeDecodeError) as error:
-        warnings.warn(f"The kept profile {path} cannot be read ({error}); measuring again.", stacklevel=2)
+        warnings.warn(f"The kept profile {path} cannot be used ({error}); measuring again.", stacklevel=2)
         return None
+
+
+def _check_same_program(profile: Profile, estimate: Profile) -> None:
+    """Raise ``ProfileError`` unless a profile differs from an estimate in its seconds only, and has sensible ones."""
+    for field in dataclasses.fields(Profile):
+        if field.name not in MEASURED and getattr(profile, field.name) != getattr(estimate, field.name):
+            raise ProfileError(f"its {field.name} are those of another program or device")
+    slowest = max(profile.seconds)
+    if slowest > MOST_SECONDS:
+        raise ProfileError(f"an operator takes {slowest:g} s in it")
 
 
 def save(key: str, profile: Profile) -> None:

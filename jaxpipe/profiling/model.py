@@ -110,12 +110,13 @@ def frozen_names(model: BoundModel, trained: Sequence[bool]) -> tuple[str, ...]:
 def profile_objective(objective: Objective, source: Source, device: Any, *, cache: bool = True) -> Profile:
     """Profile a traced micro-batch, measured on a device or estimated for it."""
     linearization, held = _program(objective)
-    if source == "analytic":
-        return analytic(linearization, rates_of(device), held=held, device_kind=device.device_kind)
-    if not cache:
+    if source == "measured" and not cache:
         return measure(linearization, device, held=held)
+    estimate = analytic(linearization, rates_of(device), held=held, device_kind=device.device_kind)
+    if source == "analytic":
+        return estimate
     key = kept.cache_key(linearization, device, held)
-    profile = kept.load(key)
+    profile = kept.load(key, estimate)
     if profile is None:
         profile = measure(linearization, device, held=held)
         kept.save(key, profile)

@@ -53,6 +53,11 @@ def isolate(equation: Any) -> Any:
     return jex.Jaxpr([], [v for v in invars if not is_literal(v)], alone.outvars, [alone], effects=equation.effects)
 
 
+def evaluate_equation(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate an equation on the operands that are not literals."""
+    return core.eval_jaxpr(isolate(equation), (), *operands)
+
+
 def literals_as_arguments(closed: Any, places: Sequence[tuple[int, int]]) -> Any:
     """A traced program that gets some of its literals as its first arguments.
 
@@ -111,11 +116,13 @@ def has_mesh_in_context(equation: Any) -> bool:
     return not equation.ctx.cur_abstract_mesh.empty
 
 
-def without_mesh(equation: Any) -> Any:
-    """The equation as if it had been traced in no mesh's context."""
-    if not has_mesh_in_context(equation):
+def in_current_mesh(equation: Any) -> Any:
+    """The equation as if it had been traced in the context of the mesh, or of none, that is in context now."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if equation.ctx.cur_abstract_mesh == mesh:
         return equation
-    with equation.ctx.manager, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    none = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))  # between meshes of different sizes
+    with equation.ctx.manager, none, jax.sharding.use_abstract_mesh(mesh):
         return equation.replace(ctx=type(equation.ctx)())
 
 
@@ -309,12 +316,14 @@ def function_name(equation: Any) -> str | None:
 __all__ = [
     "JAX_VERSION",
     "disguise",
+    "evaluate_equation",
     "evaluate_jaxpr",
     "function_name",
     "has_default_sharding",
     "has_mesh_in_context",
     "hoist_constants",
     "host_buffer",
+    "in_current_mesh",
     "inner_programs",
     "is_closed_over_tracer",
     "is_forward_mode",
@@ -333,7 +342,6 @@ __all__ = [
     "trace_without_scope",
     "variable",
     "vary_as",
-    "without_mesh",
     "without_scope",
     "zeros",
 ]

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import core
 from jax.sharding import AxisType
 
 from jaxpipe import _compat
@@ -62,8 +61,19 @@ _UNTYPED: dict[str, Callable[..., Any]] = {
 
 #: Operators whose programs are rewritten, too.
 _CONTROL = frozenset(
-    ["checkpoint", "closed_call", "cond", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat", "remat2"]
-    + ["scan", "while"]
+    (
+        "checkpoint",
+        "closed_call",
+        "cond",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "jit",
+        "pjit",
+        "remat",
+        "remat2",
+        "scan",
+        "while",
+    )
 )
 
 #: The mesh in whose context the caller of jaxpipe is.
@@ -136,6 +146,22 @@ def trace(function: Callable[..., Any], *avals: Any) -> tuple[Any, Annotations]:
     return on_one_device(closed), annotations_of(closed)
 
 
+def rule_on_one_device(name: str, derive: Callable[[], Sequence[Any]]) -> list[Any]:
+    """The programs of an operator's derivative, as ``derive`` traces them, without the annotations in them.
+
+    Raises:
+      PartitionError: if a derivative rule, or a ``shard_map`` in it, cannot be run on one device.
+    """
+    try:
+        return [on_one_device(closed) for closed in with_axes(derive)]
+    except NameError as error:  # JAX does not know the axes of a vmap in a derivative rule
+        raise PartitionError(
+            f"The derivative rule of {name} is called in a jax.shard_map and exchanges with other shards. A stage runs "
+            f"on one device, so that the shards run there as one jax.vmap, in which JAX cannot apply it: {error} Call "
+            "shard_map in the rule, not the rule in shard_map, or compute this part of the model without shard_map."
+        ) from error
+
+
 def on_one_device(closed: Any) -> Any:
     """A traced program without sharding annotations; itself if it has none.
 
@@ -195,6 +221,14 @@ def _run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def evaluate(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Evaluate an equation on the operands that are not literals; in the context of a mesh, as if traced in it."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return _compat.evaluate_equation(eqn, operands)
+    given = iter(operands)
+    return _apply(eqn, [atom.val if _compat.is_literal(atom) else next(given) for atom in eqn.invars])
+
+
 def _apply(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name in _MARKS:
@@ -208,8 +242,8 @@ def _apply(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     if name in _CONTROL:
         params = {key: _rewritten_parameter(value) for key, value in params.items()}
     operands = [_compat.variable(atom.aval) for atom in eqn.invars]
-    alone = _compat.without_mesh(eqn.replace(params=params, invars=operands))
-    return core.eval_jaxpr(_compat.isolate(alone), (), *values)
+    alone = _compat.in_current_mesh(eqn.replace(params=params, invars=operands))
+    return _compat.evaluate_equation(alone, values)
 
 
 def _rewritten_parameter(value: Any) -> Any:

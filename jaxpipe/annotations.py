@@ -38,14 +38,16 @@ class Annotations:
 
     def notes(self, mesh_axes: Sequence[str]) -> tuple[str, ...]:
         """Sentences on what a pipeline on a mesh with some axes does with them."""
-        found = []
+        sentences = []
         if self.constrained:
             other = [axis for axis in self.constrained if axis not in mesh_axes]
             why = f"the mesh has only {_list(mesh_axes)}" if other else "a stage's program runs on one device"
-            found.append(f"sharding constraints over {_list(map(repr, self.constrained))} are dropped: {why}")
+            sentences.append(f"sharding constraints over {_list(map(repr, self.constrained))} are dropped: {why}")
         if self.mapped:
-            found.append(f"shard_map over {_list(self.mapped)} runs on each stage's own device, its shards as one vmap")
-        return tuple(found)
+            sentences.append(
+                f"shard_map over {_list(self.mapped)} runs on each stage's own device, its shards as one vmap"
+            )
+        return tuple(sentences)
 
 
 #: Operators that say where a value lies or over which axes it varies, and hand it on.
@@ -102,6 +104,9 @@ def with_axes(function: Callable[[], Any]) -> Any:
     """Call a function that traces a model, in the context of a mesh that has every axis the model mentions.
 
     It is the caller's mesh, or none, and has further axes of size 1 as JAX misses them.
+
+    Raises:
+      PartitionError: if the model needs a mesh whose sizes nobody has told, or one with explicit axes.
     """
     mesh = _callers_mesh.get()
     axes = {} if mesh is None else dict(mesh.shape)
@@ -110,10 +115,29 @@ def with_axes(function: Callable[[], Any]) -> Any:
             with _in_context(axes, getattr(mesh, "abstract_device", None)):
                 return function()
         except (RuntimeError, ValueError) as error:
+            refused = next((why for text, why in _REFUSED.items() if text in str(error)), None)
+            if refused is not None:
+                raise PartitionError(refused) from error
             missing = _missing_axis(error)
             if missing is None or missing in axes:
                 raise
             axes[missing] = 1
+
+
+_EXPLICIT = (
+    "The model calls jax.sharding.reshard, which needs a mesh with explicit axes. In a pipeline a stage's program runs on "
+    "one device and has none. Use jax.lax.with_sharding_constraint, which is dropped there."
+)
+
+#: Answers to errors that JAX raises while it traces a model, by their words.
+_REFUSED = {
+    "context mesh cannot be empty": (
+        "The model calls jax.shard_map without a mesh, and there is none in context, so that the number of shards is "
+        "not known. Pass shard_map its mesh=, or call jaxpipe under `with jax.set_mesh(mesh):`."
+    ),
+    "PartitionSpec passed to reshard": _EXPLICIT,
+    "when you are not under a mesh context": _EXPLICIT,
+}
 
 
 def _in_context(axes: Mapping[str, int], device: Any) -> Any:
@@ -155,6 +179,8 @@ def rule_on_one_device(name: str, derive: Callable[[], Sequence[Any]]) -> list[A
     try:
         return [on_one_device(closed) for closed in with_axes(derive)]
     except NameError as error:  # JAX does not know the axes of a vmap in a derivative rule
+        if "unbound axis name" not in str(error):
+            raise
         raise PartitionError(
             f"The derivative rule of {name} is called in a jax.shard_map and exchanges with other shards. A stage runs "
             f"on one device, so that the shards run there as one jax.vmap, in which JAX cannot apply it: {error} Call "
@@ -203,7 +229,7 @@ def _is_annotated(closed: Any) -> bool:
 
 
 def _rewritten(program: Any) -> Any:
-    """The same program on one device; of the same kind, closed or not."""
+    """Trace a program again for one device; the result is closed if the program is."""
     jaxpr, consts = _compat.open_jaxpr(program)
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
     closed = jax.make_jaxpr(lambda *values: _run(jaxpr, consts, values))(*avals)

@@ -236,6 +236,23 @@ def test_a_shard_map_that_one_device_cannot_run_is_named():
         pipeline_of(two_layers(mapped))
 
 
+def test_a_shard_map_takes_the_mesh_of_its_caller():
+    def mapped(h):
+        return jax.shard_map(jnp.sin, in_specs=P("fsdp", "model"), out_specs=P("fsdp", "model"))(h)
+
+    with pytest.raises(PartitionError, match=r"shard_map without a mesh.*with jax.set_mesh\(mesh\)"):
+        pipeline_of(two_layers(mapped))
+    with jax.set_mesh(mesh_of("fsdp", "model")):
+        assert pipeline_of(two_layers(mapped)).plan.notes[0].startswith("shard_map over 'fsdp' (2), 'model' (2)")
+
+
+@pytest.mark.parametrize("context", [None, ("fsdp", "model")], ids=str)
+def test_explicit_axes_are_refused_by_name(context):
+    inside = contextlib.nullcontext() if context is None else jax.set_mesh(mesh_of(*context, kind=AxisType.Explicit))
+    with inside, pytest.raises(PartitionError, match=r"jax.sharding.reshard.*Use jax.lax.with_sharding_constraint"):
+        pipeline_of(two_layers(lambda h: jax.sharding.reshard(h, P("fsdp", "model"))))
+
+
 def test_a_rule_that_exchanges_between_shards_is_named():
     """JAX has no derivative of such a rule under ``vmap`` either."""
     mapped = jax.shard_map(
@@ -273,7 +290,6 @@ def test_boxed_parameters_are_trained_saved_and_given_back_in_their_boxes(contex
     with inside, rules:
         pipeline = pipeline_of(Boxed())
         state = pipeline.init(jax.random.key(0))
-        # As initialised without a mesh; Flax hands on what another mesh in context has placed, with the same bits.
         assert_same_bits(pipeline.parameters(state), start)
         (_, _), gradients = pipeline.value_and_grad(state, X)
         state, _ = pipeline.step(state, X)
@@ -311,7 +327,7 @@ class Sharded(nnx.Module):
 @pytest.mark.core
 @pytest.mark.parametrize("form", ["class", "module"])
 def test_nnx_variables_with_axes_are_trained(form):
-    """Flax makes annotated variables in the context of a mesh only; a pipeline needs none to initialise the class."""
+    """Flax makes annotated variables in the context of a mesh only; a pipeline needs none to make them from the class."""
     model = Sharded
     if form == "module":
         with jax.set_mesh(mesh_of("fsdp", "model")):

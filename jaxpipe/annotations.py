@@ -125,8 +125,8 @@ def with_axes(function: Callable[[], Any]) -> Any:
 
 
 _EXPLICIT = (
-    "The model calls jax.sharding.reshard, which needs a mesh with explicit axes. In a pipeline a stage's program runs on "
-    "one device and has none. Use jax.lax.with_sharding_constraint, which is dropped there."
+    "The model calls jax.sharding.reshard, which needs a mesh with explicit axes. In a pipeline a stage's program runs "
+    "on one device and has none. Use jax.lax.with_sharding_constraint, which is dropped there."
 )
 
 #: Answers to errors that JAX raises while it traces a model, by their words.

@@ -327,7 +327,7 @@ class Sharded(nnx.Module):
 @pytest.mark.core
 @pytest.mark.parametrize("form", ["class", "module"])
 def test_nnx_variables_with_axes_are_trained(form):
-    """Flax makes annotated variables in the context of a mesh only; a pipeline needs none to make them from the class."""
+    """Flax makes annotated variables in the context of a mesh only; a pipeline makes them from the class without."""
     model = Sharded
     if form == "module":
         with jax.set_mesh(mesh_of("fsdp", "model")):

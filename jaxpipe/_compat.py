@@ -62,6 +62,11 @@ def isolate(equation: Any) -> Any:
     return jex.Jaxpr([], [v for v in invars if not is_literal(v)], alone.outvars, [alone], effects=equation.effects)
 
 
+def evaluate_equation(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate an equation on the operands that are not literals."""
+    return core.eval_jaxpr(isolate(equation), (), *operands)
+
+
 def literals_as_arguments(closed: Any, places: Sequence[tuple[int, int]]) -> Any:
     """A traced program that gets some of its literals as its first arguments.
 
@@ -120,11 +125,13 @@ def has_mesh_in_context(equation: Any) -> bool:
     return not equation.ctx.cur_abstract_mesh.empty
 
 
-def without_mesh(equation: Any) -> Any:
-    """The equation as if it had been traced in no mesh's context."""
-    if not has_mesh_in_context(equation):
+def in_current_mesh(equation: Any) -> Any:
+    """The equation as if it had been traced in the context of the mesh, or of none, that is in context now."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if equation.ctx.cur_abstract_mesh == mesh:
         return equation
-    with equation.ctx.manager, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    none = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))  # between meshes of different sizes
+    with equation.ctx.manager, none, jax.sharding.use_abstract_mesh(mesh):
         return equation.replace(ctx=type(equation.ctx)())
 
 
@@ -295,7 +302,12 @@ def run_time_zero(after: jax.Array) -> jax.Array | None:
 
 def _is_sharded(value: jax.Array) -> bool:
     """Whether a dimension is split over an explicit mesh axis, so that one element cannot be sliced out."""
-    return any(axis is not None for axis in jax.typeof(value).sharding.spec)
+    return any(split_dimensions(jax.typeof(value)))
+
+
+def split_dimensions(aval: Any) -> list[bool]:
+    """By dimension, whether an array is split over an explicit mesh axis."""
+    return [axis is not None for axis in aval.sharding.spec]
 
 
 def is_in_cluster() -> bool:
@@ -329,6 +341,7 @@ def functions_behind(equation: Any) -> list[str]:
 __all__ = [
     "JAX_VERSION",
     "disguise",
+    "evaluate_equation",
     "evaluate_jaxpr",
     "function_name",
     "functions_behind",
@@ -336,6 +349,7 @@ __all__ = [
     "has_mesh_in_context",
     "hoist_constants",
     "host_buffer",
+    "in_current_mesh",
     "inner_programs",
     "inside_transformation",
     "is_closed_over_tracer",
@@ -352,11 +366,11 @@ __all__ = [
     "num_processes",
     "open_jaxpr",
     "register_nnx_class",
+    "split_dimensions",
     "tie",
     "trace_without_scope",
     "variable",
     "vary_as",
-    "without_mesh",
     "without_scope",
     "zeros",
 ]

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import core
 from jax.sharding import AxisType
 
 from jaxpipe import _compat
@@ -39,14 +38,16 @@ class Annotations:
 
     def notes(self, mesh_axes: Sequence[str]) -> tuple[str, ...]:
         """Sentences on what a pipeline on a mesh with some axes does with them."""
-        found = []
+        sentences = []
         if self.constrained:
             other = [axis for axis in self.constrained if axis not in mesh_axes]
             why = f"the mesh has only {_list(mesh_axes)}" if other else "a stage's program runs on one device"
-            found.append(f"sharding constraints over {_list(map(repr, self.constrained))} are dropped: {why}")
+            sentences.append(f"sharding constraints over {_list(map(repr, self.constrained))} are dropped: {why}")
         if self.mapped:
-            found.append(f"shard_map over {_list(self.mapped)} runs on each stage's own device, its shards as one vmap")
-        return tuple(found)
+            sentences.append(
+                f"shard_map over {_list(self.mapped)} runs on each stage's own device, its shards as one vmap"
+            )
+        return tuple(sentences)
 
 
 #: Operators that say where a value lies or over which axes it varies, and hand it on.
@@ -62,7 +63,7 @@ _UNTYPED: dict[str, Callable[..., Any]] = {
 
 #: Operators whose programs are rewritten, too.
 _CONTROL = frozenset(
-    [
+    (
         "checkpoint",
         "closed_call",
         "cond",
@@ -74,7 +75,7 @@ _CONTROL = frozenset(
         "remat2",
         "scan",
         "while",
-    ]
+    )
 )
 
 #: The mesh in whose context the caller of jaxpipe is.
@@ -103,6 +104,9 @@ def with_axes(function: Callable[[], Any]) -> Any:
     """Call a function that traces a model, in the context of a mesh that has every axis the model mentions.
 
     It is the caller's mesh, or none, and has further axes of size 1 as JAX misses them.
+
+    Raises:
+      PartitionError: if the model needs a mesh whose sizes nobody has told, or one with explicit axes.
     """
     mesh = _callers_mesh.get()
     axes = {} if mesh is None else dict(mesh.shape)
@@ -111,10 +115,29 @@ def with_axes(function: Callable[[], Any]) -> Any:
             with _in_context(axes, getattr(mesh, "abstract_device", None)):
                 return function()
         except (RuntimeError, ValueError) as error:
+            refused = next((why for text, why in _REFUSED.items() if text in str(error)), None)
+            if refused is not None:
+                raise PartitionError(refused) from error
             missing = _missing_axis(error)
             if missing is None or missing in axes:
                 raise
             axes[missing] = 1
+
+
+_EXPLICIT = (
+    "The model calls jax.sharding.reshard, which needs a mesh with explicit axes. In a pipeline a stage's program runs "
+    "on one device and has none. Use jax.lax.with_sharding_constraint, which is dropped there."
+)
+
+#: Answers to errors that JAX raises while it traces a model, by their words.
+_REFUSED = {
+    "context mesh cannot be empty": (
+        "The model calls jax.shard_map without a mesh, and there is none in context, so that the number of shards is "
+        "not known. Pass shard_map its mesh=, or call jaxpipe under `with jax.set_mesh(mesh):`."
+    ),
+    "PartitionSpec passed to reshard": _EXPLICIT,
+    "when you are not under a mesh context": _EXPLICIT,
+}
 
 
 def _in_context(axes: Mapping[str, int], device: Any) -> Any:
@@ -145,6 +168,24 @@ def trace(function: Callable[..., Any], *avals: Any) -> tuple[Any, Annotations]:
     """
     closed = with_axes(lambda: jax.make_jaxpr(function)(*avals))
     return on_one_device(closed), annotations_of(closed)
+
+
+def rule_on_one_device(name: str, derive: Callable[[], Sequence[Any]]) -> list[Any]:
+    """The programs of an operator's derivative, as ``derive`` traces them, without the annotations in them.
+
+    Raises:
+      PartitionError: if a derivative rule, or a ``shard_map`` in it, cannot be run on one device.
+    """
+    try:
+        return [on_one_device(closed) for closed in with_axes(derive)]
+    except NameError as error:  # JAX does not know the axes of a vmap in a derivative rule
+        if "unbound axis name" not in str(error):
+            raise
+        raise PartitionError(
+            f"The derivative rule of {name} is called in a jax.shard_map and exchanges with other shards. A stage runs "
+            f"on one device, so that the shards run there as one jax.vmap, in which JAX cannot apply it: {error} Call "
+            "shard_map in the rule, not the rule in shard_map, or compute this part of the model without shard_map."
+        ) from error
 
 
 def on_one_device(closed: Any) -> Any:
@@ -188,7 +229,7 @@ def _is_annotated(closed: Any) -> bool:
 
 
 def _rewritten(program: Any) -> Any:
-    """The same program on one device; of the same kind, closed or not."""
+    """Trace a program again for one device; the result is closed if the program is."""
     jaxpr, consts = _compat.open_jaxpr(program)
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
     closed = jax.make_jaxpr(lambda *values: _run(jaxpr, consts, values))(*avals)
@@ -206,6 +247,14 @@ def _run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def evaluate(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate an equation on the operands that are not literals; in the context of a mesh, as if traced in it."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return _compat.evaluate_equation(eqn, operands)
+    given = iter(operands)
+    return list(_apply(eqn, [atom.val if _compat.is_literal(atom) else next(given) for atom in eqn.invars]))
+
+
 def _apply(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name in _MARKS:
@@ -219,8 +268,8 @@ def _apply(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     if name in _CONTROL:
         params = {key: _rewritten_parameter(value) for key, value in params.items()}
     operands = [_compat.variable(atom.aval) for atom in eqn.invars]
-    alone = _compat.without_mesh(eqn.replace(params=params, invars=operands))
-    return core.eval_jaxpr(_compat.isolate(alone), (), *values)
+    alone = _compat.in_current_mesh(eqn.replace(params=params, invars=operands))
+    return _compat.evaluate_equation(alone, values)
 
 
 def _rewritten_parameter(value: Any) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from jaxpipe import _compat
 from jaxpipe.demand import Linearization
 from jaxpipe.density import room
 from jaxpipe.graph import Graph, Operator
@@ -78,6 +79,8 @@ def smallest_form(graph: Graph, t: int, codecs: Iterable[str], capacity: int | N
       capacity: how many values a sparse form has room for; None if the tensor is dense.
     """
     tensor = graph.tensors[t]
+    if any(_compat.split_dimensions(tensor.aval)[min(1, len(tensor.shape) - 1) :]):
+        return Form(Storage.KEEP)  # elements that several devices hold would have to be packed together
     if tensor.bits == 1 and tensor.dtype == np.bool_:
         return Form(Storage.MASK if "mask" in codecs else Storage.KEEP)
     packed = [Form(Storage.KEEP), Form(Storage.POOL_INDEX)]

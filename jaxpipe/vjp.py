@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import core
 
 from jaxpipe import _compat, annotations, convolution
 from jaxpipe.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
@@ -52,13 +51,11 @@ def differentiate(
     ``on_one_device``: sharding annotations in a rule are dropped.
     """
 
-    def trace(function: Callable[..., Any], *avals: Any) -> Any:
-        if on_one_device:
-            return convolution.canonical(annotations.trace(function, *avals)[0])
-        return convolution.canonical(_compat.trace_without_scope(function, *avals))
-
-    program = _compat.isolate(_compat.without_scope(op.equation))
-    carried = [k for k in heard if is_differentiable(program.outvars[k].aval)]
+    equation = _compat.without_scope(op.equation)
+    carried = [k for k in heard if is_differentiable(equation.outvars[k].aval)]
+    tangents = [equation.outvars[k].aval.to_tangent_aval() for k in carried]
+    count = len(equation.outvars)
+    evaluate = annotations.evaluate if on_one_device else _compat.evaluate_equation
     pullback: Any = None
 
     def forward(*inputs: Any) -> list[Any]:
@@ -66,7 +63,7 @@ def differentiate(
             values = list(inputs)
             for k, value in zip(moving, varied, strict=True):
                 values[k] = value
-            outputs = core.eval_jaxpr(program, (), *values)
+            outputs = evaluate(equation, values)
             return [outputs[k] for k in carried], outputs
 
         nonlocal pullback
@@ -77,14 +74,19 @@ def differentiate(
     def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
         return jax.tree.unflatten(pullback, residuals)(list(cotangents))
 
+    def both() -> tuple[Any, Any]:
+        first = _compat.trace_without_scope(forward, *avals)
+        residuals = [atom.aval for atom in _compat.open_jaxpr(first)[0].outvars[count:]]
+        return first, _compat.trace_without_scope(backward, residuals, tangents)
+
+    traced = annotations.rule_on_one_device(op.label, both) if on_one_device else both()
+    first, closed = map(convolution.canonical, traced)
     builder = GraphBuilder(inline_rules=True)
     inputs = [builder.tensor(aval) for aval in avals]
-    results = builder.read(trace(forward, *avals), inputs)
-    outputs, residuals = results[: len(program.outvars)], results[len(program.outvars) :]
+    results = builder.read(first, inputs)
+    outputs, residuals = results[:count], results[count:]
     start = len(builder.operators)
-    cotangents = [builder.tensor(program.outvars[k].aval.to_tangent_aval()) for k in carried]
-    saved_avals, tangents = ([builder.tensors[t].aval for t in part] for part in (residuals, cotangents))
-    closed = trace(backward, saved_avals, tangents)
+    cotangents = [builder.tensor(aval) for aval in tangents]
     gradients = list(zip(moving, builder.read(closed, [*residuals, *cotangents]), strict=True))
     seeds = dict(zip(carried, cotangents, strict=True))
     late = [t for part in builder.operators[start:] if part.inputs for t in part.outputs]  # the others are constants

@@ -119,10 +119,10 @@ def test_annotations_anywhere_in_a_model_leave_its_gradients_as_they_are():
     params = {"w": W, "v": V}
     with jax.set_mesh(mesh):
         pipeline = pipeline_of(jax.tree_util.Partial(annotated, params), evaluate=lambda m, x: jnp.square(m(x)).mean())
-        state, metrics = pipeline.step(pipeline.init(jax.random.key(0)), X)
+        _, metrics = pipeline.step(pipeline.init(jax.random.key(0)), X)
         loss = pipeline.evaluate(pipeline.init(jax.random.key(0)), X)["loss"]
-    assert relative_l2([metrics["loss"], loss], [jnp.square(plain(params, X)).mean()] * 2) < ORDER
-    del state
+    expected = sum(jnp.square(plain(params, x)).mean() for x in jnp.split(X, 2)) / 2
+    assert relative_l2([metrics["loss"], loss], [expected] * 2) < ORDER
     check_gradients(pipeline, plain, params)
 
 
@@ -164,7 +164,7 @@ SHARDED = {
     "gather and scatter": (gather_and_scatter, (P("fsdp", "model"), P(None, "model")), P("fsdp", "model")),
     "round trip": (round_trip, (P("fsdp", "model"), P()), P("fsdp", "model")),
     "scan": (in_a_scan, (P("fsdp"), P()), P("fsdp", "model")),
-    "largest": (lambda x, w: x * lax.pmax(lax.stop_gradient(x).max(), ("fsdp", "model")), (P("fsdp"), P()), P("fsdp")),
+    "largest": (lambda x, w: x * lax.pmax(lax.stop_gradient(x).max(), "fsdp"), (P("fsdp"), P()), P("fsdp")),
 }
 
 
@@ -194,7 +194,7 @@ def test_shards_on_one_device_compute_what_they_compute_on_several(name, check):
 def test_a_model_with_shard_map_trains_in_a_pipeline():
     mesh = mesh_of("fsdp", "model")
     mapped = jax.shard_map(
-        lambda h, v: lax.psum(averaged(jnp.sin(h)) @ v, "model"),
+        lambda h, v: lax.psum(jnp.sin(h) @ v, "model"),
         mesh=mesh,
         in_specs=(P("fsdp", "model"), P("model")),
         out_specs=P("fsdp"),
@@ -236,6 +236,32 @@ def test_a_shard_map_that_one_device_cannot_run_is_named():
         pipeline_of(two_layers(mapped))
 
 
+def test_a_shard_map_takes_the_mesh_of_its_caller():
+    def mapped(h):
+        return jax.shard_map(jnp.sin, in_specs=P("fsdp", "model"), out_specs=P("fsdp", "model"))(h)
+
+    with pytest.raises(PartitionError, match=r"shard_map without a mesh.*with jax.set_mesh\(mesh\)"):
+        pipeline_of(two_layers(mapped))
+    with jax.set_mesh(mesh_of("fsdp", "model")):
+        assert pipeline_of(two_layers(mapped)).plan.notes[0].startswith("shard_map over 'fsdp' (2), 'model' (2)")
+
+
+@pytest.mark.parametrize("context", [None, ("fsdp", "model")], ids=str)
+def test_explicit_axes_are_refused_by_name(context):
+    inside = contextlib.nullcontext() if context is None else jax.set_mesh(mesh_of(*context, kind=AxisType.Explicit))
+    with inside, pytest.raises(PartitionError, match=r"jax.sharding.reshard.*Use jax.lax.with_sharding_constraint"):
+        pipeline_of(two_layers(lambda h: jax.sharding.reshard(h, P("fsdp", "model"))))
+
+
+def test_a_rule_that_exchanges_between_shards_is_named():
+    """JAX has no derivative of such a rule under ``vmap`` either."""
+    mapped = jax.shard_map(
+        lambda h: averaged(h), mesh=mesh_of("model"), in_specs=P("model"), out_specs=P("model"), check_vma=False
+    )
+    with pytest.raises(PartitionError, match=r"rule of .* is called in a jax.shard_map.*Call shard_map in the"):
+        pipeline_of(two_layers(mapped))
+
+
 # Variables with names of axes
 
 
@@ -264,7 +290,6 @@ def test_boxed_parameters_are_trained_saved_and_given_back_in_their_boxes(contex
     with inside, rules:
         pipeline = pipeline_of(Boxed())
         state = pipeline.init(jax.random.key(0))
-        # As initialised without a mesh; Flax hands on what another mesh in context has placed, with the same bits.
         assert_same_bits(pipeline.parameters(state), start)
         (_, _), gradients = pipeline.value_and_grad(state, X)
         state, _ = pipeline.step(state, X)
@@ -302,7 +327,7 @@ class Sharded(nnx.Module):
 @pytest.mark.core
 @pytest.mark.parametrize("form", ["class", "module"])
 def test_nnx_variables_with_axes_are_trained(form):
-    """Flax makes annotated variables in the context of a mesh only; a pipeline needs none to initialise the class."""
+    """Flax makes annotated variables in the context of a mesh only; a pipeline makes them from the class without."""
     model = Sharded
     if form == "module":
         with jax.set_mesh(mesh_of("fsdp", "model")):
@@ -343,5 +368,5 @@ def test_encoded_modules_keep_their_constraints(kind):
 
     (where, expected, _), (encoded_where, actual, text) = run(layer), run(memory_encoded(layer))
     assert encoded_where == where
-    assert_same_bits(actual, expected)
+    assert relative_l2(actual, expected) < ORDER
     assert "sharding_constraint" in text or "reshard" in text

@@ -98,9 +98,15 @@ def test_what_an_error_offers_runs(build, stages):
     assert max(pipeline.memory_report().compiled_bytes) <= smallest == pipeline.plan.budget
     _, metrics = pipeline.step(pipeline.init(KEY), batch)
     assert np.isfinite(metrics["loss"])
-    # No plan that is smaller is known, and it is refused before anybody takes a step.
+
+
+@pytest.mark.core
+def test_a_budget_below_what_is_offered_is_refused_before_a_step():
+    """By prediction it would be kept; the offer does not depend on the budget."""
+    smallest = refused(chain, 2).smallest
+    assert make(chain, 2, memory=smallest - 1, compile=False)[0].plan.predicted_bytes < smallest
     with pytest.raises(MemoryBudgetError) as error:
-        make(build, stages, memory=smallest - 1)
+        make(chain, 2, memory=smallest - 1)
     assert error.value.smallest == smallest
 
 

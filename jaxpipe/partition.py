@@ -308,10 +308,10 @@ def _profile(request: Request, objective: Objective, frozen: tuple[str, ...]) ->
             )
         return without_frozen_work(request.profile, objective, frozen)
     source = request.profile
-    found = hosts.from_first(
+    profile = hosts.from_first(
         lambda: profile_objective(objective, source, hosts.mine(request.mesh.devices.flatten().tolist())[0])
     )
-    return replace(found, frozen=frozen)
+    return replace(profile, frozen=frozen)
 
 
 def _place(

@@ -351,10 +351,10 @@ def _profile(request: Request, objective: Objective, frozen: tuple[str, ...]) ->
         return without_frozen_work(profile, objective, frozen)
     source = request.profile
     tell(f"Profiling {len(graph.operators)} operators, {source}")
-    found = hosts.from_first(
+    profile = hosts.from_first(
         lambda: profile_objective(objective, source, hosts.mine(request.mesh.devices.flatten().tolist())[0])
     )
-    return replace(found, frozen=frozen)
+    return replace(profile, frozen=frozen)
 
 
 def settled(profile: Profile, device: Any) -> Profile:

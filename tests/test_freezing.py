@@ -78,31 +78,31 @@ def assert_frozen_leaves_are(count, actual, expected):
 
 @pytest.mark.core
 def test_there_is_no_backward_work_below_the_first_trained_parameter():
-    made = pipeline(True)
-    frozen = made.plan.frozen
-    assert frozen.stages == tuple(range(made.schedule.frozen))
-    assert made.schedule.frozen >= 1
+    pipe = pipeline(True)
+    frozen = pipe.plan.frozen
+    assert frozen.stages == tuple(range(pipe.schedule.frozen))
+    assert pipe.schedule.frozen >= 1
     for s in frozen.stages:
-        stage = made.plan.stages[s]
+        stage = pipe.plan.stages[s]
         assert (stage.backward_seconds, stage.stash_bytes, stage.in_flight) == (0, 0, 0)
-        assert made.schedule.when(s, Kind.BACKWARD) == {}
-        assert len(made.schedule.when(s, Kind.FORWARD)) == COUNT
-    made.schedule.validate()
-    sections = made._planned.program.sections
-    assert all(section.returning == () for section in sections[: made.schedule.frozen + 1])
-    assert all(section.returning for section in sections[made.schedule.frozen + 1 :])
-    assert len(made.schedule.ticks) == len(one_f_one_b(4, COUNT).ticks) - made.schedule.frozen
+        assert pipe.schedule.when(s, Kind.BACKWARD) == {}
+        assert len(pipe.schedule.when(s, Kind.FORWARD)) == COUNT
+    pipe.schedule.validate()
+    sections = pipe._planned.program.sections
+    assert all(section.returning == () for section in sections[: pipe.schedule.frozen + 1])
+    assert all(section.returning for section in sections[pipe.schedule.frozen + 1 :])
+    assert len(pipe.schedule.ticks) == len(one_f_one_b(4, COUNT).ticks) - pipe.schedule.frozen
 
 
 @pytest.mark.core
 def test_the_plan_says_what_is_frozen():
-    made = pipeline(True)
-    frozen, text = made.plan.frozen, " ".join(str(made.plan).split())
+    pipe = pipeline(True)
+    frozen, text = pipe.plan.frozen, " ".join(str(pipe.plan).split())
     assert (len(frozen.parameters), frozen.trained) == (8, 8)
     assert frozen.bytes == 4 * (12 * 32 + 3 * 32 * 32 + 4 * 32)
     assert "8 of 16 parameters are frozen (14.00 KiB)" in text and "no backward work in stage 0" in text
-    assert frozen.gradient_bytes == made.plan.memory["parameters"] - made.plan.memory["gradients"] > 0
-    assert Plan.from_json(made.plan.to_json()) == made.plan
+    assert frozen.gradient_bytes == pipe.plan.memory["parameters"] - pipe.plan.memory["gradients"] > 0
+    assert Plan.from_json(pipe.plan.to_json()) == pipe.plan
     assert pipeline(False).plan.frozen is None and "frozen" not in str(pipeline(False).plan)
 
 
@@ -140,8 +140,8 @@ def test_measured_work_falls():
 
 @pytest.mark.core
 def test_steps_are_those_of_optax_on_the_whole_tree():
-    made = pipeline(True)
-    state, plain, plain_state = made.init(KEY), MODEL, HALF.init(MODEL)
+    pipe = pipeline(True)
+    state, plain, plain_state = pipe.init(KEY), MODEL, HALF.init(MODEL)
 
     @jax.jit
     def update(gradients, plain_state, plain):
@@ -149,12 +149,12 @@ def test_steps_are_those_of_optax_on_the_whole_tree():
         return optax.apply_updates(plain, updates), plain_state
 
     for _ in range(3):
-        _, gradients = made.value_and_grad(state, BATCH)
-        state, metrics = made.step(state, BATCH)
+        _, gradients = pipe.value_and_grad(state, BATCH)
+        state, metrics = pipe.step(state, BATCH)
         plain, plain_state = update(gradients, plain_state, plain)
         # Sums of other squares in another order: the last bit.
         assert metrics["gradient_norm"] == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-6)
-    new = made.parameters(state)
+    new = pipe.parameters(state)
     assert_frozen_leaves_are(8, new, MODEL)
     assert_same_bits(jax.tree.map(np.asarray, new), jax.tree.map(np.asarray, plain))
     assert not any(np.array_equal(a, b) for a, b in zip(*(jax.tree.leaves(x)[8:] for x in (new, MODEL)), strict=True))
@@ -162,8 +162,8 @@ def test_steps_are_those_of_optax_on_the_whole_tree():
 
 @pytest.mark.core
 def test_gradients_of_frozen_parameters_are_zeros_and_the_others_those_of_jax():
-    made = pipeline(True)
-    (value, _), gradients = made.value_and_grad(made.init(KEY), BATCH)
+    pipe = pipeline(True)
+    (value, _), gradients = pipe.value_and_grad(pipe.init(KEY), BATCH)
     expected = plain_gradient(COUNT)
     assert jax.tree.structure(gradients) == jax.tree.structure(expected)
     assert_frozen_leaves_are(8, gradients, jax.tree.map(jnp.zeros_like, MODEL))
@@ -194,16 +194,16 @@ def test_adapters_beside_frozen_kernels():
     def square(f, x):
         return jnp.square(f(x) - x).mean()
 
-    made = partition(optimizer, model, batch, square, stages=2, num_microbatches=2)
-    assert made.plan.frozen.stages == () and len(made.plan.frozen.parameters) == 3
-    assert made.plan.memory["gradients"] < 0.6 * made.plan.memory["parameters"]
-    state, metrics = made.step(made.init(KEY), batch)
+    pipe = partition(optimizer, model, batch, square, stages=2, num_microbatches=2)
+    assert pipe.plan.frozen.stages == () and len(pipe.plan.frozen.parameters) == 3
+    assert pipe.plan.memory["gradients"] < 0.6 * pipe.plan.memory["parameters"]
+    state, metrics = pipe.step(pipe.init(KEY), batch)
     parts = [jax.jit(jax.grad(square))(model, rows) for rows in jnp.split(batch, 2)]
     gradients = jax.tree.map(lambda a, b: (a + b) / 2, *parts)
     updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(model), model)
     plain = optax.apply_updates(model, updates)
     # A product and a sum of the update are contracted in one program and not in the other.
-    for a, b in zip(*map(jax.tree.leaves, (made.parameters(state), plain)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (pipe.parameters(state), plain)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-7, atol=2e-7)
     trained = [g for g, label in zip(*map(jax.tree.leaves, (gradients, labels)), strict=True) if label == "trained"]
     assert float(metrics["gradient_norm"]) == pytest.approx(float(optax.tree.norm(trained)), rel=1e-6)
@@ -221,14 +221,14 @@ def test_running_statistics_of_frozen_stages_go_on():
     case = linen(Normed(), {name: x[:32] for name, x in BATCH.items()}, lambda model, batch: loss(model, batch))
     params, start = case.start(KEY)
     labels = {name: "trained" if name == "Dense_2" else "frozen" for name in params}
-    made = partition(
+    pipe = partition(
         frozen_behind(MOMENTUM, lambda tree: labels), case.model, case.batch, case.loss, stages=2, num_microbatches=2
     )
-    assert made.plan.frozen.stages == (0,)
-    state = made.init(KEY)
-    keys = [made.microbatch_key(state, j) for j in range(2)]
+    assert pipe.plan.frozen.stages == (0,)
+    state = pipe.init(KEY)
+    keys = [pipe.microbatch_key(state, j) for j in range(2)]
     _, gradients, statistics = plain_gradients(case, params, start, keys, 1, 2)
-    new = made.parameters(made.step(state, case.batch)[0])
+    new = pipe.parameters(pipe.step(state, case.batch)[0])
     assert_same_bits(jax.tree.map(np.asarray, new["batch_stats"]), jax.tree.map(np.asarray, statistics["batch_stats"]))
     assert_same_bits(np.asarray(new["params"]["Dense_0"]["kernel"]), np.asarray(params["Dense_0"]["kernel"]))
     kernel = params["Dense_2"]["kernel"] - 0.1 * gradients["Dense_2"]["kernel"]
@@ -252,8 +252,8 @@ def test_a_tied_parameter_is_frozen_or_trained_in_all_its_stages(frozen):
     def square(f, x):
         return jnp.square(f(x)).mean()
 
-    made = partition(optimizer, model, batch, square, stages=2, num_microbatches=2)
-    (_, _), gradients = made.value_and_grad(made.init(KEY), batch)
+    pipe = partition(optimizer, model, batch, square, stages=2, num_microbatches=2)
+    (_, _), gradients = pipe.value_and_grad(pipe.init(KEY), batch)
     parts = [jax.jit(jax.grad(square))(model, rows) for rows in jnp.split(batch, 2)]
     expected = jax.tree.map(lambda a, b: (a + b) / 2, *parts)
     for name, a, b in zip(sorted(w), *map(jax.tree.leaves, (gradients, expected)), strict=True):
@@ -293,9 +293,9 @@ def test_a_device_goes_on_to_backward_work_without_waiting():
 
 @pytest.mark.parametrize(("schedule", "stages"), [("interleaved", 2), ("zero_bubble", 4)])
 def test_every_schedule_trains_alike(schedule, stages):
-    made = partition(HALF, schedule=schedule, stages=stages)
-    assert made.schedule.frozen >= 1
-    (_, _), gradients = made.value_and_grad(made.init(KEY), BATCH)
+    pipe = partition(HALF, schedule=schedule, stages=stages)
+    assert pipe.schedule.frozen >= 1
+    (_, _), gradients = pipe.value_and_grad(pipe.init(KEY), BATCH)
     assert_frozen_leaves_are(8, gradients, jax.tree.map(jnp.zeros_like, MODEL))
     for a, b in zip(*(jax.tree.leaves(x)[8:] for x in (gradients, plain_gradient(COUNT))), strict=True):
         assert_same_bits(np.asarray(a), np.asarray(b))
@@ -303,23 +303,23 @@ def test_every_schedule_trains_alike(schedule, stages):
 
 def test_within_a_budget():
     default = pipeline(True).plan
-    made = partition(HALF, memory=int(0.9 * default.predicted_bytes))
-    assert made.plan.predicted_bytes <= made.plan.budget < default.predicted_bytes
-    assert made.plan.stages[0].stash_bytes == 0
+    pipe = partition(HALF, memory=int(0.9 * default.predicted_bytes))
+    assert pipe.plan.predicted_bytes <= pipe.plan.budget < default.predicted_bytes
+    assert pipe.plan.stages[0].stash_bytes == 0
 
 
 @pytest.mark.core
 def test_an_optimizer_that_looks_at_all_gradients_gets_them():
-    made = partition(optax.chain(optax.clip_by_global_norm(0.01), HALF))
-    assert made.plan.frozen is None and made.schedule.frozen == 0
-    assert made.plan.memory["gradients"] == made.plan.memory["parameters"]
+    pipe = partition(optax.chain(optax.clip_by_global_norm(0.01), HALF))
+    assert pipe.plan.frozen is None and pipe.schedule.frozen == 0
+    assert pipe.plan.memory["gradients"] == pipe.plan.memory["parameters"]
 
 
 def test_an_optimizer_that_trains_nothing_runs():
-    made = partition(optax.set_to_zero(), stages=2)
-    state, metrics = made.step(made.init(KEY), BATCH)
+    pipe = partition(optax.set_to_zero(), stages=2)
+    state, metrics = pipe.step(pipe.init(KEY), BATCH)
     assert float(metrics["gradient_norm"]) == 0
-    assert_frozen_leaves_are(16, made.parameters(state), MODEL)
+    assert_frozen_leaves_are(16, pipe.parameters(state), MODEL)
 
 
 @pytest.mark.core

@@ -19,8 +19,7 @@ from compare import assert_same_bits
 
 from jaxpipe import PartitionError
 from jaxpipe.model import bind
-from jaxpipe.pipeline import optimizer as coloured_optimizer
-from jaxpipe.pipeline.optimizer import colour_update
+from jaxpipe.pipeline import optimizer as by_stages
 from jaxpipe.pipeline.trace_update import trace_update
 from jaxpipe.pipeline.trained import without_frozen
 
@@ -164,11 +163,11 @@ def model():
 @pytest.fixture(autouse=True)
 def small_values(monkeypatch):
     """Every parameter is too large to be exchanged."""
-    monkeypatch.setattr(coloured_optimizer, "EXCHANGE_LIMIT", 7)
+    monkeypatch.setattr(by_stages, "EXCHANGE_LIMIT", 7)
 
 
 def by_stage(update, inputs, evaluate=lambda op, values: op.evaluate(*values)):
-    """The results of a coloured update, each stage with what it holds and what is exchanged."""
+    """The results of an update, each stage with what it holds and what is exchanged."""
     graph = update.graph
     exchanged = {t for tensors in update.exchanged for t in tensors}
     known = [dict(graph.constants) for _ in range(2)]
@@ -199,7 +198,7 @@ WORKING = [name for name in MAKERS if name not in REFUSED]
 @pytest.mark.parametrize("name", WORKING)
 def test_every_stage_has_what_its_part_of_the_update_needs(name, model):
     traced = without_frozen(trace_update(made(name), model))
-    update = colour_update(traced, model, STAGES)
+    update = by_stages.colour_update(traced, model, STAGES)
     inputs = [traced.graph.tensors[t].aval for t in traced.graph.inputs]
     new = by_stage(update, inputs, lambda op, _: [traced.graph.tensors[t].aval for t in op.outputs])
     before = [*jax.tree.leaves(MODEL), *traced.state_avals]
@@ -222,7 +221,7 @@ MAGNIFIED |= {"dadapt_adamw": 256, "prodigy": 256}
 def test_split_by_stage_it_gives_the_update_of_optax(name, model):
     optimizer = made(name)
     traced = without_frozen(trace_update(optimizer, model))
-    update = colour_update(traced, model, STAGES)
+    update = by_stages.colour_update(traced, model, STAGES)
     plain, plain_state = MODEL, optimizer.init(MODEL)
     parameters, state = jax.tree.leaves(MODEL), jax.tree.leaves(plain_state)
     for gradients in GRADIENTS:
@@ -244,7 +243,7 @@ def test_split_by_stage_it_gives_the_update_of_optax(name, model):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_split_is_refused_by_name(name, model):
     with pytest.raises(PartitionError, match=re.compile(f"^optimizer: .*{REFUSED[name][1]}", re.DOTALL)):
-        colour_update(without_frozen(trace_update(made(name), model)), model, STAGES)
+        by_stages.colour_update(without_frozen(trace_update(made(name), model)), model, STAGES)
 
 
 def test_every_name_of_the_lists_is_still_in_optax():
@@ -256,7 +255,7 @@ def test_every_name_of_the_lists_is_still_in_optax():
 def test_lbfgs_is_refused_without_its_line_search_too(model):
     traced = trace_update(optax.lbfgs(0.1, linesearch=None), model)
     with pytest.raises(PartitionError, match="scan of scale_by_lbfgs combines large values"):
-        colour_update(traced, model, STAGES)
+        by_stages.colour_update(traced, model, STAGES)
 
 
 def test_an_optimizer_of_another_tree_is_refused_with_what_optax_says(model):
@@ -332,7 +331,7 @@ def test_a_parameter_with_an_update_of_zero_is_handed_on_as_it_is(model):
 def test_moments_that_nobody_reads_stay_as_they_were(model):
     optimizer = NEEDED["a mask behind adam"][0]()
     traced = without_frozen(trace_update(optimizer, model))
-    update = colour_update(traced, model, STAGES)
+    update = by_stages.colour_update(traced, model, STAGES)
     leaves, state = jax.tree.leaves(MODEL), jax.tree.leaves(optimizer.init(MODEL))
     new = by_stage(update, [*leaves, *jax.tree.leaves(GRADIENTS[0])[2:], *state])[4:]
     expected = jax.tree.leaves(optimizer.update(GRADIENTS[0], optimizer.init(MODEL), MODEL)[1])

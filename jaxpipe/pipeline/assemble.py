@@ -126,7 +126,7 @@ def draft(
     model, devices = traced.model, range(schedule.num_stages)
     placement = stages.on_devices(schedule.num_stages)
     held = [placement.held_by(d)[0] for d in devices]
-    parameters = [[(model.parameters[k].aval, traced.update.trained[k]) for k in own] for own in held]
+    parameters = [[(model.parameters[k].aval, traced.update.trained[k]) for k in numbers] for numbers in held]
     program = Program(
         objective=traced.objective,
         sections=sections,
@@ -134,8 +134,8 @@ def draft(
         teams=Teams(teams_of(found, request).widths[: schedule.num_stages]),
         num_microbatches=traced.batching.num_microbatches,
         placement=placement,
-        parameters=lay_out([[aval for aval, _ in own] for own in parameters]),
-        gradients=lay_out([[aval for aval, trained in own if trained] for own in parameters]),
+        parameters=lay_out([[aval for aval, _ in pairs] for pairs in parameters]),
+        gradients=lay_out([[aval for aval, trained in pairs if trained] for pairs in parameters]),
         state=lay_out([[model.state[k].aval for k in placement.held_by(d)[1]] for d in devices]),
         replicated=DATA in request.mesh.axis_names,
         gradient_dtype=request.gradient_dtype,
@@ -146,7 +146,7 @@ def draft(
 
 
 def frozen_stages(traced: Traced, sections: Sequence[Section]) -> int:
-    """How many stages, the first ones, have no backward work because the optimizer does not train them."""
+    """Count the first stages that have no backward work because the optimizer does not train them."""
     return count_frozen(sections) if traced.objective.frozen else 0
 
 

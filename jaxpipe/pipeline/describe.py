@@ -197,7 +197,7 @@ def _whose_rates(request: Request, profile: Profile) -> str:
 
 
 def describe_frozen(program: Program, model: BoundModel) -> FrozenPlan | None:
-    """What the plan says of the parameters that are not trained."""
+    """Describe the parameters that are not trained; None if all are."""
     objective, count = program.objective, program.schedule.frozen
     pairs = list(zip(model.parameters, objective.parameters, strict=True))
     frozen = [v for v, t in pairs if t in objective.frozen]

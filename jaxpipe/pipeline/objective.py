@@ -54,7 +54,7 @@ class Objective:
         return tuple(t for t in self.parameters if t not in self.frozen and is_differentiable(tensors[t].aval))
 
     def training(self, trained: Sequence[bool]) -> "Objective":
-        """The same program, of which only some parameters are trained."""
+        """A copy of which only some parameters are trained."""
         left = (t for t, kept in zip(self.parameters, trained, strict=True) if not kept)
         return replace(self, frozen=frozenset(left))
 

@@ -98,7 +98,7 @@ class Program:
         return [self.objective.parameters[k] for k in parameters], [self.objective.state[k] for k in state]
 
     def trained(self, device: int) -> list[int]:
-        """Those of a device's parameters that are trained, in the order of the layout of gradients."""
+        """The trained parameters of a device, in the order of the layout of gradients."""
         return [t for t in self.held(device)[0] if t not in self.objective.frozen]
 
     @cached_property
@@ -121,7 +121,7 @@ class Program:
 
     @cached_property
     def lent(self) -> tuple[int, ...]:
-        """Those of the shared parameters that are trained."""
+        """The trained ones among the shared parameters."""
         return tuple(t for t in self.shared if t not in self.objective.frozen)
 
     @cached_property

@@ -55,7 +55,7 @@ class Section:
 
     @property
     def is_trained(self) -> bool:
-        """Whether there is backward work here."""
+        """True if there is backward work here."""
         return self.stage is not None and bool(self.stage.linearization.wrt)
 
     def differentiated(self) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement
 
 
 def count_frozen(sections: Sequence[Section]) -> int:
-    """How many stages, from the first on, have no backward work; the last one counts as if it had some."""
+    """Count the stages, from the first on, that have no backward work; the last one is taken to have some."""
     trained = (s for s, section in enumerate(sections) if section.is_trained)
     return min(next(trained, len(sections)), len(sections) - 1)
 

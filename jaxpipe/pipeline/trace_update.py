@@ -69,28 +69,29 @@ def trace_update(
     Raises:
       PartitionError: if the optimizer needs more than gradients, parameters and its state.
     """
-    own, stacks = model.own, model.stacks[0]
-    avals = [v.aval for v in own.parameters]
-    state_shape = _named(optimizer, lambda: jax.eval_shape(optimizer.init, without_captures(own.parameter_tree(avals))))
+    whole, stacks = model.own, model.stacks[0]
+    avals = [v.aval for v in whole.parameters]
+    tree = without_captures(whole.parameter_tree(avals))
+    state_shape = _named(optimizer, lambda: jax.eval_shape(optimizer.init, tree))
     state_avals, state_tree = jax.tree.flatten(state_shape)
-    owner = _owners(optimizer, state_shape, own)
+    owner = _owners(optimizer, state_shape, whole)
     assert len(owner) == len(state_avals)
     state_stacks = Stacks(tuple(map(functools.partial(_cut_as, stacks), owner, state_avals)))
     count = len(avals)
 
     def update(*leaves: Any) -> list[Any]:
         parameters, gradients = (
-            without_captures(own.parameter_tree(part)) for part in (leaves[:count], leaves[count : 2 * count])
+            without_captures(whole.parameter_tree(part)) for part in (leaves[:count], leaves[count : 2 * count])
         )
         state = jax.tree.unflatten(state_tree, leaves[2 * count :])
         updates, state = optimizer.update(gradients, state, parameters)
-        _check(optimizer, own, parameters, updates, state_avals, jax.tree.leaves(state))
+        _check(optimizer, whole, parameters, updates, state_avals, jax.tree.leaves(state))
         new = optax.apply_updates(parameters, updates)
         return [*jax.tree.leaves(new), *jax.tree.leaves(state)]
 
     # Leaves of the tree may come in another order than the model's parameters.
     first = [pieces[0] for pieces in stacks.groups([0] * len(model.parameters) if stage_of is None else stage_of)]
-    with known_stages(jax.tree.leaves(own.parameter_tree(first))) as stages:
+    with known_stages(jax.tree.leaves(whole.parameter_tree(first))) as stages:
         graph = _named(optimizer, lambda: trace(update, *avals, *avals, *state_avals))
     graph = _without_conditionals(graph, (*range(count), *range(count), *owner))
     if model.cut is not None:
@@ -99,7 +100,7 @@ def trace_update(
                 "optimizer: gradients.per_stage puts each parameter into one stage, and unroll_scans puts stacked ones "
                 "into several. Clip by value or by block, or leave out one of the two."
             )
-        graph = _cut(graph, own, stacks, state_stacks)
+        graph = _cut(graph, whole, stacks, state_stacks)
     return TracedUpdate(
         graph=graph,
         owner=owner,
@@ -177,7 +178,7 @@ def _parts(function: Any, depth: int = 8) -> Iterator[str]:
 
 
 def _named(optimizer: optax.GradientTransformation, run: Callable[[], Any]) -> Any:
-    """What ``run`` returns; what a transformation raises becomes a ``PartitionError`` with its name."""
+    """Run a function; an exception of a transformation becomes a ``PartitionError`` with its name."""
     try:
         return run()
     except PartitionError as error:
@@ -222,15 +223,15 @@ def _owners(optimizer: optax.GradientTransformation, shape: Any, model: BoundMod
     except Exception:
         apart = model.parameter_tree([_Owned(k, v.aval) for k, v in enumerate(model.parameters)])
         marked = jax.eval_shape(optimizer.init, apart)
-    found: list[int | None] = []
+    numbers_of_leaves: list[int | None] = []
     for part in jax.tree.leaves(marked, is_leaf=lambda x: isinstance(x, _Owned)):
-        found += [part.number] * len(jax.tree.leaves(part.value)) if isinstance(part, _Owned) else [None]
-    return tuple(found)
+        numbers_of_leaves += [part.number] * len(jax.tree.leaves(part.value)) if isinstance(part, _Owned) else [None]
+    return tuple(numbers_of_leaves)
 
 
 @jax.tree_util.register_pytree_node_class
 class _Owned:
-    """What belongs to a parameter, by its number; looks like the parameter to who asks for its shape."""
+    """A tree that belongs to a parameter, by its number; it has the parameter's shape and dtype as attributes."""
 
     def __init__(self, number: int | None, value: Any):
         self.number, self.value = number, value
@@ -262,18 +263,18 @@ def _marked(part: Any, numbers: Any) -> Any:
 
 
 def _cut_as(stacks: Stacks, owner: int | None, aval: Any) -> tuple[int, ...] | None:
-    """Where a leaf of the optimizer state is cut: as its parameter, if it has as many rows."""
+    """Rows at which a leaf of the optimizer state is cut: as its parameter, if it has as many rows."""
     cuts = None if owner is None else stacks.bounds[owner]
     return cuts if cuts is not None and aval.shape[:1] == cuts[-1:] else None
 
 
-def _cut(graph: Graph, own: BoundModel, parameters: Stacks, state: Stacks) -> Graph:
+def _cut(graph: Graph, whole: BoundModel, parameters: Stacks, state: Stacks) -> Graph:
     """The update of whole parameters as one of their pieces: the same, up to the order in which sums are added."""
     both = parameters.bounds
     try:
         return split_rows(graph, Stacks((*both, *both, *state.bounds)), Stacks((*both, *state.bounds)))
     except MixedRowsError as error:
-        names = [v.name for v in own.parameters]
+        names = [v.name for v in whole.parameters]
         mixed = sorted({names[k % len(names)] for k in error.sources if k < 2 * len(names)})
         raise PartitionError(
             f"optimizer: {error.where} combines layers of {', '.join(mixed) or 'a stacked parameter'}, which "
@@ -283,7 +284,7 @@ def _cut(graph: Graph, own: BoundModel, parameters: Stacks, state: Stacks) -> Gr
 
 
 def _without_conditionals(graph: Graph, owner: Sequence[int | None]) -> Graph:
-    """The same program with each conditional on several parameters as its branches and a selection of each result.
+    """Replace each conditional on several parameters by its branches and a selection of each result.
 
     Args:
       graph: the program.

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer trains: those whose gradients some part of its update reads.
+"""The parameters that an optimizer trains: those whose gradients some part of its update reads.
 
     new parameters, state that belongs to none ──what they are made of──▶ state ──what that is made of──▶ gradients
 
@@ -17,7 +17,7 @@ from jaxpipe.pipeline.trace_update import TracedUpdate
 
 
 def without_frozen(update: TracedUpdate, trained: Sequence[bool] | None = None) -> TracedUpdate:
-    """The same update, without the gradients that it does not need.
+    """Leave out of an update the gradients that it does not need.
 
     Args:
       update: an optimizer that takes all gradients.
@@ -64,11 +64,11 @@ def _needed(update: TracedUpdate) -> set[int]:
 
 def _reached(graph: Graph, sources: Iterable[int]) -> set[int]:
     """The tensors that depend on some of the inputs."""
-    found = set(sources)
+    reached = set(sources)
     for op in graph.operators:
-        if not found.isdisjoint(op.inputs):
-            found.update(op.outputs)
-    return found
+        if not reached.isdisjoint(op.inputs):
+            reached.update(op.outputs)
+    return reached
 
 
 #: Operators that make zeros of zeros.
@@ -77,16 +77,16 @@ _KEEP_ZERO = ("broadcast_in_dim", "convert_element_type", "copy", "neg", "reshap
 
 def _zeros(operators: Sequence[Operator]) -> set[int]:
     """The tensors that are zeros written into the program, and so are no matter what."""
-    found: set[int] = set()
+    zeros: set[int] = set()
     for op in operators:
         numbers = [np.all(np.asarray(x) == 0) for x in op.literals if not isinstance(x, str)]
-        if op.name in _KEEP_ZERO and all(numbers) and all(t in found for t in op.inputs):
-            found.update(op.outputs)
-    return found
+        if op.name in _KEEP_ZERO and all(numbers) and all(t in zeros for t in op.inputs):
+            zeros.update(op.outputs)
+    return zeros
 
 
 def _adds_zero(op: Operator | None, old: int, zeros: Collection[int]) -> bool:
-    """Whether an operator adds zero to a tensor."""
+    """True if an operator adds zero to a tensor."""
     if op is None or op.name not in ("add", "add_any") or old not in op.inputs:
         return False
     literals = [atom.val for atom in op.equation.invars if _compat.is_literal(atom)]

@@ -96,10 +96,10 @@ def profile_model(
         frozen, objective = frozen_names(bound, trained), objective.training(trained)
     if rates is not None:
         linearization, held = _program(objective)
-        found = analytic(linearization, rates, held=held, device_kind=device)
+        profile = analytic(linearization, rates, held=held, device_kind=device)
     else:
-        found = profile_objective(objective, source, jax.devices()[0] if device is None else device, cache=cache)
-    return replace(found, frozen=frozen)
+        profile = profile_objective(objective, source, jax.devices()[0] if device is None else device, cache=cache)
+    return replace(profile, frozen=frozen)
 
 
 def frozen_names(model: BoundModel, trained: Sequence[bool]) -> tuple[str, ...]:

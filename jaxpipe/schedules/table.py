@@ -138,7 +138,7 @@ class Schedule:
         return Kind.BACKWARD_INPUT if self.splits_backward else Kind.BACKWARD
 
     def is_trained(self, device: int, chunk: int = 0) -> bool:
-        """Whether a stage of a device works backward, too."""
+        """True if a stage of a device works backward, too."""
         return chunk * self.num_stages + device >= self.frozen
 
     def order(self, stage: int) -> Iterator[Action]:
@@ -299,9 +299,9 @@ def _spread(widths: Sequence[int]) -> list[int]:
 
 
 def without_backward(schedule: Schedule, frozen: int) -> Schedule:
-    """The same schedule without the backward work of so many stages, the first ones.
+    """Leave out of a schedule the backward work of the first ``frozen`` stages.
 
-    Where weights change on the way it stays as it is: that work is nothing then, but an update follows it.
+    One whose weights change between micro-batches stays as it is: the work is empty then, but an update follows it.
 
     Example:
       >>> from jaxpipe.schedules import one_f_one_b

@@ -35,6 +35,7 @@ from .errors import TargetError as TargetError
 from .host_memory import HostMemory as HostMemory
 from .network import Network as Network
 from .partition import partition as partition
+from .pipeline.combine import Sum as Sum
 from .pipeline.nonfinite import NonFiniteOrigin as NonFiniteOrigin
 from .pipeline.pipeline import MemoryReport as MemoryReport
 from .pipeline.pipeline import Pipeline as Pipeline

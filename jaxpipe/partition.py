@@ -86,10 +86,15 @@ def partition(
       batch: arrays or shapes ``[examples, ...]``, of the whole batch if there are several processes; left out:
         planned at ``Pipeline.init(key, batch)``.
       loss: ``loss(model, batch)`` gives a scalar, ``(scalar, metrics)``, or ``(sum, weight, metrics)`` if
-        micro-batches weigh unequally; then loss, metrics and gradient are divided by the total weight.
+        micro-batches weigh unequally (padded tokens); then loss, metrics and gradient are divided by the total weight
+        of the batch. ``metrics`` is a tree of arrays that are reduced over the examples. They are averaged over
+        micro-batches and replicas, or divided by the total weight; those in ``jaxpipe.Sum(...)`` are added up.
+        Integers are refused where they would be averaged, and so are arrays with an axis of examples.
       optimizer: any optax optimizer; gets the gradient of the whole batch.
-      evaluate: like ``loss``, or gives metrics alone; without dropout, with running statistics.
-      predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``.
+      evaluate: like ``loss``, or gives metrics alone. It sets the mode itself, as a plain evaluation would:
+        ``model.eval()`` in it for NNX (the module is a copy), ``model(x, train=False)`` or whatever the module calls
+        it for Linen. If it draws random numbers all the same, a ``TrainingModeWarning`` says so.
+      predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``; it sets the mode as ``evaluate`` does.
       memory: most bytes on a device, as an int or a text such as ``"8GiB"``. If the default storage needs more, an
         integer programme chooses for every tensor whether it is stored, in which form, or computed again.
       host_memory: most bytes of its host's memory that each device may keep stashes in, as ``memory``; used where that

@@ -1,6 +1,6 @@
 """What a user's function computes for one micro-batch, as a graph."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, read_graph
 from jaxpipe.model import BoundModel, UserFunction
+from jaxpipe.pipeline.combine import Metric, check_reduced, flatten_metrics
 from jaxpipe.planning.order import parameter_work_in_place
 from jaxpipe.rows import MixedRowsError, split_rows
 from jaxpipe.stacks import Stacks
@@ -26,6 +27,7 @@ class Objective:
       new_state: tensor numbers, one for each state variable.
       metrics_only: whether an evaluation returned metrics and no loss.
       weighted: whether micro-batches have weights of their own.
+      summed: of each metric, whether it is added up over micro-batches rather than averaged.
       tree: structure of the metrics, or of the prediction.
     """
 
@@ -39,6 +41,7 @@ class Objective:
     tree: Any = None
     metrics_only: bool = False
     weighted: bool = False
+    summed: tuple[bool, ...] = ()
 
 
 def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str = "loss") -> Objective:
@@ -47,19 +50,32 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str 
     The results are a loss, a weight and the metrics; without a weight of its own a micro-batch weighs 1.
 
     Raises:
-      PartitionError: if what is returned has another form.
+      PartitionError: if what is returned has another form, metrics are not reduced over the examples, or a loss that
+        is trained depends on no parameter.
     """
     seen: dict[str, Any] = {}
+    metrics: list[Metric] = []
 
     def results(returned: Any) -> list[Any]:
+        nonlocal metrics
         seen["metrics_only"] = name != "loss" and isinstance(returned, Mapping)
         seen["weighted"] = isinstance(returned, tuple) and len(returned) == 3
-        loss, weight, metrics = _parts((0.0, returned) if seen["metrics_only"] else returned, name)
-        leaves, seen["tree"] = jax.tree.flatten(metrics)
-        return [jnp.asarray(loss), jnp.asarray(weight, jnp.float32), *(_averaged(x) for x in leaves)]
+        loss, weight, rest = _parts((0.0, returned) if seen["metrics_only"] else returned, name)
+        metrics, seen["tree"] = flatten_metrics(rest, name, seen["weighted"])
+        return [jnp.asarray(loss), jnp.asarray(weight, jnp.float32), *(x.value for x in metrics)]
 
     objective = _trace(model, function, batch, results, name)
-    return replace(objective, **seen)
+    named = [(x.name, x.value.shape) for x in metrics]
+    objective = replace(objective, **seen, summed=tuple(x.summed for x in metrics))
+    if any(shape for _, shape in named):
+        rows = microbatch_rows(batch)
+        others = _metric_shapes(model, function, with_rows(batch, 2 * rows), results)
+        if others is None:  # of this size alone; an axis of as many can only be the examples by its length
+            others = [(2 * rows, *shape[1:]) if shape[:1] == (rows,) else shape for _, shape in named]
+        check_reduced(named, others, name, (rows, 2 * rows))
+    if name == "loss":
+        _check_trained(objective, model)
+    return objective
 
 
 def trace_prediction(model: BoundModel, function: UserFunction, batch: Any, name: str = "predict") -> Objective:
@@ -94,14 +110,51 @@ def microbatch_shapes(batch: Any, count: int) -> Any:
     return jax.tree.map(part, batch)
 
 
+def with_rows(batch: Any, rows: int) -> Any:
+    """The shapes of a micro-batch with another number of examples."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x, batch)
+
+
 def microbatch_rows(batch: Any) -> int:
     """The number of examples of a micro-batch."""
     return next((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), 1)
 
 
-def _averaged(metric: Any) -> Any:
-    metric = jnp.asarray(metric)
-    return metric if jnp.issubdtype(metric.dtype, jnp.inexact) else metric.astype(jnp.float32)
+def _metric_shapes(
+    model: BoundModel, function: UserFunction, batch: Any, results: Callable[[Any], list[Any]]
+) -> list[tuple[int, ...]] | None:
+    """The shapes of the metrics of a micro-batch; None if the function does not take one of this size."""
+    own = model.own
+
+    def body(parameters: Any, state: Any, key: Any, batch: Any) -> list[Any]:
+        return results(own.run(function, parameters, state, key, batch)[0])[2:]
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        shapes = jax.eval_shape(body, [v.aval for v in own.parameters], [v.aval for v in own.state], key, batch)
+    except Exception:  # whatever a function raises that is made for batches of one size
+        return None
+    return [x.shape for x in shapes]
+
+
+def _check_trained(objective: Objective, model: BoundModel) -> None:
+    """Raise ``PartitionError`` if a loss depends on no parameter."""
+    moved = set(objective.parameters)
+    for op in objective.graph.operators:
+        if not moved.isdisjoint(op.inputs):
+            moved.update(op.outputs)
+    if objective.results[0] in moved:
+        return
+    if not model.parameters:
+        raise PartitionError(
+            "The model has no parameters, so there is nothing to train. Parameters are nnx.Param variables, the "
+            "collection 'params' of a Linen module, or the floating-point arrays of a function's variables."
+        )
+    raise PartitionError(
+        f"The loss depends on none of the model's {len(model.parameters)} parameters ({model.parameters[0].name}, ...), "
+        "so every gradient would be zero. Compute it with the model that the loss is given as its first argument, "
+        "loss(model, batch), not with a module or variables from outside."
+    )
 
 
 def _parts(returned: Any, name: str) -> tuple[Any, Any, Any]:

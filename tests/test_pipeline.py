@@ -446,3 +446,25 @@ def test_metrics_may_be_variables_as_they_are(key):
     assert float(pipeline.evaluate(state, batch)["calls"]) == 1.5
     with pytest.raises(PartitionError, match=r"on 2 devices .* what the loss returns depends on .*calls"):
         jaxpipe.partition(model, mesh_of(2, None), batch, num_microbatches=4, replicate=2, **options)
+
+
+@pytest.mark.core
+def test_numpy_batches_of_64_bits_are_those_of_32(key):
+    """As in JAX, which has no 64 bits unless they are enabled; scikit-learn's labels are int64."""
+    data = np.random.default_rng(0)
+    wide = {"x": data.standard_normal((8, 12)), "y": data.integers(0, 10, 8)}
+    assert {x.dtype.itemsize for x in wide.values()} == {8}
+    narrow = {"x": wide["x"].astype(np.float32), "y": wide["y"].astype(np.int32)}
+    case = case_of("mlp")
+    functions = {"loss": case.loss, "evaluate": case.loss, "predict": lambda model, batch: model(batch["x"])}
+    options = {"optimizer": optax.sgd(0.1), "profile": "analytic", "num_microbatches": 2, **functions}
+    results = []
+    for planned in (wide, narrow):
+        pipeline = jaxpipe.partition(case.model, mesh_of(2, None), planned, **options)
+        for batch in (wide, narrow):
+            state = pipeline.init(key)
+            found = [pipeline.value_and_grad(state, batch), pipeline.evaluate(state, batch)]
+            found += [pipeline.predict(state, batch), pipeline.step(state, batch)[1]]
+            results.append(jax.tree.leaves(found))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])

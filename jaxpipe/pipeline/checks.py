@@ -254,7 +254,7 @@ def check_schedule(schedule: Any, num_stages: int, num_microbatches: int, teams:
 
 
 def batch_shapes(batch: Any) -> Any:
-    """A batch as shapes.
+    """A batch as shapes, in the dtypes that JAX gives its arrays: 32 bits for NumPy's 64, unless x64 is enabled.
 
     Raises:
       BatchError: if it holds anything that is not an array.
@@ -265,7 +265,15 @@ def batch_shapes(batch: Any) -> Any:
                 f"batch{jax.tree_util.keystr(path)} is {x!r} ({type(x).__name__}); a batch holds arrays only. Put "
                 "settings into the loss, with functools.partial."
             )
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        if getattr(x.dtype, "kind", "V") in "OSUMm":
+            raise BatchError(
+                f"batch{jax.tree_util.keystr(path)} is an array of dtype {x.dtype}, which JAX has none of; pass numbers."
+            )
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
+
+    return jax.tree.map(shape, batch)
 
 
 def batch_size(batch: Any) -> int:
@@ -313,8 +321,23 @@ def check_same_structure(given: Any, planned: Any) -> None:
         if (tuple(x.shape), x.dtype) != (tuple(y.shape), y.dtype):
             raise BatchError(
                 f"batch{jax.tree_util.keystr(path)} is {x.dtype}{list(x.shape)}, the plan was made for "
-                f"{y.dtype}{list(y.shape)}. Pad or drop the last examples of an epoch, or make another pipeline."
+                f"{y.dtype}{list(y.shape)}. {_fit(x, y)}"
             )
+
+
+def _fit(given: Any, planned: Any) -> str:
+    """The way to make an array of a batch fit the plan."""
+    if given.dtype != planned.dtype:
+        return f"Cast it, array.astype({str(planned.dtype)!r}), or plan with a batch of dtype {given.dtype}."
+    if given.shape[1:] != planned.shape[1:] or not given.shape or not planned.shape:
+        return (
+            "The axes behind the examples are planned for as well: pad or cut them to these sizes, or make another "
+            "pipeline; evaluate and predict take any sizes."
+        )
+    return (
+        f"Pad or drop the last examples of an epoch, so that every batch has {planned.shape[0]}, or make another "
+        "pipeline; evaluate and predict take any number of examples."
+    )
 
 
 def check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:

@@ -128,9 +128,7 @@ def hoist_constants(closed: Any) -> tuple[Any, list[Any]]:
     """Make the constants of a traced program its first arguments; returns the program and the constants."""
     jaxpr, consts = open_jaxpr(closed)
     arguments = [*jaxpr.constvars, *jaxpr.invars]
-    other = jex.Jaxpr(
-        [], arguments, jaxpr.outvars, jaxpr.eqns, effects=jaxpr.effects, debug_info=_unnamed(jaxpr)
-    )
+    other = jex.Jaxpr([], arguments, jaxpr.outvars, jaxpr.eqns, effects=jaxpr.effects, debug_info=_unnamed(jaxpr))
     return other, consts
 
 

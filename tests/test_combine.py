@@ -89,7 +89,10 @@ def test_with_a_weighted_loss_sums_are_totals_and_the_rest_is_divided_by_the_wei
         (lambda y, b: {"n": (y > 0).sum()}, r"the metric \['n'\] of dtype int32\. .*Return jaxpipe\.Sum\(value\)"),
         (lambda y, b: {"any": (y > 0).any()}, r"\['any'\] of dtype bool"),
         (lambda y, b: {"rows": len(y)}, r"\['rows'\] of dtype int32"),
-        (lambda y, b: y, r"loss returned as its metrics an array of shape \(4, 3\) for a micro-batch of 4 examples, and"),
+        (
+            lambda y, b: y,
+            r"loss returned as its metrics an array of shape \(4, 3\) for a micro-batch of 4 examples, and",
+        ),
         (lambda y, b: {"logits": y}, r"\['logits'\] of shape \(4, 3\) for .* and \(8, 3\) for 8.* use predict"),
         (lambda y, b: {"a": {"flat": y.reshape(-1)}}, r"\['a'\]\['flat'\] of shape \(12,\) for"),
         (lambda y, b: {"turned": y.T}, r"\['turned'\] of shape \(3, 4\) for"),

@@ -145,16 +145,22 @@ def test_what_is_no_batch(batch, message):
     [
         (
             jnp.ones((6, 3)),
-            r"batch is float32\[6, 3\], the plan was made for float32\[8, 3\]\. Pad or drop the last examples .* has 8,",
+            r"is float32\[6, 3\], the plan was made for float32\[8, 3\]\. Pad or drop the last examples .* has 8,",
         ),
         (
             jnp.ones((8, 3), jnp.bfloat16),
-            r"is bfloat16\[8, 3\], the plan was made for float32\[8, 3\]\. Cast it, array\.astype\('float32'\), or plan",
+            r"is bfloat16\[8, 3\], the plan was made for float32\[8, 3\]\. Cast it, array\.astype\('float32'\), or",
         ),
-        (np.ones((8, 3), np.int64), r"is int32\[8, 3\], the plan was made for float32\[8, 3\]\. Cast it, array\.astype"),
-        (jnp.ones((8, 4)), r"is float32\[8, 4\], .*\. The axes behind the examples are planned for as well: pad or cut"),
+        (
+            np.ones((8, 3), np.int64),
+            r"is int32\[8, 3\], the plan was made for float32\[8, 3\]\. Cast it, array\.astype",
+        ),
+        (
+            jnp.ones((8, 4)),
+            r"is float32\[8, 4\], .*\. The axes behind the examples are planned for as well: pad or cut",
+        ),
         (jnp.ones(8), r"is float32\[8\], .*\. The axes behind the examples"),
-        (np.array([["a"] * 3] * 8), r"batch is an array of dtype <U1, which JAX has none of; pass numbers"),
+        (np.array([["a"] * 3] * 8), r"batch is an array of dtype <U1, which JAX does not have; pass numbers"),
         ({"x": jnp.ones((8, 3))}, r"The batch has the structure .*'x'.*, the plan was made for"),
         ([1.0], r"batch\[0\] is 1\.0 \(float\)"),
     ],
@@ -299,7 +305,10 @@ def test_a_state_of_another_plan(pipeline, state):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: {**w, "c": jnp.ones(1)}, r"does not fit the model's 2 variables\. Unexpected: 0/0/c \(float32\[1\]\)\."),
+        (
+            lambda w: {**w, "c": jnp.ones(1)},
+            r"does not fit the model's 2 variables\. Unexpected: 0/0/c \(float32\[1\]\)\.",
+        ),
         (lambda w: {"a": w["a"]}, r"Missing: 0/0/b \(float32\[4, 2\]\)\. Pass a tree with these paths"),
         (lambda w: {"A": w["a"], "b": w["b"]}, r"Missing: 0/0/a \(.*\)\. Unexpected: 0/0/A \(float32\[3, 4\]\)"),
         (lambda w: {**w, "b": jnp.ones((4, 3))}, r"dtype: 0/0/b is float32\[4, 3\], the model's is float32\[4, 2\]\."),

@@ -468,3 +468,22 @@ def test_numpy_batches_of_64_bits_are_those_of_32(key):
             results.append(jax.tree.leaves(found))
     for result in results[1:]:
         assert_same_bits(result, results[0])
+
+
+def test_states_and_pipelines_print_in_a_line(key):
+    options = {"loss": case_of("mlp").loss, "optimizer": optax.adam(0.1), "profile": "analytic", "num_microbatches": 4}
+    pipeline = jaxpipe.partition(case_of("mlp").model, mesh_of(2, 2), **options)
+    assert repr(pipeline) == "Pipeline(mesh: data=2, stage=2; no plan yet)"
+    state = pipeline.init(key, case_of("mlp").batch)
+    plan = pipeline.plan
+    start = f"Pipeline(mesh: data=2, stage=2; 2 stages, 4 micro-batches of 2, schedule {plan.schedule}, "
+    assert repr(pipeline).startswith(start) and plan.identity in repr(pipeline)
+    sizes = [sum(x.nbytes for x in buffers) for buffers in (state.parameters, state.optimizer)]
+    expected = [f"{name}={size / 1024:.2f} KiB" for name, size in zip(("parameters", "optimizer"), sizes, strict=True)]
+    assert repr(state) == f"TrainState(step=0, skipped=0, {', '.join(expected)} on all devices, plan={plan.identity!r})"
+    seen = []
+    jax.eval_shape(lambda state: seen.append(repr(state)), state)
+    assert "float32" not in seen[0] and "step=" in seen[0]
+    assert "step=True" in repr(jax.tree.map(lambda _: True, state))
+    state.step.delete()
+    assert "step=donated" in repr(state)

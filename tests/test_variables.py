@@ -73,7 +73,9 @@ def without_random(pure):
         lambda module: nnx.to_pure_dict(nnx.state(module)),
         lambda module: without_random(nnx.to_pure_dict(nnx.state(module))),
         lambda module: text_keys(without_random(nnx.to_pure_dict(nnx.state(module)))),
-        lambda module: jax.tree.map(lambda x: np.asarray(x, np.float64), without_random(nnx.to_pure_dict(nnx.state(module)))),
+        lambda module: jax.tree.map(
+            lambda x: np.asarray(x, np.float64), without_random(nnx.to_pure_dict(nnx.state(module)))
+        ),
     ],
     ids=["module", "state", "variables", "pure", "pure-no-random", "text-keys", "float64"],
 )
@@ -138,7 +140,9 @@ def test_variables_that_do_not_fit_are_listed(layered, net):
     variables = Net().init(KEY, X)
     with pytest.raises(ModelError, match=r"Missing: batch_stats/BatchNorm_0/mean \(float32\[4\]\), batch_stats/.*var"):
         net.init(KEY, variables=variables["params"])
-    with pytest.raises(ModelError, match=r"params/Dense_0/bias is 0 \(int\), which is no array, the model's is float32"):
+    with pytest.raises(
+        ModelError, match=r"params/Dense_0/bias is 0 \(int\), which is no array, the model's is float32"
+    ):
         net.init(KEY, variables={**variables, "params": {**variables["params"], "Dense_0": {"kernel": X, "bias": 0}}})
 
 

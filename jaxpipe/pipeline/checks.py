@@ -8,9 +8,19 @@ from typing import Any, cast
 import jax
 from jax.sharding import Mesh
 
-from jaxpipe.errors import BatchError, NetworkError, PartitionError, ScheduleError, StateError
+from jaxpipe.errors import (
+    BatchError,
+    FewExamplesWarning,
+    NetworkError,
+    PartitionError,
+    ScheduleError,
+    StateError,
+    TrainingModeWarning,
+    warn,
+)
 from jaxpipe.network import Network
 from jaxpipe.pipeline.program import DATA, STAGE
+from jaxpipe.pipeline.statistics import FEW_EXAMPLES
 from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import BY_NAME, Schedule, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.peers import can_swap
@@ -267,7 +277,8 @@ def batch_shapes(batch: Any) -> Any:
             )
         if getattr(x.dtype, "kind", "V") in "OSUMm":
             raise BatchError(
-                f"batch{jax.tree_util.keystr(path)} is an array of dtype {x.dtype}, which JAX has none of; pass numbers."
+                f"batch{jax.tree_util.keystr(path)} is an array of dtype {x.dtype}, which JAX does not have; pass "
+                "numbers."
             )
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -308,6 +319,48 @@ def check_microbatches(size: int, replicas: int, num_microbatches: int, what: st
             f"A {what} of {size} examples cannot be cut into num_microbatches={num_microbatches} equal micro-batches "
             f"on each of {replicas} replica(s). Use {counts}, or a {what} of {sizes} examples."
         )
+
+
+def warn_few_examples(modules: Sequence[str], size: int, replicas: int, num_microbatches: int, fewer: int) -> None:
+    """Warn that a model normalizes over the few examples of a micro-batch.
+
+    Args:
+      modules: that do.
+      size: of the batch.
+      replicas, num_microbatches: how it is cut.
+      fewer: a number of micro-batches that leaves more examples to each, if it is a smaller one.
+    """
+    unit = replicas * num_microbatches
+    more = f"num_microbatches={fewer}, of {size // (replicas * fewer)} each, or " if fewer < num_microbatches else ""
+    listed = ", ".join(path or "the loss" for path in modules[:3]) + (" and others" if len(modules) > 3 else "")
+    warn(
+        f"{listed} normalize(s) over the examples of a micro-batch, and a batch of {size} in "
+        f"num_microbatches={num_microbatches} on each of {replicas} replica(s) leaves {size // unit} to each. "
+        f"Statistics of fewer than {FEW_EXAMPLES} examples are mostly noise (of one example, a dense layer's output "
+        f"becomes the same whatever it was). Use {more}a batch of at least {FEW_EXAMPLES * unit} examples.",
+        FewExamplesWarning,
+    )
+
+
+def warn_training_mode(name: str, drawn: Sequence[str], updated: Sequence[str]) -> None:
+    """Warn that an evaluation or a prediction runs as training does.
+
+    Args:
+      name: of the function.
+      drawn: module paths where random numbers are drawn.
+      updated: batch statistics that would be updated.
+    """
+    signs = [
+        f"{verb} {', '.join(items[:3])}{' and others' if len(items) > 3 else ''}"
+        for verb, items in (("draws random numbers in", drawn), ("computes new batch statistics for", updated))
+        if items
+    ]
+    warn(
+        f"{name} {' and '.join(signs)}, as a model in training mode does. Switch the mode in {name}: model.eval() for "
+        "NNX, the module's own argument for Linen, such as model(x, train=False) or deterministic=True. If it is meant "
+        "so, as for samples, silence this with warnings.simplefilter('ignore', jaxpipe.TrainingModeWarning).",
+        TrainingModeWarning,
+    )
 
 
 def check_same_structure(given: Any, planned: Any) -> None:

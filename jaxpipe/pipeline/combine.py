@@ -71,7 +71,9 @@ def flatten_metrics(metrics: Any, name: str, weighted: bool) -> tuple[list[Metri
         return isinstance(x, Sum)
 
     plain = jax.tree.map(lambda x: x.value if is_sum(x) else x, metrics, is_leaf=is_sum)
-    flags = jax.tree.map(lambda x: jax.tree.map(lambda _: True, x.value) if is_sum(x) else False, metrics, is_leaf=is_sum)
+    flags = jax.tree.map(
+        lambda x: jax.tree.map(lambda _: True, x.value) if is_sum(x) else False, metrics, is_leaf=is_sum
+    )
     flat, tree = jax.tree_util.tree_flatten_with_path(plain)
     found = []
     for (path, value), summed in zip(flat, jax.tree.leaves(flags), strict=True):
@@ -124,8 +126,8 @@ def _widened(metric: Metric) -> Any:
 
 def _integers(metric: Metric, name: str) -> str:
     return (
-        f"{_returned(name, metric.name)} of dtype {metric.value.dtype}. Metrics are averaged over the micro-batches of a "
-        "batch, and an average of counts is not their total. Return jaxpipe.Sum(value) to add them up, or a "
+        f"{_returned(name, metric.name)} of dtype {metric.value.dtype}. Metrics are averaged over the micro-batches of "
+        "a batch, and an average of counts is not their total. Return jaxpipe.Sum(value) to add them up, or a "
         "floating-point number, such as the mean over the examples, to average it."
     )
 

@@ -1,6 +1,6 @@
 """What a user's function computes for one micro-batch, as a graph."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, read_graph
 from jaxpipe.model import BoundModel, UserFunction
-from jaxpipe.pipeline.combine import Metric, check_reduced, flatten_metrics
+from jaxpipe.pipeline.combine import check_reduced, flatten_metrics
 from jaxpipe.planning.order import parameter_work_in_place
 from jaxpipe.rows import MixedRowsError, split_rows
 from jaxpipe.stacks import Stacks
@@ -53,29 +53,38 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str 
       PartitionError: if what is returned has another form, metrics are not reduced over the examples, or a loss that
         is trained depends on no parameter.
     """
+    objective, metrics = trace_results(model, function, batch, name)
+    if any(shape for _, shape in metrics):
+        rows = microbatch_rows(batch)
+        try:
+            _, larger = trace_results(model, function, with_rows(batch, 2 * rows), name)
+            others = [shape for _, shape in larger]
+        except Exception:  # made for batches of one size: a first axis as long as the micro-batch is its examples
+            others = [(2 * rows, *shape[1:]) if shape[:1] == (rows,) else shape for _, shape in metrics]
+        check_reduced(metrics, others, name, (rows, 2 * rows))
+    if name == "loss":
+        _check_trained(objective, model)
+    return objective
+
+
+def trace_results(
+    model: BoundModel, function: UserFunction, batch: Any, name: str = "loss"
+) -> tuple[Objective, list[tuple[str, tuple[int, ...]]]]:
+    """``trace_loss`` without a check of what was traced; and the names and shapes of the metrics."""
     seen: dict[str, Any] = {}
-    metrics: list[Metric] = []
+    shapes: list[tuple[str, tuple[int, ...]]] = []
 
     def results(returned: Any) -> list[Any]:
-        nonlocal metrics
         seen["metrics_only"] = name != "loss" and isinstance(returned, Mapping)
         seen["weighted"] = isinstance(returned, tuple) and len(returned) == 3
         loss, weight, rest = _parts((0.0, returned) if seen["metrics_only"] else returned, name)
         metrics, seen["tree"] = flatten_metrics(rest, name, seen["weighted"])
+        seen["summed"] = tuple(x.summed for x in metrics)
+        shapes[:] = [(x.name, x.value.shape) for x in metrics]
         return [jnp.asarray(loss), jnp.asarray(weight, jnp.float32), *(x.value for x in metrics)]
 
     objective = _trace(model, function, batch, results, name)
-    named = [(x.name, x.value.shape) for x in metrics]
-    objective = replace(objective, **seen, summed=tuple(x.summed for x in metrics))
-    if any(shape for _, shape in named):
-        rows = microbatch_rows(batch)
-        others = _metric_shapes(model, function, with_rows(batch, 2 * rows), results)
-        if others is None:  # of this size alone; an axis of as many can only be the examples by its length
-            others = [(2 * rows, *shape[1:]) if shape[:1] == (rows,) else shape for _, shape in named]
-        check_reduced(named, others, name, (rows, 2 * rows))
-    if name == "loss":
-        _check_trained(objective, model)
-    return objective
+    return replace(objective, **seen), shapes
 
 
 def trace_prediction(model: BoundModel, function: UserFunction, batch: Any, name: str = "predict") -> Objective:
@@ -120,23 +129,6 @@ def microbatch_rows(batch: Any) -> int:
     return next((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), 1)
 
 
-def _metric_shapes(
-    model: BoundModel, function: UserFunction, batch: Any, results: Callable[[Any], list[Any]]
-) -> list[tuple[int, ...]] | None:
-    """The shapes of the metrics of a micro-batch; None if the function does not take one of this size."""
-    own = model.own
-
-    def body(parameters: Any, state: Any, key: Any, batch: Any) -> list[Any]:
-        return results(own.run(function, parameters, state, key, batch)[0])[2:]
-
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    try:
-        shapes = jax.eval_shape(body, [v.aval for v in own.parameters], [v.aval for v in own.state], key, batch)
-    except Exception:  # whatever a function raises that is made for batches of one size
-        return None
-    return [x.shape for x in shapes]
-
-
 def _check_trained(objective: Objective, model: BoundModel) -> None:
     """Raise ``PartitionError`` if a loss depends on no parameter."""
     moved = set(objective.parameters)
@@ -151,9 +143,9 @@ def _check_trained(objective: Objective, model: BoundModel) -> None:
             "collection 'params' of a Linen module, or the floating-point arrays of a function's variables."
         )
     raise PartitionError(
-        f"The loss depends on none of the model's {len(model.parameters)} parameters ({model.parameters[0].name}, ...), "
-        "so every gradient would be zero. Compute it with the model that the loss is given as its first argument, "
-        "loss(model, batch), not with a module or variables from outside."
+        f"The loss depends on none of the model's {len(model.parameters)} parameters ({model.parameters[0].name}, "
+        "...), so every gradient would be zero. Compute it with the model that the loss is given as its first "
+        "argument, loss(model, batch), not with a module or variables from outside."
     )
 
 

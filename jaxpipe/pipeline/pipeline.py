@@ -25,8 +25,9 @@ from jaxpipe.pipeline import step as steps
 from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.gather import stage_arrays
 from jaxpipe.pipeline.initialize import initial_state
+from jaxpipe.pipeline.mode import warn_if_training
 from jaxpipe.pipeline.nonfinite import NonFiniteOrigin
-from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction
+from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction, with_rows
 from jaxpipe.pipeline.plain import plain_stash_bytes
 from jaxpipe.pipeline.program import DATA, STAGE, Program
 from jaxpipe.pipeline.sections import Placement, cut_sections, follow
@@ -194,6 +195,16 @@ class Pipeline:
             timelines["measured, stage by stage, without sending"] = self.timeline(measured=True)
         plain = plain_stash_bytes(self._planned.program)
         write_page(path, Contents(self.plan, self.partition, self.schedule, timelines, plain, memory))
+
+    def __repr__(self) -> str:
+        """The plan in a line; ``print(pipeline.plan)`` has all of it."""
+        axes = ", ".join(f"{name}={size}" for name, size in self._mesh.shape.items())
+        if self._maybe_planned is None:
+            return f"Pipeline(mesh: {axes}; no plan yet)"
+        plan = self.plan
+        cut = f"{len(plan.stages)} stages, {plan.num_microbatches} micro-batches of {plan.microbatch_size}"
+        size = f"{bytes_text(plan.predicted_bytes)} on each device"
+        return f"Pipeline(mesh: {axes}; {cut}, schedule {plan.schedule}, {size}, plan {plan.identity!r})"
 
     def _repr_html_(self) -> str | None:
         """What notebooks show: the plan, once there is one."""
@@ -525,6 +536,9 @@ class Pipeline:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x, shapes)
         trace = trace_loss if name == "evaluate" else trace_prediction
         objective = trace(planned.model, function, one, name)
+        if not any(known == name for known, *_ in self._forward_steps):
+            retrace = functools.partial(_trace_rows, trace, planned.model, function, one, name)
+            warn_if_training(objective, planned.model, name, rows, retrace)
         before, teams = planned.program.schedule, planned.program.teams
         names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
         borrowed = {t for section in planned.program.sections for t in section.borrowed}
@@ -542,6 +556,10 @@ class Pipeline:
         build = steps.evaluation_step if name == "evaluate" else steps.prediction_step
         compiled = self._lower(build(self.mesh, program, batching, self._abstract_state), shapes, batching).compile()
         return compiled, objective, batching
+
+
+def _trace_rows(trace: Any, model: BoundModel, function: UserFunction, batch: Any, name: str, rows: int) -> Objective:
+    return trace(model, function, with_rows(batch, rows), name)
 
 
 def _smaller(planned: Planned, target: int) -> Planned | None:

@@ -1,13 +1,16 @@
 """What a training step takes and gives."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
+from jaxpipe.units import bytes_text
+
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainState:
     """Parameters, state and optimizer state of all stages; a pytree of global arrays, to be treated as a whole.
 
@@ -31,3 +34,23 @@ class TrainState:
     step: Any
     skipped: Any
     plan: str = field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        kinds = {"parameters": self.parameters, "variables": self.variables, "optimizer": self.optimizer}
+        sizes = [f"{name}={_size(buffers)}" for name, buffers in kinds.items() if buffers]
+        steps = [f"{name}={_number(getattr(self, name))}" for name in ("step", "skipped")]
+        return f"TrainState({', '.join([*steps, *sizes])} on all devices, plan={self.plan!r})"
+
+
+def _size(buffers: Any) -> str:
+    """Bytes of some buffers, or what stands in their place in a tree of something else."""
+    if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in buffers):
+        return repr(buffers)
+    return bytes_text(sum(math.prod(x.shape) * x.dtype.itemsize for x in buffers))
+
+
+def _number(x: Any) -> str:
+    """A number that is at hand on this process; else its type, as of a tracer or of a donated array."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return repr(x)
+    return "donated" if x.is_deleted() else str(int(x))

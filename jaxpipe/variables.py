@@ -91,7 +91,7 @@ def select(
     ]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape or dtype": wrong}
     if any(kinds.values()):
-        listed = ". ".join(f"{kind.capitalize()}: {_list(found)}" for kind, found in kinds.items() if found)
+        listed = ". ".join(f"{kind.capitalize()}: {_list(items)}" for kind, items in kinds.items() if items)
         raise ModelError(
             f"variables= does not fit the model's {len(expected)} variables. {listed}. Pass a tree with these paths, "
             "as Pipeline.parameters, Module.init and nnx.state give it."

@@ -1,4 +1,4 @@
-"""How the metrics of micro-batches become those of a batch: averages, or sums where ``Sum`` says so."""
+"""The metrics of a batch from those of its micro-batches: averages, or sums where ``Sum`` says so."""
 
 import functools
 from collections.abc import Sequence
@@ -75,13 +75,13 @@ def flatten_metrics(metrics: Any, name: str, weighted: bool) -> tuple[list[Metri
         lambda x: jax.tree.map(lambda _: True, x.value) if is_sum(x) else False, metrics, is_leaf=is_sum
     )
     flat, tree = jax.tree_util.tree_flatten_with_path(plain)
-    found = []
+    arrays = []
     for (path, value), summed in zip(flat, jax.tree.leaves(flags), strict=True):
         metric = Metric(jax.tree_util.keystr(path), summed, jnp.asarray(value))
         if not summed and not weighted and not _is_inexact(metric.value):
             raise PartitionError(_integers(metric, name))
-        found.append(Metric(metric.name, summed, _widened(metric)))
-    return found, tree
+        arrays.append(Metric(metric.name, summed, _widened(metric)))
+    return arrays, tree
 
 
 def check_reduced(

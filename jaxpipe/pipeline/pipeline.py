@@ -234,7 +234,9 @@ class Pipeline:
         Args:
           key: for initial values, and for all random numbers of the run.
           batch: arrays or shapes; needed if ``partition`` was given none.
-          variables: values in the model's own layout: Linen variables, an NNX module or state, a tree.
+          variables: values of all the model's variables, in any tree with their paths: Linen variables (with or
+            without the level ``params`` if that is all; frozen, boxed, or of a bound module), an NNX module, its state
+            or pure dictionary, a tree of a function's.
 
         Raises:
           PartitionError: if there is no batch to plan with.
@@ -264,7 +266,8 @@ class Pipeline:
 
         Returns:
           The new state, and metrics: ``loss``, ``gradient_norm``, ``learning_rate`` if the optimizer was made with
-          ``optax.inject_hyperparams``, those of the loss function, and, with a block-sparse exchange, ``sent_share``
+          ``optax.inject_hyperparams``, those of the loss function (averaged over micro-batches, or added up in
+          ``jaxpipe.Sum``; see ``partition``), and, with a block-sparse exchange, ``sent_share``
           (of the squared norm of gradients and residuals) and ``residual_norm``. With ``on_nonfinite="skip"``, how many
           steps have been ``skipped`` since ``init``, and of this one ``nonfinite_stages``, a flag for each stage:
           whether its gradients were not finite.
@@ -324,7 +327,10 @@ class Pipeline:
         return (loss, found), planned.model.parameter_tree(gradients)
 
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
-        """Averages over a batch of any size of what ``evaluate(model, batch)`` returns: its loss and metrics.
+        """The loss and metrics of a batch of any size, from those of ``evaluate(model, batch)`` as in ``step``.
+
+        The function sets the mode itself (``model.eval()`` in NNX, the module's own argument in Linen); if it draws
+        random numbers or computes new batch statistics, there is a ``TrainingModeWarning``.
 
         Raises:
           BatchError: if the batch cannot be split over the replicas.
@@ -334,7 +340,10 @@ class Pipeline:
         return _metrics(objective, *hosts.settled(compiled(state, leaves)))
 
     def predict(self, state: TrainState, batch: Any) -> Any:
-        """What ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays."""
+        """What ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays.
+
+        The function sets the mode itself, as for ``evaluate``.
+        """
         compiled, leaves, objective = self._forward("predict", state, batch)
         return jax.tree.unflatten(objective.tree, hosts.settled(compiled(state, leaves)))
 
@@ -537,8 +546,10 @@ class Pipeline:
         trace = trace_loss if name == "evaluate" else trace_prediction
         objective = trace(planned.model, function, one, name)
         if not any(known == name for known, *_ in self._forward_steps):
-            retrace = functools.partial(_trace_rows, trace, planned.model, function, one, name)
-            warn_if_training(objective, planned.model, name, rows, retrace)
+            other = functools.partial(with_rows, one)
+            warn_if_training(
+                objective, planned.model, name, rows, lambda n: trace(planned.model, function, other(n), name)
+            )
         before, teams = planned.program.schedule, planned.program.teams
         names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
         borrowed = {t for section in planned.program.sections for t in section.borrowed}
@@ -556,10 +567,6 @@ class Pipeline:
         build = steps.evaluation_step if name == "evaluate" else steps.prediction_step
         compiled = self._lower(build(self.mesh, program, batching, self._abstract_state), shapes, batching).compile()
         return compiled, objective, batching
-
-
-def _trace_rows(trace: Any, model: BoundModel, function: UserFunction, batch: Any, name: str, rows: int) -> Objective:
-    return trace(model, function, with_rows(batch, rows), name)
 
 
 def _smaller(planned: Planned, target: int) -> Planned | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax import core
 
 from jaxpipe.units import bytes_text
 
@@ -51,6 +52,6 @@ def _size(buffers: Any) -> str:
 
 def _number(x: Any) -> str:
     """A number that is at hand on this process; else its type, as of a tracer or of a donated array."""
-    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+    if isinstance(x, core.Tracer) or not isinstance(x, jax.Array):
         return repr(x)
     return "donated" if x.is_deleted() else str(int(x))

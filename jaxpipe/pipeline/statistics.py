@@ -140,7 +140,7 @@ def _run(op: Operator, program: Any, twin: Any, marks: _Marks, search: _Search) 
     given = list(zip(inner.inputs, operands[len(operands) - len(inner.inputs) :], strict=True))
     start: _Marks = {i for i, t in given if t in marks[0]}, {i for i, t in given if t in marks[1]}
     carried = _carried(op, inner)
-    known = -1
+    known, end = -1, start
     while known != len(start[0]) + len(start[1]):
         known = len(start[0]) + len(start[1])
         end = _walk(inner, larger, (set(start[0]), set(start[1])), search)
@@ -167,7 +167,7 @@ def _programs(op: Operator) -> list[Any]:
 
 
 def _sums(op: Operator, axes: Axes) -> bool:
-    """Whether an operator adds up values of different examples."""
+    """Return whether an operator adds up values of different examples."""
     if op.name == "reduce_sum":
         return not axes(op.inputs[0]).isdisjoint(op.params["axes"])
     if op.name == "psum":  # of a vmap's axis

@@ -115,7 +115,7 @@ def cases():
         yield pytest.param(*case, marks=mark)
 
 
-@pytest.mark.parametrize(("name", "stages"), list(cases()))
+@pytest.mark.parametrize(("name", "stages"), cases())
 def test_three_steps_are_those_of_optax(name, stages, gradients):
     optimizer = OPTIMIZERS[name]()
     pipeline = partition(optimizer, stages)

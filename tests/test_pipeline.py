@@ -487,3 +487,14 @@ def test_states_and_pipelines_print_in_a_line(key):
     assert "step=True" in repr(jax.tree.map(lambda _: True, state))
     state.step.delete()
     assert "step=donated" in repr(state)
+
+
+@pytest.mark.core
+@pytest.mark.filterwarnings("error")
+def test_planning_and_compiling_give_no_warning():
+    """Nor does JAX deprecate how it is called."""
+    apply = jaxpipe.memory_encoded(lambda w, x: jax.nn.relu(x @ w) @ w)
+    model = jax.tree_util.Partial(apply, jnp.eye(5))
+    options = {"loss": lambda f, x: f(x).mean(), "optimizer": optax.adam(1e-3), "num_microbatches": 2}
+    pipeline = jaxpipe.partition(model, mesh_of(1, None), jnp.ones((8, 5)), memory="1MB", **options)
+    assert pipeline.memory_report().predicted_bytes == (pipeline.plan.predicted_bytes,)

@@ -14,6 +14,7 @@ from typing import Any
 from jaxpipe import _compat
 from jaxpipe.graph import Graph, Operator, live, read_graph
 from jaxpipe.pipeline.objective import Objective
+from jaxpipe.rows import scan_operands
 
 
 #: Fewer examples than this are too few for their mean and variance to say anything of the batch.
@@ -153,9 +154,9 @@ def _run(op: Operator, program: Any, twin: Any, marks: _Marks, search: _Search) 
 def _carried(op: Operator, inner: Graph) -> list[tuple[int, int]]:
     """The inputs of a loop's body that are its outputs of the iteration before."""
     if op.name == "scan":
-        consts, count = op.params["num_consts"], op.params["num_carry"]
+        consts, count, _ = scan_operands(op)
     elif op.name == "while":
-        consts, count = op.params["body_nconsts"], len(inner.outputs)
+        consts, count = len(inner.inputs) - len(inner.outputs), len(inner.outputs)
     else:
         return []
     return list(zip(inner.inputs[consts : consts + count], inner.outputs[:count], strict=True))

@@ -19,9 +19,12 @@ from .encode import without_encoding as without_encoding
 from .errors import BatchError as BatchError
 from .errors import CheckpointError as CheckpointError
 from .errors import CodecError as CodecError
+from .errors import CodecWarning as CodecWarning
 from .errors import DifferentiationError as DifferentiationError
 from .errors import ExchangeError as ExchangeError
+from .errors import FewExamplesWarning as FewExamplesWarning
 from .errors import JaxpipeError as JaxpipeError
+from .errors import JaxpipeWarning as JaxpipeWarning
 from .errors import MemoryBudgetError as MemoryBudgetError
 from .errors import ModelError as ModelError
 from .errors import NetworkError as NetworkError
@@ -32,9 +35,11 @@ from .errors import ProfileError as ProfileError
 from .errors import ScheduleError as ScheduleError
 from .errors import StateError as StateError
 from .errors import TargetError as TargetError
+from .errors import TrainingModeWarning as TrainingModeWarning
 from .host_memory import HostMemory as HostMemory
 from .network import Network as Network
 from .partition import partition as partition
+from .pipeline.combine import Sum as Sum
 from .pipeline.nonfinite import NonFiniteOrigin as NonFiniteOrigin
 from .pipeline.pipeline import MemoryReport as MemoryReport
 from .pipeline.pipeline import Pipeline as Pipeline

@@ -59,7 +59,12 @@ def isolate(equation: Any) -> Any:
     """
     invars = [atom if is_literal(atom) else jex.Var(atom.aval) for atom in equation.invars]
     alone = equation.replace(invars=invars)
-    return jex.Jaxpr([], [v for v in invars if not is_literal(v)], alone.outvars, [alone], effects=equation.effects)
+    arguments = [v for v in invars if not is_literal(v)]
+    return jex.Jaxpr([], arguments, alone.outvars, [alone], effects=equation.effects, debug_info=_ONE_EQUATION)
+
+
+#: The name that JAX's messages give to a program of one equation.
+_ONE_EQUATION = jex.DebugInfo("jaxpipe", "operator", None, None)
 
 
 def evaluate_equation(equation: Any, operands: Sequence[Any]) -> list[Any]:
@@ -82,7 +87,15 @@ def literals_as_arguments(closed: Any, places: Sequence[tuple[int, int]]) -> Any
         arguments.append(invars[position])
         equations[k] = equations[k].replace(invars=invars)
     inputs = [*arguments, *jaxpr.invars]
-    return jex.ClosedJaxpr(jex.Jaxpr(jaxpr.constvars, inputs, jaxpr.outvars, equations, effects=jaxpr.effects), consts)
+    other = jex.Jaxpr(
+        jaxpr.constvars, inputs, jaxpr.outvars, equations, effects=jaxpr.effects, debug_info=_unnamed(jaxpr)
+    )
+    return jex.ClosedJaxpr(other, consts)
+
+
+def _unnamed(jaxpr: Any) -> Any:
+    """The debug information of a program, for one with other arguments."""
+    return jaxpr.debug_info.with_unknown_names()
 
 
 def variable(aval: Any) -> Any:
@@ -155,7 +168,8 @@ def hoist_constants(closed: Any) -> tuple[Any, list[Any]]:
     """Make the constants of a traced program its first arguments; returns the program and the constants."""
     jaxpr, consts = open_jaxpr(closed)
     arguments = [*jaxpr.constvars, *jaxpr.invars]
-    return jex.Jaxpr([], arguments, jaxpr.outvars, jaxpr.eqns, effects=jaxpr.effects), consts
+    other = jex.Jaxpr([], arguments, jaxpr.outvars, jaxpr.eqns, effects=jaxpr.effects, debug_info=_unnamed(jaxpr))
+    return other, consts
 
 
 def named_scope_of(equation: Any) -> str:

@@ -17,7 +17,7 @@ from jaxpipe import _compat, linen
 from jaxpipe.errors import DifferentiationError, TargetError
 from jaxpipe.explain import label
 from jaxpipe.graph import ENCODED_MARK, Graph, read_graph
-from jaxpipe.policy import Codecs, Policy, parse
+from jaxpipe.policy import Codecs, Policy, parse, warn_unused
 from jaxpipe.purify import PureCall, purify, root_scope
 from jaxpipe.stage import Stage, backward, build, forward
 from jaxpipe.target import building_for, platform_of
@@ -57,7 +57,8 @@ def memory_encoded(target: Any = None, *, codecs: Codecs = "fast") -> Any:
         or 4 bits, of sorted elements in 8 or 16), ``"alias"`` (views of what is stored), ``"recompute"`` (cheap
         operators run again), ``"bitmap"`` and ``"csr"`` (maps with many zeros without the zeros; see
         ``with_density``). Or a mapping from patterns of module paths to any of these: the first that fits decides,
-        ``{"Encoder_*": "smallest", "Head": {"mask"}}``; what none fits is ``"fast"``. All are lossless.
+        ``{"Encoder_*": "smallest", "Head": {"mask"}}``; what none fits is ``"fast"``. A pattern that fits no module
+        gives a ``CodecWarning``. All are lossless.
 
     Returns:
       A class or function to be used in place of ``target``. A class is ``target`` in all but what its methods store:
@@ -176,6 +177,7 @@ def _encoded_function(
 
     @functools.cache
     def stage(perturbed: tuple[bool, ...]) -> Stage:
+        warn_unused(policy, (op.path for op in graph.operators), "codecs")
         moving = [t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves]
         return build(graph, moving, policy=policy, held=kept_alive | (set(graph.inputs) - set(moving)))
 

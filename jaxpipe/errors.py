@@ -1,5 +1,8 @@
-"""Errors a user can meet. Each message says what was asked, the rule, and what to do."""
+"""Errors and warnings a user can meet. Each message says what was asked, the rule, and what to do."""
 
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 
@@ -87,3 +90,30 @@ class PlanError(JaxpipeError, ValueError):
 
 class NetworkError(JaxpipeError, ValueError):
     """A network that does not make sense, or does not fit the devices."""
+
+
+class JaxpipeWarning(UserWarning):
+    """Base of every warning that jaxpipe gives."""
+
+
+class FewExamplesWarning(JaxpipeWarning):
+    """A model that normalizes over the examples of a micro-batch, of which there are few."""
+
+
+class TrainingModeWarning(JaxpipeWarning):
+    """An evaluation or a prediction that draws random numbers, or updates batch statistics, as training does."""
+
+
+class CodecWarning(JaxpipeWarning):
+    """A pattern of module paths that no module of the model has."""
+
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+def warn(message: str, category: type[JaxpipeWarning]) -> None:
+    """Give a warning at the line outside this package that led here."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -24,7 +24,7 @@ class Label:
       producer: the module path and operator that made it.
       dtype, shape: before it was encoded.
       readers: the backward steps that use it, itself or something recomputed from it.
-      instead: what the alternative would have cost.
+      instead: the alternative, with its cost.
     """
 
     number: int
@@ -86,13 +86,12 @@ def _readers(stage: Stage, number: int) -> list[str]:
 def _instead(stage: Stage, number: int, producer: Operator) -> str:
     tensor, form = stage.graph.tensors[number], stage.storage.forms[number]
     if form.storage is not Storage.KEEP:
-        return f"{stored_bytes(tensor, Form(Storage.KEEP)):,} as it is"
+        return f"storing {stored_bytes(tensor, Form(Storage.KEEP)):,} bytes as it is"
     if is_product(producer):
-        return f"{contraction(producer.equation):,} products for each element"
+        return f"computing {contraction(producer.equation):,} products for each element again"
     at_hand = stage.graph.derived_from_parameters()
     sources = {t for t in producer.inputs if t not in at_hand}
     if rerun_work(producer) is None or not sources:
-        return f"to run {producer.label} again"
-    return (
-        f"{sum(stored_bytes(stage.graph.tensors[t], Form(Storage.KEEP)) for t in sources):,} for what it follows from"
-    )
+        return f"running {producer.label} again"
+    size = sum(stored_bytes(stage.graph.tensors[t], Form(Storage.KEEP)) for t in sources)
+    return f"storing {size:,} bytes that it is computed from"

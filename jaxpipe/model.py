@@ -17,6 +17,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 from flax import nnx
+from flax.core import unfreeze
 
 from jaxpipe.annotations import with_axes
 from jaxpipe.errors import ModelError
@@ -26,6 +27,7 @@ from jaxpipe.messages import shown
 from jaxpipe.purify import module_scopes
 from jaxpipe.stacks import Stacks, uncut
 from jaxpipe.units import bytes_text
+from jaxpipe.variables import by_path, common_level, key_name, plain_tree, random_paths, select
 
 
 #: ``function(model, batch)``: a loss, an evaluation or a prediction.
@@ -50,6 +52,7 @@ class BoundModel:
       run: ``(function, parameters, state, key, batch) -> (result, new state)``; to be traced.
       parameter_tree: flat parameters -> the tree that plain training would hand to optax.
       variable_tree: flat parameters and state -> the model's own variables.
+      flatten: a tree of the model's variables (``jaxpipe.variables.select``) -> flat parameters and state.
       initialise: ``key -> (parameters, state)`` as plain initialisation would make them; None if values are given.
       values: given parameters and state, or None.
       cut: of a model whose stacked variables are cut (``unstack``), the model in its own layout, and how they are. All
@@ -197,21 +200,11 @@ def with_values(bound: BoundModel, variables: Any) -> BoundModel:
     """The same model with given values, checked against its variables."""
     if bound.cut is not None:
         return unstack(with_values(bound.own, variables), *bound.stacks)
-    parameters, state = bound.flatten(variables)
-    for known, given in ((bound.parameters, parameters), (bound.state, state)):
-        wrong = [
-            v.name for v, x in zip(known, given, strict=True) if (v.aval.shape, v.aval.dtype) != (x.shape, x.dtype)
-        ]
-        if wrong:
-            raise ModelError(
-                f"variables=: shape or dtype of {', '.join(wrong[:5])} is not the model's. "
-                "Pass the variables of this very model, in its own layout."
-            )
-    return replace(bound, values=(parameters, state), initialise=None)
+    return replace(bound, values=bound.flatten(variables), initialise=None)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
 
 
 def _named(tree: Any, prefix: str = "") -> tuple[Variable, ...]:
@@ -220,7 +213,7 @@ def _named(tree: Any, prefix: str = "") -> tuple[Variable, ...]:
 
 
 def _path_name(path: Sequence[Any]) -> str:
-    return "/".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
+    return "/".join(map(key_name, path))
 
 
 # Linen
@@ -234,11 +227,11 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
         )
 
     make = functools.partial(initialized_variables, module, function)
-    shapes = (
-        with_axes(lambda: jax.eval_shape(make, jax.random.key(0), batch))
-        if variables is None
-        else jax.tree.map(_shape, variables)
-    )
+    if variables is None:
+        shapes = with_axes(lambda: jax.eval_shape(make, jax.random.key(0), batch))
+    else:
+        given = unfreeze(plain_tree(variables))
+        shapes = jax.tree.map(_shape, given if "params" in given else {"params": given})
     if not shapes:
         raise ModelError(
             "The loss does not call the model, so that its variables are not known. Call model(...) in it."
@@ -247,9 +240,11 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
     rest = {name: tree for name, tree in shapes.items() if name != "params"}
     params_def, rest_def = jax.tree.structure(params), jax.tree.structure(rest)
 
+    expected = by_path({"params": params}) | by_path(rest)
+
     def flatten(tree: Any) -> tuple[list[Any], list[Any]]:
-        given = {name: tree[name] for name in tree if name != "params"}
-        return _leaves(tree.get("params", {}), params_def), _leaves(given, rest_def)
+        leaves = select(tree, expected, [("params",)])
+        return leaves[: params_def.num_leaves], leaves[params_def.num_leaves :]
 
     def build(parameters: Sequence[Any], state: Sequence[Any]) -> Any:
         return {"params": jax.tree.unflatten(params_def, parameters), **jax.tree.unflatten(rest_def, state)}
@@ -275,13 +270,6 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
         flatten=flatten,
         initialise=initialise,
     )
-
-
-def _leaves(tree: Any, expected: Any) -> list[Any]:
-    leaves, treedef = jax.tree.flatten(tree)
-    if treedef != expected:
-        raise ModelError(f"variables=: expected the structure {expected}, got {treedef}.")
-    return leaves
 
 
 # NNX
@@ -351,10 +339,12 @@ def _bind_nnx(model: nnx.Module, factory: Callable[..., Any] | None) -> BoundMod
     concrete = factory is None and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
     known = [path for path, _ in nnx.to_flat_state(rest)]
 
+    expected = by_path(params) | by_path(rest)
+    random = random_paths(streams)
+
     def flatten(tree: Any) -> tuple[list[Any], list[Any]]:
-        state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
-        given, _, others = nnx.split_state(state, nnx.Param, nnx.RngState, ...)
-        return _leaves(given, params_def), _leaves(others, rest_def)
+        leaves = select(tree, expected, ignored=random | random_paths(tree))
+        return leaves[: params_def.num_leaves], leaves[params_def.num_leaves :]
 
     def run(
         function: UserFunction, parameters: Sequence[Any], state: Sequence[Any], key: Any, batch: Any
@@ -415,8 +405,11 @@ def _bind_tree(tree: Any, model_of: Callable[[Any], Any]) -> BoundModel:
         sources = {True: iter(parameters), False: iter(state)}
         return jax.tree.unflatten(treedef, [next(sources[flag]) for flag in trained])
 
+    expected = {path: v.aval for path, v in zip(by_path(tree), named, strict=True)}
+    level = common_level(expected)
+
     def flatten(tree: Any) -> tuple[list[Any], list[Any]]:
-        leaves = _leaves(tree, treedef)
+        leaves = select(tree, expected, [level])
         pairs = list(zip(leaves, trained, strict=True))
         return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
 

@@ -24,13 +24,14 @@ from jaxpipe.pipeline.axes import with_own_names
 from jaxpipe.pipeline.describe import least_seconds, rates_in
 from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.guard import OnNonFinite
-from jaxpipe.pipeline.objective import Objective, microbatch_shapes
+from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_results, with_rows
 from jaxpipe.pipeline.pipeline import Pipeline
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.precision import check_effect, check_gradient_dtype
 from jaxpipe.pipeline.program import DATA
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.sections import Placement, Section, places_to_cut, variable_spans
+from jaxpipe.pipeline.statistics import FEW_EXAMPLES, find_statistics
 from jaxpipe.pipeline.step import Batching
 from jaxpipe.pipeline.trace_update import trace_update
 from jaxpipe.pipeline.trained import without_frozen
@@ -39,7 +40,7 @@ from jaxpipe.planning.chunked import chunked
 from jaxpipe.planning.layers import partition_layers
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.storing.choose import check_solver
-from jaxpipe.policy import FAST, Codecs, parse
+from jaxpipe.policy import FAST, Codecs, parse, warn_unused
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.cache import program_text
 from jaxpipe.profiling.model import Source, frozen_names, profile_objective, without_frozen_work
@@ -101,22 +102,28 @@ def partition(
       batch: arrays or shapes ``[examples, ...]``, of the whole batch if there are several processes; left out:
         planned at ``Pipeline.init(key, batch)``.
       loss: ``loss(model, batch)`` gives a scalar, ``(scalar, metrics)``, or ``(sum, weight, metrics)`` if
-        micro-batches weigh unequally; then loss, metrics and gradient are divided by the total weight.
+        micro-batches weigh unequally (padded tokens); then loss, metrics and gradient are divided by the total weight
+        of the batch. ``metrics`` is a tree of arrays that are reduced over the examples. They are averaged over
+        micro-batches and replicas, or divided by the total weight; those in ``jaxpipe.Sum(...)`` are added up.
+        Integers are refused where they would be averaged, and so are arrays with an axis of examples.
       optimizer: any optax optimizer that needs gradients, parameters and its own state, and nothing else; gets the
         gradient of the whole batch. A parameter whose gradient no part of the update reads is frozen
         (``optax.set_to_zero`` in a ``multi_transform``, ``selective_transform``, ``freeze``): no gradient of it is
         computed or kept, there is no backward pass below the first trained one, and the plan says what that saves. An
         optimizer that looks at all gradients (clipping by the global norm in front of the mask), and an exchange of
         gradients that is not dense, need them all.
-      evaluate: like ``loss``, or gives metrics alone; without dropout, with running statistics.
-      predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``.
+      evaluate: like ``loss``, or gives metrics alone. It sets the mode itself, as a plain evaluation would:
+        ``model.eval()`` in it for NNX (the module is a copy), ``model(x, train=False)`` or whatever the module calls
+        it for Linen. If it draws random numbers all the same, a ``TrainingModeWarning`` says so.
+      predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``; it sets the mode as ``evaluate`` does.
       memory: most bytes on a device, as an int or a text such as ``"8GiB"``. If the default storage needs more, an
         integer programme chooses for every tensor whether it is stored, in which form, or computed again.
       host_memory: most bytes of its host's memory that each device may keep stashes in, as ``memory``; used where that
         makes a step within ``memory`` shorter. On devices that fail a trial at start-up it is not used, and the plan
         says so. ``HostMemory(..., on_paper=True)``: plan for devices that are not here.
       allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
-      num_microbatches: of each replica; left out: enough for a bubble below a fifth.
+      num_microbatches: of each replica; left out: enough for a bubble below a fifth, and, for a model that normalizes
+        over examples (BatchNorm), so few that each has 4 of them. A ``FewExamplesWarning`` tells of fewer.
       schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
         common spelling (``"1f1b"``, ``"GPipe"``, ``"zb"``). ``"auto"``: of 1F1B (in pair ticks, the textbook's,
         interleaved) and zero-bubble the one whose step is predicted to be the shortest within the budget. Schedules
@@ -247,6 +254,10 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     model = bind(request.model, request.loss, one, variables)
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
     model, objective = trace_unrolled(model, request.loss, one, request.unroll_scans)
+    warn_unused(request.policy, (op.path for op in objective.graph.operators), "storage")
+    enough = _leaving_examples(request, model, objective, one, size, m)
+    if enough != m:
+        return make_plan(replace(request, num_microbatches=enough), batch, variables)
     hosts.agree("The program", program_text(objective.graph))
     local = [
         x if shared_leaf else _rows(x, size // request.replicas)
@@ -319,9 +330,43 @@ def _rows(x: Any, count: int) -> Any:
     return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) if x.shape else x
 
 
+def _counts(size: int, replicas: int) -> list[int]:
+    """The numbers of micro-batches that a batch may be cut into."""
+    return [m for m in range(1, size + 1) if size % (replicas * m) == 0]
+
+
+def _leaving_examples(
+    request: Request, model: BoundModel, objective: Objective, one: Any, size: int, num_microbatches: int
+) -> int:
+    """A number of micro-batches that leaves enough examples to each if the model normalizes over them.
+
+    One that was asked for stays; if there are few examples all the same, a ``FewExamplesWarning`` is given.
+    """
+    rows = size // (request.replicas * num_microbatches)
+    if rows >= FEW_EXAMPLES:
+        return num_microbatches
+
+    def trace(rows: int) -> Objective:
+        return trace_results(model, request.loss, with_rows(one, rows))[0]
+
+    modules = find_statistics(objective, rows, trace).modules
+    if not modules:
+        return num_microbatches
+    counts = [m for m in _counts(size, request.replicas) if m <= num_microbatches]
+    enough = [m for m in counts if size // (request.replicas * m) >= FEW_EXAMPLES]
+    fewer = max(enough, default=counts[0])
+    if request.num_microbatches is None and fewer < num_microbatches:
+        return fewer
+    checks.warn_few_examples(modules, size, request.replicas, num_microbatches, fewer)
+    return num_microbatches
+
+
 def _default_microbatches(size: int, request: Request) -> int:
-    """The fewest micro-batches, of all counts that divide the batch, that keep the bubble small."""
-    counts = [m for m in range(1, size + 1) if size % (request.replicas * m) == 0]
+    """The fewest micro-batches, of all counts that divide the batch, that keep the bubble small.
+
+    Where the model normalizes over examples, ``make_plan`` takes fewer, so that each has enough of them.
+    """
+    counts = _counts(size, request.replicas)
     num_stages, deal = request.num_stages, 1
     if isinstance(request.replicate, tuple):
         num_stages, deal = len(request.replicate), Teams(request.replicate).deal

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jaxpipe.errors import CodecError
+from jaxpipe.errors import CodecError, CodecWarning, warn
 
 
 #: Codec names, and what each lets a plan do.
@@ -60,6 +60,26 @@ def fits(path: str, pattern: str) -> bool:
     parts = path.split("/")
     leading = ["/".join(parts[start:stop]) for start in (0, 1) for stop in range(start + 1, len(parts) + 1)]
     return any(fnmatch.fnmatchcase(module, pattern) for module in leading or [""])
+
+
+def warn_unused(policy: Policy, paths: Iterable[str], argument: str) -> None:
+    """Give a ``CodecWarning`` for each pattern that no module path fits.
+
+    Args:
+      policy: its patterns.
+      paths: of the modules of a program.
+      argument: the name under which the caller passed the patterns.
+    """
+    known = list(dict.fromkeys(paths))
+    for pattern, _ in policy.rules:
+        if not any(fits(path, pattern) for path in known):
+            listed = ", ".join(path for path in known[:8] if path) or "none"
+            more = ", ..." if len(known) > 8 else ""
+            warn(
+                f"{argument}={{{pattern!r}: ...}}: no module fits the pattern {pattern!r}, which changes nothing. "
+                f"Module paths are {listed}{more}; a pattern names one, with or without its outermost module.",
+                CodecWarning,
+            )
 
 
 def parse(codecs: Codecs, argument: str = "codecs") -> Policy:

@@ -5,20 +5,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
+from flax import nnx
 from jax import core
 from rich.box import SIMPLE_HEAD
 
 from jaxpipe import _compat
 from jaxpipe.encode import run_encoded, without_encoding
-from jaxpipe.errors import DifferentiationError
+from jaxpipe.errors import DifferentiationError, TargetError
 from jaxpipe.explain import Label, parse_label
 from jaxpipe.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
 from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.policy import FAST
 from jaxpipe.purify import PureCall, purify
 from jaxpipe.stash import has_overflowed
+from jaxpipe.units import bytes_text
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class StoredTensor:
         ``"vjp"`` for what JAX saves by itself.
       bytes: what is stored.
       readers: the steps of the backward pass that use it, itself or something recomputed from it.
-      instead: what the alternative would have cost.
+      instead: the alternative, with its cost.
     """
 
     producer: str
@@ -52,11 +55,13 @@ class ResidualReport:
       tensors: one row for each stored tensor; arguments and compile-time constants are not among them.
       plain_bytes: what ``jax.vjp`` saves for the undecorated function, counted in the same way.
       plain_bytes_raw: the same with compile-time constants, such as the zeros that ReLU's derivative keeps.
+      decorated: whether a part of the function is decorated; else the report is as if all of it were.
     """
 
     tensors: tuple[StoredTensor, ...]
     plain_bytes: int
     plain_bytes_raw: int
+    decorated: bool = True
 
     @property
     def total_bytes(self) -> int:
@@ -64,22 +69,50 @@ class ResidualReport:
         return sum(row.bytes for row in self.tensors)
 
     def __str__(self) -> str:
-        table = PlainTable(title="Stored for the backward pass", title_justify="left", box=SIMPLE_HEAD)
+        table = PlainTable(title=self._headline(), title_justify="left", box=SIMPLE_HEAD)
         for column in ("made by", "tensor", "stored as"):
             table.add_column(column, no_wrap=True)
-        table.add_column("bytes", justify="right")
+        for column in ("bytes", "share"):
+            table.add_column(column, justify="right")
         for column in ("for the gradient of", "instead of"):
             table.add_column(column, no_wrap=True)
-        for row in self.tensors:
+        rows, folded = self._by_size()
+        for row in rows:
             shape = f"{row.dtype}[{','.join(map(str, row.shape))}]"
             more = f" and {len(row.readers) - 2} more" if len(row.readers) > 2 else ""
             readers = ", ".join(row.readers[:2]) + more
-            table.add_row(row.producer, shape, row.storage, f"{row.bytes:,}", readers, row.instead)
+            share = f"{row.bytes / self.total_bytes:.1%}"
+            table.add_row(row.producer, shape, row.storage, f"{row.bytes:,}", share, readers, row.instead)
+        if folded:
+            size = sum(row.bytes for row in folded)
+            table.add_row(f"{len(folded)} smaller ones", "", "", f"{size:,}", f"{size / self.total_bytes:.1%}")
         table.add_section()
         table.add_row("total", "", "", f"{self.total_bytes:,}")
         table.add_row("plain jax.grad", "", "", f"{self.plain_bytes:,}")
-        table.add_row("plain jax.grad, with constants", "", "", f"{self.plain_bytes_raw:,}")
-        return table_text(table, width=1000)
+        constants = self.plain_bytes_raw - self.plain_bytes
+        if constants:
+            table.add_row("and constants that it keeps", "", "", f"{constants:,}")
+        lines = [table_text(table, width=1000)]
+        if constants:
+            lines.append(
+                "Constants follow from no argument, as the zeros in ReLU's derivative; XLA may leave them out."
+            )
+        return "\n".join(lines).rstrip()
+
+    def _headline(self) -> str:
+        """The bytes stored, beside those of plain ``jax.grad``."""
+        how = "" if self.decorated else ", as if the function were decorated with memory_encoded"
+        sizes = f"{bytes_text(self.total_bytes)}; plain jax.grad stores {bytes_text(self.plain_bytes)}"
+        times = f", {self.plain_bytes / self.total_bytes:.1f}x as much" if self.total_bytes else ""
+        return f"Stored for the backward pass{how}: {sizes}{times}"
+
+    def _by_size(self) -> tuple[list[StoredTensor], list[StoredTensor]]:
+        """The largest tensors first, and apart the smallest, which together are less than 3 % of all."""
+        rows = sorted(self.tensors, key=lambda row: -row.bytes)
+        left = len(rows)
+        while left and sum(row.bytes for row in rows[left - 1 :]) < 0.03 * self.total_bytes:
+            left -= 1
+        return (rows, []) if left >= len(rows) - 1 else (rows[:left], rows[left:])
 
 
 def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ResidualReport:
@@ -95,6 +128,7 @@ def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
     Raises:
       DifferentiationError: if no argument is a floating-point array.
+      TargetError: if the function is a Linen module, or a model that does not take these arguments.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -102,6 +136,12 @@ def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
       >>> report.total_bytes, report.plain_bytes, report.plain_bytes_raw
       (32, 256, 1280)
     """
+    if isinstance(function, nn.Module) and function.scope is None:
+        name = type(function).__name__
+        raise TargetError(
+            f"residual_report was given the Linen module {name}, which has no variables of its own. Pass a function of "
+            f"them: residual_report(lambda variables, x: {name}(...).apply(variables, x), variables, x)."
+        )
     call = purify(function, *args, **kwargs)
     moving = [k for k, leaf in enumerate(call.leaves) if is_differentiable(leaf)]
     if not moving:
@@ -110,16 +150,32 @@ def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             f"residual_report differentiates every floating-point argument, and found none among ({names}). "
             "Pass the parameters or inputs that the model is trained on as floating-point arrays."
         )
-    traced = jax.make_jaxpr(call.function)(*call.leaves)
-    encoded = call.function
-    if not _has_encoded_part(traced):
-        encoded = _encode(call)
+    try:
+        traced = jax.make_jaxpr(call.function)(*call.leaves)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if not isinstance(function, nnx.Module):
+            raise
+        given = ", ".join([*map(_kind, args), *(f"{name}={_kind(x)}" for name, x in kwargs.items())])
+        raise TargetError(
+            f"residual_report called the model {type(function).__name__}({given}), which raised "
+            f"{type(error).__name__}: {error}. The arguments behind a model are those of its own call, as in "
+            "residual_report(model, batch['x']); for a loss, pass it first: residual_report(loss, model, batch)."
+        ) from error
+    decorated = _has_encoded_part(traced)
+    encoded = call.function if decorated else _encode(call)
     rows, _ = _residuals(encoded, call.leaves, moving)
     with without_encoding():
         plain = purify(function, *args, **kwargs)
         plain_rows, constant_bytes = _residuals(plain.function, plain.leaves, moving)
     plain_bytes = sum(row.bytes for row in plain_rows)
-    return ResidualReport(tuple(rows), plain_bytes, plain_bytes + constant_bytes)
+    return ResidualReport(tuple(rows), plain_bytes, plain_bytes + constant_bytes, decorated)
+
+
+def _kind(x: Any) -> str:
+    """An argument in few words: dtype and shape of an array, keys of a dictionary, the type of anything else."""
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"{x.dtype}{list(x.shape)}"
+    return f"a dict of {', '.join(map(repr, x))}" if isinstance(x, dict) else f"a {type(x).__name__}"
 
 
 def count_overflows(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:

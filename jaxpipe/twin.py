@@ -61,7 +61,7 @@ def twin_class(original: T, methods: Mapping[str, Any]) -> T:
     metaclass: Any = type(original)
     with _without_hooks(original):
         twin: Any = metaclass(original.__name__, (original,), {**body, **methods})
-    if issubclass(twin, nnx.Module):
+    if issubclass(original, nnx.Module):
         _compat.register_nnx_class(twin, like=original)
     return twin
 

@@ -77,7 +77,8 @@ def loss(model, batch):
 
 
 def evaluate(model, batch):
-    return {"right": (model(batch["x"], train=False).argmax(-1) == batch["y"]).mean()}
+    right = model(batch["x"], train=False).argmax(-1) == batch["y"]
+    return {"right": right.mean(), "count": jaxpipe.Sum(right.sum())}
 
 
 def predict(model, batch):

@@ -265,9 +265,9 @@ def test_function_with_variables():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda v: {**v, "extra": jnp.ones(1)}, "variables=: expected the structure"),
-        (lambda v: {**v, "w": jnp.ones((3, 9))}, "variables=: shape or dtype of 0/0/w is not the model's"),
-        (lambda v: {**v, "scales": v["scales"].astype(jnp.float16)}, "shape or dtype of .*scales is not the model's"),
+        (lambda v: {**v, "extra": jnp.ones(1)}, r"the model's 3 variables\. Unexpected: 0/0/extra \(float32\[1\]\)"),
+        (lambda v: {**v, "w": jnp.ones((3, 9))}, r"0/0/w is float32\[3, 9\], the model's is float32\[3, 2\]"),
+        (lambda v: {**v, "scales": v["scales"].astype(jnp.float16)}, r"scales is float16\[2\], the model's is float32"),
     ],
 )
 def test_variables_that_do_not_fit(change, message):

@@ -144,8 +144,24 @@ def test_what_is_no_batch(batch, message):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (jnp.ones((6, 3)), r"batch is float32\[6, 3\], the plan was made for float32\[8, 3\]\. Pad or drop"),
-        (jnp.ones((8, 3), jnp.bfloat16), r"batch is bfloat16\[8, 3\], the plan was made for float32\[8, 3\]"),
+        (
+            jnp.ones((6, 3)),
+            r"is float32\[6, 3\], the plan was made for float32\[8, 3\]\. Pad or drop the last examples .* has 8,",
+        ),
+        (
+            jnp.ones((8, 3), jnp.bfloat16),
+            r"is bfloat16\[8, 3\], the plan was made for float32\[8, 3\]\. Cast it, array\.astype\('float32'\), or",
+        ),
+        (
+            np.ones((8, 3), np.int64),
+            r"is int32\[8, 3\], the plan was made for float32\[8, 3\]\. Cast it, array\.astype",
+        ),
+        (
+            jnp.ones((8, 4)),
+            r"is float32\[8, 4\], .*\. The axes behind the examples are planned for as well: pad or cut",
+        ),
+        (jnp.ones(8), r"is float32\[8\], .*\. The axes behind the examples"),
+        (np.array([["a"] * 3] * 8), r"batch is a ndarray of dtype <U1; a batch holds JAX or NumPy arrays of numbers"),
         ({"x": jnp.ones((8, 3))}, r"The batch has another structure .*it has \['x'\]; it lacks \(the array itself\)"),
         ([1.0], r"batch\[0\] is 1\.0 \(float\)"),
     ],
@@ -303,10 +319,14 @@ def test_a_state_of_another_plan(pipeline, state):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: {**w, "c": jnp.ones(1)}, "variables=: expected the structure"),
-        (lambda w: {"a": w["a"]}, "variables=: expected the structure"),
-        (lambda w: {**w, "b": jnp.ones((4, 3))}, r"variables=: shape or dtype of 0/0/b is not the model's\. Pass"),
-        (lambda w: {**w, "a": w["a"].astype(jnp.bfloat16)}, r"variables=: shape or dtype of 0/0/a is not the model's"),
+        (
+            lambda w: {**w, "c": jnp.ones(1)},
+            r"does not fit the model's 2 variables\. Unexpected: 0/0/c \(float32\[1\]\)\.",
+        ),
+        (lambda w: {"a": w["a"]}, r"Missing: 0/0/b \(float32\[4, 2\]\)\. Pass a tree with these paths"),
+        (lambda w: {"A": w["a"], "b": w["b"]}, r"Missing: 0/0/a \(.*\)\. Unexpected: 0/0/A \(float32\[3, 4\]\)"),
+        (lambda w: {**w, "b": jnp.ones((4, 3))}, r"dtype: 0/0/b is float32\[4, 3\], the model's is float32\[4, 2\]\."),
+        (lambda w: {**w, "a": w["a"].astype(jnp.bfloat16)}, r"0/0/a is bfloat16\[3, 4\], the model's is float32"),
     ],
 )
 def test_variables_that_do_not_fit(pipeline, change, message):

@@ -446,3 +446,55 @@ def test_metrics_may_be_variables_as_they_are(key):
     assert float(pipeline.evaluate(state, batch)["calls"]) == 1.5
     with pytest.raises(PartitionError, match=r"on 2 devices .* what the loss returns depends on .*calls"):
         jaxpipe.partition(model, mesh_of(2, None), batch, num_microbatches=4, replicate=2, **options)
+
+
+@pytest.mark.core
+def test_numpy_batches_of_64_bits_are_those_of_32(key):
+    """As in JAX, which has no 64 bits unless they are enabled; scikit-learn's labels are int64."""
+    data = np.random.default_rng(0)
+    wide = {"x": data.standard_normal((8, 12)), "y": data.integers(0, 10, 8)}
+    assert {x.dtype.itemsize for x in wide.values()} == {8}
+    narrow = {"x": wide["x"].astype(np.float32), "y": wide["y"].astype(np.int32)}
+    case = case_of("mlp")
+    functions = {"loss": case.loss, "evaluate": case.loss, "predict": lambda model, batch: model(batch["x"])}
+    options = {"optimizer": optax.sgd(0.1), "profile": "analytic", "num_microbatches": 2, **functions}
+    results = []
+    for planned in (wide, narrow):
+        pipeline = jaxpipe.partition(case.model, mesh_of(2, None), planned, **options)
+        for batch in (wide, narrow):
+            state = pipeline.init(key)
+            found = [pipeline.value_and_grad(state, batch), pipeline.evaluate(state, batch)]
+            found += [pipeline.predict(state, batch), pipeline.step(state, batch)[1]]
+            results.append(jax.tree.leaves(found))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+def test_states_and_pipelines_print_in_a_line(key):
+    options = {"loss": case_of("mlp").loss, "optimizer": optax.adam(0.1), "profile": "analytic", "num_microbatches": 4}
+    pipeline = jaxpipe.partition(case_of("mlp").model, mesh_of(2, 2), **options)
+    assert repr(pipeline) == "Pipeline(mesh: data=2, stage=2; no plan yet)"
+    state = pipeline.init(key, case_of("mlp").batch)
+    plan = pipeline.plan
+    start = f"Pipeline(mesh: data=2, stage=2; 2 stages, 4 micro-batches of 2, schedule {plan.schedule}, "
+    assert repr(pipeline).startswith(start) and plan.identity in repr(pipeline)
+    sizes = [sum(x.nbytes for x in buffers) for buffers in (state.parameters, state.optimizer)]
+    expected = [f"{name}={size / 1024:.2f} KiB" for name, size in zip(("parameters", "optimizer"), sizes, strict=True)]
+    assert repr(state) == f"TrainState(step=0, skipped=0, {', '.join(expected)} on all devices, plan={plan.identity!r})"
+    seen = []
+    jax.eval_shape(lambda state: seen.append(repr(state)), state)
+    assert "float32" not in seen[0] and "step=" in seen[0]
+    assert "step=True" in repr(jax.tree.map(lambda _: True, state))
+    state.step.delete()
+    assert "step=donated" in repr(state)
+
+
+@pytest.mark.core
+@pytest.mark.filterwarnings("error")
+def test_planning_and_compiling_give_no_warning():
+    """Nor does JAX deprecate how it is called."""
+    apply = jaxpipe.memory_encoded(lambda w, x: jax.nn.relu(x @ w) @ w)
+    model = jax.tree_util.Partial(apply, jnp.eye(5))
+    options = {"loss": lambda f, x: f(x).mean(), "optimizer": optax.adam(1e-3), "num_microbatches": 2}
+    pipeline = jaxpipe.partition(model, mesh_of(1, None), jnp.ones((8, 5)), memory="1MB", **options)
+    assert pipeline.memory_report().predicted_bytes == (pipeline.plan.predicted_bytes,)

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jaxpipe
@@ -70,3 +71,24 @@ def test_a_decoration_inside_keeps_its_own_codecs():
     outer = jaxpipe.memory_encoded(lambda x, w: (inner(x @ w) @ w).sum(), codecs="smallest")
     report = jaxpipe.residual_report(outer, jnp.ones((64, 128)), jnp.ones((128, 128)))
     assert {row.storage for row in report.tensors} == {"keep"}
+
+
+@pytest.mark.core
+def test_a_pattern_that_fits_no_module_is_warned_of():
+    net = jaxpipe.memory_encoded(Net, codecs={"Encoder_*": "smallest", "first": "fast"})()
+    x = jnp.ones((4, 128))
+    variables = net.init(jax.random.key(0), x)
+    net.apply(variables, x)  # nothing is stored
+    message = (
+        r"codecs=\{'Encoder_\*': \.\.\.\}: no module fits .* Module paths are Net/first, Net, Net/second, Net/last"
+    )
+    with pytest.warns(jaxpipe.CodecWarning, match=message) as given:
+        jax.grad(net.apply)(variables, x)
+    assert len(given) == 1
+
+
+def test_a_pattern_of_storage_that_fits_no_module_is_warned_of():
+    mesh = jax.make_mesh((1,), ("stage",), devices=jax.devices()[:1])
+    options = {"loss": lambda model, x: model(x), "optimizer": optax.sgd(0.1), "profile": "analytic"}
+    with pytest.warns(jaxpipe.CodecWarning, match=r"storage=\{'Encoder_\*'"):
+        jaxpipe.partition(Net(), mesh, jnp.ones((4, 128)), storage={"Encoder_*": "smallest", "*": "fast"}, **options)

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -103,3 +105,41 @@ def test_a_jitted_function_is_reported_as_the_plain_one():
 def test_nothing_to_differentiate():
     with pytest.raises(jaxpipe.DifferentiationError, match=r"found none among \(0: int32\)"):
         residual_report(lambda x: x, jnp.arange(3))
+
+
+def test_the_print_has_the_ratio_first_and_the_largest_tensors_next():
+    def function(x, y):
+        return (jnp.sin(x).sum() + jax.nn.relu(y).sum()) * jnp.tanh(y[0, 0]) * jnp.tanh(y[0, 1])
+
+    x, y = jnp.ones((64, 64)), jnp.ones((32, 32))
+    for report, how in (
+        (
+            residual_report(function, x, y),
+            "Stored for the backward pass, as if the function were decorated with memory",
+        ),
+        (residual_report(memory_encoded(function), x, y), "Stored for the backward pass: "),
+    ):
+        first, *lines = str(report).splitlines()
+        assert first.startswith(how)
+        assert first.endswith(f"{report.plain_bytes / report.total_bytes:.1f}x as much")
+        rows = [line for line in lines if "float32[" in line or "bool[" in line]
+        sizes = [int(re.search(r"  ([\d,]+)  ", line)[1].replace(",", "")) for line in rows]
+        assert sizes == sorted((row.bytes for row in report.tensors), reverse=True)[: len(sizes)]
+        folded = next(line for line in lines if "smaller ones" in line)
+        assert len(rows) + int(folded.split()[0]) == len(report.tensors)
+        assert int(folded.split()[3]) == report.total_bytes - sum(sizes) < 0.03 * report.total_bytes
+        constants = next(line for line in lines if "and constants" in line)
+        assert int(constants.split()[-1].replace(",", "")) == report.plain_bytes_raw - report.plain_bytes == 4 * 32 * 32
+
+
+def test_a_model_that_is_given_a_whole_batch():
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    message = (
+        r"called the model Linear\(a dict of 'x', 'y'\), which raised .* as in residual_report\(model, batch\['x'\]\)"
+    )
+    with pytest.raises(jaxpipe.TargetError, match=message):
+        residual_report(model, {"x": jnp.ones((2, 3)), "y": jnp.ones(2)})
+    with pytest.raises(
+        jaxpipe.TargetError, match=r"the Linen module VGG16, .*lambda variables, x: VGG16\(\.\.\.\)\.apply"
+    ):
+        residual_report(VGG16(), jnp.ones((1, 32, 32, 3)))

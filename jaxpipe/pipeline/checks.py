@@ -8,13 +8,23 @@ from typing import Any, cast
 import jax
 from jax.sharding import Mesh
 
-from jaxpipe.errors import BatchError, NetworkError, PartitionError, ScheduleError, StateError
+from jaxpipe.errors import (
+    BatchError,
+    FewExamplesWarning,
+    NetworkError,
+    PartitionError,
+    ScheduleError,
+    StateError,
+    TrainingModeWarning,
+    warn,
+)
 from jaxpipe.messages import structure_difference
 from jaxpipe.network import Network
 from jaxpipe.pipeline.arguments import check_arrays, check_function
 from jaxpipe.pipeline.axes import COMMON_NAMES
 from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.state import TrainState
+from jaxpipe.pipeline.statistics import FEW_EXAMPLES
 from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import BY_NAME, Schedule, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.names import plain_name, schedule_named
@@ -265,13 +275,17 @@ def check_schedule(schedule: Any, num_stages: int, num_microbatches: int, teams:
 
 
 def batch_shapes(batch: Any) -> Any:
-    """A batch as shapes.
+    """A batch as shapes, in the dtypes that JAX gives its arrays: 32 bits for NumPy's 64, unless x64 is enabled.
 
     Raises:
       BatchError: if it holds anything that is not an array.
     """
     check_arrays(batch)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
+
+    return jax.tree.map(shape, batch)
 
 
 def batch_size(batch: Any) -> int:
@@ -313,6 +327,48 @@ def check_microbatches(size: int, replicas: int, num_microbatches: int, what: st
         )
 
 
+def warn_few_examples(modules: Sequence[str], size: int, replicas: int, num_microbatches: int, fewer: int) -> None:
+    """Warn that a model normalizes over the few examples of a micro-batch.
+
+    Args:
+      modules: that do.
+      size: of the batch.
+      replicas, num_microbatches: how it is cut.
+      fewer: a number of micro-batches that leaves more examples to each, if it is a smaller one.
+    """
+    unit = replicas * num_microbatches
+    more = f"num_microbatches={fewer}, of {size // (replicas * fewer)} each, or " if fewer < num_microbatches else ""
+    listed = ", ".join(path or "the loss" for path in modules[:3]) + (" and others" if len(modules) > 3 else "")
+    warn(
+        f"{listed} normalize(s) over the examples of a micro-batch, and a batch of {size} in "
+        f"num_microbatches={num_microbatches} on each of {replicas} replica(s) leaves {size // unit} to each. "
+        f"Statistics of fewer than {FEW_EXAMPLES} examples are mostly noise (of one example, a dense layer's output "
+        f"becomes the same whatever it was). Use {more}a batch of at least {FEW_EXAMPLES * unit} examples.",
+        FewExamplesWarning,
+    )
+
+
+def warn_training_mode(name: str, drawn: Sequence[str], updated: Sequence[str]) -> None:
+    """Warn that an evaluation or a prediction runs as training does.
+
+    Args:
+      name: of the function.
+      drawn: module paths where random numbers are drawn.
+      updated: batch statistics that would be updated.
+    """
+    signs = [
+        f"{verb} {', '.join(items[:3])}{' and others' if len(items) > 3 else ''}"
+        for verb, items in (("draws random numbers in", drawn), ("computes new batch statistics for", updated))
+        if items
+    ]
+    warn(
+        f"{name} {' and '.join(signs)}, as a model in training mode does. Switch the mode in {name}: model.eval() for "
+        "NNX, the module's own argument for Linen, such as model(x, train=False) or deterministic=True. If it is meant "
+        "so, as for samples, silence this with warnings.simplefilter('ignore', jaxpipe.TrainingModeWarning).",
+        TrainingModeWarning,
+    )
+
+
 def check_same_structure(given: Any, planned: Any) -> None:
     """Raise ``BatchError`` unless a batch has the structure, shapes and dtypes that were planned for."""
     if difference := structure_difference(given, planned):
@@ -324,8 +380,23 @@ def check_same_structure(given: Any, planned: Any) -> None:
         if (tuple(x.shape), x.dtype) != (tuple(y.shape), y.dtype):
             raise BatchError(
                 f"batch{jax.tree_util.keystr(path)} is {x.dtype}{list(x.shape)}, the plan was made for "
-                f"{y.dtype}{list(y.shape)}. Pad or drop the last examples of an epoch, or make another pipeline."
+                f"{y.dtype}{list(y.shape)}. {_fit(x, y)}"
             )
+
+
+def _fit(given: Any, planned: Any) -> str:
+    """The way to make an array of a batch fit the plan."""
+    if given.dtype != planned.dtype:
+        return f"Cast it, array.astype({str(planned.dtype)!r}), or plan with a batch of dtype {given.dtype}."
+    if given.shape[1:] != planned.shape[1:] or not given.shape or not planned.shape:
+        return (
+            "The axes behind the examples are planned for as well: pad or cut them to these sizes, or make another "
+            "pipeline; evaluate and predict take any sizes."
+        )
+    return (
+        f"Pad or drop the last examples of an epoch, so that every batch has {planned.shape[0]}, or make another "
+        "pipeline; evaluate and predict take any number of examples."
+    )
 
 
 def check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:

@@ -13,6 +13,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, is_differentiable, read_graph
 from jaxpipe.model import BoundModel, UserFunction
 from jaxpipe.pipeline.arguments import check_predicted, check_returned
+from jaxpipe.pipeline.combine import check_reduced, flatten_metrics
 from jaxpipe.planning.order import parameter_work_in_place
 from jaxpipe.rows import MixedRowsError, split_rows
 from jaxpipe.stacks import Stacks
@@ -30,6 +31,7 @@ class Objective:
       frozen: the parameters whose gradient nobody needs.
       metrics_only: whether an evaluation returned metrics and no loss.
       weighted: whether micro-batches have weights of their own.
+      summed: of each metric, whether it is added up over micro-batches rather than averaged.
       tree: structure of the metrics, or of the prediction.
       annotations: the mesh axes that the model mentions.
     """
@@ -46,6 +48,7 @@ class Objective:
     weighted: bool = False
     annotations: Annotations = field(default_factory=Annotations)
     frozen: frozenset[int] = frozenset()
+    summed: tuple[bool, ...] = ()
 
     @property
     def differentiated(self) -> tuple[int, ...]:
@@ -65,20 +68,42 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str 
     The results are a loss, a weight and the metrics; without a weight of its own a micro-batch weighs 1.
 
     Raises:
-      PartitionError: if what is returned has another form.
+      PartitionError: if what is returned has another form, metrics are not reduced over the examples, or a loss that
+        is trained depends on no parameter.
     """
+    objective, metrics = trace_results(model, function, batch, name)
+    if any(shape for _, shape in metrics):
+        rows = microbatch_rows(batch)
+        try:
+            _, larger = trace_results(model, function, with_rows(batch, 2 * rows), name)
+            others = [shape for _, shape in larger]
+        except Exception:  # made for batches of one size: a first axis as long as the micro-batch is its examples
+            others = [(2 * rows, *shape[1:]) if shape[:1] == (rows,) else shape for _, shape in metrics]
+        check_reduced(metrics, others, name, (rows, 2 * rows))
+    if name == "loss":
+        _check_trained(objective, model)
+    return objective
+
+
+def trace_results(
+    model: BoundModel, function: UserFunction, batch: Any, name: str = "loss"
+) -> tuple[Objective, list[tuple[str, tuple[int, ...]]]]:
+    """``trace_loss`` without a check of what was traced; and the names and shapes of the metrics."""
     seen: dict[str, Any] = {}
+    shapes: list[tuple[str, tuple[int, ...]]] = []
 
     def results(returned: Any) -> list[Any]:
         check_returned(returned, name)
         seen["metrics_only"] = name != "loss" and isinstance(returned, Mapping)
         seen["weighted"] = isinstance(returned, tuple) and len(returned) == 3
-        loss, weight, metrics = _parts((0.0, returned) if seen["metrics_only"] else returned, name)
-        leaves, seen["tree"] = jax.tree.flatten(metrics)
-        return [jnp.asarray(loss), jnp.asarray(weight, jnp.float32), *(_averaged(x) for x in leaves)]
+        loss, weight, rest = _parts((0.0, returned) if seen["metrics_only"] else returned, name)
+        metrics, seen["tree"] = flatten_metrics(rest, name, seen["weighted"])
+        seen["summed"] = tuple(x.summed for x in metrics)
+        shapes[:] = [(x.name, x.value.shape) for x in metrics]
+        return [jnp.asarray(loss), jnp.asarray(weight, jnp.float32), *(x.value for x in metrics)]
 
     objective = _trace(model, function, batch, results, name)
-    return replace(objective, **seen)
+    return replace(objective, **seen), shapes
 
 
 def trace_prediction(model: BoundModel, function: UserFunction, batch: Any, name: str = "predict") -> Objective:
@@ -114,14 +139,34 @@ def microbatch_shapes(batch: Any, count: int) -> Any:
     return jax.tree.map(part, batch)
 
 
+def with_rows(batch: Any, rows: int) -> Any:
+    """The shapes of a micro-batch with another number of examples."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x, batch)
+
+
 def microbatch_rows(batch: Any) -> int:
     """The number of examples of a micro-batch."""
     return next((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), 1)
 
 
-def _averaged(metric: Any) -> Any:
-    metric = jnp.asarray(metric)
-    return metric if jnp.issubdtype(metric.dtype, jnp.inexact) else metric.astype(jnp.float32)
+def _check_trained(objective: Objective, model: BoundModel) -> None:
+    """Raise ``PartitionError`` if a loss depends on no parameter."""
+    moved = set(objective.parameters)
+    for op in objective.graph.operators:
+        if not moved.isdisjoint(op.inputs):
+            moved.update(op.outputs)
+    if objective.results[0] in moved:
+        return
+    if not model.parameters:
+        raise PartitionError(
+            "The model has no parameters, so there is nothing to train. Parameters are nnx.Param variables, the "
+            "collection 'params' of a Linen module, or the floating-point arrays of a function's variables."
+        )
+    raise PartitionError(
+        f"The loss depends on none of the model's {len(model.parameters)} parameters ({model.parameters[0].name}, "
+        "...), so every gradient would be zero. Compute it with the model that the loss is given as its first "
+        "argument, loss(model, batch), not with a module or variables from outside."
+    )
 
 
 def _parts(returned: Any, name: str) -> tuple[Any, Any, Any]:

@@ -28,8 +28,9 @@ from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.gather import off_mesh, stage_arrays
 from jaxpipe.pipeline.initialize import initial_state
 from jaxpipe.pipeline.interrupts import hold_interrupts
+from jaxpipe.pipeline.mode import warn_if_training
 from jaxpipe.pipeline.nonfinite import NonFiniteOrigin
-from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction
+from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction, with_rows
 from jaxpipe.pipeline.plain import plain_stash_bytes
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.sections import cut_sections, follow
@@ -43,7 +44,7 @@ from jaxpipe.progress import progress
 from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.target import building_for
-from jaxpipe.units import whole_number
+from jaxpipe.units import bytes_text, whole_number
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,16 @@ class Pipeline:
         plain = plain_stash_bytes(self._planned.program)
         write_page(path, Contents(self.plan, self.partition, self.schedule, timelines, plain, memory))
 
+    def __repr__(self) -> str:
+        """The plan in a line; ``print(pipeline.plan)`` has all of it."""
+        axes = ", ".join(f"{name}={size}" for name, size in self._mesh.shape.items())
+        if self._maybe_planned is None:
+            return f"Pipeline(mesh: {axes}; no plan yet)"
+        plan = self.plan
+        cut = f"{len(plan.stages)} stages, {plan.num_microbatches} micro-batches of {plan.microbatch_size}"
+        size = f"{bytes_text(plan.predicted_bytes)} on each device"
+        return f"Pipeline(mesh: {axes}; {cut}, schedule {plan.schedule}, {size}, plan {plan.identity!r})"
+
     def _repr_html_(self) -> str | None:
         """What notebooks show: the plan, once there is one."""
         return None if self._maybe_planned is None else self.plan._repr_html_()
@@ -194,7 +205,9 @@ class Pipeline:
         Args:
           key: for initial values, and for all random numbers of the run; ``jax.random.key(0)``, for example.
           batch: arrays or shapes; needed if ``partition`` was given none.
-          variables: values in the model's own layout: Linen variables, an NNX module or state, a tree.
+          variables: values of all the model's variables, in any tree with their paths: Linen variables (with or
+            without the level ``params`` if that is all; frozen, boxed, or of a bound module), an NNX module, its state
+            or pure dictionary, a tree of a function's.
 
         Raises:
           PartitionError: if there is no batch to plan with, or ``key`` is no random key.
@@ -229,10 +242,11 @@ class Pipeline:
 
         Returns:
           The new state, and metrics: ``loss``, ``gradient_norm`` (of the gradients that the optimizer reads),
-          ``learning_rate`` if the optimizer was made with ``optax.inject_hyperparams``, those of the loss function,
-          and, with a block-sparse exchange, ``sent_share`` (of the squared norm of gradients and residuals) and
-          ``residual_norm``. With ``on_nonfinite="skip"``, how many steps have been ``skipped`` since ``init``, and of
-          this one ``nonfinite_stages``, a flag for each stage: whether its gradients were not finite.
+          ``learning_rate`` if the optimizer was made with ``optax.inject_hyperparams``, those of the loss function
+          (averaged over micro-batches, or added up in ``jaxpipe.Sum``; see ``partition``), and, with a block-sparse
+          exchange, ``sent_share`` (of the squared norm of gradients and residuals) and ``residual_norm``. With
+          ``on_nonfinite="skip"``, how many steps have been ``skipped`` since ``init``, and of this one
+          ``nonfinite_stages``, a flag for each stage: whether its gradients were not finite.
 
         Raises:
           BatchError, StateError: if an argument does not fit the plan, or the state was passed to a step before.
@@ -319,7 +333,10 @@ class Pipeline:
 
     @outside_jit
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
-        """Averages over a batch of any size of what ``evaluate(model, batch)`` returns: its loss and metrics.
+        """The loss and metrics of a batch of any size, from those of ``evaluate(model, batch)`` as in ``step``.
+
+        The function sets the mode itself (``model.eval()`` in NNX, the module's own argument in Linen); if it draws
+        random numbers or computes new batch statistics, there is a ``TrainingModeWarning``.
 
         Raises:
           BatchError: if the batch cannot be split over the replicas.
@@ -330,7 +347,10 @@ class Pipeline:
 
     @outside_jit
     def predict(self, state: TrainState, batch: Any) -> Any:
-        """What ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays."""
+        """What ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays.
+
+        The function sets the mode itself, as for ``evaluate``.
+        """
         program, leaves, objective = self._forward("predict", state, batch)
         return jax.tree.unflatten(objective.tree, self._run(program, state, leaves))
 
@@ -493,6 +513,9 @@ class Pipeline:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x, shapes)
         trace = trace_loss if name == "evaluate" else trace_prediction
         objective = trace(planned.model, function, one, name)
+        if not any(known == name for known, *_ in self._forward_steps):
+            retrace = functools.partial(trace, planned.model, function, name=name)
+            warn_if_training(objective, planned.model, name, rows, lambda n: retrace(with_rows(one, n)))
         before, teams = planned.program.schedule, planned.program.teams
         names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
         borrowed = {t for section in planned.program.sections for t in section.borrowed}

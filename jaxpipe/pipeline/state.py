@@ -1,14 +1,18 @@
 """What a training step takes and gives."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax import core
+
+from jaxpipe.units import bytes_text
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainState:
     """Parameters, state and optimizer state of all stages; a pytree of global arrays, to be treated as a whole.
 
@@ -40,8 +44,28 @@ class TrainState:
         leaves = (*(x for group in buffers for x in group), self.key, self.step, self.skipped)
         return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
 
+    def __repr__(self) -> str:
+        kinds = {"parameters": self.parameters, "variables": self.variables, "optimizer": self.optimizer}
+        sizes = [f"{name}={_size(buffers)}" for name, buffers in kinds.items() if buffers]
+        steps = [f"{name}={_number(getattr(self, name))}" for name in ("step", "skipped")]
+        return f"TrainState({', '.join([*steps, *sizes])} on all devices, plan={self.plan!r})"
+
 
 def take_over(state: TrainState, new: TrainState) -> None:
     """Give a donated state the arrays of the state that its step has made, for a caller who will not get that one."""
     for part in dataclasses.fields(TrainState):
         object.__setattr__(state, part.name, getattr(new, part.name))
+
+
+def _size(buffers: Any) -> str:
+    """Return the bytes of some buffers as text, or what a tree of something else has in their place."""
+    if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in buffers):
+        return repr(buffers)
+    return bytes_text(sum(math.prod(x.shape) * x.dtype.itemsize for x in buffers))
+
+
+def _number(x: Any) -> str:
+    """Return a number that this process can read as text; else the name of what it is, a tracer or a donated array."""
+    if isinstance(x, core.Tracer) or not isinstance(x, jax.Array):
+        return repr(x)
+    return "donated" if x.is_deleted() else str(int(x))

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.gradients.exchange import sent_share
+from jaxpipe.pipeline.combine import combine
 from jaxpipe.pipeline.exchange import StageExchange, run_exchange
 from jaxpipe.pipeline.folding import fold_state
 from jaxpipe.pipeline.guard import NonFinite, OnNonFinite, guard, look
@@ -286,7 +287,7 @@ def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, l
     gradients = [g / share.astype(g.dtype) for g in gradients]
     if summed and gradients:
         gradients = round_to(gradients, program.gradients.buffers)
-    return loss / weight.astype(loss.dtype), gradients, [x / weight.astype(x.dtype) for x in metrics]
+    return loss / weight.astype(loss.dtype), gradients, combine(metrics, weight, program.objective.summed)
 
 
 def _norm(program: Program, gradients: Sequence[Any]) -> Any:

@@ -1,0 +1,136 @@
+"""The metrics of a batch from those of its micro-batches: averages, or sums where ``Sum`` says so."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.errors import PartitionError
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[])
+@dataclass(frozen=True)
+class Sum:
+    """A metric that is added up over micro-batches and replicas; all others are averaged.
+
+    ``loss`` and ``evaluate`` return it among their metrics; ``Pipeline.step``, ``value_and_grad`` and ``evaluate``
+    give the total in its place. Integers stay integers, and are added in 32 bits at least.
+
+    Attributes:
+      value: an array, or a tree of arrays, of this micro-batch, such as a count of shape ``[]`` or counts by class of
+        shape ``[classes]``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jaxpipe import partition
+      >>> model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((3, 1)))
+      >>> def loss(model, x):
+      ...     y = model(x)
+      ...     return y.mean(), {"positive": Sum(jnp.sum(y > 0))}
+      >>> mesh = jax.make_mesh((1,), ("stage",))
+      >>> pipeline = partition(model, mesh, jnp.ones((8, 3)), loss=loss, optimizer=optax.sgd(0.5), num_microbatches=4)
+      >>> _, metrics = pipeline.step(pipeline.init(jax.random.key(0)), jnp.ones((8, 3)))
+      >>> int(metrics["positive"])
+      8
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One array among the metrics of a micro-batch.
+
+    Attributes:
+      name: its path in what the function returned, such as ``['accuracy']``.
+      summed: whether it is added up.
+      value: of the micro-batch.
+    """
+
+    name: str
+    summed: bool
+    value: Any
+
+
+def flatten_metrics(metrics: Any, name: str, weighted: bool) -> tuple[list[Metric], Any]:
+    """Return the arrays among some metrics, as they are added up, and the structure of the result.
+
+    Args:
+      metrics: as a function returned them.
+      name: the function's name.
+      weighted: whether the function returned a weight, by the total of which its metrics are divided.
+
+    Raises:
+      PartitionError: if integers would be averaged.
+    """
+
+    def is_sum(x: Any) -> bool:
+        return isinstance(x, Sum)
+
+    plain = jax.tree.map(lambda x: x.value if is_sum(x) else x, metrics, is_leaf=is_sum)
+    flags = jax.tree.map(
+        lambda x: jax.tree.map(lambda _: True, x.value) if is_sum(x) else False, metrics, is_leaf=is_sum
+    )
+    flat, tree = jax.tree_util.tree_flatten_with_path(plain)
+    arrays = []
+    for (path, value), summed in zip(flat, jax.tree.leaves(flags), strict=True):
+        metric = Metric(jax.tree_util.keystr(path), summed, jnp.asarray(value))
+        if not summed and not weighted and not _is_inexact(metric.value):
+            raise PartitionError(_integers(metric, name))
+        arrays.append(Metric(metric.name, summed, _widened(metric)))
+    return arrays, tree
+
+
+def check_reduced(
+    metrics: Sequence[tuple[str, tuple[int, ...]]], others: Sequence[tuple[int, ...]], name: str, rows: tuple[int, int]
+) -> None:
+    """Raise ``PartitionError`` if a metric has an axis of examples.
+
+    Args:
+      metrics: names, and shapes for a micro-batch of ``rows[0]`` examples.
+      others: the shapes for one of ``rows[1]``.
+      name: of the function that returned them.
+      rows: both numbers of examples.
+    """
+    for (path, shape), other in zip(metrics, others, strict=True):
+        if shape != other:
+            raise PartitionError(
+                f"{_returned(name, path)} of shape {shape} for a micro-batch of {rows[0]} examples, and {other} for "
+                f"{rows[1]}: it has values of single examples. Metrics are averaged over micro-batches "
+                "(jaxpipe.Sum(value): added up), which mixes examples. Reduce it over the examples, as value.mean(0) "
+                "does; to get a value for each example, use predict."
+            )
+
+
+def combine(totals: Sequence[Any], weight: Any, summed: Sequence[bool]) -> list[Any]:
+    """Return the metrics of a batch, from their sums over its micro-batches and the sum of the weights."""
+    return [x if flag else x / weight.astype(x.dtype) for x, flag in zip(totals, summed, strict=True)]
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _widened(metric: Metric) -> Any:
+    """The value in a type in which it may be added up."""
+    x = metric.value
+    if not metric.summed:
+        return x if _is_inexact(x) else x.astype(jnp.float32)
+    if x.dtype.itemsize >= 4:
+        return x
+    return x.astype(jnp.float32 if _is_inexact(x) else jnp.int32)
+
+
+def _integers(metric: Metric, name: str) -> str:
+    return (
+        f"{_returned(name, metric.name)} of dtype {metric.value.dtype}. Metrics are averaged over the micro-batches of "
+        "a batch, and an average of counts is not their total. Return jaxpipe.Sum(value) to add them up, or a "
+        "floating-point number, such as the mean over the examples, to average it."
+    )
+
+
+def _returned(name: str, path: str) -> str:
+    return f"{name} returned the metric {path}" if path else f"{name} returned as its metrics an array"

@@ -1,0 +1,207 @@
+"""Statistics over the examples of a micro-batch (BatchNorm's, contrastive losses'), found in the traced program.
+
+    examples ──sum over examples──▶ statistic ──▶ values of single examples     (normalization)
+                                              └──▶ a state variable             (running statistics)
+
+A loss sums over the examples too, but nothing of single examples comes after that sum. The axes of examples are those
+that grow with the micro-batch: the program is traced for two sizes, if the sums over first axes in it leave it open.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxpipe import _compat
+from jaxpipe.graph import Graph, Operator, live, read_graph
+from jaxpipe.pipeline.objective import Objective
+from jaxpipe.rows import scan_operands
+
+
+#: Fewer examples than this are too few for their mean and variance to say anything of the batch.
+FEW_EXAMPLES = 4
+
+#: Operators that run a program on their last operands, and hand its results out.
+_PROGRAMS = {
+    **dict.fromkeys(("jit", "pjit", "scan", "checkpoint", "remat", "remat2", "shard_map"), ("jaxpr",)),
+    **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), ("call_jaxpr",)),
+    "while": ("body_jaxpr",),
+    "cond": ("branches",),
+}
+
+#: The axes of examples of a tensor.
+Axes = Callable[[int], frozenset[int]]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics over examples in a program.
+
+    Attributes:
+      modules: paths where they enter values of single examples.
+      state: which state variables they enter, by position.
+    """
+
+    modules: tuple[str, ...]
+    state: tuple[int, ...]
+
+
+@dataclass
+class _Search:
+    """A walk through a program and the programs in it.
+
+    Attributes:
+      axes_of: gives the axes of examples of a program, from itself and the same for more examples; None if they differ
+        in more than axes.
+      guess: whether these are guessed: what is made of a statistic is then one, whatever its axes.
+      trained, all: module paths where statistics enter values of single examples, in order: statistics that depend on
+        parameters, and all.
+    """
+
+    axes_of: Callable[[Graph, Graph], Axes | None]
+    guess: bool = False
+    trained: dict[str, None] = field(default_factory=dict)
+    all: dict[str, None] = field(default_factory=dict)
+
+
+def find_statistics(objective: Objective, rows: int, trace: Callable[[int], Objective]) -> Statistics:
+    """Return the statistics over examples in the program of a micro-batch.
+
+    Args:
+      objective: the program.
+      rows: examples of the micro-batch.
+      trace: traces the same function for another number of examples.
+    """
+    nothing = Statistics((), ())
+    guess = _Search(lambda graph, _: _likely_axes(graph, rows), guess=True)
+    if _find(objective, objective, guess) == nothing:
+        return nothing
+    try:
+        # Not of this size: an axis of length 1 is broadcast otherwise than a longer one.
+        pair = trace(2 * rows), trace(4 * rows)
+    except Exception:  # whatever a function raises that is made for batches of one size
+        return nothing
+    return _find(*pair, _Search(_grown_axes))
+
+
+def _find(objective: Objective, larger: Objective, search: _Search) -> Statistics:
+    # Metrics may be any statistics of a batch.
+    graph, other = (
+        replace(x.graph, operators=live(x.graph.operators, (*x.results[:1], *x.new_state))) for x in (objective, larger)
+    )
+    _, statistic = _walk(graph, other, (set(objective.parameters), set()), search)
+    state = tuple(
+        k
+        for k, (old, new) in enumerate(zip(objective.state, objective.new_state, strict=True))
+        if new != old and new in statistic
+    )
+    # A mask's sum weighs examples too; it depends on no parameter, and is kept nowhere.
+    return Statistics(tuple(search.all if state else search.trained), state)
+
+
+#: Tensors that depend on parameters, and those that are statistics over examples or made of them.
+_Marks = tuple[set[int], set[int]]
+
+
+def _walk(graph: Graph, other: Graph, marks: _Marks, search: _Search) -> _Marks:
+    """The marks of all tensors of a program, from those of its inputs.
+
+    Args:
+      graph, other: a program, and the same for more examples.
+      marks: of the inputs; extended.
+      search: what is looked for, and found.
+    """
+    trained, statistic = marks
+    axes = search.axes_of(graph, other)
+    if axes is None:
+        return marks
+    for op, twin in zip(graph.operators, other.operators, strict=True):
+        programs = _programs(op)
+        if programs:
+            for inner, larger in zip(programs, _programs(twin), strict=True):
+                _run(op, inner, larger, marks, search)
+            continue
+        depends = not trained.isdisjoint(op.inputs)
+        trained.update(op.outputs if depends else ())
+        if statistic.isdisjoint(op.inputs) and not _sums(op, axes):
+            continue
+        for t in op.outputs:
+            if search.guess or not axes(t):
+                statistic.add(t)
+            if axes(t):
+                search.all[op.path] = None
+                search.trained.update({op.path: None} if depends else {})
+    return marks
+
+
+def _run(op: Operator, program: Any, twin: Any, marks: _Marks, search: _Search) -> None:
+    """Mark the outputs of an operator that runs a program, until nothing changes from iteration to iteration."""
+    inner, larger = read_graph(program), read_graph(twin)
+    inputs = iter(op.inputs)
+    operands = [None if _compat.is_literal(atom) else next(inputs) for atom in op.equation.invars]
+    given = list(zip(inner.inputs, operands[len(operands) - len(inner.inputs) :], strict=True))
+    start: _Marks = {i for i, t in given if t in marks[0]}, {i for i, t in given if t in marks[1]}
+    carried = _carried(op, inner)
+    known, end = -1, start
+    while known != len(start[0]) + len(start[1]):
+        known = len(start[0]) + len(start[1])
+        end = _walk(inner, larger, (set(start[0]), set(start[1])), search)
+        for before, after in zip(start, end, strict=True):
+            before.update(i for i, o in carried if o in after)
+    for outer, after in zip(marks, end, strict=True):
+        outer.update(t for t, o in zip(op.outputs, inner.outputs, strict=False) if o in after)
+
+
+def _carried(op: Operator, inner: Graph) -> list[tuple[int, int]]:
+    """The inputs of a loop's body that are its outputs of the iteration before."""
+    if op.name == "scan":
+        consts, count, _ = scan_operands(op)
+    elif op.name == "while":
+        consts, count = len(inner.inputs) - len(inner.outputs), len(inner.outputs)
+    else:
+        return []
+    return list(zip(inner.inputs[consts : consts + count], inner.outputs[:count], strict=True))
+
+
+def _programs(op: Operator) -> list[Any]:
+    values = [op.params.get(key) for key in _PROGRAMS.get(op.name, ())]
+    return [x for value in values if value is not None for x in (value if isinstance(value, tuple) else (value,))]
+
+
+def _sums(op: Operator, axes: Axes) -> bool:
+    """Return whether an operator adds up values of different examples."""
+    if op.name == "reduce_sum":
+        return not axes(op.inputs[0]).isdisjoint(op.params["axes"])
+    if op.name == "psum":  # of a vmap's axis
+        return any(not axes(t).isdisjoint(op.params["axes"]) for t in op.inputs)
+    if op.name == "dot_general" and len(op.inputs) == 2:
+        contracted = op.params["dimension_numbers"][0]
+        sides = zip(op.inputs, contracted, strict=True)
+        return all(not axes(t).isdisjoint(dims) for t, dims in sides)
+    return False
+
+
+def _likely_axes(graph: Graph, rows: int) -> Axes:
+    """The first axis of every array, and those as long as the micro-batch: a guess that leaves little out."""
+
+    def axes(t: int) -> frozenset[int]:
+        return frozenset(k for k, size in enumerate(graph.tensors[t].shape) if k == 0 or size == rows)
+
+    return axes
+
+
+def _grown_axes(graph: Graph, larger: Graph) -> Axes | None:
+    """The axes in which two graphs of one program differ; None if they differ in more."""
+    kinds = [[(op.name, len(op.inputs)) for op in x.operators] for x in (graph, larger)]
+    if kinds[0] != kinds[1]:
+        return None
+    twin = dict(zip(graph.inputs, larger.inputs, strict=True))
+    for op, other in zip(graph.operators, larger.operators, strict=True):
+        twin.update(zip((*op.inputs, *op.outputs), (*other.inputs, *other.outputs), strict=True))
+    if any(len(graph.tensors[a].shape) != len(larger.tensors[b].shape) for a, b in twin.items()):
+        return None
+
+    def axes(t: int) -> frozenset[int]:
+        shapes = graph.tensors[t].shape, larger.tensors[twin[t]].shape
+        return frozenset(k for k, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b)
+
+    return axes

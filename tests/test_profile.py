@@ -163,22 +163,16 @@ def test_nodes_of_thousands_of_digits_are_put_in_order(tmp_path):
     assert Profile.from_pipedream(tmp_path / "graph.txt").names == tuple(f"{name} op" for name in reversed(names))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            NODE.format("node1").replace("activation_size=8", "activation_size=1e308"),
-            "must be a finite number .* below",
-        ),
-        (
-            NODE.format("node1").replace("activation_size=8", "activation_size=" + "x" * 10_000),
-            "it must be a number or",
-        ),
-        (" " * (16 * 2**20 + 1), "has 16,777,217 characters; at most 16,777,216 are read"),
-    ],
-)
+LARGE = {
+    "a size": (NODE.format("node1").replace("size=8", "size=1e308"), "must be a finite number .* below"),
+    "a text": (NODE.format("node1").replace("size=8", "size=" + "x" * 10_000), "it must be a number or"),
+    "a file": ("\n" * (16 * 2**20 + 1), "has 16,777,217 characters; at most 16,777,216 are read"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), LARGE.values(), ids=LARGE)
 def test_graphs_beyond_all_limits_are_refused(text, message, tmp_path):
     (tmp_path / "graph.txt").write_text(text)
-    with pytest.raises(ProfileError, match=message) as raised:
+    with pytest.raises(jaxpipe.errors.ProfileError, match=message) as raised:
         Profile.from_pipedream(tmp_path / "graph.txt")
     assert len(str(raised.value)) < 1000

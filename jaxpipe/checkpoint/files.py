@@ -196,8 +196,8 @@ class Writer:
             complete = _listed(steps(self.directory)) or "none"
             raise CheckpointError(
                 f"The checkpoint of step {step} could not be written to directory={str(self.directory)!r} "
-                f"({type(error).__name__}: {reason}). Complete are those of: {complete}. Training can go on: make room, "
-                "or save somewhere else."
+                f"({type(error).__name__}: {reason}). Complete are those of: {complete}. Training can go on: make "
+                "room, or save somewhere else."
             ) from error
 
     def close(self) -> None:

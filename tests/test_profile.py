@@ -154,3 +154,28 @@ def test_plan_as_json(profile):
     # 3x4 and 4x2 weights of 4 bytes.
     assert sum(stage["parameter_bytes"] for stage in read["stages"]) == 80
     assert (read["num_microbatches"], read["microbatch_size"], read["replicas"]) == (2, 4, 1)
+
+
+NODE = "{} -- op -- forward_compute_time=1, backward_compute_time=2, activation_size=8, parameter_size=4"
+
+
+def test_nodes_of_thousands_of_digits_are_put_in_order(tmp_path):
+    """Python does not make numbers of such texts; they are compared as if it did."""
+    names = ["node" + "1" * 5000, "node" + "9" * 4999, "node010", "node9"]
+    (tmp_path / "graph.txt").write_text("\n".join(map(NODE.format, names)))
+    assert Profile.from_pipedream(tmp_path / "graph.txt").names == tuple(f"{name} op" for name in reversed(names))
+
+
+LARGE = {
+    "a size": (NODE.format("node1").replace("size=8", "size=1e308"), "must be a finite number .* below"),
+    "a text": (NODE.format("node1").replace("size=8", "size=" + "x" * 10_000), "it must be a number or"),
+    "a file": ("\n" * (16 * 2**20 + 1), "has 16,777,217 characters; at most 16,777,216 are read"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), LARGE.values(), ids=LARGE)
+def test_graphs_beyond_all_limits_are_refused(text, message, tmp_path):
+    (tmp_path / "graph.txt").write_text(text)
+    with pytest.raises(jaxpipe.errors.ProfileError, match=message) as raised:
+        Profile.from_pipedream(tmp_path / "graph.txt")
+    assert len(str(raised.value)) < 1000

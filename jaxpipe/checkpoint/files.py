@@ -193,11 +193,11 @@ class Writer:
         except Exception as error:  # whatever orbax and tensorstore say of a disk
             step, self._begun = self._begun, None
             reason = str(error).splitlines()[0][:300] if str(error) else ""
-            there = _listed(steps(self.directory)) or "none"
+            complete = _listed(steps(self.directory)) or "none"
             raise CheckpointError(
                 f"The checkpoint of step {step} could not be written to directory={str(self.directory)!r} "
-                f"({type(error).__name__}: {reason}). Complete are those of: {there}. Training can go on: make room, "
-                "or save somewhere else."
+                f"({type(error).__name__}: {reason}). Complete are those of: {complete}. Training can go on: make "
+                "room, or save somewhere else."
             ) from error
 
     def close(self) -> None:

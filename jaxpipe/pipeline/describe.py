@@ -172,21 +172,21 @@ def describe(
         budget=budget,
         memory=memory,
         host=_host(request, program),
-        summed_in=_summed_in(program),
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
-        notes=program.objective.annotations.notes(request.mesh.axis_names),
+        notes=(*program.objective.annotations.notes(request.mesh.axis_names), *_sum_notes(program)),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
     )
 
 
-def _summed_in(program: Program) -> dict[str, str]:
-    """The type in which gradients are added up, by the type of their parameters, where that is another."""
+def _sum_notes(program: Program) -> list[str]:
+    """Return a sentence for each type of parameters whose gradients are added up in a wider one."""
     pairs = zip(program.gradients.buffers, program.sums.buffers, strict=True)
-    return {own.name: sums.name for (_, own), (_, sums) in pairs if own != sums}
+    types = dict.fromkeys((narrow.name, wide.name) for (_, narrow), (_, wide) in pairs if narrow != wide)
+    return [f"gradients of {narrow} parameters are added up in {wide}" for narrow, wide in types]
 
 
 def _whose_rates(request: Request, profile: Profile) -> str:
-    """Whose rates everything besides the profiled operators is charged at, if not those of the mesh's devices."""
+    """Return the owner of the rates that are charged besides profiled operators; empty for the mesh's devices."""
     kind = request.mesh.devices.flat[0].device_kind
     if isinstance(request.profile, Profile) and request.profile.rates is None:
         known = known_rates(profile.device_kind)

@@ -141,7 +141,7 @@ class FrozenPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is trained on a mesh; predicted from shapes and the costs of operators.
+    """A way to train a model on a mesh, predicted from shapes and the costs of operators.
 
     All devices run one program, so each reserves the largest of every component over the stages.
 
@@ -167,10 +167,9 @@ class Plan:
         that what it does depends on where the model is cut.
       raised_from: the budget that was asked for, if there was no plan for it and the caller let it be raised.
       host: what becomes of the memory of the host, if that was asked for.
-      summed_in: by the type of parameters, the wider one in which their gradients are added up.
       rates: whose rates messages, stashes, sums of gradients and recomputation are charged at, if the profile is not of
         the mesh's kind of device or has none.
-      notes: what the pipeline does otherwise than the model says, one sentence each.
+      notes: differences from plain training, one sentence each: annotations left out, types of sums.
       frozen: the parameters that the optimizer does not train, if there are any.
 
     Example:
@@ -198,7 +197,6 @@ class Plan:
     staleness: tuple[int, ...] = ()
     per_stage: bool = False
     host: HostPlan | None = None
-    summed_in: dict[str, str] = field(default_factory=dict)
     rates: str = ""
     notes: tuple[str, ...] = ()
     frozen: FrozenPlan | None = None
@@ -282,42 +280,49 @@ class Plan:
                 f"{stage.in_flight}, {stage.away} away" if stage.away else str(stage.in_flight),
                 bytes_text(stage.sent_bytes),
             )
-        parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in self.memory.items())
-        limit = "" if self.budget is None else f" of {bytes_text(self.budget)}"
-        limit += "" if self.raised_from is None else f" (raised from {bytes_text(self.raised_from)})"
-        table.caption = (
-            f"step {1e3 * self.step_seconds:.1f} ms ({self.profile} profile), bubble {self.bubble_fraction:.1%}\n"
-            f"{bytes_text(self.predicted_bytes)}{limit} on each device: {parts}"
-        )
-        if prefix:
-            table.caption += f"\nmodules are named inside {prefix}"
-        for own, sums in self.summed_in.items():
-            table.caption += f"\ngradients of {own} parameters are added up in {sums}"
-        if self.rates:
-            table.caption += f"\nat the rates of {self.rates}"
-        if self.host is not None:
-            table.caption += f"\n{_host_text(self.host)}"
-        if self.frozen is not None:
-            table.caption += f"\n{_frozen_text(self.frozen)}"
-        if self.exchange_bytes is not None:
-            dense = bytes_text(max(self.memory.get(name, 0) for name in ("parameters", "gradients")))
-            table.caption += f"\nblock-sparse exchange: {bytes_text(self.exchange_bytes)} of {dense} sent in a step"
-        if self.staleness:
-            behind = ", ".join(map(str, self.staleness))
-            table.caption += f"\nweights change on the way: by stage at most {behind} updates behind"
-        if self.per_stage:
-            table.caption += "\nthe optimizer looks at each stage apart: other cuts give other updates"
-        for note in self.notes:
-            table.caption += f"\n{note}"
-        chosen = [f"stage {k}: {_storage_text(stage)}" for k, stage in enumerate(self.stages)]
-        if any(stage.storage != "default" or stage.away for stage in self.stages):
-            table.caption += "\nstorage chosen within the budget:\n" + "\n".join(chosen)
-            rates = ", ".join(f"{r.rate:.2f} ({1e3 * r.step_seconds:.1f} ms)" for r in self.rounds)
-            table.caption += f"\nfastest over slowest stage, round by round: {rates}" if rates else ""
-        for k, stage in enumerate(self.stages):
-            if stage.away:
-                table.caption += f"\nin {_places_text(stage)} memory: of stage {k} {_away_text(stage)}"
+        table.caption = "\n".join(_caption(self, prefix))
         return table
+
+
+def _caption(plan: Plan, prefix: str) -> list[str]:
+    """Return the lines below the table of a plan, whose modules are named inside ``prefix``."""
+    parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in plan.memory.items())
+    limit = "" if plan.budget is None else f" of {bytes_text(plan.budget)}"
+    limit += "" if plan.raised_from is None else f" (raised from {bytes_text(plan.raised_from)})"
+    lines = [
+        f"step {1e3 * plan.step_seconds:.1f} ms ({plan.profile} profile), bubble {plan.bubble_fraction:.1%}",
+        f"{bytes_text(plan.predicted_bytes)}{limit} on each device: {parts}",
+    ]
+    if prefix:
+        lines.append(f"modules are named inside {prefix}")
+    if plan.rates:
+        lines.append(f"at the rates of {plan.rates}")
+    if plan.host is not None:
+        lines.append(_host_text(plan.host))
+    if plan.frozen is not None:
+        lines.append(_frozen_text(plan.frozen))
+    if plan.exchange_bytes is not None:
+        dense = bytes_text(max(plan.memory.get(name, 0) for name in ("parameters", "gradients")))
+        lines.append(f"block-sparse exchange: {bytes_text(plan.exchange_bytes)} of {dense} sent in a step")
+    if plan.staleness:
+        behind = ", ".join(map(str, plan.staleness))
+        lines.append(f"asynchronous updates: each stage is at most {behind} updates behind")
+    if plan.per_stage:
+        lines.append("the optimizer looks at each stage apart: other cuts give other updates")
+    return [*lines, *plan.notes, *_storage_lines(plan)]
+
+
+def _storage_lines(plan: Plan) -> list[str]:
+    """Return what each stage stores under a budget, and what it keeps elsewhere; nothing by default."""
+    lines = []
+    if any(stage.storage != "default" or stage.away for stage in plan.stages):
+        lines.append("storage chosen within the budget:")
+        lines += [f"stage {k}: {_storage_text(stage)}" for k, stage in enumerate(plan.stages)]
+        if plan.rounds:
+            rates = ", ".join(f"{r.rate:.2f} ({1e3 * r.step_seconds:.1f} ms)" for r in plan.rounds)
+            lines.append(f"fastest over slowest stage, round by round: {rates}")
+    away = [(k, stage) for k, stage in enumerate(plan.stages) if stage.away]
+    return lines + [f"in {_places_text(stage)} memory: of stage {k} {_away_text(stage)}" for k, stage in away]
 
 
 def _storage_text(stage: StagePlan) -> str:

@@ -134,7 +134,7 @@ def without_scope(equation: Any) -> Any:
 
 
 def has_mesh_in_context(equation: Any) -> bool:
-    """Whether an equation was traced in the context of a mesh (``jax.set_mesh``)."""
+    """Return whether an equation was traced in the context of a mesh (``jax.set_mesh``)."""
     return not equation.ctx.cur_abstract_mesh.empty
 
 

@@ -14,7 +14,7 @@ from jaxpipe.target import platform
 
 
 def canonical(closed: Any) -> Any:
-    """The same traced program with every convolution in batch-spatial-feature order; if it is built for CPUs."""
+    """Return a traced program with every convolution in batch-spatial-feature order, or unchanged unless for CPUs."""
     jaxpr, consts = _compat.open_jaxpr(closed)
     convolutions = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
     if platform() != "cpu" or all(_is_canonical(e.params["dimension_numbers"]) for e in convolutions):

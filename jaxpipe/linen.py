@@ -22,7 +22,7 @@ _running: contextvars.ContextVar[frozenset[type]] = contextvars.ContextVar("runn
 
 
 def transform_class(cls: type[nn.Module], runner: Runner, enabled: Callable[[], bool]) -> type[nn.Module]:
-    """The same class, but that its public methods are run by ``runner``.
+    """Return a class whose public methods are run by ``runner``, and which else is like ``cls``.
 
     Only a call from outside is given to ``runner``: what a method then calls on its own module is part of that
     call. Initialisation runs as it always did, so parameters and their names stay the same.

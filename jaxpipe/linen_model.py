@@ -13,7 +13,7 @@ from jaxpipe.errors import ModelAttributeError, ModelError
 
 
 class LinenModel:
-    """What a loss gets as ``model`` for a Linen module: ``model(*args)`` is ``module.apply`` with state threaded.
+    """The ``model`` of a loss, for a Linen module: ``model(*args)`` is ``module.apply`` with state threaded.
 
     Every collection but ``params`` is mutable; call number n > 0 uses ``fold_in(key, n)`` for random numbers, the
     first the micro-batch's key itself.
@@ -139,8 +139,8 @@ class _InitializingLinenModel(LinenModel):
         return self._variables
 
     def _call(self, key: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        result, made = self.module.init_with_output(key, *args, **kwargs)
-        return result, _merge(made, self._variables)
+        result, variables = self.module.init_with_output(key, *args, **kwargs)
+        return result, _merge(variables, self._variables)
 
 
 def _merge(new: Any, old: Any) -> Any:

@@ -126,8 +126,8 @@ def partition(
         over examples (BatchNorm), so few that each has 4 of them. A ``FewExamplesWarning`` tells of fewer.
       schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
         common spelling (``"1f1b"``, ``"GPipe"``, ``"zb"``). ``"auto"``: of 1F1B (in pair ticks, the textbook's,
-        interleaved) and zero-bubble the one whose step is predicted to be the shortest within the budget. Schedules
-        that change weights on the way must be asked for.
+        interleaved) and zero-bubble the one whose step is predicted to be the shortest within the budget. It never
+        chooses an asynchronous schedule.
       profile: ``"measured"`` (the default) runs operators on one device, once for a program (see
         ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
       network: the links between the devices, in the order of ``mesh.devices.flat``. It decides which device runs which
@@ -338,9 +338,9 @@ def _counts(size: int, replicas: int) -> list[int]:
 def _leaving_examples(
     request: Request, model: BoundModel, objective: Objective, one: Any, size: int, num_microbatches: int
 ) -> int:
-    """A number of micro-batches that leaves enough examples to each if the model normalizes over them.
+    """Return a number of micro-batches that leaves enough examples to each if the model normalizes over them.
 
-    One that was asked for stays; if there are few examples all the same, a ``FewExamplesWarning`` is given.
+    A number that the caller passed stays. Where few examples are left, it gives a ``FewExamplesWarning``.
     """
     rows = size // (request.replicas * num_microbatches)
     if rows >= FEW_EXAMPLES:

@@ -196,7 +196,7 @@ def _read_tuple(arguments: tuple[Any, ...], value: list[Any], where: str, error:
 
 
 def _are_numbers(kind: Any, values: list[Any]) -> bool:
-    """Whether all of a list are numbers of a kind, looked at together: one after the other takes ten times as long."""
+    """Return whether all of a list are numbers of a kind; checked together, which is ten times faster than singly."""
     if kind is int:
         return set(map(type, values)) == {int} and min(values) >= -LARGEST and max(values) < LARGEST
     return kind is float and set(map(type, values)) == {float} and all(map(math.isfinite, values))

@@ -357,7 +357,7 @@ class _Row(NamedTuple):
 
 
 def _leaves(rows: Sequence[_Row]) -> dict[Path, Leaf]:
-    """What arrays there are; raises ``ValueError`` if there can be none like these."""
+    """Return the arrays by path; raise ``ValueError`` if they cannot form a tree."""
     leaves = {row.path: Leaf(row.shape, row.dtype, row.crc32) for row in rows}
     inner = {path[:k] for path in leaves for k in range(len(path))}
     if len(leaves) < len(rows) or not inner.isdisjoint(leaves):

@@ -37,7 +37,7 @@ class Layout:
         return sum(length * np.dtype(dtype).itemsize for length, dtype in self.buffers)
 
     def with_dtypes(self, of: Callable[[Any], Any]) -> "Layout":
-        """The same arrays in the same places, of other types: ``of`` gives one for each of those that there are."""
+        """Return the layout of arrays of other types in the same places; ``of`` maps a type to another."""
         avals = [tuple(jax.ShapeDtypeStruct(a.shape, of(a.dtype)) for a in stage) for stage in self.avals]
         buffers = [(length, np.dtype(of(dtype))) for length, dtype in self.buffers]
         return replace(self, avals=tuple(avals), buffers=tuple(buffers))

@@ -272,7 +272,7 @@ class Pipeline:
     def _metrics(
         self, state: TrainState, batch: Any, loss: Any, counters: dict[str, Any], metrics: Sequence[Any]
     ) -> dict[str, Any]:
-        """Metrics of a step that has led to a state. Raises ``NonFiniteError``, if that is asked for."""
+        """Return the metrics of a step that has led to a state; with ``on_nonfinite="raise"`` it may raise instead."""
         if not any(section.stage and section.stage.storage.sparse for section in self._planned.program.sections):
             del counters["overflows"]
         if self._planned.update.on_nonfinite is not None:

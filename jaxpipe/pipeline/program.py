@@ -112,7 +112,7 @@ class Program:
 
     @cached_property
     def sums(self) -> Layout:
-        """Where gradients are added up: as the gradients lie, in types that are as wide or wider."""
+        """The layout of sums of gradients: the places of the gradients, in types that are as wide or wider."""
         return self.summed(self.gradients)
 
     def summed(self, layout: Layout) -> Layout:

@@ -23,7 +23,7 @@ class Request:
     """What the caller of ``partition`` asked for, checked; of several ``schedules``, the fastest is wanted.
 
     ``num_stages`` is what the mesh has along its stage axis. ``replicate`` is how many of these devices each stage has,
-    or whether that may be chosen. ``host`` is what comes of the host's memory, if that was asked for. ``compile`` is
+    or whether that may be chosen. ``host`` is the resolved ``host_memory``. ``compile`` is
     whether a plan near its budget is compiled at once.
     """
 

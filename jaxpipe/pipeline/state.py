@@ -39,7 +39,7 @@ class TrainState:
 
     @property
     def is_donated(self) -> bool:
-        """Whether a step has taken its arrays for the state that it returned."""
+        """Return whether a step has taken its arrays for the state that it returned."""
         buffers = (self.parameters, self.variables, self.optimizer, self.residual, self.shared)
         leaves = (*(x for group in buffers for x in group), self.key, self.step, self.skipped)
         return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)

@@ -64,7 +64,7 @@ def cache_key(linearization: Linearization, device: Any, held: Iterable[int] = (
 
 
 def load(key: str, estimate: Profile) -> Profile | None:
-    """Return a kept profile; None if there is none, or with a warning if it cannot be read or is of something else.
+    """Return a kept profile or None; warn of one that cannot be read or is of another program.
 
     Args:
       key: of the program and the device.

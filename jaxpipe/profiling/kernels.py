@@ -124,7 +124,7 @@ class Body:
             self.parts.append(self._alone(op, tensors, inputs, outputs, owner))
 
     def convert(self, value: int, size: float, owner: int) -> int:
-        """Append a change of form that a kernel makes on the way, such as of a mask to bits."""
+        """Append a change of form inside a kernel, such as packing a mask into bits; return the result."""
         result = self.value(size)
         self.parts.append(Part(Kind.FUSED, (value,), (result,), owner))
         return result

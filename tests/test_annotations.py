@@ -281,7 +281,7 @@ class Boxed(nn.Module):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("context", [None, ("fsdp", "model")], ids=str)
+@pytest.mark.parametrize("context", [pytest.param(None, marks=pytest.mark.slow), ("fsdp", "model")], ids=str)
 def test_boxed_parameters_are_trained_saved_and_given_back_in_their_boxes(context, tmp_path):
     rules = nn.logical_axis_rules([("batch", "fsdp"), ("embed", "model"), ("mlp", None)])
     inside = contextlib.nullcontext() if context is None else jax.set_mesh(mesh_of(*context))

@@ -1,5 +1,6 @@
 """Errors and warnings a user can meet. Each message says what was asked, the rule, and what to do."""
 
+import contextlib
 import sys
 import warnings
 from pathlib import Path
@@ -108,12 +109,13 @@ class CodecWarning(JaxpipeWarning):
     """A pattern of module paths that no module of the model has."""
 
 
-_PACKAGE = str(Path(__file__).parent)
+#: Frames that no user wrote: this package, and decorators made of context managers.
+_INTERNAL = str(Path(__file__).parent), contextlib.__file__
 
 
 def warn(message: str, category: type[JaxpipeWarning]) -> None:
     """Give a warning at the line outside this package that led here."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

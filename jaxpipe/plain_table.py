@@ -39,7 +39,7 @@ def table_text(table: Table, width: int = 120) -> str:
     """Return a table as lines of text of at most ``width`` columns, without colors.
 
     Example:
-      >>> table = PlainTable("stage", "modules", box=None)
+      >>> table = PlainTable("stage", "modules", box=None, pad_edge=False)
       >>> table.add_row("0", "[red]conv")
       >>> print(table_text(table))
       stage  modules

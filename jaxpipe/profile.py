@@ -135,7 +135,7 @@ class Profile:
             "boundary_bytes": boundary_bytes,
         }
         for name, values in given.items():
-            if isinstance(values, str) or not hasattr(values, "__len__"):
+            if not hasattr(values, "__len__"):
                 raise ProfileError(f"{name}={values!r}; it must be a sequence with one entry for each operator.")
         count = len(names)
         if len(boundary_bytes) not in (count, count - 1):

@@ -50,8 +50,8 @@ def differentiate(
     Outputs at other positions than ``heard`` have no cotangent. A zero in its place would do for finite numbers only.
     ``on_one_device``: sharding annotations in a rule are dropped.
     """
-
     equation = _compat.without_scope(op.equation)
+    on_one_device = on_one_device and bool(_compat.inner_programs(equation))  # others have no rule of a user's
     carried = [k for k in heard if is_differentiable(equation.outvars[k].aval)]
     tangents = [equation.outvars[k].aval.to_tangent_aval() for k in carried]
     count = len(equation.outvars)

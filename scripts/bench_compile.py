@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
+from jaxpipe.pipeline import compiled
 from jaxpipe.pipeline.step import training_step
 from jaxpipe.profiling.stages import stage_work
 from scripts.bench_pipeline import CASES, MICROBATCHES, OPTIMIZER
@@ -52,7 +53,7 @@ def compile_step(pipeline: jaxpipe.Pipeline) -> None:
     """The training step, from the start."""
     planned, state = pipeline._planned, pipeline._abstract_state
     function = training_step(pipeline.mesh, planned.program, planned.update, planned.batching, state)
-    pipeline._lower(function, planned.batch, planned.batching).compile()
+    compiled.lower(planned, function, planned.batch, planned.batching).compile()
 
 
 def compile_stages(pipeline: jaxpipe.Pipeline) -> None:

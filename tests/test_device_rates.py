@@ -313,7 +313,7 @@ def planned(profile, **options):
 @pytest.mark.core
 def test_what_a_tick_moves_is_charged_at_the_profiles_rates():
     # Two micro-batches in three ticks: 2 + 6 + 6 forward and 2 + 3 + 3 backward; messages, stashes and sums are free.
-    free = planned(chain(rates=Rates(flops=1e30, bytes=1e30)))
+    free = planned(chain(rates=Rates(flops=1e18, bytes=1e18)))
     assert free.step_seconds == pytest.approx(22, rel=1e-12) and free.rates == "the profile's device"
     slow, slower = (planned(chain(rates=Rates(flops=1e30, bytes=rate))) for rate in (1e6, 1e5))
     # All of it is bytes: ten times slower memory makes it ten times longer.

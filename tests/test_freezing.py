@@ -1,5 +1,6 @@
 """Parameters that the optimizer does not train: no gradients, no backward pass below the first trained one."""
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -212,7 +213,7 @@ def test_adapters_beside_frozen_kernels():
 class Normed(nn.Module):
     @nn.compact
     def __call__(self, x):
-        for width in (16, 16, 10):
+        for width in (64, 64, 10):
             x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Dense(width)(x)))
         return x
 
@@ -276,7 +277,9 @@ def test_a_table_without_the_backward_work_of_its_first_stages(maker):
     assert [table.in_flight(s) for s in (0, 1)] == [0, 0]
     assert [table.in_flight(s) for s in (2, 3)] == [whole.in_flight(s) for s in (2, 3)]
     assert without_backward(whole, 0) is whole
-    broken = jax.tree_util.Partial(type(table), **{**table.__dict__, "frozen": 1})
+    broken = jax.tree_util.Partial(
+        type(table), **{f.name: getattr(table, f.name) for f in dataclasses.fields(table)} | {"frozen": 1}
+    )
     with pytest.raises(ScheduleError, match=r"stage 1 does [BI] of micro-batches \[\]; it must do each of 0..5 once"):
         broken().validate()
 

@@ -89,8 +89,13 @@ def test_a_plan_and_a_first_step_are_told_in_the_log(caplog):
         pipeline = jaxpipe.partition(MODEL, mesh, batch, num_microbatches=2, **options)
         pipeline.step(pipeline.init(jax.random.key(0)), batch)
     # Two products, tanh, a sum and a division.
-    assert [record.message for record in caplog.records if record.name == "jaxpipe"] == [
+    messages = [record.message for record in caplog.records if record.name == "jaxpipe"]
+    assert messages[:3] == [
         "Tracing the model",
+        "Profiling 5 operators, analytic",
         "Cutting 5 operators into stages, on 2 devices",
-        "Compiling the training step",
     ]
+    first = messages.index("Compiling the training step")
+    assert all(message.endswith("stages with default storage") for message in messages[3:first])
+    assert messages[first + 1].startswith("Compiling the training step, ") and len(messages) == first + 3
+    assert messages[first + 2].startswith("XLA reserves ")

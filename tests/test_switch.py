@@ -166,11 +166,12 @@ def pipeline_of(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
 
 def lowered(pipeline: jaxpipe.Pipeline) -> str:
     """The training step before XLA has seen it."""
+    from jaxpipe.pipeline import compiled
     from jaxpipe.pipeline.step import training_step
 
     planned = pipeline._planned
     step = training_step(pipeline.mesh, planned.program, planned.update, planned.batching, pipeline._abstract_state)
-    return pipeline._lower(step, planned.batch, planned.batching).as_text()
+    return compiled.lower(planned, step, planned.batch, planned.batching).as_text()
 
 
 def count_products(text: str) -> int:

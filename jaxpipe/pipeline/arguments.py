@@ -61,10 +61,10 @@ def check_function(function: Any, name: str, arguments: tuple[str, str] = ("mode
 
 
 def check_seconds(value: Any, name: str) -> None:
-    """Raise ``PartitionError`` unless a value is a number of seconds above 0."""
+    """Raise ``PartitionError`` unless a value is a number of seconds, 0 or more."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not float(value) > 0 or math.isinf(value):
-        raise PartitionError(f"{name}={value!r}; it must be a number of seconds above 0, such as {name}=10.0.")
+    if not number or not float(value) >= 0 or math.isinf(value):
+        raise PartitionError(f"{name}={value!r}; it must be a number of seconds, 0 or more, such as {name}=10.0.")
 
 
 def check_flag(value: Any, name: str) -> None:
@@ -105,20 +105,22 @@ def random_key(key: Any) -> Any:
     raise PartitionError(f"key= is {text}; init needs one random key. {fix}")
 
 
-def outside_jit(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make a method of ``Pipeline`` refuse to be traced by ``jax.jit``, ``jax.grad`` or ``jax.vmap``.
+def check_outside_jit(name: str) -> None:
+    """Raise ``PartitionError`` if a method of ``Pipeline`` is traced by ``jax.jit``, ``jax.grad`` or ``jax.vmap``."""
+    if _compat.inside_transformation():
+        raise PartitionError(
+            f"pipeline.{name} was called inside jax.jit, jax.grad or another JAX transformation. It runs compiled "
+            "programs of its own, which cannot be transformed: call it outside, without jax.jit. Gradients come from "
+            "pipeline.value_and_grad(state, batch)."
+        )
 
-    It runs without the mesh of ``jax.set_mesh``, as its programs name their own.
-    """
+
+def outside_jit(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make a method of ``Pipeline`` refuse to be traced, and run without the mesh of ``jax.set_mesh``."""
 
     @functools.wraps(method)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if _compat.inside_transformation():
-            raise PartitionError(
-                f"pipeline.{method.__name__} was called inside jax.jit, jax.grad or another JAX transformation. It "
-                "runs compiled programs of its own, which cannot be transformed: call it outside, without jax.jit. "
-                "Gradients come from pipeline.value_and_grad(state, batch)."
-            )
+        check_outside_jit(method.__name__)
         with outside_mesh():
             return method(*args, **kwargs)
 

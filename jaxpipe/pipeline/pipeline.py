@@ -23,7 +23,7 @@ from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.model import UserFunction, with_values
 from jaxpipe.pipeline import checks, compiled, feed, nonfinite
 from jaxpipe.pipeline import step as steps
-from jaxpipe.pipeline.arguments import outside_jit, random_key
+from jaxpipe.pipeline.arguments import check_outside_jit, outside_jit, random_key
 from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.gather import off_mesh, stage_arrays
 from jaxpipe.pipeline.initialize import initial_state
@@ -226,7 +226,6 @@ class Pipeline:
         layouts, whole = (program.parameters, program.state), (self._optimizer, planned.update, key, identity)
         return hosts.settled(initial_state(self.mesh, model, planned.placement, layouts, program.teams, *whole))
 
-    @outside_jit
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """One training step; donates ``state``.
 
@@ -252,11 +251,15 @@ class Pipeline:
           BatchError, StateError: if an argument does not fit the plan, or the state was passed to a step before.
           NonFiniteError: if a loss or a gradient is not finite, with ``on_nonfinite="raise"``.
         """
-        leaves, program, new = self._check(state, batch), self._compiled_step, None
+        check_outside_jit("step")  # no decorator: Ctrl-C in it, after the step, would lose the new state
+        new = None
         try:
-            with hold_interrupts():  # until the new state has a name
-                new, loss, counters, metrics = self._run(program, state, leaves)
-            return new, self._metrics(new, batch, loss, counters, metrics)
+            with outside_mesh():
+                leaves, program = self._check(state, batch), self._compiled_step
+                with hold_interrupts():  # until the new state has a name
+                    new, loss, counters, metrics = self._run(program, state, leaves)
+                metrics = self._metrics(new, batch, loss, counters, metrics)
+            return new, metrics
         except BaseException:
             if new is not None:
                 take_over(state, new)

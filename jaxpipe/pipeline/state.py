@@ -42,7 +42,8 @@ class TrainState:
         """Return whether a step has taken its arrays for the state that it returned."""
         buffers = (self.parameters, self.variables, self.optimizer, self.residual, self.shared)
         leaves = (*(x for group in buffers for x in group), self.key, self.step, self.skipped)
-        return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+        arrays = [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, core.Tracer)]
+        return any(x.is_deleted() for x in arrays)
 
     def __repr__(self) -> str:
         kinds = {"parameters": self.parameters, "variables": self.variables, "optimizer": self.optimizer}

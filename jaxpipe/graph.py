@@ -26,8 +26,8 @@ ENCODED_MARK = "jaxpipe_memory_encoded_"
 #: Equations that only wrap a program.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
-#: Equations that wrap a program and have a derivative rule for it.
-_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+#: Equations that wrap a program with a rule for its VJP. Functions with a rule for their JVP stay single operators.
+_RULES = {"custom_vjp_call": "call_jaxpr"}
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class GraphBuilder:
 
     Args:
       tensors, constants: those of a graph to which operators are added.
-      inline_rules: whether calls with a derivative rule of their own are inlined, too: in a program that is not
+      inline_rules: whether calls of ``jax.custom_vjp`` functions are inlined, too: in a program that is not
         differentiated any more.
     """
 

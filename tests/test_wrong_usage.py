@@ -205,7 +205,6 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_an_argument_of_the_wrong_kind_is_refused_before_tracing(case):
     error, arguments, words = ARGUMENTS[case]
@@ -235,7 +234,6 @@ RETURNED = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("case", RETURNED)
 def test_a_loss_that_returns_something_else(case):
     loss, words = RETURNED[case]
@@ -372,7 +370,6 @@ CALLS = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("case", CALLS)
 def test_a_method_that_gets_something_else(pipeline, state, case):
     error, call, words = CALLS[case]
@@ -438,7 +435,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_functions_that_get_something_else(case):
     error, call, words = OTHERS[case]
@@ -512,7 +508,6 @@ def test_a_block_sparse_exchange_along_an_axis_of_another_name():
     assert plan.exchange_bytes is not None
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("name", "printed"),
     [

@@ -162,8 +162,8 @@ def _free(schedule: Schedule, seconds: Costs, communication: float) -> list[Span
     stuck = next((s for s in range(p) if position[s] < len(orders[s])), None)
     if stuck is not None:
         raise ScheduleError(
-            f"{schedule.name}: stage {stuck} waits for ever at {orders[stuck][position[stuck]]}: what that needs comes "
-            "later, in its own list or behind another that waits."
+            f"{schedule.name}: deadlock: device {stuck} cannot run {orders[stuck][position[stuck]]}, since its "
+            "dependency comes later in its own list, or behind an action that waits."
         )
     return spans
 

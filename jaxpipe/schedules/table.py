@@ -193,13 +193,27 @@ class Schedule:
         Raises:
           ScheduleError: naming the stage, the micro-batch and the ticks.
         """
-        for tick in self.ticks:
-            if len(tick) != self.num_stages:
-                raise ScheduleError(f"{self.name}: a tick has {len(tick)} stages, expected {self.num_stages}.")
         kinds = [Kind.FORWARD]
         if self.has_backward:
             kinds += [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if self.splits_backward else [Kind.BACKWARD]
+        self._check_ticks(kinds)
+        self._check_work(kinds)
+        back = self.backward_kind
+        for stage in range(self.total_stages):
+            self._check(Kind.FORWARD, stage, Kind.FORWARD, stage - 1)
+            if self.has_backward:
+                self._check(back, stage, Kind.FORWARD, stage)
+                self._check(back, stage, back, stage + 1)
+            if self.splits_backward:
+                self._check(Kind.BACKWARD_WEIGHT, stage, back, stage)
+        if self.versions is not None:
+            self._check_versions(self.versions)
+
+    def _check_ticks(self, kinds: Sequence[Kind]) -> None:
+        """Check that a tick holds at most one action of each kind for a device, in the order of the kinds."""
         for tick in self.ticks:
+            if len(tick) != self.num_stages:
+                raise ScheduleError(f"{self.name}: a tick has {len(tick)} stages, expected {self.num_stages}.")
             for s, actions in enumerate(tick):
                 places = [kinds.index(a.kind) if a.kind in kinds else -1 for a in actions]
                 if -1 in places or places != sorted(set(places)):
@@ -207,15 +221,16 @@ class Schedule:
                         f"{self.name}: stage {s} does {' '.join(map(str, actions))} in one tick; a tick holds at most "
                         f"one each of {', '.join(k.value for k in kinds)}, in this order."
                     )
+
+    def _check_work(self, kinds: Sequence[Kind]) -> None:
+        """Check that each stage does each of its micro-batches once, in all kinds of work that it has."""
         if not 0 <= self.frozen < self.total_stages:
             raise ScheduleError(
                 f"{self.name}: frozen={self.frozen}; at least the last of {self.total_stages} stages works backward."
             )
         work: dict[tuple[int, Kind], list[tuple[int, int]]] = defaultdict(list)
-        for tick in self.ticks:
-            for s, actions in enumerate(tick):
-                for action in actions:
-                    work[s, action.kind].append((action.chunk, action.microbatch))
+        for s, action in ((s, action) for tick in self.ticks for s, actions in enumerate(tick) for action in actions):
+            work[s, action.kind].append((action.chunk, action.microbatch))
         for s, kind in itertools.product(range(self.num_stages), kinds):
             done = work[s, kind]
             working = [c for c in range(self.num_chunks) if kind is Kind.FORWARD or self.is_trained(s, c)]
@@ -227,16 +242,6 @@ class Schedule:
                 raise ScheduleError(
                     f"{self.name}: stage {s} does {kind.value} of {self._microbatches(done)}; it must do {rule}."
                 )
-        back = self.backward_kind
-        for stage in range(self.total_stages):
-            self._check(Kind.FORWARD, stage, Kind.FORWARD, stage - 1)
-            if self.has_backward:
-                self._check(back, stage, Kind.FORWARD, stage)
-                self._check(back, stage, back, stage + 1)
-            if self.splits_backward:
-                self._check(Kind.BACKWARD_WEIGHT, stage, back, stage)
-        if self.versions is not None:
-            self._check_versions(self.versions)
 
     def _check_versions(self, versions: Sequence[Sequence[int]]) -> None:
         """Weights exist when they are used, and updates follow the order of the micro-batches."""

@@ -110,13 +110,13 @@ def handled_bytes(program: Program) -> int:
     if program.alone:
         return 0
     schedule, page = program.schedule, 4 * PAGE
-    made, sums = ([a.size * a.dtype.itemsize for a in avals] for avals in (program.gradient_avals, program.sum_avals))
+    steps, sums = ([a.size * a.dtype.itemsize for a in avals] for avals in (program.gradient_avals, program.sum_avals))
     total = (3 + 2) * page * max(program.stash_pages)
     kinds = [schedule.backward_kind]
     if schedule.splits_backward:
         total += 2 * page * max(program.stash_pages) + (3 + 2) * page * max(program.saved_pages)
         kinds.append(Kind.BACKWARD_WEIGHT)
-    return total + sum(made[k] + 2 * sums[k] for kind in kinds for k in touched(program, kind))
+    return total + sum(steps[k] + 2 * sums[k] for kind in kinds for k in touched(program, kind))
 
 
 def describe(

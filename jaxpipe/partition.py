@@ -85,6 +85,7 @@ def partition(
     replicate: bool | int | Sequence[int] = False,
     unroll_scans: int = False,
     gradient_dtype: jax.typing.DTypeLike | None = None,
+    runtime: Literal["auto", "mpmd", "spmd"] = "auto",
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
 
@@ -158,6 +159,10 @@ def partition(
       gradient_dtype: in which gradients are added up over micro-batches, stages and replicas, where that is wider than
         the type of their parameter; left out: float32. The mean is rounded once to the parameter's type, in which the
         optimizer gets it. ``jnp.bfloat16`` saves 2 bytes for each bfloat16 parameter, and rounds every sum.
+      runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
+        its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
+        ``"auto"``: ``"mpmd"``, but where only ``"spmd"`` has what the plan needs (asynchronous schedules, several
+        devices in a stage, swaps) or a stage's work is shorter than the calls that start it; the plan says which.
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.
@@ -221,6 +226,7 @@ def partition(
         host=check_host_memory(host_memory, budget, mesh),
         gradient_dtype=check_gradient_dtype(gradient_dtype),
         compile=compile,
+        runtime=checks.check_runtime(runtime),
     )
     batch = None if batch is None else checks.batch_shapes(batch)
     planned = None if batch is None or needs_variables(model) else make_plan(request, batch)

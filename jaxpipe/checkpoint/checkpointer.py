@@ -87,7 +87,7 @@ class Checkpointer:
         if step is None and not there:
             return None
         saved = hosts.on_all(lambda: open_checkpoint(self._writer.directory, there[-1] if step is None else step))
-        state = put(self._pipeline._planned, saved)
+        state = put(self._pipeline._runtime, saved)
         self._step = self._saved = saved.step
         return state, saved.data
 

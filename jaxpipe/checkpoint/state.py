@@ -4,7 +4,6 @@ What is saved knows nothing of stages, so it can be restored into any number of 
 rows of their own stage, and a host reads one stage at a time. Of several processes the first one writes.
 """
 
-import functools
 import json
 import warnings
 from dataclasses import dataclass
@@ -13,22 +12,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
 from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, differences, expected, is_key
 from jaxpipe.checkpoint.files import Saved, read
 from jaxpipe.checkpoint.tree import Path, leaf_paths
 from jaxpipe.errors import CheckpointError
-from jaxpipe.pipeline.gather import stage_arrays
-from jaxpipe.pipeline.initialize import assemble, stage_devices
-from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.state import TrainState
+from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays
 
 
 if TYPE_CHECKING:
     from jaxpipe.pipeline.planned import Planned
+    from jaxpipe.runtime.interface import Runtime
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ def _names(planned: "Planned") -> _Names:
     )
 
 
-def take(planned: "Planned", state: TrainState, data: Any = None) -> Contents | None:
+def take(runtime: "Runtime", state: TrainState, data: Any = None) -> Contents | None:
     """A copy of a training state on the host of the first process, in the model's own layout.
 
     Copies, as a step donates the state, and its memory is used again while a checkpoint is written.
@@ -76,22 +72,13 @@ def take(planned: "Planned", state: TrainState, data: Any = None) -> Contents | 
       CheckpointError: if ``data`` is not JSON.
     """
     data = hosts.from_first(lambda: _as_json(data))
-    names, program, update = _names(planned), planned.program, planned.update
-    shared = iter(state.shared)
-    places = program.teams.first
-    gather = functools.partial(stage_arrays, planned.mesh, keep=hosts.is_first())
-    coloured, (of_parameters, of_state) = update.coloured, planned.model.stacks
-    optimizer = gather(update.layout, places, coloured.state_stage, state.optimizer, lambda: next(shared))
-    residuals: dict[Path, np.ndarray] = {}
-    if update.exchange is not None:
-        stacked = gather(update.exchange.residuals, places, planned.placement.parameters, state.residual)
-        residuals = dict(zip(names.parameters, stacked, strict=False))
-    parameters = gather(program.parameters, places, planned.placement.parameters, state.parameters)
-    variables = gather(program.state, places, planned.placement.state, state.variables)
+    planned = runtime.planned
+    names, arrays = _names(planned), runtime.to_host(state, hosts.is_first())
     if not hosts.is_first():
         return None
-    parameters, variables = of_parameters.join(parameters), of_state.join(variables)
-    optimizer = coloured.state_stacks.join(optimizer)
+    of_parameters, of_state = planned.model.stacks
+    parameters, variables = of_parameters.join(arrays.parameters), of_state.join(arrays.variables)
+    optimizer = planned.update.coloured.state_stacks.join(arrays.optimizer)
     return Contents(
         step=int(state.step),
         skipped=int(state.skipped),
@@ -100,7 +87,7 @@ def take(planned: "Planned", state: TrainState, data: Any = None) -> Contents | 
         arrays={
             VARIABLES: dict(zip((*names.parameters, *names.state), (*parameters, *variables), strict=True)),
             OPTIMIZER: {p: _data(x) for p, x in zip(names.optimizer, optimizer, strict=True)},
-            RESIDUALS: residuals,
+            RESIDUALS: dict(zip(names.parameters, arrays.residuals, strict=False)),
         },
         types={(OPTIMIZER, p): str(x.dtype) for p, x in zip(names.optimizer, optimizer, strict=True) if is_key(x)},
         data=data,
@@ -120,7 +107,7 @@ def _data(x: Any) -> np.ndarray:
     return np.array(jax.random.key_data(x) if is_key(x) else x)
 
 
-def put(planned: "Planned", saved: Saved) -> TrainState:
+def put(runtime: "Runtime", saved: Saved) -> TrainState:
     """A training state from a checkpoint, stage by stage; every process reads what its own devices hold.
 
     With another number of replicas, each gets the mean of the residuals that there were: the average over the
@@ -129,8 +116,8 @@ def put(planned: "Planned", saved: Saved) -> TrainState:
     Raises:
       CheckpointError: if the checkpoint is of another model or optimizer, or is damaged.
     """
-    names, update, mesh = _names(planned), planned.update, planned.mesh
-    coloured, exchange = update.coloured, update.exchange
+    planned = runtime.planned
+    names, coloured, exchange = _names(planned), planned.update.coloured, planned.update.exchange
     check(saved, VARIABLES, _variable_leaves(planned, names), "the model")
     check(saved, OPTIMIZER, expected(names.optimizer, jax.tree.leaves(coloured.state_shape)), "the optimizer")
     has_residuals = bool(saved.leaves[RESIDUALS])
@@ -140,38 +127,24 @@ def put(planned: "Planned", saved: Saved) -> TrainState:
             "exchanges gradients whole: what had not been sent is lost.",
             stacklevel=4,
         )
-    parts, common = hosts.on_all(lambda: _read_stages(planned, saved, names, has_residuals))
-    everywhere = NamedSharding(mesh, P())
+    parts, common = hosts.on_all(lambda: _read_stages(runtime, saved, names, has_residuals))
     shared = [k for k, owner in enumerate(coloured.state_stage) if owner is None]
-    return TrainState(
-        *(assemble(mesh, P(STAGE), part) for part in parts[:3]),
-        residual=assemble(mesh, P(STAGE, DATA), parts[3]) if exchange is not None else (),
-        shared=tuple(
-            hosts.replicate(typed(x, coloured.state_avals[k].dtype), everywhere)
-            for k, x in zip(shared, common, strict=True)
-        ),
-        key=hosts.replicate(saved.key, everywhere),
-        step=hosts.replicate(np.int32(saved.step), everywhere),
-        skipped=hosts.replicate(np.int32(saved.skipped), everywhere),
-        plan=planned.plan.identity,
-    )
+    values = [typed(x, coloured.state_avals[k].dtype) for k, x in zip(shared, common, strict=True)]
+    return runtime.assemble(parts, CommonArrays(values, saved.key, np.int32(saved.step), np.int32(saved.skipped)))
 
 
 def _read_stages(
-    planned: "Planned", saved: Saved, names: _Names, has_residuals: bool
-) -> tuple[list[list[list[Any]]], list[np.ndarray]]:
-    """Rows of this process's devices, of each kind by stage and buffer; and the state that all stages share."""
-    update, mesh = planned.update, planned.mesh
-    coloured, exchange = update.coloured, update.exchange
-    parts: list[list[list[Any]]] = [[], [], [], []]
-    teams = planned.program.teams
-    for s in range(len(teams.widths)):
-        every = stage_devices(mesh, teams, s)
-        devices = hosts.mine(every)
-        if not devices:
+    runtime: "Runtime", saved: Saved, names: _Names, has_residuals: bool
+) -> tuple[dict[int, Any], list[np.ndarray]]:
+    """The parts of this process's places, and the optimizer state that all stages share."""
+    planned, parts = runtime.planned, {}
+    coloured, exchange = planned.update.coloured, planned.update.exchange
+    for place in runtime.places:
+        every = runtime.devices_of(place)
+        if not hosts.mine(every):
             continue
-        parameters, variables = planned.placement.held_by(s)
-        own = [k for k, owner in enumerate(coloured.state_stage) if owner == s]
+        parameters, variables = planned.placement.held_by(place)
+        own = [k for k, owner in enumerate(coloured.state_stage) if owner == place]
         stacks = *planned.model.stacks, coloured.state_stacks
         paths = names.parameters, names.state, names.optimizer
         of_parameters, of_state, of_optimizer = (
@@ -188,21 +161,9 @@ def _read_stages(
         }
         found = read(saved, wanted)
         leaves = {group: dict(zip(wanted[group], found[group], strict=True)) for group in (VARIABLES, OPTIMIZER)}
-        layouts = planned.program.parameters, planned.program.state, update.layout
-        for part, layout, wanted_here in zip(parts, layouts, (of_parameters, of_state, of_optimizer), strict=False):
-            values = [x.of(leaves[x.group]) for x in wanted_here]
-            part.append([[jax.device_put(x[None], d) for d in devices] for x in layout.pack(s, values)])
-        if exchange is not None:
-            residuals = [_spread(x, len(every)) for x in found[RESIDUALS]] or [
-                np.zeros((len(every), *aval.shape), aval.dtype) for aval in exchange.residuals.avals[s]
-            ]
-            rows = [exchange.residuals.pack(s, [x[every.index(d)] for x in residuals]) for d in devices]
-            parts[3].append(
-                [
-                    [jax.device_put(x[None, None], d) for x, d in zip(copies, devices, strict=True)]
-                    for copies in zip(*rows, strict=True)
-                ]
-            )
+        groups = [[x.of(leaves[x.group]) for x in group] for group in (of_parameters, of_state, of_optimizer)]
+        residuals = [_spread(x, len(every)) for x in found[RESIDUALS]]
+        parts[place] = runtime.stage_part(place, StageArrays(*groups, residuals))
     leaf_of = coloured.state_stacks.leaf_of
     shared = [names.optimizer[leaf_of[k]] for k, owner in enumerate(coloured.state_stage) if owner is None]
     return parts, read(saved, {OPTIMIZER: shared})[OPTIMIZER]

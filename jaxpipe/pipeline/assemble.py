@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline import checks
@@ -261,7 +262,9 @@ class Settled:
 def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     """The optimizer and layouts; with solvers also the search for storage within budgets."""
     request, program, placed = found.request, found.program, found.found
-    model, placement = traced.model, program.placement
+    runtime = choose_runtime(request, program)
+    # Variables are placed by stage, or by device where one program has several stages on each.
+    model, placement = traced.model, found.stages if runtime == "mpmd" else program.placement
     devices = range(program.num_devices)
     mesh = arrange(request.mesh, [placed.stages[d].devices for d in devices], placed.network)
     traced_update = traced.update
@@ -271,7 +274,8 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     coloured = colour_update(traced_update, model, placement.parameters)
     exchanges = request.exchange is not None and request.replicas > 1
     check_live(program, coloured, exchanges)
-    owned = list(zip(coloured.state_avals, coloured.state_stage, strict=True))
+    owners = [None if s is None else program.device(s) for s in coloured.state_stage]
+    owned = list(zip(coloured.state_avals, owners, strict=True))
     exchange = None
     if request.exchange is not None and exchanges:
         warn_of_adam(coloured.state_shape)
@@ -287,7 +291,7 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
         rows = checks.batch_size(traced.microbatch)
         plan = describe(request, chosen, placed, memory_of(chosen), rows, fitted, budget)
-        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model))
+        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model), runtime=runtime)
         if exchange is not None:
             plan = replace(plan, exchange_bytes=exchange.sent_bytes)
         return Planned(
@@ -309,6 +313,27 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     if solving is not None:
         fitter = Fitter(program, memory_of, working_bytes, _prices(request, traced.objective, placed), solving)
     return Settled(found, planned, fitter)
+
+
+def choose_runtime(request: Request, program: Program) -> str:
+    """Return the runtime of a program: the one that was asked for, or the one that can do what it needs.
+
+    Raises:
+      PartitionError: if ``runtime="mpmd"`` was asked for and only the other has what the program needs.
+    """
+    needs = {
+        "an asynchronous schedule": program.schedule.versions is not None,
+        "several devices in a stage (replicate)": not program.teams.single,
+        "host_memory": request.host is not None,
+        "memory": request.budget is not None,
+    }
+    needed = [name for name, wanted in needs.items() if wanted]
+    if request.runtime == "mpmd" and needed:
+        raise PartitionError(
+            f"runtime='mpmd' does not have {needed[0]} yet, which this call asks for. Pass runtime='spmd', or leave it "
+            "out."
+        )
+    return "spmd" if needed or request.runtime == "spmd" else "mpmd"
 
 
 def _map_for_swaps(program: Program, found: Partition) -> Partition:

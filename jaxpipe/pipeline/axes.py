@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
+
+from jaxpipe.schedules.teams import Teams
 
 
 #: Names of the mesh axes.
@@ -15,6 +18,11 @@ COMMON_NAMES = {
 }
 
 _MEANING = {name: axis for axis, names in COMMON_NAMES.items() for name in names}
+
+
+def stage_devices(mesh: Mesh, teams: Teams, s: int) -> list[Any]:
+    """Return the devices of a stage, one for each replica."""
+    return list(np.take(mesh.devices, teams.groups[s], axis=mesh.axis_names.index(STAGE)).flat)
 
 
 def with_own_names(mesh: Any) -> Any:

@@ -399,6 +399,16 @@ def _fit(given: Any, planned: Any) -> str:
     )
 
 
+def check_runtime(runtime: Any) -> Any:
+    """Return the runtime; raise ``PartitionError`` if it is none."""
+    if runtime not in ("auto", "mpmd", "spmd"):
+        raise PartitionError(
+            f"runtime={runtime!r}; it must be 'mpmd' (a program for each stage), 'spmd' (one program for all devices) "
+            "or 'auto'."
+        )
+    return runtime
+
+
 def check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:
     """Raise ``StateError`` if a state has residuals of another gradient exchange."""
     if list(given) != list(expected):

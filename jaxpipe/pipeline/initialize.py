@@ -1,88 +1,53 @@
 """The first state of a run, made stage by stage: no device ever holds the whole model."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import core
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat, annotations, hosts
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.captures import without_captures
-from jaxpipe.pipeline.exchange import StageExchange
-from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Update
-from jaxpipe.schedules.teams import Teams
+from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays
 from jaxpipe.stacks import Stacks
 
 
+if TYPE_CHECKING:
+    from jaxpipe.runtime.interface import Runtime
+
+
 def initial_state(
-    mesh: Mesh,
-    model: BoundModel,
-    placement: Placement,
-    layouts: tuple[Layout, Layout],
-    teams: Teams,
-    optimizer: optax.GradientTransformation,
-    update: Update,
-    key: Any,
-    plan: str,
+    runtime: "Runtime", model: BoundModel, optimizer: optax.GradientTransformation, key: Any
 ) -> TrainState:
     """Make each stage's variables and optimizer state on that stage's devices, in the process that has them.
 
     Variables that were given are copied there; others are initialised there, by a program from which everything
     that other stages need has been removed. Of stacked variables that are cut, one at a time is made as a whole.
     """
-    own = model.own
+    own, planned = model.own, runtime.planned
     values = _pieces(model, _given(own) if own.values is not None else _initialised(own, key))
-    parts = []
-    for s in range(len(teams.widths)):
-        devices = hosts.mine(stage_devices(mesh, teams, s))
+    parts = {}
+    for place in runtime.places:
+        devices = hosts.mine(runtime.devices_of(place))
         if not devices:
             continue
-        first, *others = devices
-        parameters, state = placement.held_by(s)
-        with jax.default_device(first):
+        parameters, state = planned.placement.held_by(place)
+        with jax.default_device(devices[0]):
             whole = values([*parameters, *(len(model.parameters) + k for k in state)])
-            whole = jax.device_put(whole, first)
-
-            def buffers(whole: list[Any], s: int = s, count: int = len(parameters)) -> list[list[Any]]:
-                mine = _optimizer_state(whole[:count], model, placement, s, optimizer, update)
-                return _buffers((whole[:count], whole[count:], mine), s, (*layouts, update.layout))
-
-            made = jax.jit(buffers)(whole)
-        copies = [jax.device_put(made, device) for device in others]
-        parts.append(jax.tree.map(lambda *rows: list(rows), made, *copies))
-    shared = _shared_state(model, optimizer, update)
-    residual = () if update.exchange is None else _residual(mesh, update.exchange)
-    everywhere = NamedSharding(mesh, P())
-    gathered = [assemble(mesh, P(STAGE), [part[k] for part in parts]) for k in range(3)]
-    return TrainState(
-        *gathered,
-        residual=residual,
-        shared=tuple(hosts.replicate(x, everywhere) for x in shared),
-        key=hosts.replicate(_copied(key), everywhere),
-        step=hosts.replicate(jnp.zeros((), jnp.int32), everywhere),
-        skipped=hosts.replicate(jnp.zeros((), jnp.int32), everywhere),
-        plan=plan,
-    )
-
-
-def _residual(mesh: Mesh, exchange: StageExchange) -> tuple[Any, ...]:
-    """Nothing is left over yet."""
-    sharding = NamedSharding(mesh, P(STAGE, DATA))
-    count = mesh.shape[STAGE], mesh.shape[DATA]
-    shapes = [(*count, length) for length, _ in exchange.residuals.buffers]
-    dtypes = [dtype for _, dtype in exchange.residuals.buffers]
-    make = jax.jit(lambda: [jnp.zeros(*spec) for spec in zip(shapes, dtypes, strict=True)], out_shardings=sharding)
-    return tuple(make())
+            whole = jax.device_put(whole, devices[0], may_alias=False)
+            held = whole[: len(parameters)]
+            make = functools.partial(_optimizer_state, model, planned.placement, place, optimizer, planned.update)
+            slots = jax.jit(make)(held)
+        parts[place] = runtime.stage_part(place, StageArrays(held, whole[len(parameters) :], slots))
+    shared = _shared_state(model, optimizer, planned.update)
+    return runtime.assemble(parts, CommonArrays(shared, _copied(key)))
 
 
 def _copied(key: Any) -> Any:
@@ -150,12 +115,12 @@ def _initialised(model: BoundModel, key: Any) -> Values:
 
 
 def _optimizer_state(
-    parameters: Sequence[Any],
     model: BoundModel,
     placement: Placement,
     s: int,
     optimizer: optax.GradientTransformation,
     update: Update,
+    parameters: Sequence[Any],
 ) -> list[Any]:
     """A stage's leaves of the optimizer state. Other stages' parameters are zeros that nothing reads."""
     whole: list[Any] = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in model.parameters]
@@ -176,31 +141,3 @@ def _shared_state(model: BoundModel, optimizer: optax.GradientTransformation, up
         return [x for x, owner in zip(leaves, update.coloured.state_stage, strict=True) if owner is None]
 
     return jax.jit(make)()
-
-
-def _buffers(values: Sequence[Sequence[Any]], s: int, layouts: Sequence[Layout]) -> list[list[Any]]:
-    written = [layout.write(s, part) for layout, part in zip(layouts, values, strict=True)]
-    return [[x.reshape(1, *x.shape) for x in buffers] for buffers in written]
-
-
-def stage_devices(mesh: Mesh, teams: Teams, s: int) -> list[Any]:
-    """The devices of a stage, one for each replica."""
-    return list(np.take(mesh.devices, teams.groups[s], axis=mesh.axis_names.index(STAGE)).flat)
-
-
-def assemble(mesh: Mesh, spec: P, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """Global buffers from the rows that this process's devices hold.
-
-    Args:
-      mesh: the devices.
-      spec: how a buffer is sharded; all but its last axis.
-      parts: by stage and buffer, the rows of the stage's devices; stages without devices in this process left out.
-    """
-    sharding = NamedSharding(mesh, spec)
-    whole = [mesh.shape[axis] for axis in spec]
-    return tuple(
-        jax.make_array_from_single_device_arrays(
-            (*whole, rows[0][0].shape[-1]), sharding, [x for copies in rows for x in copies]
-        )
-        for rows in zip(*parts, strict=True)
-    )

@@ -10,12 +10,12 @@ import numpy as np
 
 from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph import Graph
-from jaxpipe.pipeline.initialize import stage_devices
+from jaxpipe.pipeline.axes import stage_devices
 from jaxpipe.pipeline.state import TrainState
 
 
 if TYPE_CHECKING:
-    from jaxpipe.pipeline.planned import Planned
+    from jaxpipe.runtime.interface import Runtime
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class NonFiniteOrigin:
 
 
 def error(
-    planned: "Planned", state: TrainState, batch: Any, loss: float, norm: float, stages: Sequence[int]
+    runtime: "Runtime", state: TrainState, batch: Any, loss: float, norm: float, stages: Sequence[int]
 ) -> NonFiniteError:
     """The error for a step that was stopped: where it began, as far as that can be told.
 
     Args:
-      planned: what ran.
+      runtime: what ran.
       state: before the step.
       batch: of the step.
       loss, norm: of the batch, and of its gradient.
       stages: whose gradients are not finite.
     """
-    origin = find(planned, state, batch) if jax.process_count() == 1 else None
+    origin = find(runtime, state, batch) if jax.process_count() == 1 else None
     # A forward pass that is finite: cotangents went wrong in the last of the stages, and all before got them.
-    stage = origin.stage if origin is not None else max(stages, default=planned.program.num_devices - 1)
+    stage = origin.stage if origin is not None else max(stages, default=runtime.planned.program.num_devices - 1)
     where = f"in the backward pass of stage {stage}" if origin is None else f"in {origin}"
     if jax.process_count() > 1:
         stage, where = None, f"in an operator that can be found in one process; gradients of stages {stages} have it"
@@ -63,7 +63,7 @@ def error(
     )
 
 
-def find(planned: "Planned", state: TrainState, batch: Any) -> NonFiniteOrigin | None:
+def find(runtime: "Runtime", state: TrainState, batch: Any) -> NonFiniteOrigin | None:
     """Run the loss operator by operator until it is not finite; the operator behind it whose operands are finite.
 
     The process must have all stages.
@@ -73,19 +73,16 @@ def find(planned: "Planned", state: TrainState, batch: Any) -> NonFiniteOrigin |
     Returns:
       None if the loss is finite for every micro-batch.
     """
-    program, model, mesh = planned.program, planned.model, planned.mesh
+    planned = runtime.planned
+    program, model = planned.program, planned.model
     objective, graph = program.objective, program.objective.graph
     replicas, m = planned.batching.replicas, planned.batching.num_microbatches
-    devices = [stage_devices(mesh, program.teams, s)[0] for s in range(program.num_devices)]
+    devices = [stage_devices(planned.mesh, program.teams, s)[0] for s in range(program.num_devices)]
     homes = [s for s, stage in enumerate(planned.plan.stages) for _ in range(*stage.operators)]
 
-    variables: dict[int, Any] = {}
-    first: dict[int, Any] = {}
-    for s, device in enumerate(devices):
-        parameters, states = planned.placement.held_by(s)
-        own = program.parameters.read(s, _rows(state.parameters, device))
-        variables.update(zip((objective.parameters[k] for k in parameters), own, strict=True))
-        first.update(zip(states, program.state.read(s, _rows(state.variables, device)), strict=True))
+    arrays = runtime.to_host(state)
+    variables = dict(zip(objective.parameters, arrays.parameters, strict=True))
+    first = dict(enumerate(arrays.variables))
     names = dict(zip(objective.parameters, (f"parameter {v.name}" for v in model.parameters), strict=True))
     names |= dict(zip(objective.state, (f"variable {v.name}" for v in model.state), strict=True))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(planned.microbatch)[0]]
@@ -114,11 +111,6 @@ def find(planned: "Planned", state: TrainState, batch: Any) -> NonFiniteOrigin |
             return NonFiniteOrigin(homes[index], j, names.get(what, "") or _operator(graph, index))
         now = {k: env[t] for k, t in enumerate(objective.new_state)}
     return None
-
-
-def _rows(buffers: Sequence[Any], device: Any) -> list[Any]:
-    """What a device holds of each buffer."""
-    return [next(s.data for s in x.addressable_shards if s.device == device).reshape(-1) for x in buffers]
 
 
 def _origin(graph: Graph, env: dict[int, Any], results: Sequence[int]) -> tuple[int, int] | None:

@@ -1,7 +1,6 @@
 """``Pipeline``: a planned model on a mesh."""
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +20,9 @@ from jaxpipe.checkpoint.files import steps as steps_of
 from jaxpipe.checkpoint.state import put, take
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.model import UserFunction, with_values
-from jaxpipe.pipeline import checks, compiled, feed, nonfinite
-from jaxpipe.pipeline import step as steps
+from jaxpipe.pipeline import checks, feed, nonfinite
 from jaxpipe.pipeline.arguments import check_outside_jit, outside_jit, random_key
-from jaxpipe.pipeline.folding import shared_sections
-from jaxpipe.pipeline.gather import off_mesh, stage_arrays
+from jaxpipe.pipeline.gather import off_mesh
 from jaxpipe.pipeline.initialize import initial_state
 from jaxpipe.pipeline.interrupts import hold_interrupts
 from jaxpipe.pipeline.mode import warn_if_training
@@ -33,17 +30,15 @@ from jaxpipe.pipeline.nonfinite import NonFiniteOrigin
 from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction, with_rows
 from jaxpipe.pipeline.plain import plain_stash_bytes
 from jaxpipe.pipeline.planned import Planned
-from jaxpipe.pipeline.sections import cut_sections, follow
 from jaxpipe.pipeline.state import TrainState, take_over
 from jaxpipe.pipeline.step import Batching
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.planning.timeline import plan_timeline
 from jaxpipe.profile import Profile
-from jaxpipe.progress import progress
+from jaxpipe.runtime.interface import Runtime, StepResults
+from jaxpipe.runtime.select import runtime_of
 from jaxpipe.schedules import Schedule, Timeline
-from jaxpipe.schedules.gpipe import forward_only
-from jaxpipe.target import building_for
 from jaxpipe.units import bytes_text, whole_number
 
 
@@ -82,9 +77,9 @@ class Pipeline:
         self._functions = dict(functions)
         self._optimizer = optimizer
         self._make_plan = make_plan
-        self._maybe_planned = planned
+        self._maybe_runtime = None if planned is None else runtime_of(planned)
         self._batch = batch
-        self._forward_steps: dict[Any, Any] = {}
+        self._forward_objectives: dict[Any, tuple[Objective, Batching]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -169,7 +164,7 @@ class Pipeline:
     def __repr__(self) -> str:
         """The plan in a line; ``print(pipeline.plan)`` has all of it."""
         axes = ", ".join(f"{name}={size}" for name, size in self._mesh.shape.items())
-        if self._maybe_planned is None:
+        if self._maybe_runtime is None:
             return f"Pipeline(mesh: {axes}; no plan yet)"
         plan = self.plan
         cut = f"{len(plan.stages)} stages, {plan.num_microbatches} micro-batches of {plan.microbatch_size}"
@@ -178,22 +173,26 @@ class Pipeline:
 
     def _repr_html_(self) -> str | None:
         """What notebooks show: the plan, once there is one."""
-        return None if self._maybe_planned is None else self.plan._repr_html_()
+        return None if self._maybe_runtime is None else self.plan._repr_html_()
 
     @property
     def mesh(self) -> Mesh:
         """The devices it runs on, in the order of the plan once there is one."""
-        return self._mesh if self._maybe_planned is None else self._maybe_planned.mesh
+        return self._mesh if self._maybe_runtime is None else self._planned.mesh
 
     @property
     def _planned(self) -> Planned:
-        if self._maybe_planned is None:
+        return self._runtime.planned
+
+    @property
+    def _runtime(self) -> Runtime:
+        if self._maybe_runtime is None:
             raise PartitionError(
                 "This pipeline has no plan yet, because partition was given no batch, or a function whose variables "
                 "are not known. Call pipeline.init(key, batch) first, for a function with variables=; as a batch, "
                 "shapes (jax.ShapeDtypeStruct) will do."
             )
-        return self._maybe_planned
+        return self._maybe_runtime
 
     @outside_jit
     def init(self, key: Any, batch: Any = None, *, variables: Any = None) -> TrainState:
@@ -214,17 +213,15 @@ class Pipeline:
           ModelError: if ``variables`` do not fit.
         """
         key = random_key(key)
-        if self._maybe_planned is None:
+        if self._maybe_runtime is None:
             batch = self._batch if batch is None else checks.batch_shapes(batch)
             if batch is not None:
-                self._maybe_planned = self._make_plan(batch, variables)
+                self._maybe_runtime = runtime_of(self._make_plan(batch, variables))
         planned = self._planned
         model = planned.model if variables is None else with_values(planned.model, variables)
         if model.own.values is None and model.own.initialise is None:
             raise PartitionError("The model has no values and cannot be initialised; pass variables= to init.")
-        program, identity = planned.program, self.plan.identity
-        layouts, whole = (program.parameters, program.state), (self._optimizer, planned.update, key, identity)
-        return hosts.settled(initial_state(self.mesh, model, planned.placement, layouts, program.teams, *whole))
+        return hosts.settled(initial_state(self._runtime, model, self._optimizer, key))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """One training step; donates ``state``.
@@ -255,32 +252,32 @@ class Pipeline:
         new = None
         try:
             with outside_mesh():
-                leaves, program = self._check(state, batch), self._compiled_step
+                self._check(state, batch)
+                self._runtime.prepare(batch)
                 with hold_interrupts():  # until the new state has a name
-                    new, loss, counters, metrics = self._run(program, state, leaves)
-                metrics = self._metrics(new, batch, loss, counters, metrics)
+                    results = self._run(self._runtime.step, state, batch)
+                    new = results.state
+                metrics = self._metrics(new, batch, results)
             return new, metrics
         except BaseException:
             if new is not None:
                 take_over(state, new)
             raise
 
-    def _run(self, program: Any, state: TrainState, leaves: list[Any]) -> Any:
-        """Run a compiled function; of two threads that pass one state, a step gets it and the other an error."""
+    def _run(self, function: Callable[[TrainState, Any], Any], state: TrainState, batch: Any) -> Any:
+        """Run a function of a state; of two threads that pass one state, a step gets it and the other an error."""
         with self._lock:
             checks.check_unused(state)
-            results = program(state, leaves)
-        return hosts.settled(results)
+            return function(state, batch)
 
-    def _metrics(
-        self, state: TrainState, batch: Any, loss: Any, counters: dict[str, Any], metrics: Sequence[Any]
-    ) -> dict[str, Any]:
+    def _metrics(self, state: TrainState, batch: Any, results: StepResults) -> dict[str, Any]:
         """Return the metrics of a step that has led to a state; with ``on_nonfinite="raise"`` it may raise instead."""
-        if not any(section.stage and section.stage.storage.sparse for section in self._planned.program.sections):
+        counters, planned = results.counters, self._planned
+        if not any(section.stage and section.stage.storage.sparse for section in planned.program.sections):
             del counters["overflows"]
-        if self._planned.update.on_nonfinite is not None:
-            self._look_at_nonfinite(state, batch, loss, counters)
-        found = _metrics(self._planned.program.objective, loss, metrics) | counters
+        if planned.update.on_nonfinite is not None:
+            self._look_at_nonfinite(state, batch, results.loss, counters)
+        found = _metrics(planned.program.objective, results.loss, results.metrics) | counters
         if self._learning_rate is not None:
             found["learning_rate"] = state.shared[self._learning_rate]
         return found
@@ -291,7 +288,7 @@ class Pipeline:
             counters |= {"skipped": state.skipped, "nonfinite_stages": stages}
         elif stopped:
             norm = float(counters["gradient_norm"])
-            raise nonfinite.error(self._planned, state, batch, float(loss), norm, np.flatnonzero(stages).tolist())
+            raise nonfinite.error(self._runtime, state, batch, float(loss), norm, np.flatnonzero(stages).tolist())
 
     @outside_jit
     def find_nonfinite(self, state: TrainState, batch: Any) -> NonFiniteOrigin | None:
@@ -313,7 +310,7 @@ class Pipeline:
                 "and restore it in one process."
             )
         self._check(state, batch)
-        return nonfinite.find(self._planned, state, batch)
+        return nonfinite.find(self._runtime, state, batch)
 
     @outside_jit
     def value_and_grad(self, state: TrainState, batch: Any) -> tuple[tuple[Any, dict[str, Any]], Any]:
@@ -321,16 +318,11 @@ class Pipeline:
 
         They are those that ``step`` hands to the optimizer: zeros for parameters that it does not train.
         """
-        leaves = self._check(state, batch)
-        loss, metrics, buffers = self._run(self._gradient_step, state, leaves)
+        self._check(state, batch)
+        loss, metrics, given = self._run(self._runtime.gradients, state, batch)
         planned = self._planned
-        program, placement = planned.program, planned.placement
-        trained = [t not in program.objective.frozen for t in program.objective.parameters]
-        owners = [owner if kept else None for owner, kept in zip(placement.parameters, trained, strict=True)]
-        avals = (v.aval for v, kept in zip(planned.model.parameters, trained, strict=True) if not kept)
-        zeros = (np.zeros(aval.shape, aval.dtype) for aval in avals)
-        gather = functools.partial(stage_arrays, self.mesh, program.gradients, program.teams.first, owners, buffers)
-        gradients = gather(shared=lambda: next(zeros))
+        pairs = zip(given, (v.aval for v in planned.model.parameters), strict=True)
+        gradients = [np.zeros(aval.shape, aval.dtype) if g is None else g for g, aval in pairs]
         found = _metrics(planned.program.objective, loss, metrics)
         return (loss, found), planned.model.parameter_tree(gradients)
 
@@ -345,8 +337,8 @@ class Pipeline:
           BatchError: if the batch cannot be split over the replicas.
           PartitionError: if partition was given no ``evaluate``.
         """
-        program, leaves, objective = self._forward("evaluate", state, batch)
-        return _metrics(objective, *self._run(program, state, leaves))
+        objective, run = self._forward("evaluate", state, batch)
+        return _metrics(objective, *self._run(run, state, batch))
 
     @outside_jit
     def predict(self, state: TrainState, batch: Any) -> Any:
@@ -354,19 +346,15 @@ class Pipeline:
 
         The function sets the mode itself, as for ``evaluate``.
         """
-        program, leaves, objective = self._forward("predict", state, batch)
-        return jax.tree.unflatten(objective.tree, self._run(program, state, leaves))
+        objective, run = self._forward("predict", state, batch)
+        return jax.tree.unflatten(objective.tree, self._run(run, state, batch))
 
     @outside_jit
     def parameters(self, state: TrainState) -> Any:
         """The model's own variables in the model's own layout, as host arrays; all processes call it, and get all."""
         checks.check_state(state, self.plan.identity)
-        planned = self._planned
-        program, placement = planned.program, planned.placement
-        gather = functools.partial(stage_arrays, self.mesh, places=program.teams.first)
-        values = gather(program.parameters, owners=placement.parameters, buffers=state.parameters)
-        rest = gather(program.state, owners=placement.state, buffers=state.variables)
-        return planned.model.variable_tree(values, rest)
+        arrays = self._runtime.to_host(state)
+        return self._planned.model.variable_tree(arrays.parameters, arrays.variables)
 
     @outside_jit
     def save(self, state: TrainState, directory: Any, *, data: Any = None) -> None:
@@ -402,7 +390,7 @@ class Pipeline:
           CheckpointError: if there is none, it is damaged, or of another model or optimizer.
         """
         last = step if step is not None else hosts.from_first(lambda: max(steps_of(directory), default=None))
-        return put(self._planned, hosts.on_all(lambda: open_checkpoint(directory, last)))
+        return put(self._runtime, hosts.on_all(lambda: open_checkpoint(directory, last)))
 
     def local_rows(self, size: int) -> np.ndarray:
         """Which rows of a batch this process passes to ``step`` and the others: those of its replicas, in order.
@@ -419,7 +407,7 @@ class Pipeline:
 
     def _contents(self, state: TrainState, data: Any) -> Contents | None:
         checks.check_state(state, self.plan.identity)
-        return take(self._planned, state, data)
+        return take(self._runtime, state, data)
 
     def microbatch_key(self, state: TrainState, j: int) -> Any:
         """Return the random key of micro-batch ``j`` in the step from ``state``; ``j`` counts over replicas.
@@ -440,44 +428,17 @@ class Pipeline:
     @outside_mesh()
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
-        reserved = compiled.reserved_bytes(self._compiled_step)
-        found = self._compiled_step.memory_analysis()
+        found, plan = self._runtime.bytes(), self.plan
+        host = 0 if plan.host is None else plan.host.bytes
         count = self.mesh.devices.size
-        host = 0 if self.plan.host is None else self.plan.host.bytes
-        sizes = self.plan.predicted_bytes, reserved, found.temp_size_in_bytes, host, found.host_temp_size_in_bytes
-        return MemoryReport(*((size,) * count for size in sizes))
+        return MemoryReport(plan.device_bytes, found.reserved, found.temporary, (host,) * count, found.host)
 
-    def _check(self, state: TrainState, batch: Any) -> list[Any]:
+    def _check(self, state: TrainState, batch: Any) -> None:
         planned = self._planned
         checks.check_state(state, self.plan.identity)
-        checks.check_residual([x.shape for x in state.residual], [x.shape for x in self._abstract_state.residual])
+        self._runtime.check_state(state)
         shapes = feed.whole_shapes(self.mesh, checks.batch_shapes(batch), batch)
         checks.check_same_structure(shapes, planned.batch)
-        return feed.place(self.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), planned.batching)
-
-    @cached_property
-    def _abstract_state(self) -> TrainState:
-        return compiled.abstract_state(self._planned)
-
-    @cached_property
-    @progress("Compiling the training step")
-    def _compiled_step(self) -> Any:
-        """The training step. If XLA reserves more than the budget, storage is chosen again for as much less."""
-        checks.check_runs(self.plan)
-        with building_for(self.mesh.devices.flat[0].platform):
-            planned = self._maybe_planned = compiled.within_budget(self._planned)
-        assert planned.compiled is not None
-        return planned.compiled.step
-
-    @cached_property
-    @progress("Compiling the gradient")
-    def _gradient_step(self) -> Any:
-        planned = self._planned
-        checks.check_runs(planned.plan)
-        schedule = dataclasses.replace(planned.program.schedule, versions=None, group=1)
-        program = dataclasses.replace(planned.program, schedule=schedule)
-        function = steps.gradient_step(self.mesh, program, planned.batching, self._abstract_state)
-        return compiled.lower(planned, function, planned.batch, planned.batching).compile()
 
     @cached_property
     def _learning_rate(self) -> int | None:
@@ -489,19 +450,18 @@ class Pipeline:
         shared = [paths[k] for k, owner in owned if owner is None]
         return next((k for k, path in enumerate(shared) if path.endswith(".hyperparams['learning_rate']")), None)
 
-    def _forward(self, name: str, state: TrainState, batch: Any) -> tuple[Any, list[Any], Objective]:
-        """The compiled forward pass of ``evaluate`` or ``predict`` for a batch, and the batch in its place."""
+    def _forward(self, name: str, state: TrainState, batch: Any) -> tuple[Objective, Callable[[TrainState, Any], Any]]:
+        """What ``evaluate`` or ``predict`` computes for a batch, and a function that runs it."""
         checks.check_state(state, self.plan.identity)
         shapes = feed.whole_shapes(self.mesh, checks.batch_shapes(batch), batch)
         leaves, treedef = jax.tree.flatten(shapes)
-        cache_key = (name, treedef, tuple((x.shape, x.dtype) for x in leaves))
-        if cache_key not in self._forward_steps:
-            self._forward_steps[cache_key] = self._build_forward(name, shapes)
-        run, objective, batching = self._forward_steps[cache_key]
-        return run, feed.place(self.mesh, jax.tree.leaves(batch), leaves, batching), objective
+        key = name, treedef, tuple((x.shape, x.dtype) for x in leaves)
+        if key not in self._forward_objectives:
+            self._forward_objectives[key] = self._trace_forward(name, shapes)
+        objective, batching = self._forward_objectives[key]
+        return objective, functools.partial(self._runtime.forward, name, objective, shapes, batching)
 
-    @progress("Compiling the forward pass")
-    def _build_forward(self, name: str, shapes: Any) -> tuple[Any, Objective, Batching]:
+    def _trace_forward(self, name: str, shapes: Any) -> tuple[Objective, Batching]:
         function = self._functions[name]
         if function is None:
             raise PartitionError(f"partition was given no {name} function; pass {name}=lambda model, batch: ...")
@@ -513,29 +473,13 @@ class Pipeline:
         m = counts[-1]
         batching = Batching(tuple(not x.shape for x in jax.tree.leaves(shapes)), replicas, m)
         rows = size // (replicas * m)
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x, shapes)
+        one = with_rows(shapes, rows)
         trace = trace_loss if name == "evaluate" else trace_prediction
         objective = trace(planned.model, function, one, name)
-        if not any(known == name for known, *_ in self._forward_steps):
+        if not any(known == name for known, *_ in self._forward_objectives):
             retrace = functools.partial(trace, planned.model, function, name=name)
             warn_if_training(objective, planned.model, name, rows, lambda n: retrace(with_rows(one, n)))
-        before, teams = planned.program.schedule, planned.program.teams
-        names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
-        borrowed = {t for section in planned.program.sections for t in section.borrowed}
-        lent = [k for k, t in enumerate(planned.program.objective.parameters) if t in borrowed]
-        cuts = follow(objective, planned.stages, before.total_stages, names, name, lent)
-        sections = shared_sections(objective, planned.model, cut_sections(objective, cuts, planned.stages), teams)
-        program = dataclasses.replace(
-            planned.program,
-            objective=objective,
-            sections=tuple(dataclasses.replace(section, fold=None) for section in sections),
-            schedule=forward_only(before.num_stages, teams.deals(m), before.num_chunks),
-            num_microbatches=m,
-            swaps=None,
-        )
-        build = steps.evaluation_step if name == "evaluate" else steps.prediction_step
-        function = build(self.mesh, program, batching, self._abstract_state)
-        return compiled.lower(planned, function, shapes, batching).compile(), objective, batching
+        return objective, batching
 
 
 def _metrics(objective: Objective, loss: Any, leaves: Sequence[Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What the caller of ``partition`` asked for."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import optax
@@ -49,6 +49,7 @@ class Request:
     host: HostUse | None = None
     gradient_dtype: np.dtype[Any] | None = None
     compile: bool = True
+    runtime: Literal["auto", "mpmd", "spmd"] = "auto"
 
     @property
     def compiles(self) -> bool:

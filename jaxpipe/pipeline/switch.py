@@ -2,14 +2,12 @@
 
     each stage's branch ──trace──▶ program ──form──▶ equal forms: one branch ──▶ lax.switch over what is left
 
-A form is all that decides what a program computes: primitives, parameters, types, who reads what, and every constant
-and literal bit by bit. Names of variables, modules and source lines are not in it. The numbers that random keys are
-folded with may differ (each layer has its own): they are looked up by stage and handed to the shared branch.
+Forms are those of ``jaxpipe.program_form``. The numbers that random keys are folded with may differ: they are looked up
+by stage and handed to the shared branch.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe import _compat
+from jaxpipe.program_form import shared_program, trace_program
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
@@ -70,7 +69,7 @@ def _grouped(
     index: Any, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]
 ) -> tuple[Any, list[Callable[..., Any]], Any]:
     """Which of the branches that differ it is, these branches, and the numbers that they are given."""
-    programs = [_trace(branch, operands) for branch in branches]
+    programs = [trace_program(branch, operands) for branch in branches]
     groups: dict[Hashable, list[int]] = {}
     for k, program in enumerate(programs):
         groups.setdefault(program.form, []).append(k)
@@ -80,108 +79,6 @@ def _grouped(
         place[members] = number
     for k, program in enumerate(programs):
         table[k, : len(program.folds)] = [value for _, value in program.folds]
-    shared = [_shared([programs[k] for k in members]) for members in groups.values()]
+    shared = [shared_program([programs[k] for k in members]) for members in groups.values()]
     chosen = index if len(shared) == len(programs) else jnp.asarray(place)[index]
     return chosen, shared, jnp.asarray(table)[index]
-
-
-@dataclass(frozen=True, eq=False)
-class _Program:
-    """A traced branch.
-
-    Attributes:
-      closed, tree: the program, and the structure of what it returns.
-      form: equal for programs that compute the same, but for ``folds``.
-      folds: literals that keys are folded with: the equation that does, and the number.
-    """
-
-    closed: Any
-    tree: Any
-    form: Hashable
-    folds: tuple[tuple[int, int], ...]
-
-
-def _trace(branch: Callable[..., Any], operands: Sequence[Any]) -> _Program:
-    closed, shapes = jax.make_jaxpr(branch, return_shape=True)(*operands)
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    tree = jax.tree.structure(shapes)
-    folds = {k: int(value) for k, eqn in enumerate(jaxpr.eqns) if (value := _folded(eqn)) is not None}
-    return _Program(closed, tree, (tree, _form(jaxpr, consts, folds)), tuple(folds.items()))
-
-
-def _shared(programs: Sequence[_Program]) -> Callable[..., Any]:
-    """One branch for programs of equal form, ``(numbers to fold keys with, operands) -> what they return``."""
-    first = programs[0]
-    varying = [h for h, numbers in enumerate(zip(*(p.folds for p in programs), strict=True)) if len(set(numbers)) > 1]
-    program = _compat.literals_as_arguments(first.closed, [(first.folds[h][0], 1) for h in varying])
-
-    def branch(row: Any, *operands: Any) -> Any:
-        found = _compat.evaluate_jaxpr(program, *(row[h] for h in varying), *jax.tree.leaves(operands))
-        return jax.tree.unflatten(first.tree, found)
-
-    return branch
-
-
-def _folded(equation: Any) -> Any | None:
-    """The number that an equation folds a key with, if it is a literal."""
-    if equation.primitive.name != "random_fold_in" or not _compat.is_literal(equation.invars[1]):
-        return None
-    aval = equation.invars[1].aval
-    return equation.invars[1].val if aval.shape == () and aval.dtype == np.uint32 else None
-
-
-#: Parameters that only matter when a call is differentiated.
-_DERIVATIVES = {
-    "custom_jvp_call": ("jvp_jaxpr_fun", "jvp_jaxpr_thunk"),
-    "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
-}
-
-
-def _form(jaxpr: Any, consts: Sequence[Any], folds: Mapping[int, int] | None = None) -> Hashable:
-    """What a program computes, as a value; equations ``folds`` without the number that they fold a key with."""
-    number: dict[Any, int] = {}
-
-    def name(variables: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple((number.setdefault(v, len(number)), v.aval) for v in variables)
-
-    def read(atom: Any) -> Hashable:
-        return ("literal", atom.aval, _value(atom.val)) if _compat.is_literal(atom) else number[atom]
-
-    head = name(jaxpr.constvars), tuple(map(_value, consts)), name(jaxpr.invars)
-    body = []
-    for k, eqn in enumerate(jaxpr.eqns):
-        reads = eqn.invars[:1] if folds is not None and k in folds else eqn.invars
-        ignored = _DERIVATIVES.get(eqn.primitive.name, ())
-        params = tuple((key, _setting(x)) for key, x in sorted(eqn.params.items()) if key not in ignored)
-        effects = frozenset(map(_setting, eqn.effects))
-        operands = tuple(map(read, reads))
-        body.append((eqn.primitive, params, operands, name(eqn.outvars), effects, _setting(eqn.ctx)))
-    return head, tuple(body), tuple(map(read, jaxpr.outvars))
-
-
-def _setting(x: Any) -> Hashable:
-    """A parameter of an equation. What cannot be compared is equal to itself only."""
-    jaxpr, consts = _compat.open_jaxpr(x)
-    if hasattr(jaxpr, "eqns"):
-        return _form(jaxpr, consts)
-    if isinstance(x, (tuple, list)):
-        return type(x), tuple(map(_setting, x))
-    if isinstance(x, Mapping):
-        return type(x), tuple((key, _setting(x[key])) for key in sorted(x, key=repr))
-    if isinstance(x, (np.ndarray, np.generic, jax.Array, float, complex)):
-        return _value(x)
-    try:
-        hash(x)
-    except TypeError:
-        return "itself", id(x)
-    return type(x), x
-
-
-def _value(x: Any) -> Hashable:
-    """An array or a number with all its bits, signs of zero and NaN included."""
-    if _compat.is_closed_over_tracer(x):
-        return "itself", id(x)
-    if jax.dtypes.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key):
-        return str(jax.random.key_impl(x)), _value(jax.random.key_data(x))
-    found = np.asarray(x)
-    return found.dtype.name, found.shape, found.tobytes()

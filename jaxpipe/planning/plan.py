@@ -171,6 +171,8 @@ class Plan:
         the mesh's kind of device or has none.
       notes: differences from plain training, one sentence each: annotations left out, types of sums.
       frozen: the parameters that the optimizer does not train, if there are any.
+      runtime: ``"mpmd"``, a program for each stage, or ``"spmd"``, one for all devices.
+      each_device: predicted bytes of each device, where they differ, in the order of ``mesh.devices.flat``.
 
     Example:
       >>> stage = StagePlan((0, 2), (0,), ("dense",), 1e-3, 2e-3, 36, 8, 1, 0)
@@ -200,11 +202,19 @@ class Plan:
     rates: str = ""
     notes: tuple[str, ...] = ()
     frozen: FrozenPlan | None = None
+    runtime: str = "spmd"
+    each_device: tuple[int, ...] = ()
 
     @property
     def predicted_bytes(self) -> int:
         """Bytes on each device."""
         return sum(self.memory.values())
+
+    @property
+    def device_bytes(self) -> tuple[int, ...]:
+        """Predicted bytes of each device, in the order of ``mesh.devices.flat``."""
+        devices = {d for stage in self.stages for d in stage.devices}
+        return self.each_device or (self.predicted_bytes,) * len(devices)
 
     @property
     def teams(self) -> Teams:

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpipe.pipeline.axes import stage_devices
 from jaxpipe.pipeline.branches import backward_branch, forward_branch, given_avals, weight_branch
-from jaxpipe.pipeline.initialize import stage_devices
 from jaxpipe.pipeline.program import Program
 from jaxpipe.profiling.groups import Program as Timed
 from jaxpipe.profiling.measured import Stopwatch

@@ -1,0 +1,1 @@
+"""Runtimes: what calls the programs of a pipeline's stages."""

@@ -1,0 +1,342 @@
+"""A list of what the host does for a step, compiled once from the schedule's table.
+
+Instructions read and write numbered registers, each of which is written once. The list is the same in every process;
+each follows the instructions for its own devices.
+
+    Call   run a program on the device of a stage, or on those of all its replicas
+    Send   copy arrays to another device
+    Split  take an array of all replicas of a stage apart, without a copy
+    Join   put the replicas' arrays together, without a copy
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpipe.runtime.mpmd.compile import TracedWork
+from jaxpipe.runtime.mpmd.stage_work import Name
+
+
+class Place(NamedTuple):
+    """A stage and one of its replicas; or all of them (-1), whose arrays are global."""
+
+    stage: int
+    replica: int = -1
+
+    @property
+    def is_whole(self) -> bool:
+        """True for all replicas of a stage."""
+        return self.replica < 0
+
+
+class Key(NamedTuple):
+    """An array that a list names: where it is, what it is, and of which micro-batch."""
+
+    place: Place
+    name: Name
+    microbatch: int = -1
+
+
+@dataclass(frozen=True)
+class Call:
+    """Run program ``program`` of the list."""
+
+    program: int
+    place: Place
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Send:
+    """Copy arrays from one device to another."""
+
+    source: Place
+    target: Place
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Take the array of all replicas of a stage apart."""
+
+    stage: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Join:
+    """Put arrays of all replicas together: side by side along their first axis, or, if they are equal, as one."""
+
+    stage: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    sharded: bool
+
+
+Instruction = Call | Send | Split | Join
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A program of a list.
+
+    Attributes:
+      traced: what it computes.
+      whole: whether it runs on all replicas of a stage together.
+      sharded: over several devices, whether each operand and each result is one of each replica, side by side.
+      donated: positions of operands whose memory it may use.
+    """
+
+    traced: TracedWork
+    whole: bool
+    sharded: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
+    donated: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class CallList:
+    """A compiled list.
+
+    Attributes:
+      instructions: in the order in which the host follows them.
+      programs: that calls run.
+      avals: by register, the shape of its array; of all replicas' if those are together.
+      places: by register.
+      inputs: by key, the register that it is in at the beginning.
+      outputs: by key, the register that it is in at the end.
+      dropped: by instruction, the registers that nobody reads any more.
+      sharded: registers of which each replica has its own part.
+    """
+
+    instructions: tuple[Instruction, ...]
+    programs: tuple[Program, ...]
+    avals: tuple[Any, ...]
+    places: tuple[Place, ...]
+    inputs: dict[Key, int]
+    outputs: dict[Key, int]
+    dropped: tuple[tuple[int, ...], ...]
+    sharded: frozenset[int]
+
+
+@dataclass
+class ListBuilder:
+    """A list that is being written.
+
+    Attributes:
+      devices: by stage and replica.
+      kept: registers whose memory others share, so that no program may write over it.
+    """
+
+    devices: np.ndarray
+    kept: set[int] = field(default_factory=set)
+    instructions: list[Instruction] = field(default_factory=list)
+    programs: list[Program] = field(default_factory=list)
+    avals: list[Any] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    inputs: dict[Key, int] = field(default_factory=dict)
+    now: dict[Key, int] = field(default_factory=dict)
+    consuming: set[int] = field(default_factory=set)
+    sharded: set[int] = field(default_factory=set)
+
+    @property
+    def replicas(self) -> int:
+        """Of each stage."""
+        return self.devices.shape[1]
+
+    def place(self, stage: int, replica: int = -1) -> Place:
+        """A place; of a stage without replicas, all are one."""
+        return Place(stage, 0 if self.replicas == 1 else replica)
+
+    def key(self, place: Place, name: Name, j: int = -1) -> Key:
+        """The key of an array."""
+        return Key(place, name, j if name.role.is_of_microbatch else -1)
+
+    def register(self, place: Place, aval: Any) -> int:
+        """A new register."""
+        self.avals.append(aval)
+        self.places.append(place)
+        return len(self.avals) - 1
+
+    def given(
+        self, place: Place, name: Name, aval: Any, j: int = -1, *, keep: bool = False, sharded: bool = False
+    ) -> None:
+        """Take note of an array that is there at the beginning.
+
+        Args:
+          place, name, j: its key.
+          aval: its shape.
+          keep: whether no program may write over it.
+          sharded: whether each replica has its own part of it.
+        """
+        key = self.key(place, name, j)
+        if key not in self.inputs:
+            self.inputs[key] = self.now[key] = self.register(place, aval)
+        if keep:
+            self.kept.add(self.inputs[key])
+        if sharded:
+            self.sharded.add(self.inputs[key])
+
+    def has(self, place: Place, name: Name, j: int = -1) -> bool:
+        """Return whether an array is there."""
+        return self.key(place, name, j) in self.now
+
+    def program(self, traced: TracedWork, whole: bool = False, sharded: Any = None, consumes: bool = False) -> int:
+        """Add a program.
+
+        Args:
+          traced: what it computes.
+          whole: whether it runs on all replicas of a stage together.
+          sharded: tells of a name whether each replica has its own array.
+          consumes: whether it may use the memory of what is there at the beginning.
+        """
+        whole = whole and self.replicas > 1
+        specs: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
+        if whole:
+            specs = tuple(map(sharded, traced.read_names)), tuple(map(sharded, traced.written_names))
+        self.programs.append(Program(traced, whole, specs))
+        if consumes:
+            self.consuming.add(len(self.programs) - 1)
+        return len(self.programs) - 1
+
+    def call(self, number: int, stage: int, replica: int = -1, j: int = -1) -> None:
+        """Run a program at a place."""
+        program = self.programs[number]
+        place = self.place(stage, -1 if program.whole else replica)
+        traced = program.traced
+        reads = []
+        for k, (name, aval) in enumerate(zip(traced.read_names, traced.read_avals, strict=True)):
+            key = self.key(place, name, j)
+            if place.is_whole and key not in self.now:
+                self.join(stage, name, program.sharded[0][k], aval)
+            reads.append(self.now[key])
+        writes = []
+        for k, aval in enumerate(traced.written_avals):
+            apart = program.whole and program.sharded[1][k]
+            writes.append(self.register(place, _stacked(aval, self.replicas) if apart else aval))
+            if apart:
+                self.sharded.add(writes[-1])
+        self.instructions.append(Call(number, place, tuple(reads), tuple(writes)))
+        sources = {name: self.now.get(self.key(place, source, j)) for name, source in traced.same.items()}
+        made = dict(zip(traced.written_names, writes, strict=True))
+        for name, source in traced.same.items():
+            register = made.get(source, sources[name])
+            assert register is not None
+            sources[name] = register
+        self.now |= {self.key(place, name, j): register for name, register in (sources | made).items()}
+
+    def send(
+        self, source: Place, target: Place, names: Sequence[tuple[Name, Name]], j: int = -1, to: int | None = None
+    ) -> None:
+        """Copy arrays; nothing is copied within a device.
+
+        Args:
+          source, target: where they are, and where they go.
+          names: of each, there and here.
+          j: the micro-batch that they are of.
+          to: that they are of at the target, if it is another.
+        """
+        pairs = [(self.now[self.key(source, a, j)], self.key(target, b, j if to is None else to)) for a, b in names]
+        if not pairs:
+            return
+        if self.device(source) == self.device(target):
+            self.now |= {key: register for register, key in pairs}
+            return
+        writes = [self.register(target, self.avals[register]) for register, _ in pairs]
+        self.now |= {key: register for (_, key), register in zip(pairs, writes, strict=True)}
+        self.instructions.append(Send(source, target, tuple(register for register, _ in pairs), tuple(writes)))
+
+    def device(self, place: Place) -> Any:
+        """The device of a place; of all replicas, that of the first."""
+        return self.devices[place.stage, max(place.replica, 0)]
+
+    def split(self, stage: int, name: Name) -> None:
+        """Give each replica its own part of an array; of one that is the same everywhere, all of it."""
+        if self.replicas == 1:
+            return
+        read = self.now[Key(Place(stage), name)]
+        aval = self.avals[read]
+        writes = tuple(self.register(Place(stage, r), aval) for r in range(self.replicas))
+        self.kept.update(writes)
+        self.now |= {Key(Place(stage, r), name): register for r, register in enumerate(writes)}
+        self.instructions.append(Split(stage, (read,), writes))
+
+    def join(self, stage: int, name: Name, sharded: bool, aval: Any) -> None:
+        """Put the replicas' arrays of a name together."""
+        reads = tuple(self.now[Key(Place(stage, r), name)] for r in range(self.replicas))
+        write = self.register(Place(stage), _stacked(aval, self.replicas) if sharded else aval)
+        if sharded:
+            self.sharded.add(write)
+        if not self.kept.isdisjoint(reads):
+            self.kept.add(write)
+        self.now[Key(Place(stage), name)] = write
+        self.instructions.append(Join(stage, reads, (write,), sharded))
+
+    def finish(self, outputs: Iterable[Key]) -> CallList:
+        """Return the list, without copies that nobody reads.
+
+        Args:
+          outputs: arrays that are wanted at the end.
+        """
+        wanted = {key: self.now[key] for key in outputs}
+        instructions = _without_unread(self.instructions, set(wanted.values()))
+        last: dict[int, int] = {}
+        for k, instruction in enumerate(instructions):
+            last.update(dict.fromkeys((*instruction.reads, *instruction.writes), k))
+        final, given = set(wanted.values()), set(self.inputs.values())
+        dropped: list[list[int]] = [[] for _ in instructions]
+        for register, k in last.items():
+            if register not in final:
+                dropped[k].append(register)
+        donated: dict[int, set[int]] = {}
+        for k, instruction in enumerate(instructions):
+            if not isinstance(instruction, Call):
+                continue
+            free = {
+                position
+                for position, register in enumerate(instruction.reads)
+                if last[register] == k
+                and register not in final
+                and instruction.reads.count(register) == 1
+                and register not in self.kept
+                and (register not in given or instruction.program in self.consuming)
+            }
+            donated[instruction.program] = donated.get(instruction.program, free) & free
+        programs = [replace(p, donated=frozenset(donated.get(k, ()))) for k, p in enumerate(self.programs)]
+        return CallList(
+            tuple(instructions),
+            tuple(programs),
+            tuple(self.avals),
+            tuple(self.places),
+            {key: register for key, register in self.inputs.items() if register in last or register in final},
+            wanted,
+            tuple(map(tuple, dropped)),
+            frozenset(self.sharded),
+        )
+
+
+def _without_unread(instructions: Sequence[Instruction], needed: set[int]) -> list[Instruction]:
+    """Leave out copies that nobody reads."""
+    needed, kept = set(needed), []
+    for instruction in reversed(instructions):
+        if isinstance(instruction, Send):
+            pairs = [pair for pair in zip(instruction.reads, instruction.writes, strict=True) if pair[1] in needed]
+            if not pairs:
+                continue
+            reads, writes = zip(*pairs, strict=True)
+            instruction = replace(instruction, reads=reads, writes=writes)
+        elif needed.isdisjoint(instruction.writes):
+            continue
+        kept.append(instruction)
+        needed.update(instruction.reads)
+    return kept[::-1]
+
+
+def _stacked(aval: Any, count: int) -> Any:
+    shape = aval.shape or (1,)
+    return jax.ShapeDtypeStruct((count * shape[0], *shape[1:]), aval.dtype)

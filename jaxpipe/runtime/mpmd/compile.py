@@ -1,0 +1,227 @@
+"""Traced, lowered and compiled work: once for all that computes the same, then for each device.
+
+Work ──trace──▶ operands that are read, results that are new ──form──▶ equal ones are lowered once
+     ──for each device, in parallel threads──▶ executables
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe import _compat, hosts
+from jaxpipe.program_form import TracedProgram, shared_program, trace_program
+from jaxpipe.progress import tell
+from jaxpipe.runtime.mpmd.stage_work import Name, Work
+
+
+#: The mesh axis of the devices of one program of several replicas.
+DATA = "data"
+
+
+@dataclass(frozen=True, eq=False)
+class TracedWork:
+    """Work without the operands that it does not read, and without results that are operands.
+
+    Attributes:
+      work: what was traced.
+      program: of all operands.
+      reads: positions of the operands that it reads.
+      writes: positions of the results that it computes, each once.
+      same: by name of a result that is an operand or another result, the name of that.
+    """
+
+    work: Work
+    program: TracedProgram
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    same: Mapping[Name, Name]
+
+    @property
+    def read_names(self) -> tuple[Name, ...]:
+        """The operands."""
+        return tuple(self.work.reads[k] for k in self.reads)
+
+    @property
+    def written_names(self) -> tuple[Name, ...]:
+        """The results."""
+        return tuple(self.work.writes[k] for k in self.writes)
+
+    @property
+    def read_avals(self) -> tuple[Any, ...]:
+        """Shapes of the operands."""
+        return tuple(self.work.avals[k] for k in self.reads)
+
+    @property
+    def written_avals(self) -> tuple[Any, ...]:
+        """Shapes of the results."""
+        avals = _compat.open_jaxpr(self.program.closed)[0].outvars
+        return tuple(jax.ShapeDtypeStruct(avals[k].aval.shape, avals[k].aval.dtype) for k in self.writes)
+
+
+def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True, replicas: int = 1) -> TracedWork:
+    """Trace some work.
+
+    Args:
+      work: what to trace.
+      wanted: tells of a result whether anybody needs it.
+      replicas: of a stage, if it is work of all together.
+    """
+    axes = [(DATA, replicas)] if replicas > 1 else None
+    program = trace_program(lambda *operands: work.function(operands), work.avals, axes)
+    jaxpr, _ = _compat.open_jaxpr(program.closed)
+    place = {v: k for k, v in enumerate(jaxpr.invars)}
+    writes: list[int] = []
+    same: dict[Name, Name] = {}
+    written: dict[Any, Name] = {}
+    for k, (name, atom) in enumerate(zip(work.writes, jaxpr.outvars, strict=True)):
+        if not wanted(name):
+            continue
+        if not _compat.is_literal(atom):
+            source = work.reads[place[atom]] if atom in place else written.get(atom)
+            if source is not None and (source == name or source.role.is_of_microbatch):
+                same[name] = source
+                continue
+            written[atom] = name
+        writes.append(k)
+    needed = {a for eqn in jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)}
+    needed |= {jaxpr.outvars[k] for k in writes if not _compat.is_literal(jaxpr.outvars[k])}
+    reads = tuple(k for k, v in enumerate(jaxpr.invars) if v in needed)
+    return TracedWork(work, program, reads, tuple(writes), same)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices that some work is compiled for: one, or one for each replica, whose program is one."""
+
+    devices: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Work to be compiled.
+
+    Attributes:
+      traced: the work.
+      donated: positions, among the operands that are read, of arrays that the work may write over.
+      target: where it runs.
+      specs: over several devices, how operands and results are sharded over their axis ``data``.
+    """
+
+    traced: TracedWork
+    donated: frozenset[int]
+    target: Target
+    specs: tuple[tuple[P, ...], tuple[P, ...]] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """Compiled work.
+
+    Attributes:
+      run: takes the operands that are read, returns the results that are written.
+      label: of the work.
+      temporary_bytes: that XLA reserves besides operands and results.
+      alias_bytes: of results that are written over operands.
+    """
+
+    run: Callable[..., Any]
+    label: str
+    temporary_bytes: int
+    alias_bytes: int
+
+
+def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable]:
+    """Compile work, lowering what is equal once, in as many threads as there are processors.
+
+    Args:
+      jobs: may be equal but for their devices.
+      platform: of the devices, as ``jax.jit(...).trace(...).lower`` names it.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for number, job in enumerate(jobs):
+        traced = job.traced
+        key = (traced.program.form, traced.reads, traced.writes, job.donated, len(job.target.devices), job.specs)
+        groups.setdefault(key, []).append(number)
+    tell(f"Compiling {len(jobs)} programs, {len(groups)} of which differ")
+    with warnings.catch_warnings():
+        # A stash is donated to be freed; few results have the shape of one of its arrays.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        lowered: dict[int, tuple[Any, Any]] = {}
+        for members in groups.values():
+            for number, pair in zip(members, _lower([jobs[k] for k in members], platform), strict=True):
+                lowered[number] = pair
+        done = 0
+
+        def build(number: int) -> Executable:
+            nonlocal done
+            program, row = lowered[number]
+            target = jobs[number].target.devices
+            compiled = program.compile(device_assignment=target)
+            done += 1
+            tell(f"Compiled {done} of {len(jobs)} programs: {jobs[number].traced.work.label}")
+            run = compiled if row is None else _with_row(compiled, row, target)
+            sizes = compiled.memory_analysis()
+            label = jobs[number].traced.work.label
+            return Executable(run, label, sizes.temp_size_in_bytes, sizes.alias_size_in_bytes)
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            return list(pool.map(build, range(len(jobs))))
+
+
+def _lower(jobs: Sequence[Job], platform: str) -> list[tuple[Any, Any]]:
+    """Lower equal work; the numbers that keys are folded with become an operand where they differ."""
+    first = jobs[0]
+    traced, specs = first.traced, first.specs
+    program = shared_program([job.traced.program for job in jobs])
+    rows = [np.array([value for _, value in job.traced.program.folds], np.uint32) for job in jobs]
+    varies = any((row != rows[0]).any() for row in rows)
+    mesh = AbstractMesh((len(first.target.devices),), (DATA,), axis_types=(AxisType.Auto,))
+
+    def function(row: Any, *operands: Any) -> tuple[Any, ...]:
+        given: list[Any] = [0] * len(traced.work.reads)
+        for k, x in zip(traced.reads, operands, strict=True):
+            given[k] = x
+        results = program(row, *given)
+        return tuple(results[k] for k in traced.writes)
+
+    if not varies:
+        whole = function
+
+        def function(*operands: Any) -> tuple[Any, ...]:
+            return whole(rows[0], *operands)
+
+    offset = 1 if varies else 0
+    inputs = [P()] * offset + (list(specs[0]) if specs else [P()] * len(traced.reads))
+    outputs: Any = specs[1] if specs else P()
+    if specs:
+        function = jax.shard_map(function, mesh=mesh, in_specs=tuple(inputs), out_specs=outputs, check_vma=False)
+    avals = [jax.ShapeDtypeStruct(rows[0].shape, np.uint32)] * offset + [*traced.read_avals]
+    widths = [len(first.target.devices) if spec == P(DATA) else 1 for spec in inputs]
+    avals = [
+        jax.ShapeDtypeStruct((n * a.shape[0], *a.shape[1:]) if n > 1 else a.shape, a.dtype)
+        for n, a in zip(widths, avals, strict=True)
+    ]
+    shaped = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+        for a, spec in zip(avals, inputs, strict=True)
+    ]
+    donated = tuple(sorted(offset + k for k in first.donated))
+    to = NamedSharding(mesh, P()) if specs is None else tuple(NamedSharding(mesh, spec) for spec in specs[1])
+    jitted = jax.jit(function, donate_argnums=donated, out_shardings=to, keep_unused=True)
+    lowered = jitted.trace(*shaped).lower(lowering_platforms=(platform,))
+    return [(lowered, row if varies else None) for row in rows]
+
+
+def _with_row(compiled: Any, row: np.ndarray, devices: Sequence[Any]) -> Callable[..., Any]:
+    """Bind the first operand of an executable, in the memory of its devices."""
+    sharding = NamedSharding(jax.sharding.Mesh(np.array(devices), (DATA,)), P())
+    held = hosts.replicate(row, sharding)
+    return lambda *operands: compiled(held, *operands)

@@ -1,0 +1,418 @@
+"""The lists of a pipeline: a training step, its gradient, and forward passes.
+
+copies of parameters that several stages use
+the schedule's table, tick by tick: work, and what it sends, as soon as it is there
+loss and metrics on the device of the last stage
+the optimizer, stage by stage
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.runtime.mpmd.calls import CallList, Key, ListBuilder, Place
+from jaxpipe.runtime.mpmd.compile import TracedWork, trace_work
+from jaxpipe.runtime.mpmd.stage_work import INDEX, KEY, OVERFLOWS, STEP, Context, Name, Role, stage_work
+from jaxpipe.runtime.mpmd.update_work import (
+    HAD,
+    NONFINITE,
+    SKIPPED,
+    SQUARES,
+    STOPPED,
+    UNSENT,
+    WEIGHT,
+    UpdateContext,
+    counters_work,
+    exchange_work,
+    gradient_work,
+    look_work,
+    reported,
+    results_work,
+    returned_gradient,
+    share_work,
+    stack_work,
+    update_work,
+    weight_work,
+    zeros_work,
+)
+from jaxpipe.schedules import Kind, Schedule
+
+
+#: Work in one program.
+Kinds = tuple[Kind, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where everything is.
+
+    Attributes:
+      context: the stages.
+      schedule: the table.
+      devices: by stage and replica.
+      homes: by tensor number of a parameter, its stage.
+    """
+
+    context: Context
+    schedule: Schedule
+    devices: np.ndarray
+    homes: dict[int, int]
+
+    @property
+    def stages(self) -> range:
+        """Numbers of the stages."""
+        return range(len(self.context.sections))
+
+    @property
+    def replicas(self) -> range:
+        """Numbers of the replicas."""
+        return range(self.devices.shape[1])
+
+    @property
+    def home(self) -> Place:
+        """Where loss and metrics are made: the first replica of the last stage."""
+        return Place(len(self.context.sections) - 1, 0)
+
+    def counts(self, s: int) -> bool:
+        """Return whether a stage is the last one on its devices, which writes what every device has."""
+        return all(set(self.devices[k]) != set(self.devices[s]) for k in range(s + 1, len(self.devices)))
+
+
+def training_list(layout: Layout, update: UpdateContext) -> CallList:
+    """Return the list of a training step.
+
+    Its outputs are new parameters, state and optimizer state by stage (as the inputs), and reports at ``layout.home``.
+    """
+    writer = _Writer(layout)
+    writer.run_table()
+    writer.write_results(update)
+    return writer.finish([*writer.write_updates(update), *writer.reports])
+
+
+def gradient_list(layout: Layout, update: UpdateContext) -> CallList:
+    """Return the list for loss, metrics and gradients; these are reports of their stages."""
+    writer = _Writer(layout)
+    writer.run_table()
+    writer.write_results(None)
+    writer.return_gradients(update)
+    outputs = []
+    for s in layout.stages:
+        held = layout.context.held(s)
+        if held:
+            writer.call_whole(gradient_work(update, s), s)
+            outputs += [Key(writer.builder.place(s), Name(Role.MEAN, t)) for t in held]
+    return writer.finish([*outputs, *writer.reports])
+
+
+def evaluation_list(layout: Layout) -> CallList:
+    """Return the list for loss and metrics of a forward pass."""
+    writer = _Writer(layout)
+    writer.run_table()
+    writer.write_results(None)
+    return writer.finish(writer.reports)
+
+
+def prediction_list(layout: Layout) -> CallList:
+    """Return the list for predictions, reports of each replica of the last stage."""
+    writer = _Writer(layout)
+    writer.run_table()
+    writer.gather_results()
+    builder, last = writer.builder, layout.home.stage
+    number = builder.program(trace_work(stack_work(layout.context)))
+    outputs = []
+    for r in layout.replicas:
+        builder.call(number, last, r)
+        count = len(layout.context.objective.results)
+        outputs += [Key(builder.place(last, r), Name(Role.REPORT, k)) for k in range(count)]
+    return writer.finish(outputs)
+
+
+class _Writer:
+    """A list that is being written, for a layout."""
+
+    def __init__(self, layout: Layout):
+        self.layout, self.context = layout, layout.context
+        self.builder = ListBuilder(layout.devices)
+        self.reports: list[Key] = []
+        self._programs = {s: self._trace(s) for s in layout.stages}
+        self._started: set[tuple[Place, Kinds]] = set()
+        self._give_inputs()
+
+    def finish(self, outputs: Sequence[Key]) -> CallList:
+        return self.builder.finish(outputs)
+
+    def _trace(self, s: int) -> dict[Kinds, int]:
+        """Trace a stage's programs, from the last to the first: what nobody reads is not made."""
+        wanted = {Name(Role.ACTIVATION, t) for t in self.context.sections[s].leaving}
+
+        def is_wanted(name: Name) -> bool:
+            return name.role not in (Role.ACTIVATION, Role.STASH, Role.SAVED) or name in wanted
+
+        traced: list[tuple[Kinds, TracedWork]] = []
+        for kinds in reversed(program_kinds(self.layout.schedule, s)):
+            work = stage_work(self.context, s, kinds)
+            program = trace_work(work, is_wanted)
+            wanted |= set(program.read_names)
+            traced.append((kinds, program))
+        return {kinds: self.builder.program(program) for kinds, program in reversed(traced)}
+
+    def _give_inputs(self) -> None:
+        """Take note of what is there before the step, and share it among replicas and stages."""
+        builder, context = self.builder, self.context
+        for s in self.layout.stages:
+            section, whole = context.sections[s], builder.place(s)
+            held = [Name(Role.PARAMETER, t) for t in section.parameters]
+            held += [Name(Role.STATE, t) for t in section.state]
+            for name in held:
+                builder.given(whole, name, context.aval(name.number))
+                builder.split(s, name)
+            for r in self.layout.replicas:
+                self._give_step_inputs(builder.place(s, r), s)
+        for s in self.layout.stages:
+            for t in context.sections[s].borrowed:
+                for r in self.layout.replicas:
+                    name, owner = Name(Role.PARAMETER, t), builder.place(self.layout.homes[t], r)
+                    builder.send(owner, builder.place(s, r), [(name, name)])
+
+    def _give_step_inputs(self, place: Place, s: int) -> None:
+        builder, context = self.builder, self.context
+        programs = [builder.programs[k].traced for k in self._programs[s].values()]
+        avals = {
+            name: aval for traced in programs for name, aval in zip(traced.read_names, traced.read_avals, strict=True)
+        }
+        for name, aval in avals.items():
+            if name in (KEY, STEP) or name.role is Role.BATCH:
+                builder.given(place, name, aval, keep=name != STEP)
+            elif name == INDEX:
+                for j in range(context.num_microbatches):
+                    builder.given(place, name, aval, j, keep=True)
+
+    def run_table(self) -> None:
+        """Write what the schedule says: each tick's work, and what it sends."""
+        done: set[tuple[int, int, Kind]] = set()
+        schedule = self.layout.schedule
+        for tick in schedule.ticks:
+            for device, actions in enumerate(tick):
+                for action in actions:
+                    s, j = action.chunk * schedule.num_stages + device, action.microbatch
+                    kinds = next(kinds for kinds in self._programs[s] if action.kind in kinds)
+                    if (s, j, kinds[0]) in done:  # in one program with work before it
+                        continue
+                    done.add((s, j, kinds[0]))
+                    for r in self.layout.replicas:
+                        self._run(s, r, j, kinds)
+
+    def _run(self, s: int, r: int, j: int, kinds: Kinds) -> None:
+        builder, section = self.builder, self.context.sections[s]
+        place = builder.place(s, r)
+        if (place, kinds) not in self._started:
+            self._started.add((place, kinds))
+            self._start(s, r, kinds)
+        builder.call(self._programs[s][kinds], s, r, j)
+        if Kind.FORWARD in kinds and s + 1 < len(self.layout.stages):
+            names = [Name(Role.ACTIVATION, t) for t in section.leaving]
+            builder.send(place, builder.place(s + 1, r), [(name, name) for name in names], j)
+        if s and (Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds):
+            names = [Name(Role.COTANGENT, t) for t in section.returning]
+            builder.send(place, builder.place(s - 1, r), [(name, name) for name in names], j)
+
+    def _start(self, s: int, r: int, kinds: Kinds) -> None:
+        """Make the zeros that the first micro-batch's work adds to."""
+        builder, place = self.builder, self.builder.place(s, r)
+        traced = builder.programs[self._programs[s][kinds]].traced
+        pairs = zip(traced.read_names, traced.read_avals, strict=True)
+        sums = {name: aval for name, aval in pairs if name.role in (Role.GRADIENT, Role.TOTAL)}
+        sums = {name: aval for name, aval in sums.items() if not builder.has(place, name)}
+        if sums:
+            number = builder.program(trace_work(zeros_work(f"stage {s}: zeros", sums)))
+            builder.call(number, s, r)
+
+    def write_results(self, update: UpdateContext | None) -> None:
+        """Make loss and metrics of the totals; under ``update`` everything that an update waits for."""
+        builder, context, home = self.builder, self.context, self.layout.home
+        for k in range(len(context.objective.results)):
+            maker = next(s for s in self.layout.stages if k in context.sections[s].results)
+            for r in self.layout.replicas:
+                name = Name(Role.TOTAL, k)
+                builder.send(builder.place(maker, r), home, [(name, Name(Role.TOTAL, k, r))])
+        replicas, count = len(self.layout.replicas), len(self.layout.stages)
+        guarded = update is not None and update.guarded
+        if update is not None:
+            self._weigh()
+            self.return_gradients(update)
+            if guarded:
+                for s in self.layout.stages:
+                    self.call_whole(look_work(update, s), s)
+                    builder.send(builder.place(s, 0), home, [(NONFINITE, reported(NONFINITE, s))])
+        work = results_work(context, replicas, count, guarded)
+        builder.call(builder.program(trace_work(work)), home.stage, 0)
+        self.reports += [Key(home, Name(Role.REPORT, k)) for k in range(len(context.objective.results) - 1)]
+        if guarded:
+            self.reports += [Key(home, NONFINITE), Key(home, STOPPED)]
+            self._spread(home, [STOPPED])
+
+    def gather_results(self) -> None:
+        """Send predictions to the last stage."""
+        builder, last = self.builder, self.layout.home.stage
+        for k in range(len(self.context.objective.results)):
+            maker = next(s for s in self.layout.stages if k in self.context.sections[s].results)
+            for r in self.layout.replicas:
+                for j in range(self.context.num_microbatches):
+                    name = Name(Role.RESULT, k)
+                    source = Key(builder.place(maker, r), name, j)
+                    register = builder.now[source]
+                    stacked = Name(Role.RESULT, k, j)
+                    if maker == last:
+                        builder.now[Key(builder.place(last, r), stacked, -1)] = register
+                    else:
+                        builder.send(source.place, builder.place(last, r), [(name, stacked)], j, to=-1)
+
+    def _weigh(self) -> None:
+        """Tell every stage the total weight of the batch."""
+        builder, context, home = self.builder, self.context, self.layout.home
+        if not context.objective.weighted:
+            for s in self.layout.stages:
+                for r in self.layout.replicas:
+                    builder.given(builder.place(s, r), WEIGHT, jax.ShapeDtypeStruct((), jnp.float32), keep=True)
+            return
+        number = builder.program(trace_work(weight_work(len(self.layout.replicas))))
+        builder.call(number, home.stage, 0)
+        self._spread(home, [WEIGHT])
+
+    def _spread(self, source: Place, names: Sequence[Name]) -> None:
+        """Send small values to all stages."""
+        builder = self.builder
+        for s in self.layout.stages:
+            for r in self.layout.replicas:
+                target = builder.place(s, r)
+                if target != source:
+                    builder.send(source, target, [(name, name) for name in names])
+
+    def return_gradients(self, update: UpdateContext) -> None:
+        """Send gradients of borrowed parameters to the stage that has the parameter."""
+        builder = self.builder
+        if not builder.has(builder.place(0, 0), WEIGHT):
+            self._weigh()
+        for s in self.layout.stages:
+            for t in self.context.held(s):
+                for k in update.lenders(s, t):
+                    for r in self.layout.replicas:
+                        pair = Name(Role.GRADIENT, t), returned_gradient(k, t)
+                        builder.send(builder.place(k, r), builder.place(s, r), [pair])
+
+    def write_updates(self, update: UpdateContext) -> list[Key]:
+        """Run the optimizer; returns what the next step begins with."""
+        builder, layout, coloured = self.builder, self.layout, update.coloured
+        for s in layout.stages:
+            self._give_optimizer(update, s)
+        if update.exchange is not None:
+            for s in layout.stages:
+                self.call_whole(exchange_work(update, s), s, consumes=True)
+        for number in range(len(coloured.exchanged)):
+            for s in layout.stages:
+                work = share_work(update, s, number)
+                if work is None:
+                    continue
+                self.call_whole(work, s)
+                source = builder.place(s)
+                for name in work.writes:
+                    self._spread_whole(source, name)
+        outputs: list[Key] = []
+        for s in layout.stages:
+            work = update_work(update, s, layout.counts(s))
+            program = self.call_whole(work, s, consumes=True)
+            roles = (Role.OPTIMIZER, *((Role.SHARED, Role.STEP) if layout.counts(s) else ()))
+            names = (*program.read_names, *program.written_names)
+            outputs += [Key(builder.place(s), name) for name in names if name.role in roles]
+            outputs += [Key(builder.place(s), Name(Role.PARAMETER, t)) for t in self.context.sections[s].parameters]
+            outputs += [Key(builder.place(s), Name(Role.STATE, t)) for t in self.context.sections[s].state]
+            if update.exchange is not None:
+                outputs += [Key(builder.place(s), Name(Role.RESIDUAL, t)) for t in self.context.held(s)]
+        self._count(update)
+        return list(dict.fromkeys(key for key in outputs if key.name.part == 0 or key.name == SKIPPED))
+
+    def _count(self, update: UpdateContext) -> None:
+        """Make the counters of a step."""
+        builder, home = self.builder, self.layout.home
+        for s in self.layout.stages:
+            names = [SQUARES, *([HAD, UNSENT] if update.exchange is not None else [])]
+            self._first_replica(s, names)
+            builder.send(builder.place(s, 0), home, [(name, reported(name, s)) for name in names])
+        sparse = [(s, r) for s in self.layout.stages for r in self.layout.replicas]
+        sparse = [(s, r) for s, r in sparse if OVERFLOWS in self.context.totals(s)]
+        for place, (s, r) in enumerate(sparse):
+            builder.send(builder.place(s, r), home, [(OVERFLOWS, reported(OVERFLOWS, place))])
+        work = counters_work(len(self.layout.stages), update.exchange is not None, len(sparse))
+        builder.call(builder.program(trace_work(work)), home.stage, 0)
+        self.reports += [Key(home, name) for name in work.writes]
+
+    def _give_optimizer(self, update: UpdateContext, s: int) -> None:
+        """Take note of optimizer state, residuals and numbers of steps at the devices of a stage."""
+        builder, coloured = self.builder, update.coloured
+        place, lent = builder.place(s), not self.layout.counts(s)
+        for k, (t, owner) in enumerate(zip(coloured.state, coloured.state_stage, strict=True)):
+            aval = jax.ShapeDtypeStruct(coloured.graph.tensors[t].shape, coloured.graph.tensors[t].dtype)
+            if owner in (s, None):
+                name = Name(Role.OPTIMIZER if owner == s else Role.SHARED, k)
+                builder.given(place, name, aval, keep=lent and owner is None)
+        for name in (STEP, SKIPPED):
+            builder.given(place, name, jax.ShapeDtypeStruct((), jnp.int32), keep=lent)
+        if update.exchange is not None:
+            for t, aval in zip(self.context.held(s), update.residual_avals(s), strict=True):
+                stacked = jax.ShapeDtypeStruct((len(self.layout.replicas) * aval.shape[0], *aval.shape[1:]), aval.dtype)
+                builder.given(place, Name(Role.RESIDUAL, t), stacked, sharded=True)
+        for t in self.context.sections[s].state:
+            key = builder.key(place, Name(Role.STATE, t))
+            builder.now[builder.key(place, Name(Role.STATE, t, 1))] = builder.inputs[key]
+            if len(self.layout.replicas) > 1:
+                builder.now.pop(key)  # the replicas' own are put together again
+
+    def call_whole(self, work: Any, s: int, consumes: bool = False) -> TracedWork:
+        """Run work on all replicas of a stage together."""
+        traced = trace_work(work, replicas=len(self.layout.replicas))
+        number = self.builder.program(traced, True, _is_sharded, consumes)
+        self.builder.call(number, s)
+        return traced
+
+    def _spread_whole(self, source: Place, name: Name) -> None:
+        """Send a small value that all replicas of a stage have to all others."""
+        builder = self.builder
+        self._first_replica(source.stage, [name])
+        for s in self.layout.stages:
+            for r in self.layout.replicas:
+                if s != source.stage:
+                    builder.send(builder.place(source.stage, r), builder.place(s, r), [(name, name)])
+
+    def _first_replica(self, s: int, names: Sequence[Name]) -> None:
+        for name in names:
+            self.builder.split(s, name)
+
+
+def _is_sharded(name: Name) -> bool:
+    """Whether each replica of a stage has an array of its own under a name."""
+    return name.role in (Role.GRADIENT, Role.RESIDUAL) or (name.role is Role.STATE and name.part == 0)
+
+
+def program_kinds(schedule: Schedule, s: int) -> list[Kinds]:
+    """Return which kinds of a stage's work are one program each.
+
+    The last stage goes on with the backward pass at once where its device does nothing in between: its stash then
+    never leaves the program.
+    """
+    chunk, device = divmod(s, schedule.num_stages)
+    order = list(schedule.order(device))
+    own = [(k, action) for k, action in enumerate(order) if action.chunk == chunk]
+    kinds = list(dict.fromkeys(action.kind for _, action in own))
+    back = schedule.backward_kind
+    if s + 1 < schedule.total_stages or back not in kinds:
+        return [(kind,) for kind in kinds]
+    directly = all(
+        order[k + 1 : k + 2] == [action._replace(kind=back)] for k, action in own if action.kind is Kind.FORWARD
+    )
+    if not directly:
+        return [(kind,) for kind in kinds]
+    return [(Kind.FORWARD, back), *((kind,) for kind in kinds if kind not in (Kind.FORWARD, back))]

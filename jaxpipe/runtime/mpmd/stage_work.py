@@ -1,0 +1,407 @@
+"""The work of a stage on one micro-batch, as functions over named arrays.
+
+    forward:          parameters, state, batch, activations              -> activations, stash, state, totals
+    backward:         parameters, batch, stash, cotangents, gradients    -> cotangents, gradients
+    backward input:   the same                                           -> cotangents, gradients, saved
+    backward weight:  parameters, batch, stash, saved, gradients         -> gradients
+
+A piece of work may do several of these one after the other: the last stage goes forward and backward in one program,
+so that its stash never leaves it. Gradients and totals are added up inside.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe import stage as stages
+from jaxpipe.graph import Graph
+from jaxpipe.pipeline.objective import Objective
+from jaxpipe.pipeline.precision import add_gradient, sum_dtype
+from jaxpipe.pipeline.sections import Section
+from jaxpipe.schedules import Kind
+from jaxpipe.stash import Storage
+
+
+class Role(enum.Enum):
+    """The use of an array in a stage; those of the second group exist once for each micro-batch."""
+
+    PARAMETER = "parameter"
+    STATE = "state"
+    BATCH = "batch"
+    KEY = "key"
+    STEP = "step"
+    GRADIENT = "gradient"
+    TOTAL = "total"
+    OPTIMIZER = "optimizer"
+    SHARED = "shared optimizer state"
+    RESIDUAL = "residual"
+    WEIGHT = "weight"
+    EXCHANGED = "exchanged"
+    SQUARES = "squares"
+    STOPPED = "stopped"
+    MEAN = "mean gradient"
+    REPORT = "report"
+
+    INDEX = "index"
+    ACTIVATION = "activation"
+    STASH = "stash"
+    COTANGENT = "cotangent"
+    SAVED = "saved"
+    RESULT = "result"
+
+    @property
+    def is_of_microbatch(self) -> bool:
+        """True for arrays of one micro-batch."""
+        return self in _OF_MICROBATCH
+
+
+_OF_MICROBATCH = {Role.INDEX, Role.ACTIVATION, Role.STASH, Role.COTANGENT, Role.SAVED, Role.RESULT}
+
+
+class Name(NamedTuple):
+    """An array of a stage: its role, and the number of its tensor in the objective's graph or of its result.
+
+    ``part`` counts the arrays that one tensor is stored as.
+    """
+
+    role: Role
+    number: int = 0
+    part: int = 0
+
+
+#: The random key of a run as numbers, the count of its steps, and which micro-batch it is: of the replica, of all.
+KEY, STEP, INDEX = Name(Role.KEY), Name(Role.STEP), Name(Role.INDEX)
+
+#: The count of sparse tensors that did not fit, beside the totals of the objective's results.
+OVERFLOWS = Name(Role.TOTAL, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A function over named arrays.
+
+    Attributes:
+      label: names it in messages and profiles.
+      reads, avals: its operands, and their shapes.
+      writes: its results; an operand of the same name is replaced.
+      function: takes and returns lists of arrays.
+    """
+
+    label: str
+    reads: tuple[Name, ...]
+    avals: tuple[Any, ...]
+    writes: tuple[Name, ...]
+    function: Callable[[Sequence[Any]], list[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What all stages of a pipeline share.
+
+    Attributes:
+      objective: what is computed for a micro-batch.
+      sections: its stages.
+      batch: shapes of a replica's part of each leaf of the batch.
+      shared: by leaf, whether each micro-batch gets it whole.
+      num_microbatches: of a replica.
+      key: shape of a random key.
+      gradient_dtype: the type of sums of narrower gradients.
+      trains: whether stages store for a backward pass.
+      collects: whether results are kept by micro-batch, not added up.
+      lead: axes in front of a sum of gradients: one of length 1 where replicas exchange gradients.
+    """
+
+    objective: Objective
+    sections: tuple[Section, ...]
+    batch: tuple[Any, ...]
+    shared: tuple[bool, ...]
+    num_microbatches: int
+    key: Any
+    gradient_dtype: np.dtype[Any] | None = None
+    trains: bool = True
+    collects: bool = False
+    lead: tuple[int, ...] = ()
+
+    def aval(self, t: int) -> jax.ShapeDtypeStruct:
+        """The shape of a tensor."""
+        aval = self.objective.graph.tensors[t].aval
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    def sum_aval(self, t: int) -> jax.ShapeDtypeStruct:
+        """The shape of the sum of a parameter's gradients."""
+        aval = self.aval(t)
+        return jax.ShapeDtypeStruct((*self.lead, *aval.shape), sum_dtype(aval.dtype, self.gradient_dtype))
+
+    def total_aval(self, name: Name) -> jax.ShapeDtypeStruct:
+        """The shape of a total."""
+        if name == OVERFLOWS:
+            return jax.ShapeDtypeStruct((), jnp.int32)
+        return self.aval(self.objective.results[name.number])
+
+    def trained(self, s: int) -> list[int]:
+        """The parameters that receive a gradient in a stage, borrowed ones included."""
+        section = self.sections[s]
+        if section.stage is None:
+            return []
+        wrt = set(section.stage.linearization.wrt) - self.objective.frozen
+        return [t for t in (*section.parameters, *section.borrowed) if t in wrt]
+
+    def held(self, s: int) -> list[int]:
+        """The parameters of a stage whose gradient the optimizer takes."""
+        return [t for t in self.sections[s].parameters if t not in self.objective.frozen]
+
+    def totals(self, s: int) -> list[Name]:
+        """The totals that a stage adds up."""
+        section = self.sections[s]
+        names = [] if self.collects else [Name(Role.TOTAL, k) for k in section.results]
+        sparse = self.trains and section.stage is not None and section.stage.storage.sparse
+        return [*names, OVERFLOWS] if sparse else names
+
+
+class _Arrays:
+    """Named arrays during the trace of some work: those read are its operands."""
+
+    def __init__(self, values: dict[Name, Any]):
+        self.values = values
+
+    def __getitem__(self, name: Name) -> Any:
+        return self.values[name]
+
+    def tensor(self, role: Role, t: int) -> Any:
+        return self.values[Name(role, t)]
+
+
+def stage_work(context: Context, s: int, kinds: Sequence[Kind]) -> Work:
+    """Return what a stage does with a micro-batch, several kinds of work in one.
+
+    Args:
+      context: the pipeline.
+      s: the stage.
+      kinds: in order; what one makes for the next, and nobody else reads, is not among the results.
+    """
+    reads = _operands(context, s, kinds)
+    writes = _results(context, s, kinds)
+    names = tuple(reads)
+
+    def function(operands: Sequence[Any]) -> list[Any]:
+        arrays = _Arrays(dict(zip(names, operands, strict=True)))
+        for kind in kinds:
+            _KINDS[kind](context, s, arrays)
+        return [arrays[name] for name in writes]
+
+    label = f"stage {s}: " + " and ".join(_LABELS[kind] for kind in kinds)
+    return Work(label, names, tuple(reads.values()), tuple(writes), function)
+
+
+_LABELS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, inputs",
+    Kind.BACKWARD_WEIGHT: "backward, weights",
+}
+
+
+def _operands(context: Context, s: int, kinds: Sequence[Kind]) -> dict[Name, Any]:
+    """Everything that the work may read, with its shape; tracing shows what it does read."""
+    section = context.sections[s]
+    index = jax.ShapeDtypeStruct((2,), jnp.int32)
+    key = jax.eval_shape(jax.random.key_data, context.key)
+    operands: dict[Name, Any] = {
+        Name(Role.PARAMETER, t): context.aval(t) for t in (*section.parameters, *section.borrowed)
+    }
+    if context.objective.key in section.used:
+        operands |= {KEY: jax.ShapeDtypeStruct(key.shape, key.dtype), STEP: jax.ShapeDtypeStruct((), jnp.int32)}
+    operands |= {Name(Role.BATCH, k): context.batch[k] for k in _leaves_used(context, section)}
+    operands[INDEX] = index
+    if Kind.FORWARD in kinds:
+        operands |= {Name(Role.STATE, t): context.aval(t) for t in section.state}
+        operands |= {Name(Role.ACTIVATION, t): context.aval(t) for t in section.arriving}
+        operands |= {name: context.total_aval(name) for name in context.totals(s)}
+    elif section.stage is not None:
+        operands |= _stash_avals(section)
+    if Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds:
+        operands |= {Name(Role.COTANGENT, t): _tangent(context, t) for t in _following(context, s)}
+    elif Kind.BACKWARD_WEIGHT in kinds:
+        operands |= {Name(Role.SAVED, t): _tangent(context, t) for t in section.saved}
+    given = {t for kind in kinds for t in _differentiated(section, kind)}
+    operands |= {Name(Role.GRADIENT, t): context.sum_aval(t) for t in context.trained(s) if t in given}
+    return operands
+
+
+def _results(context: Context, s: int, kinds: Sequence[Kind]) -> list[Name]:
+    section = context.sections[s]
+    writes: list[Name] = []
+    if Kind.FORWARD in kinds:
+        writes += [Name(Role.ACTIVATION, t) for t in section.leaving]
+        writes += [Name(Role.STATE, t) for t in section.state]
+        writes += context.totals(s)
+        if context.collects:
+            writes += [Name(Role.RESULT, k) for k in section.results]
+        if context.trains and section.stage is not None and kinds[-1] in (Kind.FORWARD, Kind.BACKWARD_INPUT):
+            writes += [name for name in _stash_avals(section) if name not in writes]
+    if Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds:
+        writes += [Name(Role.COTANGENT, t) for t in section.returning]
+        if Kind.BACKWARD in kinds or Kind.BACKWARD_WEIGHT in kinds:
+            pass
+        else:
+            writes += [Name(Role.SAVED, t) for t in section.saved]
+    given = {t for kind in kinds for t in _differentiated(section, kind)}
+    return writes + [Name(Role.GRADIENT, t) for t in context.trained(s) if t in given]
+
+
+def _leaves_used(context: Context, section: Section) -> list[int]:
+    return [k for k, t in enumerate(context.objective.batch) if t in section.used]
+
+
+def _following(context: Context, s: int) -> tuple[int, ...]:
+    """The tensors whose cotangents the next stage sends."""
+    return context.sections[s + 1].returning if s + 1 < len(context.sections) else ()
+
+
+def _tangent(context: Context, t: int) -> Any:
+    aval = context.objective.graph.tensors[t].aval.to_tangent_aval()
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _stash_avals(section: Section) -> dict[Name, Any]:
+    """The arrays of a stash. A tensor that is kept as it is goes by its own name, whoever else reads it."""
+    assert section.stage is not None
+    storage, kept = section.stage.storage, set(section.stashed)
+    return {
+        name: aval
+        for t, avals in zip(storage.stored, section.stage.stash_avals, strict=True)
+        if t in kept
+        for name, aval in zip(_stash_names(section, t, len(avals)), avals, strict=True)
+    }
+
+
+def _stash_names(section: Section, t: int, count: int) -> list[Name]:
+    assert section.stage is not None
+    if section.stage.storage.forms[t].storage is Storage.KEEP:
+        return [Name(Role.ACTIVATION, t)]
+    return [Name(Role.STASH, t, part) for part in range(count)]
+
+
+def _differentiated(section: Section, kind: Kind) -> tuple[int, ...]:
+    """The inputs of a stage whose cotangent is ready after work of a kind."""
+    built = section.stage
+    if built is None or kind is Kind.FORWARD:
+        return ()
+    parts = {Kind.BACKWARD_INPUT: built.input_part, Kind.BACKWARD_WEIGHT: built.weight_part}
+    return parts.get(kind, built.linearization.wrt)
+
+
+def _at_hand(context: Context, section: Section, arrays: _Arrays) -> dict[int, Any]:
+    """Parameters, the micro-batch and its key, by tensor number."""
+    objective = context.objective
+    known = {t: arrays.tensor(Role.PARAMETER, t) for t in (*section.parameters, *section.borrowed)}
+    if objective.key in section.used:
+        key = jax.random.wrap_key_data(arrays[KEY], impl=jax.random.key_impl(jnp.empty((), context.key.dtype)))
+        known[objective.key] = jax.random.fold_in(jax.random.fold_in(key, arrays[STEP]), arrays[INDEX][1])
+    for k in _leaves_used(context, section):
+        leaf = arrays[Name(Role.BATCH, k)]
+        if not context.shared[k]:
+            rows = leaf.shape[0] // context.num_microbatches
+            leaf = lax.dynamic_slice_in_dim(leaf, arrays[INDEX][0] * rows, rows)
+        known[objective.batch[k]] = leaf
+    return known
+
+
+def _forward(context: Context, s: int, arrays: _Arrays) -> None:
+    section, values = context.sections[s], arrays.values
+    known = _at_hand(context, section, arrays)
+    known |= {t: arrays.tensor(Role.STATE, t) for t in section.state}
+    known |= {t: arrays.tensor(Role.ACTIVATION, t) for t in section.arriving}
+    inputs = [known[t] for t in section.graph.inputs]
+    if section.stage is None or not context.trains:
+        outputs = section.graph.evaluate(inputs)
+    else:
+        outputs, stash = stages.forward(section.stage, inputs)
+        if OVERFLOWS in values:
+            values[OVERFLOWS] = values[OVERFLOWS] + stages.overflows(section.stage, stash)
+        kept = set(section.stashed)
+        for t, parts in zip(section.stage.storage.stored, stash, strict=True):
+            if t in kept:
+                values.update(zip(_stash_names(section, t, len(parts)), parts, strict=True))
+    made = known | dict(zip(section.graph.outputs, outputs, strict=True))
+    values.update((Name(Role.ACTIVATION, t), made[t]) for t in section.leaving)
+    values.update((Name(Role.STATE, t), made[new]) for t, new in zip(section.state, section.new_state, strict=True))
+    for k in section.results:
+        value, total = made[context.objective.results[k]], Name(Role.TOTAL, k)
+        values[Name(Role.RESULT, k)] = value
+        if total in values:
+            values[total] = values[total] + value
+
+
+def _backward(context: Context, s: int, arrays: _Arrays) -> None:
+    section = context.sections[s]
+    assert section.stage is not None
+    built = section.stage
+    gradients = stages.backward(built, *_kept(context, section, arrays), _seeds(context, s, arrays), fenced=True)
+    _hand_out(context, s, arrays, dict(zip(built.linearization.wrt, gradients, strict=True)))
+
+
+def _backward_input(context: Context, s: int, arrays: _Arrays) -> None:
+    section = context.sections[s]
+    assert section.stage is not None
+    built, kept = section.stage, _kept(context, section, arrays)
+    gradients, saved = stages.backward_input(built, *kept, _seeds(context, s, arrays), fenced=True)
+    waiting = dict(zip(built.saved, saved, strict=True))
+    arrays.values.update((Name(Role.SAVED, t), waiting[t]) for t in section.saved)
+    _hand_out(context, s, arrays, dict(zip(built.input_part, gradients, strict=True)))
+
+
+def _backward_weight(context: Context, s: int, arrays: _Arrays) -> None:
+    section = context.sections[s]
+    assert section.stage is not None
+    built = section.stage
+    saved = [arrays.values.get(Name(Role.SAVED, t)) for t in built.saved]
+    gradients = stages.backward_weight(built, *_kept(context, section, arrays), saved, fenced=True)
+    _hand_out(context, s, arrays, dict(zip(built.weight_part, gradients, strict=True)))
+
+
+_KINDS: dict[Kind, Callable[[Context, int, _Arrays], None]] = {
+    Kind.FORWARD: _forward,
+    Kind.BACKWARD: _backward,
+    Kind.BACKWARD_INPUT: _backward_input,
+    Kind.BACKWARD_WEIGHT: _backward_weight,
+}
+
+
+def _seeds(context: Context, s: int, arrays: _Arrays) -> list[Any]:
+    """A cotangent for each output of a stage; for one that is returned twice, only at its first place."""
+    section, loss = context.sections[s], context.objective.results[0]
+    assert section.stage is not None
+    left: dict[int, Any] = {t: arrays.tensor(Role.COTANGENT, t) for t in _following(context, s)}
+    if 0 in section.results:
+        one = jnp.ones((), context.aval(loss).dtype)
+        left[loss] = left[loss] + one if loss in left else one
+    source: Graph = section.stage.linearization.source
+    return [left.pop(t, None) for t in source.outputs]
+
+
+def _kept(context: Context, section: Section, arrays: _Arrays) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """The parameters and the stash that a backward pass is given."""
+    assert section.stage is not None
+    built, known, kept = section.stage, _at_hand(context, section, arrays), set(section.stashed)
+    parts = [
+        tuple(arrays[name] for name in _stash_names(section, t, len(avals))) if t in kept else (known[t],)
+        for t, avals in zip(built.storage.stored, built.stash_avals, strict=True)
+    ]
+    return [known[t] for t in built.parameters], parts
+
+
+def _hand_out(context: Context, s: int, arrays: _Arrays, gradients: dict[int, Any]) -> None:
+    """Add gradients to their sums, and name the cotangents that go back."""
+    values, section = arrays.values, context.sections[s]
+    values.update((Name(Role.COTANGENT, t), gradients[t]) for t in section.returning if t in gradients)
+    for t in context.trained(s):
+        gradient, total = gradients.get(t), Name(Role.GRADIENT, t)
+        if gradient is not None:
+            values[total] = add_gradient(values[total], gradient.reshape(values[total].shape))

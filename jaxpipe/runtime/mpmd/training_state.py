@@ -1,0 +1,210 @@
+"""A training state as arrays of the stages: parameters, state and optimizer state are leaves on their stage's devices.
+
+    TrainState ──registers_of──▶ inputs of a list
+    outputs of a list ──state_of──▶ TrainState
+
+What every stage needs (shared optimizer state, the random key, numbers of steps) is one array on all devices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe import hosts
+from jaxpipe.pipeline.optimizer import ColouredUpdate
+from jaxpipe.pipeline.sections import Placement
+from jaxpipe.pipeline.state import TrainState
+from jaxpipe.runtime.mpmd.calls import CallList, Key, Place
+from jaxpipe.runtime.mpmd.dispatch import stage_mesh
+from jaxpipe.runtime.mpmd.lists import Layout
+from jaxpipe.runtime.mpmd.stage_work import Name, Role
+from jaxpipe.runtime.mpmd.update_work import SKIPPED
+
+
+@dataclass(frozen=True, eq=False)
+class StateLayout:
+    """Which register of a list each array of a training state is in.
+
+    Attributes:
+      layout: where stages are.
+      stages: the stage of each variable.
+      coloured: the optimizer; None in lists without an update.
+      mesh: all devices.
+      residuals: the parameters that have residuals of a block-sparse exchange, by position.
+    """
+
+    layout: Layout
+    stages: Placement
+    coloured: ColouredUpdate
+    mesh: Mesh
+    residuals: tuple[int, ...] = ()
+
+    def place(self, s: int) -> Place:
+        """A stage, with all its replicas."""
+        return Place(s, 0 if len(self.layout.replicas) == 1 else -1)
+
+    def parameter(self, k: int) -> Key:
+        """The key of parameter ``k``."""
+        name = Name(Role.PARAMETER, self.layout.context.objective.parameters[k])
+        return Key(self.place(self.stages.parameters[k]), name)
+
+    def variable(self, k: int) -> Key:
+        """The key of state variable ``k``."""
+        name = Name(Role.STATE, self.layout.context.objective.state[k])
+        return Key(self.place(self.stages.state[k]), name)
+
+    def residual(self, k: int) -> Key:
+        """The key of the residual of parameter ``k``."""
+        return self.parameter(k)._replace(
+            name=Name(Role.RESIDUAL, self.layout.context.objective.parameters[k]),
+        )
+
+    def optimizer(self, k: int) -> Key:
+        """The key of leaf ``k`` of the optimizer state, which belongs to a stage."""
+        owner = self.coloured.state_stage[k]
+        assert owner is not None
+        return Key(self.place(owner), Name(Role.OPTIMIZER, k))
+
+    @property
+    def owned(self) -> list[int]:
+        """The leaves of the optimizer state that belong to a stage."""
+        return [k for k, owner in enumerate(self.coloured.state_stage) if owner is not None]
+
+    @property
+    def shared(self) -> list[int]:
+        """The leaves of the optimizer state that every stage has."""
+        return [k for k, owner in enumerate(self.coloured.state_stage) if owner is None]
+
+    def sharding(self, s: int, sharded: bool = False) -> NamedSharding:
+        """Where an array of all replicas of a stage is."""
+        return NamedSharding(stage_mesh(self.layout.devices, Place(s)), P("data") if sharded else P())
+
+    def state_of(self, old: TrainState, made: dict[Key, Any]) -> TrainState:
+        """Return the state after a step, of the outputs of its list."""
+        new = replace(
+            old,
+            parameters=tuple(made[self.parameter(k)] for k in range(len(old.parameters))),
+            variables=tuple(made[self.variable(k)] for k in range(len(old.variables))),
+            optimizer=tuple(made.get(self.optimizer(k), x) for k, x in zip(self.owned, old.optimizer, strict=True)),
+            residual=tuple(made[self.residual(k)] for k in self.residuals),
+        )
+        shared = tuple(
+            self._everywhere(Name(Role.SHARED, k), x, made) for k, x in zip(self.shared, old.shared, strict=True)
+        )
+        step = self._everywhere(Name(Role.STEP), old.step, made)
+        skipped = self._everywhere(SKIPPED, old.skipped, made)
+        return replace(new, shared=shared, step=step, skipped=skipped)
+
+    def _everywhere(self, name: Name, old: Any, made: dict[Key, Any]) -> Any:
+        """A value of all devices, of what the stages have made of it; the old one if they have not."""
+        parts: dict[Any, Any] = {}
+        for key, x in made.items():
+            if key.name == name and x is not None:
+                parts |= {shard.device: shard.data for shard in x.addressable_shards}
+        if not parts:
+            return old
+        own = hosts.mine(self.mesh.devices.flatten().tolist())
+        sharding = NamedSharding(self.mesh, P())
+        return jax.make_array_from_single_device_arrays(old.shape, sharding, [parts[d] for d in own])
+
+
+class Loader:
+    """The arrays of a training state, and constants, by register of a list."""
+
+    def __init__(self, where: StateLayout, calls: CallList):
+        """Find out what goes where.
+
+        Args:
+          where: the state's arrays.
+          calls: the list.
+        """
+        self._where = where
+        self._devices = where.layout.devices
+        keys = calls.inputs
+        self._leaves: list[tuple[str, int, int]] = []
+        fields = {"parameters": where.parameter, "variables": where.variable}
+        for name, key_of in fields.items():
+            count = len(where.stages.parameters if name == "parameters" else where.stages.state)
+            self._leaves += [(name, k, keys[key_of(k)]) for k in range(count) if key_of(k) in keys]
+        owned = [(n, where.optimizer(k)) for n, k in enumerate(where.owned)]
+        self._leaves += [("optimizer", n, keys[key]) for n, key in owned if key in keys]
+        kept = [(n, where.residual(k)) for n, k in enumerate(where.residuals)]
+        self._leaves += [("residual", n, keys[key]) for n, key in kept if key in keys]
+        positions = {k: n for n, k in enumerate(where.shared)}
+        self._common: list[tuple[Any, Place, int]] = []
+        self._keys: list[tuple[Place, int]] = []
+        self.batch: list[tuple[int, Place, int]] = []
+        self._constants: dict[int, Any] = {}
+        for key, register in keys.items():
+            name, place = key.name, key.place
+            if not hosts.mine(list(stage_mesh(self._devices, place).devices.flat)):
+                continue
+            if name.role is Role.SHARED:
+                self._common.append((positions[name.number], place, register))
+            elif name.role is Role.STEP:
+                self._common.append((name, place, register))
+            elif name.role is Role.KEY:
+                self._keys.append((place, register))
+            elif name.role is Role.BATCH:
+                self.batch.append((name.number, place, register))
+            elif name.role in (Role.INDEX, Role.WEIGHT):
+                self._constants[register] = self._constant(key)
+        self._key: Any = None
+        self._key_data: dict[int, Any] = {}
+
+    def load(self, state: TrainState) -> dict[int, Any]:
+        """Return the arrays of a state, by register."""
+        given = dict(self._constants)
+        for field, k, register in self._leaves:
+            given[register] = getattr(state, field)[k]
+        for what, place, register in self._common:
+            x = state.skipped if what == SKIPPED else state.step if isinstance(what, Name) else state.shared[what]
+            given[register] = self._at(x, place)
+        if state.key is not self._key:
+            data = jax.random.key_data(state.key)
+            self._key_data = {register: self._at(data, place) for place, register in self._keys}
+            self._key = state.key
+        return given | self._key_data
+
+    def _at(self, x: Any, place: Place) -> Any:
+        """A value of all devices at a place."""
+        mesh = stage_mesh(self._devices, place)
+        shards = {shard.device: shard.data for shard in x.addressable_shards}
+        own = [shards[d] for d in hosts.mine(list(mesh.devices.flat))]
+        if not place.is_whole:
+            return own[0]
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, P()), own)
+
+    def _constant(self, key: Key) -> Any:
+        context, replicas = self._where.layout.context, len(self._where.layout.replicas)
+        m = context.num_microbatches
+        if key.name.role is Role.WEIGHT:
+            value: Any = np.float32(m * replicas)
+        else:
+            value = np.array([key.microbatch, key.place.replica * m + key.microbatch], np.int32)
+        return hosts.replicate(value, NamedSharding(stage_mesh(self._devices, key.place), P()))
+
+
+def place_batch(loader: Loader, leaves: Sequence[Any], shared: Sequence[bool], layout: Layout) -> dict[int, Any]:
+    """Return a batch's leaves on the devices of the stages that read them, by register.
+
+    Args:
+      loader: of the list.
+      leaves: the whole batch, or at least the rows of the replicas that this process has devices of, as global arrays.
+      shared: by leaf, whether every replica gets it whole.
+      layout: where stages are.
+    """
+    replicas = len(layout.replicas)
+    given: dict[int, Any] = {}
+    for k, place, register in loader.batch:
+        x = leaves[k]
+        if not shared[k] and replicas > 1:
+            rows = x.shape[0] // replicas
+            x = x[place.replica * rows : (place.replica + 1) * rows]
+        given[register] = jax.device_put(x, NamedSharding(stage_mesh(layout.devices, place), P()))
+    return given

@@ -1,0 +1,468 @@
+"""The end of a step: results become loss and metrics, gradients an update of each stage's own parameters.
+
+    totals of all stages ──one device──▶ loss, metrics, the total weight, and whether the step is stopped
+    sums of gradients ──replicas──▶ mean ──▶ small values that other stages need (norms), round by round
+    mean, parameters, optimizer state, values of others ──▶ new parameters, new optimizer state
+
+Every stage runs its own part of the optimizer (``jaxpipe.pipeline.optimizer``). Where stages have replicas, this work
+is one program over the devices of a stage; gradients that are not read yet are each replica's own.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.gradients.block_sparse import Settings
+from jaxpipe.gradients.blocks import Blocks
+from jaxpipe.gradients.exchange import exchange, sent_share
+from jaxpipe.graph import Operator, run
+from jaxpipe.pipeline.combine import combine
+from jaxpipe.pipeline.optimizer import ColouredUpdate, held_by, operators_of
+from jaxpipe.runtime.mpmd.compile import DATA
+from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, STEP, Context, Name, Role, Work
+
+
+#: The total weight of a batch, and whether its step changes nothing.
+WEIGHT, STOPPED = Name(Role.WEIGHT), Name(Role.STOPPED)
+
+#: A stage's share of the gradient's squared norm; of what its replicas had to send, and have not sent.
+SQUARES, HAD, UNSENT = (Name(Role.SQUARES, k) for k in range(3))
+
+#: How many steps have changed nothing.
+SKIPPED = Name(Role.STEP, 1)
+
+#: Whether a gradient of a stage is not finite, ``int32[]``.
+NONFINITE = Name(Role.SQUARES, 3)
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """A block-sparse exchange between replicas.
+
+    Attributes:
+      settings: of ``block_sparse``.
+      plans: by stage and phase of the warm-up, the blocks of each gradient.
+    """
+
+    settings: Settings
+    plans: tuple[tuple[tuple[Blocks, ...], ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateContext:
+    """What the ends of all stages share.
+
+    Attributes:
+      stages: the pipeline.
+      coloured: the optimizer, each of its operators with its stage.
+      replicas: of each stage.
+      exchange: how replicas exchange gradients; None if whole.
+      guarded: whether a step that is not finite changes nothing.
+      skips: whether such a step counts as one.
+    """
+
+    stages: Context
+    coloured: ColouredUpdate
+    replicas: int
+    exchange: Exchange | None = None
+    guarded: bool = False
+    skips: bool = False
+
+    @functools.cached_property
+    def tensor_of(self) -> dict[int, int]:
+        """By tensor number in the optimizer of a parameter or its gradient, that in the objective."""
+        objective = self.stages.objective
+        trained = [t for t in objective.parameters if t not in objective.frozen]
+        pairs = zip(self.coloured.parameters, objective.parameters, strict=True)
+        return dict(pairs) | dict(zip(self.coloured.gradients, trained, strict=True))
+
+    def lenders(self, s: int, t: int) -> list[int]:
+        """The other stages that compute gradients of a parameter."""
+        return [k for k in range(len(self.stages.sections)) if k != s and t in self.stages.trained(k)]
+
+    def residual_avals(self, s: int) -> list[Any]:
+        """Shapes of what a replica has not sent of a stage's gradients."""
+        avals = map(self.stages.aval, self.stages.held(s))
+        lead = self.stages.lead
+        return [jax.ShapeDtypeStruct((*lead, *a.shape), jnp.promote_types(a.dtype, jnp.float32)) for a in avals]
+
+
+def returned_gradient(s: int, t: int) -> Name:
+    """The sum of a parameter's gradients from stage ``s``, which borrows the parameter."""
+    return Name(Role.GRADIENT, t, 1 + s)
+
+
+def reported(name: Name, source: int) -> Name:
+    """Return the name of a value where the values of all stages, or replicas of stages, come together."""
+    return name._replace(part=1 + source)
+
+
+class Operands(dict[Name, Any]):
+    """Operands of some work: name and shape."""
+
+    def add(self, name: Name, shape: Sequence[int], dtype: Any) -> None:
+        """Another operand."""
+        self[name] = jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def _gradient_operands(context: UpdateContext, s: int) -> Operands:
+    stages, found = context.stages, Operands()
+    for t in stages.held(s):
+        if t in stages.trained(s):
+            found[Name(Role.GRADIENT, t)] = stages.sum_aval(t)
+        found |= {returned_gradient(k, t): stages.sum_aval(t) for k in context.lenders(s, t)}
+    found.add(WEIGHT, (), jnp.float32)
+    return found
+
+
+def _mean(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
+    """The gradients of a stage's parameters, by tensor number, in the types of the parameters."""
+    sums = _over_replicas(context, _own_sums(context, s, values))
+    weight = values[WEIGHT]
+    return {t: (g / weight.astype(g.dtype)).astype(context.stages.aval(t).dtype) for t, g in sums.items()}
+
+
+def _own_sums(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
+    """Sums of this replica, with what stages that borrow a parameter have returned."""
+    stages, sums = context.stages, {}
+    for t in stages.held(s):
+        aval = stages.aval(t)
+        own = values.get(Name(Role.GRADIENT, t))
+        returned = [values[returned_gradient(k, t)] for k in context.lenders(s, t)]
+        total = jnp.zeros(stages.sum_aval(t).shape, stages.sum_aval(t).dtype) if own is None else own
+        if returned:
+            total = total + functools.reduce(operator.add, returned)
+        sums[t] = total.reshape(aval.shape)
+    return sums
+
+
+def _over_replicas(context: UpdateContext, values: Any) -> Any:
+    return values if context.replicas == 1 else lax.psum(values, DATA)
+
+
+def exchange_work(context: UpdateContext, s: int) -> Work:
+    """Return the block-sparse exchange of a stage: residuals and gradients become averages and new residuals."""
+    assert context.exchange is not None
+    found, settings, plans = context.stages, context.exchange.settings, context.exchange.plans[s]
+    held = found.held(s)
+    operands = _gradient_operands(context, s)
+    operands.add(STEP, (), jnp.int32)
+    residuals = [Name(Role.RESIDUAL, t) for t in held]
+    operands |= zip(residuals, context.residual_avals(s), strict=True)
+    averages = [Name(Role.EXCHANGED, t, 1) for t in held]
+
+    def function(values: dict[Name, Any]) -> list[Any]:
+        share = values[WEIGHT] / lax.axis_size(DATA)
+        own = {t: g / share.astype(g.dtype) for t, g in _own_sums(context, s, values).items()}
+        left = {t: values[name].reshape(found.aval(t).shape) for t, name in zip(held, residuals, strict=True)}
+
+        def read(_: int) -> list[Any]:
+            return [own[t].astype(left[t].dtype) + left[t] for t in held]
+
+        def phase(blocks: Sequence[Blocks]) -> Any:
+            return exchange([blocks], settings.rule, DATA, lambda f: f(0), read, lambda _, x: _averaged(x))
+
+        branches = [functools.partial(phase, blocks) for blocks in plans]
+        means, rest, squares, unsent = lax.switch(settings.phase(values[STEP]), branches)
+        new = [x.reshape(a.shape) for x, a in zip(rest, context.residual_avals(s), strict=True)]
+        return [*means, *new, *_in_order([squares, unsent])]
+
+    return _work(f"stage {s}: exchange", operands, [*averages, *residuals, HAD, UNSENT], function)
+
+
+def _averaged(found: Any) -> tuple[list[Any], list[Any], Any, Any]:
+    return found.gradients, found.residuals, found.squares, found.unsent
+
+
+def _in_order(values: Sequence[Any]) -> list[Any]:
+    """Sums over the replicas, in their order."""
+    rows = [lax.all_gather(x, DATA) for x in values]
+    return [functools.reduce(operator.add, [row[r] for r in range(row.shape[0])]) for row in rows]
+
+
+def look_work(context: UpdateContext, s: int) -> Work:
+    """Return the search of a stage's gradients for what is not finite."""
+    operands = _gradient_operands(context, s)
+
+    def function(values: dict[Name, Any]) -> list[Any]:
+        gradients = _mean(context, s, values).values()
+        if context.exchange is not None:
+            share = values[WEIGHT]
+            gradients = [g / share.astype(g.dtype) for g in _own_sums(context, s, values).values()]
+        here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0))
+        return [_over_replicas(context, (here > 0).astype(jnp.int32))]
+
+    return _work(f"stage {s}: look for what is not finite", operands, [NONFINITE], function)
+
+
+def share_work(context: UpdateContext, s: int, number: int) -> Work | None:
+    """Return the work for what a stage tells the others before a round of the optimizer; None if that is nothing."""
+    coloured = context.coloured
+    told = [t for t in coloured.exchanged[number] if coloured.colour[t] == s]
+    if not told:
+        return None
+    operands = _optimizer_operands(context, s, number)
+
+    def function(values: dict[Name, Any]) -> list[Any]:
+        env = _environment(context, s, number, values, _gradients(context, s, values))
+        _compute(context, s, told, env)
+        return [env[t] for t in told]
+
+    return _work(f"stage {s}: optimizer, round {number}", operands, [Name(Role.EXCHANGED, t) for t in told], function)
+
+
+def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
+    """Return the last round of the optimizer in a stage: new parameters and new optimizer state.
+
+    Args:
+      context: the pipeline.
+      s: the stage.
+      counts: whether it also writes what every device has: shared optimizer state and the numbers of steps.
+    """
+    coloured, stages = context.coloured, context.stages
+    operands = _optimizer_operands(context, s, len(coloured.exchanged))
+    parameters, _, _ = held_by(coloured, s)
+    new = dict(
+        zip((*coloured.parameters, *coloured.state), (*coloured.new_parameters, *coloured.new_state), strict=True)
+    )
+    places = _state_places(context, s)
+    names = {t: Name(Role.PARAMETER, context.tensor_of[t]) for t in parameters}
+    names |= {t: name for t, name in places.items() if counts or name.role is Role.OPTIMIZER}
+    if counts:
+        operands.add(STEP, (), jnp.int32)
+        operands.add(SKIPPED, (), jnp.int32)
+    section = stages.sections[s]
+    state = [t for t, n in zip(section.state, section.new_state, strict=True) if n != t]
+    state = state if context.guarded or context.replicas > 1 else []
+    for t in state:
+        aval = stages.aval(t)
+        operands.add(Name(Role.STATE, t), aval.shape or (1,) * min(1, context.replicas - 1), aval.dtype)
+        if context.guarded:
+            operands.add(Name(Role.STATE, t, 1), aval.shape, aval.dtype)
+    if context.guarded:
+        operands.add(STOPPED, (), jnp.bool_)
+
+    def function(values: dict[Name, Any]) -> list[Any]:
+        gradients = _gradients(context, s, values)
+        env = _environment(context, s, len(coloured.exchanged), values, gradients)
+        _compute(context, s, [new[t] for t in names], env)
+
+        def settled(before: Any, after: Any) -> Any:
+            return jnp.where(values[STOPPED], before, after) if context.guarded else after
+
+        results = [settled(values[name], env[new[t]]) for t, name in names.items()]
+        for t in state:
+            after = values[Name(Role.STATE, t)].reshape(stages.aval(t).shape)
+            if context.replicas > 1 and jnp.issubdtype(after.dtype, jnp.inexact):
+                after = lax.pmean(after, DATA)
+            results.append(settled(values.get(Name(Role.STATE, t, 1)), after))
+        if counts:
+            results += _counted(context, values)
+        squares = (jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients.values())
+        return [*results, sum(squares, start=jnp.float32(0))]
+
+    writes = [*names.values(), *(Name(Role.STATE, t) for t in state), *([STEP, SKIPPED] if counts else []), SQUARES]
+    return _work(f"stage {s}: update", operands, writes, function)
+
+
+def _counted(context: UpdateContext, values: dict[Name, Any]) -> list[Any]:
+    """The numbers of steps that were made, and that changed nothing, after this one."""
+    step, skipped = values[STEP], values[SKIPPED]
+    if not context.guarded:
+        return [step + 1, skipped]
+    if context.skips:
+        return [step + 1, skipped + values[STOPPED].astype(jnp.int32)]
+    return [jnp.where(values[STOPPED], step, step + 1), skipped]
+
+
+def gradient_work(context: UpdateContext, s: int) -> Work:
+    """Return the work for a stage's mean gradients."""
+    held = context.stages.held(s)
+    operands = _gradient_operands(context, s)
+
+    def function(values: dict[Name, Any]) -> list[Any]:
+        mean = _mean(context, s, values)
+        return [mean[t] for t in held]
+
+    return _work(f"stage {s}: gradient", operands, [Name(Role.MEAN, t) for t in held], function)
+
+
+def _gradients(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
+    if context.exchange is None:
+        return _mean(context, s, values)
+    return {t: values[Name(Role.EXCHANGED, t, 1)] for t in context.stages.held(s)}
+
+
+def _state_places(context: UpdateContext, s: int) -> dict[int, Name]:
+    """By tensor number in the optimizer, the state of a stage and that which every stage has."""
+    update = context.coloured
+    roles = {s: Role.OPTIMIZER, None: Role.SHARED}
+    owned = enumerate(zip(update.state, update.state_stage, strict=True))
+    return {t: Name(roles[owner], k) for k, (t, owner) in owned if owner in roles}
+
+
+def _optimizer_operands(context: UpdateContext, s: int, rounds: int) -> Operands:
+    """Operands of the optimizer after some rounds of exchange."""
+    coloured, stages = context.coloured, context.stages
+    if context.exchange is None:
+        found = _gradient_operands(context, s)
+    else:
+        found = Operands()
+        for t in stages.held(s):
+            found[Name(Role.EXCHANGED, t, 1)] = stages.aval(t)
+    found |= {
+        Name(Role.PARAMETER, context.tensor_of[t]): stages.aval(context.tensor_of[t]) for t in held_by(coloured, s)[0]
+    }
+    for t, name in _state_places(context, s).items():
+        found.add(name, coloured.graph.tensors[t].shape, coloured.graph.tensors[t].dtype)
+    for t in (t for ts in coloured.exchanged[:rounds] for t in ts):
+        found.add(Name(Role.EXCHANGED, t), coloured.graph.tensors[t].shape, coloured.graph.tensors[t].dtype)
+    return found
+
+
+def _environment(
+    context: UpdateContext, s: int, rounds: int, values: dict[Name, Any], gradients: dict[int, Any]
+) -> dict[int, Any]:
+    """Values by tensor number in the optimizer that a stage begins a round with."""
+    coloured = context.coloured
+    parameters, taken, _ = held_by(coloured, s)
+    env: dict[int, Any] = dict(coloured.graph.constants)
+    env |= {t: values[Name(Role.PARAMETER, context.tensor_of[t])] for t in parameters}
+    env |= {t: gradients[context.tensor_of[t]] for t in taken}
+    env |= {t: values[name] for t, name in _state_places(context, s).items()}
+    return env | {t: values[Name(Role.EXCHANGED, t)] for ts in coloured.exchanged[:rounds] for t in ts}
+
+
+def _compute(context: UpdateContext, s: int, wanted: Sequence[int], env: dict[int, Any]) -> None:
+    """Run what some tensors follow from: operators of the stage, and those that every stage runs."""
+    coloured = context.coloured
+    common = [op for op in coloured.graph.operators if not any(t in coloured.colour for t in op.outputs)]
+    allowed = {op.outputs for op in (*common, *operators_of(coloured, s))}
+    needed = {t for t in wanted if t not in env}
+    kept: list[Operator] = []
+    for op in reversed(coloured.graph.operators):
+        if op.outputs in allowed and not needed.isdisjoint(op.outputs):
+            kept.append(op)
+            needed.update(t for t in op.inputs if t not in env)
+    run(kept[::-1], env)
+
+
+def weight_work(replicas: int) -> Work:
+    """Return the work that adds up the weights of the batch's micro-batches in all replicas."""
+    operands = Operands()
+    names = [Name(Role.TOTAL, 1, r) for r in range(replicas)]
+    for name in names:
+        operands.add(name, (), jnp.float32)
+
+    def function(values: dict[Name, Any]) -> list[Any]:
+        return [functools.reduce(operator.add, [values[name] for name in names])]
+
+    return _work("the total weight", operands, [WEIGHT], function)
+
+
+def results_work(context: Context, replicas: int, stages: int, guarded: bool) -> Work:
+    """Return the work that makes a batch's loss and metrics of the totals of all replicas.
+
+    Args:
+      context: the pipeline.
+      replicas: of each stage.
+      stages: how many of them say whether their gradients are finite, if a step is guarded.
+      guarded: whether they do.
+    """
+    objective, operands = context.objective, Operands()
+    for k, t in enumerate(objective.results):
+        for r in range(replicas):
+            aval = context.aval(t)
+            operands.add(Name(Role.TOTAL, k, r), aval.shape, aval.dtype)
+    if guarded:
+        for s in range(stages):
+            operands.add(reported(NONFINITE, s), (), jnp.int32)
+
+    def function(values: dict[Name, Any]) -> list[Any]:
+        totals = [
+            functools.reduce(operator.add, [values[Name(Role.TOTAL, k, r)] for r in range(replicas)])
+            for k in range(len(objective.results))
+        ]
+        loss, weight, *metrics = totals
+        mean = loss / weight.astype(loss.dtype)
+        results = [mean, *combine(metrics, weight, objective.summed)]
+        if guarded:
+            flags = jnp.stack([values[reported(NONFINITE, s)] > 0 for s in range(stages)])
+            results += [flags, jnp.any(flags) | ~jnp.isfinite(mean)]
+        return results
+
+    reports = [Name(Role.REPORT, k) for k in range(len(objective.results) - 1)]
+    writes = [*reports, *([NONFINITE, STOPPED] if guarded else [])]
+    return _work("loss and metrics", operands, writes, function)
+
+
+#: What a step counts, in this order.
+COUNTERS = ("gradient_norm", "sent_share", "residual_norm", "overflows")
+
+
+def counters_work(stages: int, exchanges: bool, sparse: int) -> Work:
+    """Return the work that makes a step's counters of what all stages report, in the order of the stages.
+
+    Args:
+      stages: how many there are.
+      exchanges: whether replicas exchange gradients block-sparsely.
+      sparse: how many replicas of stages count overflows.
+    """
+    operands = Operands()
+    kinds = [SQUARES, *([HAD, UNSENT] if exchanges else [])]
+    for name in kinds:
+        for s in range(stages):
+            operands.add(reported(name, s), (), jnp.float32)
+    for place in range(sparse):
+        operands.add(reported(OVERFLOWS, place), (), jnp.int32)
+
+    def function(values: dict[Name, Any]) -> list[Any]:
+        sums = [functools.reduce(operator.add, [values[reported(n, s)] for s in range(stages)]) for n in kinds]
+        counters = [jnp.sqrt(sums[0])]
+        if exchanges:
+            counters += [sent_share(sums[1], sums[2]), jnp.sqrt(sums[2])]
+        missed = [values[reported(OVERFLOWS, place)] for place in range(sparse)]
+        return [*counters, sum(missed, start=jnp.int32(0))]
+
+    names = [0, 1, 2, 3] if exchanges else [0, 3]
+    return _work("counters", operands, [Name(Role.REPORT, -1 - k) for k in names], function)
+
+
+def stack_work(context: Context) -> Work:
+    """Return the work that puts the predictions of a replica's micro-batches together."""
+    objective, operands = context.objective, Operands()
+    m = context.num_microbatches
+    for k, t in enumerate(objective.results):
+        for j in range(m):
+            operands.add(Name(Role.RESULT, k, j), context.aval(t).shape, context.aval(t).dtype)
+
+    def function(values: dict[Name, Any]) -> list[Any]:
+        return [
+            jnp.concatenate([values[Name(Role.RESULT, k, j)] for j in range(m)]) for k in range(len(objective.results))
+        ]
+
+    return _work("predictions", operands, [Name(Role.REPORT, k) for k in range(len(objective.results))], function)
+
+
+def zeros_work(label: str, avals: dict[Name, Any]) -> Work:
+    """Return the work that makes zeros."""
+    return _work(label, Operands(), list(avals), lambda _: [jnp.zeros(a.shape, a.dtype) for a in avals.values()])
+
+
+def _work(
+    label: str, operands: dict[Name, Any], writes: Sequence[Name], function: Callable[[dict[Name, Any]], list[Any]]
+) -> Work:
+    names = tuple(operands)
+    return Work(
+        label,
+        names,
+        tuple(operands.values()),
+        tuple(writes),
+        lambda given: function(dict(zip(names, given, strict=True))),
+    )

@@ -1,0 +1,219 @@
+"""One compiled program for all devices, which all walk through the schedule in step (``jaxpipe.pipeline.ticks``)."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe import hosts
+from jaxpipe.pipeline import checks, compiled, feed
+from jaxpipe.pipeline import step as steps
+from jaxpipe.pipeline.folding import shared_sections
+from jaxpipe.pipeline.gather import stage_arrays
+from jaxpipe.pipeline.objective import Objective
+from jaxpipe.pipeline.planned import Planned
+from jaxpipe.pipeline.program import DATA, STAGE
+from jaxpipe.pipeline.sections import cut_sections, follow
+from jaxpipe.pipeline.state import TrainState
+from jaxpipe.pipeline.step import Batching
+from jaxpipe.progress import progress
+from jaxpipe.runtime.interface import Bytes, StepResults
+from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
+from jaxpipe.schedules.gpipe import forward_only
+from jaxpipe.target import building_for
+
+
+class SpmdRuntime:
+    """A plan as one program; see ``jaxpipe.runtime.interface.Runtime``."""
+
+    def __init__(self, planned: Planned):
+        self.planned = planned
+        self._forward_steps: dict[Any, Any] = {}
+
+    @property
+    def places(self) -> range:
+        """Numbers of the devices, or teams of them, along the stage axis."""
+        return range(len(self.planned.program.teams.widths))
+
+    def devices_of(self, place: int) -> list[Any]:
+        """The devices of a place, one for each replica."""
+        mesh, teams = self.planned.mesh, self.planned.program.teams
+        return list(np.take(mesh.devices, teams.groups[place], axis=mesh.axis_names.index(STAGE)).flat)
+
+    def stage_part(self, place: int, arrays: StageArrays) -> Any:
+        """Put a place's arrays into rows of the buffers of its devices."""
+        program, update = self.planned.program, self.planned.update
+        layouts = program.parameters, program.state, update.layout
+        held = arrays.parameters, arrays.variables, arrays.optimizer
+        every = self.devices_of(place)
+        devices = hosts.mine(every)
+        leaves = [x for group in held for x in group]
+        if all(isinstance(x, np.ndarray) for x in leaves):
+            packed = [layout.pack(place, group) for layout, group in zip(layouts, held, strict=True)]
+            rows = [[[jax.device_put(x[None], d) for d in devices] for x in group] for group in packed]
+        else:
+
+            def write(held: Any) -> Any:
+                groups = [layout.write(place, group) for layout, group in zip(layouts, held, strict=True)]
+                return [[x.reshape(1, *x.shape) for x in group] for group in groups]
+
+            made = jax.jit(write)(tuple(map(list, held)))
+            copies = [jax.device_put(made, device) for device in devices[1:]]
+            rows = jax.tree.map(lambda *rows: list(rows), made, *copies)
+        if update.exchange is None:
+            return [*rows, []]
+        layout = update.exchange.residuals
+        zeros = [np.zeros((len(every), *aval.shape), aval.dtype) for aval in layout.avals[place]]
+        residuals = [np.asarray(x) for x in arrays.residuals] or zeros
+        packed = [layout.pack(place, [x[every.index(d)] for x in residuals]) for d in devices]
+        columns = zip(*packed, strict=True)
+        return [*rows, [[jax.device_put(x[None, None], d) for x, d in zip(c, devices, strict=True)] for c in columns]]
+
+    def assemble(self, parts: Mapping[int, Any], common: CommonArrays) -> TrainState:
+        """Return the state of the parts of this process's places."""
+        mesh, ordered = self.planned.mesh, [parts[place] for place in sorted(parts)]
+        specs = P(STAGE), P(STAGE), P(STAGE), P(STAGE, DATA)
+        groups = [_assemble(mesh, spec, [part[k] for part in ordered]) for k, spec in enumerate(specs)]
+        everywhere = functools.partial(hosts.replicate, sharding=NamedSharding(mesh, P()))
+        return TrainState(
+            *groups,
+            shared=tuple(map(everywhere, common.shared)),
+            key=everywhere(common.key),
+            step=everywhere(jnp.int32(common.step)),
+            skipped=everywhere(jnp.int32(common.skipped)),
+            plan=self.planned.plan.identity,
+        )
+
+    def prepare(self, batch: Any) -> None:
+        """Compile the training step."""
+        del batch
+        self.compiled_step  # noqa: B018
+
+    def step(self, state: TrainState, batch: Any) -> StepResults:
+        """Run the training step; donates the state."""
+        results = hosts.settled(self.compiled_step(state, self._placed(batch)))
+        return StepResults(*results)
+
+    def gradients(self, state: TrainState, batch: Any) -> tuple[Any, Sequence[Any], list[Any]]:
+        """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
+        loss, metrics, buffers = hosts.settled(self._gradient_step(state, self._placed(batch)))
+        program, placement = self.planned.program, self.planned.placement
+        trained = [t not in program.objective.frozen for t in program.objective.parameters]
+        owners = [owner if kept else None for owner, kept in zip(placement.parameters, trained, strict=True)]
+        places = program.teams.first
+        gradients = stage_arrays(self.planned.mesh, program.gradients, places, owners, buffers, lambda: None)
+        return loss, metrics, gradients
+
+    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching, state: Any, batch: Any) -> Any:
+        """Run a forward pass: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
+        key = name, str(jax.tree.structure(shapes)), tuple((x.shape, x.dtype) for x in jax.tree.leaves(shapes))
+        if key not in self._forward_steps:
+            self._forward_steps[key] = self._build_forward(name, objective, shapes, batching)
+        leaves = feed.place(self.planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
+        return hosts.settled(self._forward_steps[key](state, leaves))
+
+    def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
+        """Copy a state to the host of every process that keeps it."""
+        program, placement, update = self.planned.program, self.planned.placement, self.planned.update
+        gather = functools.partial(stage_arrays, self.planned.mesh, places=program.teams.first, keep=keep)
+        shared = iter(state.shared)
+        residuals = []
+        if update.exchange is not None:
+            layout = update.exchange.residuals
+            residuals = gather(layout, owners=placement.parameters, buffers=state.residual)
+        return HostArrays(
+            gather(program.parameters, owners=placement.parameters, buffers=state.parameters),
+            gather(program.state, owners=placement.state, buffers=state.variables),
+            gather(
+                update.layout,
+                owners=update.coloured.state_stage,
+                buffers=state.optimizer,
+                shared=lambda: next(shared),
+            ),
+            residuals,
+        )
+
+    def check_state(self, state: TrainState) -> None:
+        """Raise ``StateError`` if a state has residuals of other replicas."""
+        residual = self._abstract_state.residual
+        checks.check_residual([x.shape for x in state.residual], [x.shape for x in residual])
+
+    def bytes(self) -> Bytes:
+        """Return what XLA reserves for the training step, on every device alike."""
+        step, count = self.compiled_step, self.planned.mesh.devices.size
+        found = step.memory_analysis()
+        sizes = compiled.reserved_bytes(step), found.temp_size_in_bytes, found.host_temp_size_in_bytes
+        return Bytes(*((size,) * count for size in sizes))
+
+    @cached_property
+    def _abstract_state(self) -> TrainState:
+        return compiled.abstract_state(self.planned)
+
+    @cached_property
+    @progress("Compiling the training step")
+    def compiled_step(self) -> Any:
+        """The training step. If XLA reserves more than the budget, storage is chosen again for as much less."""
+        checks.check_runs(self.planned.plan)
+        with building_for(self.planned.mesh.devices.flat[0].platform):
+            self.planned = compiled.within_budget(self.planned)
+        assert self.planned.compiled is not None
+        return self.planned.compiled.step
+
+    @cached_property
+    @progress("Compiling the gradient")
+    def _gradient_step(self) -> Any:
+        planned = self.planned
+        checks.check_runs(planned.plan)
+        schedule = dataclasses.replace(planned.program.schedule, versions=None, group=1)
+        program = dataclasses.replace(planned.program, schedule=schedule)
+        function = steps.gradient_step(planned.mesh, program, planned.batching, self._abstract_state)
+        return compiled.lower(planned, function, planned.batch, planned.batching).compile()
+
+    def _placed(self, batch: Any) -> list[jax.Array]:
+        leaves, shapes = jax.tree.leaves(batch), jax.tree.leaves(self.planned.batch)
+        return feed.place(self.planned.mesh, leaves, shapes, self.planned.batching)
+
+    @progress("Compiling the forward pass")
+    def _build_forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Any:
+        planned = self.planned
+        before, teams = planned.program.schedule, planned.program.teams
+        cuts = followed_cuts(planned, objective, name)
+        sections = shared_sections(objective, planned.model, cut_sections(objective, cuts, planned.stages), teams)
+        program = dataclasses.replace(
+            planned.program,
+            objective=objective,
+            sections=tuple(dataclasses.replace(section, fold=None) for section in sections),
+            schedule=forward_only(before.num_stages, teams.deals(batching.num_microbatches), before.num_chunks),
+            num_microbatches=batching.num_microbatches,
+            swaps=None,
+        )
+        build = steps.evaluation_step if name == "evaluate" else steps.prediction_step
+        function = build(planned.mesh, program, batching, self._abstract_state)
+        return compiled.lower(planned, function, shapes, batching).compile()
+
+
+def followed_cuts(planned: Planned, objective: Objective, name: str) -> list[int]:
+    """Return the cuts of another program over the same variables, each of which stays in its stage."""
+    names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
+    borrowed = {t for section in planned.program.sections for t in section.borrowed}
+    lent = [k for k, t in enumerate(planned.program.objective.parameters) if t in borrowed]
+    return follow(objective, planned.stages, planned.program.schedule.total_stages, names, name, lent)
+
+
+def _assemble(mesh: Any, spec: P, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """Global buffers from the rows that this process's devices hold, by place and buffer."""
+    sharding = NamedSharding(mesh, spec)
+    whole = [mesh.shape.get(axis, 1) for axis in spec]
+    return tuple(
+        jax.make_array_from_single_device_arrays(
+            (*whole, rows[0][0].shape[-1]), sharding, [x for copies in rows for x in copies]
+        )
+        for rows in zip(*parts, strict=True)
+    )

@@ -31,7 +31,7 @@ from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solvin
 from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.live import check_live
-from jaxpipe.pipeline.objective import Objective
+from jaxpipe.pipeline.objective import Objective, trace_loss
 from jaxpipe.pipeline.optimizer import colour_update
 from jaxpipe.pipeline.planned import Budget, Planned
 from jaxpipe.pipeline.program import DATA, PAGE, Program
@@ -307,6 +307,9 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
             placement=placement,
             update=update,
             batching=traced.batching,
+            policy=request.policy,
+            schedules=request.schedules,
+            retrace=lambda one: trace_loss(model, request.loss, one).training(traced_update.trained),
         )
 
     fitter = None

@@ -24,13 +24,13 @@ class Dispatch:
     """A list that can be followed.
 
     Attributes:
-      list: what is done.
+      calls: the list.
       executables: by program and place of a call.
       steps: of each instruction of this process: the action, how to take its operands out of the registers, where the
         results go, and which registers are left.
     """
 
-    list: CallList
+    calls: CallList
     executables: dict[tuple[int, Place], Executable]
     steps: tuple[tuple[Action, Callable[[list[Any]], Sequence[Any]], tuple[int, ...], tuple[int, ...]], ...]
 
@@ -43,7 +43,7 @@ class Dispatch:
         Returns:
           Its outputs; None for those on other processes' devices.
         """
-        registers: list[Any] = [None] * len(self.list.avals)
+        registers: list[Any] = [None] * len(self.calls.avals)
         for register, x in given.items():
             registers[register] = x
         for action, read, writes, left in self.steps:
@@ -52,7 +52,7 @@ class Dispatch:
                 registers[register] = x
             for register in left:
                 registers[register] = None
-        return {key: registers[register] for key, register in self.list.outputs.items()}
+        return {key: registers[register] for key, register in self.calls.outputs.items()}
 
 
 def stage_mesh(devices: np.ndarray, place: Place) -> Mesh:

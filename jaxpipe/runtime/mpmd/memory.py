@@ -34,7 +34,7 @@ def peak_bytes(dispatch: Dispatch, devices: np.ndarray) -> dict[Any, Peak]:
     """Return the most bytes that each device of this process holds at once while it follows a list."""
     temporaries = {key: program.temporary_bytes - program.alias_bytes for key, program in dispatch.executables.items()}
     labels = {key: program.label for key, program in dispatch.executables.items()}
-    return walk(dispatch.list, devices, temporaries, labels)
+    return walk(dispatch.calls, devices, temporaries, labels)
 
 
 def walk(

@@ -188,7 +188,6 @@ def test_a_plan_for_one_function():
     assert "recompute" in str(previous)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

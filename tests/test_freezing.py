@@ -95,7 +95,6 @@ def test_there_is_no_backward_work_below_the_first_trained_parameter():
     assert len(pipe.schedule.ticks) == len(one_f_one_b(4, COUNT).ticks) - pipe.schedule.frozen
 
 
-@pytest.mark.core
 def test_the_plan_says_what_is_frozen():
     pipe = pipeline(True)
     frozen, text = pipe.plan.frozen, " ".join(str(pipe.plan).split())
@@ -265,7 +264,6 @@ def test_a_tied_parameter_is_frozen_or_trained_in_all_its_stages(frozen):
 # Schedules, budgets, profiles
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("maker", [gpipe, one_f_one_b, zero_bubble])
 def test_a_table_without_the_backward_work_of_its_first_stages(maker):
     whole = maker(4, 6)
@@ -284,7 +282,6 @@ def test_a_table_without_the_backward_work_of_its_first_stages(maker):
         broken().validate()
 
 
-@pytest.mark.core
 def test_a_device_goes_on_to_backward_work_without_waiting():
     table = without_backward(one_f_one_b(2, 3), 1)
     # Stage 1 does F0 and B0 in the second tick, and so on; a tick takes as long as the longer of 3 and 1 + 1.
@@ -311,7 +308,6 @@ def test_within_a_budget():
     assert pipe.plan.stages[0].stash_bytes == 0
 
 
-@pytest.mark.core
 def test_an_optimizer_that_looks_at_all_gradients_gets_them():
     pipe = partition(optax.chain(optax.clip_by_global_norm(0.01), HALF))
     assert pipe.plan.frozen is None and pipe.schedule.frozen == 0
@@ -325,7 +321,6 @@ def test_an_optimizer_that_trains_nothing_runs():
     assert_frozen_leaves_are(16, pipe.parameters(state), MODEL)
 
 
-@pytest.mark.core
 def test_a_profile_of_all_work_or_of_what_is_trained():
     profile = functools.partial(jaxpipe.profile_model, MODEL, BATCH, loss=loss, source="analytic", num_microbatches=8)
     whole, less = profile(), profile(optimizer=HALF)

@@ -448,7 +448,6 @@ def test_metrics_may_be_variables_as_they_are(key):
         jaxpipe.partition(model, mesh_of(2, None), batch, num_microbatches=4, replicate=2, **options)
 
 
-@pytest.mark.core
 def test_numpy_batches_of_64_bits_are_those_of_32(key):
     """As in JAX, which has no 64 bits unless they are enabled; scikit-learn's labels are int64."""
     data = np.random.default_rng(0)

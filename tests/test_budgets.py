@@ -82,8 +82,8 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("build", "stages"),
     [
-        pytest.param(chain, 1, marks=pytest.mark.core),
-        pytest.param(chain, 2, marks=pytest.mark.core),
+        (chain, 1),
+        (chain, 2),
         slow(mlp, 3),
         slow(tutorial, 1),
         slow(tutorial, 2),

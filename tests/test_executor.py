@@ -62,8 +62,11 @@ def check(name: str, stages: int, m: int, schedule, replicas: int | None = None,
     assert relative_l2(found, beside) < tolerance
 
 
-@pytest.mark.core
-@OTHERS
+@pytest.mark.parametrize(
+    "schedule",
+    [gpipe, textbook, *(pytest.param(f, marks=pytest.mark.core) for f in (zero_bubble, interleaved))],
+    ids=lambda f: f(2, 2).name,
+)
 def test_every_schedule_gives_the_gradients_of_plain_training(schedule):
     check("mlp", 2, 4, schedule)
 

@@ -129,10 +129,19 @@ def reports():
 
 @pytest.mark.slow
 def test_measured_work_falls():
-    half, whole = (pipeline(frozen).timeline(measured=True) for frozen in (True, False))
-    spent = [sum(span.end - span.start for span in timeline.spans) for timeline in (half, whole)]
-    assert spent[0] < 0.85 * spent[1]
-    assert not any(span.stage == 0 and span.action.kind is Kind.BACKWARD for span in half.spans)
+    """With layers that take milliseconds; those of the other tests take as long as it takes to start a program."""
+    model = jax.tree_util.Partial(zoo.mlp, zoo.init_mlp(KEY, [*[256] * 8, 10]))
+    batch = {"x": jnp.ones((COUNT * 512, 256)), "y": jnp.zeros((COUNT * 512,), jnp.int32)}
+    optimizers = frozen_behind(MOMENTUM, first_leaves(8, model)), MOMENTUM
+    pipes = [partition(optimizer, model, batch) for optimizer in optimizers]
+    timelines = [[pipe.timeline(measured=True).spans for pipe in pipes] for _ in range(3)]
+    # Of each action the shortest of three: what else the machine does only adds time.
+    half, whole = (
+        sum(min(s.end - s.start for s in same) for same in zip(*spans, strict=True))
+        for spans in zip(*timelines, strict=True)
+    )
+    assert half < 0.85 * whole  # 15 of 24 passes through layers
+    assert not any(s.stage == 0 and s.action.kind is Kind.BACKWARD for s in timelines[0][0])
 
 
 # What it computes

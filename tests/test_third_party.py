@@ -103,7 +103,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.core if name in ("decoder", "scan") else ()) for name in MODELS]
+    "name", [pytest.param(name, marks=pytest.mark.core if name == "scan" else ()) for name in MODELS]
 )
 def test_linen(name):
     make, inputs = MODELS[name]

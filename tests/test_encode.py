@@ -266,7 +266,7 @@ def test_integer_and_key_arguments():
     assert_same_bits(jax.grad(squared(f))(*arguments), expected)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 def test_mlp_function_in_several_precisions(dtype):
     params = jax.tree.map(lambda a: a.astype(dtype), init_mlp(jax.random.key(0), [8, 16, 16, 3]))
     x = jax.random.normal(jax.random.key(1), (5, 8), dtype)

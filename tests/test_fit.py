@@ -302,6 +302,7 @@ def test_cuts_follow_what_storage_adds():
     assert type(found).from_json(found.to_json()) == found
 
 
+@pytest.mark.slow
 def test_a_budget_logs_its_rounds():
     usual, _ = make(mlp, 2, 4)
     budget = (smallest_budget(mlp, 2, 4) + usual.plan.predicted_bytes) // 2

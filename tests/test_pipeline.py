@@ -89,7 +89,9 @@ def check_training(name: str, stages: int, m: int, replicas: int | None) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "stages"), [("mlp", 1), *(pytest.param(name, 2, marks=pytest.mark.core) for name in ("mlp", "cnn-nnx"))]
+    ("name", "stages"),
+    [pytest.param("mlp", 1, marks=pytest.mark.slow)]
+    + [pytest.param(name, 2, marks=pytest.mark.core) for name in ("mlp", "cnn-nnx")],
 )
 def test_a_pipeline_trains_as_plain_training_does(name, stages):
     check_training(name, stages, 4, None)

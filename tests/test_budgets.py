@@ -82,8 +82,8 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("build", "stages"),
     [
-        (chain, 1),
         (chain, 2),
+        slow(chain, 1),
         slow(mlp, 3),
         slow(tutorial, 1),
         slow(tutorial, 2),

@@ -202,6 +202,7 @@ def test_bad_input(options, error, message):
         make(mlp, 2, 4, **options)
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_keeps_may_be_raised():
     """By tenths of it, no further than needed; the compiled step keeps the raised one."""
     smallest = smallest_budget(mlp, 2, 4)

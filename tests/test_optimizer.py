@@ -105,7 +105,7 @@ def gradients():
 EXACT = {"momentum", "schedule"}
 
 #: What is not only run before a release, and of that what both ends of the version range run.
-QUICK = [("momentum", 2), ("adamw, mask a tree", 2), ("adafactor", 2), ("two rounds", 4)]
+QUICK = [("momentum", 2), ("adafactor", 2), ("two rounds", 4)]
 CORE = [("clipped adam", 4)]
 
 

@@ -289,3 +289,16 @@ def test_each_device_reports_its_own_bytes():
 def test_an_unknown_runtime_is_refused():
     with pytest.raises(PartitionError, match="runtime='fast'; it must be 'mpmd'"):
         pipeline_of("mlp", 2, 4, None, runtime="fast")
+
+
+def test_several_sizes_are_compiled_ahead(caplog):
+    batches = [tokens(8, 6), tokens(8, 10)]
+    options = {"loss": token_loss, "optimizer": optax.sgd(0.1), "num_microbatches": 4, "profile": "analytic"}
+    pipeline = jaxpipe.partition(Tagger(), mesh_of(2, None), batches, **options, schedule="1f1b")
+    state = pipeline.init(jax.random.key(0))
+    with caplog.at_level("INFO", "jaxpipe"):
+        state, _ = pipeline.step(state, batches[0])
+        assert "other shapes than were planned for: [8, 10], [8, 10]" in caplog.text
+        caplog.clear()
+        pipeline.step(state, batches[1])
+        assert "Compiling" not in caplog.text

@@ -71,14 +71,14 @@ class Pipeline:
         optimizer: Any,
         make_plan: Callable[[Any, Any], Planned],
         planned: Planned | None,
-        batch: Any = None,
+        batches: Sequence[Any] = (None,),
     ):
         self._mesh = mesh
         self._functions = dict(functions)
         self._optimizer = optimizer
         self._make_plan = make_plan
         self._maybe_runtime = None if planned is None else runtime_of(planned)
-        self._batch = batch
+        self._batch, *self._ahead = batches
         self._forward_objectives: dict[Any, tuple[Objective, Batching]] = {}
         self._lock = threading.Lock()
 
@@ -253,7 +253,7 @@ class Pipeline:
         try:
             with outside_mesh():
                 shapes = self._check(state, batch)
-                self._runtime.prepare(shapes)
+                self._prepare(shapes)
                 with hold_interrupts():  # until the new state has a name
                     results = self._run(self._runtime.step, state, batch, shapes)
                     new = results.state
@@ -263,6 +263,13 @@ class Pipeline:
             if new is not None:
                 take_over(state, new)
             raise
+
+    def _prepare(self, shapes: Any) -> None:
+        """Compile the training step for a batch, and the first time for all that ``partition`` was given."""
+        self._runtime.prepare(shapes)
+        while self._ahead:
+            self._runtime.check_batch(self._ahead[-1])
+            self._runtime.prepare(self._ahead.pop())
 
     def _run(self, function: Callable[..., Any], state: TrainState, *arguments: Any) -> Any:
         """Run a function of a state; of two threads that pass one state, a step gets it and the other an error."""

@@ -289,19 +289,17 @@ class MpmdRuntime:
         planned = self.planned
         return StateLayout(self._layout, planned.stages, planned.update.coloured, planned.mesh, self._residuals)
 
-    @progress("Compiling the training step")
     def _training(self, shapes: Any) -> Compiled:
-        return self._for_shapes(shapes, training_list)
+        return self._for_shapes(shapes, training_list, "Compiling the training step")
 
-    @progress("Compiling the gradient")
     def _gradient(self, shapes: Any) -> Compiled:
-        return self._for_shapes(shapes, gradient_list)
+        return self._for_shapes(shapes, gradient_list, "Compiling the gradient")
 
-    def _for_shapes(self, shapes: Any, make: Callable[[Layout, UpdateContext], CallList]) -> Compiled:
+    def _for_shapes(self, shapes: Any, make: Callable[[Layout, UpdateContext], CallList], text: str) -> Compiled:
         key = make, _shape_key(shapes)
         if key not in self._compiled_steps:
             checks.check_runs(self.planned.plan)
-            with self._building():
+            with progress(text), self._building():
                 shaped, layout, update = as_planned(self.planned), self._layout, self._update
                 if key[1] != _shape_key(self.planned.batch):
                     sizes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(shapes))

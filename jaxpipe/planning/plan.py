@@ -224,7 +224,7 @@ class Plan:
     @property
     def identity(self) -> str:
         """A short name that only an equal placement has."""
-        where = [self.fingerprint, [[stage.operators, stage.devices] for stage in self.stages]]
+        where = [self.fingerprint, [[stage.operators, stage.devices] for stage in self.stages], self.runtime]
         return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:

@@ -56,6 +56,7 @@ class Planned:
       model, program, update, batching: see their types.
       budget: what else could be planned; None if there is no budget.
       compiled: the training step, once it has been compiled.
+      calls: with stage programs, the list of the training step (``jaxpipe.runtime.mpmd.calls``), traced.
     """
 
     plan: Plan
@@ -72,3 +73,4 @@ class Planned:
     batching: Batching
     budget: Budget | None = None
     compiled: Compiled | None = None
+    calls: Any = None

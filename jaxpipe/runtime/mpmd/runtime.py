@@ -23,8 +23,9 @@ from jaxpipe.progress import progress
 from jaxpipe.runtime.interface import Bytes, StepResults
 from jaxpipe.runtime.mpmd.calls import CallList, Key
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_list
+from jaxpipe.runtime.mpmd.estimate import predicted_bytes
 from jaxpipe.runtime.mpmd.lists import Layout, evaluation_list, gradient_list, prediction_list, training_list
-from jaxpipe.runtime.mpmd.memory import peak_bytes
+from jaxpipe.runtime.mpmd.memory import Peak, peak_bytes
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
 from jaxpipe.runtime.mpmd.training_state import Loader, StateLayout, place_batch
 from jaxpipe.runtime.mpmd.update_work import COUNTERS, NONFINITE, STOPPED, Exchange, UpdateContext
@@ -275,7 +276,18 @@ class MpmdRuntime:
     def _training(self) -> Compiled:
         checks.check_runs(self.planned.plan)
         with self._building():
-            return self._compiled(self._layout, training_list(self._layout, self._update), self.planned.batching)
+            return self._compiled(self._layout, self.calls, self.planned.batching)
+
+    @cached_property
+    def calls(self) -> CallList:
+        """The list of a training step; traced once, as a rule while the plan was made."""
+        return self.planned.calls or training_list(self._layout, self._update)
+
+    @property
+    def predicted(self) -> list[Peak]:
+        """The most bytes that each device needs in a step, in the order of the mesh, before anything is compiled."""
+        found = predicted_bytes(self.calls, self.devices)
+        return [found[d] for d in self.planned.mesh.devices.flat]
 
     @cached_property
     @progress("Compiling the gradient")

@@ -48,6 +48,22 @@ def peak_bytes(function: Callable[..., Any], *avals: Any, donated: Any = ()) -> 
     return reserved_bytes(lifetimes(graph, graph.inputs[len(graph.inputs) - len(leaves) :]))
 
 
+def temporary_bytes(graph: Graph) -> int:
+    """Return the bytes that a program needs while it runs, besides its arguments and its results.
+
+    The same model as ``peak_bytes``; what a result is written over, element by element, is in the result's place.
+    """
+    found = _Lifetimes()
+    pending = [buffer for buffer in found.run(graph) if buffer is not None]
+    results: set[int] = set()
+    while pending:
+        buffer = pending.pop()
+        if id(buffer) not in results:
+            results.add(id(buffer))
+            pending += found.below.get(id(buffer), [])
+    return reserved_bytes([buffer for buffer in found.buffers if id(buffer) not in results])
+
+
 def lifetimes(graph: Graph, donated: Sequence[int] = ()) -> list[Buffer]:
     """The buffers of a program whose operators run in order; none for what is written over donated inputs."""
     found = _Lifetimes()
@@ -63,6 +79,7 @@ class _Lifetimes:
     def __init__(self) -> None:
         self.clock = 0
         self.buffers: list[Buffer] = []
+        self.below: dict[int, list[Buffer]] = {}  # by buffer, that in whose place it is written
 
     def run(self, graph: Graph, donated: Sequence[int] = ()) -> list[Buffer | None]:
         """Add a program; returns the buffers of its results, for the caller to end, and None for arguments."""
@@ -96,6 +113,7 @@ class _Lifetimes:
                 same = [source for source in over if made[source].bytes == made[t].bytes]
                 if same:  # it is written where what nobody else reads any more was
                     made[same[0]].end = begins[k] - 1
+                    self.below.setdefault(id(made[t]), []).append(made[same[0]])
         return [made.get(t) for t in outputs]
 
     def _new(self, size: int) -> Buffer:

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ class TracedWork:
       reads: positions of the operands that it reads.
       writes: positions of the results that it computes, each once.
       same: by name of a result that is an operand or another result, the name of that.
+      estimate: its temporaries under ``"bytes"``, once they have been estimated (``estimate.working_bytes``).
     """
 
     work: Work
@@ -49,6 +50,7 @@ class TracedWork:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     same: Mapping[Name, Name]
+    estimate: dict[str, int] = field(default_factory=dict)
 
     @property
     def read_names(self) -> tuple[Name, ...]:

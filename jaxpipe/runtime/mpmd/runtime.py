@@ -25,8 +25,9 @@ from jaxpipe.runtime.interface import Bytes, StepResults
 from jaxpipe.runtime.mpmd.adopt import adopt
 from jaxpipe.runtime.mpmd.calls import CallList, Key
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_list
+from jaxpipe.runtime.mpmd.estimate import predicted_bytes
 from jaxpipe.runtime.mpmd.lists import Layout, evaluation_list, gradient_list, prediction_list, training_list
-from jaxpipe.runtime.mpmd.memory import peak_bytes
+from jaxpipe.runtime.mpmd.memory import Peak, peak_bytes
 from jaxpipe.runtime.mpmd.other_shapes import Shaped, as_planned, check_shapes, shaped_for
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
 from jaxpipe.runtime.mpmd.training_state import Loader, StateLayout, place_batch
@@ -292,6 +293,17 @@ class MpmdRuntime:
     def _training(self, shapes: Any) -> Compiled:
         return self._for_shapes(shapes, training_list, "Compiling the training step")
 
+    @cached_property
+    def calls(self) -> CallList:
+        """The list of a training step; traced once, as a rule while the plan was made."""
+        return self.planned.calls or training_list(self._layout, self._update)
+
+    @property
+    def predicted(self) -> list[Peak]:
+        """The most bytes that each device needs in a step, in the order of the mesh, before anything is compiled."""
+        peaks = predicted_bytes(self.calls, self.devices)
+        return [peaks[d] for d in self.planned.mesh.devices.flat]
+
     def _gradient(self, shapes: Any) -> Compiled:
         return self._for_shapes(shapes, gradient_list, "Compiling the gradient")
 
@@ -301,13 +313,15 @@ class MpmdRuntime:
             checks.check_runs(self.planned.plan)
             with progress(text), self._building():
                 shaped, layout, update = as_planned(self.planned), self._layout, self._update
-                if key[1] != _shape_key(self.planned.batch):
+                planned = key[1] == _shape_key(self.planned.batch)
+                if not planned:
                     sizes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(shapes))
                     tell(f"A batch of other shapes than were planned for: {sizes}")
                     shaped = shaped_for(self.planned, shapes, self.planned.retrace)
                     layout = self._shaped_layout(shaped)
                     update = dataclasses.replace(self._update, stages=layout.context)
-                self._compiled_steps[key] = self._compile(layout, make(layout, update), shaped.batching)
+                calls = self.calls if planned and make is training_list else make(layout, update)
+                self._compiled_steps[key] = self._compile(layout, calls, shaped.batching)
         return self._compiled_steps[key]
 
     @progress("Compiling the forward pass")

@@ -202,7 +202,7 @@ class MpmdRuntime:
 
     def bytes(self) -> Bytes:
         """Return the most bytes that each device needs at once in a step."""
-        found = peak_bytes(self._training.dispatch, self.devices)
+        found = peak_bytes(self.compiled_step, self.devices)
         order = self.planned.mesh.devices.flatten().tolist()
         return Bytes(tuple(found[d].total for d in order), tuple(found[d].temporary for d in order), (0,) * len(order))
 
@@ -272,16 +272,24 @@ class MpmdRuntime:
         return StateLayout(self._layout, planned.stages, planned.update.coloured, planned.mesh, self._residuals)
 
     @cached_property
-    @progress("Compiling the training step")
     def _training(self) -> Compiled:
         checks.check_runs(self.planned.plan)
-        with self._building():
-            return self._compiled(self._layout, self.calls, self.planned.batching)
+        dispatch = self.compiled_step
+        return Compiled(self._layout, dispatch, Loader(self._where, self.calls), self.planned.batching)
 
     @cached_property
     def calls(self) -> CallList:
         """The list of a training step; traced once, as a rule while the plan was made."""
         return self.planned.calls or training_list(self._layout, self._update)
+
+    @cached_property
+    @progress("Compiling the training step")
+    def compiled_step(self) -> Dispatch:
+        """The compiled list of a training step."""
+        if self.planned.compiled is not None:
+            return self.planned.compiled.step
+        with self._building():
+            return compile_list(self.calls, self.devices)
 
     @property
     def predicted(self) -> list[Peak]:

@@ -21,10 +21,10 @@ from jaxpipe.pipeline.describe import (
     describe,
     describe_frozen,
     rates_in,
+    runtime_timeline,
     stage_links,
     stage_seconds,
     step_seconds,
-    step_timeline,
 )
 from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
 from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solving, Terms
@@ -99,8 +99,10 @@ class Draft:
     @cached_property
     def seconds(self) -> float:
         """Of a step; storage within a budget may add to it."""
-        found = stage_seconds(self.program, self.found)
-        return step_seconds(self.program, self.found, step_timeline(self.program, self.found, found))
+        runtime = choose_runtime(self.request, self.program)
+        found = stage_seconds(self.program, self.found, own_sums=runtime == "mpmd")
+        timeline = runtime_timeline(self.request, self.program, self.found, found, runtime)
+        return step_seconds(self.program, self.found, timeline)
 
 
 def sections_for(request: Request, traced: Traced, found: Partition) -> tuple[Placement, tuple[Section, ...]]:
@@ -292,8 +294,8 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
         rows = checks.batch_size(traced.microbatch)
         memory = {} if runtime == "mpmd" else memory_of(chosen)
-        plan = describe(request, chosen, placed, memory, rows, fitted, budget)
-        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model), runtime=runtime)
+        plan = describe(request, chosen, placed, memory, rows, fitted, budget, runtime)
+        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model))
         if exchange is not None:
             plan = replace(plan, exchange_bytes=exchange.sent_bytes)
         settled = Planned(

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -52,9 +53,10 @@ def temporary_bytes(graph: Graph) -> int:
     """Return the bytes that a program needs while it runs, besides its arguments and its results.
 
     The same model as ``peak_bytes``; what a result is written over, element by element, is in the result's place.
+    Results that nothing else is computed from, sums of gradients say, are written as soon as they can be.
     """
     found = _Lifetimes()
-    pending = [buffer for buffer in found.run(graph) if buffer is not None]
+    pending = [buffer for buffer in found.run(replace(graph, operators=_results_early(graph))) if buffer is not None]
     results: set[int] = set()
     while pending:
         buffer = pending.pop()
@@ -62,6 +64,19 @@ def temporary_bytes(graph: Graph) -> int:
             results.add(id(buffer))
             pending += found.below.get(id(buffer), [])
     return reserved_bytes([buffer for buffer in found.buffers if id(buffer) not in results])
+
+
+def _results_early(graph: Graph) -> tuple[Operator, ...]:
+    """The operators in an order in which elementwise results come right behind the last of what they read."""
+    read = {t for op in graph.operators for t in op.inputs}
+    results = set(graph.outputs) - read
+    makers = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
+    place: list[tuple[int, int]] = []
+    for k, op in enumerate(graph.operators):
+        early = op.name in ELEMENTWISE and results.issuperset(op.outputs)
+        last = max((makers[t] for t in op.inputs if t in makers), default=0) if early else k
+        place.append((last, k))
+    return tuple(graph.operators[k] for _, k in sorted(place))
 
 
 def lifetimes(graph: Graph, donated: Sequence[int] = ()) -> list[Buffer]:

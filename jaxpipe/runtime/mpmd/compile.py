@@ -111,6 +111,11 @@ class Target:
 
     devices: tuple[Any, ...]
 
+    @property
+    def is_absent(self) -> bool:
+        """True for devices that programs are only compiled for."""
+        return _compat.is_absent(self.devices[0])
+
 
 @dataclass(frozen=True, eq=False)
 class Job:
@@ -156,7 +161,9 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable]:
     groups: dict[Hashable, list[int]] = {}
     for number, job in enumerate(jobs):
         traced = job.traced
-        key = (traced.program.form, traced.reads, traced.writes, job.donated, len(job.target.devices), job.specs)
+        # A program for devices that are not here is lowered for these very devices.
+        where = job.target.devices if job.target.is_absent else len(job.target.devices)
+        key = (traced.program.form, traced.reads, traced.writes, job.donated, where, job.specs)
         groups.setdefault(key, []).append(number)
     tell(f"Compiling {len(jobs)} programs, {len(groups)} of which differ")
     with warnings.catch_warnings():
@@ -172,7 +179,7 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable]:
             nonlocal done
             program, row = lowered[number]
             target = jobs[number].target.devices
-            compiled = program.compile(device_assignment=target)
+            compiled = program.compile(**({} if jobs[number].target.is_absent else {"device_assignment": target}))
             done += 1
             tell(f"Compiled {done} of {len(jobs)} programs: {jobs[number].traced.work.label}")
             run = compiled if row is None else _with_row(compiled, row, target)
@@ -191,7 +198,9 @@ def _lower(jobs: Sequence[Job], platform: str) -> list[tuple[Any, Any]]:
     program = shared_program([job.traced.program for job in jobs])
     rows = [np.array([value for _, value in job.traced.program.folds], np.uint32) for job in jobs]
     varies = any((row != rows[0]).any() for row in rows)
-    mesh = replica_mesh(len(first.target.devices))
+    mesh: Any = replica_mesh(len(first.target.devices))
+    if first.target.is_absent:
+        mesh = jax.sharding.Mesh(np.array(first.target.devices), (DATA,))
 
     def with_row(row: Any, *operands: Any) -> tuple[Any, ...]:
         given: list[Any] = [0] * len(traced.work.reads)
@@ -226,5 +235,9 @@ def _lower(jobs: Sequence[Job], platform: str) -> list[tuple[Any, Any]]:
 def _with_row(compiled: Any, row: np.ndarray, devices: Sequence[Any]) -> Callable[..., Any]:
     """Bind the first operand of an executable, in the memory of its devices."""
     sharding = NamedSharding(jax.sharding.Mesh(np.array(devices), (DATA,)), P())
-    held = hosts.replicate(row, sharding)
-    return lambda *operands: compiled(held, *operands)
+
+    @functools.cache
+    def held() -> Any:  # at the first call, as a program may be compiled for devices that are not here
+        return hosts.replicate(row, sharding)
+
+    return lambda *operands: compiled(held(), *operands)

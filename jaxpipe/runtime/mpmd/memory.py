@@ -112,6 +112,7 @@ def walk(calls: CallList, devices: np.ndarray, needs: Mapping[tuple[int, Place],
             here = {name: n - reused.get(name, 0) for name, n in parts[device].items()}
             peaks[device] = Peak(total, needed.temporary, needed.label, here)
 
+    waiting: dict[int, str] = {}
     seen: set[Any] = set()
     for key, register in calls.inputs.items():
         # What every stage has is there once on a device with several stages.
@@ -124,10 +125,18 @@ def walk(calls: CallList, devices: np.ndarray, needs: Mapping[tuple[int, Place],
             _share(instruction, alive, devices)
         elif isinstance(instruction, Send):
             for register in instruction.writes:
+                if components[register] == "stash":
+                    waiting[register] = "stash"
+                    components[register] = "messages"
                 add(register, instruction.target)
             note(devices[instruction.target.stage, max(instruction.target.replica, 0)], Needs("a message"), {})
         elif isinstance(instruction, Call):
             key = instruction.program, instruction.place
+            for register in waiting.keys() & set(instruction.reads):  # from now on it is kept for the backward pass
+                for device, size in alive[register].items():
+                    parts[device][components[register]] -= size
+                    parts[device][waiting[register]] += size
+                components[register] = waiting.pop(register)
             for register in instruction.writes:
                 add(register, instruction.place)
             row = devices[instruction.place.stage]

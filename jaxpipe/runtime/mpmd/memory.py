@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxpipe import hosts
 from jaxpipe.graph import itemsize
-from jaxpipe.runtime.mpmd.calls import Call, CallList, Join, Place, Send, Split
+from jaxpipe.runtime.mpmd.calls import CallList
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
+from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,21 @@ class Peak:
     label: str
 
 
-def peak_bytes(dispatch: Dispatch, devices: np.ndarray) -> dict[Any, Peak]:
-    """Return the most bytes that each device of this process holds at once while it follows a list."""
-    temporaries = {key: program.temporary_bytes - program.alias_bytes for key, program in dispatch.executables.items()}
-    labels = {key: program.label for key, program in dispatch.executables.items()}
-    return walk(dispatch.list, devices, temporaries, labels)
+#: By program and place of a call, the label of the program and the bytes that it needs besides operands and results.
+Needs = dict[tuple[int, Place], tuple[str, int]]
+
+
+def needs_of(dispatch: Dispatch) -> Needs:
+    """Return the needs of the programs of all processes, which all call this."""
+    items = dispatch.executables.items()
+    own = {key: (program.label, program.temporary_bytes - program.alias_bytes) for key, program in items}
+    return {key: needs for some in hosts.gathered(own) for key, needs in some.items()}
+
+
+def peak_bytes(calls: CallList, needs: Needs, devices: np.ndarray) -> dict[Any, Peak]:
+    """Return the most bytes that each device holds at once while its process follows a list."""
+    labels = {key: label for key, (label, _) in needs.items()}
+    return walk(calls, devices, {key: size for key, (_, size) in needs.items()}, labels)
 
 
 def walk(
@@ -79,10 +91,12 @@ def walk(
     for instruction, left in zip(calls.instructions, calls.dropped, strict=True):
         if isinstance(instruction, (Split, Join)):
             _share(instruction, alive, devices)
-        elif isinstance(instruction, Send):
-            for register in instruction.writes:
-                add(register, instruction.target)
-            note(devices[instruction.target.stage, max(instruction.target.replica, 0)], 0, "a message")
+        elif isinstance(instruction, (Send, Exchange)):
+            sends = [instruction.there, instruction.back] if isinstance(instruction, Exchange) else [instruction]
+            for send in sends:
+                for register in send.writes:
+                    add(register, send.target)
+                note(devices[send.target.stage, max(send.target.replica, 0)], 0, "a message")
         elif isinstance(instruction, Call):
             key = instruction.program, instruction.place
             for register in instruction.writes:

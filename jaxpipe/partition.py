@@ -101,7 +101,9 @@ def partition(
         ``pipeline`` or ``stages`` and ``dp``, ``batch``, ``replica`` or ``replicas`` are taken for them;
         ``Pipeline.mesh`` has the names ``stage`` and ``data``.
       batch: arrays or shapes ``[examples, ...]``, of the whole batch if there are several processes; left out:
-        planned at ``Pipeline.init(key, batch)``.
+        planned at ``Pipeline.init(key, batch)``. A list of trees of one structure are batches of several sizes
+        (lengths of sequences, a smaller last batch): it is planned for the first, and the first step compiles all of
+        them. Sizes that are not listed are compiled when they are met.
       loss: ``loss(model, batch)`` gives a scalar, ``(scalar, metrics)``, or ``(sum, weight, metrics)`` if
         micro-batches weigh unequally (padded tokens); then loss, metrics and gradient are divided by the total weight
         of the batch. ``metrics`` is a tree of arrays that are reduced over the examples. They are averaged over
@@ -228,10 +230,10 @@ def partition(
         compile=compile,
         runtime=checks.check_runtime(runtime),
     )
-    batch = None if batch is None else checks.batch_shapes(batch)
+    batch, *others = [None if x is None else checks.batch_shapes(x) for x in checks.listed_batches(batch)]
     planned = None if batch is None or needs_variables(model) else make_plan(request, batch)
     functions = {"evaluate": evaluate, "predict": predict}
-    return Pipeline(mesh, functions, optimizer, functools.partial(make_plan, request), planned, batch)
+    return Pipeline(mesh, functions, optimizer, functools.partial(make_plan, request), planned, (batch, *others))
 
 
 @progress("Tracing the model")

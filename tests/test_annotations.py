@@ -280,7 +280,6 @@ class Boxed(nn.Module):
         return nn.Dense(4, kernel_init=second)(jnp.tanh(h))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("context", [pytest.param(None, marks=pytest.mark.slow), ("fsdp", "model")], ids=str)
 def test_boxed_parameters_are_trained_saved_and_given_back_in_their_boxes(context, tmp_path):
     rules = nn.logical_axis_rules([("batch", "fsdp"), ("embed", "model"), ("mlp", None)])

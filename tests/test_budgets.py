@@ -82,8 +82,8 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("build", "stages"),
     [
-        pytest.param(chain, 1, marks=pytest.mark.core),
-        pytest.param(chain, 2, marks=pytest.mark.core),
+        (chain, 2),
+        slow(chain, 1),
         slow(mlp, 3),
         slow(tutorial, 1),
         slow(tutorial, 2),
@@ -100,7 +100,6 @@ def test_what_an_error_offers_runs(build, stages):
     assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.core
 def test_a_budget_below_what_is_offered_is_refused_before_a_step():
     """By prediction it would be kept; the offer does not depend on the budget."""
     smallest = refused(chain, 2).smallest
@@ -128,7 +127,6 @@ def counted_steps(monkeypatch):
     return count
 
 
-@pytest.mark.core
 def test_a_step_that_was_compiled_for_its_bytes_is_not_compiled_again(monkeypatch):
     count = counted_steps(monkeypatch)
     pipeline, batch = make(chain, 2, memory=10**7)
@@ -203,7 +201,6 @@ def test_a_plan_without_time_is_greedy_and_says_so(monkeypatch):
 # Progress
 
 
-@pytest.mark.core
 def test_a_plan_logs_its_rounds(caplog, capfd):
     caplog.set_level(logging.INFO, logger="jaxpipe")
     smallest = refused(chain, 2).smallest

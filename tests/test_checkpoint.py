@@ -121,10 +121,10 @@ def test_residuals_resume_bit_for_bit(tmp_path):
     rows = [np.asarray(x) for x in state.residual]
     wider = pipeline_of("mlp", 2, 4, **options).restore(tmp_path)
     for before, after in zip(rows, wider.residual, strict=True):
-        assert np.asarray(after).shape == (2, 4, before.shape[2])
+        assert np.asarray(after).shape == (4, *before.shape[1:])
         # The mean of two is exact but for one rounding, that of four equal ones exactly.
         np.testing.assert_array_equal(
-            np.asarray(after), np.broadcast_to((before[:, :1] + before[:, 1:]) / 2, np.asarray(after).shape)
+            np.asarray(after), np.broadcast_to((before[:1] + before[1:]) / 2, np.asarray(after).shape)
         )
     whole = pipeline_of("mlp", 2, optimizer=optax.sgd(0.1, momentum=0.9))
     with pytest.warns(UserWarning, match="what had not been sent is lost"):

@@ -118,8 +118,8 @@ def kill_again_and_again(runs: Runs, directory: Path, count: int) -> None:
     assert_same_bits(reference.pipeline.restore(directory), reference.state)
 
 
-def test_twenty_kills_lose_nothing(runs, tmp_path):
-    kill_again_and_again(runs, tmp_path / "run", 20)
+def test_ten_kills_lose_nothing(runs, tmp_path):
+    kill_again_and_again(runs, tmp_path / "run", 10)
 
 
 @pytest.mark.slow

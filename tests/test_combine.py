@@ -135,7 +135,6 @@ def test_evaluation_refuses_logits():
         pipeline.evaluate(pipeline.init(jax.random.key(0)), BATCH)
 
 
-@pytest.mark.core
 def test_a_loss_that_uses_no_parameter_is_refused():
     with pytest.raises(PartitionError, match=r"depends on none of the model's 2 parameters \(.*loss\(model, batch\)"):
         partition(lambda model, batch: (MODEL(batch["x"]).mean(), {}))

@@ -57,8 +57,9 @@ def test_a_nearly_empty_map_is_stored_as_csr_and_a_full_one_as_it_is():
         assert storage in {row.storage for row in rows}
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("fraction", [0.0, 0.2, 0.45])
+@pytest.mark.parametrize(
+    "fraction", [0.0, pytest.param(0.2, marks=pytest.mark.slow), pytest.param(0.45, marks=pytest.mark.core)]
+)
 def test_overflowing_maps_are_computed_again(fraction):
     """Room for less than there is, in one map or in all of them: the gradient is the same."""
     x, ws = data()

@@ -310,7 +310,6 @@ def planned(profile, **options):
     ).plan
 
 
-@pytest.mark.core
 def test_what_a_tick_moves_is_charged_at_the_profiles_rates():
     # Two micro-batches in three ticks: 2 + 6 + 6 forward and 2 + 3 + 3 backward; messages, stashes and sums are free.
     free = planned(chain(rates=Rates(flops=1e18, bytes=1e18)))
@@ -336,7 +335,6 @@ def test_of_the_meshs_own_devices_nothing_is_said():
     assert plan.rates == "" and "rates" not in str(plan)
 
 
-@pytest.mark.core
 def test_rates_are_in_the_json_of_a_profile_and_may_be_missing():
     rates = Rates(flops=2e12, bytes=1e11, half_flops=4e12, element_flops=1e12, kernel_seconds=1e-6)
     profile = chain(rates=rates)

@@ -53,9 +53,8 @@ def test_linen_loss_gradients_and_state_are_those_of_the_plain_model(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "scan",
         "custom_vjp",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("cnn", "gpt2", "transformer", "unet", "vit")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("scan", "cnn", "gpt2", "transformer", "unet", "vit")),
     ],
 )
 def test_bit_identical_where_every_operator_runs_alone(name):
@@ -266,7 +265,7 @@ def test_integer_and_key_arguments():
     assert_same_bits(jax.grad(squared(f))(*arguments), expected)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 def test_mlp_function_in_several_precisions(dtype):
     params = jax.tree.map(lambda a: a.astype(dtype), init_mlp(jax.random.key(0), [8, 16, 16, 3]))
     x = jax.random.normal(jax.random.key(1), (5, 8), dtype)

@@ -53,6 +53,7 @@ def test_train_digits_sparse_compares_exchanges(capsys, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["sparse.png"]
 
 
+@pytest.mark.slow
 def test_train_resumable_goes_on_in_fewer_stages(capsys, tmp_path):
     example = runpy.run_path(str(EXAMPLES / "train_resumable.py"))
 

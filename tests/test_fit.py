@@ -188,7 +188,6 @@ def test_a_plan_for_one_function():
     assert "recompute" in str(previous)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -203,6 +202,7 @@ def test_bad_input(options, error, message):
         make(mlp, 2, 4, **options)
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_keeps_may_be_raised():
     """By tenths of it, no further than needed; the compiled step keeps the raised one."""
     smallest = smallest_budget(mlp, 2, 4)
@@ -303,6 +303,7 @@ def test_cuts_follow_what_storage_adds():
     assert type(found).from_json(found.to_json()) == found
 
 
+@pytest.mark.slow
 def test_a_budget_logs_its_rounds():
     usual, _ = make(mlp, 2, 4)
     budget = (smallest_budget(mlp, 2, 4) + usual.plan.predicted_bytes) // 2

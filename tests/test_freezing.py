@@ -95,7 +95,6 @@ def test_there_is_no_backward_work_below_the_first_trained_parameter():
     assert len(pipe.schedule.ticks) == len(one_f_one_b(4, COUNT).ticks) - pipe.schedule.frozen
 
 
-@pytest.mark.core
 def test_the_plan_says_what_is_frozen():
     pipe = pipeline(True)
     frozen, text = pipe.plan.frozen, " ".join(str(pipe.plan).split())
@@ -130,10 +129,19 @@ def reports():
 
 @pytest.mark.slow
 def test_measured_work_falls():
-    half, whole = (pipeline(frozen).timeline(measured=True) for frozen in (True, False))
-    spent = [sum(span.end - span.start for span in timeline.spans) for timeline in (half, whole)]
-    assert spent[0] < 0.85 * spent[1]
-    assert not any(span.stage == 0 and span.action.kind is Kind.BACKWARD for span in half.spans)
+    """With layers that take milliseconds; those of the other tests take as long as it takes to start a program."""
+    model = jax.tree_util.Partial(zoo.mlp, zoo.init_mlp(KEY, [*[256] * 8, 10]))
+    batch = {"x": jnp.ones((COUNT * 512, 256)), "y": jnp.zeros((COUNT * 512,), jnp.int32)}
+    optimizers = frozen_behind(MOMENTUM, first_leaves(8, model)), MOMENTUM
+    pipes = [partition(optimizer, model, batch) for optimizer in optimizers]
+    timelines = [[pipe.timeline(measured=True).spans for pipe in pipes] for _ in range(3)]
+    # Of each action the shortest of three: what else the machine does only adds time.
+    half, whole = (
+        sum(min(s.end - s.start for s in same) for same in zip(*spans, strict=True))
+        for spans in zip(*timelines, strict=True)
+    )
+    assert half < 0.85 * whole  # 15 of 24 passes through layers
+    assert not any(s.stage == 0 and s.action.kind is Kind.BACKWARD for s in timelines[0][0])
 
 
 # What it computes
@@ -265,7 +273,6 @@ def test_a_tied_parameter_is_frozen_or_trained_in_all_its_stages(frozen):
 # Schedules, budgets, profiles
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("maker", [gpipe, one_f_one_b, zero_bubble])
 def test_a_table_without_the_backward_work_of_its_first_stages(maker):
     whole = maker(4, 6)
@@ -284,7 +291,6 @@ def test_a_table_without_the_backward_work_of_its_first_stages(maker):
         broken().validate()
 
 
-@pytest.mark.core
 def test_a_device_goes_on_to_backward_work_without_waiting():
     table = without_backward(one_f_one_b(2, 3), 1)
     # Stage 1 does F0 and B0 in the second tick, and so on; a tick takes as long as the longer of 3 and 1 + 1.
@@ -306,12 +312,11 @@ def test_every_schedule_trains_alike(schedule, stages):
 
 def test_within_a_budget():
     default = pipeline(True).plan
-    pipe = partition(HALF, memory=int(0.9 * default.predicted_bytes))
+    pipe = partition(HALF, memory=int(0.9 * default.predicted_bytes), compile=False)
     assert pipe.plan.predicted_bytes <= pipe.plan.budget < default.predicted_bytes
     assert pipe.plan.stages[0].stash_bytes == 0
 
 
-@pytest.mark.core
 def test_an_optimizer_that_looks_at_all_gradients_gets_them():
     pipe = partition(optax.chain(optax.clip_by_global_norm(0.01), HALF))
     assert pipe.plan.frozen is None and pipe.schedule.frozen == 0
@@ -325,7 +330,6 @@ def test_an_optimizer_that_trains_nothing_runs():
     assert_frozen_leaves_are(16, pipe.parameters(state), MODEL)
 
 
-@pytest.mark.core
 def test_a_profile_of_all_work_or_of_what_is_trained():
     profile = functools.partial(jaxpipe.profile_model, MODEL, BATCH, loss=loss, source="analytic", num_microbatches=8)
     whole, less = profile(), profile(optimizer=HALF)

@@ -142,7 +142,7 @@ def test_a_resumed_run_goes_on_with_its_residuals(sparse):
     ("stages", "replicas", "options"),
     [
         (2, 2, {"k": 1}),
-        (2, 2, {"k": 0.45}),
+        pytest.param(2, 2, {"k": 0.45}, marks=pytest.mark.slow),
         (1, 4, {"k": 1, "warmup": [(5, 1.0)]}),
         (2, 2, {"k": 2, "mode": "consensus"}),
     ],

@@ -21,6 +21,14 @@ from jaxpipe.pipeline.interrupts import hold_interrupts
 BATCHES = [np.random.default_rng(k).standard_normal((8, 16), np.float32) for k in range(7)]
 
 
+@pytest.fixture(autouse=True)
+def interrupts_are_heard():
+    """SIGINT raises KeyboardInterrupt; what a shell starts in the background inherits that it is ignored."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
 @functools.cache
 def pipeline_of(on_nonfinite=None):
     def apply(weights, x):

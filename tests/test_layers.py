@@ -337,7 +337,6 @@ def random_matrix(r, devices):
     return matrix + matrix.T
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("cost_model", ["min_max", "synchronous"])
 @pytest.mark.parametrize("replicate", [False, True])
 def test_names_of_devices_do_not_matter(cost_model, replicate):
@@ -356,7 +355,6 @@ def test_names_of_devices_do_not_matter(cost_model, replicate):
         assert prices[0] == pytest.approx(prices[1], rel=1e-12)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("cost_model", MODELS)
 def test_more_never_hurts(cost_model):
     r = np.random.default_rng(11)
@@ -457,7 +455,6 @@ def tiny():
     return Profile.chain("abc", [1, 1, 1], [1, 1, 1], [4, 4, 4], [2, 2, 2], [8, 8, 8])
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("options", "message"),
     [

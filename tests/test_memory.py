@@ -55,7 +55,12 @@ def transformer(stages, m):
 
 @pytest.mark.parametrize(
     ("build", "stages"),
-    [(mlp, 1), (mlp, 2), (mlp, 4), (unet, 2), pytest.param(transformer, 2, marks=pytest.mark.slow)],
+    [
+        (mlp, 2),
+        (mlp, 4),
+        (unet, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((mlp, 1), (transformer, 2))),
+    ],
 )
 def test_predicted_bytes_are_within_ten_percent_of_what_xla_reserves(build, stages):
     pipeline = build(stages, 8)

@@ -239,7 +239,6 @@ def test_split_by_stage_it_gives_the_update_of_optax(name, model):
             assert np.max(np.abs(result - value), initial=0) <= MAGNIFIED.get(name, LAST_BITS) * last
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_split_is_refused_by_name(name, model):
     with pytest.raises(PartitionError, match=re.compile(f"^optimizer: .*{REFUSED[name][1]}", re.DOTALL)):
@@ -251,7 +250,6 @@ def test_every_name_of_the_lists_is_still_in_optax():
     assert len(MAKERS) > 100
 
 
-@pytest.mark.core
 def test_lbfgs_is_refused_without_its_line_search_too(model):
     traced = trace_update(optax.lbfgs(0.1, linesearch=None), model)
     with pytest.raises(PartitionError, match="scan of scale_by_lbfgs combines large values"):

@@ -67,7 +67,6 @@ def state(pipeline):
 # The mesh
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
@@ -86,7 +85,6 @@ def test_mesh(mesh, message):
 # The batch
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("rows", "mesh", "count", "message"),
     [
@@ -124,7 +122,6 @@ def test_the_counts_that_are_named_do_fit(count):
     assert partition(rows=10, num_microbatches=count).plan.microbatch_size == 10 // count
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -139,7 +136,6 @@ def test_what_is_no_batch(batch, message):
         partition(batch=batch, loss=untouched)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("method", ["step", "value_and_grad"])
 @pytest.mark.parametrize(
     ("batch", "message"),
@@ -198,7 +194,6 @@ def test_loss(loss, message):
 # The cut
 
 
-@pytest.mark.core
 def test_more_stages_than_operators():
     # A product, a sum, a division.
     model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((3, 1)))
@@ -250,14 +245,12 @@ def test_a_schedule_that_is_not_valid():
 # Memory
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("memory", ["8 apples", "many", "-3GiB", "0", 0, -1, 2.5, "1e9", ""])
 def test_what_is_no_size(memory):
     with pytest.raises(MemoryBudgetError, match=rf"memory={re.escape(repr(memory))} is not a size.*'8GiB' or '500MB'"):
         partition(memory=memory, loss=untouched)
 
 
-@pytest.mark.core
 def test_an_impossible_budget_names_the_least_that_fits():
     # The second weight is by far the larger, so that the stage which has it needs most.
     model = jax.tree_util.Partial(two_layers, {"a": jnp.ones((3, 4)), "b": jnp.ones((4, 5000))})
@@ -298,7 +291,6 @@ def test_sizes(text, size):
 # States and variables
 
 
-@pytest.mark.core
 def test_a_state_of_another_plan(pipeline, state):
     other = partition(jax.tree_util.Partial(two_layers, weights(5)))
     assert other.plan.identity != pipeline.plan.identity
@@ -334,7 +326,6 @@ def test_variables_that_do_not_fit(pipeline, change, message):
         pipeline.init(KEY, variables=jax.tree_util.Partial(two_layers, change(weights())))
 
 
-@pytest.mark.core
 def test_a_function_without_variables():
     pipeline = partition(two_layers, loss=untouched)
     with pytest.raises(PartitionError, match=r"has no plan yet, .*or a function whose variables are not known"):
@@ -359,7 +350,6 @@ def test_an_abstract_nnx_module():
         pipeline.init(KEY)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["evaluate", "predict"])
 def test_a_function_that_is_missing(pipeline, state, name):
     message = rf"partition was given no {name} function; pass {name}=lambda model, batch"
@@ -367,7 +357,6 @@ def test_a_function_that_is_missing(pipeline, state, name):
         getattr(pipeline, name)(state, jnp.ones((8, 3)))
 
 
-@pytest.mark.core
 def test_no_plan_yet(state):
     pipeline = jaxpipe.partition(MODEL, mesh_of(2), loss=untouched, optimizer=optax.sgd(0.1))
     message = r"no plan yet, because partition was given no batch.*Call pipeline\.init\(key, batch\) first"

@@ -73,7 +73,6 @@ def test_a_decoration_inside_keeps_its_own_codecs():
     assert {row.storage for row in report.tensors} == {"keep"}
 
 
-@pytest.mark.core
 def test_a_pattern_that_fits_no_module_is_warned_of():
     net = jaxpipe.memory_encoded(Net, codecs={"Encoder_*": "smallest", "first": "fast"})()
     x = jnp.ones((4, 128))

@@ -91,9 +91,9 @@ def rounded(sums, weight, dtype):
     ("dtype", "stages", "function"),
     [
         pytest.param(jnp.bfloat16, 1, loss, marks=pytest.mark.core),
-        (jnp.bfloat16, 2, loss),
+        pytest.param(jnp.bfloat16, 2, loss, marks=pytest.mark.slow),
         (jnp.float16, 1, weighted),
-        (jnp.float16, 2, loss),
+        pytest.param(jnp.float16, 2, loss, marks=pytest.mark.slow),
         (jnp.bfloat16, 2, weighted),
     ],
 )

@@ -227,7 +227,9 @@ def partitioned(case, stages=1, m=2, **options):
     return jaxpipe.partition(case.model, mesh, case.batch, loss=case.loss, **options)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("cnn-linen", "resnet") else ()) for n in CASES]
+)
 def test_residuals_are_the_stash_of_one_stage(name):
     pipeline = partitioned(CASES[name](8))
     program = pipeline._planned.program

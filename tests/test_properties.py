@@ -497,9 +497,9 @@ def check_compiled(case: Case) -> None:
 
 #: Check -> examples in the default run, examples in the slow run, kinds of values.
 CHECKS = {
-    check_gradients: (15, 1500, ["normal", "ties", "zero", "special"]),
+    check_gradients: (5, 1500, ["normal", "ties", "zero", "special"]),
     check_necessity: (40, 2000, ["normal"]),
-    check_report: (15, 500, ["normal"]),
+    check_report: (6, 500, ["normal"]),
     check_compiled: (10, 500, ["normal"]),
 }
 

@@ -1,3 +1,4 @@
+import functools
 import itertools
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from jaxpipe import stage
 from jaxpipe.graph import trace
 
 
+@functools.cache
 def traced(name):
     """A model's loss as a graph, its arguments, and plain gradients, operator by operator."""
     loss, (params, rest, x) = LINEN[name].losses(lambda cls: cls)

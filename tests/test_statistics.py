@@ -150,7 +150,6 @@ def partition(model=None, *, rows, stages=2, replicas=None, **options):
     return jaxpipe.partition(Net() if model is None else model, mesh, jnp.ones((rows, 4)), **options)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("rows", "count"), [(6, 1), (8, 2), (13, 1), (64, 8)])
 def test_by_default_micro_batches_are_left_enough_examples_to_normalize_over(rows, count):
     plan = partition(rows=rows).plan
@@ -166,7 +165,6 @@ def test_without_normalization_over_examples_the_bubble_decides(rows, count):
     assert partition(Net(nn.LayerNorm), rows=rows).plan.num_microbatches == count
 
 
-@pytest.mark.core
 def test_a_number_that_was_asked_for_stays_with_a_warning():
     message = (
         r"Net/norm normalize\(s\) over the examples of a micro-batch, and a batch of 8 in num_microbatches=4 .* leaves "
@@ -185,7 +183,6 @@ def test_a_batch_of_too_few_is_warned_of():
 # The mode
 
 
-@pytest.mark.core
 def test_training_mode_in_evaluation_and_prediction_is_warned_of():
     functions = {"evaluate": mean, "predict": lambda model, x: model(x)}
     pipeline = partition(Net(dropout=0.5), rows=8, stages=1, num_microbatches=2, **functions)
@@ -207,7 +204,6 @@ def evaluated(model, x):
     return mean(model, x)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("model", "evaluate"),
     [

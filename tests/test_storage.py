@@ -52,10 +52,10 @@ def cheapest(linearization):
         rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
         return rows * -(-elements * tensor.bits // 8)
 
-    best = None
+    best, sizes = None, {t: size(t) for t in related}
     for count in range(len(related) + 1):
         for chosen in itertools.combinations(sorted(related), count):
-            total = sum(map(size, chosen))
+            total = sum(sizes[t] for t in chosen)
             if (best is None or total < best) and all(follows(t, set(chosen)) for t in linearization.needs):
                 best = total
     return best

@@ -141,8 +141,10 @@ def check_exactly(widths, m=M, steps=3, **options):
     return pipeline, state
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize(
+    "widths",
+    [pytest.param(WIDTHS[0], marks=pytest.mark.core), WIDTHS[1], pytest.param(WIDTHS[2], marks=pytest.mark.slow)],
+)
 def test_parameters_after_three_steps_are_those_of_plain_accumulation(widths):
     """8 micro-batches: the last deal of 3 is short."""
     check_exactly(widths)

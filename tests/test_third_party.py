@@ -102,9 +102,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.core if name in ("decoder", "scan") else ()) for name in MODELS]
-)
+MARKS = {"scan": pytest.mark.core, "decoder": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in MODELS])
 def test_linen(name):
     make, inputs = MODELS[name]
     plain, encoded = make(lambda cls: cls)(), make(memory_encoded)()

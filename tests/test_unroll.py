@@ -241,9 +241,8 @@ def program(reverse):
     return run
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.core), 5])
 def test_unrolled_programs_compute_and_differentiate_as_the_scan_does(rows, reverse):
     """Compared operator by operator (``disable_jit``): the scan is then the same operators in a loop."""
     run = program(reverse)

@@ -125,7 +125,6 @@ def test_a_functions_variables_without_what_wraps_them():
     assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(other))
 
 
-@pytest.mark.core
 def test_variables_that_do_not_fit_are_listed(layered, net):
     pure = nnx.to_pure_dict(nnx.state(Layers(nnx.Rngs(0))))
     pure["layers"][2] = pure["layers"].pop(1)

@@ -267,7 +267,6 @@ LINEN_LOSSES = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("case", LINEN_LOSSES)
 def test_a_linen_loss_that_takes_its_model_for_something_else(case):
     loss, words = LINEN_LOSSES[case]
@@ -564,7 +563,6 @@ def test_keys_of_microbatches_go_with_arrays_on_one_device(pipeline, state):
     assert_same_bits(jax.jit(lambda j: jax.random.key_data(pipeline.microbatch_key(state, j)))(1), data)
 
 
-@pytest.mark.core
 def test_a_module_with_an_optimizer_in_it_trains_as_without():
     with pytest.warns(UserWarning, match=r"WithOptimizer holds an optimizer: .* variables .*Leave the nnx\.Optimizer"):
         pipeline = partition(WithOptimizer(rngs=nnx.Rngs(0)))

@@ -161,9 +161,11 @@ def _read_stages(
         }
         found = read(saved, wanted)
         leaves = {group: dict(zip(wanted[group], found[group], strict=True)) for group in (VARIABLES, OPTIMIZER)}
-        groups = [[x.of(leaves[x.group]) for x in group] for group in (of_parameters, of_state, of_optimizer)]
+        parameters, variables, slots = (
+            [x.of(leaves[x.group]) for x in group] for group in (of_parameters, of_state, of_optimizer)
+        )
         residuals = [_spread(x, len(every)) for x in found[RESIDUALS]]
-        parts[place] = runtime.stage_part(place, StageArrays(*groups, residuals))
+        parts[place] = runtime.stage_part(place, StageArrays(parameters, variables, slots, residuals))
     leaf_of = coloured.state_stacks.leaf_of
     shared = [names.optimizer[leaf_of[k]] for k, owner in enumerate(coloured.state_stage) if owner is None]
     return parts, read(saved, {OPTIMIZER: shared})[OPTIMIZER]

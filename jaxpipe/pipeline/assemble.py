@@ -27,11 +27,11 @@ from jaxpipe.pipeline.describe import (
     step_timeline,
 )
 from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
-from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solving
+from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solving, Terms
 from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.live import check_live
-from jaxpipe.pipeline.objective import Objective
+from jaxpipe.pipeline.objective import Objective, trace_loss
 from jaxpipe.pipeline.optimizer import colour_update
 from jaxpipe.pipeline.planned import Budget, Planned
 from jaxpipe.pipeline.program import DATA, PAGE, Program
@@ -41,7 +41,7 @@ from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.pipeline.trace_update import TracedUpdate, trace_update
 from jaxpipe.pipeline.trained import without_frozen
 from jaxpipe.planning.mapping import best_mapping
-from jaxpipe.planning.memory import predict, working_bytes
+from jaxpipe.planning.memory import predict
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.storing.choose import raised
 from jaxpipe.planning.storing.solver_time import SolverTime
@@ -307,11 +307,14 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
             placement=placement,
             update=update,
             batching=traced.batching,
+            policy=request.policy,
+            schedules=request.schedules,
+            retrace=lambda one: trace_loss(model, request.loss, one).training(traced_update.trained),
         )
 
     fitter = None
     if solving is not None:
-        fitter = Fitter(program, memory_of, working_bytes, _prices(request, traced.objective, placed), solving)
+        fitter = Fitter(program, Terms(memory_of, _prices(request, traced.objective, placed), solving))
     return Settled(found, planned, fitter)
 
 

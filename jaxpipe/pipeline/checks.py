@@ -288,6 +288,17 @@ def batch_shapes(batch: Any) -> Any:
     return jax.tree.map(shape, batch)
 
 
+def listed_batches(batch: Any) -> list[Any]:
+    """Return the batches of a list of batches, or the one batch.
+
+    A list of batches has several elements of one structure, none of which is an array by itself.
+    """
+    if not isinstance(batch, list) or len(batch) < 2 or any(jax.tree_util.all_leaves([x]) for x in batch):
+        return [batch]
+    structures = {jax.tree.structure(x) for x in batch}
+    return list(batch) if len(structures) == 1 else [batch]
+
+
 def batch_size(batch: Any) -> int:
     """The number of examples: the first axis of every array that has one.
 

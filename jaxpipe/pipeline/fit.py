@@ -23,6 +23,7 @@ from jaxpipe.graph import Graph, Operator
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.sections import Section
 from jaxpipe.pipeline.swap import exchange_seconds
+from jaxpipe.planning.memory import working_bytes
 from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
@@ -112,34 +113,37 @@ class Solving:
     for_smallest: float
 
 
+@dataclass(frozen=True)
+class Terms:
+    """The prediction, prices and solver that choices of storage are judged by.
+
+    Attributes:
+      predict: the bytes that a program needs on each device, by component.
+      prices: what choices cost.
+      solving: by whom, and how long.
+    """
+
+    predict: Callable[[Program], dict[str, int]]
+    prices: Prices
+    solving: Solving
+
+    def needed(self, program: Program) -> int:
+        """Return the predicted bytes of a program on each device."""
+        return sum(self.predict(program).values())
+
+
 class Fitter:
     """Storage for a program, within one budget after another."""
 
-    def __init__(
-        self,
-        program: Program,
-        predict: Callable[[Program], dict[str, int]],
-        working_bytes: Callable[[Program, int], int],
-        prices: Prices,
-        solving: Solving,
-    ):
-        """Nothing is done yet.
-
-        Args:
-          program: with default storage.
-          predict: bytes on each device by component.
-          working_bytes: what a stage needs while it computes.
-          prices: what choices cost.
-          solving: by whom, and how long.
-        """
-        self.program, self._predict, self._prices, self._solving = program, predict, prices, solving
-        self._working = working_bytes
+    def __init__(self, program: Program, terms: Terms):
+        """Take a program with default storage. Nothing is done yet."""
+        self.program, self._terms = program, terms
         self._searches: dict[Any, _Search] = {}
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
         """Predicted bytes with default storage, by component."""
-        return self._predict(self.program)
+        return self._terms.predict(self.program)
 
     def within(self, budget: int) -> tuple[Program, tuple[Fitted, ...]] | None:
         """Return the program with the fastest storage of predicted bytes within a budget; None if no choice is.
@@ -149,14 +153,15 @@ class Fitter:
         memory = self.memory
         if sum(memory.values()) <= budget:
             return self.program, (Fitted(),) * len(self.program.sections)
-        before = self._solving.time.spent
+        time = self._terms.solving.time
+        before = time.spent
         best = self._answer(budget)
         if best is None:
             smallest = self.smallest
-            return smallest[1:] if self._needed(smallest[1]) <= budget else None
+            return smallest[1:] if self._terms.needed(smallest[1]) <= budget else None
         step = max(1, (memory["arena"] + memory["working"]) // LEVELS)
-        quick = self._solving.time.spent - before <= QUICK * self._solving.time.limit
-        if budget - self._needed(best[1]) >= step and quick:
+        quick = time.spent - before <= QUICK * time.limit
+        if budget - self._terms.needed(best[1]) >= step and quick:
             # So much room is left that the search may have gone astray. The plan of a smaller budget is kept if it is
             # as fast; that of a larger one is taken if it is faster and fits.
             steps = (sum(memory.values()) - budget) / step
@@ -164,7 +169,7 @@ class Fitter:
             below, above = (self._answer(sum(memory.values()) - k * step) for k in levels)
             if below is not None and below[0] <= best[0]:
                 best = below
-            if above is not None and above[0] < best[0] and self._needed(above[1]) <= budget:
+            if above is not None and above[0] < best[0] and self._terms.needed(above[1]) <= budget:
                 best = above
         return best[1:]
 
@@ -172,10 +177,7 @@ class Fitter:
     def smallest(self) -> Answered:
         """The program with the least predicted bytes that is found. It does not depend on any budget."""
         candidates = [search.smallest for search in self._variants(0)]
-        return min(candidates, key=lambda answered: self._needed(answered[1]))
-
-    def _needed(self, program: Program) -> int:
-        return sum(self._predict(program).values())
+        return min(candidates, key=lambda answered: self._terms.needed(answered[1]))
 
     def _answer(self, budget: int) -> Answered | None:
         answers = [search.within(budget) for search in self._variants(budget)]
@@ -183,15 +185,16 @@ class Fitter:
 
     def _variants(self, budget: int) -> Iterator["_Search"]:
         """Searches with all stashes at home, and with swaps that help to keep a budget."""
-        links = dict.fromkeys((self._prices.links.without_host, self._prices.links)) if self.program.may_swap else ()
-        swapped = [with_swaps(self.program, self._predict, budget, reach) for reach in links]
+        links = self._terms.prices.links
+        reaches = dict.fromkeys((links.without_host, links)) if self.program.may_swap else ()
+        swapped = [with_swaps(self.program, self._terms.predict, budget, reach) for reach in reaches]
         variants: dict[Any, Program] = {}
         for variant in (self.program, *filter(None, swapped)):
             moved = None if variant.swaps is None else (variant.swaps.ticks, variant.swaps.slices)
             variants.setdefault(moved, variant)
         for moved, variant in variants.items():
             if moved not in self._searches:
-                self._searches[moved] = _Search(variant, self._predict, self._working, self._prices, self._solving)
+                self._searches[moved] = _Search(variant, self._terms)
             yield self._searches[moved]
 
 
@@ -222,16 +225,9 @@ def with_swaps(
 class _Search:
     """Problems of all stages, and what their programs need beyond what the problems know."""
 
-    def __init__(
-        self,
-        program: Program,
-        predict: Callable[[Program], dict[str, int]],
-        working_bytes: Callable[[Program, int], int],
-        prices: Prices,
-        solving: Solving,
-    ):
-        self.program, self._predict, self._working, self._prices = program, predict, working_bytes, prices
-        self._solving = solving
+    def __init__(self, program: Program, terms: Terms):
+        self.program, self._terms = program, terms
+        prices = terms.prices
         stages = range(len(program.sections))
         if program.swaps is not None:
             self.slots = [program.swaps.slots for _ in stages]
@@ -265,16 +261,17 @@ class _Search:
     def within(self, budget: int) -> Answered | None:
         """The fastest program within a budget; None if none was found."""
         self.extra = list(self.first_extra)
-        memory = self._predict(self.program)
+        memory = self._terms.predict(self.program)
         if sum(memory.values()) <= budget:
             return self._cost(self.program, [Fitted()] * len(self.items))
         target = budget - sum(n for name, n in memory.items() if name not in ("arena", "working"))
         last, begun, best = math.inf, False, None
+        time = self._terms.solving.time
         for k in range(MOST_ROUNDS):
             tell(
                 f"{self.program.schedule.name}: choosing what {len(self.items)} stage(s) store within "
-                f"{bytes_text(budget)}, round {k + 1}; solvers took {self._solving.time.spent:.1f} of "
-                f"{self._solving.time.limit:g} s"
+                f"{bytes_text(budget)}, round {k + 1}; solvers took {time.spent:.1f} of "
+                f"{time.limit:g} s"
             )
             answers = self.best(target) if target > 0 else None
             if answers is None:
@@ -306,15 +303,15 @@ class _Search:
         if best is not None:
             return best
         smallest = self.smallest
-        return smallest if sum(self._predict(smallest[1]).values()) <= budget else None
+        return smallest if self._terms.needed(smallest[1]) <= budget else None
 
     def _tried(self, answers: Sequence[Answer]) -> tuple[Program, int]:
         candidate = self.apply(answers)
-        return candidate, sum(self._predict(candidate).values())
+        return candidate, self._terms.needed(candidate)
 
     def _cost(self, program: Program, fitted: Sequence[Fitted]) -> Answered:
         added = [0.0] * program.num_devices
-        for s, (found, slow) in enumerate(zip(fitted, self._prices.slow, strict=True)):
+        for s, (found, slow) in enumerate(zip(fitted, self._terms.prices.slow, strict=True)):
             added[program.device(s)] += found.added_seconds * slow
         return program.num_microbatches * max(added) + exchange_seconds(program), program, tuple(fitted)
 
@@ -350,7 +347,7 @@ class _Search:
     def _greedily(self, split: "_Split", most: float) -> float:
         """The seconds of the slowest stage without a solver, if they are below ``most``; infinite without a choice."""
         slowest = 0.0
-        for s, slow in enumerate(self._prices.slow):
+        for s, slow in enumerate(self._terms.prices.slow):
             limits = split.working, split.most_stored[s], self.extra[s]
             if (s, *limits) not in self._greedy:
                 problem = self.problem(s, *limits)
@@ -364,10 +361,10 @@ class _Search:
 
     def _within(self, split: "_Split") -> list[Answer] | None:
         """The fastest answers within the limits of a split; None if a stage has none."""
-        answers = []
+        answers, solving = [], self._terms.solving
         for s, most in enumerate(split.most_stored):
             problem = self.problem(s, split.working, most, self.extra[s])
-            answer, spent = self._solving.time.solve(choose, problem, solver=self._solving.solver, gap=GAP)
+            answer, spent = solving.time.solve(choose, problem, solver=solving.solver, gap=GAP)
             self.spent[s] += spent
             if answer is None:
                 return None
@@ -376,7 +373,8 @@ class _Search:
 
     def _added(self, answers: Sequence[Answer]) -> tuple[float, float]:
         added = [
-            fitted.added_seconds * slow for fitted, slow in zip(self.report(answers), self._prices.slow, strict=True)
+            fitted.added_seconds * slow
+            for fitted, slow in zip(self.report(answers), self._terms.prices.slow, strict=True)
         ]
         return max(added), sum(added)
 
@@ -399,7 +397,7 @@ class _Search:
         for s, answer in enumerate(answers):
             outcome = simulate(self.problem(s, math.inf), answer.choice)
             assert outcome is not None
-            found.append(self._working(candidate, s) - outcome.peak_bytes)
+            found.append(working_bytes(candidate, s) - outcome.peak_bytes)
         return found
 
     def report(self, answers: Sequence[Answer]) -> tuple[Fitted, ...]:
@@ -413,7 +411,7 @@ class _Search:
     @functools.cached_property
     def smallest(self) -> Answered:
         """The program that needs least, of those with as little memory as is found and that with default storage."""
-        usual = sum(self._predict(self.program).values())
+        usual = self._terms.needed(self.program)
         candidate, needed, answers = min(self._lowest, key=lambda tried: tried[1], default=(None, usual, None))
         if candidate is None or answers is None or needed >= usual:
             return self._cost(self.program, [Fitted()] * len(self.items))
@@ -424,14 +422,14 @@ class _Search:
         """Programs with as little memory as the search gets to, the bytes that they need, and answers; may be empty."""
         tell(f"{self.program.schedule.name}: looking for the smallest plan")
         tried: list[tuple[Program, int, list[Answer]]] = []
-        extra = self.first_extra
+        extra, solving = self.first_extra, self._terms.solving
         for _ in range(SMALLEST_ROUNDS):
             answers = []
             for s, slots in enumerate(self.slots):
                 problem = self.problem(s, math.inf, extra=extra[s])
                 if not self.program.alone:
                     problem = replace(problem, held=math.ceil(slots) + 1)
-                options = {"solver": self._solving.solver, "time_limit": self._solving.for_smallest, "gap": GAP}
+                options = {"solver": solving.solver, "time_limit": solving.for_smallest, "gap": GAP}
                 answers.append(hosts.from_first(functools.partial(lowest_peak, problem, **options)))
             if None in answers:
                 break

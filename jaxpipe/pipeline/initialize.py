@@ -41,7 +41,9 @@ def initial_state(
         parameters, state = planned.placement.held_by(place)
         with jax.default_device(devices[0]):
             whole = values([*parameters, *(len(model.parameters) + k for k in state)])
-            whole = jax.device_put(whole, devices[0], may_alias=False)
+            # A step donates its state, and must not take the caller's arrays with it.
+            whole = [x.copy() if own.values is not None and isinstance(x, jax.Array) else x for x in whole]
+            whole = jax.device_put(whole, devices[0])
             held = whole[: len(parameters)]
             make = functools.partial(_optimizer_state, model, planned.placement, place, optimizer, planned.update)
             slots = jax.jit(make)(held)

@@ -71,14 +71,14 @@ class Pipeline:
         optimizer: Any,
         make_plan: Callable[[Any, Any], Planned],
         planned: Planned | None,
-        batch: Any = None,
+        batches: Sequence[Any] = (None,),
     ):
         self._mesh = mesh
         self._functions = dict(functions)
         self._optimizer = optimizer
         self._make_plan = make_plan
         self._maybe_runtime = None if planned is None else runtime_of(planned)
-        self._batch = batch
+        self._batch, *self._ahead = batches
         self._forward_objectives: dict[Any, tuple[Objective, Batching]] = {}
         self._lock = threading.Lock()
 
@@ -252,10 +252,10 @@ class Pipeline:
         new = None
         try:
             with outside_mesh():
-                self._check(state, batch)
-                self._runtime.prepare(batch)
+                shapes = self._check(state, batch)
+                self._prepare(shapes)
                 with hold_interrupts():  # until the new state has a name
-                    results = self._run(self._runtime.step, state, batch)
+                    results = self._run(self._runtime.step, state, batch, shapes)
                     new = results.state
                 metrics = self._metrics(new, batch, results)
             return new, metrics
@@ -264,11 +264,18 @@ class Pipeline:
                 take_over(state, new)
             raise
 
-    def _run(self, function: Callable[[TrainState, Any], Any], state: TrainState, batch: Any) -> Any:
+    def _prepare(self, shapes: Any) -> None:
+        """Compile the training step for a batch, and the first time for all that ``partition`` was given."""
+        self._runtime.prepare(shapes)
+        while self._ahead:
+            self._runtime.check_batch(self._ahead[-1])
+            self._runtime.prepare(self._ahead.pop())
+
+    def _run(self, function: Callable[..., Any], state: TrainState, *arguments: Any) -> Any:
         """Run a function of a state; of two threads that pass one state, a step gets it and the other an error."""
         with self._lock:
             checks.check_unused(state)
-            return function(state, batch)
+            return function(state, *arguments)
 
     def _metrics(self, state: TrainState, batch: Any, results: StepResults) -> dict[str, Any]:
         """Return the metrics of a step that has led to a state; with ``on_nonfinite="raise"`` it may raise instead."""
@@ -318,8 +325,8 @@ class Pipeline:
 
         They are those that ``step`` hands to the optimizer: zeros for parameters that it does not train.
         """
-        self._check(state, batch)
-        loss, metrics, given = self._run(self._runtime.gradients, state, batch)
+        shapes = self._check(state, batch)
+        loss, metrics, given = self._run(self._runtime.gradients, state, batch, shapes)
         planned = self._planned
         pairs = zip(given, (v.aval for v in planned.model.parameters), strict=True)
         gradients = [np.zeros(aval.shape, aval.dtype) if g is None else g for g, aval in pairs]
@@ -392,6 +399,21 @@ class Pipeline:
         last = step if step is not None else hosts.from_first(lambda: max(steps_of(directory), default=None))
         return put(self._runtime, hosts.on_all(lambda: open_checkpoint(directory, last)))
 
+    @outside_jit
+    def adopt(self, state: TrainState) -> TrainState:
+        """Copy a training state of another pipeline of the same model and optimizer to this one's stages.
+
+        Cuts, devices, schedule, micro-batches and replicas may be others. The given state stays usable.
+
+        Args:
+          state: of a pipeline with ``runtime="mpmd"``, as this one.
+
+        Raises:
+          StateError: if it is of another model or optimizer, or was passed to a step before.
+          PartitionError: if this pipeline has one program for all devices, or in several processes.
+        """
+        return self._runtime.adopt(state)
+
     def local_rows(self, size: int) -> np.ndarray:
         """Which rows of a batch this process passes to ``step`` and the others: those of its replicas, in order.
 
@@ -433,12 +455,13 @@ class Pipeline:
         count = self.mesh.devices.size
         return MemoryReport(plan.device_bytes, found.reserved, found.temporary, (host,) * count, found.host)
 
-    def _check(self, state: TrainState, batch: Any) -> None:
-        planned = self._planned
+    def _check(self, state: TrainState, batch: Any) -> Any:
+        """Return the shapes of the whole batch of which this process passes its rows."""
         checks.check_state(state, self.plan.identity)
         self._runtime.check_state(state)
         shapes = feed.whole_shapes(self.mesh, checks.batch_shapes(batch), batch)
-        checks.check_same_structure(shapes, planned.batch)
+        self._runtime.check_batch(shapes)
+        return shapes
 
     @cached_property
     def _learning_rate(self) -> int | None:

@@ -7,11 +7,14 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxpipe.model import BoundModel
+from jaxpipe.pipeline.checks import ScheduleMaker
+from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
+from jaxpipe.policy import Policy
 from jaxpipe.profile import Profile
 
 
@@ -54,6 +57,9 @@ class Planned:
       microbatch: shapes of one micro-batch.
       stages, placement: the stage and the device of every variable.
       model, program, update, batching: see their types.
+      policy: the codecs that may be used where a module is not decorated.
+      schedules: makers of the schedules that were asked for.
+      retrace: traces the loss for the shapes of one micro-batch.
       budget: what else could be planned; None if there is no budget.
       compiled: the training step, once it has been compiled.
     """
@@ -70,5 +76,8 @@ class Planned:
     placement: Placement
     update: Update
     batching: Batching
+    policy: Policy
+    schedules: tuple[ScheduleMaker, ...]
+    retrace: Callable[[Any], Objective]
     budget: Budget | None = None
     compiled: Compiled | None = None

@@ -60,15 +60,19 @@ class Runtime(Protocol):
         """Return the state of the parts of this process's places."""
         ...
 
-    def prepare(self, batch: Any) -> None:
-        """Compile the training step for batches of the shapes of one."""
+    def check_batch(self, shapes: Any) -> None:
+        """Raise ``BatchError`` if a step cannot take a batch of some shapes, those of all processes together."""
         ...
 
-    def step(self, state: TrainState, batch: Any) -> StepResults:
+    def prepare(self, shapes: Any) -> None:
+        """Compile the training step for batches of some shapes."""
+        ...
+
+    def step(self, state: TrainState, batch: Any, shapes: Any) -> StepResults:
         """Run a training step; donates the state."""
         ...
 
-    def gradients(self, state: TrainState, batch: Any) -> tuple[Any, Sequence[Any], list[Any]]:
+    def gradients(self, state: TrainState, batch: Any, shapes: Any) -> tuple[Any, Sequence[Any], list[Any]]:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
         ...
 
@@ -78,6 +82,10 @@ class Runtime(Protocol):
 
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it; all processes call it."""
+        ...
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Copy a state of another pipeline of the same model and optimizer to the devices of this one."""
         ...
 
     def check_state(self, state: TrainState) -> None:

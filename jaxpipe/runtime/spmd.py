@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
+from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline import checks, compiled, feed
 from jaxpipe.pipeline import step as steps
 from jaxpipe.pipeline.folding import shared_sections
@@ -91,18 +92,24 @@ class SpmdRuntime:
             plan=self.planned.plan.identity,
         )
 
-    def prepare(self, batch: Any) -> None:
+    def check_batch(self, shapes: Any) -> None:
+        """Raise ``BatchError`` if a batch has other shapes than were planned for."""
+        checks.check_same_structure(shapes, self.planned.batch)
+
+    def prepare(self, shapes: Any) -> None:
         """Compile the training step."""
-        del batch
+        del shapes  # those that were planned for
         self.compiled_step  # noqa: B018
 
-    def step(self, state: TrainState, batch: Any) -> StepResults:
+    def step(self, state: TrainState, batch: Any, shapes: Any) -> StepResults:
         """Run the training step; donates the state."""
+        del shapes
         results = hosts.settled(self.compiled_step(state, self._placed(batch)))
         return StepResults(*results)
 
-    def gradients(self, state: TrainState, batch: Any) -> tuple[Any, Sequence[Any], list[Any]]:
+    def gradients(self, state: TrainState, batch: Any, shapes: Any) -> tuple[Any, Sequence[Any], list[Any]]:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
+        del shapes
         loss, metrics, buffers = hosts.settled(self._gradient_step(state, self._placed(batch)))
         program, placement = self.planned.program, self.planned.placement
         trained = [t not in program.objective.frozen for t in program.objective.parameters]
@@ -138,6 +145,13 @@ class SpmdRuntime:
                 shared=lambda: next(shared),
             ),
             residuals,
+        )
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Raise ``PartitionError``: buffers that all devices share are laid out for one plan."""
+        raise PartitionError(
+            'adopt needs runtime="mpmd" in both pipelines; this one has runtime="spmd". Pass the state\'s variables to '
+            "init(key, variables=other.parameters(state)), or save and restore it."
         )
 
     def check_state(self, state: TrainState) -> None:
@@ -209,6 +223,8 @@ def followed_cuts(planned: Planned, objective: Objective, name: str) -> list[int
 
 def _assemble(mesh: Any, spec: P, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     """Global buffers from the rows that this process's devices hold, by place and buffer."""
+    if not any(parts):
+        return ()
     sharding = NamedSharding(mesh, spec)
     whole = [mesh.shape.get(axis, 1) for axis in spec]
     return tuple(

@@ -127,13 +127,14 @@ class ListBuilder:
         Args:
           traced: what it computes.
           whole: whether it runs on all replicas of a stage together.
-          sharded: tells of a name whether each replica has its own array.
+          sharded: two functions that tell of an operand, and of a result, whether each replica has its own array.
           consumes: whether it may use the memory of what is there at the beginning.
         """
         whole = whole and self.replicas > 1
         specs: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
         if whole:
-            specs = tuple(map(sharded, traced.read_names)), tuple(map(sharded, traced.written_names))
+            read, written = sharded
+            specs = tuple(map(read, traced.read_names)), tuple(map(written, traced.written_names))
         self.programs.append(Program(traced, whole, specs))
         if consumes:
             self.consuming.add(len(self.programs) - 1)
@@ -157,13 +158,10 @@ class ListBuilder:
             if apart:
                 self.sharded.add(writes[-1])
         self.instructions.append(Call(number, place, tuple(reads), tuple(writes)))
-        sources = {name: self.now.get(self.key(place, source, j)) for name, source in traced.same.items()}
         made = dict(zip(traced.written_names, writes, strict=True))
-        for name, source in traced.same.items():
-            register = made.get(source, sources[name])
-            assert register is not None
-            sources[name] = register
-        self.now |= {self.key(place, name, j): register for name, register in (sources | made).items()}
+        for name, source in traced.same.items():  # a result, or else an operand
+            made[name] = made[source] if source in made else self.now[self.key(place, source, j)]
+        self.now |= {self.key(place, name, j): register for name, register in made.items()}
 
     def send(
         self, source: Place, target: Place, names: Sequence[tuple[Name, Name]], j: int = -1, to: int | None = None

@@ -4,6 +4,7 @@ Work ──trace──▶ operands that are read, results that are new ──for
      ──for each device, in parallel threads──▶ executables
 """
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -24,6 +25,11 @@ from jaxpipe.runtime.mpmd.stage_work import Name, Work
 
 #: The mesh axis of the devices of one program of several replicas.
 DATA = "data"
+
+
+def replica_mesh(replicas: int) -> AbstractMesh:
+    """The devices of a stage, one for each replica."""
+    return AbstractMesh((replicas,), (DATA,), axis_types=(AxisType.Auto,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +80,8 @@ def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True, repl
       wanted: tells of a result whether anybody needs it.
       replicas: of a stage, if it is work of all together.
     """
-    axes = [(DATA, replicas)] if replicas > 1 else None
-    program = trace_program(lambda *operands: work.function(operands), work.avals, axes)
+    mesh = replica_mesh(replicas) if replicas > 1 else None
+    program = trace_program(lambda *operands: work.function(operands), work.avals, mesh)
     jaxpr, _ = _compat.open_jaxpr(program.closed)
     place = {v: k for k, v in enumerate(jaxpr.invars)}
     writes: list[int] = []
@@ -183,21 +189,16 @@ def _lower(jobs: Sequence[Job], platform: str) -> list[tuple[Any, Any]]:
     program = shared_program([job.traced.program for job in jobs])
     rows = [np.array([value for _, value in job.traced.program.folds], np.uint32) for job in jobs]
     varies = any((row != rows[0]).any() for row in rows)
-    mesh = AbstractMesh((len(first.target.devices),), (DATA,), axis_types=(AxisType.Auto,))
+    mesh = replica_mesh(len(first.target.devices))
 
-    def function(row: Any, *operands: Any) -> tuple[Any, ...]:
+    def with_row(row: Any, *operands: Any) -> tuple[Any, ...]:
         given: list[Any] = [0] * len(traced.work.reads)
         for k, x in zip(traced.reads, operands, strict=True):
             given[k] = x
         results = program(row, *given)
         return tuple(results[k] for k in traced.writes)
 
-    if not varies:
-        whole = function
-
-        def function(*operands: Any) -> tuple[Any, ...]:
-            return whole(rows[0], *operands)
-
+    function = with_row if varies else functools.partial(with_row, rows[0])
     offset = 1 if varies else 0
     inputs = [P()] * offset + (list(specs[0]) if specs else [P()] * len(traced.reads))
     outputs: Any = specs[1] if specs else P()

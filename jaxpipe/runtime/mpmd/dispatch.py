@@ -5,7 +5,7 @@ The host waits for nothing, but between processes on CPUs for what comes from ot
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -34,13 +34,13 @@ class Dispatch:
     """A list that can be followed.
 
     Attributes:
-      list: what is done.
-      executables: by program and place of a call of this process.
+      calls: the list.
+      executables: by program and place of a call; those of other processes cannot be run here.
       steps: what this process does.
       registers: how many it needs: those of the list, and those for actions that have not ended.
     """
 
-    list: CallList
+    calls: CallList
     executables: dict[tuple[int, Place], Executable]
     steps: tuple[Step, ...]
     registers: int
@@ -63,7 +63,7 @@ class Dispatch:
                 registers[register] = x
             for register in left:
                 registers[register] = None
-        return {key: registers[register] for key, register in self.list.outputs.items()}
+        return {key: registers[register] for key, register in self.calls.outputs.items()}
 
 
 def stage_mesh(devices: np.ndarray, place: Place) -> Mesh:
@@ -97,7 +97,9 @@ def compile_list(calls: CallList, devices: np.ndarray) -> Dispatch:
     for instruction, left in zip(calls.instructions, calls.dropped, strict=True):
         steps.add(instruction, left)
     steps.end_all()
-    return Dispatch(calls, executables, tuple(steps.steps), steps.registers)
+    shown = {key: replace(program, run=_runs_elsewhere) for key, program in executables.items()}
+    every = {key: program for some in hosts.gathered(shown) for key, program in some.items()}
+    return Dispatch(calls, every | executables, tuple(steps.steps), steps.registers)
 
 
 class _Steps:
@@ -164,6 +166,11 @@ class _Steps:
         return isinstance(instruction, (Exchange, Spread))
 
 
+def _runs_elsewhere(*_: Any) -> Any:
+    """Stand for a program of another process."""
+    raise AssertionError
+
+
 def _specs(program: Program) -> tuple[tuple[P, ...], tuple[P, ...]] | None:
     if not program.whole:
         return None
@@ -204,10 +211,10 @@ def _send(instruction: Send, devices: np.ndarray) -> Action | None:
     source, target = (devices[p.stage, max(p.replica, 0)] for p in (instruction.source, instruction.target))
     if not hosts.mine([source]):
         return None
-    sharding = NamedSharding(Mesh(np.array([target]), (DATA,)), P())
+    # A device as the target takes half of the time that a sharding takes.
     if len(instruction.reads) == 1:
-        return lambda x: (jax.device_put(x, sharding),)
-    return lambda *arrays: jax.device_put(arrays, sharding)
+        return lambda x: (jax.device_put(x, target),)
+    return lambda *arrays: jax.device_put(arrays, target)
 
 
 def _split(instruction: Split, replicas: int, mine: Sequence[int]) -> Action:

@@ -151,6 +151,7 @@ class _Writer:
         self._programs = {s: self._trace(s) for s in layout.stages}
         self._started: set[tuple[Place, Kinds]] = set()
         self._leaving: list[Callable[[], None]] = []
+        self._zeros: dict[tuple[int, tuple[Name, ...]], int] = {}
         self._give_inputs()
 
     def finish(self, outputs: Sequence[Key]) -> CallList:
@@ -249,12 +250,15 @@ class _Writer:
         """Make the zeros that the first micro-batch's work adds to."""
         builder, place = self.builder, self.builder.place(s, r)
         traced = builder.programs[self._programs[s][kinds]].traced
-        pairs = zip(traced.read_names, traced.read_avals, strict=True)
-        sums = {name: aval for name, aval in pairs if name.role in (Role.GRADIENT, Role.TOTAL)}
+        needed = {*traced.read_names, *traced.same.values()}
+        pairs = zip(traced.work.reads, traced.work.avals, strict=True)
+        sums = {name: aval for name, aval in pairs if name in needed and name.role in (Role.GRADIENT, Role.TOTAL)}
         sums = {name: aval for name, aval in sums.items() if not builder.has(place, name)}
         if sums:
-            number = builder.program(trace_work(zeros_work(f"stage {s}: zeros", sums)))
-            builder.call(number, s, r)
+            key = s, tuple(sums)
+            if key not in self._zeros:
+                self._zeros[key] = builder.program(trace_work(zeros_work(f"stage {s}: zeros", sums)))
+            builder.call(self._zeros[key], s, r)
 
     def write_results(self, update: UpdateContext | None) -> None:
         """Make loss and metrics of the totals; under ``update`` everything that an update waits for."""
@@ -272,6 +276,7 @@ class _Writer:
             if guarded:
                 for s in self.layout.stages:
                     self.call_whole(look_work(update, s), s)
+                    self._split(s, [NONFINITE])
                     builder.send(builder.place(s, 0), home, [(NONFINITE, reported(NONFINITE, s))])
         work = results_work(context, replicas, count, guarded)
         builder.call(builder.program(trace_work(work)), home.stage, 0)
@@ -365,7 +370,7 @@ class _Writer:
         builder, home = self.builder, self.layout.home
         for s in self.layout.stages:
             names = [SQUARES, *([HAD, UNSENT] if update.exchange is not None else [])]
-            self._first_replica(s, names)
+            self._split(s, names)
             builder.send(builder.place(s, 0), home, [(name, reported(name, s)) for name in names])
         sparse = [(s, r) for s in self.layout.stages for r in self.layout.replicas]
         sparse = [(s, r) for s, r in sparse if OVERFLOWS in self.context.totals(s)]
@@ -399,26 +404,26 @@ class _Writer:
     def call_whole(self, work: Any, s: int, consumes: bool = False) -> TracedWork:
         """Run work on all replicas of a stage together."""
         traced = trace_work(work, replicas=len(self.layout.replicas))
-        number = self.builder.program(traced, True, _is_sharded, consumes)
+        number = self.builder.program(traced, True, (_is_own, lambda name: name.role is Role.RESIDUAL), consumes)
         self.builder.call(number, s)
         return traced
 
     def _spread_whole(self, source: Place, name: Name) -> None:
         """Send a small value that all replicas of a stage have to all others."""
         builder = self.builder
-        self._first_replica(source.stage, [name])
+        self._split(source.stage, [name])
         for s in self.layout.stages:
             for r in self.layout.replicas:
                 if s != source.stage:
                     builder.send(builder.place(source.stage, r), builder.place(s, r), [(name, name)])
 
-    def _first_replica(self, s: int, names: Sequence[Name]) -> None:
+    def _split(self, s: int, names: Sequence[Name]) -> None:
         for name in names:
             self.builder.split(s, name)
 
 
-def _is_sharded(name: Name) -> bool:
-    """Whether each replica of a stage has an array of its own under a name."""
+def _is_own(name: Name) -> bool:
+    """Whether each replica of a stage has an array of its own under a name, when a step ends."""
     return name.role in (Role.GRADIENT, Role.RESIDUAL) or (name.role is Role.STATE and name.part == 0)
 
 

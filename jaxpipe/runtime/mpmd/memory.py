@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe import hosts
 from jaxpipe.graph import itemsize
 from jaxpipe.runtime.mpmd.calls import CallList
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
@@ -32,21 +31,11 @@ class Peak:
     label: str
 
 
-#: By program and place of a call, the label of the program and the bytes that it needs besides operands and results.
-Needs = dict[tuple[int, Place], tuple[str, int]]
-
-
-def needs_of(dispatch: Dispatch) -> Needs:
-    """Return the needs of the programs of all processes, which all call this."""
-    items = dispatch.executables.items()
-    own = {key: (program.label, program.temporary_bytes - program.alias_bytes) for key, program in items}
-    return {key: needs for some in hosts.gathered(own) for key, needs in some.items()}
-
-
-def peak_bytes(calls: CallList, needs: Needs, devices: np.ndarray) -> dict[Any, Peak]:
-    """Return the most bytes that each device holds at once while its process follows a list."""
-    labels = {key: label for key, (label, _) in needs.items()}
-    return walk(calls, devices, {key: size for key, (_, size) in needs.items()}, labels)
+def peak_bytes(dispatch: Dispatch, devices: np.ndarray) -> dict[Any, Peak]:
+    """Return the most bytes that each device of this process holds at once while it follows a list."""
+    temporaries = {key: program.temporary_bytes - program.alias_bytes for key, program in dispatch.executables.items()}
+    labels = {key: program.label for key, program in dispatch.executables.items()}
+    return walk(dispatch.calls, devices, temporaries, labels)
 
 
 def walk(

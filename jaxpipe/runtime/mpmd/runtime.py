@@ -1,7 +1,7 @@
 """A plan as stage programs that the host dispatches."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
+from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.axes import DATA, STAGE
 from jaxpipe.pipeline.objective import Objective
@@ -19,13 +20,15 @@ from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.sections import Section, cut_sections
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Batching
-from jaxpipe.progress import progress
+from jaxpipe.progress import progress, tell
 from jaxpipe.runtime.interface import Bytes, StepResults
+from jaxpipe.runtime.mpmd.adopt import adopt
 from jaxpipe.runtime.mpmd.calls import CallList
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_list, stage_mesh
 from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.lists import Layout, evaluation_list, gradient_list, prediction_list, training_list
-from jaxpipe.runtime.mpmd.memory import Needs, needs_of, peak_bytes
+from jaxpipe.runtime.mpmd.memory import peak_bytes
+from jaxpipe.runtime.mpmd.other_shapes import Shaped, as_planned, check_shapes, shaped_for
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
 from jaxpipe.runtime.mpmd.training_state import Loader, StateLayout, place_batch
 from jaxpipe.runtime.mpmd.update_work import COUNTERS, NONFINITE, STOPPED, Exchange, UpdateContext
@@ -57,6 +60,7 @@ class MpmdRuntime:
     def __init__(self, planned: Planned):
         self.planned = planned
         self._forward: dict[Any, Compiled] = {}
+        self._compiled_steps: dict[Any, Compiled] = {}
 
     @property
     def places(self) -> range:
@@ -88,8 +92,10 @@ class MpmdRuntime:
             count = len(self.devices_of(place))
             held = list(arrays.residuals) or [np.zeros((count, *a.shape[1:]), a.dtype) for a in avals]
             residuals = [self._by_replica(place, np.asarray(x, a.dtype)) for x, a in zip(held, avals, strict=True)]
-        groups = arrays.parameters, arrays.variables, arrays.optimizer
-        return StageArrays(*([everywhere(x) for x in group] for group in groups), residuals)
+        parameters, variables, slots = (
+            [everywhere(x) for x in group] for group in (arrays.parameters, arrays.variables, arrays.optimizer)
+        )
+        return StageArrays(parameters, variables, slots, residuals)
 
     def assemble(self, parts: Mapping[int, StageArrays], common: CommonArrays) -> TrainState:
         """Return the state of the parts of this process's stages."""
@@ -130,14 +136,17 @@ class MpmdRuntime:
             plan=planned.plan.identity,
         )
 
-    def prepare(self, batch: Any) -> None:
-        """Compile the training step."""
-        del batch
-        self._needs  # noqa: B018
+    def check_batch(self, shapes: Any) -> None:
+        """Raise ``BatchError`` if a batch differs from what was planned for in more than its sizes."""
+        check_shapes(shapes, self.planned.batch)
 
-    def step(self, state: TrainState, batch: Any) -> StepResults:
+    def prepare(self, shapes: Any) -> None:
+        """Compile the training step for batches of some shapes."""
+        self._training(shapes)
+
+    def step(self, state: TrainState, batch: Any, shapes: Any) -> StepResults:
         """Run a training step; donates the state."""
-        compiled = self._training
+        compiled = self._training(shapes)
         made = self._run(compiled, state, batch)
         new = self._where.state_of(state, made)
         reports = self._reports(compiled, made)
@@ -148,9 +157,9 @@ class MpmdRuntime:
             counters |= {"nonfinite_stages": reports[NONFINITE], "stopped": reports[STOPPED]}
         return StepResults(new, loss, {k: x for k, x in counters.items() if x is not None}, metrics)
 
-    def gradients(self, state: TrainState, batch: Any) -> tuple[Any, Sequence[Any], list[Any]]:
+    def gradients(self, state: TrainState, batch: Any, shapes: Any) -> tuple[Any, Sequence[Any], list[Any]]:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
-        compiled = self._gradient
+        compiled = self._gradient(shapes)
         made = self._run(compiled, state, batch)
         reports = self._reports(compiled, made)
         objective = compiled.layout.context.objective
@@ -167,7 +176,7 @@ class MpmdRuntime:
 
     def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching, state: Any, batch: Any) -> Any:
         """Run a forward pass: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
-        key = name, str(jax.tree.structure(shapes)), tuple((x.shape, x.dtype) for x in jax.tree.leaves(shapes))
+        key = name, _shape_key(shapes)
         if key not in self._forward:
             self._forward[key] = self._build_forward(name, objective, shapes, batching)
         compiled = self._forward[key]
@@ -229,6 +238,15 @@ class MpmdRuntime:
                 results[k] = x
         return results
 
+    def adopt(self, state: TrainState) -> TrainState:
+        """Copy a state of another pipeline to the devices of this one."""
+        if jax.process_count() > 1:
+            raise PartitionError(
+                f"adopt moves arrays between devices of one process, and there are {jax.process_count()} processes. "
+                "Save the state with the other pipeline, and restore it with this one."
+            )
+        return adopt(self.planned, self._where, state)
+
     def check_state(self, state: TrainState) -> None:
         """Raise ``StateError`` if a state has residuals of other replicas."""
         count = len(self.devices_of(0))
@@ -239,16 +257,16 @@ class MpmdRuntime:
 
     def bytes(self) -> Bytes:
         """Return the most bytes that each device needs at once in a step."""
-        calls = self._training.dispatch.list
-        found = peak_bytes(calls, self._needs, self.devices)
+        found = peak_bytes(self._training(self.planned.batch).dispatch, self.devices)
         order = self.planned.mesh.devices.flatten().tolist()
         return Bytes(tuple(found[d].total for d in order), tuple(found[d].temporary for d in order), (0,) * len(order))
 
     @cached_property
     def _layout(self) -> Layout:
-        planned = self.planned
-        program = planned.program
-        return self._layout_of(program.objective, program.sections, program.schedule, planned.batch, planned.batching)
+        return self._shaped_layout(as_planned(self.planned))
+
+    def _shaped_layout(self, shaped: Shaped) -> Layout:
+        return self._layout_of(shaped.objective, shaped.sections, shaped.schedule, shaped.batch, shaped.batching)
 
     def _layout_of(
         self,
@@ -309,24 +327,26 @@ class MpmdRuntime:
         planned = self.planned
         return StateLayout(self._layout, planned.stages, planned.update.coloured, planned.mesh, self._residuals)
 
-    @cached_property
-    @progress("Compiling the training step")
-    def _training(self) -> Compiled:
-        checks.check_runs(self.planned.plan)
-        with self._building():
-            return self._compiled(self._layout, training_list(self._layout, self._update), self.planned.batching)
+    def _training(self, shapes: Any) -> Compiled:
+        return self._for_shapes(shapes, training_list, "Compiling the training step")
 
-    @cached_property
-    def _needs(self) -> Needs:
-        """Bytes of the programs of a training step; all processes learn them when they compile it."""
-        return needs_of(self._training.dispatch)
+    def _gradient(self, shapes: Any) -> Compiled:
+        return self._for_shapes(shapes, gradient_list, "Compiling the gradient")
 
-    @cached_property
-    @progress("Compiling the gradient")
-    def _gradient(self) -> Compiled:
-        checks.check_runs(self.planned.plan)
-        with self._building():
-            return self._compiled(self._layout, gradient_list(self._layout, self._update), self.planned.batching)
+    def _for_shapes(self, shapes: Any, make: Callable[[Layout, UpdateContext], CallList], text: str) -> Compiled:
+        key = make, _shape_key(shapes)
+        if key not in self._compiled_steps:
+            checks.check_runs(self.planned.plan)
+            with progress(text), self._building():
+                shaped, layout, update = as_planned(self.planned), self._layout, self._update
+                if key[1] != _shape_key(self.planned.batch):
+                    sizes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(shapes))
+                    tell(f"A batch of other shapes than were planned for: {sizes}")
+                    shaped = shaped_for(self.planned, shapes, self.planned.retrace)
+                    layout = self._shaped_layout(shaped)
+                    update = dataclasses.replace(self._update, stages=layout.context)
+                self._compiled_steps[key] = self._compile(layout, make(layout, update), shaped.batching)
+        return self._compiled_steps[key]
 
     @progress("Compiling the forward pass")
     def _build_forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Compiled:
@@ -337,12 +357,12 @@ class MpmdRuntime:
         with self._building():
             layout = self._layout_of(objective, sections, schedule, shapes, batching, name == "predict")
             calls = evaluation_list(layout) if name == "evaluate" else prediction_list(layout)
-            return self._compiled(layout, calls, batching)
+            return self._compile(layout, calls, batching)
 
     def _building(self) -> Any:
         return building_for(self.planned.mesh.devices.flat[0].platform)
 
-    def _compiled(self, layout: Layout, calls: CallList, batching: Batching) -> Compiled:
+    def _compile(self, layout: Layout, calls: CallList, batching: Batching) -> Compiled:
         where = dataclasses.replace(self._where, layout=layout)
         return Compiled(layout, compile_list(calls, self.devices), Loader(where, calls), batching)
 
@@ -375,6 +395,11 @@ class MpmdRuntime:
             mesh = Mesh(self.devices[: self.planned.program.schedule.num_stages], (STAGE, DATA))
         shards = [shard.data for x in own for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, P(DATA)), shards)
+
+
+def _shape_key(shapes: Any) -> Any:
+    leaves, tree = jax.tree.flatten(shapes)
+    return tree, tuple((tuple(x.shape), x.dtype) for x in leaves)
 
 
 def _elsewhere(aval: Any, sharding: NamedSharding) -> Any:

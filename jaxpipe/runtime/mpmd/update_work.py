@@ -156,6 +156,8 @@ def exchange_work(context: UpdateContext, s: int) -> Work:
     residuals = [Name(Role.RESIDUAL, t) for t in held]
     operands |= zip(residuals, context.residual_avals(s), strict=True)
     averages = [Name(Role.EXCHANGED, t, 1) for t in held]
+    if context.guarded:
+        operands.add(STOPPED, (), jnp.bool_)
 
     def function(values: dict[Name, Any]) -> list[Any]:
         share = values[WEIGHT] / lax.axis_size(DATA)
@@ -171,6 +173,9 @@ def exchange_work(context: UpdateContext, s: int) -> Work:
         branches = [functools.partial(phase, blocks) for blocks in plans]
         means, rest, squares, unsent = lax.switch(settings.phase(values[STEP]), branches)
         new = [x.reshape(a.shape) for x, a in zip(rest, context.residual_avals(s), strict=True)]
+        if context.guarded:
+            pairs = zip(residuals, new, strict=True)
+            new = [jnp.where(values[STOPPED], values[name], x) for name, x in pairs]
         return [*means, *new, *_in_order([squares, unsent])]
 
     return _work(f"stage {s}: exchange", operands, [*averages, *residuals, HAD, UNSENT], function)

@@ -1,0 +1,76 @@
+"""Training states of other pipelines of the same model and optimizer."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.errors import StateError
+from jaxpipe.pipeline import checks
+from jaxpipe.pipeline.planned import Planned
+from jaxpipe.pipeline.state import TrainState
+from jaxpipe.runtime.mpmd.training_state import StateLayout
+
+
+def adopt(planned: Planned, where: StateLayout, state: TrainState) -> TrainState:
+    """Copy a state of another pipeline to the devices of this one, whatever its cuts, devices and batches.
+
+    With another number of replicas, each gets the mean of the residuals of a block-sparse exchange.
+
+    Raises:
+      StateError: if the state is of another model or optimizer, or of ``runtime="spmd"``.
+    """
+    checks.check_unused(state)
+    model, coloured = planned.model, planned.update.coloured
+    _check("parameters", state.parameters, [v.aval for v in model.parameters])
+    _check("variables", state.variables, [v.aval for v in model.state])
+    _check("optimizer", state.optimizer, [coloured.state_avals[k] for k in where.owned])
+    _check("optimizer (shared)", state.shared, [coloured.state_avals[k] for k in where.shared])
+
+    def placed(arrays: Sequence[Any], stages: Sequence[int]) -> tuple[Any, ...]:
+        pairs = zip(arrays, stages, strict=True)
+        return tuple(jax.device_put(x.copy(), where.sharding(s)) for x, s in pairs)
+
+    everywhere = NamedSharding(where.mesh, P())
+    common = state.shared, state.key, state.step, state.skipped
+    shared, key, step, skipped = jax.tree.map(lambda x: jax.device_put(x.copy(), everywhere), common)
+    return replace(
+        state,
+        parameters=placed(state.parameters, planned.stages.parameters),
+        variables=placed(state.variables, planned.stages.state),
+        optimizer=placed(state.optimizer, [coloured.state_stage[k] or 0 for k in where.owned]),
+        residual=_residuals(planned, where, state),
+        shared=shared,
+        key=key,
+        step=step,
+        skipped=skipped,
+        plan=planned.plan.identity,
+    )
+
+
+def _residuals(planned: Planned, where: StateLayout, state: TrainState) -> tuple[Any, ...]:
+    count, avals = len(where.layout.replicas), [v.aval for v in planned.model.parameters]
+    if not where.residuals:
+        return ()
+    given = [np.asarray(x) for x in state.residual]
+    if not given:
+        given = [np.zeros((1, *avals[k].shape), np.promote_types(avals[k].dtype, np.float32)) for k in where.residuals]
+    spread = [x if len(x) == count else np.broadcast_to(x.mean(0, dtype=x.dtype), (count, *x.shape[1:])) for x in given]
+    homes = [planned.stages.parameters[k] for k in where.residuals]
+    return tuple(jax.device_put(x, where.sharding(s, sharded=True)) for x, s in zip(spread, homes, strict=True))
+
+
+def _check(name: str, given: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Raise ``StateError`` unless arrays have the shapes and dtypes that are expected."""
+    have, wanted = ([(tuple(x.shape), x.dtype) for x in arrays] for arrays in (given, expected))
+    if have != wanted:
+        pair = next(((a, b) for a, b in zip(have, wanted, strict=False) if a != b), (len(have), len(wanted)))
+        raise StateError(
+            f"adopt: the state's {name} are {pair[0]} where this pipeline has {pair[1]}. A state moves between "
+            'pipelines of one model and one optimizer with runtime="mpmd"; for others, pass the state\'s variables to '
+            "init(key, variables=other.parameters(state)), or save and restore it."
+        )

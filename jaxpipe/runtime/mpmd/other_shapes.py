@@ -1,0 +1,138 @@
+"""Batches of other shapes than those planned for, with the same cuts and the same training state.
+
+A smaller last batch keeps the examples of a micro-batch and has fewer of these, if they divide it. Another length of
+sequences is traced anew; where the operators are the same, so are the cuts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jaxpipe import stage as stages
+from jaxpipe.errors import BatchError, ScheduleError
+from jaxpipe.pipeline import checks
+from jaxpipe.pipeline.objective import Objective, microbatch_rows, microbatch_shapes
+from jaxpipe.pipeline.planned import Planned
+from jaxpipe.pipeline.sections import Section, cut_sections, with_backward
+from jaxpipe.pipeline.step import Batching
+from jaxpipe.runtime.spmd import followed_cuts
+from jaxpipe.schedules import Schedule
+from jaxpipe.schedules.gpipe import gpipe
+from jaxpipe.schedules.one_f_one_b import one_f_one_b
+from jaxpipe.schedules.table import without_backward
+
+
+@dataclass(frozen=True, eq=False)
+class Shaped:
+    """A training step for batches of some shapes.
+
+    Attributes:
+      batch: shapes of the whole batch.
+      batching: how it is cut.
+      objective, sections, schedule: what is computed for a micro-batch, its stages, and the table.
+    """
+
+    batch: Any
+    batching: Batching
+    objective: Objective
+    sections: tuple[Section, ...]
+    schedule: Schedule
+
+
+def as_planned(planned: Planned) -> Shaped:
+    """Return the step for the shapes that were planned for."""
+    program = planned.program
+    return Shaped(planned.batch, planned.batching, program.objective, program.sections, program.schedule)
+
+
+def check_shapes(given: Any, planned: Any) -> None:
+    """Raise ``BatchError`` unless shapes differ from those planned for only in their sizes."""
+    if difference := checks.structure_difference(given, planned):
+        raise BatchError(
+            f"The batch has another structure than the plan was made for: {difference}. Pass batches of one "
+            "structure, or make another pipeline."
+        )
+    for (path, x), (_, y) in zip(*map(jax.tree_util.tree_leaves_with_path, (given, planned)), strict=True):
+        if (len(x.shape), x.dtype) != (len(y.shape), y.dtype):
+            raise BatchError(
+                f"batch{jax.tree_util.keystr(path)} is {x.dtype}{list(x.shape)}, the plan was made for "
+                f"{y.dtype}{list(y.shape)}. Other sizes are fine, another dtype or number of axes is not: cast or "
+                "reshape it, or make another pipeline."
+            )
+
+
+def shaped_for(planned: Planned, batch: Any, retrace: Callable[[Any], Objective]) -> Shaped:
+    """Return the step for batches of other shapes.
+
+    Args:
+      planned: the plan.
+      batch: shapes of the whole batch.
+      retrace: traces the loss for the shapes of one micro-batch.
+
+    Raises:
+      BatchError: if the batch cannot be cut into micro-batches.
+      ScheduleError: if there is no table for so many micro-batches.
+    """
+    replicas, before = planned.batching.replicas, planned.program
+    m = _microbatches(checks.batch_size(batch), replicas, planned)
+    batching = Batching(planned.batching.shared, replicas, m)
+    objective = retrace(microbatch_shapes(batch, replicas * m))
+    schedule = without_backward(_schedule(planned, m), before.schedule.frozen)
+    if _same_operators(objective, before.objective):
+        cuts: Sequence[int] = (0, *(stage.operators[1] for stage in planned.plan.stages))
+    else:
+        cuts = followed_cuts(planned, objective, "the loss")
+    sections = with_backward(objective, cut_sections(objective, cuts, planned.stages), planned.policy)
+    if _same_operators(objective, before.objective):
+        sections = tuple(map(_stored_alike, sections, before.sections))
+    return Shaped(batch, batching, objective, sections, schedule)
+
+
+def _microbatches(size: int, replicas: int, planned: Planned) -> int:
+    """The number of micro-batches of a replica: of as many examples as planned, or else of as few numbers as that."""
+    rows = microbatch_rows(planned.microbatch)
+    if size % (rows * replicas) == 0:
+        return size // (rows * replicas)
+    most = planned.batching.num_microbatches
+    counts = [m for m in range(1, most + 1) if size % (replicas * m) == 0 and size // (replicas * m) <= rows]
+    counts = counts or [m for m in range(1, size + 1) if size % (replicas * m) == 0]
+    if not counts:
+        checks.check_microbatches(size, replicas, 1)
+    return counts[0]
+
+
+def _schedule(planned: Planned, m: int) -> Schedule:
+    """The table for another number of micro-batches: of the planned kind, if there is one of this size."""
+    before = planned.program.schedule
+    if m == before.num_microbatches:
+        return before
+    size = before.num_stages, m
+    for maker in (*planned.schedules, *((one_f_one_b, gpipe) if before.num_chunks == 1 else ())):
+        try:
+            found = checks.check_schedule(maker(*size), *size)
+        except ScheduleError:
+            continue
+        if found.num_chunks == before.num_chunks and (found.name == before.name or maker in (one_f_one_b, gpipe)):
+            return found
+    raise ScheduleError(
+        f"The schedule {before.name} has no table of {m} micro-batches on {before.num_stages} devices, which a batch "
+        f"of this size makes; the plan has {before.num_microbatches}. Pass batches of a size that does, or plan with "
+        'schedule="1f1b".'
+    )
+
+
+def _same_operators(one: Objective, other: Objective) -> bool:
+    return [op.name for op in one.graph.operators] == [op.name for op in other.graph.operators]
+
+
+def _stored_alike(section: Section, planned: Section) -> Section:
+    """The section with the storage that was planned, where that does not depend on sizes."""
+    if section.stage is None or planned.stage is None or planned.stage.storage.sparse:
+        return section
+    try:
+        stage = stages.assemble(section.stage.linearization, planned.stage.storage)
+    except (ValueError, KeyError):  # its backward pass needs other tensors
+        return section
+    return replace(section, stage=stage)

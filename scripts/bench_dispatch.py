@@ -1,0 +1,104 @@
+"""What the host spends on a call and on a send of stage programs.
+
+    python -m scripts.bench_dispatch --out docs/results/dispatch-cpu-jax0.12.json
+
+Stages of small dense layers with biases, 40 arrays each, so that nothing but the host's own work is measured: the
+median over the steps of the time that each kind of instruction takes until the host goes on.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxpipe
+from jaxpipe.runtime.mpmd.instructions import Call, Send
+from jaxpipe.runtime.mpmd.training_state import place_batch
+from scripts.measuring import header
+
+
+STAGES, MICROBATCHES, LAYERS, WIDTH = 4, 16, 20, 8
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", STAGES)
+    layer = {"w": jnp.eye(WIDTH), "b": jnp.zeros(WIDTH)}
+    model = jax.tree_util.Partial(_apply, [layer] * (STAGES * LAYERS))
+    batch = jnp.ones((2 * MICROBATCHES, WIDTH))
+    pipeline = jaxpipe.partition(
+        model,
+        jax.make_mesh((STAGES,), ("stage",)),
+        batch,
+        loss=lambda f, x: jnp.mean(f(x)),
+        optimizer=optax.sgd(1e-3),
+        num_microbatches=MICROBATCHES,
+        schedule="1f1b",
+        profile="analytic",
+        runtime="mpmd",
+    )
+    state = pipeline.init(jax.random.key(0))
+    state, _ = pipeline.step(state, batch)
+    runtime = pipeline._runtime
+    compiled = runtime._training(pipeline._planned.batch)
+    spent: dict[str, list[float]] = {}
+    for _ in range(arguments.steps):
+        placed = place_batch(compiled.loader, [batch], compiled.batching.shared, compiled.layout)
+        given = compiled.loader.load(state) | placed
+        made = _timed(compiled.dispatch, given, spent)
+        state = runtime._where.state_of(state, made)
+        jax.block_until_ready(state)
+    steps = []
+    for _ in range(arguments.steps):
+        begin = time.perf_counter()
+        state, _ = pipeline.step(state, batch)
+        steps.append(time.perf_counter() - begin)
+        jax.block_until_ready(state)
+    results = {
+        "leaves of a stage": 2 * LAYERS,
+        "microseconds of a call, median": 1e6 * statistics.median(spent["call"]),
+        "microseconds of a send, median": 1e6 * statistics.median(spent["send"]),
+        "calls of a step": len(spent["call"]) // arguments.steps,
+        "sends of a step": len(spent["send"]) // arguments.steps,
+        "milliseconds of a step until the host goes on, median": 1e3 * statistics.median(steps),
+    }
+    for name, value in results.items():
+        print(f"{name}: {value:.1f}" if isinstance(value, float) else f"{name}: {value}")
+    if arguments.out:
+        arguments.out.write_text(json.dumps({**header(), **results}, indent=1) + "\n")
+
+
+def _apply(layers, x):
+    return functools.reduce(lambda x, layer: jnp.tanh(x @ layer["w"] + layer["b"]), layers, x)
+
+
+def _timed(dispatch, given, spent):
+    """Follow a list as ``Dispatch.run`` does, and keep what each instruction takes."""
+    registers = [None] * len(dispatch.calls.avals)
+    for register, x in given.items():
+        registers[register] = x
+    for (action, read, writes, left), instruction in zip(dispatch.steps, dispatch.calls.instructions, strict=True):
+        begin = time.perf_counter()
+        results = action(*read(registers))
+        for register, x in zip(writes, results, strict=True):
+            registers[register] = x
+        for register in left:
+            registers[register] = None
+        kind = {Call: "call", Send: "send"}.get(type(instruction), "other")
+        spent.setdefault(kind, []).append(time.perf_counter() - begin)
+    return {key: registers[register] for key, register in dispatch.calls.outputs.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Stage programs dispatched by the host: their numbers beside one program's and plain training's, and bookkeeping."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compare import assert_same_bits, relative_l2
+from pipeline_models import CASES, plain_gradients
+from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
+
+import jaxpipe
+from jaxpipe.errors import BatchError, PartitionError, StateError
+from jaxpipe.runtime.mpmd.instructions import Call, Send
+from jaxpipe.runtime.mpmd.lists import program_kinds, training_list
+from jaxpipe.runtime.mpmd.stage_work import Role
+from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
+
+
+textbook = functools.partial(one_f_one_b, paired=False)
+SCHEDULES = {"gpipe": gpipe, "1f1b": textbook, "paired": one_f_one_b, "zero_bubble": zero_bubble, "chunks": interleaved}
+
+
+def results(name: str, runtime: str, stages: int, m: int, replicas: int | None, schedule) -> dict:
+    """Gradients, parameters after 3 steps, metrics, and the loss of an evaluation."""
+    case = case_of(name)
+    options = {"schedule": schedule, "evaluate": case.loss, "runtime": runtime}
+    pipeline = pipeline_of(name, stages, m, replicas, **options)
+    assert pipeline.plan.runtime == runtime
+    state = pipeline.init(jax.random.key(3))
+    (loss, _), gradient = pipeline.value_and_grad(state, case.batch)
+    losses = []
+    for _ in range(3):
+        state, metrics = pipeline.step(state, case.batch)
+        losses.append(metrics["loss"])
+    after = pipeline.evaluate(state, case.batch)["loss"]
+    norm = float(metrics["gradient_norm"])
+    numbers = [loss, *losses, after, arrays(gradient), arrays(pipeline.parameters(state))]
+    return {"numbers": jax.tree.map(np.asarray, numbers), "norm": norm, "step": int(state.step)}
+
+
+def check_runtimes(name: str, stages: int, m: int, replicas: int | None, schedule, exact: bool) -> None:
+    ours, theirs = (results(name, runtime, stages, m, replicas, schedule) for runtime in ("mpmd", "spmd"))
+    if exact:
+        assert_same_bits(ours["numbers"], theirs["numbers"])
+    assert relative_l2(ours["numbers"], theirs["numbers"]) < FUSION
+    assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-6)  # the one program sums squares over packed buffers
+    assert ours["step"] == theirs["step"] == 3
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("stages", "schedule", "replicas"),
+    [(1, "1f1b", None), (2, "zero_bubble", None), (4, "gpipe", None), (2, "1f1b", 2), (2, "chunks", None)],
+)
+def test_stage_programs_give_the_bits_of_one_program(stages, schedule, replicas):
+    check_runtimes("mlp", stages, 4, replicas, SCHEDULES[schedule], exact=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [None, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_every_schedule_agrees_with_one_program(name, stages, schedule, replicas):
+    if (name, schedule, stages) == ("mlp", "chunks", 4):
+        stages = 2  # it has operators for fewer than eight stages
+    check_runtimes(name, stages, 4, replicas, SCHEDULES[schedule], exact=name == "mlp")
+
+
+def list_of(name: str, stages: int, m: int, schedule):
+    """The list of a training step, and where it is."""
+    runtime = pipeline_of(name, stages, m, None, schedule=schedule)._runtime
+    layout = runtime._layout
+    return training_list(layout, runtime._update), layout
+
+
+def test_a_stage_holds_as_many_stashes_as_the_schedule_has_in_flight():
+    weights = [jnp.eye(8) for _ in range(8)]
+    model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
+    pipeline = jaxpipe.partition(
+        model, mesh_of(4, None), jnp.ones((16, 8)), loss=lambda f, x: f(x).sum(), optimizer=optax.sgd(0.1),
+        num_microbatches=8, profile="analytic", schedule=textbook, runtime="mpmd",
+    )  # fmt: skip
+    runtime = pipeline._runtime
+    calls = training_list(runtime._layout, runtime._update)
+    stashes: dict[int, int] = {}  # by register, its stage: what a stage makes and its backward pass reads
+    held, most = [set() for _ in range(4)], [0] * 4
+    for instruction in calls.instructions:
+        if isinstance(instruction, Call):
+            names = calls.programs[instruction.program].traced.read_names
+            reads = dict(zip(instruction.reads, names, strict=True))
+            kept = {r for r, name in reads.items() if name.role in (Role.STASH, Role.ACTIVATION)}
+            if any(name.role is Role.COTANGENT for name in names):
+                stashes |= dict.fromkeys(kept, instruction.place.stage)
+    for instruction, dropped in zip(calls.instructions, calls.dropped, strict=True):
+        if isinstance(instruction, Call):
+            s = instruction.place.stage
+            held[s] |= {r for r in instruction.writes if stashes.get(r) == s}
+            most[s] = max(most[s], len(held[s]))
+            held[s] -= set(dropped)
+    each = [len([r for r, s in stashes.items() if s == k and r in _written(calls)]) / 8 for k in range(4)]
+    # Textbook 1F1B has 4, 3, 2 and 1 in flight; the last stage's stash never leaves its program.
+    assert [n / k for n, k in zip(most[:3], each[:3], strict=True)] == [4, 3, 2]
+    assert most[3] == 0
+
+
+def _written(calls) -> set[int]:
+    return {r for instruction in calls.instructions if isinstance(instruction, Call) for r in instruction.writes}
+
+
+def test_the_last_stage_goes_on_with_the_backward_pass_where_nothing_is_between():
+    fused = [(Kind.FORWARD, Kind.BACKWARD)]
+    assert program_kinds(one_f_one_b(4, 8, paired=False), 3) == fused
+    assert program_kinds(one_f_one_b(1, 4), 0) == fused
+    assert program_kinds(one_f_one_b(4, 8, paired=False), 0) == [(Kind.FORWARD,), (Kind.BACKWARD,)]
+    assert program_kinds(gpipe(2, 4), 1) == [(Kind.FORWARD,), (Kind.BACKWARD,)]
+    split = program_kinds(zero_bubble(2, 4), 1)
+    assert split == [(Kind.FORWARD, Kind.BACKWARD_INPUT), (Kind.BACKWARD_WEIGHT,)]
+
+
+def test_messages_go_to_neighbors_only_and_nothing_is_copied_within_a_device():
+    calls, layout = list_of("mlp", 2, 4, interleaved)
+    assert len(layout.devices) == 4  # stages on two devices
+    for instruction in calls.instructions:
+        if isinstance(instruction, Send):
+            ends = [layout.devices[p.stage, 0] for p in (instruction.source, instruction.target)]
+            assert ends[0] != ends[1]
+
+
+def test_equal_stages_are_lowered_once(monkeypatch):
+    from jaxpipe.runtime.mpmd import compile as compiling
+
+    counts = []
+    lower = compiling._lower
+    monkeypatch.setattr(compiling, "_lower", lambda jobs, platform: counts.append(len(jobs)) or lower(jobs, platform))
+    weights = [jnp.eye(8) for _ in range(6)]
+    model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
+    pipeline = jaxpipe.partition(
+        model, mesh_of(4, None), jnp.ones((8, 8)), loss=lambda f, x: f(x).sum(), optimizer=optax.sgd(0.1),
+        num_microbatches=4, profile="analytic", schedule="1f1b",
+    )  # fmt: skip
+    pipeline.step(pipeline.init(jax.random.key(0)), jnp.ones((8, 8)))
+    assert any(n > 1 for n in counts), "no two stages of six equal layers were lowered together"
+
+
+class Tagger(nn.Module):
+    """A tied embedding, a layer with dropout, a head: sequences of any length up to 12."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(20, 16)
+        x = embed(tokens) + nn.Embed(12, 16)(jnp.arange(tokens.shape[1]))
+        x = x + nn.Dropout(0.1, deterministic=False)(nn.relu(nn.Dense(16)(x)))
+        return embed.attend(nn.LayerNorm()(x))
+
+
+def token_loss(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+
+
+def tokens(rows: int, length: int) -> dict:
+    drawn = np.random.default_rng(length)
+    return {name: drawn.integers(0, 20, (rows, length), np.int32) for name in "xy"}
+
+
+def test_other_lengths_and_a_smaller_last_batch_train_as_plain_training_does():
+    batches = [tokens(8, 6), tokens(8, 10), tokens(6, 6), tokens(8, 6)]
+    model, optimizer = Tagger(), optax.sgd(0.1)
+    options = {"loss": token_loss, "optimizer": optimizer, "num_microbatches": 4, "profile": "analytic"}
+    pipeline = jaxpipe.partition(model, mesh_of(2, None), batches[0], **options, schedule="1f1b")
+    state = pipeline.init(jax.random.key(0))
+    params = pipeline.parameters(state)["params"]
+
+    def plain(params, key, rows):
+        run = lambda x: model.apply({"params": params}, x, rngs={"dropout": key})  # noqa: E731
+        return token_loss(run, rows)
+
+    gradient_of = jax.jit(jax.value_and_grad(plain))
+    for batch in batches:
+        m = len(batch["x"]) // 2  # micro-batches keep their two rows
+        rows = [jax.tree.map(lambda x, j=j: x[2 * j : 2 * j + 2], batch) for j in range(m)]
+        pairs = [gradient_of(params, pipeline.microbatch_key(state, j), rows[j]) for j in range(m)]
+        loss, gradient = jax.tree.map(lambda *xs: functools.reduce(jnp.add, xs) / len(xs), *pairs)
+        (value, _), found = pipeline.value_and_grad(state, batch)
+        assert relative_l2(arrays(found), arrays(gradient)) < FUSION
+        assert float(value) == pytest.approx(float(loss), rel=1e-6)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+        state, metrics = pipeline.step(state, batch)
+        assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
+    assert relative_l2(arrays(pipeline.parameters(state)["params"]), arrays(params)) < FUSION
+
+
+def test_the_bits_of_other_batch_sizes_are_those_of_plain_accumulation():
+    case = case_of("mlp")
+    pipeline = pipeline_of("mlp", 2, 4, None)  # 16 rows: micro-batches of 4
+    state = pipeline.init(jax.random.key(3))
+    params, variables = case.start(jax.random.key(3))
+    for rows, m in ((32, 8), (8, 2), (16, 4)):
+        smaller = CASES["mlp"](rows)
+        keys = jnp.stack([pipeline.microbatch_key(state, j) for j in range(m)])
+        _, wanted, _ = plain_gradients(smaller, params, variables, keys, 1, m)
+        assert_same_bits(arrays(pipeline.value_and_grad(state, smaller.batch)[1]), arrays(wanted))
+
+
+def test_a_batch_of_another_form_is_refused():
+    pipeline = pipeline_of("mlp", 2, 4, None)
+    state, batch = pipeline.init(jax.random.key(3)), case_of("mlp").batch
+    with pytest.raises(BatchError, match=r"batch\['x'\] is float32\[16, 12, 1\].*cast or reshape"):
+        pipeline.step(state, {**batch, "x": batch["x"][..., None]})
+    with pytest.raises(BatchError, match="another structure"):
+        pipeline.step(state, {"x": batch["x"]})
+
+
+def test_a_state_moves_into_a_pipeline_with_other_cuts():
+    case = case_of("mlp")
+    options = {"optimizer": optax.adam(1e-2)}
+    first = pipeline_of("mlp", 4, 4, None, **options)
+    state, _ = first.step(first.init(jax.random.key(3)), case.batch)
+    expected, _ = first.step(first.adopt(state), case.batch)
+    other = pipeline_of("mlp", 2, 4, None, schedule=gpipe, **options)
+    moved, _ = other.step(other.adopt(state), case.batch)
+    assert int(moved.step) == 2
+    assert_same_bits(arrays(other.parameters(moved)), arrays(first.parameters(expected)))
+    after, _ = first.step(state, case.batch)  # it was copied
+    assert_same_bits(arrays(first.parameters(after)), arrays(first.parameters(expected)))
+
+
+def test_a_state_of_another_optimizer_or_runtime_is_refused():
+    first = pipeline_of("mlp", 2, 4, None, optimizer=optax.adam(1e-2))
+    state = first.init(jax.random.key(3))
+    with pytest.raises(StateError, match="optimizer"):
+        pipeline_of("mlp", 2, 4, None, optimizer=optax.sgd(0.1)).adopt(state)
+    with pytest.raises(PartitionError, match="runtime"):
+        pipeline_of("mlp", 2, 4, None, optimizer=optax.adam(1e-2), runtime="spmd").adopt(state)
+
+
+def test_a_checkpoint_of_either_runtime_restores_into_the_other(tmp_path):
+    case, found = case_of("mlp"), {}
+    for runtime, other in (("mpmd", "spmd"), ("spmd", "mpmd")):
+        pipeline = pipeline_of("mlp", 2, 4, None, runtime=runtime)
+        state, _ = pipeline.step(pipeline.init(jax.random.key(3)), case.batch)
+        pipeline.save(state, tmp_path / runtime)
+        second = pipeline_of("mlp", 4, 4, None, runtime=other)
+        state, _ = second.step(second.restore(tmp_path / runtime), case.batch)
+        found[runtime] = arrays(second.parameters(state))
+    assert_same_bits(found["mpmd"], found["spmd"])
+
+
+def test_an_error_before_the_updates_leaves_the_state_usable(monkeypatch):
+    case, pipeline = case_of("cnn-nnx"), pipeline_of("cnn-nnx", 2, 4, None)
+    state = pipeline.init(jax.random.key(3))
+    expected, _ = pipeline.step(pipeline.adopt(state), case.batch)
+    dispatch = pipeline._runtime._training(pipeline._planned.batch).dispatch
+    programs = [getattr(instruction, "program", None) for instruction in dispatch.calls.instructions]
+    labels = ["" if k is None else dispatch.calls.programs[k].traced.work.label for k in programs]
+    update = next(k for k, label in enumerate(labels) if label.endswith("update"))
+    broken = [*dispatch.steps]
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    broken[update] = (fail, *dispatch.steps[update][1:])
+    with monkeypatch.context() as patch:
+        patch.setitem(dispatch.__dict__, "steps", tuple(broken))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            pipeline.step(state, case.batch)
+    after, _ = pipeline.step(state, case.batch)
+    assert_same_bits(arrays(pipeline.parameters(after)), arrays(pipeline.parameters(expected)))
+
+
+def test_each_device_reports_its_own_bytes():
+    weights = [jnp.ones((8, 64)), jnp.ones((64, 64)), jnp.ones((64, 64)), jnp.ones((64, 8))]
+    model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
+    pipeline = jaxpipe.partition(
+        model, mesh_of(2, None), jnp.ones((8, 8)), loss=lambda f, x: f(x).sum(), optimizer=optax.sgd(0.1),
+        num_microbatches=4, profile="analytic",
+    )  # fmt: skip
+    report = pipeline.memory_report()
+    assert len(report.compiled_bytes) == len(report.predicted_bytes) == 2
+    own = [4 * sum(int(np.prod(weights[k].shape)) for k in stage) for stage in ((0, 1), (2, 3))]
+    # Parameters and their gradients at least.
+    assert all(size >= 2 * least for size, least in zip(report.compiled_bytes, own, strict=True))
+
+
+def test_an_unknown_runtime_is_refused():
+    with pytest.raises(PartitionError, match="runtime='fast'; it must be 'mpmd'"):
+        pipeline_of("mlp", 2, 4, None, runtime="fast")
+
+
+def test_several_sizes_are_compiled_ahead(caplog):
+    batches = [tokens(8, 6), tokens(8, 10)]
+    options = {"loss": token_loss, "optimizer": optax.sgd(0.1), "num_microbatches": 4, "profile": "analytic"}
+    pipeline = jaxpipe.partition(Tagger(), mesh_of(2, None), batches, **options, schedule="1f1b")
+    state = pipeline.init(jax.random.key(0))
+    with caplog.at_level("INFO", "jaxpipe"):
+        state, _ = pipeline.step(state, batches[0])
+        assert "other shapes than were planned for: [8, 10], [8, 10]" in caplog.text
+        caplog.clear()
+        pipeline.step(state, batches[1])
+        assert "Compiling" not in caplog.text

@@ -117,6 +117,28 @@ def test_two_processes_give_the_bits_of_one(tmp_path):
         assert saved["data rows"].tolist() == list(range(8, 16))
 
 
+@pytest.mark.core
+def test_messages_between_processes_keep_the_bits_of_every_type(tmp_path):
+    """One way, both ways in one program, and from one device to all."""
+    launch(2, 1, "messages", tmp_path)
+    first, second = (dict(np.load(tmp_path / f"{k}.npz")) for k in range(2))
+    for k, aval in enumerate(hosts_run.MESSAGES.values()):
+        of_first, of_second = (hosts_run.bits(hosts_run.drawn(aval, k + sender)) for sender in (0, 1))
+        assert_same_bits(second[f"there {k}"], of_first)
+        assert_same_bits(second[f"exchange {k}"], of_first)
+        assert_same_bits(first[f"exchange {k}"], of_second)
+        assert_same_bits([first[f"spread {k}"], second[f"spread {k}"]], [of_second] * 2)
+    assert not any(name.startswith("there") for name in first)
+
+
+@pytest.mark.slow
+def test_three_processes_give_the_bits_of_one(tmp_path):
+    """A stage each; then two devices each, so that the second one has stages of both replicas."""
+    for case, devices in (("three", 1), ("six", 2)):
+        launch(3, devices, "compare", tmp_path, 1, case)
+        check_same(tmp_path, 3, (case,))
+
+
 @pytest.mark.slow
 def test_two_processes_with_all_that_pipelines_do(tmp_path):
     cases = ("stage", "data", "both", "budget", "sparse", "skip", "pipedream", "unrolled")

@@ -141,7 +141,7 @@ def test_three_processes_give_the_bits_of_one(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_with_all_that_pipelines_do(tmp_path):
-    cases = ("stage", "data", "both", "budget", "sparse", "skip", "pipedream", "unrolled")
+    cases = ("stage", "data", "both", "budget", "sparse", "skip", "pipedream", "unrolled", "spmd data")
     launch(2, 2, "compare", tmp_path, 1, *cases)
     check_same(tmp_path, 2, cases)
 
@@ -192,19 +192,25 @@ class Reference:
             self.state, _ = self.pipeline.step(self.state, hosts_run.draw(self.data))
 
 
-@pytest.mark.parametrize("dies", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_process_that_dies_ends_the_other_and_the_run_goes_on(tmp_path, dies):
-    with started(2, 2, "train", tmp_path, "stage", 2, 10**9) as processes:
+@pytest.mark.parametrize(
+    ("case", "dies"),
+    [("stage", 1), pytest.param("stage", 0, marks=pytest.mark.slow), pytest.param("spmd", 1, marks=pytest.mark.slow)],
+)
+def test_a_process_that_dies_ends_the_other_and_the_run_goes_on(tmp_path, case, dies):
+    with started(2, 2, "train", tmp_path, case, 2, 10**9) as processes:
         read_until(processes[dies], "step 5")
         processes[dies].kill()
         died = time.monotonic()
         text, _ = processes[1 - dies].communicate(timeout=END)
     code = processes[1 - dies].returncode
-    assert code == -signal.SIGABRT and time.monotonic() - died < END
-    assert "another task died" in text
+    assert time.monotonic() - died < END
+    # Whatever sees it first: the message that does not come, or JAX, which misses signs of life.
+    assert (code == 1 and "another process has died" in text) or (
+        code == -signal.SIGABRT and "another task died" in text
+    )
     there = steps(tmp_path)
     assert there and there[-1] >= 2
-    reference = Reference("stage")
+    reference = Reference(case)
     reference.advance(there[-1])
     found = jaxpipe.checkpoint.load(tmp_path)
     assert_same_bits(jax.tree.leaves(found.variables), jax.tree.leaves(reference.pipeline.parameters(reference.state)))
@@ -212,7 +218,7 @@ def test_a_process_that_dies_ends_the_other_and_the_run_goes_on(tmp_path, dies):
     assert_same_bits(state, reference.state)
     if dies == 0:
         until = there[-1] + 4
-        assert f"[1] begins {there[-1]} " in launch(2, 2, "train", tmp_path, "stage", 2, until)
+        assert f"[1] begins {there[-1]} " in launch(2, 2, "train", tmp_path, case, 2, until)
         reference.advance(until)
         assert_same_bits(reference.pipeline.restore(tmp_path), reference.state)
 

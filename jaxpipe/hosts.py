@@ -4,6 +4,7 @@ Every function is called by all processes, in the same order. In one process eac
 """
 
 import hashlib
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -70,6 +71,36 @@ def on_all(function: Callable[[], _T]) -> _T:
     if first is not None:
         raise pickle.loads(first)
     return value  # pyright: ignore[reportReturnType]
+
+
+def gathered(value: _T) -> list[_T]:
+    """Return the values of all processes, in their order."""
+    if jax.process_count() == 1:
+        return [value]
+    return [pickle.loads(text) for text in _gather_bytes(pickle.dumps(value))]
+
+
+def from_owner(device: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list[np.ndarray]:
+    """Copy arrays from the process of a device to all, bit for bit; as host arrays in memory of their own.
+
+    Args:
+      device: the device.
+      arrays: in its process, host arrays or those of one device.
+      avals: their shapes, known to all.
+    """
+    if device.process_index == jax.process_index():
+        held = [np.array(x) for x in arrays]
+        sent = np.concatenate([np.zeros(0, np.uint8), *(x.reshape(-1).view(np.uint8) for x in held)])
+    else:
+        sent = np.zeros(sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in avals), np.uint8)
+    is_source = device.process_index == jax.process_index()
+    got = np.asarray(multihost_utils.broadcast_one_to_all(sent, is_source=is_source), np.uint8)
+    results, start = [], 0
+    for aval in avals:
+        stop = start + math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
+        results.append(got[start:stop].copy().view(aval.dtype).reshape(aval.shape))
+        start = stop
+    return results
 
 
 def agree(what: str, text: str) -> None:

@@ -2,9 +2,9 @@
 
     python -m scripts.bench_dispatch --out docs/results/dispatch-cpu-jax0.12.json
 
-Stages that add 40 vectors of 8 numbers to their input, which is one small loop: XLA:CPU runs small programs in the thread
-that calls them, so that their work counts, too. The median over the steps of the time that each kind of instruction
-takes until the host goes on.
+Stages that add 40 vectors of 8 numbers to their input, which is one small loop: XLA:CPU runs small programs in the
+thread that calls them, so that their work counts, too. The median over the steps of the time that each kind of
+instruction takes until the host goes on.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe
-from jaxpipe.runtime.mpmd.calls import Call, Send
+from jaxpipe.runtime.mpmd.instructions import Call, Send
 from jaxpipe.runtime.mpmd.training_state import place_batch
 from scripts.measuring import header
 

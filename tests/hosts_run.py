@@ -11,12 +11,15 @@ from pathlib import Path
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe
 from jaxpipe import hosts
+from jaxpipe.runtime.mpmd.instructions import Exchange, Place, Send, Spread
+from jaxpipe.runtime.mpmd.transfers import Transfers
 
 
 ROWS = 16
@@ -26,6 +29,10 @@ CASES = {
     "stage": (((4,), ("stage",)), {}),
     "data": (((2, 2), ("data", "stage")), {}),
     "both": (((2, 2), ("stage", "data")), {}),
+    "three": (((3,), ("stage",)), {}),
+    "six": (((2, 3), ("data", "stage")), {"on_nonfinite": "skip"}),
+    "spmd": (((4,), ("stage",)), {"runtime": "spmd"}),
+    "spmd data": (((2, 2), ("data", "stage")), {"runtime": "spmd"}),
     "budget": (((4,), ("stage",)), {"memory": "36KiB", "allow_over_budget": True}),
     "sparse": (
         ((2, 2), ("data", "stage")),
@@ -35,6 +42,40 @@ CASES = {
     "pipedream": (((4,), ("stage",)), {"schedule": "pipedream", "optimizer": optax.sgd(0.01, momentum=0.9)}),
     "unrolled": (((4,), ("stage",)), {"unroll_scans": True}),
 }
+
+
+#: Arrays of all kinds that stages may send to each other.
+MESSAGES = {
+    "float32": jax.ShapeDtypeStruct((3, 2), np.float32),
+    "bfloat16": jax.ShapeDtypeStruct((5,), jnp.bfloat16),
+    "float16": jax.ShapeDtypeStruct((2, 3), np.float16),
+    "float8": jax.ShapeDtypeStruct((7,), jnp.float8_e4m3fn),
+    "bool": jax.ShapeDtypeStruct((9,), np.bool_),
+    "int8": jax.ShapeDtypeStruct((3,), np.int8),
+    "complex": jax.ShapeDtypeStruct((2,), np.complex64),
+    "scalar": jax.ShapeDtypeStruct((), np.float32),
+    "half scalar": jax.ShapeDtypeStruct((), jnp.bfloat16),
+    "empty": jax.ShapeDtypeStruct((0, 4), np.float32),
+    "key": jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2)),
+    "lone key": jax.eval_shape(lambda: jax.random.key(0)),
+}
+
+
+def drawn(aval, seed: int):
+    """An array with random bits: NaNs, infinities and negative zeros among them."""
+    data = np.random.default_rng(seed)
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(seed), aval.shape) if aval.shape else jax.random.key(seed)
+    if aval.dtype == np.bool_:
+        return data.random(aval.shape) < 0.5
+    return np.frombuffer(data.bytes(aval.size * aval.dtype.itemsize), aval.dtype).reshape(aval.shape)
+
+
+def bits(x) -> np.ndarray:
+    """The bytes of an array."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.frombuffer(np.asarray(x).tobytes(), np.uint8)
 
 
 class Net(nn.Module):
@@ -163,6 +204,28 @@ def compare(folder: str, everything: int, *cases: str) -> None:
     np.savez(Path(folder) / f"{jax.process_index()}.npz", **found)
 
 
+def messages(folder: str) -> None:
+    """Leave what this process gets of messages of all types, one way, both ways, and from one to all."""
+    me, ends = jax.process_index(), tuple(jax.devices()[:2])
+    avals = [*MESSAGES.values()] * 2
+    count = len(MESSAGES)
+    transfers = Transfers(avals * 2)
+    there = Send(Place(0, 0), Place(1, 0), tuple(range(count)), tuple(range(2 * count, 3 * count)))
+    back = Send(Place(1, 0), Place(0, 0), tuple(range(count, 2 * count)), tuple(range(3 * count, 4 * count)))
+    spread = Spread(Place(1, 0), (0,), there.reads, there.writes)
+    parts = {
+        "there": transfers.between(there, ends),
+        "exchange": transfers.between(Exchange(there, back), ends),
+        "spread": transfers.spread(spread, np.array(ends)[:, None]),
+    }
+    found = {}
+    for name, part in parts.items():
+        arrays = [jax.device_put(drawn(avals[k], k % count + me), ends[me]) for k in part.reads]
+        for k, x in zip(part.writes, part.run(*arrays), strict=True):
+            found[f"{name} {k % count}"] = bits(x.addressable_data(0))
+    np.savez(Path(folder) / f"{me}.npz", **found)
+
+
 def message(function) -> str:
     """Of the error that a function raises."""
     try:
@@ -249,7 +312,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(devices))
     jaxpipe.initialize_distributed(heartbeat_timeout_seconds=10)
-    known = {"compare": compare, "agreement": agreement, "train": train}
+    known = {"compare": compare, "agreement": agreement, "train": train, "messages": messages}
     known[task](*(int(x) if x.isdecimal() else x for x in arguments))
 
 

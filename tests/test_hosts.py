@@ -117,9 +117,31 @@ def test_two_processes_give_the_bits_of_one(tmp_path):
         assert saved["data rows"].tolist() == list(range(8, 16))
 
 
+@pytest.mark.core
+def test_messages_between_processes_keep_the_bits_of_every_type(tmp_path):
+    """One way, both ways in one program, and from one device to all."""
+    launch(2, 1, "messages", tmp_path)
+    first, second = (dict(np.load(tmp_path / f"{k}.npz")) for k in range(2))
+    for k, aval in enumerate(hosts_run.MESSAGES.values()):
+        of_first, of_second = (hosts_run.bits(hosts_run.drawn(aval, k + sender)) for sender in (0, 1))
+        assert_same_bits(second[f"there {k}"], of_first)
+        assert_same_bits(second[f"exchange {k}"], of_first)
+        assert_same_bits(first[f"exchange {k}"], of_second)
+        assert_same_bits([first[f"spread {k}"], second[f"spread {k}"]], [of_second] * 2)
+    assert not any(name.startswith("there") for name in first)
+
+
+@pytest.mark.slow
+def test_three_processes_give_the_bits_of_one(tmp_path):
+    """A stage each; then two devices each, so that the second one has stages of both replicas."""
+    for case, devices in (("three", 1), ("six", 2)):
+        launch(3, devices, "compare", tmp_path, 1, case)
+        check_same(tmp_path, 3, (case,))
+
+
 @pytest.mark.slow
 def test_two_processes_with_all_that_pipelines_do(tmp_path):
-    cases = ("stage", "data", "both", "budget", "sparse", "skip", "pipedream", "unrolled")
+    cases = ("stage", "data", "both", "budget", "sparse", "skip", "pipedream", "unrolled", "spmd data")
     launch(2, 2, "compare", tmp_path, 1, *cases)
     check_same(tmp_path, 2, cases)
 
@@ -170,19 +192,25 @@ class Reference:
             self.state, _ = self.pipeline.step(self.state, hosts_run.draw(self.data))
 
 
-@pytest.mark.parametrize("dies", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_process_that_dies_ends_the_other_and_the_run_goes_on(tmp_path, dies):
-    with started(2, 2, "train", tmp_path, "stage", 2, 10**9) as processes:
+@pytest.mark.parametrize(
+    ("case", "dies"),
+    [("stage", 1), pytest.param("stage", 0, marks=pytest.mark.slow), pytest.param("spmd", 1, marks=pytest.mark.slow)],
+)
+def test_a_process_that_dies_ends_the_other_and_the_run_goes_on(tmp_path, case, dies):
+    with started(2, 2, "train", tmp_path, case, 2, 10**9) as processes:
         read_until(processes[dies], "step 5")
         processes[dies].kill()
         died = time.monotonic()
         text, _ = processes[1 - dies].communicate(timeout=END)
     code = processes[1 - dies].returncode
-    assert code == -signal.SIGABRT and time.monotonic() - died < END
-    assert "another task died" in text
+    assert time.monotonic() - died < END
+    # Whatever sees it first: the message that does not come, or JAX, which misses signs of life.
+    assert (code == 1 and "another process has died" in text) or (
+        code == -signal.SIGABRT and "another task died" in text
+    )
     there = steps(tmp_path)
     assert there and there[-1] >= 2
-    reference = Reference("stage")
+    reference = Reference(case)
     reference.advance(there[-1])
     found = jaxpipe.checkpoint.load(tmp_path)
     assert_same_bits(jax.tree.leaves(found.variables), jax.tree.leaves(reference.pipeline.parameters(reference.state)))
@@ -190,7 +218,7 @@ def test_a_process_that_dies_ends_the_other_and_the_run_goes_on(tmp_path, dies):
     assert_same_bits(state, reference.state)
     if dies == 0:
         until = there[-1] + 4
-        assert f"[1] begins {there[-1]} " in launch(2, 2, "train", tmp_path, "stage", 2, until)
+        assert f"[1] begins {there[-1]} " in launch(2, 2, "train", tmp_path, case, 2, until)
         reference.advance(until)
         assert_same_bits(reference.pipeline.restore(tmp_path), reference.state)
 

@@ -14,7 +14,7 @@ from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
 
 import jaxpipe
 from jaxpipe.errors import BatchError, PartitionError, StateError
-from jaxpipe.runtime.mpmd.calls import Call, Send
+from jaxpipe.runtime.mpmd.instructions import Call, Send
 from jaxpipe.runtime.mpmd.lists import program_kinds, training_list
 from jaxpipe.runtime.mpmd.stage_work import Role
 from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble

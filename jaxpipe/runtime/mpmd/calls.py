@@ -1,85 +1,20 @@
 """A list of what the host does for a step, compiled once from the schedule's table.
 
 Instructions read and write numbered registers, each of which is written once. The list is the same in every process;
-each follows the instructions for its own devices.
-
-    Call   run a program on the device of a stage, or on those of all its replicas
-    Send   copy arrays to another device
-    Split  take an array of all replicas of a stage apart, without a copy
-    Join   put the replicas' arrays together, without a copy
+each follows the instructions for its own devices (``jaxpipe.runtime.mpmd.instructions``).
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxpipe.runtime.mpmd.compile import TracedWork
+from jaxpipe.runtime.mpmd.crossing import join_messages
+from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Key, Place, Send, Split, Spread
 from jaxpipe.runtime.mpmd.stage_work import Name
-
-
-class Place(NamedTuple):
-    """A stage and one of its replicas; or all of them (-1), whose arrays are global."""
-
-    stage: int
-    replica: int = -1
-
-    @property
-    def is_whole(self) -> bool:
-        """True for all replicas of a stage."""
-        return self.replica < 0
-
-
-class Key(NamedTuple):
-    """An array that a list names: where it is, what it is, and of which micro-batch."""
-
-    place: Place
-    name: Name
-    microbatch: int = -1
-
-
-@dataclass(frozen=True)
-class Call:
-    """Run program ``program`` of the list."""
-
-    program: int
-    place: Place
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Send:
-    """Copy arrays from one device to another."""
-
-    source: Place
-    target: Place
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Split:
-    """Take the array of all replicas of a stage apart."""
-
-    stage: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Join:
-    """Put arrays of all replicas together: side by side along their first axis, or, if they are equal, as one."""
-
-    stage: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    sharded: bool
-
-
-Instruction = Call | Send | Split | Join
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,6 +184,14 @@ class ListBuilder:
         self.now |= {key: register for (_, key), register in zip(pairs, writes, strict=True)}
         self.instructions.append(Send(source, target, tuple(register for register, _ in pairs), tuple(writes)))
 
+    def spread(self, source: Place, replicas: Sequence[int], names: Sequence[Name]) -> None:
+        """Copy arrays to all stages of some replicas."""
+        keys = [self.key(source, name) for name in names]
+        reads = tuple(self.now[key] for key in keys)
+        writes = tuple(self.register(source, self.avals[register]) for register in reads)
+        self.now |= dict(zip(keys, writes, strict=True))
+        self.instructions.append(Spread(source, tuple(replicas), reads, writes))
+
     def device(self, place: Place) -> Any:
         """The device of a place; of all replicas, that of the first."""
         return self.devices[place.stage, max(place.replica, 0)]
@@ -282,7 +225,7 @@ class ListBuilder:
           outputs: arrays that are wanted at the end.
         """
         wanted = {key: self.now[key] for key in outputs}
-        instructions = _without_unread(self.instructions, set(wanted.values()))
+        instructions = join_messages(_without_unread(self.instructions, set(wanted.values())), self.devices)
         last: dict[int, int] = {}
         for k, instruction in enumerate(instructions):
             last.update(dict.fromkeys((*instruction.reads, *instruction.writes), k))

@@ -1,8 +1,11 @@
-"""A list of calls on its devices: compiled, and followed by the host without waiting for anything."""
+"""A list of calls on its devices: compiled, and followed by the host.
+
+The host waits for nothing, but between processes on CPUs for what comes from others (``jaxpipe.runtime.mpmd.waiting``).
+"""
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,12 +14,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
-from jaxpipe.runtime.mpmd.calls import Call, CallList, Instruction, Join, Key, Place, Program, Send, Split
+from jaxpipe.runtime.mpmd.calls import CallList, Program
 from jaxpipe.runtime.mpmd.compile import DATA, Executable, Job, Target, compile_jobs
+from jaxpipe.runtime.mpmd.crossing import crosses, ends
+from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Key, Place, Send, Split, Spread
+from jaxpipe.runtime.mpmd.transfers import Transfer, Transfers
+from jaxpipe.runtime.mpmd.waiting import ended, started
 
 
 #: Arrays in, arrays out.
 Action = Callable[..., Sequence[Any]]
+
+#: An action, how to take its operands out of the registers, where its results go, and which registers are left.
+Step = tuple[Action, Callable[[list[Any]], Sequence[Any]], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +35,15 @@ class Dispatch:
 
     Attributes:
       calls: the list.
-      executables: by program and place of a call.
-      steps: of each instruction of this process: the action, how to take its operands out of the registers, where the
-        results go, and which registers are left.
+      executables: by program and place of a call; those of other processes cannot be run here.
+      steps: what this process does.
+      registers: how many it needs: those of the list, and those for actions that have not ended.
     """
 
     calls: CallList
     executables: dict[tuple[int, Place], Executable]
-    steps: tuple[tuple[Action, Callable[[list[Any]], Sequence[Any]], tuple[int, ...], tuple[int, ...]], ...]
+    steps: tuple[Step, ...]
+    registers: int
 
     def run(self, given: dict[int, Any]) -> dict[Key, Any]:
         """Follow the list.
@@ -43,7 +54,7 @@ class Dispatch:
         Returns:
           Its outputs; None for those on other processes' devices.
         """
-        registers: list[Any] = [None] * len(self.calls.avals)
+        registers: list[Any] = [None] * self.registers
         for register, x in given.items():
             registers[register] = x
         for action, read, writes, left in self.steps:
@@ -80,12 +91,84 @@ def compile_list(calls: CallList, devices: np.ndarray) -> Dispatch:
                 )
     found = compile_jobs(list(jobs.values()), "cuda" if platform == "gpu" else platform)
     executables = dict(zip(jobs, found, strict=True))
-    steps = []
+    if len({device.process_index for device in devices.flat}) > 1:
+        hosts.agree("The list of calls", repr((calls.instructions, calls.avals)))
+    steps = _Steps(calls, devices, executables)
     for instruction, left in zip(calls.instructions, calls.dropped, strict=True):
-        action = _action(instruction, calls, devices, executables)
-        if action is not None:
-            steps.append((action, _reader(instruction.reads), instruction.writes, left))
-    return Dispatch(calls, executables, tuple(steps))
+        steps.add(instruction, left)
+    steps.end_all()
+    shown = {key: replace(program, run=_runs_elsewhere) for key, program in executables.items()}
+    every = {key: program for some in hosts.gathered(shown) for key, program in some.items()}
+    return Dispatch(calls, every | executables, tuple(steps.steps), steps.registers)
+
+
+class _Steps:
+    """What this process does for each instruction of a list."""
+
+    def __init__(self, calls: CallList, devices: np.ndarray, executables: dict[tuple[int, Place], Executable]):
+        self.steps: list[Step] = []
+        self.registers = len(calls.avals)
+        self._calls, self._devices, self._executables = calls, devices, executables
+        self._transfers = Transfers(calls.avals)
+        self._waits = devices.flat[0].platform == "cpu"
+        self._running: dict[int, tuple[Transfer, tuple[int, ...]]] = {}
+
+    def add(self, instruction: Instruction, left: tuple[int, ...]) -> None:
+        """Add what this process does for an instruction, if that is anything."""
+        part = self._part(instruction)
+        if part is None:
+            return
+        donated = self._donated(instruction)
+        for register, (running, _) in list(self._running.items()):
+            if not (donated.isdisjoint(running.reads) and set(part.reads).isdisjoint(running.writes)):
+                self._end(register)
+        if not (self._waits and self._crosses(instruction)):
+            self.steps.append((part.run, _reader(part.reads), part.writes, left))
+            return
+        self.steps.append((started(part.run), _reader(part.reads), (self.registers,), left))
+        self._running[self.registers] = part, left
+        self.registers += 1
+
+    def end_all(self) -> None:
+        """Wait for all that has been started."""
+        for register in list(self._running):
+            self._end(register)
+
+    def _end(self, register: int) -> None:
+        running, left = self._running.pop(register)
+        unread = set(left).intersection(running.writes)
+        self.steps.append((ended, _reader((register,)), running.writes, (register, *unread)))
+
+    def _part(self, instruction: Instruction) -> Transfer | None:
+        devices = self._devices
+        if isinstance(instruction, (Send, Exchange)):
+            pair = ends(instruction, devices)
+            if hosts.mine(pair) and crosses(*pair):
+                return self._transfers.between(instruction, pair)
+        if isinstance(instruction, Spread):
+            takes_part = hosts.mine(list(devices[:, list(instruction.replicas)].flat))
+            return self._transfers.spread(instruction, devices) if takes_part else None
+        action = _action(instruction, self._calls, devices, self._executables)
+        return None if action is None else Transfer(action, instruction.reads, instruction.writes)
+
+    def _donated(self, instruction: Instruction) -> set[int]:
+        if not isinstance(instruction, Call):
+            return set()
+        return {instruction.reads[k] for k in self._calls.programs[instruction.program].donated}
+
+    def _crosses(self, instruction: Instruction) -> bool:
+        """Return whether other processes take part."""
+        if isinstance(instruction, Call):
+            row = self._devices[instruction.place.stage]
+            return instruction.place.is_whole and len(hosts.mine(row)) < len(row)
+        if isinstance(instruction, Send):
+            return crosses(*ends(instruction, self._devices))
+        return isinstance(instruction, (Exchange, Spread))
+
+
+def _runs_elsewhere(*_: Any) -> Any:
+    """Stand for a program of another process."""
+    raise AssertionError
 
 
 def _specs(program: Program) -> tuple[tuple[P, ...], tuple[P, ...]] | None:
@@ -114,6 +197,8 @@ def _action(
         return None if executable is None else executable.run
     if isinstance(instruction, Send):
         return _send(instruction, devices)
+    if not isinstance(instruction, (Split, Join)):
+        return None
     mine = [r for r, device in enumerate(devices[instruction.stage]) if hosts.mine([device])]
     if not mine:
         return None
@@ -124,11 +209,8 @@ def _action(
 
 def _send(instruction: Send, devices: np.ndarray) -> Action | None:
     source, target = (devices[p.stage, max(p.replica, 0)] for p in (instruction.source, instruction.target))
-    here = [bool(hosts.mine([device])) for device in (source, target)]
-    if not any(here):
+    if not hosts.mine([source]):
         return None
-    if not all(here):
-        raise NotImplementedError
     # A device as the target takes half of the time that a sharding takes.
     if len(instruction.reads) == 1:
         return lambda x: (jax.device_put(x, target),)

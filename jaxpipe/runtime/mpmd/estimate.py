@@ -8,8 +8,9 @@ import numpy as np
 
 from jaxpipe.graph import live, read_graph
 from jaxpipe.planning.liveness import temporary_bytes
-from jaxpipe.runtime.mpmd.calls import Call, CallList, Program
+from jaxpipe.runtime.mpmd.calls import CallList, Program
 from jaxpipe.runtime.mpmd.compile import TracedWork
+from jaxpipe.runtime.mpmd.instructions import Call
 from jaxpipe.runtime.mpmd.memory import Needs, Peak, array_bytes, walk
 
 

@@ -6,7 +6,8 @@ loss and metrics on the device of the last stage
 the optimizer, stage by stage
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.runtime.mpmd.calls import CallList, Key, ListBuilder, Place
+from jaxpipe.runtime.mpmd.calls import CallList, ListBuilder
 from jaxpipe.runtime.mpmd.compile import TracedWork, trace_work
+from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.stage_work import INDEX, KEY, OVERFLOWS, STEP, Context, Name, Role, stage_work
 from jaxpipe.runtime.mpmd.update_work import (
     HAD,
@@ -74,6 +76,11 @@ class Layout:
         """Where loss and metrics are made: the first replica of the last stage."""
         return Place(len(self.context.sections) - 1, 0)
 
+    @property
+    def rows_cross(self) -> bool:
+        """Return whether the stages of any replica belong to several processes."""
+        return any(len({device.process_index for device in row}) > 1 for row in self.devices.T)
+
     def counts(self, s: int) -> bool:
         """Return whether a stage is the last one on its devices, which writes what every device has."""
         return all(set(self.devices[k]) != set(self.devices[s]) for k in range(s + 1, len(self.devices)))
@@ -121,10 +128,13 @@ def prediction_list(layout: Layout) -> CallList:
     builder, last = writer.builder, layout.home.stage
     number = builder.program(trace_work(stack_work(layout.context)))
     outputs = []
+    names = [Name(Role.REPORT, k) for k in range(len(layout.context.objective.results))]
     for r in layout.replicas:
         builder.call(number, last, r)
-        count = len(layout.context.objective.results)
-        outputs += [Key(builder.place(last, r), Name(Role.REPORT, k)) for k in range(count)]
+        outputs += [Key(builder.place(last, r), name) for name in names]
+    if layout.rows_cross:
+        for r in layout.replicas:
+            builder.spread(builder.place(last, r), [r], names)
     return writer.finish(outputs)
 
 
@@ -137,10 +147,13 @@ class _Writer:
         self.reports: list[Key] = []
         self._programs = {s: self._trace(s) for s in layout.stages}
         self._started: set[tuple[Place, Kinds]] = set()
+        self._leaving: list[Callable[[], None]] = []
         self._zeros: dict[tuple[int, tuple[Name, ...]], int] = {}
         self._give_inputs()
 
     def finish(self, outputs: Sequence[Key]) -> CallList:
+        if self.reports and len({device.process_index for device in self.layout.devices.flat}) > 1:
+            self.builder.spread(self.layout.home, self.layout.replicas, [key.name for key in self.reports])
         return self.builder.finish(outputs)
 
     def _trace(self, s: int) -> dict[Kinds, int]:
@@ -203,6 +216,7 @@ class _Writer:
                     done.add((s, j, kinds[0]))
                     for r in self.layout.replicas:
                         self._run(s, r, j, kinds)
+            self._send_messages()
 
     def _run(self, s: int, r: int, j: int, kinds: Kinds) -> None:
         builder, section = self.builder, self.context.sections[s]
@@ -212,11 +226,22 @@ class _Writer:
             self._start(s, r, kinds)
         builder.call(self._programs[s][kinds], s, r, j)
         if Kind.FORWARD in kinds and s + 1 < len(self.layout.stages):
-            names = [Name(Role.ACTIVATION, t) for t in section.leaving]
-            builder.send(place, builder.place(s + 1, r), [(name, name) for name in names], j)
+            self._leave(place, builder.place(s + 1, r), [Name(Role.ACTIVATION, t) for t in section.leaving], j)
         if s and (Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds):
-            names = [Name(Role.COTANGENT, t) for t in section.returning]
-            builder.send(place, builder.place(s - 1, r), [(name, name) for name in names], j)
+            self._leave(place, builder.place(s - 1, r), [Name(Role.COTANGENT, t) for t in section.returning], j)
+
+    def _leave(self, source: Place, target: Place, names: Sequence[Name], j: int) -> None:
+        """Send arrays at the end of the tick: a device that takes part in a message may wait for the other one."""
+        message = functools.partial(self.builder.send, source, target, [(name, name) for name in names], j)
+        if self.builder.device(source) == self.builder.device(target):
+            message()
+        else:
+            self._leaving.append(message)
+
+    def _send_messages(self) -> None:
+        for message in self._leaving:
+            message()
+        self._leaving.clear()
 
     def _start(self, s: int, r: int, kinds: Kinds) -> None:
         """Make the zeros that the first micro-batch's work adds to."""

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from jaxpipe.graph import itemsize
-from jaxpipe.runtime.mpmd.calls import Call, CallList, Join, Place, Send, Split
+from jaxpipe.runtime.mpmd.calls import CallList
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
+from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split
 from jaxpipe.runtime.mpmd.stage_work import Name, Role
 
 
@@ -123,13 +124,15 @@ def walk(calls: CallList, devices: np.ndarray, needs: Mapping[tuple[int, Place],
     for instruction, left in zip(calls.instructions, calls.dropped, strict=True):
         if isinstance(instruction, (Split, Join)):
             _share(instruction, alive, devices)
-        elif isinstance(instruction, Send):
-            for register in instruction.writes:
-                if components[register] == "stash":
-                    waiting[register] = "stash"
-                    components[register] = "messages"
-                add(register, instruction.target)
-            note(devices[instruction.target.stage, max(instruction.target.replica, 0)], Needs("a message"), {})
+        elif isinstance(instruction, (Send, Exchange)):
+            sends = [instruction.there, instruction.back] if isinstance(instruction, Exchange) else [instruction]
+            for send in sends:
+                for register in send.writes:
+                    if components[register] == "stash":
+                        waiting[register] = "stash"
+                        components[register] = "messages"
+                    add(register, send.target)
+                note(devices[send.target.stage, max(send.target.replica, 0)], Needs("a message"), {})
         elif isinstance(instruction, Call):
             key = instruction.program, instruction.place
             for register in waiting.keys() & set(instruction.reads):  # from now on it is kept for the backward pass

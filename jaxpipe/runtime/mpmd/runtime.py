@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
@@ -23,9 +23,10 @@ from jaxpipe.pipeline.step import Batching
 from jaxpipe.progress import progress, tell
 from jaxpipe.runtime.interface import Bytes, StepResults
 from jaxpipe.runtime.mpmd.adopt import adopt
-from jaxpipe.runtime.mpmd.calls import CallList, Key
-from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_list
+from jaxpipe.runtime.mpmd.calls import CallList
+from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_list, stage_mesh
 from jaxpipe.runtime.mpmd.estimate import predicted_bytes
+from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.lists import Layout, evaluation_list, gradient_list, prediction_list, training_list
 from jaxpipe.runtime.mpmd.memory import Peak, peak_bytes
 from jaxpipe.runtime.mpmd.other_shapes import Shaped, as_planned, check_shapes, shaped_for
@@ -164,11 +165,14 @@ class MpmdRuntime:
         reports = self._reports(compiled, made)
         objective = compiled.layout.context.objective
         loss, *metrics = [reports[Name(Role.REPORT, k)] for k in range(len(objective.results) - 1)]
-        gradients: list[Any] = []
-        for k, t in enumerate(objective.parameters):
-            place = self._where.place(self.planned.stages.parameters[k])
-            x = made.get(Key(place, Name(Role.MEAN, t)))
-            gradients.append(None if t in objective.frozen else np.array(x))
+        trained = [k for k, t in enumerate(objective.parameters) if t not in objective.frozen]
+        owners = [self.planned.stages.parameters[k] for k in trained]
+        names = [Name(Role.MEAN, objective.parameters[k]) for k in trained]
+        arrays = [made[Key(self._where.place(s), name)] for s, name in zip(owners, names, strict=True)]
+        avals = [self.planned.model.parameters[k].aval for k in trained]
+        gradients: list[Any] = [None] * len(objective.parameters)
+        for k, x in zip(trained, self._on_hosts(owners, arrays, avals), strict=True):
+            gradients[k] = x
         return loss, metrics, gradients
 
     def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching, state: Any, batch: Any) -> Any:
@@ -182,24 +186,58 @@ class MpmdRuntime:
             reports = self._reports(compiled, made)
             loss, *metrics = [reports[Name(Role.REPORT, k)] for k in range(len(objective.results) - 1)]
             return loss, metrics
-        last, predictions = compiled.layout.home.stage, []
-        for k in range(len(objective.results)):
-            parts = [x for key, x in made.items() if key.name == Name(Role.REPORT, k)]
-            predictions.append(parts[0] if len(parts) == 1 else self._by_replica_rows(last, parts))
-        return predictions
+        results = range(len(objective.results))
+        parts = [[x for key, x in made.items() if key.name == Name(Role.REPORT, k)] for k in results]
+        return [self._by_replica_rows(compiled.layout, rows) for rows in parts]
 
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it."""
-        coloured, where = self.planned.update.coloured, self._where
+        planned, where = self.planned, self._where
+        coloured, model = planned.update.coloured, planned.model
         slots: list[Any] = [None] * len(coloured.state)
-        for k, x in zip((*where.owned, *where.shared), (*state.optimizer, *state.shared), strict=True):
-            slots[k] = _on_host(x)
-        return HostArrays(
-            [_on_host(x) for x in state.parameters],
-            [_on_host(x) for x in state.variables],
-            slots,
-            [_on_host(x) for x in state.residual],
-        )
+        owners = [coloured.state_stage[k] or 0 for k in where.owned]
+        owned = self._on_hosts(owners, state.optimizer, [coloured.state_avals[k] for k in where.owned])
+        for k, x in zip((*where.owned, *where.shared), (*owned, *map(_on_host, state.shared)), strict=True):
+            slots[k] = x
+        parameters = self._on_hosts(planned.stages.parameters, state.parameters, [v.aval for v in model.parameters])
+        variables = self._on_hosts(planned.stages.state, state.variables, [v.aval for v in model.state])
+        rows = [self._residual_rows(state, r) for r in range(len(self.devices_of(0)))]
+        residuals = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
+        return HostArrays(parameters, variables, slots, residuals) if keep else HostArrays([], [], [], [])
+
+    def _residual_rows(self, state: TrainState, r: int) -> list[Any]:
+        """Copy the residuals of a replica to the host of every process."""
+        owners = [self.planned.stages.parameters[k] for k in self._residuals]
+        avals = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in state.residual]
+        rows = []
+        for s, x in zip(owners, state.residual, strict=True):
+            shards = {shard.device: shard.data for shard in x.addressable_shards}
+            rows.append(shards.get(self.devices[s, r]))
+        return self._on_hosts(owners, rows, avals, r)
+
+    def _on_hosts(
+        self, owners: Sequence[int], arrays: Sequence[Any], avals: Sequence[Any], r: int | None = None
+    ) -> list[Any]:
+        """Copy arrays to the host of every process, stage by stage.
+
+        Args:
+          owners: by array, its stage.
+          arrays: on the devices of their stages.
+          avals: their shapes.
+          r: the replica that has them; None for all.
+        """
+        every = {device.process_index for device in self.devices.flat}
+        results: list[Any] = [None] * len(arrays)
+        for s in self.places:
+            held = [k for k, owner in enumerate(owners) if owner == s]
+            devices = self.devices_of(s) if r is None else self.devices_of(s)[r : r + 1]
+            if {device.process_index for device in devices} == every:
+                copies = [_on_host(arrays[k]) for k in held]
+            else:
+                copies = _from_owner(devices[0], [arrays[k] for k in held], [avals[k] for k in held])
+            for k, x in zip(held, copies, strict=True):
+                results[k] = x
+        return results
 
     def adopt(self, state: TrainState) -> TrainState:
         """Copy a state of another pipeline to the devices of this one."""
@@ -363,7 +401,7 @@ class MpmdRuntime:
     def _run(self, compiled: Compiled, state: TrainState, batch: Any) -> dict[Key, Any]:
         leaves = jax.tree.leaves(batch)
         given = compiled.loader.load(state) | place_batch(
-            compiled.loader, leaves, compiled.batching.shared, compiled.layout
+            compiled.loader, leaves, compiled.batching.shared, compiled.layout, self.planned.mesh
         )
         return compiled.dispatch.run(given)
 
@@ -378,9 +416,17 @@ class MpmdRuntime:
         own = [jax.device_put(rows[d], d) for d in hosts.mine(self.devices_of(stage))]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, own)
 
-    def _by_replica_rows(self, stage: int, parts: Sequence[Any]) -> Any:
-        shape = (len(parts) * parts[0].shape[0], *parts[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self._where.sharding(stage, sharded=True), list(parts))
+    def _by_replica_rows(self, layout: Layout, parts: Sequence[Any]) -> Any:
+        """Put the rows of all replicas together, on the last stage or where they have been spread."""
+        if len(parts) == 1:
+            return parts[0]
+        own = [x for x in parts if x is not None]
+        shape = (len(parts) * own[0].shape[0], *own[0].shape[1:])
+        mesh = stage_mesh(layout.devices, Place(layout.home.stage))
+        if layout.rows_cross:
+            mesh = Mesh(self.devices[: self.planned.program.schedule.num_stages], (STAGE, DATA))
+        shards = [shard.data for x in own for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, P(DATA)), shards)
 
 
 def _shape_key(shapes: Any) -> Any:
@@ -395,4 +441,19 @@ def _elsewhere(aval: Any, sharding: NamedSharding) -> Any:
 
 def _on_host(x: Any) -> Any:
     """A copy on the host; of a random key, the key."""
-    return x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x)
+    return x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x.addressable_data(0))
+
+
+def _from_owner(device: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """Copy arrays of a device to the host of every process; of random keys, the keys."""
+    keys = [jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) for aval in avals]
+    data = [jax.eval_shape(jax.random.key_data, a) if is_key else a for a, is_key in zip(avals, keys, strict=True)]
+    held: list[Any] = []
+    if hosts.mine([device]):
+        local = [x.addressable_data(0) for x in arrays]
+        held = [jax.random.key_data(x) if is_key else x for x, is_key in zip(local, keys, strict=True)]
+    copies = hosts.from_owner(device, held, data)
+    return [
+        jax.random.wrap_key_data(x, impl=jax.random.key_impl(jnp.empty((), aval.dtype))) if is_key else x
+        for x, aval, is_key in zip(copies, avals, keys, strict=True)
+    ]

@@ -6,7 +6,7 @@
 What every stage needs (shared optimizer state, the random key, numbers of steps) is one array on all devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +16,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
+from jaxpipe.pipeline import feed
+from jaxpipe.pipeline.axes import DATA
 from jaxpipe.pipeline.optimizer import ColouredUpdate
 from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.state import TrainState
-from jaxpipe.runtime.mpmd.calls import CallList, Key, Place
+from jaxpipe.runtime.mpmd.calls import CallList
 from jaxpipe.runtime.mpmd.dispatch import stage_mesh
+from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.lists import Layout
 from jaxpipe.runtime.mpmd.stage_work import Name, Role
 from jaxpipe.runtime.mpmd.update_work import SKIPPED
@@ -85,13 +88,17 @@ class StateLayout:
         return NamedSharding(stage_mesh(self.layout.devices, Place(s)), P("data") if sharded else P())
 
     def state_of(self, old: TrainState, made: dict[Key, Any]) -> TrainState:
-        """Return the state after a step, of the outputs of its list."""
+        """Return the state after a step, of the outputs of its list; arrays elsewhere stay as they are."""
+
+        def new_arrays(keys: Iterable[Key], before: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(x if made.get(key) is None else made[key] for key, x in zip(keys, before, strict=True))
+
         new = replace(
             old,
-            parameters=tuple(made[self.parameter(k)] for k in range(len(old.parameters))),
-            variables=tuple(made[self.variable(k)] for k in range(len(old.variables))),
-            optimizer=tuple(made.get(self.optimizer(k), x) for k, x in zip(self.owned, old.optimizer, strict=True)),
-            residual=tuple(made[self.residual(k)] for k in self.residuals),
+            parameters=new_arrays(map(self.parameter, range(len(old.parameters))), old.parameters),
+            variables=new_arrays(map(self.variable, range(len(old.variables))), old.variables),
+            optimizer=new_arrays(map(self.optimizer, self.owned), old.optimizer),
+            residual=new_arrays(map(self.residual, self.residuals), old.residual),
         )
         shared = tuple(
             self._everywhere(Name(Role.SHARED, k), x, made) for k, x in zip(self.shared, old.shared, strict=True)
@@ -190,21 +197,36 @@ class Loader:
         return hosts.replicate(value, NamedSharding(stage_mesh(self._devices, key.place), P()))
 
 
-def place_batch(loader: Loader, leaves: Sequence[Any], shared: Sequence[bool], layout: Layout) -> dict[int, Any]:
+def place_batch(
+    loader: Loader, leaves: Sequence[Any], shared: Sequence[bool], layout: Layout, mesh: Mesh
+) -> dict[int, Any]:
     """Return a batch's leaves on the devices of the stages that read them, by register.
 
     Args:
       loader: of the list.
-      leaves: the whole batch, or at least the rows of the replicas that this process has devices of, as global arrays.
+      leaves: the rows of the replicas of which this process has a stage, or global arrays.
       shared: by leaf, whether every replica gets it whole.
       layout: where stages are.
+      mesh: all devices.
     """
-    replicas = len(layout.replicas)
-    given: dict[int, Any] = {}
-    for k, place, register in loader.batch:
-        x = leaves[k]
-        if not shared[k] and replicas > 1:
-            rows = x.shape[0] // replicas
-            x = x[place.replica * rows : (place.replica + 1) * rows]
-        given[register] = jax.device_put(x, NamedSharding(stage_mesh(layout.devices, place), P()))
-    return given
+    parts = [_parts(x, common, mesh) for x, common in zip(leaves, shared, strict=True)]
+    return {
+        register: jax.device_put(parts[k](place.replica), NamedSharding(stage_mesh(layout.devices, place), P()))
+        for k, place, register in loader.batch
+    }
+
+
+def _parts(x: Any, shared: bool, mesh: Mesh) -> Callable[[int], Any]:
+    """Return a function that gives the part of a leaf for a replica, of which this process has a stage."""
+    replicas, own = mesh.shape.get(DATA, 1), feed.own_replicas(mesh)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if not x.is_fully_replicated:
+            x = jax.device_put(x, NamedSharding(mesh, P() if shared or replicas == 1 else P(DATA)))
+            by_device = {shard.device: shard.data for shard in x.addressable_shards}
+            rows = np.moveaxis(mesh.devices, mesh.axis_names.index(DATA), 0) if replicas > 1 else mesh.devices[None]
+            return lambda r: by_device[hosts.mine(list(rows[r].flat))[0]]
+        x, own = x.addressable_data(0), list(range(replicas))
+    if shared or len(own) == 1:
+        return lambda _: x
+    rows = x.shape[0] // len(own)
+    return lambda r: x[own.index(r) * rows : (own.index(r) + 1) * rows]

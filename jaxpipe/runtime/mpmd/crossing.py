@@ -1,0 +1,82 @@
+"""Messages between devices of different processes, put together where the list allows it.
+
+Each message between processes is a program that both owners start and wait in. Messages that are next to each other
+become one: those of one direction side by side, those that cross there and back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Place, Send
+
+
+def crosses(source: Any, target: Any) -> bool:
+    """Return whether two devices belong to different processes."""
+    return source.process_index != target.process_index
+
+
+def ends(message: Send | Exchange, devices: np.ndarray) -> tuple[Any, Any]:
+    """Return the device that a message leaves, and the one that it goes to; of an exchange, of its first half."""
+    send = message.there if isinstance(message, Exchange) else message
+    return _of(send.source, devices)[0], _of(send.target, devices)[0]
+
+
+def join_messages(instructions: Sequence[Instruction], devices: np.ndarray) -> list[Instruction]:
+    """Return a list whose messages between two devices of different processes are as few as its order allows.
+
+    A message may wait for a later one between the same devices as long as nobody reads it before that. Of messages in
+    one direction it waits only if neither device calls a program in between, as it would come late.
+
+    Args:
+      instructions: a list.
+      devices: by stage and replica.
+    """
+    results: list[Instruction | None] = []
+    for instruction in instructions:
+        if isinstance(instruction, Send) and crosses(*ends(instruction, devices)):
+            waiting = _waiting(results, instruction, devices)
+            if waiting is not None:
+                before = results[waiting]
+                assert isinstance(before, (Send, Exchange))
+                results[waiting] = None
+                instruction = _joined(before, instruction, devices)
+        results.append(instruction)
+    return [instruction for instruction in results if instruction is not None]
+
+
+def _waiting(results: Sequence[Instruction | None], send: Send, devices: np.ndarray) -> int | None:
+    """Return the position of the last message between a send's devices, if it may wait for the send."""
+    source, target = ends(send, devices)
+    read, called = set(send.reads), False
+    for k in range(len(results) - 1, -1, -1):
+        before = results[k]
+        if before is None:
+            continue
+        if isinstance(before, (Send, Exchange)) and set(ends(before, devices)) == {source, target}:
+            same = isinstance(before, Exchange) or ends(before, devices) == (source, target)
+            return k if read.isdisjoint(before.writes) and not (same and called) else None
+        read.update(before.reads)
+        called = called or (isinstance(before, Call) and not {source, target}.isdisjoint(_of(before.place, devices)))
+    return None
+
+
+def _joined(before: Send | Exchange, send: Send, devices: np.ndarray) -> Send | Exchange:
+    if isinstance(before, Exchange):
+        if ends(before.there, devices) == ends(send, devices):
+            return replace(before, there=_side_by_side(before.there, send))
+        return replace(before, back=_side_by_side(before.back, send))
+    if ends(before, devices) == ends(send, devices):
+        return _side_by_side(before, send)
+    return Exchange(before, send)
+
+
+def _side_by_side(first: Send, second: Send) -> Send:
+    return replace(first, reads=first.reads + second.reads, writes=first.writes + second.writes)
+
+
+def _of(place: Place, devices: np.ndarray) -> list[Any]:
+    row = devices[place.stage]
+    return list(row) if place.is_whole else [row[place.replica]]

@@ -1,0 +1,104 @@
+"""What a list is made of: places, named arrays, and instructions that read and write numbered registers.
+
+Call      run a program on the device of a stage, or on those of all its replicas
+Send      copy arrays to another device
+Exchange  copy arrays between two devices both ways, which belong to different processes
+Spread    copy arrays to all devices, if they belong to several processes
+Split     take an array of all replicas of a stage apart, without a copy
+Join      put the replicas' arrays together, without a copy
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxpipe.runtime.mpmd.stage_work import Name
+
+
+class Place(NamedTuple):
+    """A stage and one of its replicas; or all of them (-1), whose arrays are global."""
+
+    stage: int
+    replica: int = -1
+
+    @property
+    def is_whole(self) -> bool:
+        """True for all replicas of a stage."""
+        return self.replica < 0
+
+
+class Key(NamedTuple):
+    """An array that a list names: where it is, what it is, and of which micro-batch."""
+
+    place: Place
+    name: Name
+    microbatch: int = -1
+
+
+@dataclass(frozen=True)
+class Call:
+    """Run program ``program`` of the list."""
+
+    program: int
+    place: Place
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Send:
+    """Copy arrays from one device to another."""
+
+    source: Place
+    target: Place
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Copy arrays between two devices, both ways."""
+
+    there: Send
+    back: Send
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """What either device sends."""
+        return self.there.reads + self.back.reads
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """What either device gets."""
+        return self.there.writes + self.back.writes
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Copy arrays from one device to those of all stages of some replicas, as arrays that these have in common."""
+
+    source: Place
+    replicas: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Take the array of all replicas of a stage apart."""
+
+    stage: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Join:
+    """Put arrays of all replicas together: side by side along their first axis, or, if they are equal, as one."""
+
+    stage: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    sharded: bool
+
+
+Instruction = Call | Send | Exchange | Spread | Split | Join

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe
+from jaxpipe.runtime.mpmd.dispatch import follow
 from jaxpipe.runtime.mpmd.instructions import Call, Send
 from jaxpipe.runtime.mpmd.training_state import place_batch
 from scripts.measuring import header
@@ -84,17 +85,13 @@ def _apply(vectors, x):
 
 
 def _timed(dispatch, given, spent):
-    """Follow a list as ``Dispatch.run`` does, and keep what each instruction takes."""
-    registers = [None] * len(dispatch.calls.avals)
+    """Follow a list step by step, and keep what each takes."""
+    registers = [None] * dispatch.registers
     for register, x in given.items():
         registers[register] = x
-    for (action, read, writes, left), instruction in zip(dispatch.steps, dispatch.calls.instructions, strict=True):
+    for step, instruction in zip(dispatch.steps, dispatch.calls.instructions, strict=True):
         begin = time.perf_counter()
-        results = action(*read(registers))
-        for register, x in zip(writes, results, strict=True):
-            registers[register] = x
-        for register in left:
-            registers[register] = None
+        follow(registers, (step,))
         kind = {Call: "call", Send: "send"}.get(type(instruction), "other")
         spent.setdefault(kind, []).append(time.perf_counter() - begin)
     return {key: registers[register] for key, register in dispatch.calls.outputs.items()}

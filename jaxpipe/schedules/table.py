@@ -184,7 +184,11 @@ class Schedule:
         """Run it on paper; see ``jaxpipe.schedules.simulate``."""
         from jaxpipe.schedules.simulate import simulate
 
-        costs: dict[str, Any] = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+        costs: dict[str, Any] = {
+            "forward": forward,
+            "backward_input": backward_input,
+            "backward_weight": backward_weight,
+        }
         return simulate(self, **costs, communication=communication, lockstep=lockstep)
 
     def validate(self) -> None:

@@ -25,8 +25,12 @@ from jaxpipe.runtime.mpmd.waiting import ended, started
 #: Arrays in, arrays out.
 Action = Callable[..., Sequence[Any]]
 
-#: An action, how to take its operands out of the registers, where its results go, and which registers are left.
-Step = tuple[Action, Callable[[list[Any]], Sequence[Any]], tuple[int, ...], tuple[int, ...]]
+#: Registers one behind the other, and as many times None.
+Emptied = tuple[slice, tuple[None, ...]]
+
+#: An action, how to take its operands out of the registers, where its results go (a slice if that is one), and which
+#: registers nobody reads any more.
+Step = tuple[Action, Callable[[list[Any]], Sequence[Any]], slice | tuple[int, ...], tuple[Emptied, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +61,40 @@ class Dispatch:
         registers: list[Any] = [None] * self.registers
         for register, x in given.items():
             registers[register] = x
-        for action, read, writes, left in self.steps:
-            results = action(*read(registers))
+        follow(registers, self.steps)
+        return {key: registers[register] for key, register in self.calls.outputs.items()}
+
+
+def follow(registers: list[Any], steps: Sequence[Step]) -> None:
+    """Follow steps; changes the registers."""
+    for action, read, writes, left in steps:
+        results = action(*read(registers))
+        if type(writes) is slice:
+            registers[writes] = results
+        else:
             for register, x in zip(writes, results, strict=True):
                 registers[register] = x
-            for register in left:
-                registers[register] = None
-        return {key: registers[register] for key, register in self.calls.outputs.items()}
+        for part, nothing in left:
+            registers[part] = nothing
+
+
+def _step(action: Action, reads: Sequence[int], writes: Sequence[int], left: Sequence[int]) -> Step:
+    """Return a step; registers in slices, which a list takes at once."""
+    runs = _runs(writes)
+    to = runs[0] if len(runs) == 1 and list(writes) == sorted(writes) else tuple(writes)
+    emptied = tuple((part, (None,) * (part.stop - part.start)) for part in _runs(left))
+    return action, _reader(reads), to, emptied
+
+
+def _runs(registers: Sequence[int]) -> list[slice]:
+    """Some registers as slices."""
+    runs: list[slice] = []
+    for register in sorted(registers):
+        if runs and runs[-1].stop == register:
+            runs[-1] = slice(runs[-1].start, register + 1)
+        else:
+            runs.append(slice(register, register + 1))
+    return runs
 
 
 def stage_mesh(devices: np.ndarray, place: Place) -> Mesh:
@@ -123,9 +154,9 @@ class _Steps:
             if not (donated.isdisjoint(running.reads) and set(part.reads).isdisjoint(running.writes)):
                 self._end(register)
         if not (self._waits and self._crosses(instruction)):
-            self.steps.append((part.run, _reader(part.reads), part.writes, left))
+            self.steps.append(_step(part.run, part.reads, part.writes, left))
             return
-        self.steps.append((started(part.run), _reader(part.reads), (self.registers,), left))
+        self.steps.append(_step(started(part.run), part.reads, (self.registers,), left))
         self._running[self.registers] = part, left
         self.registers += 1
 
@@ -137,7 +168,7 @@ class _Steps:
     def _end(self, register: int) -> None:
         running, left = self._running.pop(register)
         unread = set(left).intersection(running.writes)
-        self.steps.append((ended, _reader((register,)), running.writes, (register, *unread)))
+        self.steps.append(_step(ended, (register,), running.writes, (register, *unread)))
 
     def _part(self, instruction: Instruction) -> Transfer | None:
         devices = self._devices

@@ -219,7 +219,7 @@ def place_batch(
 def _parts(x: Any, shared: bool, mesh: Mesh) -> Callable[[int], Any]:
     """Return a function that gives the part of a leaf for a replica, of which this process has a stage."""
     replicas, own = mesh.shape.get(DATA, 1), feed.own_replicas(mesh)
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
         if not x.is_fully_replicated:
             x = jax.device_put(x, NamedSharding(mesh, P() if shared or replicas == 1 else P(DATA)))
             by_device = {shard.device: shard.data for shard in x.addressable_shards}

@@ -235,7 +235,7 @@ def _zeros(aval: Any) -> Any:
         return np.zeros(aval.shape, aval.dtype)
     data = jax.eval_shape(jax.random.key_data, aval)
     impl = jax.random.key_impl(jnp.empty((), aval.dtype))
-    return jax.random.wrap_key_data(np.zeros(data.shape, data.dtype), impl=impl)
+    return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=impl)
 
 
 def _form(aval: Any) -> tuple[tuple[int, ...], str]:

@@ -55,7 +55,7 @@ def main() -> None:
     compiled = runtime._training(pipeline._planned.batch)
     spent: dict[str, list[float]] = {}
     for _ in range(arguments.steps):
-        placed = place_batch(compiled.loader, [batch], compiled.batching.shared, compiled.layout)
+        placed = place_batch(compiled.loader, [batch], compiled.batching.shared, compiled.layout, pipeline.mesh)
         given = compiled.loader.load(state) | placed
         made = _timed(compiled.dispatch, given, spent)
         state = runtime._where.state_of(state, made)

@@ -72,6 +72,18 @@ def on_all(function: Callable[[], _T]) -> _T:
     return value  # pyright: ignore[reportReturnType]
 
 
+def most(value: int) -> int:
+    """Return the largest of the numbers that the processes pass; all of them call it.
+
+    Example:
+      >>> most(3)
+      3
+    """
+    if jax.process_count() == 1:
+        return value
+    return max(int(text) for text in _gather_bytes(str(value).encode()))
+
+
 def agree(what: str, text: str) -> None:
     """Check that all processes have the same text.
 

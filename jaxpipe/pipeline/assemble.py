@@ -37,17 +37,20 @@ from jaxpipe.pipeline.planned import Budget, Planned
 from jaxpipe.pipeline.program import DATA, PAGE, Program
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.sections import Placement, Section, count_frozen, cut_sections, place, with_backward
+from jaxpipe.pipeline.stage_budget import StageFitter
 from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.pipeline.trace_update import TracedUpdate, trace_update
 from jaxpipe.pipeline.trained import without_frozen
 from jaxpipe.planning.mapping import best_mapping
 from jaxpipe.planning.memory import predict, working_bytes
 from jaxpipe.planning.placed import Partition
+from jaxpipe.planning.plan import Plan
 from jaxpipe.planning.storing.choose import raised
 from jaxpipe.planning.storing.solver_time import SolverTime
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.profiling.kernels import graph_seconds
+from jaxpipe.runtime.mpmd.estimate import predicted_bytes
 from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.table import without_backward
@@ -234,7 +237,7 @@ class Settled:
 
     draft: Draft
     planned: Callable[[Program, tuple[Fitted, ...], int | None], Planned]
-    fitter: Fitter | None
+    fitter: Fitter | StageFitter | None
 
     @cached_property
     def default(self) -> Planned:
@@ -291,13 +294,10 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     def memory_of(program: Program) -> dict[str, int]:
         return predict(program, update, shared, traced.local)
 
-    def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
-        rows = checks.batch_size(traced.microbatch)
-        memory = {} if runtime == "mpmd" else memory_of(chosen)
-        plan = describe(request, chosen, placed, memory, rows, fitted, budget, runtime)
-        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model))
-        if exchange is not None:
-            plan = replace(plan, exchange_bytes=exchange.sent_bytes)
+    calls: dict[int, Any] = {}
+    traces: dict[Any, Any] = {}
+
+    def bare(plan: Plan, chosen: Program) -> Planned:
         settled = Planned(
             plan=plan,
             profile=traced.profile,
@@ -311,20 +311,46 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
             placement=placement,
             update=update,
             batching=traced.batching,
+            traces=traces,
         )
+        if runtime == "mpmd":
+            if id(chosen) not in calls:
+                calls[id(chosen)] = chosen, MpmdRuntime(settled).calls
+            settled = replace(settled, calls=calls[id(chosen)][1])
+        return settled
+
+    def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
+        rows = checks.batch_size(traced.microbatch)
+        memory = {} if runtime == "mpmd" else memory_of(chosen)
+        plan = describe(request, chosen, placed, memory, rows, fitted, budget, runtime)
+        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model))
+        if exchange is not None:
+            plan = replace(plan, exchange_bytes=exchange.sent_bytes)
+        settled = bare(plan, chosen)
         return with_stage_bytes(settled) if runtime == "mpmd" else settled
+
+    def measure(chosen: Program) -> list[int]:
+        stages = MpmdRuntime(bare(default_plan(), chosen))
+        peaks = predicted_bytes(stages.calls, stages.devices)
+        return [max(peaks[x].total for x in stages.devices[d]) for d in devices]
+
+    @functools.cache
+    def default_plan() -> Plan:
+        return planned(program, (Fitted(),) * len(program.sections), None).plan
 
     fitter = None
     if solving is not None:
-        fitter = Fitter(program, memory_of, working_bytes, _prices(request, traced.objective, placed), solving)
+        prices = _prices(request, traced.objective, placed)
+        if runtime == "mpmd":
+            fitter = StageFitter(program, measure, prices, solving)
+        else:
+            fitter = Fitter(program, memory_of, working_bytes, prices, solving)
     return Settled(found, planned, fitter)
 
 
 def with_stage_bytes(planned: Planned) -> Planned:
-    """Trace the stage programs of a plan, and add to it the bytes that each device needs for them."""
-    runtime = MpmdRuntime(planned)
-    planned = replace(planned, calls=runtime.calls)
-    devices = tuple(peak.components for peak in runtime.predicted)
+    """Add to a plan the bytes that each device needs for its stage programs."""
+    devices = tuple(peak.components for peak in MpmdRuntime(planned).predicted)
     each = tuple(sum(memory.values()) for memory in devices)
     memory = devices[each.index(max(each))]
     return replace(planned, plan=replace(planned.plan, memory=memory, each_device=each, device_memory=devices))
@@ -340,7 +366,6 @@ def choose_runtime(request: Request, program: Program) -> str:
         "an asynchronous schedule": program.schedule.versions is not None,
         "several devices in a stage (replicate)": not program.teams.single,
         "host_memory": request.host is not None,
-        "memory": request.budget is not None,
     }
     needed = [name for name, wanted in needs.items() if wanted]
     if request.runtime == "mpmd" and needed:

@@ -21,10 +21,8 @@ from jaxpipe.pipeline.describe import (
     describe,
     describe_frozen,
     rates_in,
-    runtime_timeline,
     stage_links,
     stage_seconds,
-    step_seconds,
 )
 from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
 from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solving
@@ -36,6 +34,7 @@ from jaxpipe.pipeline.optimizer import colour_update
 from jaxpipe.pipeline.planned import Budget, Planned
 from jaxpipe.pipeline.program import DATA, PAGE, Program
 from jaxpipe.pipeline.request import Request
+from jaxpipe.pipeline.runtime_choice import RuntimeChoice, choose_runtime
 from jaxpipe.pipeline.sections import Placement, Section, count_frozen, cut_sections, place, with_backward
 from jaxpipe.pipeline.stage_budget import StageFitter
 from jaxpipe.pipeline.step import Batching, Update
@@ -56,6 +55,10 @@ from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.work import weight
+
+
+#: How much longer a step may be if stashes take less: profiles are no better than this.
+ALIKE = 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,12 +103,24 @@ class Draft:
     schedule: Schedule
 
     @cached_property
+    def runtime(self) -> RuntimeChoice:
+        """The runtime of the program."""
+        return choose_runtime(self.request, self.program, self.found)
+
+    @property
     def seconds(self) -> float:
         """Of a step; storage within a budget may add to it."""
-        runtime = choose_runtime(self.request, self.program)
-        found = stage_seconds(self.program, self.found, own_sums=runtime == "mpmd")
-        timeline = runtime_timeline(self.request, self.program, self.found, found, runtime)
-        return step_seconds(self.program, self.found, timeline)
+        return self.runtime.seconds[self.runtime.name]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of stashes on the device that keeps most."""
+        held = [0] * self.program.num_devices
+        for s, section in enumerate(self.program.sections):
+            d = self.program.device(s)
+            size = sum(a.size * a.dtype.itemsize for a in self.program.stash_avals(section))
+            held[d] += self.program.in_flight(d, s // self.program.num_devices) * size
+        return max(held)
 
 
 def sections_for(request: Request, traced: Traced, found: Partition) -> tuple[Placement, tuple[Section, ...]]:
@@ -147,7 +162,8 @@ def draft(
         replicated=DATA in request.mesh.axis_names,
         gradient_dtype=request.gradient_dtype,
     )
-    if request.budget is not None and request.network is not None and program.may_swap:
+    swaps = request.budget is not None and request.network is not None and program.may_swap
+    if swaps and choose_runtime(request, program, found).name == "spmd":
         found = _map_for_swaps(program, found)
     return Draft(request, found, stages, program, schedule)
 
@@ -173,7 +189,7 @@ def choose(
     drafts = sorted(drafts, key=lambda found: found.seconds)
     budget = request.budget
     if budget is None:
-        return settle(traced, drafts[0], None).default
+        return settle(traced, _leanest(drafts), None).default
     time = SolverTime(request.time_limit)
     solutions = SMALLEST_ROUNDS * sum(len(candidate.program.sections) for candidate in drafts)
     solving = Solving(request.solver, time, time.for_smallest(solutions))
@@ -213,6 +229,15 @@ def choose(
     if request.compiles and is_near_budget(best.plan):
         best = within_budget(best, any_cuts=True)
     return best
+
+
+def _leanest(drafts: Sequence[Draft]) -> Draft:
+    """Return the fastest draft, or one of stage programs that is about as fast and keeps fewer bytes of stashes."""
+    fastest = drafts[0]
+    if fastest.runtime.name != "mpmd":
+        return fastest
+    alike = [d for d in drafts if d.runtime.name == "mpmd" and d.seconds <= (1 + ALIKE) * fastest.seconds]
+    return min(alike, key=lambda draft: draft.waiting_bytes)
 
 
 def _balanced(
@@ -268,7 +293,7 @@ class Settled:
 def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     """The optimizer and layouts; with solvers also the search for storage within budgets."""
     request, program, placed = found.request, found.program, found.found
-    runtime = choose_runtime(request, program)
+    runtime = found.runtime.name
     # Variables are placed by stage, or by device where one program has several stages on each.
     model, placement = traced.model, found.stages if runtime == "mpmd" else program.placement
     devices = range(program.num_devices)
@@ -324,6 +349,7 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
         memory = {} if runtime == "mpmd" else memory_of(chosen)
         plan = describe(request, chosen, placed, memory, rows, fitted, budget, runtime)
         plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model))
+        plan = replace(plan, runtime_reason=found.runtime.reason)
         if exchange is not None:
             plan = replace(plan, exchange_bytes=exchange.sent_bytes)
         settled = bare(plan, chosen)
@@ -354,26 +380,6 @@ def with_stage_bytes(planned: Planned) -> Planned:
     each = tuple(sum(memory.values()) for memory in devices)
     memory = devices[each.index(max(each))]
     return replace(planned, plan=replace(planned.plan, memory=memory, each_device=each, device_memory=devices))
-
-
-def choose_runtime(request: Request, program: Program) -> str:
-    """Return the runtime of a program: the one that was asked for, or the one that can do what it needs.
-
-    Raises:
-      PartitionError: if ``runtime="mpmd"`` was asked for and only the other has what the program needs.
-    """
-    needs = {
-        "an asynchronous schedule": program.schedule.versions is not None,
-        "several devices in a stage (replicate)": not program.teams.single,
-        "host_memory": request.host is not None,
-    }
-    needed = [name for name, wanted in needs.items() if wanted]
-    if request.runtime == "mpmd" and needed:
-        raise PartitionError(
-            f"runtime='mpmd' does not have {needed[0]} yet, which this call asks for. Pass runtime='spmd', or leave it "
-            "out."
-        )
-    return "spmd" if needed or request.runtime == "spmd" else "mpmd"
 
 
 def _map_for_swaps(program: Program, found: Partition) -> Partition:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline import checks
@@ -22,7 +21,6 @@ from jaxpipe.pipeline.describe import (
     describe_frozen,
     rates_in,
     stage_links,
-    stage_seconds,
 )
 from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
 from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solving

@@ -48,7 +48,9 @@ def choose_runtime(request: Request, program: Program, found: Partition) -> Runt
             f"runtime='mpmd' does not have {needed[0]} yet, which this call asks for. Pass runtime='spmd', or leave it "
             "out."
         )
-    predicted = {name: _step(request, program, found, name) for name in ("mpmd", "spmd") if name == "spmd" or not needed}
+    predicted = {
+        name: _step(request, program, found, name) for name in ("mpmd", "spmd") if name == "spmd" or not needed
+    }
     if request.runtime != "auto":
         return RuntimeChoice(request.runtime, "as asked for", predicted)
     if needed:

@@ -5,7 +5,7 @@
                                ▼
     problem (``held`` stashes at once, capacity = budget - all else on the device) ──▶ choice ──▶ predicted bytes ...
 
-The integer programme knows the stashes and what is computed again; what else a device needs is read off the prediction
+The integer program knows the stashes and what is computed again; what else a device needs is read off the prediction
 for the stage programs, and corrects the capacity until these fit.
 """
 
@@ -43,9 +43,7 @@ class _Candidate:
 class StageFitter:
     """Storage for a program whose stages are compiled by themselves, within one budget after another."""
 
-    def __init__(
-        self, program: Program, measure: Callable[[Program], Sequence[int]], prices: Prices, solving: Solving
-    ):
+    def __init__(self, program: Program, measure: Callable[[Program], Sequence[int]], prices: Prices, solving: Solving):
         """Nothing is done yet.
 
         Args:
@@ -65,7 +63,7 @@ class StageFitter:
         Some choice is within every budget that is no less than what ``smallest`` needs.
         """
         now = default = self._candidate({})
-        over = [d for d, needed in enumerate(default.needs) if needed > budget]
+        over = [d for d, size in enumerate(default.needs) if size > budget]
         beyond = {d: self._beyond(default, d) for d in over}
         best: _Candidate | None = None
         for number in range(MOST_ROUNDS if over else 0):
@@ -78,10 +76,10 @@ class StageFitter:
             fits = max(now.needs) <= budget
             if fits and (best is None or self._added(now) < self._added(best)):
                 best = now
-            found = {d: self._beyond(now, d) for d in over}
+            needed = {d: self._beyond(now, d) for d in over}
             # What turns out to be needed besides counts; where all fits, it may also be less than was thought.
-            corrected = found if fits else {d: max(found[d], beyond[d]) for d in over}
-            if corrected == beyond or (fits and all(found[d] >= beyond[d] for d in over)):
+            corrected = needed if fits else {d: max(needed[d], beyond[d]) for d in over}
+            if corrected == beyond or (fits and all(needed[d] >= beyond[d] for d in over)):
                 break
             beyond = corrected
         if not over:
@@ -93,8 +91,8 @@ class StageFitter:
     @functools.cached_property
     def smallest(self) -> Answered:
         """The program with the least predicted bytes on its fullest device. It does not depend on any budget."""
-        found = self._smallest
-        return self._added(found), found.program, self._report(found.answers)
+        least = self._smallest
+        return self._added(least), least.program, self._report(least.answers)
 
     @functools.cached_property
     def _smallest(self) -> _Candidate:
@@ -134,7 +132,7 @@ class StageFitter:
         return answers
 
     def _beyond(self, candidate: _Candidate, d: int) -> float:
-        """What a device needs beyond what the problems of its stages know."""
+        """Return the bytes that a device needs beyond those that the problems of its stages know."""
         peaks = [self._outcome(s, self._choice(candidate.answers, s)).peak_bytes for s in self._stages_of(d)]
         return candidate.needs[d] - sum(peaks)
 
@@ -143,18 +141,18 @@ class StageFitter:
 
     @functools.cached_property
     def _items(self) -> list[Items]:
-        found = []
+        items = []
         for section in self.program.sections:
             assert section.stage is not None
             built, prices = section.stage, self._prices
             price = functools.partial(prices.seconds, built.linearization.graph)
             summed = {*section.parameters, *section.borrowed}
-            found.append(
+            items.append(
                 stage_items(
                     built.linearization, built.storage, price, prices.bytes_per_second, section.used, released=summed
                 )
             )
-        return found
+        return items
 
     def _problem(self, s: int, capacity: float) -> Problem:
         """A stage's problem.
@@ -198,7 +196,7 @@ class StageFitter:
         return self.program.num_microbatches * max(added)
 
     def _report(self, answers: Answers) -> tuple[Fitted, ...]:
-        """What is said of each stage."""
+        """Return how the storage of each stage was chosen."""
         reports = [Fitted()] * len(self.program.sections)
         for s, answer in answers.items():
             before = self._outcome(s, self._items[s].default).seconds

@@ -1,7 +1,7 @@
 """The timeline of stage programs that the host dispatches: no device waits for others but for what it reads.
 
-    device   [ call + work ][ call + work ]      a message leaves when its work is done, and overlaps with what follows
-    host     c s c s c c s c ...                 one after the other; no work begins before it has been called
+device   [ call + work ][ call + work ]      a message leaves when its work is done, and overlaps with what follows
+host     c s c s c c s c ...                 one after the other; no work begins before it has been called
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ CALL_SECONDS, SEND_SECONDS = 25e-6, 40e-6
 
 @dataclass(frozen=True)
 class Dispatching:
-    """What a step takes besides the work of the stages.
+    """Messages and hosts: what a step needs besides the work of the stages.
 
     Attributes:
       messages: by stage, seconds until what it sends on has arrived, and the cotangents that it sends back.
@@ -81,7 +81,7 @@ def _begins(
     """Return when the host has called each action; what goes on in a program that was called before is left out."""
     p, count = schedule.num_stages, schedule.total_stages
     now = {process: 0.0 for row in processes for process in row}
-    found: dict[tuple[Kind, int, int], float] = {}
+    called: dict[tuple[Kind, int, int], float] = {}
     for tick in schedule.ticks:
         for device, actions in enumerate(tick):
             for action in actions:
@@ -92,5 +92,5 @@ def _begins(
                 for process in processes[device]:
                     now[process] += CALL_SECONDS * (action.kind in first[s]) + SEND_SECONDS * sends
                 if action.kind in first[s]:
-                    found[action.kind, s, action.microbatch] = max(before)
-    return found
+                    called[action.kind, s, action.microbatch] = max(before)
+    return called

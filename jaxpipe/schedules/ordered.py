@@ -40,7 +40,9 @@ def from_orders(name: str, orders: Sequence[Sequence[Action]], num_microbatches:
         tuple((action,) if action else () for action in column) for column in itertools.zip_longest(*orders)
     )
     listed = Schedule(name, len(orders), num_microbatches, columns, num_chunks)
-    unit = {"forward": 1, "backward_input": 1, "backward_weight": 1} if listed.splits_backward else None
-    timeline = simulate(listed, **(unit or {"forward": 1, "backward": 1}), lockstep=False)
+    if listed.splits_backward:
+        timeline = simulate(listed, forward=1, backward_input=1, backward_weight=1, lockstep=False)
+    else:
+        timeline = simulate(listed, forward=1, backward=1, lockstep=False)
     work = {(int(span.start), span.stage): [span.action] for span in timeline.spans}
     return table(name, len(orders), num_microbatches, work, num_chunks)

@@ -184,8 +184,14 @@ class Schedule:
         """Run it on paper; see ``jaxpipe.schedules.simulate``."""
         from jaxpipe.schedules.simulate import simulate
 
-        costs = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
-        return simulate(self, **costs, communication=communication, lockstep=lockstep)
+        return simulate(
+            self,
+            forward=forward,
+            backward_input=backward_input,
+            backward_weight=backward_weight,
+            communication=communication,
+            lockstep=lockstep,
+        )
 
     def validate(self) -> None:
         """Check that every stage does all its work once and that nothing is needed before it is there.

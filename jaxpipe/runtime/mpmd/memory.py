@@ -192,7 +192,10 @@ def _components(calls: CallList) -> dict[int, str]:
     for instruction in calls.instructions:
         if isinstance(instruction, Call):
             traced = calls.programs[instruction.program].traced
-            for registers, known in ((instruction.reads, traced.read_names), (instruction.writes, traced.written_names)):
+            for registers, known in (
+                (instruction.reads, traced.read_names),
+                (instruction.writes, traced.written_names),
+            ):
                 for register, name in zip(registers, known, strict=True):
                     names.setdefault(register, name)
                     touched[register].append(instruction.place)

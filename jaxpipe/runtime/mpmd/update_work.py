@@ -271,9 +271,7 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
         written, squares = _renew(context, s, values, gradients, settled)
         env = _environment(context, s, len(coloured.exchanged), values, gradients)
         _compute(context, s, [new[t] for t in names if t not in written], env)
-        results = [
-            written[t] if t in written else settled(values[name], env[new[t]]) for t, name in names.items()
-        ]
+        results = [written[t] if t in written else settled(values[name], env[new[t]]) for t, name in names.items()]
         for t in state:
             after = values[Name(Role.STATE, t)].reshape(stages.aval(t).shape)
             if context.replicas > 1 and jnp.issubdtype(after.dtype, jnp.inexact):

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ from jaxpipe.profiling.cache import program_text
 from jaxpipe.profiling.model import Source, frozen_names, profile_objective, without_frozen_work
 from jaxpipe.progress import progress, tell
 from jaxpipe.rates import known_rates, rates_of
+from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.target import building_for
@@ -128,9 +129,10 @@ def partition(
       num_microbatches: of each replica; left out: enough for a bubble below a fifth, and, for a model that normalizes
         over examples (BatchNorm), so few that each has 4 of them. A ``FewExamplesWarning`` tells of fewer.
       schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
-        common spelling (``"1f1b"``, ``"GPipe"``, ``"zb"``). ``"auto"``: of 1F1B (in pair ticks, the textbook's,
-        interleaved) and zero-bubble the one whose step is predicted to be the shortest within the budget. It never
-        chooses an asynchronous schedule.
+        common spelling (``"1f1b"``, ``"GPipe"``, ``"zb"``). ``"auto"``: the one whose step is predicted to be the
+        shortest within the budget, of the textbook's 1F1B, interleaved, zero-bubble and GPipe with a program for each
+        stage (of those within 2 %, the one that keeps the fewest bytes of stashes), and of 1F1B (in pair ticks, the
+        textbook's, interleaved) and zero-bubble in one program. It never chooses an asynchronous schedule.
       profile: ``"measured"`` (the default) runs operators on one device, once for a program (see
         ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
       network: the links between the devices, in the order of ``mesh.devices.flat``. It decides which device runs which
@@ -163,8 +165,10 @@ def partition(
         optimizer gets it. ``jnp.bfloat16`` saves 2 bytes for each bfloat16 parameter, and rounds every sum.
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
-        ``"auto"``: ``"mpmd"``, but where only ``"spmd"`` has what the plan needs (asynchronous schedules, several
-        devices in a stage, swaps) or a stage's work is shorter than the calls that start it; the plan says which.
+        ``"auto"``: ``"spmd"`` where only that has what the plan needs (asynchronous schedules, several devices in a
+        stage, ``host_memory``); ``"mpmd"`` with ``memory``; else ``"spmd"`` only if the longest stage's work on a
+        micro-batch is shorter than the host's calls and sends for it (25 and 40 us each) and its step is predicted
+        to be shorter. The plan says which, and why.
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.
@@ -319,13 +323,31 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
         schedules = checks.make_team_schedules(request.schedules, teams_of(placed(1), request), m)
     else:
         schedules = checks.make_schedules(request.schedules, request.num_stages, m)
+    if request.schedules is checks.AUTO and not replicate and request.runtime != "spmd" and request.host is None:
+        # Devices that run free have schedules of their own; where one program is better, it has its own too.
+        free = checks.make_schedules(checks.AUTO_FREE, request.num_stages, m)
+        drafts = _of_schedules(request, traced, free, placed, sections)
+        if drafts and drafts[0].runtime.name == "mpmd":
+            return [found for found in drafts if found.runtime.name == "mpmd"]
+    return _of_schedules(request, traced, schedules, placed, sections)
+
+
+def _of_schedules(
+    request: Request,
+    traced: Traced,
+    schedules: Sequence[Schedule],
+    placed: Callable[[int], Partition],
+    sections: Callable[[int], tuple[Placement, tuple[Section, ...]]],
+) -> list[Draft]:
+    """A program for each of some schedules that may be faster than those before it."""
     drafts: list[Draft] = []
     for schedule in schedules:
         v, least = schedule.num_chunks, 0.0
         try:
             if drafts:
                 trimmed = without_backward(schedule, frozen_stages(traced, sections(v)[1]))
-                least = least_seconds(trimmed, placed(v), teams_of(placed(v), request))
+                free = drafts[0].runtime.name == "mpmd"
+                least = least_seconds(trimmed, placed(v), teams_of(placed(v), request), lockstep=not free)
         except checks.PartitionError:  # too few operators for so many stages; others will do
             continue
         if not drafts or least < min(found.seconds for found in drafts):

@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--schedule", default="1f1b-textbook")
     parser.add_argument("--memory", help="a budget for each device")
-    parser.add_argument("--spmd", action="store_true", help="compile one program for all devices, too")
+    parser.add_argument("--spmd", nargs="*", choices=CASES, default=[], help="models to compile as one program, too")
     parser.add_argument("--cpu", action="store_true", help="for simulated CPU devices")
     parser.add_argument("--out", type=Path, default=Path("out/stage-programs.json"))
     options = parser.parse_args()
@@ -166,7 +166,7 @@ def main() -> None:
                 f"predicted {off[0]:+.1%}, estimated {off[1]:+.1%}",
                 flush=True,
             )
-        if options.spmd:
+        if name in options.spmd:
             report = pipeline_of(CASES[name], devices, "spmd", options).memory_report()
             sizes = {"predicted": report.predicted_bytes[0], "compiled": report.compiled_bytes[0]}
             found[name]["one_program"] = sizes

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline import checks
@@ -21,10 +20,7 @@ from jaxpipe.pipeline.describe import (
     describe,
     describe_frozen,
     rates_in,
-    runtime_timeline,
     stage_links,
-    stage_seconds,
-    step_seconds,
 )
 from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
 from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solving, Terms
@@ -36,23 +32,31 @@ from jaxpipe.pipeline.optimizer import colour_update
 from jaxpipe.pipeline.planned import Budget, Planned
 from jaxpipe.pipeline.program import DATA, PAGE, Program
 from jaxpipe.pipeline.request import Request
+from jaxpipe.pipeline.runtime_choice import RuntimeChoice, choose_runtime
 from jaxpipe.pipeline.sections import Placement, Section, count_frozen, cut_sections, place, with_backward
+from jaxpipe.pipeline.stage_budget import StageFitter
 from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.pipeline.trace_update import TracedUpdate, trace_update
 from jaxpipe.pipeline.trained import without_frozen
 from jaxpipe.planning.mapping import best_mapping
 from jaxpipe.planning.memory import predict
 from jaxpipe.planning.placed import Partition
+from jaxpipe.planning.plan import Plan
 from jaxpipe.planning.storing.choose import raised
 from jaxpipe.planning.storing.solver_time import SolverTime
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.profiling.kernels import graph_seconds
+from jaxpipe.runtime.mpmd.estimate import predicted_bytes
 from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.work import weight
+
+
+#: How much longer a step may be if stashes take less: profiles are no better than this.
+ALIKE = 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,12 +101,24 @@ class Draft:
     schedule: Schedule
 
     @cached_property
+    def runtime(self) -> RuntimeChoice:
+        """The runtime of the program."""
+        return choose_runtime(self.request, self.program, self.found)
+
+    @property
     def seconds(self) -> float:
         """Of a step; storage within a budget may add to it."""
-        runtime = choose_runtime(self.request, self.program)
-        found = stage_seconds(self.program, self.found, own_sums=runtime == "mpmd")
-        timeline = runtime_timeline(self.request, self.program, self.found, found, runtime)
-        return step_seconds(self.program, self.found, timeline)
+        return self.runtime.seconds[self.runtime.name]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of stashes on the device that keeps most."""
+        held = [0] * self.program.num_devices
+        for s, section in enumerate(self.program.sections):
+            d = self.program.device(s)
+            size = sum(a.size * a.dtype.itemsize for a in self.program.stash_avals(section))
+            held[d] += self.program.in_flight(d, s // self.program.num_devices) * size
+        return max(held)
 
 
 def sections_for(request: Request, traced: Traced, found: Partition) -> tuple[Placement, tuple[Section, ...]]:
@@ -144,7 +160,8 @@ def draft(
         replicated=DATA in request.mesh.axis_names,
         gradient_dtype=request.gradient_dtype,
     )
-    if request.budget is not None and request.network is not None and program.may_swap:
+    swaps = request.budget is not None and request.network is not None and program.may_swap
+    if swaps and choose_runtime(request, program, found).name == "spmd":
         found = _map_for_swaps(program, found)
     return Draft(request, found, stages, program, schedule)
 
@@ -170,7 +187,7 @@ def choose(
     drafts = sorted(drafts, key=lambda found: found.seconds)
     budget = request.budget
     if budget is None:
-        return settle(traced, drafts[0], None).default
+        return settle(traced, _leanest(drafts), None).default
     time = SolverTime(request.time_limit)
     solutions = SMALLEST_ROUNDS * sum(len(candidate.program.sections) for candidate in drafts)
     solving = Solving(request.solver, time, time.for_smallest(solutions))
@@ -212,6 +229,15 @@ def choose(
     return best
 
 
+def _leanest(drafts: Sequence[Draft]) -> Draft:
+    """Return the fastest draft, or one of stage programs that is about as fast and keeps fewer bytes of stashes."""
+    fastest = drafts[0]
+    if fastest.runtime.name != "mpmd":
+        return fastest
+    alike = [d for d in drafts if d.runtime.name == "mpmd" and d.seconds <= (1 + ALIKE) * fastest.seconds]
+    return min(alike, key=lambda draft: draft.waiting_bytes)
+
+
 def _balanced(
     traced: Traced, found: "Settled", budget: int, solving: Solving, cut_again: Callable[[Draft, Profile], Draft]
 ) -> Planned | None:
@@ -234,7 +260,7 @@ class Settled:
 
     draft: Draft
     planned: Callable[[Program, tuple[Fitted, ...], int | None], Planned]
-    fitter: Fitter | None
+    fitter: Fitter | StageFitter | None
 
     @cached_property
     def default(self) -> Planned:
@@ -265,7 +291,7 @@ class Settled:
 def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     """The optimizer and layouts; with solvers also the search for storage within budgets."""
     request, program, placed = found.request, found.program, found.found
-    runtime = choose_runtime(request, program)
+    runtime = found.runtime.name
     # Variables are placed by stage, or by device where one program has several stages on each.
     model, placement = traced.model, found.stages if runtime == "mpmd" else program.placement
     devices = range(program.num_devices)
@@ -291,13 +317,10 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     def memory_of(program: Program) -> dict[str, int]:
         return predict(program, update, shared, traced.local)
 
-    def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
-        rows = checks.batch_size(traced.microbatch)
-        memory = {} if runtime == "mpmd" else memory_of(chosen)
-        plan = describe(request, chosen, placed, memory, rows, fitted, budget, runtime)
-        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model))
-        if exchange is not None:
-            plan = replace(plan, exchange_bytes=exchange.sent_bytes)
+    calls: dict[int, Any] = {}
+    traces: dict[Any, Any] = {}
+
+    def bare(plan: Plan, chosen: Program) -> Planned:
         settled = Planned(
             plan=plan,
             profile=traced.profile,
@@ -314,44 +337,50 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
             policy=request.policy,
             schedules=request.schedules,
             retrace=lambda one: trace_loss(model, request.loss, one).training(traced_update.trained),
+            traces=traces,
         )
+        if runtime == "mpmd":
+            if id(chosen) not in calls:
+                calls[id(chosen)] = chosen, MpmdRuntime(settled).calls
+            settled = replace(settled, calls=calls[id(chosen)][1])
+        return settled
+
+    def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
+        rows = checks.batch_size(traced.microbatch)
+        memory = {} if runtime == "mpmd" else memory_of(chosen)
+        plan = describe(request, chosen, placed, memory, rows, fitted, budget, runtime)
+        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model))
+        plan = replace(plan, runtime_reason=found.runtime.reason)
+        if exchange is not None:
+            plan = replace(plan, exchange_bytes=exchange.sent_bytes)
+        settled = bare(plan, chosen)
         return with_stage_bytes(settled) if runtime == "mpmd" else settled
+
+    def measure(chosen: Program) -> list[int]:
+        stages = MpmdRuntime(bare(default_plan(), chosen))
+        peaks = predicted_bytes(stages.calls, stages.devices)
+        return [max(peaks[x].total for x in stages.devices[d]) for d in devices]
+
+    @functools.cache
+    def default_plan() -> Plan:
+        return planned(program, (Fitted(),) * len(program.sections), None).plan
 
     fitter = None
     if solving is not None:
-        fitter = Fitter(program, Terms(memory_of, _prices(request, traced.objective, placed), solving))
+        prices = _prices(request, traced.objective, placed)
+        if runtime == "mpmd":
+            fitter = StageFitter(program, measure, prices, solving)
+        else:
+            fitter = Fitter(program, Terms(memory_of, prices, solving))
     return Settled(found, planned, fitter)
 
 
 def with_stage_bytes(planned: Planned) -> Planned:
-    """Trace the stage programs of a plan, and add to it the bytes that each device needs for them."""
-    runtime = MpmdRuntime(planned)
-    planned = replace(planned, calls=runtime.calls)
-    devices = tuple(peak.components for peak in runtime.predicted)
+    """Add to a plan the bytes that each device needs for its stage programs."""
+    devices = tuple(peak.components for peak in MpmdRuntime(planned).predicted)
     each = tuple(sum(memory.values()) for memory in devices)
     memory = devices[each.index(max(each))]
     return replace(planned, plan=replace(planned.plan, memory=memory, each_device=each, device_memory=devices))
-
-
-def choose_runtime(request: Request, program: Program) -> str:
-    """Return the runtime of a program: the one that was asked for, or the one that can do what it needs.
-
-    Raises:
-      PartitionError: if ``runtime="mpmd"`` was asked for and only the other has what the program needs.
-    """
-    needs = {
-        "an asynchronous schedule": program.schedule.versions is not None,
-        "several devices in a stage (replicate)": not program.teams.single,
-        "host_memory": request.host is not None,
-        "memory": request.budget is not None,
-    }
-    needed = [name for name, wanted in needs.items() if wanted]
-    if request.runtime == "mpmd" and needed:
-        raise PartitionError(
-            f"runtime='mpmd' does not have {needed[0]} yet, which this call asks for. Pass runtime='spmd', or leave it "
-            "out."
-        )
-    return "spmd" if needed or request.runtime == "spmd" else "mpmd"
 
 
 def _map_for_swaps(program: Program, found: Partition) -> Partition:

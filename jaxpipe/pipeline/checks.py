@@ -26,7 +26,7 @@ from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.statistics import FEW_EXAMPLES
 from jaxpipe.planning.plan import Plan
-from jaxpipe.schedules import BY_NAME, Schedule, interleaved, one_f_one_b, zero_bubble
+from jaxpipe.schedules import BY_NAME, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.names import plain_name, schedule_named
 from jaxpipe.schedules.peers import can_swap
 from jaxpipe.schedules.teams import Teams
@@ -157,6 +157,10 @@ AUTO: tuple[ScheduleMaker, ...] = (
     zero_bubble,
     interleaved,
 )
+
+
+#: The same for stage programs, whose devices run free: 1F1B in pair ticks would only keep more stashes.
+AUTO_FREE: tuple[ScheduleMaker, ...] = (functools.partial(one_f_one_b, paired=False), zero_bubble, interleaved, gpipe)
 
 
 def schedule_makers(schedule: Any) -> tuple[ScheduleMaker, ...]:

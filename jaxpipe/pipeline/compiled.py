@@ -91,12 +91,28 @@ def with_step(planned: Planned) -> Planned:
         return planned
     hosts.agree("The plan", planned.plan.to_json())
     tell(f"Compiling the training step, {bytes_text(planned.plan.predicted_bytes)} predicted")
+    if planned.plan.runtime == "mpmd":
+        return _with_stage_programs(planned)
     function = steps.training_step(
         planned.mesh, planned.program, planned.update, planned.batching, abstract_state(planned)
     )
     step = lower(planned, function, planned.batch, planned.batching).compile()
     size = hosts.from_first(functools.partial(reserved_bytes, step))
     tell(f"XLA reserves {bytes_text(size)} on each device")
+    return replace(planned, compiled=Compiled(step, size))
+
+
+def _with_stage_programs(planned: Planned) -> Planned:
+    """Compile the stage programs of a plan; what counts is the fullest device of any process."""
+    from jaxpipe.runtime.mpmd.memory import peak_bytes  # which need this module themselves
+    from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
+
+    runtime = MpmdRuntime(planned)
+    step = runtime.build()
+    peaks = peak_bytes(step, runtime.devices)
+    own = hosts.mine(list(peaks))
+    size = hosts.most(max((peaks[d].total for d in own), default=0))
+    tell(f"XLA reserves {bytes_text(size)} on the fullest device")
     return replace(planned, compiled=Compiled(step, size))
 
 

@@ -91,7 +91,7 @@ def runtime_timeline(
     return step_timeline(program, found, seconds)
 
 
-def least_seconds(schedule: Schedule, found: Partition, teams: Teams) -> float:
+def least_seconds(schedule: Schedule, found: Partition, teams: Teams, lockstep: bool = True) -> float:
     """What a step takes at least with some cuts: its work alone."""
     work = []
     for s, stage in enumerate(found.stages):
@@ -101,7 +101,7 @@ def least_seconds(schedule: Schedule, found: Partition, teams: Teams) -> float:
         work.append([seconds / speed for seconds in sums])
     forward, backward = (list(seconds) for seconds in zip(*work, strict=True))
     if not schedule.splits_backward:
-        return simulate(schedule, forward=forward, backward=backward).makespan
+        return simulate(schedule, forward=forward, backward=backward, lockstep=lockstep).makespan
     # However it is split, no device does more in a step than this.
     return schedule.num_microbatches * max(f + b for f, b in zip(forward, backward, strict=True))
 

@@ -1,7 +1,7 @@
 """``Planned``: a plan with everything that runs it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import Mesh
@@ -63,6 +63,7 @@ class Planned:
       budget: what else could be planned; None if there is no budget.
       compiled: the training step, once it has been compiled.
       calls: with stage programs, the list of the training step (``jaxpipe.runtime.mpmd.calls``), traced.
+      traces: work of stages that was traced for plans with the same cuts; filled while lists are written.
     """
 
     plan: Plan
@@ -83,3 +84,4 @@ class Planned:
     budget: Budget | None = None
     compiled: Compiled | None = None
     calls: Any = None
+    traces: dict[Any, Any] = field(default_factory=dict)

@@ -18,7 +18,7 @@ CALL_SECONDS, SEND_SECONDS = 25e-6, 40e-6
 
 @dataclass(frozen=True)
 class Dispatching:
-    """What a step takes besides the work of the stages.
+    """Messages and hosts: what a step needs besides the work of the stages.
 
     Attributes:
       messages: by stage, seconds until what it sends on has arrived, and the cotangents that it sends back.
@@ -27,6 +27,13 @@ class Dispatching:
 
     messages: Sequence[tuple[float, float]]
     processes: Sequence[Sequence[int]]
+
+
+def call_seconds(schedule: Schedule) -> float:
+    """Return what the host needs for a micro-batch of a stage: its calls, and its sends to both sides, at the most."""
+    sends = 0 if schedule.num_stages == 1 else min(2, schedule.total_stages - 1)
+    calls = max(len(program_kinds(schedule, s)) for s in range(schedule.total_stages))
+    return calls * CALL_SECONDS + sends * SEND_SECONDS
 
 
 def dispatched_timeline(
@@ -74,7 +81,7 @@ def _begins(
     """Return when the host has called each action; what goes on in a program that was called before is left out."""
     p, count = schedule.num_stages, schedule.total_stages
     now = {process: 0.0 for row in processes for process in row}
-    found: dict[tuple[Kind, int, int], float] = {}
+    called: dict[tuple[Kind, int, int], float] = {}
     for tick in schedule.ticks:
         for device, actions in enumerate(tick):
             for action in actions:
@@ -85,5 +92,5 @@ def _begins(
                 for process in processes[device]:
                     now[process] += CALL_SECONDS * (action.kind in first[s]) + SEND_SECONDS * sends
                 if action.kind in first[s]:
-                    found[action.kind, s, action.microbatch] = max(before)
-    return found
+                    called[action.kind, s, action.microbatch] = max(before)
+    return called

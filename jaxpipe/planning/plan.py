@@ -176,6 +176,7 @@ class Plan:
       notes: differences from plain training, one sentence each: annotations left out, types of sums.
       frozen: the parameters that the optimizer does not train, if there are any.
       runtime: ``"mpmd"``, a program for each stage, or ``"spmd"``, one for all devices.
+      runtime_reason: why it is this one.
       each_device: predicted bytes of each device, where they differ, in the order of ``mesh.devices.flat``.
       device_memory: the same by component.
 
@@ -208,6 +209,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     frozen: FrozenPlan | None = None
     runtime: str = "spmd"
+    runtime_reason: str = ""
     each_device: tuple[int, ...] = ()
     device_memory: tuple[dict[str, int], ...] = ()
 
@@ -308,6 +310,7 @@ def _caption(plan: Plan, prefix: str) -> list[str]:
     limit += "" if plan.raised_from is None else f" (raised from {bytes_text(plan.raised_from)})"
     lines = [
         f"step {1e3 * plan.step_seconds:.1f} ms ({plan.profile} profile), bubble {plan.bubble_fraction:.1%}",
+        *([f"runtime {plan.runtime}: {plan.runtime_reason}"] if plan.runtime_reason else []),
         f"{bytes_text(plan.predicted_bytes)}{limit} {where}: {parts}",
         *_device_lines(plan),
     ]

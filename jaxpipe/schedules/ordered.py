@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules.simulate import simulate
@@ -41,8 +40,9 @@ def from_orders(name: str, orders: Sequence[Sequence[Action]], num_microbatches:
         tuple((action,) if action else () for action in column) for column in itertools.zip_longest(*orders)
     )
     listed = Schedule(name, len(orders), num_microbatches, columns, num_chunks)
-    parts = ("backward_input", "backward_weight") if listed.splits_backward else ("backward",)
-    units: dict[str, Any] = dict.fromkeys(("forward", *parts), 1)
-    timeline = simulate(listed, **units, lockstep=False)
+    if listed.splits_backward:
+        timeline = simulate(listed, forward=1, backward_input=1, backward_weight=1, lockstep=False)
+    else:
+        timeline = simulate(listed, forward=1, backward=1, lockstep=False)
     work = {(int(span.start), span.stage): [span.action] for span in timeline.spans}
     return table(name, len(orders), num_microbatches, work, num_chunks)

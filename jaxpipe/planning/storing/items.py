@@ -56,6 +56,7 @@ def stage_items(
     seconds: Callable[[Operator], float],
     bytes_per_second: float,
     held: Iterable[int] = (),
+    released: Container[int] = (),
 ) -> Items:
     """The items and events of a stage.
 
@@ -65,6 +66,7 @@ def stage_items(
       seconds: what it takes to run an operator of ``linearization.graph`` again.
       bytes_per_second: the rate of memory, for the codecs.
       held: inputs that cost nothing to store.
+      released: inputs whose cotangent is gone once it has been made, as it is added to a sum.
     """
     graph, held = linearization.graph, frozenset(held)
     at_hand = graph.derived_from_parameters()
@@ -77,7 +79,7 @@ def stage_items(
     position = {t: k for k, t in enumerate(tensors)}
     everything = Choices({**chosen, **{t: Form(Storage.KEEP) for t in held}})
     derivations = Derivations(graph)
-    events, base = _events(linearization, derivations, everything, at_hand, position)
+    events, base = _events(linearization, derivations, everything, at_hand, position, released)
     items, forms = [], []
     for t in tensors:
         options = [chosen[t]]
@@ -197,6 +199,7 @@ def _events(
     everything: Choices,
     at_hand: frozenset[int],
     position: Mapping[int, int],
+    released: Container[int],
 ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
     """The events that read each item, and the bytes in each of cotangents and of what a step needs while it runs."""
     reads: list[set[int]] = []
@@ -211,6 +214,7 @@ def _events(
         after = sum(tensors[t].bytes for t in cotangents)
         base.append(max(after, before + _while_running(linearization.graph, step, {*position, *at_hand})))
         cotangents -= {t for t in step.cotangents_in if t not in linearization.wrt}
+        cotangents = {t for t in cotangents if t not in released}
         reads.append({t for t in leaves if t in position})
     joined_reads: list[set[int]] = []
     joined_base: list[int] = []

@@ -8,7 +8,7 @@ the optimizer, stage by stage
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -54,12 +54,14 @@ class Layout:
       schedule: the table.
       devices: by stage and replica.
       homes: by tensor number of a parameter, its stage.
+      traces: work that was traced before, of the same cuts; filled while lists are written.
     """
 
     context: Context
     schedule: Schedule
     devices: np.ndarray
     homes: dict[int, int]
+    traces: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def stages(self) -> range:
@@ -165,8 +167,10 @@ class _Writer:
 
         traced: list[tuple[Kinds, TracedWork]] = []
         for kinds in reversed(program_kinds(self.layout.schedule, s)):
-            work = stage_work(self.context, s, kinds)
-            program = trace_work(work, is_wanted)
+            section, key = self.context.sections[s], (s, kinds, id(self.context.sections[s]))
+            if key not in self.layout.traces:  # with the section, so that its number stays its own
+                self.layout.traces[key] = section, trace_work(stage_work(self.context, s, kinds), is_wanted)
+            program = self.layout.traces[key][1]
             wanted |= set(program.read_names)
             traced.append((kinds, program))
         return {kinds: self.builder.program(program) for kinds, program in reversed(traced)}
@@ -400,7 +404,10 @@ class _Writer:
 
     def call_whole(self, work: Any, s: int, consumes: bool = False) -> TracedWork:
         """Run work on all replicas of a stage together."""
-        traced = trace_work(work, replicas=len(self.layout.replicas))
+        key = work.label, work.reads, work.writes
+        if key not in self.layout.traces:
+            self.layout.traces[key] = trace_work(work, replicas=len(self.layout.replicas))
+        traced = self.layout.traces[key]
         number = self.builder.program(traced, True, (_is_own, lambda name: name.role is Role.RESIDUAL), consumes)
         self.builder.call(number, s)
         return traced

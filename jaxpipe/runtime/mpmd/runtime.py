@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
 from jaxpipe.errors import PartitionError
-from jaxpipe.pipeline import checks
+from jaxpipe.pipeline import checks, compiled
 from jaxpipe.pipeline.axes import DATA, STAGE
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.planned import Planned
@@ -264,7 +264,7 @@ class MpmdRuntime:
 
     @cached_property
     def _layout(self) -> Layout:
-        return self._shaped_layout(as_planned(self.planned))
+        return dataclasses.replace(self._shaped_layout(as_planned(self.planned)), traces=self.planned.traces)
 
     def _shaped_layout(self, shaped: Shaped) -> Layout:
         return self._layout_of(shaped.objective, shaped.sections, shaped.schedule, shaped.batch, shaped.batching)
@@ -339,9 +339,15 @@ class MpmdRuntime:
     @cached_property
     @progress("Compiling the training step")
     def compiled_step(self) -> Dispatch:
-        """The compiled list of a training step."""
-        if self.planned.compiled is not None:
-            return self.planned.compiled.step
+        """The compiled list of a training step, within the budget if there is one."""
+        if self.planned.budget is not None and self.planned.compiled is None:
+            self.planned = compiled.within_budget(self.planned)
+            for name in ("_layout", "_update", "_where", "calls"):  # of the same state with other storage
+                self.__dict__.pop(name, None)
+        return self.build() if self.planned.compiled is None else self.planned.compiled.step
+
+    def build(self) -> Dispatch:
+        """Compile the list of a training step as it is planned."""
         with self._building():
             return compile_list(self.calls, self.devices)
 

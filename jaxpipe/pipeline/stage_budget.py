@@ -1,0 +1,204 @@
+"""Storage that keeps every device of a pipeline of stage programs within a memory budget, each stage by itself.
+
+    default storage ──▶ predicted bytes of each device ──within──▶ done
+                               │ over: its own stages only
+                               ▼
+    problem (``held`` stashes at once, capacity = budget - all else on the device) ──▶ choice ──▶ predicted bytes ...
+
+The integer program knows the stashes and what is computed again; what else a device needs is read off the prediction
+for the stage programs, and corrects the capacity until these fit.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxpipe import hosts
+from jaxpipe import stage as stages
+from jaxpipe.pipeline.fit import GAP, MOST_ROUNDS, Answered, Fitted, Prices, Solving
+from jaxpipe.pipeline.program import Program
+from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
+from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
+from jaxpipe.planning.storing.problem import Outcome, Problem, simulate
+from jaxpipe.progress import tell
+from jaxpipe.schedules.joined import program_kinds
+from jaxpipe.stage import Stage
+from jaxpipe.units import bytes_text
+
+
+#: By stage, the answer for it; those with default storage are left out.
+Answers = Mapping[int, Answer]
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """Answers, their program, and predicted bytes by device."""
+
+    answers: Answers
+    program: Program
+    needs: Sequence[int]
+
+
+class StageFitter:
+    """Storage for a program whose stages are compiled by themselves, within one budget after another."""
+
+    def __init__(self, program: Program, measure: Callable[[Program], Sequence[int]], prices: Prices, solving: Solving):
+        """Nothing is done yet.
+
+        Args:
+          program: with default storage.
+          measure: predicted bytes of each device along the stage axis.
+          prices: what choices cost.
+          solving: by whom, and how long.
+        """
+        self.program, self._measure, self._prices, self._solving = program, measure, prices, solving
+        self._built: dict[tuple[int, tuple[int, ...]], Stage] = {}
+        self._programs: dict[tuple[tuple[int, tuple[int, ...]], ...], _Candidate] = {}
+        self._spent: dict[int, float] = {}
+
+    def within(self, budget: int) -> tuple[Program, tuple[Fitted, ...]] | None:
+        """Return the program with the fastest storage of predicted bytes within a budget; None if no choice is.
+
+        Some choice is within every budget that is no less than what ``smallest`` needs.
+        """
+        now = default = self._candidate({})
+        over = [d for d, size in enumerate(default.needs) if size > budget]
+        beyond = {d: self._beyond(default, d) for d in over}
+        best: _Candidate | None = None
+        for number in range(MOST_ROUNDS if over else 0):
+            tell(
+                f"{self.program.schedule.name}: choosing what the stages of {len(over)} device(s) store within "
+                f"{bytes_text(budget)}, round {number + 1}; solvers took {self._solving.time.spent:.1f} of "
+                f"{self._solving.time.limit:g} s"
+            )
+            now = self._candidate({s: a for d in over for s, a in self._solved(d, budget - beyond[d]).items()})
+            fits = max(now.needs) <= budget
+            if fits and (best is None or self._added(now) < self._added(best)):
+                best = now
+            needed = {d: self._beyond(now, d) for d in over}
+            # What turns out to be needed besides counts; where all fits, it may also be less than was thought.
+            corrected = needed if fits else {d: max(needed[d], beyond[d]) for d in over}
+            if corrected == beyond or (fits and all(needed[d] >= beyond[d] for d in over)):
+                break
+            beyond = corrected
+        if not over:
+            best = default
+        if best is None:
+            best = self._with_smallest(now, budget)
+        return None if best is None else (best.program, self._report(best.answers))
+
+    @functools.cached_property
+    def smallest(self) -> Answered:
+        """The program with the least predicted bytes on its fullest device. It does not depend on any budget."""
+        least = self._smallest
+        return self._added(least), least.program, self._report(least.answers)
+
+    @functools.cached_property
+    def _smallest(self) -> _Candidate:
+        """Every device's stages with as little memory as is found, or with default storage if that needs less."""
+        tell(f"{self.program.schedule.name}: looking for the smallest plan")
+        options = {"solver": self._solving.solver, "time_limit": self._solving.for_smallest, "gap": GAP}
+        answers: dict[int, Answer] = {}
+        for s in range(len(self.program.sections)):
+            answer = hosts.from_first(functools.partial(lowest_peak, self._problem(s, math.inf), **options))
+            if answer is not None:
+                answers[s] = answer
+        least, default = self._candidate(answers), self._candidate({})
+        smaller = [d for d, needed in enumerate(least.needs) if needed < default.needs[d]]
+        return self._candidate({s: answer for s, answer in answers.items() if self.program.device(s) in smaller})
+
+    def _with_smallest(self, now: _Candidate, budget: int) -> _Candidate | None:
+        """A candidate with the smallest storage on the devices that are over the budget; None if they still are."""
+        over = [d for d, needed in enumerate(now.needs) if needed > budget]
+        kept = {s: a for s, a in now.answers.items() if self.program.device(s) not in over}
+        least = {s: a for s, a in self._smallest.answers.items() if self.program.device(s) in over}
+        mixed = self._candidate({**kept, **least})
+        if max(mixed.needs) <= budget:
+            return mixed
+        return self._smallest if max(self._smallest.needs) <= budget else None
+
+    def _solved(self, d: int, room: float) -> dict[int, Answer]:
+        """Answers for the stages of a device, within a room that they share as they would by default."""
+        peaks = {s: self._outcome(s, self._items[s].default).peak_bytes for s in self._stages_of(d)}
+        answers: dict[int, Answer] = {}
+        for s, peak in peaks.items():
+            problem = self._problem(s, room * peak / max(1, sum(peaks.values())))
+            answer, spent = self._solving.time.solve(choose, problem, solver=self._solving.solver, gap=GAP)
+            self._spent[s] = self._spent.get(s, 0.0) + spent
+            answer = answer or self._smallest.answers.get(s)
+            if answer is not None:
+                answers[s] = answer
+        return answers
+
+    def _beyond(self, candidate: _Candidate, d: int) -> float:
+        """Return the bytes that a device needs beyond those that the problems of its stages know."""
+        peaks = [self._outcome(s, self._choice(candidate.answers, s)).peak_bytes for s in self._stages_of(d)]
+        return candidate.needs[d] - sum(peaks)
+
+    def _stages_of(self, d: int) -> list[int]:
+        return [s for s in range(len(self.program.sections)) if self.program.device(s) == d]
+
+    @functools.cached_property
+    def _items(self) -> list[Items]:
+        items = []
+        for section in self.program.sections:
+            assert section.stage is not None
+            built, prices = section.stage, self._prices
+            price = functools.partial(prices.seconds, built.linearization.graph)
+            summed = {*section.parameters, *section.borrowed}
+            items.append(
+                stage_items(
+                    built.linearization, built.storage, price, prices.bytes_per_second, section.used, released=summed
+                )
+            )
+        return items
+
+    def _problem(self, s: int, capacity: float) -> Problem:
+        """A stage's problem.
+
+        Where forward and backward pass are one program, its only stash goes piece by piece. Other stashes are arrays
+        that are there until the backward pass that reads them is done.
+        """
+        if len(program_kinds(self.program.schedule, s)[0]) > 1:
+            return limited(self._items[s], capacity, frees=True)
+        chunk = s // self.program.num_devices
+        held = self.program.in_flight(self.program.device(s), chunk)
+        return limited(self._items[s], capacity, held=held, frees=False)
+
+    def _outcome(self, s: int, choice: tuple[int, ...]) -> Outcome:
+        outcome = simulate(self._problem(s, math.inf), choice)
+        assert outcome is not None
+        return outcome
+
+    def _choice(self, answers: Answers, s: int) -> tuple[int, ...]:
+        return answers[s].choice if s in answers else self._items[s].default
+
+    def _candidate(self, answers: Answers) -> _Candidate:
+        """The program with some answers; the same one for the same choices."""
+        choices = tuple((s, answers[s].choice) for s in sorted(answers))
+        if choices not in self._programs:
+            sections = list(self.program.sections)
+            for s, choice in choices:
+                if (s, choice) not in self._built:
+                    plan = storage_plan(self._items[s], choice)
+                    self._built[s, choice] = stages.assemble(self._items[s].linearization, plan)
+                sections[s] = replace(sections[s], stage=self._built[s, choice])
+            program = replace(self.program, sections=tuple(sections)) if choices else self.program
+            self._programs[choices] = _Candidate(answers, program, self._measure(program))
+        return self._programs[choices]
+
+    def _added(self, candidate: _Candidate) -> float:
+        """Seconds that storage adds to a step: those of the slowest device for all micro-batches."""
+        added = [0.0] * self.program.num_devices
+        for s, fitted in enumerate(self._report(candidate.answers)):
+            added[self.program.device(s)] += fitted.added_seconds * self._prices.slow[s]
+        return self.program.num_microbatches * max(added)
+
+    def _report(self, answers: Answers) -> tuple[Fitted, ...]:
+        """Return how the storage of each stage was chosen."""
+        reports = [Fitted()] * len(self.program.sections)
+        for s, answer in answers.items():
+            before = self._outcome(s, self._items[s].default).seconds
+            reports[s] = Fitted(answer.status, answer.outcome.seconds - before, answer.gap, self._spent.get(s, 0.0))
+        return tuple(reports)

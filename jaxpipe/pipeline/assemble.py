@@ -353,7 +353,7 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
 
 
 class StageLists:
-    """The lists of stage programs for plans with the same cuts; each program's, and each stage's work, is traced once."""
+    """The lists of plans with the same cuts. The list of a program, and the work of a stage, is traced once."""
 
     def __init__(self) -> None:
         """Nothing is traced yet."""

@@ -85,6 +85,7 @@ def test_nothing_is_shown_where_stderr_is_no_terminal(written, monkeypatch):
 def test_a_plan_and_a_first_step_are_told_in_the_log(caplog):
     mesh, batch = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), jnp.ones((8, 3))
     options = {"loss": lambda f, x: f(x).mean(), "optimizer": optax.sgd(0.1), "profile": "analytic"}
+    options["runtime"] = "spmd"
     with caplog.at_level(logging.INFO, "jaxpipe"):
         pipeline = jaxpipe.partition(MODEL, mesh, batch, num_microbatches=2, **options)
         pipeline.step(pipeline.init(jax.random.key(0)), batch)

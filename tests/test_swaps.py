@@ -396,7 +396,13 @@ def chain(network=None, memory=None, replicas=1):
     model = jax.tree_util.Partial(layers, list(jax.random.normal(KEY, (16, width, width)) / 8))
     shape, names = ((4,), ("stage",)) if replicas == 1 else ((replicas, 4), ("data", "stage"))
     mesh = jax.make_mesh(shape, names, devices=jax.devices()[: 4 * replicas])
-    options = {"optimizer": optax.sgd(0.1), "num_microbatches": m, "profile": "analytic", "storage": ()}
+    options = {
+        "optimizer": optax.sgd(0.1),
+        "num_microbatches": m,
+        "profile": "analytic",
+        "storage": (),
+        "runtime": "spmd",
+    }
     pipeline = jaxpipe.partition(
         model, mesh, x, loss=lambda f, x: f(x).sum(), network=network, memory=memory, compile=False, **options
     )
@@ -468,7 +474,7 @@ def test_replicas_swap_among_themselves():
 def forced(pipeline, swaps):
     """The same pipeline with some swaps, whatever devices can do; on a CPU, the host's memory is one more buffer."""
     planned = pipeline._planned
-    pipeline._maybe_planned = replace(planned, program=replace(planned.program, swaps=swaps))
+    pipeline._runtime.planned = replace(planned, program=replace(planned.program, swaps=swaps))
     return pipeline
 
 
@@ -478,6 +484,7 @@ def small(p, m):
     model = jax.tree_util.Partial(layers, list(jax.random.normal(KEY, (2 * p, 80, 80)) / 9))
     mesh = jax.make_mesh((p,), ("stage",), devices=jax.devices()[:p])
     options = {"optimizer": optax.sgd(0.1), "num_microbatches": m, "profile": "analytic", "storage": ()}
+    options["runtime"] = "spmd"
     return jaxpipe.partition(model, mesh, x, loss=lambda f, x: (f(x) ** 2).sum(), schedule="one_f_one_b", **options), x
 
 

@@ -17,6 +17,7 @@ from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.balance import balanced
 from jaxpipe.pipeline.compiled import is_near_budget, refusal, with_step, within_budget
 from jaxpipe.pipeline.describe import (
+    RuntimeChoice,
     describe,
     describe_frozen,
     rates_in,
@@ -32,7 +33,7 @@ from jaxpipe.pipeline.optimizer import colour_update
 from jaxpipe.pipeline.planned import Budget, Planned
 from jaxpipe.pipeline.program import DATA, PAGE, Program
 from jaxpipe.pipeline.request import Request
-from jaxpipe.pipeline.runtime_choice import RuntimeChoice, choose_runtime
+from jaxpipe.pipeline.runtime_choice import choose_runtime
 from jaxpipe.pipeline.sections import Placement, Section, count_frozen, cut_sections, place, with_backward
 from jaxpipe.pipeline.stage_budget import StageFitter
 from jaxpipe.pipeline.step import Batching, Update
@@ -41,7 +42,6 @@ from jaxpipe.pipeline.trained import without_frozen
 from jaxpipe.planning.mapping import best_mapping
 from jaxpipe.planning.memory import predict
 from jaxpipe.planning.placed import Partition
-from jaxpipe.planning.plan import Plan
 from jaxpipe.planning.storing.choose import raised
 from jaxpipe.planning.storing.solver_time import SolverTime
 from jaxpipe.profile import Profile
@@ -317,10 +317,15 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     def memory_of(program: Program) -> dict[str, int]:
         return predict(program, update, shared, traced.local)
 
-    calls: dict[int, Any] = {}
-    traces: dict[Any, Any] = {}
+    lists = StageLists()
 
-    def bare(plan: Plan, chosen: Program) -> Planned:
+    def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
+        rows = checks.batch_size(traced.microbatch)
+        memory = {} if runtime == "mpmd" else memory_of(chosen)
+        plan = describe(request, chosen, placed, memory, rows, fitted, budget, found.runtime)
+        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model))
+        if exchange is not None:
+            plan = replace(plan, exchange_bytes=exchange.sent_bytes)
         settled = Planned(
             plan=plan,
             profile=traced.profile,
@@ -337,50 +342,47 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
             policy=request.policy,
             schedules=request.schedules,
             retrace=lambda one: trace_loss(model, request.loss, one).training(traced_update.trained),
-            traces=traces,
         )
-        if runtime == "mpmd":
-            if id(chosen) not in calls:
-                calls[id(chosen)] = chosen, MpmdRuntime(settled).calls
-            settled = replace(settled, calls=calls[id(chosen)][1])
-        return settled
-
-    def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
-        rows = checks.batch_size(traced.microbatch)
-        memory = {} if runtime == "mpmd" else memory_of(chosen)
-        plan = describe(request, chosen, placed, memory, rows, fitted, budget, runtime)
-        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model))
-        plan = replace(plan, runtime_reason=found.runtime.reason)
-        if exchange is not None:
-            plan = replace(plan, exchange_bytes=exchange.sent_bytes)
-        settled = bare(plan, chosen)
-        return with_stage_bytes(settled) if runtime == "mpmd" else settled
-
-    def measure(chosen: Program) -> list[int]:
-        stages = MpmdRuntime(bare(default_plan(), chosen))
-        peaks = predicted_bytes(stages.calls, stages.devices)
-        return [max(peaks[x].total for x in stages.devices[d]) for d in devices]
-
-    @functools.cache
-    def default_plan() -> Plan:
-        return planned(program, (Fitted(),) * len(program.sections), None).plan
+        return lists.with_bytes(settled) if runtime == "mpmd" else settled
 
     fitter = None
     if solving is not None:
         prices = _prices(request, traced.objective, placed)
+        fitter = Fitter(program, Terms(memory_of, prices, solving))
         if runtime == "mpmd":
-            fitter = StageFitter(program, measure, prices, solving)
-        else:
-            fitter = Fitter(program, Terms(memory_of, prices, solving))
+            default = functools.cache(lambda: planned(program, (Fitted(),) * len(program.sections), None))
+            fitter = StageFitter(program, lambda chosen: lists.needs(default(), chosen), prices, solving)
     return Settled(found, planned, fitter)
 
 
-def with_stage_bytes(planned: Planned) -> Planned:
-    """Add to a plan the bytes that each device needs for its stage programs."""
-    devices = tuple(peak.components for peak in MpmdRuntime(planned).predicted)
-    each = tuple(sum(memory.values()) for memory in devices)
-    memory = devices[each.index(max(each))]
-    return replace(planned, plan=replace(planned.plan, memory=memory, each_device=each, device_memory=devices))
+class StageLists:
+    """The lists of plans with the same cuts. The list of a program, and the work of a stage, is traced once."""
+
+    def __init__(self) -> None:
+        """Nothing is traced yet."""
+        self._calls: dict[int, tuple[Program, Any]] = {}
+        self._traces: dict[Any, Any] = {}
+
+    def with_list(self, planned: Planned) -> Planned:
+        """Return a plan with its list."""
+        program, planned = planned.program, replace(planned, traces=self._traces)
+        if id(program) not in self._calls:  # with the program, so that its number stays its own
+            self._calls[id(program)] = program, MpmdRuntime(planned).calls
+        return replace(planned, calls=self._calls[id(program)][1])
+
+    def with_bytes(self, planned: Planned) -> Planned:
+        """Return a plan with its list, and the bytes that each device needs for it."""
+        planned = self.with_list(planned)
+        devices = tuple(peak.components for peak in MpmdRuntime(planned).predicted)
+        each = tuple(sum(memory.values()) for memory in devices)
+        memory = devices[each.index(max(each))]
+        return replace(planned, plan=replace(planned.plan, memory=memory, each_device=each, device_memory=devices))
+
+    def needs(self, planned: Planned, program: Program) -> list[int]:
+        """Return the predicted bytes of each device along the stage axis, for a plan with another program."""
+        runtime = MpmdRuntime(self.with_list(replace(planned, program=program, calls=None)))
+        peaks = predicted_bytes(runtime.calls, runtime.devices)
+        return [max(peaks[x].total for x in row) for row in runtime.devices[: program.num_devices]]
 
 
 def _map_for_swaps(program: Program, found: Partition) -> Partition:

@@ -35,6 +35,21 @@ from jaxpipe.work import weight
 
 
 @dataclass(frozen=True)
+class RuntimeChoice:
+    """A runtime, and why it was chosen (``jaxpipe.pipeline.runtime_choice``).
+
+    Attributes:
+      name: ``"mpmd"`` or ``"spmd"``.
+      reason: for people.
+      seconds: predicted, of a step in each runtime that was looked at.
+    """
+
+    name: str
+    reason: str
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
 class StageSeconds:
     """What a stage computes for one micro-batch, on a device of the profiled kind; ``weight`` only if it waits."""
 
@@ -203,10 +218,10 @@ def describe(
     microbatch_size: int,
     fitted: Sequence[Fitted],
     budget: int | None,
-    runtime: str,
+    chosen: RuntimeChoice,
 ) -> Plan:
     """The plan of a program."""
-    graph = program.objective.graph
+    graph, runtime = program.objective.graph, chosen.name
     seconds = stage_seconds(program, found, [fit.added_seconds for fit in fitted], own_sums=runtime == "mpmd")
     messages = message_seconds(program, found) if runtime == "mpmd" else [(0.0, 0.0)] * len(seconds)
     stages = []
@@ -255,6 +270,7 @@ def describe(
         notes=(*program.objective.annotations.notes(request.mesh.axis_names), *_sum_notes(program)),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
         runtime=runtime,
+        runtime_reason=chosen.reason,
     )
 
 

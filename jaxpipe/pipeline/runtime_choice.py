@@ -1,30 +1,14 @@
 """The choice between a program for each stage and one program for all devices."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.pipeline.describe import StageSeconds, runtime_timeline, stage_seconds, step_seconds
+from jaxpipe.pipeline.describe import RuntimeChoice, StageSeconds, runtime_timeline, stage_seconds, step_seconds
 from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.request import Request
 from jaxpipe.planning.dispatched import call_seconds
 from jaxpipe.planning.placed import Partition
 from jaxpipe.units import seconds_text
-
-
-@dataclass(frozen=True)
-class RuntimeChoice:
-    """A runtime, and why it was chosen.
-
-    Attributes:
-      name: ``"mpmd"`` or ``"spmd"``.
-      reason: for people.
-      seconds: predicted, of a step in each runtime that was looked at.
-    """
-
-    name: str
-    reason: str
-    seconds: dict[str, float]
 
 
 def choose_runtime(request: Request, program: Program, found: Partition) -> RuntimeChoice:

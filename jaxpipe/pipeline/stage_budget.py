@@ -68,8 +68,8 @@ class StageFitter:
         best: _Candidate | None = None
         for number in range(MOST_ROUNDS if over else 0):
             tell(
-                f"{self.program.schedule.name}: choosing what the stages of {len(over)} device(s) store within "
-                f"{bytes_text(budget)}, round {number + 1}; solvers took {self._solving.time.spent:.1f} of "
+                f"{self.program.schedule.name}: choosing what {sum(len(self._stages_of(d)) for d in over)} stage(s) store "
+                f"within {bytes_text(budget)}, round {number + 1}; solvers took {self._solving.time.spent:.1f} of "
                 f"{self._solving.time.limit:g} s"
             )
             now = self._candidate({s: a for d in over for s, a in self._solved(d, budget - beyond[d]).items()})

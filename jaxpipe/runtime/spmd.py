@@ -223,7 +223,8 @@ def followed_cuts(planned: Planned, objective: Objective, name: str) -> list[int
 
 def _assemble(mesh: Any, spec: P, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     """Global buffers from the rows that this process's devices hold, by place and buffer."""
-    if not any(parts):
+    buffers = list(zip(*parts, strict=True))
+    if not buffers:  # residuals, in a mesh without their axis
         return ()
     sharding = NamedSharding(mesh, spec)
     whole = [mesh.shape.get(axis, 1) for axis in spec]
@@ -231,5 +232,5 @@ def _assemble(mesh: Any, spec: P, parts: Sequence[Sequence[Any]]) -> tuple[Any, 
         jax.make_array_from_single_device_arrays(
             (*whole, rows[0][0].shape[-1]), sharding, [x for copies in rows for x in copies]
         )
-        for rows in zip(*parts, strict=True)
+        for rows in buffers
     )

@@ -68,7 +68,8 @@ class StageFitter:
         best: _Candidate | None = None
         for number in range(MOST_ROUNDS if over else 0):
             tell(
-                f"{self.program.schedule.name}: choosing what {sum(len(self._stages_of(d)) for d in over)} stage(s) store "
+                f"{self.program.schedule.name}: choosing what "
+                f"{sum(len(self._stages_of(d)) for d in over)} stage(s) store "
                 f"within {bytes_text(budget)}, round {number + 1}; solvers took {self._solving.time.spent:.1f} of "
                 f"{self._solving.time.limit:g} s"
             )

@@ -269,6 +269,11 @@ def disguise(value: jax.Array, after: jax.Array) -> jax.Array:
     return flip(value, zero)
 
 
+def is_absent(device: Any) -> bool:
+    """Return whether a device is of a topology that is only compiled for, not one that runs programs."""
+    return getattr(device.client, "runtime_type", "") == "compile_only_runtime"
+
+
 def fences_hold() -> bool:
     """Whether XLA keeps barriers until it has fused operators."""
     return JAX_VERSION >= (0, 11) or platform() != "cpu"

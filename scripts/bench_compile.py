@@ -51,7 +51,7 @@ class Row:
 
 def compile_step(pipeline: jaxpipe.Pipeline) -> None:
     """The training step, from the start."""
-    planned, state = pipeline._planned, pipeline._abstract_state
+    planned, state = pipeline._planned, pipeline._runtime._abstract_state
     function = training_step(pipeline.mesh, planned.program, planned.update, planned.batching, state)
     compiled.lower(planned, function, planned.batch, planned.batching).compile()
 
@@ -76,7 +76,7 @@ def measure(name: str, stages: int, rounds: int) -> Row:
     """One model."""
     problem = CASES[name]()
     mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
-    options: dict[str, Any] = {"num_microbatches": MICROBATCHES, "profile": "analytic"}
+    options: dict[str, Any] = {"num_microbatches": MICROBATCHES, "profile": "analytic", "runtime": "spmd"}
     pipeline = jaxpipe.partition(problem.model, mesh, problem.batch, loss=problem.loss, optimizer=OPTIMIZER, **options)
     found = [(timed(compile_step, pipeline), timed(compile_stages, pipeline)) for _ in range(rounds)]
     step, alone = ([pair[k][0] for pair in found] for k in (0, 1))

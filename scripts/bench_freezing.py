@@ -70,6 +70,7 @@ def variants() -> dict[str, jaxpipe.Pipeline]:
             loss=lambda f, x: jnp.square(f(x)).mean(),
             optimizer=optimizer,
             num_microbatches=MICROBATCHES,
+            runtime="spmd",
         )
         for name, optimizer in optimizers.items()
     }

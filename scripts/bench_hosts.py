@@ -88,6 +88,7 @@ def make_step(width: int, rows: int, microbatches: int) -> Callable[[], Any]:
         optimizer=OPTIMIZER,
         num_microbatches=microbatches,
         profile="analytic",
+        runtime="spmd",
     )
     x = np.random.default_rng(0).standard_normal(batch.shape, np.float32)
     data = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P()), lambda k: x[k])

@@ -202,7 +202,14 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
 
     def make(**options: Any) -> jaxpipe.Pipeline:
         return jaxpipe.partition(
-            case.model(), mesh, batch, loss=case.loss, optimizer=optimizer, num_microbatches=m, **options
+            case.model(),
+            mesh,
+            batch,
+            loss=case.loss,
+            optimizer=optimizer,
+            num_microbatches=m,
+            **options,
+            runtime="spmd",
         )
 
     plain = make(storage=())

@@ -176,7 +176,13 @@ def pipeline_step(problem: Problem, stages: int) -> tuple[Callable[[], Any], jax
     """One training step of a pipeline; keeps its own state from call to call."""
     mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
     pipeline = jaxpipe.partition(
-        problem.model, mesh, problem.batch, loss=problem.loss, optimizer=OPTIMIZER, num_microbatches=MICROBATCHES
+        problem.model,
+        mesh,
+        problem.batch,
+        loss=problem.loss,
+        optimizer=OPTIMIZER,
+        num_microbatches=MICROBATCHES,
+        runtime="spmd",
     )
     params, state = problem.init()
     variables = {"params": params, **state} if isinstance(problem.model, nn.Module) else None

@@ -58,7 +58,7 @@ def pipeline(mesh: Any, **options: Any) -> Any:
 def described(found: Any) -> dict[str, Any]:
     """What a pipeline plans to reserve and what XLA does, and how often whole arenas are copied."""
     report, program, plan = found.memory_report(), found._planned.program, found.plan
-    text = found._compiled_step.as_text()
+    text = found._runtime.compiled_step.as_text()
     sizes = {"arena": program.arena_pages, "host": program.host_pages}
     copies = {
         name: len(re.findall(rf"= \(?u32\[{pages},{PAGE}\][^=]* copy(?:-start)?\(", text))

@@ -79,6 +79,7 @@ def measure(stages: int, devices: Any) -> list[Row]:
             optimizer=optimizer,
             num_microbatches=MICROBATCHES,
             profile="analytic",
+            runtime="spmd",
         )
         report, parameters = pipeline.memory_report(), pipeline.plan.memory["parameters"]
         compiled = report.compiled_bytes[0]

@@ -230,9 +230,10 @@ def test_nothing_is_computed_twice(schedule):
         num_microbatches=4,
         schedule=schedule,
         profile="analytic",
+        runtime="spmd",
     )
     plain = jax.jit(jax.grad(lambda w: loss(functools.partial(model.func, w), batch)))
-    compiled = pipeline._gradient_step, plain.lower(model.args[0]).compile()
+    compiled = pipeline._runtime._gradient_step, plain.lower(model.args[0]).compile()
     assert [len(re.findall(r" dot\(", program.as_text())) for program in compiled] == [4 + 4 + 3] * 2
 
 

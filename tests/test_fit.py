@@ -55,7 +55,7 @@ def make(build, stages, m, **options):
     model, batch, loss = build(m)
     mesh = jax.make_mesh((stages,), ("stage",), devices=jax.devices()[:stages])
     options = {"optimizer": optax.sgd(0.1), "num_microbatches": m, "profile": "analytic", "compile": False, **options}
-    return jaxpipe.partition(model, mesh, batch, loss=loss, **options), batch
+    return jaxpipe.partition(model, mesh, batch, loss=loss, **{"runtime": "spmd", **options}), batch
 
 
 @functools.cache

@@ -113,13 +113,13 @@ def test_an_interrupted_loop_goes_on_with_the_same_bits(count, on_nonfinite, wai
 
 
 class Interrupting:
-    """A compiled step in which the user presses Ctrl-C, after the state was donated."""
+    """A step in which the user presses Ctrl-C, after the state was donated."""
 
-    def __init__(self, compiled):
-        self.compiled = compiled
+    def __init__(self, step):
+        self.step = step
 
-    def __call__(self, state, leaves):
-        results = self.compiled(state, leaves)
+    def __call__(self, state, *arguments):
+        results = self.step(state, *arguments)
         assert state.is_donated
         signal.raise_signal(signal.SIGINT)
         return results
@@ -129,7 +129,7 @@ def test_an_interrupted_step_leaves_the_new_state_in_the_old_one(monkeypatch):
     pipeline = pipeline_of()
     state = pipeline.init(jax.random.key(0))
     expected = steps(pipeline, pipeline.init(jax.random.key(0)), 1)
-    monkeypatch.setitem(pipeline.__dict__, "_compiled_step", Interrupting(pipeline._compiled_step))
+    monkeypatch.setattr(pipeline._runtime, "step", Interrupting(pipeline._runtime.step))
     with pytest.raises(KeyboardInterrupt):
         pipeline.step(state, BATCHES[0])
     assert_same_bits(state, expected)

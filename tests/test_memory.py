@@ -18,7 +18,7 @@ from jaxpipe.planning.liveness import peak_bytes
 def pipeline_of(model, batch, loss, stages, m, **options):
     mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
     options = {"optimizer": optax.adam(1e-3), "num_microbatches": m, "profile": "analytic", **options}
-    return jaxpipe.partition(model, mesh, batch, loss=loss, **options)
+    return jaxpipe.partition(model, mesh, batch, loss=loss, **{"runtime": "spmd", **options})
 
 
 def entropy(logits, labels):

@@ -159,6 +159,7 @@ def dropped(count: int) -> Case:
 
 def pipeline_of(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
     options = {"schedule": one_f_one_b, "optimizer": optax.adam(1e-2), "profile": "analytic", **options}
+    options["runtime"] = "spmd"
     return jaxpipe.partition(
         case.model, mesh_of(stages, None), case.batch, loss=case.loss, num_microbatches=4, **options
     )
@@ -170,7 +171,9 @@ def lowered(pipeline: jaxpipe.Pipeline) -> str:
     from jaxpipe.pipeline.step import training_step
 
     planned = pipeline._planned
-    step = training_step(pipeline.mesh, planned.program, planned.update, planned.batching, pipeline._abstract_state)
+    step = training_step(
+        pipeline.mesh, planned.program, planned.update, planned.batching, pipeline._runtime._abstract_state
+    )
     return compiled.lower(planned, step, planned.batch, planned.batching).as_text()
 
 

@@ -21,10 +21,10 @@ from jaxpipe.pipeline.describe import (
     describe,
     describe_frozen,
     rates_in,
+    runtime_timeline,
     stage_links,
     stage_seconds,
     step_seconds,
-    step_timeline,
 )
 from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
 from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solving, Terms
@@ -48,6 +48,7 @@ from jaxpipe.planning.storing.solver_time import SolverTime
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.profiling.kernels import graph_seconds
+from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.schedules.teams import Teams
@@ -98,8 +99,10 @@ class Draft:
     @cached_property
     def seconds(self) -> float:
         """Of a step; storage within a budget may add to it."""
-        found = stage_seconds(self.program, self.found)
-        return step_seconds(self.program, self.found, step_timeline(self.program, self.found, found))
+        runtime = choose_runtime(self.request, self.program)
+        found = stage_seconds(self.program, self.found, own_sums=runtime == "mpmd")
+        timeline = runtime_timeline(self.request, self.program, self.found, found, runtime)
+        return step_seconds(self.program, self.found, timeline)
 
 
 def sections_for(request: Request, traced: Traced, found: Partition) -> tuple[Placement, tuple[Section, ...]]:
@@ -290,11 +293,12 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
 
     def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
         rows = checks.batch_size(traced.microbatch)
-        plan = describe(request, chosen, placed, memory_of(chosen), rows, fitted, budget)
-        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model), runtime=runtime)
+        memory = {} if runtime == "mpmd" else memory_of(chosen)
+        plan = describe(request, chosen, placed, memory, rows, fitted, budget, runtime)
+        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model))
         if exchange is not None:
             plan = replace(plan, exchange_bytes=exchange.sent_bytes)
-        return Planned(
+        settled = Planned(
             plan=plan,
             profile=traced.profile,
             partition=placed,
@@ -311,11 +315,22 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
             schedules=request.schedules,
             retrace=lambda one: trace_loss(model, request.loss, one).training(traced_update.trained),
         )
+        return with_stage_bytes(settled) if runtime == "mpmd" else settled
 
     fitter = None
     if solving is not None:
         fitter = Fitter(program, Terms(memory_of, _prices(request, traced.objective, placed), solving))
     return Settled(found, planned, fitter)
+
+
+def with_stage_bytes(planned: Planned) -> Planned:
+    """Trace the stage programs of a plan, and add to it the bytes that each device needs for them."""
+    runtime = MpmdRuntime(planned)
+    planned = replace(planned, calls=runtime.calls)
+    devices = tuple(peak.components for peak in runtime.predicted)
+    each = tuple(sum(memory.values()) for memory in devices)
+    memory = devices[each.index(max(each))]
+    return replace(planned, plan=replace(planned.plan, memory=memory, each_device=each, device_memory=devices))
 
 
 def choose_runtime(request: Request, program: Program) -> str:

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.branches import touched
 from jaxpipe.pipeline.fit import Fitted
+from jaxpipe.pipeline.precision import sum_dtype
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.sections import Section
 from jaxpipe.pipeline.swap import exchange_seconds
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.planning.costs import Synchronous, Team
+from jaxpipe.planning.dispatched import Dispatching, dispatched_timeline
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import FrozenPlan, HostPlan, Plan, StagePlan, StashPiece
 from jaxpipe.profile import Profile
@@ -46,16 +49,46 @@ def rates_in(profile: Profile) -> Rates:
     return profile.rates
 
 
-def stage_seconds(program: Program, found: Partition, added: Sequence[float] | None = None) -> list[StageSeconds]:
-    """Seconds of every stage; ``added`` by what storage within a budget costs."""
+def stage_seconds(
+    program: Program, found: Partition, added: Sequence[float] | None = None, own_sums: bool = False
+) -> list[StageSeconds]:
+    """Seconds of every stage.
+
+    Args:
+      program, found: the stages.
+      added: by what storage within a budget costs.
+      own_sums: whether backward work adds a stage's gradients to their sums, at the rate of memory; where one program
+        does so for all stages, its timeline counts that by tick.
+    """
     profile, rates = found.profile, rates_in(found.profile)
     seconds = []
     for s, (section, placed) in enumerate(zip(program.sections, found.stages, strict=True)):
         operators = slice(placed.operators.start, placed.operators.stop)
         backward = sum(profile.backward_seconds[operators]) + (0.0 if added is None else added[s])
+        if own_sums and program.num_microbatches > 1:
+            backward += _summing_bytes(program, section) / rates.bytes
         share = _weight_share(section, rates) if program.schedule.splits_backward else 0.0
         seconds.append(StageSeconds(sum(profile.forward_seconds[operators]), backward, share * backward))
     return seconds
+
+
+def _summing_bytes(program: Program, section: Section) -> int:
+    """Bytes read and written to add a micro-batch's gradients in a stage."""
+    assert section.stage is not None
+    wrt = set(section.stage.linearization.wrt) - program.objective.frozen
+    trained = [t for t in (*section.parameters, *section.borrowed) if t in wrt]
+    sums = [sum_dtype(a.dtype, program.gradient_dtype).itemsize * a.size for a in program.avals(trained)]
+    return sum(4 * word_count(a) for a in program.avals(trained)) + 2 * sum(sums)
+
+
+def runtime_timeline(
+    request: Request, program: Program, found: Partition, seconds: Sequence[StageSeconds], runtime: str
+) -> Timeline:
+    """A step in one of the runtimes."""
+    if runtime == "mpmd":
+        processes = processes_of(request.mesh, found, program.num_devices)
+        return stage_timeline(program, found, seconds, processes)
+    return step_timeline(program, found, seconds)
 
 
 def least_seconds(schedule: Schedule, found: Partition, teams: Teams) -> float:
@@ -101,6 +134,49 @@ def step_timeline(program: Program, found: Partition, seconds: Sequence[StageSec
     )
 
 
+def stage_timeline(
+    program: Program, found: Partition, seconds: Sequence[StageSeconds], processes: Sequence[Sequence[int]]
+) -> Timeline:
+    """A step of stage programs, of which each device runs its own as soon as it has what they need.
+
+    Args:
+      program, found, seconds: the stages.
+      processes: by device along the stage axis, the process of each replica.
+    """
+    speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
+    return dispatched_timeline(
+        program.schedule,
+        [stage.forward / s for stage, s in zip(seconds, speed, strict=True)],
+        [(stage.backward - stage.weight) / s for stage, s in zip(seconds, speed, strict=True)],
+        [stage.weight / s for stage, s in zip(seconds, speed, strict=True)],
+        Dispatching(message_seconds(program, found), processes),
+    )
+
+
+def message_seconds(program: Program, found: Partition) -> list[tuple[float, float]]:
+    """By stage, until what it sends on is with the next, and its cotangents with the one before; the slowest replica's.
+
+    What waits for a backward pass elsewhere, sums of gradients or copies of parameters go at other times.
+    """
+    messages = []
+    for s, section in enumerate(program.sections):
+        sizes = [sum(4 * word_count(a) for a in program.avals(ts)) for ts in (section.leaving, section.returning)]
+        neighbours = [s + 1, s - 1]
+        ways = []
+        for size, other in zip(sizes, neighbours, strict=True):
+            inside = 0 <= other < len(found.stages)
+            pairs = zip(found.stages[s].devices, found.stages[other].devices, strict=True) if inside and size else ()
+            ways.append(max((found.network.seconds(a, b, size) for a, b in pairs if a != b), default=0.0))
+        messages.append((ways[0], ways[1]))
+    return messages
+
+
+def processes_of(mesh: Mesh, found: Partition, num_devices: int) -> list[tuple[int, ...]]:
+    """The process of each replica, by device along the stage axis."""
+    devices = mesh.devices.flatten().tolist()
+    return [tuple(devices[d].process_index for d in stage.devices) for stage in found.stages[:num_devices]]
+
+
 def handled_bytes(program: Program) -> int:
     """Bytes that every device reads and writes for each micro-batch of a tick, whether it has work or not.
 
@@ -127,10 +203,12 @@ def describe(
     microbatch_size: int,
     fitted: Sequence[Fitted],
     budget: int | None,
+    runtime: str,
 ) -> Plan:
     """The plan of a program."""
     graph = program.objective.graph
-    seconds = stage_seconds(program, found, [fit.added_seconds for fit in fitted])
+    seconds = stage_seconds(program, found, [fit.added_seconds for fit in fitted], own_sums=runtime == "mpmd")
+    messages = message_seconds(program, found) if runtime == "mpmd" else [(0.0, 0.0)] * len(seconds)
     stages = []
     for s, section in enumerate(program.sections):
         placed = found.stages[s]
@@ -154,9 +232,10 @@ def describe(
                 in_flight=program.in_flight(program.device(s), s // program.num_devices),
                 **_away(program, found, s),
                 sent_bytes=sum(4 * word_count(a) for a in program.avals(section.leaving)),
+                message_seconds=messages[s],
             )
         )
-    timeline = step_timeline(program, found, seconds)
+    timeline = runtime_timeline(request, program, found, seconds, runtime)
     described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
     return Plan(
         stages=tuple(stages),
@@ -175,6 +254,7 @@ def describe(
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
         notes=(*program.objective.annotations.notes(request.mesh.axis_names), *_sum_notes(program)),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
+        runtime=runtime,
     )
 
 

@@ -22,6 +22,7 @@ from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.model import UserFunction, with_values
 from jaxpipe.pipeline import checks, feed, nonfinite
 from jaxpipe.pipeline.arguments import check_outside_jit, outside_jit, random_key
+from jaxpipe.pipeline.describe import processes_of
 from jaxpipe.pipeline.gather import off_mesh
 from jaxpipe.pipeline.initialize import initial_state
 from jaxpipe.pipeline.interrupts import hold_interrupts
@@ -112,7 +113,7 @@ class Pipeline:
 
     @outside_mesh()
     def timeline(self, *, measured: bool = False) -> Timeline:
-        """Who computes what when in a training step, in step as the executor walks through the schedule.
+        """Who computes what when in a training step, as its runtime walks through the schedule.
 
         Args:
           measured: compile each stage's forward and backward work by itself, run it on the stage's own device while
@@ -132,7 +133,8 @@ class Pipeline:
             return measure_timeline(planned.program, self.mesh)
         stages = planned.partition.stages
         speed = [min(planned.partition.network.speed[d] for d in stage.devices) for stage in stages]
-        return plan_timeline(planned.plan, self.schedule, speed)
+        processes = processes_of(self._mesh, planned.partition, self.schedule.num_stages)
+        return plan_timeline(planned.plan, self.schedule, speed, processes)
 
     @outside_mesh()
     def report(self, path: Any, *, compile: bool = True, measure: bool = False) -> None:

@@ -62,6 +62,7 @@ class Planned:
       retrace: traces the loss for the shapes of one micro-batch.
       budget: what else could be planned; None if there is no budget.
       compiled: the training step, once it has been compiled.
+      calls: with stage programs, the list of the training step (``jaxpipe.runtime.mpmd.calls``), traced.
     """
 
     plan: Plan
@@ -81,3 +82,4 @@ class Planned:
     retrace: Callable[[Any], Objective]
     budget: Budget | None = None
     compiled: Compiled | None = None
+    calls: Any = None

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -48,6 +49,36 @@ def peak_bytes(function: Callable[..., Any], *avals: Any, donated: Any = ()) -> 
     return reserved_bytes(lifetimes(graph, graph.inputs[len(graph.inputs) - len(leaves) :]))
 
 
+def temporary_bytes(graph: Graph) -> int:
+    """Return the bytes that a program needs while it runs, besides its arguments and its results.
+
+    The same model as ``peak_bytes``; what a result is written over, element by element, is in the result's place.
+    Results that nothing else is computed from, sums of gradients say, are written as soon as they can be.
+    """
+    found = _Lifetimes()
+    pending = [buffer for buffer in found.run(replace(graph, operators=_results_early(graph))) if buffer is not None]
+    results: set[int] = set()
+    while pending:
+        buffer = pending.pop()
+        if id(buffer) not in results:
+            results.add(id(buffer))
+            pending += found.below.get(id(buffer), [])
+    return reserved_bytes([buffer for buffer in found.buffers if id(buffer) not in results])
+
+
+def _results_early(graph: Graph) -> tuple[Operator, ...]:
+    """The operators in an order in which elementwise results come right behind the last of what they read."""
+    read = {t for op in graph.operators for t in op.inputs}
+    results = set(graph.outputs) - read
+    makers = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
+    place: list[tuple[int, int]] = []
+    for k, op in enumerate(graph.operators):
+        early = op.name in ELEMENTWISE and results.issuperset(op.outputs)
+        last = max((makers[t] for t in op.inputs if t in makers), default=0) if early else k
+        place.append((last, k))
+    return tuple(graph.operators[k] for _, k in sorted(place))
+
+
 def lifetimes(graph: Graph, donated: Sequence[int] = ()) -> list[Buffer]:
     """The buffers of a program whose operators run in order; none for what is written over donated inputs."""
     found = _Lifetimes()
@@ -63,6 +94,7 @@ class _Lifetimes:
     def __init__(self) -> None:
         self.clock = 0
         self.buffers: list[Buffer] = []
+        self.below: dict[int, list[Buffer]] = {}  # by buffer, that in whose place it is written
 
     def run(self, graph: Graph, donated: Sequence[int] = ()) -> list[Buffer | None]:
         """Add a program; returns the buffers of its results, for the caller to end, and None for arguments."""
@@ -96,6 +128,7 @@ class _Lifetimes:
                 same = [source for source in over if made[source].bytes == made[t].bytes]
                 if same:  # it is written where what nobody else reads any more was
                     made[same[0]].end = begins[k] - 1
+                    self.below.setdefault(id(made[t]), []).append(made[same[0]])
         return [made.get(t) for t in outputs]
 
     def _new(self, size: int) -> Buffer:

@@ -52,6 +52,8 @@ class StagePlan:
       away_ticks: for how many ticks each of them is.
       pieces: the slices of one of them, and who keeps them.
       stored: bytes of the stash, by kind of storage.
+      message_seconds: for one micro-batch, until what it sends on is there, and the cotangents that it sends back; 0
+        where the timeline does not count them apart.
       recomputed: products, reductions and other operators of more than cheap arithmetic that the backward pass runs
         again in place of storing their results, by module path and name.
       storage: how it was chosen: ``"default"``, or within a budget ``"optimal"``, ``"gap"``, ``"time limit"``,
@@ -81,6 +83,7 @@ class StagePlan:
     solve_seconds: float = 0.0
     weight_seconds: float = 0.0
     recomputed: tuple[str, ...] = ()
+    message_seconds: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,8 @@ class FrozenPlan:
 class Plan:
     """A way to train a model on a mesh, predicted from shapes and the costs of operators.
 
-    All devices run one program, so each reserves the largest of every component over the stages.
+    With one program for all devices each reserves the largest of every component over the stages. With a program for
+    each stage a device needs what its own stages do, and ``memory`` is that of the fullest.
 
     Attributes:
       stages: in order.
@@ -156,7 +160,7 @@ class Plan:
       lower_bound_seconds: no cut and placement of this profile has a shorter step.
       bubble_fraction: share of the stages' time in which they wait.
       budget: bytes on each device at most, if the caller gave it; more, if it was raised.
-      memory: predicted bytes on each device, by component.
+      memory: predicted bytes on each device, by component; where devices differ, on the fullest.
       fingerprint: of the program that the plan is for.
       rounds: how cuts and storage were found together, if there is a budget.
       exchange_bytes: what each device hands to the collectives of a block-sparse gradient exchange in a step after
@@ -173,6 +177,7 @@ class Plan:
       frozen: the parameters that the optimizer does not train, if there are any.
       runtime: ``"mpmd"``, a program for each stage, or ``"spmd"``, one for all devices.
       each_device: predicted bytes of each device, where they differ, in the order of ``mesh.devices.flat``.
+      device_memory: the same by component.
 
     Example:
       >>> stage = StagePlan((0, 2), (0,), ("dense",), 1e-3, 2e-3, 36, 8, 1, 0)
@@ -204,10 +209,11 @@ class Plan:
     frozen: FrozenPlan | None = None
     runtime: str = "spmd"
     each_device: tuple[int, ...] = ()
+    device_memory: tuple[dict[str, int], ...] = ()
 
     @property
     def predicted_bytes(self) -> int:
-        """Bytes on each device."""
+        """Bytes on each device; where devices differ, on the fullest."""
         return sum(self.memory.values())
 
     @property
@@ -224,7 +230,7 @@ class Plan:
     @property
     def identity(self) -> str:
         """A short name that only an equal placement has."""
-        where = [self.fingerprint, [[stage.operators, stage.devices] for stage in self.stages]]
+        where = [self.fingerprint, [[stage.operators, stage.devices] for stage in self.stages], self.runtime]
         return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -296,12 +302,14 @@ class Plan:
 
 def _caption(plan: Plan, prefix: str) -> list[str]:
     """Return the lines below the table of a plan, whose modules are named inside ``prefix``."""
-    parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in plan.memory.items())
+    parts = _parts_text(plan.memory)
+    where = "on the fullest device" if plan.each_device else "on each device"
     limit = "" if plan.budget is None else f" of {bytes_text(plan.budget)}"
     limit += "" if plan.raised_from is None else f" (raised from {bytes_text(plan.raised_from)})"
     lines = [
         f"step {1e3 * plan.step_seconds:.1f} ms ({plan.profile} profile), bubble {plan.bubble_fraction:.1%}",
-        f"{bytes_text(plan.predicted_bytes)}{limit} on each device: {parts}",
+        f"{bytes_text(plan.predicted_bytes)}{limit} {where}: {parts}",
+        *_device_lines(plan),
     ]
     if prefix:
         lines.append(f"modules are named inside {prefix}")
@@ -320,6 +328,24 @@ def _caption(plan: Plan, prefix: str) -> list[str]:
     if plan.per_stage:
         lines.append("the optimizer looks at each stage apart: other cuts give other updates")
     return [*lines, *plan.notes, *_storage_lines(plan)]
+
+
+def _parts_text(memory: dict[str, int]) -> str:
+    return ", ".join(f"{name} {bytes_text(n)}" for name, n in memory.items())
+
+
+def _device_lines(plan: Plan) -> list[str]:
+    """Return a line for the devices of each stage, or of several on one, if they do not all need the same."""
+    if len(set(plan.each_device)) < 2:
+        return []
+    stages: dict[int, list[int]] = {}
+    for k, stage in enumerate(plan.stages):
+        stages.setdefault(stage.devices[0], []).append(k)
+    rows = zip(stages.values(), plan.device_memory[:: plan.replicas], strict=True)
+    return [
+        f"stage {', '.join(map(str, numbers))}: {bytes_text(sum(memory.values()))}: {_parts_text(memory)}"
+        for numbers, memory in rows
+    ]
 
 
 def _storage_lines(plan: Plan) -> list[str]:

@@ -4,20 +4,27 @@ import functools
 from collections.abc import Sequence
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.planning.dispatched import Dispatching, dispatched_timeline
 from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import Schedule, Timeline, simulate
 
 
-def plan_timeline(plan: Plan, schedule: Schedule, speed: Sequence[float] = ()) -> Timeline:
-    """Who computes what when in one training step, in step, as the executor walks through the table.
+def plan_timeline(
+    plan: Plan, schedule: Schedule, speed: Sequence[float] = (), processes: Sequence[Sequence[int]] = ()
+) -> Timeline:
+    """Who computes what when in one training step.
 
-    What the plan's step takes beyond the stages' work is shown as the exchange after each tick. Where stages have
-    several devices, a row is one of them, and an action its work on a deal (``jaxpipe.schedules.teams``).
+    Stage programs run as soon as they have what they need (``jaxpipe.planning.dispatched``). In one program for all
+    devices these walk through the table in step, and what the plan's step takes beyond the stages' work is shown as the
+    exchange after each tick. Where stages have several devices, a row is one of them, and an action its work on a deal
+    (``jaxpipe.schedules.teams``).
 
     Args:
       plan: its seconds are predicted for one micro-batch.
       schedule: the table that the plan was made with.
       speed: of each stage's devices, relative to the one that was profiled; all 1 if left out.
+      processes: with stage programs, by device along the stage axis, the process of each of its replicas; one process
+        for all if left out.
 
     Raises:
       ScheduleError: if the schedule is not of the plan's size.
@@ -25,13 +32,16 @@ def plan_timeline(plan: Plan, schedule: Schedule, speed: Sequence[float] = ()) -
     check_size(plan, schedule)
     speed = tuple(speed) or (1.0,) * len(plan.stages)
     stages = [(stage, v / plan.teams.turns(s)) for s, (stage, v) in enumerate(zip(plan.stages, speed, strict=True))]
-    walk = functools.partial(
-        simulate,
-        schedule,
-        forward=[stage.forward_seconds / s for stage, s in stages],
-        backward_input=[(stage.backward_seconds - stage.weight_seconds) / s for stage, s in stages],
-        backward_weight=[stage.weight_seconds / s for stage, s in stages],
-    )
+    work = {
+        "forward": [stage.forward_seconds / s for stage, s in stages],
+        "backward_input": [(stage.backward_seconds - stage.weight_seconds) / s for stage, s in stages],
+        "backward_weight": [stage.weight_seconds / s for stage, s in stages],
+    }
+    if plan.runtime == "mpmd":
+        devices = processes or ((0,) * plan.replicas,) * schedule.num_stages
+        messages = [stage.message_seconds for stage in plan.stages]
+        return dispatched_timeline(schedule, **work, dispatching=Dispatching(messages, devices))
+    walk = functools.partial(simulate, schedule, **work)
     return walk(communication=max(0.0, plan.step_seconds - walk().makespan) / len(schedule.ticks))
 
 

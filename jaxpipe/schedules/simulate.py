@@ -1,7 +1,7 @@
 """The time a schedule takes, in step as the executor walks through it, or with every device running free."""
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpipe.errors import ScheduleError
@@ -51,7 +51,8 @@ def simulate(
     backward: Seconds | None = None,
     backward_input: Seconds | None = None,
     backward_weight: Seconds | None = None,
-    communication: float = 0.0,
+    communication: float | Sequence[tuple[float, float]] = 0.0,
+    begins: "Mapping[_Work, float] | None" = None,
     lockstep: bool = True,
 ) -> Timeline:
     """Run a schedule on paper.
@@ -65,7 +66,10 @@ def simulate(
       forward: seconds of one micro-batch.
       backward: the same, for the whole of the backward work; or
       backward_input, backward_weight: for its two parts. A schedule that does not split takes their sum.
-      communication: seconds for the exchange after a tick; or, running free, from one device to another.
+      communication: seconds for the exchange after a tick; or, running free, from one device to another, for each stage
+        and the next perhaps, forward and back. A message leaves when its work is done and holds nobody up but whoever
+        waits for it.
+      begins: running free, when an action may begin at the earliest, by kind, stage and micro-batch.
       lockstep: in step.
 
     Raises:
@@ -77,7 +81,21 @@ def simulate(
       57.0
     """
     seconds = _seconds(schedule, forward, backward, backward_input, backward_weight)
-    spans = _in_step(schedule, seconds, communication) if lockstep else _free(schedule, seconds, communication)
+    if lockstep and isinstance(communication, Sequence):
+        raise ScheduleError("communication= by stage is for devices that run free: pass lockstep=False, or a number.")
+    if isinstance(communication, Sequence):
+        links = tuple(communication)
+        if len(links) != schedule.total_stages - 1:
+            raise ScheduleError(
+                f"communication= has {len(links)} pairs, but {schedule.name} has {schedule.total_stages} stages: pass "
+                f"{schedule.total_stages - 1}, one for each stage and the next."
+            )
+        spans = _free(schedule, seconds, links, begins or {})
+        communication = 0.0
+    elif lockstep:
+        spans = _in_step(schedule, seconds, communication)
+    else:
+        spans = _free(schedule, seconds, ((communication, communication),) * (schedule.total_stages - 1), begins or {})
     end = max((span.end for span in spans), default=0.0)
     if lockstep and schedule.num_stages > 1:
         end += communication
@@ -132,7 +150,9 @@ def _in_step(schedule: Schedule, seconds: Costs, communication: float) -> list[S
     return spans
 
 
-def _free(schedule: Schedule, seconds: Costs, communication: float) -> list[Span]:
+def _free(
+    schedule: Schedule, seconds: Costs, links: Sequence[tuple[float, float]], begins: "Mapping[_Work, float]"
+) -> list[Span]:
     """Each device walks through its own list as far as it can, and waits for the first result that it lacks."""
     p = schedule.num_stages
     orders = [list(schedule.order(s)) for s in range(p)]
@@ -151,10 +171,10 @@ def _free(schedule: Schedule, seconds: Costs, communication: float) -> list[Span
             if missing is not None:
                 waiting[missing].append(s)
                 break
-            arrivals = [done[need] + (communication if need[1] % p != s else 0.0) for need in needs]
-            start = max([free[s], *arrivals])
-            free[s] = start + seconds[action.kind][stage]
+            arrivals = [done[need] + (_way(links, need[1], stage) if need[1] % p != s else 0.0) for need in needs]
             result = action.kind, stage, action.microbatch
+            start = max([free[s], begins.get(result, 0.0), *arrivals])
+            free[s] = start + seconds[action.kind][stage]
             done[result] = free[s]
             spans.append(Span(s, action, start, free[s]))
             position[s] += 1
@@ -170,6 +190,11 @@ def _free(schedule: Schedule, seconds: Costs, communication: float) -> list[Span
 
 #: Kind, stage and micro-batch.
 _Work = tuple[Kind, int, int]
+
+
+def _way(links: Sequence[tuple[float, float]], source: int, target: int) -> float:
+    """Seconds from a stage to one of its neighbours."""
+    return links[source][0] if source < target else links[target][1]
 
 
 def _needs(schedule: Schedule, kind: Kind, stage: int, j: int) -> list[_Work]:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.units import whole_number
@@ -184,7 +184,7 @@ class Schedule:
         """Run it on paper; see ``jaxpipe.schedules.simulate``."""
         from jaxpipe.schedules.simulate import simulate
 
-        costs = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+        costs: dict[str, Any] = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
         return simulate(self, **costs, communication=communication, lockstep=lockstep)
 
     def validate(self) -> None:

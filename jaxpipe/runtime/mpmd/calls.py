@@ -247,6 +247,10 @@ class ListBuilder:
                 and register not in self.kept
                 and (register not in given or instruction.program in self.consuming)
             }
+            if instruction.program in self.consuming:
+                # A new value goes where the old one is, and nowhere else: XLA pairs operands and results by shape.
+                traced = self.programs[instruction.program].traced
+                free = {position for position in free if traced.read_names[position] in traced.written_names}
             donated[instruction.program] = donated.get(instruction.program, free) & free
         programs = [replace(p, donated=frozenset(donated.get(k, ()))) for k, p in enumerate(self.programs)]
         return CallList(

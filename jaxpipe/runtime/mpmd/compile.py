@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ class TracedWork:
       reads: positions of the operands that it reads.
       writes: positions of the results that it computes, each once.
       same: by name of a result that is an operand or another result, the name of that.
+      estimate: its temporaries under ``"bytes"``, once they have been estimated (``estimate.working_bytes``).
     """
 
     work: Work
@@ -49,6 +50,7 @@ class TracedWork:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     same: Mapping[Name, Name]
+    estimate: dict[str, int] = field(default_factory=dict)
 
     @property
     def read_names(self) -> tuple[Name, ...]:
@@ -109,6 +111,11 @@ class Target:
 
     devices: tuple[Any, ...]
 
+    @property
+    def is_absent(self) -> bool:
+        """True for devices that programs are only compiled for."""
+        return _compat.is_absent(self.devices[0])
+
 
 @dataclass(frozen=True, eq=False)
 class Job:
@@ -154,7 +161,9 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable]:
     groups: dict[Hashable, list[int]] = {}
     for number, job in enumerate(jobs):
         traced = job.traced
-        key = (traced.program.form, traced.reads, traced.writes, job.donated, len(job.target.devices), job.specs)
+        # A program for devices that are not here is lowered for these very devices.
+        where = job.target.devices if job.target.is_absent else len(job.target.devices)
+        key = (traced.program.form, traced.reads, traced.writes, job.donated, where, job.specs)
         groups.setdefault(key, []).append(number)
     tell(f"Compiling {len(jobs)} programs, {len(groups)} of which differ")
     with warnings.catch_warnings():
@@ -170,7 +179,7 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable]:
             nonlocal done
             program, row = lowered[number]
             target = jobs[number].target.devices
-            compiled = program.compile(device_assignment=target)
+            compiled = program.compile(**({} if jobs[number].target.is_absent else {"device_assignment": target}))
             done += 1
             tell(f"Compiled {done} of {len(jobs)} programs: {jobs[number].traced.work.label}")
             run = compiled if row is None else _with_row(compiled, row, target)
@@ -189,7 +198,9 @@ def _lower(jobs: Sequence[Job], platform: str) -> list[tuple[Any, Any]]:
     program = shared_program([job.traced.program for job in jobs])
     rows = [np.array([value for _, value in job.traced.program.folds], np.uint32) for job in jobs]
     varies = any((row != rows[0]).any() for row in rows)
-    mesh = replica_mesh(len(first.target.devices))
+    mesh: Any = replica_mesh(len(first.target.devices))
+    if first.target.is_absent:
+        mesh = jax.sharding.Mesh(np.array(first.target.devices), (DATA,))
 
     def with_row(row: Any, *operands: Any) -> tuple[Any, ...]:
         given: list[Any] = [0] * len(traced.work.reads)
@@ -224,5 +235,9 @@ def _lower(jobs: Sequence[Job], platform: str) -> list[tuple[Any, Any]]:
 def _with_row(compiled: Any, row: np.ndarray, devices: Sequence[Any]) -> Callable[..., Any]:
     """Bind the first operand of an executable, in the memory of its devices."""
     sharding = NamedSharding(jax.sharding.Mesh(np.array(devices), (DATA,)), P())
-    held = hosts.replicate(row, sharding)
-    return lambda *operands: compiled(held, *operands)
+
+    @functools.cache
+    def held() -> Any:  # at the first call, as a program may be compiled for devices that are not here
+        return hosts.replicate(row, sharding)
+
+    return lambda *operands: compiled(held(), *operands)

@@ -25,9 +25,10 @@ from jaxpipe.runtime.interface import Bytes, StepResults
 from jaxpipe.runtime.mpmd.adopt import adopt
 from jaxpipe.runtime.mpmd.calls import CallList
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_list, stage_mesh
+from jaxpipe.runtime.mpmd.estimate import predicted_bytes
 from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.lists import Layout, evaluation_list, gradient_list, prediction_list, training_list
-from jaxpipe.runtime.mpmd.memory import peak_bytes
+from jaxpipe.runtime.mpmd.memory import Peak, peak_bytes
 from jaxpipe.runtime.mpmd.other_shapes import Shaped, as_planned, check_shapes, shaped_for
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
 from jaxpipe.runtime.mpmd.training_state import Loader, StateLayout, place_batch
@@ -257,7 +258,7 @@ class MpmdRuntime:
 
     def bytes(self) -> Bytes:
         """Return the most bytes that each device needs at once in a step."""
-        found = peak_bytes(self._training(self.planned.batch).dispatch, self.devices)
+        found = peak_bytes(self.compiled_step, self.devices)
         order = self.planned.mesh.devices.flatten().tolist()
         return Bytes(tuple(found[d].total for d in order), tuple(found[d].temporary for d in order), (0,) * len(order))
 
@@ -330,6 +331,26 @@ class MpmdRuntime:
     def _training(self, shapes: Any) -> Compiled:
         return self._for_shapes(shapes, training_list, "Compiling the training step")
 
+    @cached_property
+    def calls(self) -> CallList:
+        """The list of a training step; traced once, as a rule while the plan was made."""
+        return self.planned.calls or training_list(self._layout, self._update)
+
+    @cached_property
+    @progress("Compiling the training step")
+    def compiled_step(self) -> Dispatch:
+        """The compiled list of a training step."""
+        if self.planned.compiled is not None:
+            return self.planned.compiled.step
+        with self._building():
+            return compile_list(self.calls, self.devices)
+
+    @property
+    def predicted(self) -> list[Peak]:
+        """The most bytes that each device needs in a step, in the order of the mesh, before anything is compiled."""
+        peaks = predicted_bytes(self.calls, self.devices)
+        return [peaks[d] for d in self.planned.mesh.devices.flat]
+
     def _gradient(self, shapes: Any) -> Compiled:
         return self._for_shapes(shapes, gradient_list, "Compiling the gradient")
 
@@ -337,16 +358,27 @@ class MpmdRuntime:
         key = make, _shape_key(shapes)
         if key not in self._compiled_steps:
             checks.check_runs(self.planned.plan)
-            with progress(text), self._building():
-                shaped, layout, update = as_planned(self.planned), self._layout, self._update
-                if key[1] != _shape_key(self.planned.batch):
-                    sizes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(shapes))
-                    tell(f"A batch of other shapes than were planned for: {sizes}")
-                    shaped = shaped_for(self.planned, shapes, self.planned.retrace)
-                    layout = self._shaped_layout(shaped)
-                    update = dataclasses.replace(self._update, stages=layout.context)
-                self._compiled_steps[key] = self._compile(layout, make(layout, update), shaped.batching)
+            planned = key[1] == _shape_key(self.planned.batch)
+            if planned and make is training_list:
+                loader = Loader(self._where, self.calls)
+                step = Compiled(self._layout, self.compiled_step, loader, self.planned.batching)
+            else:
+                with progress(text), self._building():
+                    step = self._compile_shapes(shapes, make, planned)
+            self._compiled_steps[key] = step
         return self._compiled_steps[key]
+
+    def _compile_shapes(
+        self, shapes: Any, make: Callable[[Layout, UpdateContext], CallList], planned: bool
+    ) -> Compiled:
+        shaped, layout, update = as_planned(self.planned), self._layout, self._update
+        if not planned:
+            sizes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(shapes))
+            tell(f"A batch of other shapes than were planned for: {sizes}")
+            shaped = shaped_for(self.planned, shapes, self.planned.retrace)
+            layout = self._shaped_layout(shaped)
+            update = dataclasses.replace(self._update, stages=layout.context)
+        return self._compile(layout, make(layout, update), shaped.batching)
 
     @progress("Compiling the forward pass")
     def _build_forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Compiled:

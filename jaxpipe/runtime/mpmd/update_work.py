@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe import _compat
 from jaxpipe.gradients.block_sparse import Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.gradients.exchange import exchange, sent_share
 from jaxpipe.graph import Operator, run
 from jaxpipe.pipeline.combine import combine
 from jaxpipe.pipeline.optimizer import ColouredUpdate, held_by, operators_of
+from jaxpipe.pipeline.overwriting import renewals
 from jaxpipe.runtime.mpmd.compile import DATA
 from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, STEP, Context, Name, Role, Work
 
@@ -128,18 +130,31 @@ def _mean(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, 
     return {t: (g / weight.astype(g.dtype)).astype(context.stages.aval(t).dtype) for t, g in sums.items()}
 
 
+def _mean_of(context: UpdateContext, s: int, values: dict[Name, Any], t: int) -> Any:
+    """The gradient of one parameter; without replicas."""
+    total = _own_sum(context, s, values, t)
+    return (total / values[WEIGHT].astype(total.dtype)).astype(context.stages.aval(t).dtype)
+
+
 def _own_sums(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
     """Sums of this replica, with what stages that borrow a parameter have returned."""
-    stages, sums = context.stages, {}
-    for t in stages.held(s):
-        aval = stages.aval(t)
-        own = values.get(Name(Role.GRADIENT, t))
-        returned = [values[returned_gradient(k, t)] for k in context.lenders(s, t)]
-        total = jnp.zeros(stages.sum_aval(t).shape, stages.sum_aval(t).dtype) if own is None else own
-        if returned:
-            total = total + functools.reduce(operator.add, returned)
-        sums[t] = total.reshape(aval.shape)
-    return sums
+    return {t: _own_sum(context, s, values, t) for t in context.stages.held(s)}
+
+
+def _own_sum(context: UpdateContext, s: int, values: dict[Name, Any], t: int) -> Any:
+    stages = context.stages
+    own = values.get(Name(Role.GRADIENT, t))
+    returned = [values[returned_gradient(k, t)] for k in context.lenders(s, t)]
+    total = jnp.zeros(stages.sum_aval(t).shape, stages.sum_aval(t).dtype) if own is None else own
+    if returned:
+        total = total + functools.reduce(operator.add, returned)
+    return total.reshape(stages.aval(t).shape)
+
+
+def _sum_names(context: UpdateContext, s: int, t: int) -> list[Name]:
+    """The operands that a parameter's gradient is made of."""
+    own = [Name(Role.GRADIENT, t)] if t in context.stages.trained(s) else []
+    return [*own, *(returned_gradient(k, t) for k in context.lenders(s, t))]
 
 
 def _over_replicas(context: UpdateContext, values: Any) -> Any:
@@ -254,14 +269,14 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
         operands.add(STOPPED, (), jnp.bool_)
 
     def function(values: dict[Name, Any]) -> list[Any]:
-        gradients = _gradients(context, s, values)
-        env = _environment(context, s, len(coloured.exchanged), values, gradients)
-        _compute(context, s, [new[t] for t in names], env)
-
         def settled(before: Any, after: Any) -> Any:
             return jnp.where(values[STOPPED], before, after) if context.guarded else after
 
-        results = [settled(values[name], env[new[t]]) for t, name in names.items()]
+        gradients = _gradients(context, s, values)
+        written, squares = _renew(context, s, values, gradients, settled)
+        env = _environment(context, s, len(coloured.exchanged), values, gradients)
+        _compute(context, s, [new[t] for t in names if t not in written], env)
+        results = [written[t] if t in written else settled(values[name], env[new[t]]) for t, name in names.items()]
         for t in state:
             after = values[Name(Role.STATE, t)].reshape(stages.aval(t).shape)
             if context.replicas > 1 and jnp.issubdtype(after.dtype, jnp.inexact):
@@ -269,11 +284,58 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
             results.append(settled(values.get(Name(Role.STATE, t, 1)), after))
         if counts:
             results += _counted(context, values)
-        squares = (jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients.values())
-        return [*results, sum(squares, start=jnp.float32(0))]
+        return [*results, sum((squares[t] for t in gradients), start=jnp.float32(0))]
 
     writes = [*names.values(), *(Name(Role.STATE, t) for t in state), *([STEP, SKIPPED] if counts else []), SQUARES]
     return _work(f"stage {s}: update", operands, writes, function)
+
+
+def _renew(
+    context: UpdateContext,
+    s: int,
+    values: dict[Name, Any],
+    gradients: dict[int, Any],
+    settled: Callable[[Any, Any], Any],
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Write a stage's parameters and state one after the other, each over the old one (``overwriting.renewals``).
+
+    Args:
+      context, s, values: the stage and its operands.
+      gradients: of its parameters, by tensor number.
+      settled: gives the value that is written, of the old and the new one.
+
+    Returns:
+      The new values, by tensor number of the old one in the optimizer, and the squared norm of each gradient.
+    """
+    coloured = context.coloured
+    taken = {t: context.tensor_of[t] for t in held_by(coloured, s)[1]}
+    # One by one, just before each is read, but where replicas make them together.
+    lazy = context.exchange is None and context.replicas == 1
+    env = _environment(context, s, len(coloured.exchanged), values, gradients)
+    common = [t for op in coloured.graph.operators for t in op.outputs if t not in coloured.colour]
+    _compute(context, s, common, env)
+    steps = renewals(coloured, s, [t for t in env if t not in taken])
+    waiting = set(taken) if lazy else set()
+    before: list[Any] = []
+    written: dict[int, Any] = {}
+    squares = {} if lazy else {t: _square(g) for t, g in gradients.items()}
+    for step in steps:
+        fresh = [t for t in step.reads if t in waiting]
+        waiting.difference_update(fresh)
+        sums = {name: values[name] for t in fresh for name in _sum_names(context, s, taken[t])}
+        others = {t: env[t] for t in (step.old, *step.reads) if t not in fresh and t not in waiting}
+        _, sums, others = _compat.fence((before, sums, others))
+        env |= others
+        env |= {t: _mean_of(context, s, values | sums, taken[t]) for t in fresh}
+        squares |= {taken[t]: _square(env[t]) for t in fresh}
+        run(step.operators, env)
+        env[step.new] = written[step.old] = settled(env[step.old], env[step.new])
+        before = [env[step.new], *(squares[taken[t]] for t in fresh)]
+    return written, {t: squares[t] if t in squares else _square(g) for t, g in gradients.items()}
+
+
+def _square(gradient: Any) -> Any:
+    return jnp.sum(jnp.square(gradient.astype(jnp.float32)))
 
 
 def _counted(context: UpdateContext, values: dict[Name, Any]) -> list[Any]:

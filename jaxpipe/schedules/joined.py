@@ -1,0 +1,28 @@
+"""Work of a stage that is one program, where each stage has programs of its own."""
+
+from jaxpipe.schedules.table import Kind, Schedule
+
+
+#: Work in one program.
+Kinds = tuple[Kind, ...]
+
+
+def program_kinds(schedule: Schedule, s: int) -> list[Kinds]:
+    """Return which kinds of a stage's work are one program each.
+
+    The last stage goes on with the backward pass at once where its device does nothing in between: its stash then
+    never leaves the program.
+    """
+    chunk, device = divmod(s, schedule.num_stages)
+    order = list(schedule.order(device))
+    own = [(k, action) for k, action in enumerate(order) if action.chunk == chunk]
+    kinds = list(dict.fromkeys(action.kind for _, action in own))
+    back = schedule.backward_kind
+    if s + 1 < schedule.total_stages or back not in kinds:
+        return [(kind,) for kind in kinds]
+    directly = all(
+        order[k + 1 : k + 2] == [action._replace(kind=back)] for k, action in own if action.kind is Kind.FORWARD
+    )
+    if not directly:
+        return [(kind,) for kind in kinds]
+    return [(Kind.FORWARD, back), *((kind,) for kind in kinds if kind not in (Kind.FORWARD, back))]

@@ -1,0 +1,182 @@
+"""Bytes of every device with a program for each stage, beside those of one program for all devices.
+
+    JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.check_stage_programs
+    ... python -m scripts.check_stage_programs --models gpt2 mlp --schedule 1f1b-textbook --out out/some.json
+
+Compiled for H100s that are not here (``scripts.absent_gpu``), or with ``--cpu`` for simulated CPU devices; nothing is
+run. Of each stage:
+
+    estimated  the plan's, before anything is compiled
+    predicted  parameters + gradients + optimizer + state + batch + in flight x stash + messages, of array sizes, and
+               the largest temporaries among its compiled programs
+    compiled   the most bytes at once on the walk through the list of calls, with every compiled program's temporaries
+"""
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxpipe
+from examples import models
+from jaxpipe.runtime.mpmd.memory import peak_bytes
+from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
+from jaxpipe.schedules.joined import program_kinds
+from scripts.absent_gpu import h100s
+from scripts.measuring import header
+
+
+STAGES, MICROBATCHES = 4, 8
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model: ``make()`` gives it, or a function with its parameters; ``rows`` and the shape of one."""
+
+    make: Callable[[], Any]
+    rows: int
+    shape: tuple[int, ...]
+    classes: int = 0
+    dtype: Any = jnp.float32
+    train: bool = True
+
+
+CASES = {
+    "gpt2": Case(models.GPT2, 4, (512,), dtype=jnp.int32),
+    "vit-b": Case(models.ViT, 16, (224, 224, 3), 1000),
+    "resnet50": Case(models.ResNet50, 32, (224, 224, 3), 1000),
+    "unet": Case(lambda: models.UNet(norm=True), 4, (64, 64, 3)),
+    "mlp": Case(
+        lambda: jax.tree_util.Partial(models.mlp, jax.eval_shape(lambda: models.init_mlp(jax.random.key(0), WIDTHS))),
+        256,
+        (1024,),
+        10,
+        train=False,
+    ),
+}
+WIDTHS = (1024,) * 8 + (10,)
+
+
+def entropy(logits: Any, labels: Any) -> Any:
+    """The mean cross entropy."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def pipeline_of(case: Case, devices: Any, runtime: str, options: argparse.Namespace) -> Any:
+    """Plan a case."""
+    rows = case.rows * MICROBATCHES
+    batch = {"x": jax.ShapeDtypeStruct((rows, *case.shape), case.dtype)}
+    if case.classes:
+        batch["y"] = jax.ShapeDtypeStruct((rows,), jnp.int32)
+
+    def loss(model: Any, batch: Any) -> Any:
+        found = model(batch["x"], train=True) if case.train else model(batch["x"])
+        if case.classes:
+            return entropy(found, batch["y"])
+        if case.dtype == jnp.int32:
+            return entropy(found[:, :-1], batch["x"][:, 1:])
+        return jnp.square(found[..., :1] - batch["x"][..., :1]).mean()
+
+    mesh = jax.sharding.Mesh(np.asarray(devices[:STAGES]), ("stage",))
+    return jaxpipe.partition(
+        case.make(),
+        mesh,
+        batch,
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+        num_microbatches=MICROBATCHES,
+        schedule=options.schedule,
+        memory=options.memory,
+        compile=False,
+        profile="analytic",
+        runtime=runtime,
+    )
+
+
+def measure(pipeline: Any) -> list[dict[str, Any]]:
+    """Compile the stage programs of a pipeline; a row for each device."""
+    plan, runtime = pipeline.plan, MpmdRuntime(pipeline._runtime.planned)
+    dispatch = runtime.compiled_step
+    peaks = peak_bytes(dispatch, runtime.devices)
+    rows = []
+    for d, device in enumerate(pipeline.mesh.devices.flat):
+        here = [s for s in runtime.places if runtime.devices[s, 0] == device]
+        programs = {
+            run.label: {"temporaries": run.temporary_bytes, "reused": run.alias_bytes}
+            for (_, place), run in dispatch.executables.items()
+            if place.stage in here
+        }
+        arrays = {k: n for k, n in plan.device_memory[d].items() if k not in ("stash", "temporaries")}
+        stash = sum(
+            plan.stages[s].in_flight * plan.stages[s].stash_bytes
+            for s in here
+            if len(program_kinds(pipeline.schedule, s)[0]) == 1
+        )
+        working = max(n["temporaries"] for label, n in programs.items() if label.startswith("stage"))
+        rows.append(
+            {
+                "stages": here,
+                "estimated": plan.each_device[d],
+                "predicted": sum(arrays.values()) + stash + working,
+                "compiled": peaks[device].total,
+                "peak_in": peaks[device].label,
+                "split": peaks[device].components,
+                "estimated_split": plan.device_memory[d],
+                "stash": {"in_flight": [plan.stages[s].in_flight for s in here], "bytes": stash},
+                "programs": programs,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Compile, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--schedule", default="1f1b-textbook")
+    parser.add_argument("--memory", help="a budget for each device")
+    parser.add_argument("--spmd", action="store_true", help="compile one program for all devices, too")
+    parser.add_argument("--cpu", action="store_true", help="for simulated CPU devices")
+    parser.add_argument("--out", type=Path, default=Path("out/stage-programs.json"))
+    options = parser.parse_args()
+    if options.cpu:
+        jax.config.update("jax_num_cpu_devices", STAGES)
+    devices = jax.devices() if options.cpu else h100s(STAGES).devices
+    found = {}
+    for name in options.models:
+        pipeline = pipeline_of(CASES[name], devices, "mpmd", options)
+        print(name, pipeline.plan, sep="\n", file=sys.stderr, flush=True)
+        rows = measure(pipeline)
+        found[name] = {"schedule": pipeline.plan.schedule, "devices": rows}
+        for row in rows:
+            off = row["predicted"] / row["compiled"] - 1, row["estimated"] / row["compiled"] - 1
+            split = ", ".join(f"{key} {n / MIB:.0f}" for key, n in row["split"].items())
+            print(
+                f"{name} stage {row['stages']}: {row['compiled'] / MIB:.1f} MiB in {row['peak_in']} ({split}); "
+                f"predicted {off[0]:+.1%}, estimated {off[1]:+.1%}",
+                flush=True,
+            )
+        if options.spmd:
+            report = pipeline_of(CASES[name], devices, "spmd", options).memory_report()
+            sizes = {"predicted": report.predicted_bytes[0], "compiled": report.compiled_bytes[0]}
+            found[name]["one_program"] = sizes
+            print(f"{name} as one program: {sizes['compiled'] / MIB:.1f} MiB on each device", flush=True)
+        result = {**header(), "device": devices[0].device_kind, "microbatches": MICROBATCHES, "models": found}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        jax.clear_caches()
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,7 @@ from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
 
 
 textbook = functools.partial(one_f_one_b, paired=False)
+stages_of = functools.partial(pipeline_of, runtime="mpmd")
 SCHEDULES = {"gpipe": gpipe, "1f1b": textbook, "paired": one_f_one_b, "zero_bubble": zero_bubble, "chunks": interleaved}
 
 
@@ -28,7 +29,7 @@ def results(name: str, runtime: str, stages: int, m: int, replicas: int | None, 
     """Gradients, parameters after 3 steps, metrics, and the loss of an evaluation."""
     case = case_of(name)
     options = {"schedule": schedule, "evaluate": case.loss, "runtime": runtime}
-    pipeline = pipeline_of(name, stages, m, replicas, **options)
+    pipeline = stages_of(name, stages, m, replicas, **options)
     assert pipeline.plan.runtime == runtime
     state = pipeline.init(jax.random.key(3))
     (loss, _), gradient = pipeline.value_and_grad(state, case.batch)
@@ -73,7 +74,7 @@ def test_every_schedule_agrees_with_one_program(name, stages, schedule, replicas
 
 def list_of(name: str, stages: int, m: int, schedule):
     """The list of a training step, and where it is."""
-    runtime = pipeline_of(name, stages, m, None, schedule=schedule)._runtime
+    runtime = stages_of(name, stages, m, None, schedule=schedule)._runtime
     layout = runtime._layout
     return training_list(layout, runtime._update), layout
 
@@ -141,7 +142,7 @@ def test_equal_stages_are_lowered_once(monkeypatch):
     model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
     pipeline = jaxpipe.partition(
         model, mesh_of(4, None), jnp.ones((8, 8)), loss=lambda f, x: f(x).sum(), optimizer=optax.sgd(0.1),
-        num_microbatches=4, profile="analytic", schedule="1f1b",
+        num_microbatches=4, profile="analytic", schedule="1f1b", runtime="mpmd",
     )  # fmt: skip
     pipeline.step(pipeline.init(jax.random.key(0)), jnp.ones((8, 8)))
     assert any(n > 1 for n in counts), "no two stages of six equal layers were lowered together"
@@ -170,7 +171,13 @@ def tokens(rows: int, length: int) -> dict:
 def test_other_lengths_and_a_smaller_last_batch_train_as_plain_training_does():
     batches = [tokens(8, 6), tokens(8, 10), tokens(6, 6), tokens(8, 6)]
     model, optimizer = Tagger(), optax.sgd(0.1)
-    options = {"loss": token_loss, "optimizer": optimizer, "num_microbatches": 4, "profile": "analytic"}
+    options = {
+        "loss": token_loss,
+        "optimizer": optimizer,
+        "num_microbatches": 4,
+        "profile": "analytic",
+        "runtime": "mpmd",
+    }
     pipeline = jaxpipe.partition(model, mesh_of(2, None), batches[0], **options, schedule="1f1b")
     state = pipeline.init(jax.random.key(0))
     params = pipeline.parameters(state)["params"]
@@ -196,7 +203,7 @@ def test_other_lengths_and_a_smaller_last_batch_train_as_plain_training_does():
 
 def test_the_bits_of_other_batch_sizes_are_those_of_plain_accumulation():
     case = case_of("mlp")
-    pipeline = pipeline_of("mlp", 2, 4, None)  # 16 rows: micro-batches of 4
+    pipeline = stages_of("mlp", 2, 4, None)  # 16 rows: micro-batches of 4
     state = pipeline.init(jax.random.key(3))
     params, variables = case.start(jax.random.key(3))
     for rows, m in ((32, 8), (8, 2), (16, 4)):
@@ -207,7 +214,7 @@ def test_the_bits_of_other_batch_sizes_are_those_of_plain_accumulation():
 
 
 def test_a_batch_of_another_form_is_refused():
-    pipeline = pipeline_of("mlp", 2, 4, None)
+    pipeline = stages_of("mlp", 2, 4, None)
     state, batch = pipeline.init(jax.random.key(3)), case_of("mlp").batch
     with pytest.raises(BatchError, match=r"batch\['x'\] is float32\[16, 12, 1\].*cast or reshape"):
         pipeline.step(state, {**batch, "x": batch["x"][..., None]})
@@ -218,10 +225,10 @@ def test_a_batch_of_another_form_is_refused():
 def test_a_state_moves_into_a_pipeline_with_other_cuts():
     case = case_of("mlp")
     options = {"optimizer": optax.adam(1e-2)}
-    first = pipeline_of("mlp", 4, 4, None, **options)
+    first = stages_of("mlp", 4, 4, None, **options)
     state, _ = first.step(first.init(jax.random.key(3)), case.batch)
     expected, _ = first.step(first.adopt(state), case.batch)
-    other = pipeline_of("mlp", 2, 4, None, schedule=gpipe, **options)
+    other = stages_of("mlp", 2, 4, None, schedule=gpipe, **options)
     moved, _ = other.step(other.adopt(state), case.batch)
     assert int(moved.step) == 2
     assert_same_bits(arrays(other.parameters(moved)), arrays(first.parameters(expected)))
@@ -230,28 +237,28 @@ def test_a_state_moves_into_a_pipeline_with_other_cuts():
 
 
 def test_a_state_of_another_optimizer_or_runtime_is_refused():
-    first = pipeline_of("mlp", 2, 4, None, optimizer=optax.adam(1e-2))
+    first = stages_of("mlp", 2, 4, None, optimizer=optax.adam(1e-2))
     state = first.init(jax.random.key(3))
     with pytest.raises(StateError, match="optimizer"):
-        pipeline_of("mlp", 2, 4, None, optimizer=optax.sgd(0.1)).adopt(state)
+        stages_of("mlp", 2, 4, None, optimizer=optax.sgd(0.1)).adopt(state)
     with pytest.raises(PartitionError, match="runtime"):
-        pipeline_of("mlp", 2, 4, None, optimizer=optax.adam(1e-2), runtime="spmd").adopt(state)
+        stages_of("mlp", 2, 4, None, optimizer=optax.adam(1e-2), runtime="spmd").adopt(state)
 
 
 def test_a_checkpoint_of_either_runtime_restores_into_the_other(tmp_path):
     case, found = case_of("mlp"), {}
     for runtime, other in (("mpmd", "spmd"), ("spmd", "mpmd")):
-        pipeline = pipeline_of("mlp", 2, 4, None, runtime=runtime)
+        pipeline = stages_of("mlp", 2, 4, None, runtime=runtime)
         state, _ = pipeline.step(pipeline.init(jax.random.key(3)), case.batch)
         pipeline.save(state, tmp_path / runtime)
-        second = pipeline_of("mlp", 4, 4, None, runtime=other)
+        second = stages_of("mlp", 4, 4, None, runtime=other)
         state, _ = second.step(second.restore(tmp_path / runtime), case.batch)
         found[runtime] = arrays(second.parameters(state))
     assert_same_bits(found["mpmd"], found["spmd"])
 
 
 def test_an_error_before_the_updates_leaves_the_state_usable(monkeypatch):
-    case, pipeline = case_of("cnn-nnx"), pipeline_of("cnn-nnx", 2, 4, None)
+    case, pipeline = case_of("cnn-nnx"), stages_of("cnn-nnx", 2, 4, None)
     state = pipeline.init(jax.random.key(3))
     expected, _ = pipeline.step(pipeline.adopt(state), case.batch)
     dispatch = pipeline._runtime._training(pipeline._planned.batch).dispatch
@@ -277,7 +284,7 @@ def test_each_device_reports_its_own_bytes():
     model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
     pipeline = jaxpipe.partition(
         model, mesh_of(2, None), jnp.ones((8, 8)), loss=lambda f, x: f(x).sum(), optimizer=optax.sgd(0.1),
-        num_microbatches=4, profile="analytic",
+        num_microbatches=4, profile="analytic", runtime="mpmd",
     )  # fmt: skip
     report = pipeline.memory_report()
     assert len(report.compiled_bytes) == len(report.predicted_bytes) == 2
@@ -288,12 +295,18 @@ def test_each_device_reports_its_own_bytes():
 
 def test_an_unknown_runtime_is_refused():
     with pytest.raises(PartitionError, match="runtime='fast'; it must be 'mpmd'"):
-        pipeline_of("mlp", 2, 4, None, runtime="fast")
+        stages_of("mlp", 2, 4, None, runtime="fast")
 
 
 def test_several_sizes_are_compiled_ahead(caplog):
     batches = [tokens(8, 6), tokens(8, 10)]
-    options = {"loss": token_loss, "optimizer": optax.sgd(0.1), "num_microbatches": 4, "profile": "analytic"}
+    options = {
+        "loss": token_loss,
+        "optimizer": optax.sgd(0.1),
+        "num_microbatches": 4,
+        "profile": "analytic",
+        "runtime": "mpmd",
+    }
     pipeline = jaxpipe.partition(Tagger(), mesh_of(2, None), batches, **options, schedule="1f1b")
     state = pipeline.init(jax.random.key(0))
     with caplog.at_level("INFO", "jaxpipe"):

@@ -25,8 +25,8 @@ def started(action: Callable[..., Sequence[Any]]) -> Callable[..., tuple[Future[
             return jax.block_until_ready(action(*operands))
         except Exception as error:
             error.add_note(
-                f"Process {jax.process_index()} of {jax.process_count()} was waiting for a message. Most "
-                "likely another process has died: see what it printed. Start all again, from the last checkpoint."
+                f"Process {jax.process_index()} of {jax.process_count()} was waiting for a message of another one. "
+                "Most likely another process has died: see what it printed. Start all again, from the last checkpoint."
             )
             raise
 

@@ -19,6 +19,10 @@ from jaxpipe.schedules import Schedule, double_buffered, interleaved, one_f_one_
 from jaxpipe.schedules.weights import weight_slots
 
 
+#: What stage programs do not have yet runs as one program.
+planned_of = functools.partial(pipeline_of, runtime="auto")
+
+
 paired = functools.partial(pipedream, paired=True)
 vertical = functools.partial(pipedream, vertical_sync=True)
 
@@ -109,7 +113,7 @@ def check(
     optimizer = momentum = optax.sgd(0.05, momentum=0.9)
     if clip is not None:
         optimizer = optax.chain(per_stage(optax.clip_by_global_norm(clip)), momentum)
-    pipeline = pipeline_of(name, stages, m, replicas, schedule=schedule, optimizer=optimizer)
+    pipeline = planned_of(name, stages, m, replicas, schedule=schedule, optimizer=optimizer)
     assert pipeline.plan.per_stage == ("each stage apart" in str(pipeline.plan)) == (clip is not None)
     if clip is not None:  # the same by optax's own means, where the stages are known
         labels = pipeline._planned.model.parameter_tree(pipeline._planned.stages.parameters)
@@ -137,7 +141,7 @@ def test_delayed_gradients_are_those_of_the_recurrence(schedule):
 def test_each_stage_is_clipped_by_its_own_norm(schedule):
     """Norms differ by rounding: a stage adds up its squares in another order than ``jnp.sum`` over a tree."""
     optimizer = optax.chain(per_stage(optax.clip_by_global_norm(1e-3)), optax.sgd(1.0))
-    pipeline = pipeline_of("mlp", 2, 1, None, schedule=schedule, optimizer=optimizer)
+    pipeline = planned_of("mlp", 2, 1, None, schedule=schedule, optimizer=optimizer)
     start = pipeline.init(jax.random.key(3))
     before = arrays(pipeline.parameters(start))
     after = arrays(pipeline.parameters(pipeline.step(start, case_of("mlp").batch)[0]))
@@ -181,7 +185,7 @@ def test_updates_of_late_gradients_can_be_scaled():
     found = []
     for scale in (False, True):
         schedule = functools.partial(pipedream, scale_updates=scale)
-        pipeline = pipeline_of("mlp", 2, 2, None, schedule=schedule, optimizer=optax.sgd(0.5))
+        pipeline = planned_of("mlp", 2, 2, None, schedule=schedule, optimizer=optax.sgd(0.5))
         start = pipeline.init(jax.random.key(3))
         before = arrays(pipeline.parameters(start))
         after = arrays(pipeline.parameters(pipeline.step(start, case_of("mlp").batch)[0]))
@@ -196,14 +200,14 @@ def test_updates_of_late_gradients_can_be_scaled():
 
 
 def test_value_and_grad_is_synchronous():
-    pipelines = [pipeline_of("mlp", 2, 4, None, schedule=schedule) for schedule in (pipedream, one_f_one_b)]
+    pipelines = [planned_of("mlp", 2, 4, None, schedule=schedule) for schedule in (pipedream, one_f_one_b)]
     batch = case_of("mlp").batch
     found = [pipeline.value_and_grad(pipeline.init(jax.random.key(3)), batch) for pipeline in pipelines]
     assert_same_bits(*(arrays(x) for x in found))
 
 
 def test_one_name_is_enough():
-    assert pipeline_of("mlp", 2, 4, None, schedule="pipedream").plan.schedule == "pipedream"
+    assert planned_of("mlp", 2, 4, None, schedule="pipedream").plan.schedule == "pipedream"
 
 
 def line(model, x):

@@ -52,7 +52,13 @@ def pipeline_of(name: str, stages: int, replicas: int | None = None, optimizer=N
     case = case_of(name)
     options = {"profile": "analytic", "num_microbatches": 2, "predict": PREDICT.get(name), **options}
     return jaxpipe.partition(
-        case.model, mesh_of(stages, replicas), case.batch, loss=case.loss, optimizer=optimizer or adam(), **options
+        case.model,
+        mesh_of(stages, replicas),
+        case.batch,
+        loss=case.loss,
+        optimizer=optimizer or adam(),
+        **options,
+        runtime="mpmd",
     )
 
 

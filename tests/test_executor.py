@@ -281,6 +281,7 @@ def test_auto_is_the_schedule_whose_step_is_predicted_to_be_the_shortest():
 
     def planned(schedule, profile):
         options = {"loss": lambda model, x: model(x).sum(), "optimizer": optax.sgd(0.1), "num_microbatches": m}
+        options["runtime"] = "spmd"
         pipeline = jaxpipe.partition(model, mesh_of(4, None), batch, schedule=schedule, profile=profile, **options)
         return pipeline.plan
 

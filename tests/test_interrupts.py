@@ -48,6 +48,7 @@ def pipeline_of(on_nonfinite=None):
         num_microbatches=2,
         profile="analytic",
         on_nonfinite=on_nonfinite,
+        runtime="mpmd",
     )
 
 

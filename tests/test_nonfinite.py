@@ -71,6 +71,7 @@ def pipeline_of(on_nonfinite, replicas=None, exchange="dense", stages=2):
         profile="analytic",
         gradient_exchange=exchange,
         on_nonfinite=on_nonfinite,
+        runtime="mpmd",
     )
 
 

@@ -40,6 +40,7 @@ def partition(optimizer, stages, f=None, batch=BATCH, function=loss):
         optimizer=optimizer,
         num_microbatches=2,
         profile="analytic",
+        runtime="mpmd",
     )
 
 

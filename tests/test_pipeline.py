@@ -45,7 +45,8 @@ def case_of(name: str):
 
 def pipeline_of(name: str, stages: int, m: int, replicas: int | None, **options) -> jaxpipe.Pipeline:
     case = case_of(name)
-    options = {"optimizer": optax.sgd(0.05, momentum=0.9), "profile": "analytic", **options}
+    """With stage programs, which ``runtime="auto"`` does not take for stages as small as these."""
+    options = {"optimizer": optax.sgd(0.05, momentum=0.9), "profile": "analytic", "runtime": "mpmd", **options}
     return jaxpipe.partition(
         case.model, mesh_of(stages, replicas), case.batch, loss=case.loss, num_microbatches=m, **options
     )

@@ -29,6 +29,10 @@ from jaxpipe.schedules import one_f_one_b
 from jaxpipe.schedules.teams import Teams
 
 
+#: What stage programs do not have yet runs as one program.
+planned_of = functools.partial(pipeline_of, runtime="auto")
+
+
 WIDTHS = [(3, 1), (2, 1, 1), (1, 3)]
 M = 8
 
@@ -123,7 +127,7 @@ def of_stages(pipeline, gradients):
 def check_exactly(widths, m=M, steps=3, **options):
     """Parameters after some steps have the bits of plain accumulation."""
     case = case_of("mlp")
-    pipeline = pipeline_of("mlp", sum(widths), m, None, optimizer=EXACT, replicate=widths, **options)
+    pipeline = planned_of("mlp", sum(widths), m, None, optimizer=EXACT, replicate=widths, **options)
     assert tuple(len(stage.devices) for stage in pipeline.plan.stages) == widths
     state, (params, _) = pipeline.init(jax.random.key(3)), case.start(None)
     slots, update = EXACT.init(params), jax.jit(EXACT.update)

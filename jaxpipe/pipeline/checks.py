@@ -405,12 +405,12 @@ def _fit(given: Any, planned: Any) -> str:
         return f"Cast it, array.astype({str(planned.dtype)!r}), or plan with a batch of dtype {given.dtype}."
     if given.shape[1:] != planned.shape[1:] or not given.shape or not planned.shape:
         return (
-            "The axes behind the examples are planned for as well: pad or cut them to these sizes, or make another "
-            "pipeline; evaluate and predict take any sizes."
+            "The axes behind the examples are planned for as well: pad or cut them to these sizes, or make a pipeline "
+            'with runtime="mpmd", which takes any; evaluate and predict take any sizes.'
         )
     return (
-        f"Pad or drop the last examples of an epoch, so that every batch has {planned.shape[0]}, or make another "
-        "pipeline; evaluate and predict take any number of examples."
+        f"Pad or drop the last examples of an epoch, so that every batch has {planned.shape[0]}, or make a pipeline "
+        'with runtime="mpmd", which takes any number; evaluate and predict take any number of examples.'
     )
 
 

@@ -454,6 +454,6 @@ def _from_owner(device: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> lis
         held = [jax.random.key_data(x) if is_key else x for x, is_key in zip(local, keys, strict=True)]
     copies = hosts.from_owner(device, held, data)
     return [
-        jax.random.wrap_key_data(x, impl=jax.random.key_impl(jnp.empty((), aval.dtype))) if is_key else x
+        jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(jnp.empty((), aval.dtype))) if is_key else x
         for x, aval, is_key in zip(copies, avals, keys, strict=True)
     ]

@@ -20,7 +20,7 @@ def crosses(source: Any, target: Any) -> bool:
 
 def ends(message: Send | Exchange, devices: np.ndarray) -> tuple[Any, Any]:
     """Return the device that a message leaves, and the one that it goes to; of an exchange, of its first half."""
-    send = message.there if isinstance(message, Exchange) else message
+    send = message.forth if isinstance(message, Exchange) else message
     return _of(send.source, devices)[0], _of(send.target, devices)[0]
 
 
@@ -65,8 +65,8 @@ def _waiting(results: Sequence[Instruction | None], send: Send, devices: np.ndar
 
 def _joined(before: Send | Exchange, send: Send, devices: np.ndarray) -> Send | Exchange:
     if isinstance(before, Exchange):
-        if ends(before.there, devices) == ends(send, devices):
-            return replace(before, there=_side_by_side(before.there, send))
+        if ends(before.forth, devices) == ends(send, devices):
+            return replace(before, forth=_side_by_side(before.forth, send))
         return replace(before, back=_side_by_side(before.back, send))
     if ends(before, devices) == ends(send, devices):
         return _side_by_side(before, send)

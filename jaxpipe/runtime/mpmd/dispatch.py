@@ -134,7 +134,7 @@ def compile_list(calls: CallList, devices: np.ndarray) -> Dispatch:
 
 
 class _Steps:
-    """What this process does for each instruction of a list."""
+    """The steps of this process for the instructions of a list."""
 
     def __init__(self, calls: CallList, devices: np.ndarray, executables: dict[tuple[int, Place], Executable]):
         self.steps: list[Step] = []

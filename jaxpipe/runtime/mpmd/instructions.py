@@ -1,4 +1,4 @@
-"""What a list is made of: places, named arrays, and instructions that read and write numbered registers.
+"""Places, named arrays, and the instructions of a list, which read and write numbered registers.
 
 Call      run a program on the device of a stage, or on those of all its replicas
 Send      copy arrays to another device
@@ -58,18 +58,18 @@ class Send:
 class Exchange:
     """Copy arrays between two devices, both ways."""
 
-    there: Send
+    forth: Send
     back: Send
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """What either device sends."""
-        return self.there.reads + self.back.reads
+        """Return the registers that either device sends."""
+        return self.forth.reads + self.back.reads
 
     @property
     def writes(self) -> tuple[int, ...]:
-        """What either device gets."""
-        return self.there.writes + self.back.writes
+        """Return the registers that either device writes."""
+        return self.forth.writes + self.back.writes
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def walk(calls: CallList, devices: np.ndarray, needs: Mapping[tuple[int, Place],
         if isinstance(instruction, (Split, Join)):
             _share(instruction, alive, devices)
         elif isinstance(instruction, (Send, Exchange)):
-            sends = [instruction.there, instruction.back] if isinstance(instruction, Exchange) else [instruction]
+            sends = [instruction.forth, instruction.back] if isinstance(instruction, Exchange) else [instruction]
             for send in sends:
                 for register in send.writes:
                     if components[register] == "stash":

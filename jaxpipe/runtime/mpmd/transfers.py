@@ -55,10 +55,10 @@ class Transfer:
 
 def pair_slots(message: Send | Exchange, avals: Sequence[Any]) -> list[Slot]:
     """Return the slots of a message; two arrays of one shape that cross share one."""
-    there, back = (message.there, message.back) if isinstance(message, Exchange) else (message, None)
+    forth, back = (message.forth, message.back) if isinstance(message, Exchange) else (message, None)
     returning = [] if back is None else list(zip(back.reads, back.writes, strict=True))
     slots = []
-    for read, write in zip(there.reads, there.writes, strict=True):
+    for read, write in zip(forth.reads, forth.writes, strict=True):
         match = next((pair for pair in returning if _alike(avals[pair[0]], avals[read])), None)
         if match is None:
             slots.append(Slot((read, None), (None, write)))

@@ -1,4 +1,4 @@
-"""What a pipeline needs of a runtime: a plan as programs on devices."""
+"""Interface of a runtime: a plan as programs on devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -65,9 +65,9 @@ class SpmdRuntime:
                 groups = [layout.write(place, group) for layout, group in zip(layouts, held, strict=True)]
                 return [[x.reshape(1, *x.shape) for x in group] for group in groups]
 
-            made = jax.jit(write)(tuple(map(list, held)))
-            copies = [jax.device_put(made, device) for device in devices[1:]]
-            rows = jax.tree.map(lambda *rows: list(rows), made, *copies)
+            first = jax.jit(write)(tuple(map(list, held)))
+            copies = [jax.device_put(first, device) for device in devices[1:]]
+            rows = jax.tree.map(lambda *rows: list(rows), first, *copies)
         if update.exchange is None:
             return [*rows, []]
         layout = update.exchange.residuals
@@ -162,8 +162,8 @@ class SpmdRuntime:
     def bytes(self) -> Bytes:
         """Return what XLA reserves for the training step, on every device alike."""
         step, count = self.compiled_step, self.planned.mesh.devices.size
-        found = step.memory_analysis()
-        sizes = compiled.reserved_bytes(step), found.temp_size_in_bytes, found.host_temp_size_in_bytes
+        sizes_of_step = step.memory_analysis()
+        sizes = compiled.reserved_bytes(step), sizes_of_step.temp_size_in_bytes, sizes_of_step.host_temp_size_in_bytes
         return Bytes(*((size,) * count for size in sizes))
 
     @cached_property

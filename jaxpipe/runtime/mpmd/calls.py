@@ -81,7 +81,7 @@ class ListBuilder:
 
     @property
     def replicas(self) -> int:
-        """Of each stage."""
+        """Number of replicas of each stage."""
         return self.devices.shape[1]
 
     def place(self, stage: int, replica: int = -1) -> Place:
@@ -158,10 +158,10 @@ class ListBuilder:
             if apart:
                 self.sharded.add(writes[-1])
         self.instructions.append(Call(number, place, tuple(reads), tuple(writes)))
-        made = dict(zip(traced.written_names, writes, strict=True))
+        results = dict(zip(traced.written_names, writes, strict=True))
         for name, source in traced.same.items():  # a result, or else an operand
-            made[name] = made[source] if source in made else self.now[self.key(place, source, j)]
-        self.now |= {self.key(place, name, j): register for name, register in made.items()}
+            results[name] = results[source] if source in results else self.now[self.key(place, source, j)]
+        self.now |= {self.key(place, name, j): register for name, register in results.items()}
 
     def send(
         self, source: Place, target: Place, names: Sequence[tuple[Name, Name]], j: int = -1, to: int | None = None

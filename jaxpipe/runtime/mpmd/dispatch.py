@@ -87,7 +87,7 @@ def _step(action: Action, reads: Sequence[int], writes: Sequence[int], left: Seq
 
 
 def _runs(registers: Sequence[int]) -> list[slice]:
-    """Some registers as slices."""
+    """Return registers as slices."""
     runs: list[slice] = []
     for register in sorted(registers):
         if runs and runs[-1].stop == register:
@@ -120,8 +120,8 @@ def compile_list(calls: CallList, devices: np.ndarray) -> Dispatch:
                 jobs[instruction.program, instruction.place] = Job(
                     program.traced, program.donated, Target(target), _specs(program)
                 )
-    found = compile_jobs(list(jobs.values()), "cuda" if platform == "gpu" else platform)
-    executables = dict(zip(jobs, found, strict=True))
+    compiled = compile_jobs(list(jobs.values()), "cuda" if platform == "gpu" else platform)
+    executables = dict(zip(jobs, compiled, strict=True))
     if len({device.process_index for device in devices.flat}) > 1:
         hosts.agree("The list of calls", repr((calls.instructions, calls.avals)))
     steps = _Steps(calls, devices, executables)
@@ -263,9 +263,9 @@ def _join(instruction: Join, calls: CallList, mesh: Mesh, mine: Sequence[int]) -
     sharding = NamedSharding(mesh, P(DATA) if instruction.sharded else P())
 
     def join(*parts: Any) -> tuple[Any]:
-        own = [parts[r] for r in mine]
-        if instruction.sharded and not own[0].shape:
-            own = [x.reshape(1) for x in own]
-        return (jax.make_array_from_single_device_arrays(aval.shape, sharding, own),)
+        local = [parts[r] for r in mine]
+        if instruction.sharded and not local[0].shape:
+            local = [x.reshape(1) for x in local]
+        return (jax.make_array_from_single_device_arrays(aval.shape, sharding, local),)
 
     return join

@@ -47,7 +47,7 @@ from jaxpipe.schedules.joined import Kinds, program_kinds
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where everything is.
+    """Stages, their schedule and their devices.
 
     Attributes:
       context: the stages.
@@ -75,7 +75,7 @@ class Layout:
 
     @property
     def home(self) -> Place:
-        """Where loss and metrics are made: the first replica of the last stage."""
+        """First replica of the last stage, which computes loss and metrics."""
         return Place(len(self.context.sections) - 1, 0)
 
     @property
@@ -427,5 +427,5 @@ class _Writer:
 
 
 def _is_own(name: Name) -> bool:
-    """Whether each replica of a stage has an array of its own under a name, when a step ends."""
+    """Return whether each replica of a stage has an array of its own under a name, when a step ends."""
     return name.role in (Role.GRADIENT, Role.RESIDUAL) or (name.role is Role.STATE and name.part == 0)

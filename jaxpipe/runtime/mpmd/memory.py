@@ -51,8 +51,8 @@ class Peak:
     @property
     def components(self) -> dict[str, int]:
         """All bytes by component."""
-        found = {name: self.parts.get(name, 0) for name in COMPONENTS}
-        return {name: n for name, n in found.items() if n or name != "residual"} | {"temporaries": self.temporary}
+        sizes = {name: self.parts.get(name, 0) for name in COMPONENTS}
+        return {name: n for name, n in sizes.items() if n or name != "residual"} | {"temporaries": self.temporary}
 
 
 @dataclass(frozen=True)
@@ -87,84 +87,97 @@ def walk(calls: CallList, devices: np.ndarray, needs: Mapping[tuple[int, Place],
       devices: by stage and replica.
       needs: of each program at each place; those that are left out need nothing besides their arrays.
     """
-    held: dict[Any, int] = defaultdict(int)
-    parts: dict[Any, dict[str, int]] = {d: defaultdict(int) for d in devices.flat}
-    components = _components(calls)
-    peaks: dict[Any, Peak] = {d: Peak(0, 0, "") for d in devices.flat}
-    sizes = [array_bytes(aval) for aval in calls.avals]
-    alive: dict[int, dict[Any, int]] = {}
-
-    def add(register: int, place: Place) -> None:
-        size = sizes[register] // (devices.shape[1] if register in calls.sharded else 1)
-        shares = _shares(size, place, devices)
-        alive[register] = shares
-        for device, size in shares.items():
-            held[device] += size
-            parts[device][components[register]] += size
-
-    def drop(register: int) -> None:
-        for device, size in alive.pop(register, {}).items():
-            held[device] -= size
-            parts[device][components[register]] -= size
-
-    def note(device: Any, needed: Needs, reused: dict[str, int]) -> None:
-        total = held[device] + needed.temporary - needed.reused
-        if total > peaks[device].total:
-            here = {name: n - reused.get(name, 0) for name, n in parts[device].items()}
-            peaks[device] = Peak(total, needed.temporary, needed.label, here)
-
-    waiting: dict[int, str] = {}
+    memory = _Memory(calls, devices)
     seen: set[Any] = set()
     for key, register in calls.inputs.items():
         # What every stage has is there once on a device with several stages.
-        device = devices[key.place.stage, max(key.place.replica, 0)]
-        if (device, key.name, key.microbatch) not in seen:
-            seen.add((device, key.name, key.microbatch))
-            add(register, key.place)
+        array = devices[key.place.stage, max(key.place.replica, 0)], key.name, key.microbatch
+        if array not in seen:
+            seen.add(array)
+            memory.add(register, key.place)
     for instruction, left in zip(calls.instructions, calls.dropped, strict=True):
         if isinstance(instruction, (Split, Join)):
-            _share(instruction, alive, devices)
-        elif isinstance(instruction, (Send, Exchange)):
-            sends = [instruction.forth, instruction.back] if isinstance(instruction, Exchange) else [instruction]
-            for send in sends:
-                for register in send.writes:
-                    if components[register] == "stash":
-                        waiting[register] = "stash"
-                        components[register] = "messages"
-                    add(register, send.target)
-                note(devices[send.target.stage, max(send.target.replica, 0)], Needs("a message"), {})
+            memory.share(instruction)
+        elif isinstance(instruction, Exchange):
+            memory.send(instruction.forth)
+            memory.send(instruction.back)
+        elif isinstance(instruction, Send):
+            memory.send(instruction)
         elif isinstance(instruction, Call):
-            key = instruction.program, instruction.place
-            for register in waiting.keys() & set(instruction.reads):  # from now on it is kept for the backward pass
-                for device, size in alive[register].items():
-                    parts[device][components[register]] -= size
-                    parts[device][waiting[register]] += size
-                components[register] = waiting.pop(register)
-            for register in instruction.writes:
-                add(register, instruction.place)
-            row = devices[instruction.place.stage]
-            own = row if instruction.place.is_whole else row[instruction.place.replica :][:1]
-            needed = needs.get(key, NOTHING)
-            written = [(sizes[register], components[register]) for register in instruction.writes]
-            reused = _reused(calls, instruction, needed, written)
-            for device in own:
-                note(device, needed, reused)
+            memory.call(instruction, needs.get((instruction.program, instruction.place), NOTHING))
         for register in left:
-            drop(register)
-    return peaks
+            memory.drop(register)
+    return memory.peaks
 
 
-def _share(instruction: Split | Join, alive: dict[int, dict[Any, int]], devices: np.ndarray) -> None:
-    """Arrays that are taken apart or put together stay where they are."""
-    if isinstance(instruction, Join):
+class _Memory:
+    """The arrays on each device while a list is followed, and the most bytes so far."""
+
+    def __init__(self, calls: CallList, devices: np.ndarray):
+        self.peaks: dict[Any, Peak] = {d: Peak(0, 0, "") for d in devices.flat}
+        self._calls, self._devices = calls, devices
+        self._held: dict[Any, int] = defaultdict(int)
+        self._parts: dict[Any, dict[str, int]] = {d: defaultdict(int) for d in devices.flat}
+        self._components = _components(calls)
+        self._sizes = [array_bytes(aval) for aval in calls.avals]
+        self._alive: dict[int, dict[Any, int]] = {}
+        self._waiting: set[int] = set()
+
+    def add(self, register: int, place: Place) -> None:
+        """Reserve an array."""
+        size = self._sizes[register] // (self._devices.shape[1] if register in self._calls.sharded else 1)
+        self._alive[register] = _shares(size, place, self._devices)
+        for device, share in self._alive[register].items():
+            self._held[device] += share
+            self._parts[device][self._components[register]] += share
+
+    def drop(self, register: int) -> None:
+        """Free an array."""
+        for device, size in self._alive.pop(register, {}).items():
+            self._held[device] -= size
+            self._parts[device][self._components[register]] -= size
+
+    def send(self, send: Send) -> None:
+        """Receive a message. One that is kept for the backward pass is a message until its stage reads it."""
+        for register in send.writes:
+            if self._components[register] == "stash":
+                self._waiting.add(register)
+                self._components[register] = "messages"
+            self.add(register, send.target)
+        self._note(self._devices[send.target.stage, max(send.target.replica, 0)], Needs("a message"), {})
+
+    def call(self, call: Call, needed: Needs) -> None:
+        """Run a program, which needs some bytes besides its operands and results."""
+        for register in self._waiting.intersection(call.reads):
+            self._waiting.remove(register)
+            for device, size in self._alive[register].items():
+                self._parts[device]["messages"] -= size
+                self._parts[device]["stash"] += size
+            self._components[register] = "stash"
+        for register in call.writes:
+            self.add(register, call.place)
+        written = [(self._sizes[register], self._components[register]) for register in call.writes]
+        reused = _reused(self._calls, call, needed, written)
+        row = self._devices[call.place.stage]
+        for device in row if call.place.is_whole else row[call.place.replica :][:1]:
+            self._note(device, needed, reused)
+
+    def share(self, instruction: Split | Join) -> None:
+        """Give arrays that are taken apart or put together new registers; they stay where they are."""
+        if isinstance(instruction, Split):
+            self._alive |= {register: {} for register in instruction.writes}
+            return
         together: dict[Any, int] = {}
         for register in instruction.reads:
-            for device, size in alive.pop(register, {}).items():
+            for device, size in self._alive.pop(register, {}).items():
                 together[device] = together.get(device, 0) + size
-        alive[instruction.writes[0]] = together
-    else:
-        for register in instruction.writes:
-            alive[register] = {}
+        self._alive[instruction.writes[0]] = together
+
+    def _note(self, device: Any, needed: Needs, reused: dict[str, int]) -> None:
+        total = self._held[device] + needed.temporary - needed.reused
+        if total > self.peaks[device].total:
+            here = {name: n - reused.get(name, 0) for name, n in self._parts[device].items()}
+            self.peaks[device] = Peak(total, needed.temporary, needed.label, here)
 
 
 def _shares(size: int, place: Place, devices: np.ndarray) -> dict[Any, int]:
@@ -175,14 +188,14 @@ def _shares(size: int, place: Place, devices: np.ndarray) -> dict[Any, int]:
 
 def _reused(calls: CallList, call: Call, needed: Needs, written: Sequence[tuple[int, str]]) -> dict[str, int]:
     """By component, bytes of a call's results that are written over donated operands: those of an operand's shape."""
-    left, found = needed.reused, defaultdict[str, int](int)
+    left, reused = needed.reused, defaultdict[str, int](int)
     program = calls.programs[call.program]
     donated = {(calls.avals[r].shape, calls.avals[r].dtype) for k, r in enumerate(call.reads) if k in program.donated}
     shaped = [(calls.avals[r].shape, calls.avals[r].dtype) in donated for r in call.writes]
     for _, (size, component) in sorted(zip(shaped, written, strict=True), key=lambda entry: not entry[0]):
-        found[component] += min(size, left)
+        reused[component] += min(size, left)
         left -= min(size, left)
-    return found
+    return reused
 
 
 def _components(calls: CallList) -> dict[int, str]:
@@ -203,13 +216,13 @@ def _components(calls: CallList) -> dict[int, str]:
         elif isinstance(instruction, (Split, Join)):
             source = names.get(instruction.reads[0])
             names |= {register: source for register in instruction.writes if source is not None}
-    found: dict[int, str] = {}
+    components_of: dict[int, str] = {}
     for register in range(len(calls.avals)):
         component = _COMPONENT.get(names[register].role, "state") if register in names else "state"
         places = touched[register]
         kept = component == "messages" and len(places) > len(set(places))
-        found[register] = "stash" if kept else component
-    return found
+        components_of[register] = "stash" if kept else component
+    return components_of
 
 
 def array_bytes(aval: Any) -> int:

@@ -4,6 +4,7 @@ A smaller last batch keeps the examples of a micro-batch and has fewer of these,
 sequences is traced anew; where the operators are the same, so are the cuts.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +20,6 @@ from jaxpipe.pipeline.sections import Section, cut_sections, with_backward
 from jaxpipe.pipeline.step import Batching
 from jaxpipe.runtime.spmd import followed_cuts
 from jaxpipe.schedules import Schedule
-from jaxpipe.schedules.gpipe import gpipe
-from jaxpipe.schedules.one_f_one_b import one_f_one_b
 from jaxpipe.schedules.table import without_backward
 
 
@@ -108,14 +107,13 @@ def _schedule(planned: Planned, m: int) -> Schedule:
     before = planned.program.schedule
     if m == before.num_microbatches:
         return before
-    size = before.num_stages, m
-    for maker in (*planned.schedules, *((one_f_one_b, gpipe) if before.num_chunks == 1 else ())):
-        try:
-            found = checks.check_schedule(maker(*size), *size)
-        except ScheduleError:
-            continue
-        if found.num_chunks == before.num_chunks and (found.name == before.name or maker in (one_f_one_b, gpipe)):
-            return found
+    tables = []
+    for maker in (*planned.schedules, *checks.AUTO_FREE):
+        with contextlib.suppress(ScheduleError):
+            tables.append(checks.check_schedule(maker(before.num_stages, m), before.num_stages, m))
+    fitting = [table for table in tables if table.num_chunks == before.num_chunks]
+    if fitting:  # of another kind only if there is none of this
+        return min(fitting, key=lambda table: table.name != before.name)
     raise ScheduleError(
         f"The schedule {before.name} has no table of {m} micro-batches on {before.num_stages} devices, which a batch "
         f"of this size makes; the plan has {before.num_microbatches}. Pass batches of a size that does, or plan with "

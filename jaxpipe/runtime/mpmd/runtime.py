@@ -148,9 +148,9 @@ class MpmdRuntime:
     def step(self, state: TrainState, batch: Any, shapes: Any) -> StepResults:
         """Run a training step; donates the state."""
         compiled = self._training(shapes)
-        made = self._run(compiled, state, batch)
-        new = self._where.state_of(state, made)
-        reports = self._reports(compiled, made)
+        outputs = self._run(compiled, state, batch)
+        new = self._where.state_of(state, outputs)
+        reports = self._reports(compiled, outputs)
         count = len(compiled.layout.context.objective.results) - 1
         loss, *metrics = [reports[Name(Role.REPORT, k)] for k in range(count)]
         counters = {name: reports.get(Name(Role.REPORT, -1 - k)) for k, name in enumerate(COUNTERS)}
@@ -161,14 +161,14 @@ class MpmdRuntime:
     def gradients(self, state: TrainState, batch: Any, shapes: Any) -> tuple[Any, Sequence[Any], list[Any]]:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
         compiled = self._gradient(shapes)
-        made = self._run(compiled, state, batch)
-        reports = self._reports(compiled, made)
+        outputs = self._run(compiled, state, batch)
+        reports = self._reports(compiled, outputs)
         objective = compiled.layout.context.objective
         loss, *metrics = [reports[Name(Role.REPORT, k)] for k in range(len(objective.results) - 1)]
         trained = [k for k, t in enumerate(objective.parameters) if t not in objective.frozen]
         owners = [self.planned.stages.parameters[k] for k in trained]
         names = [Name(Role.MEAN, objective.parameters[k]) for k in trained]
-        arrays = [made[Key(self._where.place(s), name)] for s, name in zip(owners, names, strict=True)]
+        arrays = [outputs[Key(self._where.place(s), name)] for s, name in zip(owners, names, strict=True)]
         avals = [self.planned.model.parameters[k].aval for k in trained]
         gradients: list[Any] = [None] * len(objective.parameters)
         for k, x in zip(trained, self._on_hosts(owners, arrays, avals), strict=True):
@@ -181,13 +181,13 @@ class MpmdRuntime:
         if key not in self._forward:
             self._forward[key] = self._build_forward(name, objective, shapes, batching)
         compiled = self._forward[key]
-        made = self._run(compiled, state, batch)
+        outputs = self._run(compiled, state, batch)
         if name == "evaluate":
-            reports = self._reports(compiled, made)
+            reports = self._reports(compiled, outputs)
             loss, *metrics = [reports[Name(Role.REPORT, k)] for k in range(len(objective.results) - 1)]
             return loss, metrics
         results = range(len(objective.results))
-        parts = [[x for key, x in made.items() if key.name == Name(Role.REPORT, k)] for k in results]
+        parts = [[x for key, x in outputs.items() if key.name == Name(Role.REPORT, k)] for k in results]
         return [self._by_replica_rows(compiled.layout, rows) for rows in parts]
 
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
@@ -258,9 +258,9 @@ class MpmdRuntime:
 
     def bytes(self) -> Bytes:
         """Return the most bytes that each device needs at once in a step."""
-        found = peak_bytes(self.compiled_step, self.devices)
+        peaks = peak_bytes(self.compiled_step, self.devices)
         order = self.planned.mesh.devices.flatten().tolist()
-        return Bytes(tuple(found[d].total for d in order), tuple(found[d].temporary for d in order), (0,) * len(order))
+        return Bytes(tuple(peaks[d].total for d in order), tuple(peaks[d].temporary for d in order), (0,) * len(order))
 
     @cached_property
     def _layout(self) -> Layout:
@@ -411,27 +411,27 @@ class MpmdRuntime:
         )
         return compiled.dispatch.run(given)
 
-    def _reports(self, compiled: Compiled, made: dict[Key, Any]) -> dict[Name, Any]:
-        """What a step reports, on the device where it is made."""
+    def _reports(self, compiled: Compiled, outputs: dict[Key, Any]) -> dict[Name, Any]:
+        """Return the reports of a step, on the device that computes them."""
         home = compiled.layout.home
-        return {key.name: x for key, x in made.items() if key.place == home}
+        return {key.name: x for key, x in outputs.items() if key.place == home}
 
     def _by_replica(self, stage: int, x: np.ndarray) -> Any:
         sharding = self._where.sharding(stage, sharded=True)
         rows = {d: x[r : r + 1] for r, d in enumerate(self.devices_of(stage))}
-        own = [jax.device_put(rows[d], d) for d in hosts.mine(self.devices_of(stage))]
-        return jax.make_array_from_single_device_arrays(x.shape, sharding, own)
+        local = [jax.device_put(rows[d], d) for d in hosts.mine(self.devices_of(stage))]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, local)
 
     def _by_replica_rows(self, layout: Layout, parts: Sequence[Any]) -> Any:
         """Put the rows of all replicas together, on the last stage or where they have been spread."""
         if len(parts) == 1:
             return parts[0]
-        own = [x for x in parts if x is not None]
-        shape = (len(parts) * own[0].shape[0], *own[0].shape[1:])
+        local = [x for x in parts if x is not None]
+        shape = (len(parts) * local[0].shape[0], *local[0].shape[1:])
         mesh = stage_mesh(layout.devices, Place(layout.home.stage))
         if layout.rows_cross:
             mesh = Mesh(self.devices[: self.planned.program.schedule.num_stages], (STAGE, DATA))
-        shards = [shard.data for x in own for shard in x.addressable_shards]
+        shards = [shard.data for x in local for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, P(DATA)), shards)
 
 
@@ -441,7 +441,7 @@ def _shape_key(shapes: Any) -> Any:
 
 
 def _elsewhere(aval: Any, sharding: NamedSharding) -> Any:
-    """An array of which this process has no part."""
+    """Return an array of which this process has no part."""
     return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
 
 

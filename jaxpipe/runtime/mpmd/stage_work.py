@@ -102,7 +102,7 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What all stages of a pipeline share.
+    """Data that the work of every stage needs.
 
     Attributes:
       objective: what is computed for a micro-batch.
@@ -329,11 +329,11 @@ def _forward(context: Context, s: int, arrays: _Arrays) -> None:
         for t, parts in zip(section.stage.storage.stored, stash, strict=True):
             if t in kept:
                 values.update(zip(_stash_names(section, t, len(parts)), parts, strict=True))
-    made = known | dict(zip(section.graph.outputs, outputs, strict=True))
-    values.update((Name(Role.ACTIVATION, t), made[t]) for t in section.leaving)
-    values.update((Name(Role.STATE, t), made[new]) for t, new in zip(section.state, section.new_state, strict=True))
+    computed = known | dict(zip(section.graph.outputs, outputs, strict=True))
+    values.update((Name(Role.ACTIVATION, t), computed[t]) for t in section.leaving)
+    values.update((Name(Role.STATE, t), computed[new]) for t, new in zip(section.state, section.new_state, strict=True))
     for k in section.results:
-        value, total = made[context.objective.results[k]], Name(Role.TOTAL, k)
+        value, total = computed[context.objective.results[k]], Name(Role.TOTAL, k)
         values[Name(Role.RESULT, k)] = value
         if total in values:
             values[total] = values[total] + value
@@ -380,8 +380,8 @@ def _seeds(context: Context, s: int, arrays: _Arrays) -> list[Any]:
     assert section.stage is not None
     left: dict[int, Any] = {t: arrays.tensor(Role.COTANGENT, t) for t in _following(context, s)}
     if 0 in section.results:
-        one = jnp.ones((), context.aval(loss).dtype)
-        left[loss] = left[loss] + one if loss in left else one
+        seed = jnp.ones((), context.aval(loss).dtype)
+        left[loss] = left[loss] + seed if loss in left else seed
     source: Graph = section.stage.linearization.source
     return [left.pop(t, None) for t in source.outputs]
 

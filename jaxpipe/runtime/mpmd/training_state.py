@@ -31,7 +31,7 @@ from jaxpipe.runtime.mpmd.update_work import SKIPPED
 
 @dataclass(frozen=True, eq=False)
 class StateLayout:
-    """Which register of a list each array of a training state is in.
+    """Keys of the arrays of a training state in a list.
 
     Attributes:
       layout: where stages are.
@@ -84,14 +84,14 @@ class StateLayout:
         return [k for k, owner in enumerate(self.coloured.state_stage) if owner is None]
 
     def sharding(self, s: int, sharded: bool = False) -> NamedSharding:
-        """Where an array of all replicas of a stage is."""
+        """Sharding of an array of all replicas of a stage."""
         return NamedSharding(stage_mesh(self.layout.devices, Place(s)), P("data") if sharded else P())
 
-    def state_of(self, old: TrainState, made: dict[Key, Any]) -> TrainState:
+    def state_of(self, old: TrainState, outputs: dict[Key, Any]) -> TrainState:
         """Return the state after a step, of the outputs of its list; arrays elsewhere stay as they are."""
 
         def new_arrays(keys: Iterable[Key], before: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(x if made.get(key) is None else made[key] for key, x in zip(keys, before, strict=True))
+            return tuple(x if outputs.get(key) is None else outputs[key] for key, x in zip(keys, before, strict=True))
 
         new = replace(
             old,
@@ -101,23 +101,23 @@ class StateLayout:
             residual=new_arrays(map(self.residual, self.residuals), old.residual),
         )
         shared = tuple(
-            self._everywhere(Name(Role.SHARED, k), x, made) for k, x in zip(self.shared, old.shared, strict=True)
+            self._everywhere(Name(Role.SHARED, k), x, outputs) for k, x in zip(self.shared, old.shared, strict=True)
         )
-        step = self._everywhere(Name(Role.STEP), old.step, made)
-        skipped = self._everywhere(SKIPPED, old.skipped, made)
+        step = self._everywhere(Name(Role.STEP), old.step, outputs)
+        skipped = self._everywhere(SKIPPED, old.skipped, outputs)
         return replace(new, shared=shared, step=step, skipped=skipped)
 
-    def _everywhere(self, name: Name, old: Any, made: dict[Key, Any]) -> Any:
+    def _everywhere(self, name: Name, old: Any, outputs: dict[Key, Any]) -> Any:
         """A value of all devices, of what the stages have made of it; the old one if they have not."""
         parts: dict[Any, Any] = {}
-        for key, x in made.items():
+        for key, x in outputs.items():
             if key.name == name and x is not None:
                 parts |= {shard.device: shard.data for shard in x.addressable_shards}
         if not parts:
             return old
-        own = hosts.mine(self.mesh.devices.flatten().tolist())
+        local = hosts.mine(self.mesh.devices.flatten().tolist())
         sharding = NamedSharding(self.mesh, P())
-        return jax.make_array_from_single_device_arrays(old.shape, sharding, [parts[d] for d in own])
+        return jax.make_array_from_single_device_arrays(old.shape, sharding, [parts[d] for d in local])
 
 
 class Loader:
@@ -182,10 +182,10 @@ class Loader:
         """A value of all devices at a place."""
         mesh = stage_mesh(self._devices, place)
         shards = {shard.device: shard.data for shard in x.addressable_shards}
-        own = [shards[d] for d in hosts.mine(list(mesh.devices.flat))]
+        local = [shards[d] for d in hosts.mine(list(mesh.devices.flat))]
         if not place.is_whole:
-            return own[0]
-        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, P()), own)
+            return local[0]
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, P()), local)
 
     def _constant(self, key: Key) -> Any:
         context, replicas = self._where.layout.context, len(self._where.layout.replicas)
@@ -218,15 +218,15 @@ def place_batch(
 
 def _parts(x: Any, shared: bool, mesh: Mesh) -> Callable[[int], Any]:
     """Return a function that gives the part of a leaf for a replica, of which this process has a stage."""
-    replicas, own = mesh.shape.get(DATA, 1), feed.own_replicas(mesh)
+    replicas, local = mesh.shape.get(DATA, 1), feed.own_replicas(mesh)
     if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
         if not x.is_fully_replicated:
             x = jax.device_put(x, NamedSharding(mesh, P() if shared or replicas == 1 else P(DATA)))
             by_device = {shard.device: shard.data for shard in x.addressable_shards}
             rows = np.moveaxis(mesh.devices, mesh.axis_names.index(DATA), 0) if replicas > 1 else mesh.devices[None]
             return lambda r: by_device[hosts.mine(list(rows[r].flat))[0]]
-        x, own = x.addressable_data(0), list(range(replicas))
-    if shared or len(own) == 1:
+        x, local = x.addressable_data(0), list(range(replicas))
+    if shared or len(local) == 1:
         return lambda _: x
-    rows = x.shape[0] // len(own)
-    return lambda r: x[own.index(r) * rows : (own.index(r) + 1) * rows]
+    rows = x.shape[0] // len(local)
+    return lambda r: x[local.index(r) * rows : (local.index(r) + 1) * rows]

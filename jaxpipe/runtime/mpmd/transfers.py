@@ -41,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """This process's part in a message.
+    """Part of this process in a message.
 
     Attributes:
       run: takes the arrays that this process sends, and returns those that it receives.

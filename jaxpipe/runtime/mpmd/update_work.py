@@ -21,7 +21,7 @@ from jax import lax
 from jaxpipe import _compat
 from jaxpipe.gradients.block_sparse import Settings
 from jaxpipe.gradients.blocks import Blocks
-from jaxpipe.gradients.exchange import exchange, sent_share
+from jaxpipe.gradients.exchange import Averaged, exchange, sent_share
 from jaxpipe.graph import Operator, run
 from jaxpipe.pipeline.combine import combine
 from jaxpipe.pipeline.optimizer import ColouredUpdate, held_by, operators_of
@@ -58,7 +58,7 @@ class Exchange:
 
 @dataclass(frozen=True, eq=False)
 class UpdateContext:
-    """What the ends of all stages share.
+    """Data that the work at the end of a step needs in every stage.
 
     Attributes:
       stages: the pipeline.
@@ -114,13 +114,13 @@ class Operands(dict[Name, Any]):
 
 
 def _gradient_operands(context: UpdateContext, s: int) -> Operands:
-    stages, found = context.stages, Operands()
+    stages, operands = context.stages, Operands()
     for t in stages.held(s):
         if t in stages.trained(s):
-            found[Name(Role.GRADIENT, t)] = stages.sum_aval(t)
-        found |= {returned_gradient(k, t): stages.sum_aval(t) for k in context.lenders(s, t)}
-    found.add(WEIGHT, (), jnp.float32)
-    return found
+            operands[Name(Role.GRADIENT, t)] = stages.sum_aval(t)
+        operands |= {returned_gradient(k, t): stages.sum_aval(t) for k in context.lenders(s, t)}
+    operands.add(WEIGHT, (), jnp.float32)
+    return operands
 
 
 def _mean(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
@@ -143,9 +143,9 @@ def _own_sums(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[i
 
 def _own_sum(context: UpdateContext, s: int, values: dict[Name, Any], t: int) -> Any:
     stages = context.stages
-    own = values.get(Name(Role.GRADIENT, t))
+    sums_here = values.get(Name(Role.GRADIENT, t))
     returned = [values[returned_gradient(k, t)] for k in context.lenders(s, t)]
-    total = jnp.zeros(stages.sum_aval(t).shape, stages.sum_aval(t).dtype) if own is None else own
+    total = jnp.zeros(stages.sum_aval(t).shape, stages.sum_aval(t).dtype) if sums_here is None else sums_here
     if returned:
         total = total + functools.reduce(operator.add, returned)
     return total.reshape(stages.aval(t).shape)
@@ -153,8 +153,8 @@ def _own_sum(context: UpdateContext, s: int, values: dict[Name, Any], t: int) ->
 
 def _sum_names(context: UpdateContext, s: int, t: int) -> list[Name]:
     """The operands that a parameter's gradient is made of."""
-    own = [Name(Role.GRADIENT, t)] if t in context.stages.trained(s) else []
-    return [*own, *(returned_gradient(k, t) for k in context.lenders(s, t))]
+    here = [Name(Role.GRADIENT, t)] if t in context.stages.trained(s) else []
+    return [*here, *(returned_gradient(k, t) for k in context.lenders(s, t))]
 
 
 def _over_replicas(context: UpdateContext, values: Any) -> Any:
@@ -164,8 +164,8 @@ def _over_replicas(context: UpdateContext, values: Any) -> Any:
 def exchange_work(context: UpdateContext, s: int) -> Work:
     """Return the block-sparse exchange of a stage: residuals and gradients become averages and new residuals."""
     assert context.exchange is not None
-    found, settings, plans = context.stages, context.exchange.settings, context.exchange.plans[s]
-    held = found.held(s)
+    stages, settings, plans = context.stages, context.exchange.settings, context.exchange.plans[s]
+    held = stages.held(s)
     operands = _gradient_operands(context, s)
     operands.add(STEP, (), jnp.int32)
     residuals = [Name(Role.RESIDUAL, t) for t in held]
@@ -176,11 +176,11 @@ def exchange_work(context: UpdateContext, s: int) -> Work:
 
     def function(values: dict[Name, Any]) -> list[Any]:
         share = values[WEIGHT] / lax.axis_size(DATA)
-        own = {t: g / share.astype(g.dtype) for t, g in _own_sums(context, s, values).items()}
-        left = {t: values[name].reshape(found.aval(t).shape) for t, name in zip(held, residuals, strict=True)}
+        own_share = {t: g / share.astype(g.dtype) for t, g in _own_sums(context, s, values).items()}
+        left = {t: values[name].reshape(stages.aval(t).shape) for t, name in zip(held, residuals, strict=True)}
 
         def read(_: int) -> list[Any]:
-            return [own[t].astype(left[t].dtype) + left[t] for t in held]
+            return [own_share[t].astype(left[t].dtype) + left[t] for t in held]
 
         def phase(blocks: Sequence[Blocks]) -> Any:
             return exchange([blocks], settings.rule, DATA, lambda f: f(0), read, lambda _, x: _averaged(x))
@@ -196,8 +196,8 @@ def exchange_work(context: UpdateContext, s: int) -> Work:
     return _work(f"stage {s}: exchange", operands, [*averages, *residuals, HAD, UNSENT], function)
 
 
-def _averaged(found: Any) -> tuple[list[Any], list[Any], Any, Any]:
-    return found.gradients, found.residuals, found.squares, found.unsent
+def _averaged(result: Averaged) -> tuple[list[Any], list[Any], Any, Any]:
+    return result.gradients, result.residuals, result.squares, result.unsent
 
 
 def _in_order(values: Sequence[Any]) -> list[Any]:
@@ -378,19 +378,19 @@ def _optimizer_operands(context: UpdateContext, s: int, rounds: int) -> Operands
     """Operands of the optimizer after some rounds of exchange."""
     coloured, stages = context.coloured, context.stages
     if context.exchange is None:
-        found = _gradient_operands(context, s)
+        operands = _gradient_operands(context, s)
     else:
-        found = Operands()
+        operands = Operands()
         for t in stages.held(s):
-            found[Name(Role.EXCHANGED, t, 1)] = stages.aval(t)
-    found |= {
+            operands[Name(Role.EXCHANGED, t, 1)] = stages.aval(t)
+    operands |= {
         Name(Role.PARAMETER, context.tensor_of[t]): stages.aval(context.tensor_of[t]) for t in held_by(coloured, s)[0]
     }
     for t, name in _state_places(context, s).items():
-        found.add(name, coloured.graph.tensors[t].shape, coloured.graph.tensors[t].dtype)
+        operands.add(name, coloured.graph.tensors[t].shape, coloured.graph.tensors[t].dtype)
     for t in (t for ts in coloured.exchanged[:rounds] for t in ts):
-        found.add(Name(Role.EXCHANGED, t), coloured.graph.tensors[t].shape, coloured.graph.tensors[t].dtype)
-    return found
+        operands.add(Name(Role.EXCHANGED, t), coloured.graph.tensors[t].shape, coloured.graph.tensors[t].dtype)
+    return operands
 
 
 def _environment(

@@ -34,8 +34,9 @@ OTHERS = pytest.mark.parametrize("schedule", [gpipe, textbook, zero_bubble, inte
 def trained(name: str, stages: int, m: int, schedule, replicas: int | None, exact: bool):
     """Loss, loss of a step, loss after it, gradients and new parameters of a pipeline; and its keys."""
     case = case_of(name)
-    # Adam makes a step out of a gradient that is nothing but rounding (of a bias in front of a BatchNorm).
-    optimizer = optax.adam(1e-2) if exact else optax.sgd(1e-2, momentum=0.9)
+    # Adam makes a step out of a gradient that is nothing but rounding (of a bias in front of a BatchNorm), and XLA:CPU
+    # contracts its last product and sum in some programs of a stage and not in others, which is one rounding.
+    optimizer = optax.sgd(1e-2, momentum=0.9)
     pipeline = pipeline_of(name, stages, m, replicas, schedule=schedule, optimizer=optimizer, evaluate=case.loss)
     state = pipeline.init(jax.random.key(3))
     keys = jnp.stack([pipeline.microbatch_key(state, j) for j in range((replicas or 1) * m)])

@@ -129,7 +129,7 @@ def test_a_given_profile_decides_the_cut():
     assert [stage.forward_seconds for stage in plan.stages] == [2.0, 6.0]
     # Stage programs also add up gradients, which takes nanoseconds.
     assert [stage.backward_seconds for stage in plan.stages] == pytest.approx([2.0, 3.0], rel=1e-6)
-    assert 22 <= plan.step_seconds < 22 + 1e-4  # ticks cost something besides
+    assert 22 <= plan.step_seconds < 22 + 1e-3  # calls and sends cost something besides
     plan = planned(timed((9.0, 1.0, 1.0, 1.0), (0.0,) * 4))
     assert [stage.operators for stage in plan.stages] == [(0, 1), (1, 4)]
 

@@ -384,18 +384,27 @@ def warn_training_mode(name: str, drawn: Sequence[str], updated: Sequence[str]) 
     )
 
 
-def check_same_structure(given: Any, planned: Any) -> None:
-    """Raise ``BatchError`` unless a batch has the structure, shapes and dtypes that were planned for."""
+def paired_leaves(given: Any, planned: Any) -> list[tuple[str, Any, Any]]:
+    """Return the name of each leaf of a batch, the leaf, and the one that was planned for.
+
+    Raises:
+      BatchError: if the structures differ.
+    """
     if difference := structure_difference(given, planned):
         raise BatchError(
             f"The batch has another structure than the plan was made for: {difference}. Pass batches of one "
             "structure, or make another pipeline."
         )
-    for (path, x), (_, y) in zip(*map(jax.tree_util.tree_leaves_with_path, (given, planned)), strict=True):
+    pairs = zip(*map(jax.tree_util.tree_leaves_with_path, (given, planned)), strict=True)
+    return [(f"batch{jax.tree_util.keystr(path)}", x, y) for (path, x), (_, y) in pairs]
+
+
+def check_same_structure(given: Any, planned: Any) -> None:
+    """Raise ``BatchError`` unless a batch has the structure, shapes and dtypes that were planned for."""
+    for name, x, y in paired_leaves(given, planned):
         if (tuple(x.shape), x.dtype) != (tuple(y.shape), y.dtype):
             raise BatchError(
-                f"batch{jax.tree_util.keystr(path)} is {x.dtype}{list(x.shape)}, the plan was made for "
-                f"{y.dtype}{list(y.shape)}. {_fit(x, y)}"
+                f"{name} is {x.dtype}{list(x.shape)}, the plan was made for {y.dtype}{list(y.shape)}. {_fit(x, y)}"
             )
 
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
 from jaxpipe import stage as stages
 from jaxpipe.errors import BatchError, ScheduleError
 from jaxpipe.pipeline import checks
@@ -48,17 +46,11 @@ def as_planned(planned: Planned) -> Shaped:
 
 def check_shapes(given: Any, planned: Any) -> None:
     """Raise ``BatchError`` unless shapes differ from those planned for only in their sizes."""
-    if difference := checks.structure_difference(given, planned):
-        raise BatchError(
-            f"The batch has another structure than the plan was made for: {difference}. Pass batches of one "
-            "structure, or make another pipeline."
-        )
-    for (path, x), (_, y) in zip(*map(jax.tree_util.tree_leaves_with_path, (given, planned)), strict=True):
+    for name, x, y in checks.paired_leaves(given, planned):
         if (len(x.shape), x.dtype) != (len(y.shape), y.dtype):
             raise BatchError(
-                f"batch{jax.tree_util.keystr(path)} is {x.dtype}{list(x.shape)}, the plan was made for "
-                f"{y.dtype}{list(y.shape)}. Other sizes are fine, another dtype or number of axes is not: cast or "
-                "reshape it, or make another pipeline."
+                f"{name} is {x.dtype}{list(x.shape)}, the plan was made for {y.dtype}{list(y.shape)}. Other sizes are "
+                "fine, another dtype or number of axes is not: cast or reshape it, or make another pipeline."
             )
 
 

@@ -303,7 +303,7 @@ def planned(profile, **options):
 
     model = jax.tree_util.Partial(two_layers, [jnp.ones((3, 4)), jnp.ones((4, 2))])
     mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
-    options = {"num_microbatches": 2, "schedule": "one_f_one_b", **options}
+    options = {"num_microbatches": 2, "schedule": "one_f_one_b", "runtime": "spmd", **options}
     batch = jnp.ones((8, 3))
     return jaxpipe.partition(
         model, mesh, batch, loss=lambda f, x: f(x).sum(), optimizer=optax.sgd(0.1), profile=profile, **options

@@ -158,6 +158,7 @@ def on_paper(memory, host_memory, network=None):
     mesh = jax.make_mesh((4,), ("stage",), devices=jax.devices()[:4])
     options = {"optimizer": optax.sgd(0.1), "num_microbatches": m, "profile": "analytic", "storage": ()}
     options |= {"memory": memory, "host_memory": host_memory, "network": network, "schedule": "one_f_one_b"}
+    options["runtime"] = "spmd"
     return jaxpipe.partition(model, mesh, x, loss=lambda f, x: f(x).sum(), **options)
 
 

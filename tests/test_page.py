@@ -109,7 +109,7 @@ def test_missing_matplotlib_is_named_before_anything_is_compiled(monkeypatch, tm
     mesh = jax.make_mesh((1,), ("stage",), devices=jax.devices()[:1])
     model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((3, 1)))
     options = {"loss": lambda f, x: f(x).mean(), "optimizer": optax.sgd(0.5), "profile": "analytic"}
-    pipeline = jaxpipe.partition(model, mesh, jnp.ones((4, 3)), **options)
+    pipeline = jaxpipe.partition(model, mesh, jnp.ones((4, 3)), **options, runtime="mpmd")
     with pytest.raises(ImportError, match=r"Pipeline\.report draws with matplotlib.*pip install matplotlib"):
         pipeline.report(tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists() and not pipeline._runtime._compiled_steps

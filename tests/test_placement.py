@@ -42,7 +42,7 @@ def make(mesh, network, **options):
         loss=loss,
         optimizer=optax.sgd(0.1),
         network=network,
-        **{"num_microbatches": 2, "profile": "analytic", **options},
+        **{"num_microbatches": 2, "profile": "analytic", "runtime": "spmd", **options},
     )
 
 

@@ -167,7 +167,7 @@ class Graph:
 
         Its inputs are the tensors that it reads and does not make, its outputs those it makes that the rest of the
         graph needs. A tensor made before the section and needed after it passes through: it is an input and an
-        output, so that a chain of sections hands everything from neighbour to neighbour, and cotangents are summed
+        output, so that a chain of sections hands everything from neighbor to neighbor, and cotangents are summed
         in the order of the whole graph. Tensors keep their numbers.
 
         Raises:

@@ -103,18 +103,6 @@ def from_owner(device: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list
     return results
 
 
-def most(value: int) -> int:
-    """Return the largest of the numbers that the processes pass; all of them call it.
-
-    Example:
-      >>> most(3)
-      3
-    """
-    if jax.process_count() == 1:
-        return value
-    return max(int(text) for text in _gather_bytes(str(value).encode()))
-
-
 def agree(what: str, text: str) -> None:
     """Check that all processes have the same text.
 

@@ -144,9 +144,9 @@ def _picture(figure: "Figure", name: str) -> str:
 
 
 def _memory_table(contents: Contents) -> Table:
-    """Bytes on a device: by component as predicted, and the sum beside what XLA reserves."""
+    """Return the bytes of a device: by component as predicted, and the sum beside what XLA reserves."""
     plan, memory = contents.plan, contents.memory
-    table = _table("on each device", "bytes")
+    table = _table(plan.where, "bytes")
     for name, count in plan.memory.items():
         table.add_row(name, bytes_text(count))
     table.add_row("predicted", bytes_text(plan.predicted_bytes))

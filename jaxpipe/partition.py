@@ -104,7 +104,7 @@ def partition(
       batch: arrays or shapes ``[examples, ...]``, of the whole batch if there are several processes; left out:
         planned at ``Pipeline.init(key, batch)``. A list of trees of one structure are batches of several sizes
         (lengths of sequences, a smaller last batch): it is planned for the first, and the first step compiles all of
-        them. Sizes that are not listed are compiled when they are met.
+        them. Sizes that are not listed are compiled when they are met. One program (``"spmd"``) takes one size.
       loss: ``loss(model, batch)`` gives a scalar, ``(scalar, metrics)``, or ``(sum, weight, metrics)`` if
         micro-batches weigh unequally (padded tokens); then loss, metrics and gradient are divided by the total weight
         of the batch. ``metrics`` is a tree of arrays that are reduced over the examples. They are averaged over
@@ -209,6 +209,7 @@ def partition(
         raise checks.PartitionError(f"on_nonfinite={on_nonfinite!r}; it must be 'raise', 'skip' or None.")
     exchange = check_exchange(gradient_exchange, DATA)
     budget = None if memory is None else parse_bytes(memory)
+    batch, *others = [None if x is None else checks.batch_shapes(x) for x in checks.listed_batches(batch)]
     request = Request(
         model=model,
         mesh=mesh,
@@ -233,8 +234,8 @@ def partition(
         gradient_dtype=check_gradient_dtype(gradient_dtype),
         compile=compile,
         runtime=checks.check_runtime(runtime),
+        several_sizes=bool(others),
     )
-    batch, *others = [None if x is None else checks.batch_shapes(x) for x in checks.listed_batches(batch)]
     planned = None if batch is None or needs_variables(model) else make_plan(request, batch)
     functions = {"evaluate": evaluate, "predict": predict}
     return Pipeline(mesh, functions, optimizer, functools.partial(make_plan, request), planned, (batch, *others))

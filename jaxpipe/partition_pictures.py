@@ -11,7 +11,7 @@ from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 from jaxpipe.errors import NetworkError
 from jaxpipe.network import Network
 from jaxpipe.network_table import short
-from jaxpipe.pictures import BLUE, COMPONENT_COLOURS, ORANGE, VERMILION, WIDTH_INCHES, load_figure_class
+from jaxpipe.pictures import BLUE, COMPONENT_COLORS, ORANGE, VERMILION, WIDTH_INCHES, load_figure_class
 from jaxpipe.units import bytes_text
 
 
@@ -26,7 +26,7 @@ IDLE = "#D9D9D9"
 #: Links belong to different levels (inside a node, between nodes) from this ratio of their bandwidths.
 LEVEL_RATIO = 2.0
 
-# Inches: a device, the distance between the middles of neighbours, and the edge of a group around its devices.
+# Inches: a device, the distance between the middles of neighbors, and the edge of a group around its devices.
 BOX_WIDTH, BOX_HEIGHT = 1.55, 0.52
 COLUMN_PITCH, ROW_PITCH = 2.9, 0.98
 MARGIN, TITLE_HEIGHT = 0.22, 0.32
@@ -36,11 +36,11 @@ TALLEST = 4
 
 
 def draw_cluster(partition: "Partition", network: Network | None = None) -> "Figure":
-    """The devices with their stages, and what goes over the links between neighbouring stages.
+    """The devices with their stages, and what goes over the links between neighboring stages.
 
     Devices of one node stand together. Where they have other names than ``Network.from_nodes`` gives, those with fast
     links do: a maximum spanning tree is cut where the bandwidths of its links differ most, if they differ twofold.
-    Each stage has a colour. One arrow leads from each stage to the next, with the bytes that are sent for one
+    Each stage has a color. One arrow leads from each stage to the next, with the bytes that are sent for one
     micro-batch and the slowest link between devices of the two; the bottleneck's devices have a black edge, idle ones
     are grey.
 
@@ -109,15 +109,15 @@ def draw_stages(partition: "Partition") -> "Figure":
     figure = figure_class(figsize=(WIDTH_INCHES, 4.8), layout="constrained")
     axes = figure.subplots()
     axes.axvspan(worst - 0.5, worst + 0.5, color=VERMILION, alpha=0.12, linewidth=0, label="bottleneck stage")
-    for shift, label, colour, seconds in (
+    for shift, label, color, seconds in (
         (-0.2, "compute", BLUE, [stage.compute_seconds for stage in stages]),
         (0.2, "communication", ORANGE, [stage.communication_seconds for stage in stages]),
     ):
         places = [s + shift for s in range(len(stages))]
-        axes.bar(places, [scale * value for value in seconds], width=0.4, color=colour, label=label)
-    for name, seconds, colour, style in limits:
+        axes.bar(places, [scale * value for value in seconds], width=0.4, color=color, label=label)
+    for name, seconds, color, style in limits:
         label = f"{name}, {_time_text(seconds)}"
-        axes.axhline(scale * seconds, color=colour, linestyle=style, linewidth=1.5, label=label)
+        axes.axhline(scale * seconds, color=color, linestyle=style, linewidth=1.5, label=label)
     axes.set_xticks(range(len(stages)), [_stage_label(s, stage.devices) for s, stage in enumerate(stages)])
     axes.set_xlim(-0.5, len(stages) - 0.5)
     axes.set_ylabel(f"{unit} for one micro-batch")
@@ -234,20 +234,20 @@ def _draw_device(
 ) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    colour = IDLE if stage is None else COMPONENT_COLOURS[stage % len(COMPONENT_COLOURS)]
+    color = IDLE if stage is None else COMPONENT_COLORS[stage % len(COMPONENT_COLORS)]
     x, y = spot
     box = FancyBboxPatch(
         (x - BOX_WIDTH / 2, y - BOX_HEIGHT / 2),
         BOX_WIDTH,
         BOX_HEIGHT,
         boxstyle="round,pad=0,rounding_size=0.06",
-        facecolor=colour,
+        facecolor=color,
         edgecolor="black" if is_worst else "white",
         linewidth=3 if is_worst else 1,
         zorder=3,
     )
     axes.add_patch(box)
-    ink = "white" if _is_dark(colour) else "black"
+    ink = "white" if _is_dark(color) else "black"
     axes.text(
         x,
         y + 0.11,
@@ -338,9 +338,9 @@ def _stage_label(stage: int, devices: Sequence[int]) -> str:
     return f"stage {stage}\n{'device' if len(devices) == 1 else 'devices'} {shown}"
 
 
-def _is_dark(colour: str) -> bool:
-    """Whether white reads better on a colour than black: its luma, weights of ITU-R BT.601."""
-    red, green, blue = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
+def _is_dark(color: str) -> bool:
+    """Whether white reads better on a color than black: its luma, weights of ITU-R BT.601."""
+    red, green, blue = (int(color[k : k + 2], 16) for k in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue < 128
 
 

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
     from jaxpipe.pipeline.pipeline import MemoryReport
 
-# After M. Okabe and K. Ito, "Color universal design", 2002: distinct for colour-blind readers too.
+# After M. Okabe and K. Ito, "Color universal design", 2002: distinct for color-blind readers too.
 BLUE, ORANGE, GREEN, YELLOW = "#0072B2", "#E69F00", "#009E73", "#F0E442"
 SKY, VERMILION, PURPLE, GREY = "#56B4E9", "#D55E00", "#CC79A7", "#999999"
 
 #: Neighbours differ in brightness as well.
-COMPONENT_COLOURS = (BLUE, SKY, GREEN, YELLOW, VERMILION, ORANGE, PURPLE, GREY)
+COMPONENT_COLORS = (BLUE, SKY, GREEN, YELLOW, VERMILION, ORANGE, PURPLE, GREY)
 
-#: Stashes of other stages, one colour after the other.
-GUEST_COLOURS = (ORANGE, SKY, PURPLE, YELLOW)
+#: Stashes of other stages, one color after the other.
+GUEST_COLORS = (ORANGE, SKY, PURPLE, YELLOW)
 
 #: Of a bar, and of the text on it.
-KIND_COLOURS = {
+KIND_COLORS = {
     Kind.FORWARD: (BLUE, "white"),
     Kind.BACKWARD: (ORANGE, "black"),
     Kind.BACKWARD_INPUT: (ORANGE, "black"),
@@ -79,7 +79,7 @@ def draw_timeline(plan: Plan, schedule: Schedule, timeline: Timeline | None = No
 
 
 def draw_memory(plan: Plan, schedule: Schedule, report: "MemoryReport | None" = None) -> "Figure":
-    """What a device holds: predicted bytes by component beside the compiled bytes, and every device's stash by tick.
+    """Draw predicted bytes by component beside the compiled bytes, and the stash of every device by tick.
 
     Args:
       plan: its bytes are drawn.
@@ -100,8 +100,10 @@ def draw_memory(plan: Plan, schedule: Schedule, report: "MemoryReport | None" = 
     _draw_components(left.subplots(), plan, report)
     rows = right.subplots(schedule.num_stages, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     _draw_stash(rows, plan, schedule)
-    right.suptitle(f"Stashes in flight; dashed: the arena, {bytes_text(plan.memory.get('arena', 0))} reserved")
-    title = f"Bytes on each device: {bytes_text(plan.predicted_bytes)} predicted"
+    arena = plan.memory.get("arena")
+    dashed = f"; dashed: the arena, {bytes_text(arena)} reserved" if arena else ""
+    right.suptitle(f"Stashes in flight{dashed}")
+    title = f"Bytes {plan.where}: {bytes_text(plan.predicted_bytes)} predicted"
     if report is not None:
         title += f", {bytes_text(max(report.compiled_bytes))} compiled"
     figure.suptitle(title)
@@ -120,7 +122,7 @@ def load_figure_class(name: str) -> Any:
 def _draw_spans(axes: "Axes", timeline: Timeline) -> None:
     stages = range(len(timeline.peak_in_flight))
     axes.barh(stages, [1e3 * timeline.makespan] * len(stages), height=0.8, color="#E8E8E8", label="waits")
-    for kind, (colour, text_colour) in KIND_COLOURS.items():
+    for kind, (color, text_color) in KIND_COLORS.items():
         spans = [span for span in timeline.spans if span.action.kind is kind]
         if not spans:
             continue
@@ -129,7 +131,7 @@ def _draw_spans(axes: "Axes", timeline: Timeline) -> None:
             [1e3 * (span.end - span.start) for span in spans],
             left=[1e3 * span.start for span in spans],
             height=0.8,
-            color=colour,
+            color=color,
             edgecolor="white",
             linewidth=0.5,
             label=KIND_NAMES[kind],
@@ -139,7 +141,7 @@ def _draw_spans(axes: "Axes", timeline: Timeline) -> None:
             size = _text_points(text, (span.end - span.start) / timeline.makespan)
             if size >= 5:
                 middle = 1e3 * (span.start + span.end) / 2
-                axes.text(middle, span.stage, text, ha="center", va="center", color=text_colour, fontsize=size)
+                axes.text(middle, span.stage, text, ha="center", va="center", color=text_color, fontsize=size)
     for s in stages:
         busy = sum(span.end - span.start for span in timeline.spans if span.stage == s) / timeline.makespan
         axes.text(1.01, s, f"{busy:.0%} busy", transform=axes.get_yaxis_transform(), va="center")
@@ -170,9 +172,9 @@ def _draw_components(axes: "Axes", plan: Plan, report: "MemoryReport | None") ->
     scale, unit = _unit(max(plan.predicted_bytes, compiled))
     below = 0
     for k, (name, count) in enumerate(plan.memory.items()):
-        colour = COMPONENT_COLOURS[k % len(COMPONENT_COLOURS)]
+        color = COMPONENT_COLORS[k % len(COMPONENT_COLORS)]
         label = f"{name} {bytes_text(count)}"
-        axes.bar(0, count / scale, bottom=below / scale, color=colour, edgecolor="white", linewidth=0.5, label=label)
+        axes.bar(0, count / scale, bottom=below / scale, color=color, edgecolor="white", linewidth=0.5, label=label)
         below += count
     bars = [("predicted", plan.predicted_bytes)]
     if report:
@@ -184,7 +186,7 @@ def _draw_components(axes: "Axes", plan: Plan, report: "MemoryReport | None") ->
         label = f"budget {bytes_text(plan.budget)}"
         axes.axhline(plan.budget / scale, color=VERMILION, linestyle="--", label=label)
     axes.set_xticks(range(len(bars)), [name for name, _ in bars])
-    axes.set_ylabel(f"{unit} on each device")
+    axes.set_ylabel(f"{unit} {plan.where}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.08)
     # As the parts of the bar: the last on top.
@@ -192,7 +194,7 @@ def _draw_components(axes: "Axes", plan: Plan, report: "MemoryReport | None") ->
 
 
 def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
-    """One row for each device; the arena is as large on all, because one program runs on all."""
+    """Draw a row for each device; one program reserves an arena, which is as large on all."""
     arena = plan.memory.get("arena", 0)
     own = [_own_stash(plan, schedule, d) for d in range(schedule.num_stages)]
     tallest = max((sum(column) for bars in own for column in zip(*(held for _, held in bars), strict=True)), default=0)
@@ -202,13 +204,14 @@ def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
     for d, axes in enumerate(rows):
         below = [0.0] * len(ticks)
         for k, (label, held) in enumerate((*own[d], *_guests(plan, schedule, d))):
-            colour = BLUE if not k else GUEST_COLOURS[(k - 1) % len(GUEST_COLOURS)]
+            color = BLUE if not k else GUEST_COLORS[(k - 1) % len(GUEST_COLORS)]
             sizes = [size / scale for size in held]
-            axes.bar(ticks, sizes, bottom=below, width=0.9, color=colour, label=label)
+            axes.bar(ticks, sizes, bottom=below, width=0.9, color=color, label=label)
             below = [low + size for low, size in zip(below, sizes, strict=True)]
             if label is not None:
                 axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-        axes.axhline(arena / scale, color=VERMILION, linestyle="--")
+        if arena:
+            axes.axhline(arena / scale, color=VERMILION, linestyle="--")
         axes.set_title(_stash_title(plan, schedule, d), loc="left", fontsize=10)
         axes.set_ylabel(unit)
         axes.set_xlim(-0.5, len(ticks) - 0.5)

@@ -83,7 +83,7 @@ _DERIVATIVES = {
 
 
 def _form(jaxpr: Any, consts: Sequence[Any], folds: Mapping[int, int] | None = None) -> Hashable:
-    """What a program computes, as a value; equations ``folds`` without the number that they fold a key with."""
+    """Return what a program computes, as a value; equations ``folds`` without the number that they fold a key with."""
     number: dict[Any, int] = {}
 
     def name(variables: Sequence[Any]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What the host spends on a call and on a send of stage programs.
+"""Measure what the host spends on a call and on a send of stage programs.
 
     python -m scripts.bench_dispatch --out docs/results/dispatch-cpu-jax0.12.json
 
@@ -21,7 +21,6 @@ import optax
 import jaxpipe
 from jaxpipe.runtime.mpmd.dispatch import follow
 from jaxpipe.runtime.mpmd.instructions import Call, Send
-from jaxpipe.runtime.mpmd.training_state import place_batch
 from scripts.measuring import header
 
 
@@ -55,8 +54,7 @@ def main() -> None:
     compiled = runtime._training(pipeline._planned.batch)
     spent: dict[str, list[float]] = {}
     for _ in range(arguments.steps):
-        placed = place_batch(compiled.loader, [batch], compiled.batching.shared, compiled.layout, pipeline.mesh)
-        given = compiled.loader.load(state) | placed
+        given = compiled.loader.load(state) | compiled.loader.place_batch([batch])
         made = _timed(compiled.dispatch, given, spent)
         state = runtime._where.state_of(state, made)
         jax.block_until_ready(state)

@@ -55,7 +55,7 @@ def check_pictures(browser: str, page: Path) -> int:
 
 
 def cut(picture: Image.Image, edge: int = 24) -> Image.Image:
-    """Without the empty rest below, in 128 colours."""
+    """Without the empty rest below, in 128 colors."""
     filled = np.flatnonzero((np.asarray(picture.convert("L")) < 250).any(1))
     return picture.crop((0, 0, picture.width, min(picture.height, int(filled[-1]) + edge))).quantize(128)
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from scripts.plotting import plot
 
 
-COLOURS = {"dense": "#9aa5b1", "own": "#0072b2", "consensus": "#e69f00", "choosing": "#003f5c"}
+COLORS = {"dense": "#9aa5b1", "own": "#0072b2", "consensus": "#e69f00", "choosing": "#003f5c"}
 
 
 def draw_frontier(axes: Axes, points: list[Mapping[str, Any]]) -> None:
@@ -23,7 +23,7 @@ def draw_frontier(axes: Axes, points: list[Mapping[str, Any]]) -> None:
         x, y = [p["ratio"] for p in here], [100 * p["mean"] for p in here]
         low = [100 * (p["mean"] - min(p["accuracies"])) for p in here]
         high = [100 * (max(p["accuracies"]) - p["mean"]) for p in here]
-        axes.errorbar(x, y, yerr=[low, high], fmt="o-", capsize=3, color=COLOURS[mode], label=mode)
+        axes.errorbar(x, y, yerr=[low, high], fmt="o-", capsize=3, color=COLORS[mode], label=mode)
         for p, height in zip(here, y, strict=True):
             shift = (4, 6) if mode != "consensus" else (-6, -12)
             axes.annotate(p["setting"], (p["ratio"], height), textcoords="offset points", xytext=shift, fontsize=7)
@@ -37,9 +37,9 @@ def draw_frontier(axes: Axes, points: list[Mapping[str, Any]]) -> None:
 
 def draw_costs(axes: Axes, costs: list[Mapping[str, Any]]) -> None:
     """Milliseconds of each program by the size of the gradient."""
-    for name, colour in COLOURS.items():
+    for name, color in COLORS.items():
         axes.loglog(
-            [c["elements"] for c in costs], [1e3 * c["seconds"][name][1] for c in costs], "o-", color=colour, label=name
+            [c["elements"] for c in costs], [1e3 * c["seconds"][name][1] for c in costs], "o-", color=color, label=name
         )
     axes.set_xlabel("elements of the gradient")
     axes.set_ylabel("ms")

@@ -17,7 +17,7 @@ from scripts.plotting import plot
 #: Panels beside each other.
 COLUMNS = 4
 
-COLOURS = ("#9aa5b1", "#e69f00", "#0072b2", "#cc79a7")
+COLORS = ("#9aa5b1", "#e69f00", "#0072b2", "#cc79a7")
 
 
 def draw_front(axes: Axes, rows: list[Mapping[str, Any]], title: str) -> None:
@@ -27,12 +27,12 @@ def draw_front(axes: Axes, rows: list[Mapping[str, Any]], title: str) -> None:
         return [r["compiled"] / 2**20 for r in chosen], [r["ratio"][1] for r in chosen]
 
     ours = sorted((r for r in rows if r["budget"] is not None), key=lambda r: r["compiled"])
-    axes.plot(*points(ours), "o-", color=COLOURS[2], label="budget")
-    for variant, colour in (("plain", COLOURS[0]), ("default", COLOURS[1])):
-        axes.plot(*points([r for r in rows if r["variant"] == variant]), "s", color=colour, label=variant)
+    axes.plot(*points(ours), "o-", color=COLORS[2], label="budget")
+    for variant, color in (("plain", COLORS[0]), ("default", COLORS[1])):
+        axes.plot(*points([r for r in rows if r["variant"] == variant]), "s", color=color, label=variant)
     for r in rows:
         if r["budget"] is None and r["variant"] not in ("plain", "default"):
-            axes.plot(*points([r]), "x", color=COLOURS[3])
+            axes.plot(*points([r]), "x", color=COLORS[3])
             axes.annotate(r["variant"], (r["compiled"] / 2**20, r["ratio"][1]), fontsize=7)
     axes.set_title(title)
     axes.set_xlabel("MiB on each device, compiled")
@@ -44,7 +44,7 @@ def draw_front(axes: Axes, rows: list[Mapping[str, Any]], title: str) -> None:
 def draw_prediction(axes: Axes, rows: list[Mapping[str, Any]]) -> None:
     """Compiled over predicted bytes, of the plans that were kept."""
     places = np.arange(len(rows))
-    axes.bar(places, [r["compiled"] / r["settled"] for r in rows], color=COLOURS[2])
+    axes.bar(places, [r["compiled"] / r["settled"] for r in rows], color=COLORS[2])
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_xticks(places, [f"{r['model']} {r['stages']} {r['variant']}" for r in rows], rotation=90, fontsize=6)
     axes.set_ylabel("compiled / predicted")

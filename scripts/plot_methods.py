@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from jaxpipe import Network, Node, Profile, topology
 from jaxpipe.partition_pictures import draw_cluster
-from jaxpipe.pictures import BLUE, GREEN, GREY, KIND_COLOURS, ORANGE, SKY
+from jaxpipe.pictures import BLUE, GREEN, GREY, KIND_COLORS, ORANGE, SKY
 from jaxpipe.planning import partition_layers
 from jaxpipe.schedules import Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.swaps import Slice, swap_table
@@ -38,10 +38,10 @@ def schedules() -> Figure:
         longest = max(longest, timeline.makespan)
         axes.barh(range(STAGES), [timeline.makespan] * STAGES, color="#E8E8E8", height=0.85)
         for span in timeline.spans:
-            colour, ink = KIND_COLOURS[span.action.kind]
+            color, ink = KIND_COLORS[span.action.kind]
             shade = 0.65 if span.action.chunk else 1.0
             width = span.end - span.start
-            axes.barh(span.stage, width, left=span.start, height=0.85, color=colour, alpha=shade, edgecolor="white")
+            axes.barh(span.stage, width, left=span.start, height=0.85, color=color, alpha=shade, edgecolor="white")
             middle = (span.start + span.end) / 2
             label = str(span.action.microbatch)
             axes.text(middle, span.stage, label, ha="center", va="center", color=ink, fontsize=7)
@@ -55,7 +55,7 @@ def schedules() -> Figure:
         axes.spines[["top", "right", "left"]].set_visible(False)
     rows[-1].set_xlabel("units of a forward pass")
     rows[-1].set_xlim(0, longest)
-    handles = [mpl.patches.Patch(color=KIND_COLOURS[kind][0], label=KIND_NAMES[kind]) for kind in Kind]
+    handles = [mpl.patches.Patch(color=KIND_COLORS[kind][0], label=KIND_NAMES[kind]) for kind in Kind]
     figure.legend(handles=handles, loc="outside lower right", ncols=4, frameon=False)
     return figure
 
@@ -75,8 +75,8 @@ def encoding() -> Figure:
     }
     for y, parts in enumerate(rows.values()):
         left = 0.0
-        for bits, colour in parts:
-            axes.barh(y, bits, left=left, color=colour, edgecolor="white", height=0.6)
+        for bits, color in parts:
+            axes.barh(y, bits, left=left, color=color, edgecolor="white", height=0.6)
             left += bits
         axes.text(left + 0.5, y, f"{left:g} bits", va="center")
     axes.set_yticks(range(len(rows)), list(rows))

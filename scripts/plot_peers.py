@@ -14,17 +14,17 @@ from matplotlib.figure import Figure
 from scripts.plotting import plot
 
 
-COLOURS = {"jaxpipe": "#0072b2", "torch.distributed.pipelining": "#e69f00", "torchgpipe": "#9aa5b1"}
+COLORS = {"jaxpipe": "#0072b2", "torch.distributed.pipelining": "#e69f00", "torchgpipe": "#9aa5b1"}
 
 
 def draw_bars(axes: Axes, rows: list[Mapping[str, Any]], of: str, scale: float = 1.0) -> None:
     """One group of bars for each model, one bar for each tool."""
     models = list(dict.fromkeys(row["model"] for row in rows))
-    tools = [tool for tool in COLOURS if any(row["tool"] == tool for row in rows)]
+    tools = [tool for tool in COLORS if any(row["tool"] == tool for row in rows)]
     for k, tool in enumerate(tools):
         values = {row["model"]: scale * row[of] for row in rows if row["tool"] == tool}
         places = np.arange(len(models)) + (k - (len(tools) - 1) / 2) * 0.25
-        bars = axes.bar(places, [values.get(model, np.nan) for model in models], 0.23, color=COLOURS[tool], label=tool)
+        bars = axes.bar(places, [values.get(model, np.nan) for model in models], 0.23, color=COLORS[tool], label=tool)
         axes.bar_label(bars, fmt="%.2f" if of == "of_ideal" else "%.0f", fontsize=8)
     axes.set_xticks(range(len(models)), [model.upper() for model in models])
     axes.spines[["top", "right"]].set_visible(False)

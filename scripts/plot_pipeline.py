@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from scripts.plotting import plot
 
 
-COLOURS = ("#9aa5b1", "#e69f00", "#56b4e9", "#0072b2", "#003f5c")
+COLORS = ("#9aa5b1", "#e69f00", "#56b4e9", "#0072b2", "#003f5c")
 
 
 def draw_ratios(axes: Axes, rows: list[Mapping[str, Any]]) -> None:
@@ -25,7 +25,7 @@ def draw_ratios(axes: Axes, rows: list[Mapping[str, Any]]) -> None:
         low, median, high = np.array([r["ratio"] for r in rows if r["variant"] == variant]).T
         places = np.arange(len(models)) + (k - (len(variants) - 1) / 2) * 0.15
         error = np.array([median - low, high - median])
-        axes.errorbar(places, median, yerr=error, fmt="o", color=COLOURS[k + 1], capsize=3, label=variant)
+        axes.errorbar(places, median, yerr=error, fmt="o", color=COLORS[k + 1], capsize=3, label=variant)
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_xticks(range(len(models)), models)
     axes.set_ylabel("step time / plain accumulation")
@@ -38,9 +38,9 @@ def draw_memory(axes: Axes, rows: list[Mapping[str, Any]]) -> None:
     """Predicted beside compiled bytes on each device."""
     chosen = [row for row in rows if row["compiled_bytes"]]
     places = np.arange(len(chosen))
-    for shift, key, colour in ((-0.2, "predicted_bytes", COLOURS[1]), (0.2, "compiled_bytes", COLOURS[3])):
+    for shift, key, color in ((-0.2, "predicted_bytes", COLORS[1]), (0.2, "compiled_bytes", COLORS[3])):
         sizes = np.array([row[key] for row in chosen]) / 2**20
-        axes.bar(places + shift, sizes, 0.4, color=colour, label=key.split("_")[0])
+        axes.bar(places + shift, sizes, 0.4, color=color, label=key.split("_")[0])
     labels = [f"{row['model']}\n{row['variant']}" for row in chosen]
     axes.set_xticks(places, labels, rotation=45, ha="right")
     axes.set_ylabel("MiB on each device")

@@ -12,7 +12,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from jaxpipe import Network, Node
 from jaxpipe.errors import NetworkError
 from jaxpipe.partition_pictures import BOX_HEIGHT, BOX_WIDTH, IDLE, draw_cluster, draw_stages
-from jaxpipe.pictures import COMPONENT_COLOURS, VERMILION
+from jaxpipe.pictures import COMPONENT_COLORS, VERMILION
 
 
 NODES = Network.from_nodes([Node(2, 50e9, name="a"), Node(2, 12e9, speed=0.5)], 1.25e9)
@@ -71,8 +71,8 @@ def test_cluster_shows_where_the_stages_are():
         ["stage 1", "node 1/1, 0.5x", "idle", "node 1/0, 0.5x"],
     )
     assert words(figure)[2:-1] == first + second
-    colours = [to_hex(box.get_facecolor()).upper() for box in boxes(figure)]
-    assert colours == [COMPONENT_COLOURS[0], COMPONENT_COLOURS[0], COMPONENT_COLOURS[1], IDLE]
+    colors = [to_hex(box.get_facecolor()).upper() for box in boxes(figure)]
+    assert colors == [COMPONENT_COLORS[0], COMPONENT_COLORS[0], COMPONENT_COLORS[1], IDLE]
     assert figure.get_suptitle().startswith("2 stages on 3 of 4 devices\n")
 
 

@@ -123,13 +123,13 @@ def test_the_last_stage_goes_on_with_the_backward_pass_where_nothing_is_between(
     assert split == [(Kind.FORWARD, Kind.BACKWARD_INPUT), (Kind.BACKWARD_WEIGHT,)]
 
 
-def test_messages_go_to_neighbors_only_and_nothing_is_copied_within_a_device():
+def test_nothing_is_copied_within_a_device():
     calls, layout = list_of("mlp", 2, 4, interleaved)
     assert len(layout.devices) == 4  # stages on two devices
-    for instruction in calls.instructions:
-        if isinstance(instruction, Send):
-            ends = [layout.devices[p.stage, 0] for p in (instruction.source, instruction.target)]
-            assert ends[0] != ends[1]
+    sends = [instruction for instruction in calls.instructions if isinstance(instruction, Send)]
+    assert len(sends) >= 2 * 3 * 4  # forward and back over three cuts, for each of four micro-batches
+    for send in sends:
+        assert layout.devices[send.source.stage, 0] != layout.devices[send.target.stage, 0]
 
 
 def test_equal_stages_are_lowered_once(monkeypatch):
@@ -224,7 +224,9 @@ def test_a_batch_of_another_form_is_refused():
 
 def test_a_state_moves_into_a_pipeline_with_other_cuts():
     case = case_of("mlp")
-    options = {"optimizer": optax.adam(1e-2)}
+    # Not Adam: XLA:CPU rounds a division by a scalar otherwise where more leaves share the scalar.
+    optimizer = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda count: -0.1 / (1 + count)))
+    options = {"optimizer": optimizer}
     first = stages_of("mlp", 4, 4, None, **options)
     state, _ = first.step(first.init(jax.random.key(3)), case.batch)
     expected, _ = first.step(first.adopt(state), case.batch)
@@ -296,6 +298,16 @@ def test_each_device_reports_its_own_bytes():
 def test_an_unknown_runtime_is_refused():
     with pytest.raises(PartitionError, match="runtime='fast'; it must be 'mpmd'"):
         stages_of("mlp", 2, 4, None, runtime="fast")
+
+
+def test_several_sizes_choose_stage_programs():
+    batches, options = [tokens(8, 6), tokens(8, 10)], {"loss": token_loss, "optimizer": optax.sgd(0.1)}
+    pipeline = jaxpipe.partition(Tagger(), mesh_of(2, None), batches, **options, profile="analytic")
+    assert pipeline.plan.runtime == "mpmd" and "several sizes" in pipeline.plan.runtime_reason
+    with pytest.raises(PartitionError, match="list of several sizes, and runtime='spmd'"):
+        jaxpipe.partition(Tagger(), mesh_of(2, None), batches, **options, profile="analytic", runtime="spmd")
+    with pytest.raises(PartitionError, match="list of several sizes, and an asynchronous schedule"):
+        jaxpipe.partition(Tagger(), mesh_of(2, None), batches, **options, profile="analytic", schedule="pipedream")
 
 
 def test_several_sizes_are_compiled_ahead(caplog):

@@ -56,7 +56,7 @@ def _names(planned: "Planned") -> _Names:
     return _Names(
         tuple(found[k] for k in range(count)),
         tuple(found[k] for k in range(count, total)),
-        tuple(leaf_paths(jax.tree.structure(planned.update.coloured.state_shape))),
+        tuple(leaf_paths(jax.tree.structure(planned.update.colored.state_shape))),
     )
 
 
@@ -78,7 +78,7 @@ def take(runtime: "Runtime", state: TrainState, data: Any = None) -> Contents | 
         return None
     of_parameters, of_state = planned.model.stacks
     parameters, variables = of_parameters.join(arrays.parameters), of_state.join(arrays.variables)
-    optimizer = planned.update.coloured.state_stacks.join(arrays.optimizer)
+    optimizer = planned.update.colored.state_stacks.join(arrays.optimizer)
     return Contents(
         step=int(state.step),
         skipped=int(state.skipped),
@@ -117,9 +117,9 @@ def put(runtime: "Runtime", saved: Saved) -> TrainState:
       CheckpointError: if the checkpoint is of another model or optimizer, or is damaged.
     """
     planned = runtime.planned
-    names, coloured, exchange = _names(planned), planned.update.coloured, planned.update.exchange
+    names, colored, exchange = _names(planned), planned.update.colored, planned.update.exchange
     check(saved, VARIABLES, _variable_leaves(planned, names), "the model")
-    check(saved, OPTIMIZER, expected(names.optimizer, jax.tree.leaves(coloured.state_shape)), "the optimizer")
+    check(saved, OPTIMIZER, expected(names.optimizer, jax.tree.leaves(colored.state_shape)), "the optimizer")
     has_residuals = bool(saved.leaves[RESIDUALS])
     if has_residuals and exchange is None:
         warnings.warn(
@@ -128,8 +128,8 @@ def put(runtime: "Runtime", saved: Saved) -> TrainState:
             stacklevel=4,
         )
     parts, common = hosts.on_all(lambda: _read_stages(runtime, saved, names, has_residuals))
-    shared = [k for k, owner in enumerate(coloured.state_stage) if owner is None]
-    values = [typed(x, coloured.state_avals[k].dtype) for k, x in zip(shared, common, strict=True)]
+    shared = [k for k, owner in enumerate(colored.state_stage) if owner is None]
+    values = [typed(x, colored.state_avals[k].dtype) for k, x in zip(shared, common, strict=True)]
     return runtime.assemble(parts, CommonArrays(values, saved.key, np.int32(saved.step), np.int32(saved.skipped)))
 
 
@@ -138,14 +138,14 @@ def _read_stages(
 ) -> tuple[dict[int, Any], list[np.ndarray]]:
     """The parts of this process's places, and the optimizer state that all stages share."""
     planned, parts = runtime.planned, {}
-    coloured, exchange = planned.update.coloured, planned.update.exchange
+    colored, exchange = planned.update.colored, planned.update.exchange
     for place in runtime.places:
         every = runtime.devices_of(place)
         if not hosts.mine(every):
             continue
         parameters, variables = planned.placement.held_by(place)
-        own = [k for k, owner in enumerate(coloured.state_stage) if owner == place]
-        stacks = *planned.model.stacks, coloured.state_stacks
+        own = [k for k, owner in enumerate(colored.state_stage) if owner == place]
+        stacks = *planned.model.stacks, colored.state_stacks
         paths = names.parameters, names.state, names.optimizer
         of_parameters, of_state, of_optimizer = (
             [_Part(group, leaves[cuts.leaf_of[k]], cuts.rows_of[k]) for k in pieces]
@@ -166,8 +166,8 @@ def _read_stages(
         )
         residuals = [_spread(x, len(every)) for x in found[RESIDUALS]]
         parts[place] = runtime.stage_part(place, StageArrays(parameters, variables, slots, residuals))
-    leaf_of = coloured.state_stacks.leaf_of
-    shared = [names.optimizer[leaf_of[k]] for k, owner in enumerate(coloured.state_stage) if owner is None]
+    leaf_of = colored.state_stacks.leaf_of
+    shared = [names.optimizer[leaf_of[k]] for k, owner in enumerate(colored.state_stage) if owner is None]
     return parts, read(saved, {OPTIMIZER: shared})[OPTIMIZER]
 
 

@@ -19,7 +19,7 @@ def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mes
       mesh: with an axis ``stage``, and perhaps one of replicas.
       teams: the devices of each stage, as positions in ``mesh.devices.flat``; one for each replica, or, on a mesh
         with one axis, any number: they take places that follow each other.
-      network: tells which replicas of neighbouring stages should exchange messages: of all ways to pair them, one
+      network: tells which replicas of neighboring stages should exchange messages: of all ways to pair them, one
         whose slowest link is the fastest.
     """
     flat = mesh.devices.flatten()

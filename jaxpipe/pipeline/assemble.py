@@ -29,7 +29,7 @@ from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.live import check_live
 from jaxpipe.pipeline.objective import Objective, trace_loss
-from jaxpipe.pipeline.optimizer import colour_update
+from jaxpipe.pipeline.optimizer import color_update
 from jaxpipe.pipeline.planned import Budget, Planned
 from jaxpipe.pipeline.program import DATA, PAGE, Program
 from jaxpipe.pipeline.request import Request
@@ -300,18 +300,18 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     if traced_update.per_stage:
         whole = trace_update(request.optimizer, model, placement.parameters)
         traced_update = without_frozen(whole, traced_update.trained)
-    coloured = colour_update(traced_update, model, placement.parameters)
+    colored = color_update(traced_update, model, placement.parameters)
     exchanges = request.exchange is not None and request.replicas > 1
-    check_live(program, coloured, exchanges)
-    owners = [None if s is None else program.device(s) for s in coloured.state_stage]
-    owned = list(zip(coloured.state_avals, owners, strict=True))
+    check_live(program, colored, exchanges)
+    owners = [None if s is None else program.device(s) for s in colored.state_stage]
+    owned = list(zip(colored.state_avals, owners, strict=True))
     exchange = None
     if request.exchange is not None and exchanges:
-        warn_of_adam(coloured.state_shape)
+        warn_of_adam(colored.state_shape)
         layouts = program.gradients, program.sums
         exchange = stage_exchange(request.exchange, model, placement, *layouts, request.replicas)
     state_layout = lay_out([[a for a, owner in owned if owner == d] for d in devices])
-    update = Update(coloured, state_layout, exchange, request.on_nonfinite)
+    update = Update(colored, state_layout, exchange, request.on_nonfinite)
     shared = [a for a, owner in owned if owner is None]
 
     def memory_of(program: Program) -> dict[str, int]:
@@ -323,7 +323,7 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
         rows = checks.batch_size(traced.microbatch)
         memory = {} if runtime == "mpmd" else memory_of(chosen)
         plan = describe(request, chosen, placed, memory, rows, fitted, budget, found.runtime)
-        plan = replace(plan, per_stage=coloured.per_stage, frozen=describe_frozen(chosen, model))
+        plan = replace(plan, per_stage=colored.per_stage, frozen=describe_frozen(chosen, model))
         if exchange is not None:
             plan = replace(plan, exchange_bytes=exchange.sent_bytes)
         settled = Planned(

@@ -16,7 +16,7 @@ class Work(NamedTuple):
       microbatch: -1 for none.
       branch: 0 for none, else one more than the stage.
       stash: first page of the stash in the arena.
-      message: slot of the inbox with what a neighbour sent.
+      message: slot of the inbox with what a neighbor sent.
       saved: first page of the cotangents that wait for the weight part of the backward work.
     """
 

@@ -56,8 +56,8 @@ def abstract_state(planned: Planned) -> TrainState:
     replicas = planned.batching.replicas
     residual = tuple(shaped((count, replicas, n), dtype, P(STAGE, DATA)) for n, dtype in held)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    coloured = planned.update.coloured
-    owned = zip(coloured.state_avals, coloured.state_stage, strict=True)
+    colored = planned.update.colored
+    owned = zip(colored.state_avals, colored.state_stage, strict=True)
     shared = tuple(shaped(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
     step = shaped((), np.int32, P())
     key = shaped((), key.dtype, P())
@@ -109,9 +109,7 @@ def _with_stage_programs(planned: Planned) -> Planned:
 
     runtime = MpmdRuntime(planned)
     step = runtime.build()
-    peaks = peak_bytes(step, runtime.devices)
-    own = hosts.mine(list(peaks))
-    size = hosts.most(max((peaks[d].total for d in own), default=0))
+    size = max(peak.total for peak in peak_bytes(step, runtime.devices).values())
     tell(f"XLA reserves {bytes_text(size)} on the fullest device")
     return replace(planned, compiled=Compiled(step, size))
 

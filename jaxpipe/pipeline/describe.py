@@ -176,9 +176,9 @@ def message_seconds(program: Program, found: Partition) -> list[tuple[float, flo
     messages = []
     for s, section in enumerate(program.sections):
         sizes = [sum(4 * word_count(a) for a in program.avals(ts)) for ts in (section.leaving, section.returning)]
-        neighbours = [s + 1, s - 1]
+        neighbors = [s + 1, s - 1]
         ways = []
-        for size, other in zip(sizes, neighbours, strict=True):
+        for size, other in zip(sizes, neighbors, strict=True):
             inside = 0 <= other < len(found.stages)
             pairs = zip(found.stages[s].devices, found.stages[other].devices, strict=True) if inside and size else ()
             ways.append(max((found.network.seconds(a, b, size) for a, b in pairs if a != b), default=0.0))
@@ -393,7 +393,7 @@ def stage_links(found: Partition, host_bytes: int = 0) -> Links:
 
 
 def _exchange_seconds(found: Partition, messages: Sequence[float]) -> float:
-    """What sending a message forward and one back takes over the slowest link between neighbours."""
+    """What sending a message forward and one back takes over the slowest link between neighbors."""
     stages = itertools.pairwise(found.stages)
     links = [link for one, two in stages for link in itertools.product(one.devices, two.devices)]
     return sum(max((found.network.seconds(*link, size) for link in links), default=0.0) for size in messages)

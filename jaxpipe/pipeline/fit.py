@@ -47,7 +47,7 @@ MOST_SPLITS = 3
 #: How often limits are corrected by what the programs really need.
 MOST_ROUNDS = 4
 
-#: Budgets that are compared with their neighbours, between nothing and the default plan's arena and working memory.
+#: Budgets that are compared with their neighbors, between nothing and the default plan's arena and working memory.
 LEVELS = 20
 
 #: How far from the best a solver may stop.

@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.optimizer import ColouredUpdate
+from jaxpipe.pipeline.optimizer import ColoredUpdate
 from jaxpipe.pipeline.overwriting import run_update
 from jaxpipe.pipeline.precision import round_to
 from jaxpipe.pipeline.program import DATA, Program, over_stages
@@ -56,12 +56,12 @@ class Live:
 
     Attributes:
       program: what is trained.
-      coloured, layout: the optimizer, and where its state lives.
+      colored, layout: the optimizer, and where its state lives.
       optimizer, shared: its state when the step begins.
     """
 
     program: Program
-    coloured: ColouredUpdate
+    colored: ColoredUpdate
     layout: Layout
     optimizer: Sequence[Any]
     shared: Sequence[Any]
@@ -102,7 +102,7 @@ class Live:
         newest = version(weights, row.newest)
 
         new, optimizer, shared = run_update(
-            self.coloured,
+            self.colored,
             stage,
             functools.partial(over_stages, program),
             (program.parameters, program.gradients, self.layout),
@@ -132,14 +132,14 @@ def _slot(x: Any, slot: Any) -> Any:
     return x[0] if x.shape[0] == 1 else lax.dynamic_index_in_dim(x, slot, keepdims=False)
 
 
-def check_live(program: Program, coloured: ColouredUpdate, exchanged: bool) -> None:
+def check_live(program: Program, colored: ColoredUpdate, exchanged: bool) -> None:
     """Raise ``PartitionError`` if weights cannot change on the way."""
     schedule, objective = program.schedule, program.objective
     if schedule.versions is None:
         return
     name = f"schedule={schedule.name}: weights change while micro-batches are on their way"
-    if coloured.exchanged:
-        sizes = sorted({str(coloured.graph.tensors[t].shape) for ts in coloured.exchanged for t in ts})
+    if colored.exchanged:
+        sizes = sorted({str(colored.graph.tensors[t].shape) for ts in colored.exchanged for t in ts})
         raise PartitionError(
             f"{name}, a late stage before the gradient of an early one exists, but the optimizer combines values of "
             f"several stages (of shape {', '.join(sizes)}), as clipping by the global norm does. Clip each "

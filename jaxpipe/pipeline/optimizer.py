@@ -1,6 +1,6 @@
 """Any optax optimizer, run stage by stage with the result it would have on the whole tree.
 
-    TracedUpdate of the whole tree (jaxpipe.pipeline.trace_update) --colour--> one program for each stage
+    TracedUpdate of the whole tree (jaxpipe.pipeline.trace_update) --color--> one program for each stage
 
 An operator whose operands belong to one stage runs in that stage's branch. Where values of several stages meet
 (the sum of squared norms behind a global-norm clipping), they are exchanged and the operator runs everywhere; only
@@ -28,13 +28,13 @@ EXCHANGE_LIMIT = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class ColouredUpdate:
+class ColoredUpdate:
     """``optimizer.update`` and ``apply_updates`` on the whole tree, each operator with its stage.
 
     Attributes:
       graph: ``(parameters, gradients, optimizer state) -> (new parameters, new optimizer state)``, flat; with the
         gradients of trained parameters only.
-      colour: by tensor number, the stage that has it; absent where every stage has it.
+      color: by tensor number, the stage that has it; absent where every stage has it.
       round: by tensor number, after how many exchanges it can be known.
       exchanged: by round, the tensors sent to all stages after it.
       parameters, gradients, state: tensor numbers of the inputs.
@@ -46,7 +46,7 @@ class ColouredUpdate:
     """
 
     graph: Graph
-    colour: dict[int, int]
+    color: dict[int, int]
     round: dict[int, int]
     exchanged: tuple[tuple[int, ...], ...]
     parameters: tuple[int, ...]
@@ -61,7 +61,7 @@ class ColouredUpdate:
     per_stage: bool = False
 
 
-def colour_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence[int]) -> ColouredUpdate:
+def color_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence[int]) -> ColoredUpdate:
     """Give each operator of an optimizer a stage.
 
     Args:
@@ -77,22 +77,22 @@ def colour_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence[in
     inputs, outputs = graph.inputs, graph.outputs
     gradient_stage = [s for s, trained in zip(stage_of, update.trained, strict=True) if trained]
     first, behind = len(model.parameters), len(model.parameters) + len(gradient_stage)
-    colour: dict[int, int] = {}
+    color: dict[int, int] = {}
     for t, stage in zip(inputs, (*stage_of, *gradient_stage, *state_stage), strict=True):
         if stage is not None:
-            colour[t] = stage
+            color[t] = stage
     wanted = (*stage_of, *state_stage)
-    exchanged, rounds = _colour(graph, colour, [t for t, s in zip(outputs, wanted, strict=True) if s is None])
+    exchanged, rounds = _color(graph, color, [t for t, s in zip(outputs, wanted, strict=True) if s is None])
     names = [*(v.name for v in model.parameters), *update.state_names]
     for t, stage, name in zip(outputs, wanted, names, strict=True):
-        if stage is not None and colour.get(t, stage) != stage:
+        if stage is not None and color.get(t, stage) != stage:
             raise PartitionError(
-                f"optimizer: the new value of {name}, in stage {stage}, is made in stage {colour[t]}. The optimizer "
+                f"optimizer: the new value of {name}, in stage {stage}, is made in stage {color[t]}. The optimizer "
                 "moves whole arrays between parameters, which a pipeline does not do."
             )
-    return ColouredUpdate(
+    return ColoredUpdate(
         graph=graph,
-        colour=colour,
+        color=color,
         round=rounds,
         exchanged=exchanged,
         parameters=inputs[:first],
@@ -127,8 +127,8 @@ def _stage_of_state(
     return tuple(found)
 
 
-def _colour(graph: Graph, colour: dict[int, int], shared: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], dict]:
-    """Extend ``colour`` to all tensors; returns what is exchanged after each round, and the round of each tensor."""
+def _color(graph: Graph, color: dict[int, int], shared: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], dict]:
+    """Extend ``color`` to all tensors; returns what is exchanged after each round, and the round of each tensor."""
     rounds = dict.fromkeys((*graph.inputs, *graph.constants), 0)
     exchanged: list[list[int]] = []
     known_from: dict[int, int] = {}  # an exchanged tensor: the round in which every stage knows it
@@ -145,13 +145,13 @@ def _colour(graph: Graph, colour: dict[int, int], shared: Sequence[int]) -> tupl
         return known_from[t]
 
     for op in graph.operators:
-        owners = {colour[t] for t in op.inputs if t in colour}
+        owners = {color[t] for t in op.inputs if t in color}
         if len(owners) > 1:
             # Small values travel to where the large ones are; if there are none, everywhere.
-            large = [t for t in op.inputs if t in colour and is_large(t)]
-            owners = {colour[t] for t in large}
+            large = [t for t in op.inputs if t in color and is_large(t)]
+            owners = {color[t] for t in large}
             if len(owners) > 1:
-                shapes = ", ".join(f"{graph.tensors[t].shape} of stage {colour[t]}" for t in large)
+                shapes = ", ".join(f"{graph.tensors[t].shape} of stage {color[t]}" for t in large)
                 source = transformation_of(op)
                 what = op.label if source is None else f"{op.label} of {source}"
                 raise PartitionError(
@@ -159,17 +159,17 @@ def _colour(graph: Graph, colour: dict[int, int], shared: Sequence[int]) -> tupl
                     f"most {EXCHANGE_LIMIT} numbers at once (norms, counts), so this optimizer cannot be split over a "
                     "pipeline. Use one that works parameter by parameter."
                 )
-        when = [exchange(t) if t in colour and colour[t] not in owners else rounds[t] for t in op.inputs]
+        when = [exchange(t) if t in color and color[t] not in owners else rounds[t] for t in op.inputs]
         for t in op.outputs:
             rounds[t] = max(when, default=0)
             if owners:
-                colour[t] = next(iter(owners))
+                color[t] = next(iter(owners))
     for t in shared:
-        if t in colour:
+        if t in color:
             if is_large(t):
                 raise PartitionError(
                     f"optimizer: a state of shape {graph.tensors[t].shape} belongs to no parameter, but is made of "
-                    f"values of stage {colour[t]}. A pipeline keeps one copy of such a state in every stage, at most "
+                    f"values of stage {color[t]}. A pipeline keeps one copy of such a state in every stage, at most "
                     f"{EXCHANGE_LIMIT} numbers."
                 )
             exchange(t)
@@ -177,7 +177,7 @@ def _colour(graph: Graph, colour: dict[int, int], shared: Sequence[int]) -> tupl
 
 
 def exchanged_values(
-    update: ColouredUpdate,
+    update: ColoredUpdate,
     stage: Any,
     together: Callable[[Any], Any],
     read: Callable[[int], tuple[Sequence[Any], Sequence[Any], Sequence[Any]]],
@@ -187,7 +187,7 @@ def exchanged_values(
     """What all stages know before each of them computes its new parameters, by tensor number; inside ``shard_map``.
 
     Args:
-      update: the coloured program.
+      update: the colored program.
       stage: this device's stage, a tracer.
       together: the sum over the stages.
       read: for a stage, its parameters, gradients and state out of this device's buffers.
@@ -198,7 +198,7 @@ def exchanged_values(
     everywhere: dict[int, Any] = dict(graph.constants)
     shared = [t for t, s in zip(update.state, update.state_stage, strict=True) if s is None]
     everywhere.update(zip(shared, shared_state, strict=True))
-    common = [op for op in graph.operators if not any(t in update.colour for t in op.outputs)]
+    common = [op for op in graph.operators if not any(t in update.color for t in op.outputs)]
 
     def advance(limit: int) -> None:
         run([op for op in common if update.round[op.outputs[0]] == limit], everywhere)
@@ -209,7 +209,7 @@ def exchanged_values(
 
         def send(s: int, tensors: Sequence[int] = tensors) -> jax.Array:
             env = _environment(update, s, everywhere, read(s))
-            mine = [t for t in tensors if update.colour[t] == s]
+            mine = [t for t in tensors if update.color[t] == s]
             run(_needed(operators_of(update, s), mine, env), env)
             return jnp.concatenate(
                 [
@@ -233,7 +233,7 @@ def exchanged_values(
 
 
 def _environment(
-    update: ColouredUpdate, s: int, everywhere: dict[int, Any], own: tuple[Sequence[Any], ...]
+    update: ColoredUpdate, s: int, everywhere: dict[int, Any], own: tuple[Sequence[Any], ...]
 ) -> dict[int, Any]:
     """Values by tensor number that a stage begins with."""
     env = dict(everywhere)
@@ -242,20 +242,20 @@ def _environment(
     return env
 
 
-def operators_of(update: ColouredUpdate, s: int) -> list[Operator]:
+def operators_of(update: ColoredUpdate, s: int) -> list[Operator]:
     """The operators that run in a stage."""
-    return [op for op in update.graph.operators if _belongs(op, update.colour, s)]
+    return [op for op in update.graph.operators if _belongs(op, update.color, s)]
 
 
-def _belongs(op: Operator, colour: dict[int, int], stage: int) -> bool:
-    return any(colour.get(t) == stage for t in op.outputs)
+def _belongs(op: Operator, color: dict[int, int], stage: int) -> bool:
+    return any(color.get(t) == stage for t in op.outputs)
 
 
-def held_by(update: ColouredUpdate, stage: int) -> tuple[list[int], list[int], list[int]]:
+def held_by(update: ColoredUpdate, stage: int) -> tuple[list[int], list[int], list[int]]:
     """Tensor numbers of a stage's parameters, gradients and optimizer state."""
     return (
-        [t for t in update.parameters if update.colour[t] == stage],
-        [t for t in update.gradients if update.colour[t] == stage],
+        [t for t in update.parameters if update.color[t] == stage],
+        [t for t in update.gradients if update.color[t] == stage],
         [t for t, owner in zip(update.state, update.state_stage, strict=True) if owner == stage],
     )
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxpipe import _compat
 from jaxpipe.graph import Operator, ordered, run
 from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.optimizer import ColouredUpdate, exchanged_values, held_by, operators_of
+from jaxpipe.pipeline.optimizer import ColoredUpdate, exchanged_values, held_by, operators_of
 from jaxpipe.pipeline.switch import overwrite
 
 
@@ -40,11 +40,11 @@ class Renewal:
         return ordered(t for t in (*(t for op in self.operators for t in op.inputs), self.new) if t not in made)
 
 
-def renewals(update: ColouredUpdate, s: int, everywhere: Collection[int]) -> list[Renewal]:
+def renewals(update: ColoredUpdate, s: int, everywhere: Collection[int]) -> list[Renewal]:
     """What a stage writes, in order: the state that a new parameter is computed from, then that parameter.
 
     Args:
-      update: the coloured program.
+      update: the colored program.
       s: the stage.
       everywhere: tensors that all stages have.
     """
@@ -89,7 +89,7 @@ def _behind(wanted: int, maker: dict[int, Operator], known: Collection[int]) -> 
 
 
 def run_update(
-    update: ColouredUpdate,
+    update: ColoredUpdate,
     stage: Any,
     together: Callable[[Any], Any],
     layouts: tuple[Layout, Layout, Layout],
@@ -102,7 +102,7 @@ def run_update(
     """One update, inside ``shard_map``.
 
     Args:
-      update: the coloured program.
+      update: the colored program.
       stage: this device's stage, a tracer.
       together: the sum over the stages.
       layouts: of parameters, gradients and state.
@@ -135,7 +135,7 @@ def run_update(
 
 
 def _overwrite_stage(
-    update: ColouredUpdate,
+    update: ColoredUpdate,
     s: int,
     everywhere: dict[int, Any],
     layouts: tuple[Layout, Layout, Layout],
@@ -147,7 +147,7 @@ def _overwrite_stage(
     """A stage's new parameters and state in place of the old ones.
 
     Args:
-      update: the coloured program.
+      update: the colored program.
       s: the stage.
       everywhere: values by tensor number that all stages have, those that were exchanged included.
       layouts: of parameters, gradients and state.

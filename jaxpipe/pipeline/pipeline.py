@@ -50,7 +50,8 @@ class MemoryReport:
     Attributes:
       predicted_bytes: from the plan, before anything is compiled.
       compiled_bytes: what XLA reserves for the training step: arguments, results and temporaries, less what is
-        donated.
+        donated. With stage programs: the most that a device holds at any point of the list of calls, its arrays and
+        the temporaries of the program that runs.
       temporary_bytes: the temporaries among them.
       predicted_host_bytes, compiled_host_bytes: in the host's memory, for each device; in none of the others.
     """
@@ -468,10 +469,10 @@ class Pipeline:
     @cached_property
     def _learning_rate(self) -> int | None:
         """Where in the shared optimizer state ``optax.inject_hyperparams`` keeps its (first) learning rate."""
-        coloured = self._planned.update.coloured
-        flat, _ = jax.tree_util.tree_flatten_with_path(coloured.state_shape)
+        colored = self._planned.update.colored
+        flat, _ = jax.tree_util.tree_flatten_with_path(colored.state_shape)
         paths = [jax.tree_util.keystr(path) for path, _ in flat]
-        owned = zip(coloured.state_stacks.leaf_of, coloured.state_stage, strict=True)
+        owned = zip(colored.state_stacks.leaf_of, colored.state_stage, strict=True)
         shared = [paths[k] for k, owner in owned if owner is None]
         return next((k for k, path in enumerate(shared) if path.endswith(".hyperparams['learning_rate']")), None)
 

@@ -24,7 +24,7 @@ class Request:
 
     ``num_stages`` is what the mesh has along its stage axis. ``replicate`` is how many of these devices each stage has,
     or whether that may be chosen. ``host`` is the resolved ``host_memory``. ``compile`` is
-    whether a plan near its budget is compiled at once.
+    whether a plan near its budget is compiled at once. ``several_sizes``: batches of several sizes are listed.
     """
 
     model: Any
@@ -50,6 +50,7 @@ class Request:
     gradient_dtype: np.dtype[Any] | None = None
     compile: bool = True
     runtime: Literal["auto", "mpmd", "spmd"] = "auto"
+    several_sizes: bool = False
 
     @property
     def compiles(self) -> bool:

@@ -15,11 +15,11 @@ def choose_runtime(request: Request, program: Program, found: Partition) -> Runt
     """Return the runtime that was asked for, or the one that does what a program needs, or the faster one.
 
     Of the two that could do it, ``"auto"`` takes stage programs (``"mpmd"``), which need less memory. It takes one
-    program (``"spmd"``) only if there is no budget, the work of every stage on a micro-batch is shorter than the host's
-    calls and sends for it, and the step is predicted to be shorter.
+    program (``"spmd"``) only if there is no budget, batches have one size, the work of every stage on a micro-batch is
+    shorter than the host's calls and sends for it, and the step is predicted to be shorter.
 
     Raises:
-      PartitionError: if ``runtime="mpmd"`` was asked for and only the other has what the program needs.
+      PartitionError: if the program needs what only the other runtime has.
     """
     needs = {
         "an asynchronous schedule": program.schedule.versions is not None,
@@ -32,6 +32,12 @@ def choose_runtime(request: Request, program: Program, found: Partition) -> Runt
             f"runtime='mpmd' does not have {needed[0]} yet, which this call asks for. Pass runtime='spmd', or leave it "
             "out."
         )
+    if request.several_sizes and (needed or request.runtime == "spmd"):
+        other = needed[0] if needed else "runtime='spmd'"
+        raise PartitionError(
+            f"The batch is a list of several sizes, and {other} was asked for. One program has one size. Pass one "
+            f"batch, or leave out {other}."
+        )
     predicted = {
         name: _step(request, program, found, name) for name in ("mpmd", "spmd") if name == "spmd" or not needed
     }
@@ -41,6 +47,8 @@ def choose_runtime(request: Request, program: Program, found: Partition) -> Runt
         return RuntimeChoice("spmd", f"stage programs do not have {needed[0]} yet", predicted)
     if request.budget is not None:
         return RuntimeChoice("mpmd", "each device needs the memory of its own stage only", predicted)
+    if request.several_sizes:
+        return RuntimeChoice("mpmd", "batches have several sizes", predicted)
     work = _longest(stage_seconds(program, found, own_sums=True), found)
     calls = call_seconds(program.schedule)
     texts = {name: seconds_text(seconds) for name, seconds in predicted.items()}

@@ -23,7 +23,7 @@ class Section:
       parameters, state: the variables placed here.
       borrowed: parameters that are used here and placed in another stage.
       used: inputs of ``graph`` that every stage has at hand: the micro-batch's arrays and its key.
-      arriving, leaving: tensors handed on between neighbours, forward.
+      arriving, leaving: tensors handed on between neighbors, forward.
       results: which of the objective's results are made here (positions).
       new_state: the new value of each state variable placed here.
       stage: forward and backward program, where the section is trained.

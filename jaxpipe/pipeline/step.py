@@ -20,7 +20,7 @@ from jaxpipe.pipeline.folding import fold_state
 from jaxpipe.pipeline.guard import NonFinite, OnNonFinite, guard, look
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.live import Live
-from jaxpipe.pipeline.optimizer import ColouredUpdate
+from jaxpipe.pipeline.optimizer import ColoredUpdate
 from jaxpipe.pipeline.overwriting import run_update
 from jaxpipe.pipeline.precision import round_to
 from jaxpipe.pipeline.program import DATA, STAGE, Program, over_stages, over_team
@@ -62,13 +62,13 @@ class Update:
     """The optimizer as the stages run it, and where its state lives.
 
     Attributes:
-      coloured: the optimizer.
+      colored: the optimizer.
       layout: of its state.
       exchange: how replicas exchange gradients; None if whole.
       on_nonfinite: what to do about a loss or a gradient that is not finite.
     """
 
-    coloured: ColouredUpdate
+    colored: ColoredUpdate
     layout: Layout
     exchange: StageExchange | None = None
     on_nonfinite: OnNonFinite = None
@@ -118,7 +118,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
 
         found = None if update.on_nonfinite is None else look(loss, own, program)
         parameters, optimizer, shared = run_update(
-            update.coloured,
+            update.colored,
             program.own,
             functools.partial(over_stages, program),
             (program.parameters, program.gradients, update.layout),
@@ -155,7 +155,7 @@ def _live_step(mesh: Mesh, program: Program, update: Update, batching: Batching,
 
     def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
         parameters, variables, optimizer = map(_own, (state.parameters, state.variables, state.optimizer))
-        live = Live(program, update.coloured, update.layout, optimizer, state.shared)
+        live = Live(program, update.colored, update.layout, optimizer, state.shared)
         totals = _train(program, batching, parameters, variables, state, batch, live=live)
         weights = totals.weights
         assert weights is not None

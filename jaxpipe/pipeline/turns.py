@@ -1,7 +1,7 @@
 """A tick's work on one micro-batch or on several, one after the other; and the messages that it hands on.
 
 Where every device has a stage, or several, a tick has one micro-batch for each kind of work. Where stages have teams
-of devices, it has a deal (``jaxpipe.schedules.teams``): a device takes its micro-batches in turns, and neighbours
+of devices, it has a deal (``jaxpipe.schedules.teams``): a device takes its micro-batches in turns, and neighbors
 exchange their messages when all have done so.
 """
 
@@ -75,7 +75,7 @@ def _replica(program: Program) -> Any:
 
 
 def hand_on(program: Program, message: Any, inbox: Any, slot: Any, *, direct: bool, back: bool) -> Any:
-    """The inbox after neighbours have exchanged their messages.
+    """The inbox after neighbors have exchanged their messages.
 
     Args:
       program: what is run.

@@ -2,7 +2,7 @@
 
 model         published in                                       what counts
 pipedream     D. Narayanan et al., SOSP 2019                     slowest of compute with all-reduce, and boundaries
-min_max       network-aware partitioning (M2 of the design)      slowest of compute, and of links between neighbours
+min_max       network-aware partitioning (M2 of the design)      slowest of compute, and of links between neighbors
 throughput    J. Tarnawski et al., "Piper", NeurIPS 2021         slowest of compute and communication, one after the
                                                                  other; a memory cap
 synchronous   this library                                       a whole step on the executor's tick timeline
@@ -63,7 +63,7 @@ class CostModel(ABC):
 
     @abstractmethod
     def stage_seconds(self, space: CutSpace, team: Team, block: Block = EVERYWHERE) -> np.ndarray:
-        """``[first cuts, last cuts]``: what the stage between two cuts costs on a team, its neighbours left aside."""
+        """``[first cuts, last cuts]``: what the stage between two cuts costs on a team, its neighbors left aside."""
 
     def link_seconds(self, crossing: np.ndarray, team: Team, after: Team) -> np.ndarray:
         """What sending ``crossing`` bytes forward and as many back costs, between a team and the one behind it."""
@@ -112,7 +112,7 @@ class CostModel(ABC):
 
 
 class MinMax(CostModel):
-    """``C / k`` of each stage, and ``2 a / bandwidth`` over the slowest link between neighbouring stages."""
+    """``C / k`` of each stage, and ``2 a / bandwidth`` over the slowest link between neighboring stages."""
 
     name = "min_max"
 
@@ -204,7 +204,7 @@ class Synchronous(CostModel):
     """A whole step on the executor's own timeline.
 
     All stages walk through the ticks in step (``jaxpipe.schedules.simulate``): of the forward passes in a tick the
-    slowest counts, of the backward passes too, and after each tick neighbours exchange messages that are as large as
+    slowest counts, of the backward passes too, and after each tick neighbors exchange messages that are as large as
     the largest of all. The micro-batches of a step go through in ``R`` deals (``jaxpipe.schedules.teams``), each of as
     many as the sizes of all teams divide. With ``F_s`` and ``B_s`` a device's seconds for a deal, and ``T`` ticks
 
@@ -264,7 +264,7 @@ class Synchronous(CostModel):
         return total + ticks * together * self.exchange_seconds(space, stages)
 
     def exchange_seconds(self, space: CutSpace, stages: Stages) -> float:
-        """What neighbours need to exchange messages, forward and back, as large as the largest of all.
+        """What neighbors need to exchange messages, forward and back, as large as the largest of all.
 
         For one micro-batch: of two teams, every device of the smaller one sends or receives at a time.
         """

@@ -62,7 +62,7 @@ class CutSpace:
         return sums[None, last] - sums[first, None]
 
     def thinned(self, count: int) -> "CutSpace":
-        """About ``count`` of the cuts, evenly over the work, of neighbours those that least crosses."""
+        """About ``count`` of the cuts, evenly over the work, of neighbors those that least crosses."""
         share = self.seconds / max(float(self.seconds[-1]), np.finfo(float).tiny)
         bins = np.minimum((share * count).astype(int), count - 1)
         kept = {0, len(bins) - 1}

@@ -101,7 +101,7 @@ def best_mapping(
       schedule: of the stages.
       stash_bytes: by stage, of one micro-batch.
       tick_seconds: of the executor.
-      messages: bytes that neighbours exchange after a tick, by message; no mapping may take longer for them.
+      messages: bytes that neighbors exchange after a tick, by message; no mapping may take longer for them.
     """
     if not can_swap(schedule):
         return found
@@ -156,7 +156,7 @@ class _Search:
         return mappings[:1]
 
     def exchange(self, mappings: np.ndarray) -> np.ndarray:
-        """What neighbours take to exchange the messages, each over the slowest link."""
+        """What neighbors take to exchange the messages, each over the slowest link."""
         total = np.zeros(len(mappings))
         for sends in self.sends:
             links = sends[mappings[:, :-1, :, None], mappings[:, 1:, None, :]]

@@ -149,14 +149,14 @@ def _adds_up(program: Program) -> bool:
 @_while_it_lives  # the same whatever is stored
 def updating_bytes(update: Update, s: int) -> int:
     """What the optimizer needs besides in a stage, while it writes one new value after the other over the old one."""
-    coloured = update.coloured
-    graph = coloured.graph
-    common = [t for op in graph.operators for t in op.outputs if t not in coloured.colour]
-    shared = [t for t, owner in zip(coloured.state, coloured.state_stage, strict=True) if owner is None]
-    everywhere = {*graph.constants, *common, *shared, *(t for ts in coloured.exchanged for t in ts)}
+    colored = update.colored
+    graph = colored.graph
+    common = [t for op in graph.operators for t in op.outputs if t not in colored.color]
+    shared = [t for t, owner in zip(colored.state, colored.state_stage, strict=True) if owner is None]
+    everywhere = {*graph.constants, *common, *shared, *(t for ts in colored.exchanged for t in ts)}
     found: dict[Any, int] = {}
     beside, copied = 0, set()
-    for step in renewals(coloured, s, everywhere):
+    for step in renewals(colored, s, everywhere):
         others = [t for t in step.reads if t != step.old]
         avals = [graph.tensors[t].aval for t in (*others, step.old)]
         alike = tuple((a.shape, a.dtype) for a in avals), tuple(op.name for op in step.operators)

@@ -55,7 +55,7 @@ def seeds(network: Network) -> Iterator[tuple[int, ...]]:
 def improve(order: tuple[int, ...], price: Callable[[tuple[int, ...]], float]) -> tuple[float, tuple[int, ...]]:
     """Reverse a stretch of an order or exchange two devices, as long as that lowers its price.
 
-    At most ``MOST_ORDERS`` orders are priced, neighbouring exchanges first.
+    At most ``MOST_ORDERS`` orders are priced, neighboring exchanges first.
     """
     best = price(order)
     spent, improved = 1, True

@@ -219,6 +219,11 @@ class Plan:
         return sum(self.memory.values())
 
     @property
+    def where(self) -> str:
+        """Return the devices that ``memory`` is of, in words."""
+        return "on the fullest device" if self.each_device else "on each device"
+
+    @property
     def device_bytes(self) -> tuple[int, ...]:
         """Predicted bytes of each device, in the order of ``mesh.devices.flat``."""
         devices = {d for stage in self.stages for d in stage.devices}
@@ -305,13 +310,12 @@ class Plan:
 def _caption(plan: Plan, prefix: str) -> list[str]:
     """Return the lines below the table of a plan, whose modules are named inside ``prefix``."""
     parts = _parts_text(plan.memory)
-    where = "on the fullest device" if plan.each_device else "on each device"
     limit = "" if plan.budget is None else f" of {bytes_text(plan.budget)}"
     limit += "" if plan.raised_from is None else f" (raised from {bytes_text(plan.raised_from)})"
     lines = [
         f"step {1e3 * plan.step_seconds:.1f} ms ({plan.profile} profile), bubble {plan.bubble_fraction:.1%}",
         *([f"runtime {plan.runtime}: {plan.runtime_reason}"] if plan.runtime_reason else []),
-        f"{bytes_text(plan.predicted_bytes)}{limit} {where}: {parts}",
+        f"{bytes_text(plan.predicted_bytes)}{limit} {plan.where}: {parts}",
         *_device_lines(plan),
     ]
     if prefix:

@@ -1,4 +1,4 @@
-"""Fine-tuning: single operators move between neighbouring stages while that helps.
+"""Fine-tuning: single operators move between neighboring stages while that helps.
 
 For graphs with too many cuts to look at all of them: stages found along one order of the operators are a start, from
 which an operator may go to the stage of its readers, or of what it reads.

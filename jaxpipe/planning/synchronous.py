@@ -93,7 +93,7 @@ def sent(space: CutSpace, stages: Stages) -> float:
 
 
 def shift_cuts(search: Search, seconds: float, stages: Stages) -> tuple[float, Stages]:
-    """Move one cut at a time to a neighbouring one while that makes the step shorter."""
+    """Move one cut at a time to a neighboring one while that makes the step shorter."""
     space = search.space
     improved = True
     while improved:
@@ -101,7 +101,7 @@ def shift_cuts(search: Search, seconds: float, stages: Stages) -> tuple[float, S
         for k in range(len(stages) - 1):
             first, cut, team = stages[k]
             _, last, team_behind = stages[k + 1]
-            for other in _neighbours(space, first, cut, last):
+            for other in _neighbors(space, first, cut, last):
                 moved = (*stages[:k], (first, other, team), (other, last, team_behind), *stages[k + 2 :])
                 shorter = search.model.objective(space, moved)
                 if shorter < seconds / ROUNDING and search.fits(moved):
@@ -110,7 +110,7 @@ def shift_cuts(search: Search, seconds: float, stages: Stages) -> tuple[float, S
     return seconds, stages
 
 
-def _neighbours(space: CutSpace, first: int, cut: int, last: int) -> list[int]:
+def _neighbors(space: CutSpace, first: int, cut: int, last: int) -> list[int]:
     """Cuts between two others, those nearest to a third first."""
     between = np.flatnonzero(space.nested[first] & space.nested[:, last])
     distance = np.abs(space.seconds[between] - space.seconds[cut])

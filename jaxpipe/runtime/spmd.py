@@ -140,7 +140,7 @@ class SpmdRuntime:
             gather(program.state, owners=placement.state, buffers=state.variables),
             gather(
                 update.layout,
-                owners=update.coloured.state_stage,
+                owners=update.colored.state_stage,
                 buffers=state.optimizer,
                 shared=lambda: next(shared),
             ),

@@ -58,7 +58,7 @@ def simulate(
     """Run a schedule on paper.
 
     In step, all devices do the work of one phase of a tick before the next begins (``Schedule.phases``), so that it
-    takes as long as the slowest device that has any; then neighbours exchange what they computed. Free, a device
+    takes as long as the slowest device that has any; then neighbors exchange what they computed. Free, a device
     begins its next action as soon as it is done with the last and all that the action needs has arrived.
 
     Args:
@@ -193,7 +193,7 @@ _Work = tuple[Kind, int, int]
 
 
 def _way(links: Sequence[tuple[float, float]], source: int, target: int) -> float:
-    """Seconds from a stage to one of its neighbours."""
+    """Seconds from a stage to one of its neighbors."""
     return links[source][0] if source < target else links[target][1]
 
 

@@ -48,7 +48,7 @@ class Schedule:
     """A table of work.
 
     All devices walk through the ticks in step. Within a tick a device does at most one action of each kind, forward
-    before backward; what a tick sends to a neighbour arrives for the next tick. Kinds that no device does both of in
+    before backward; what a tick sends to a neighbor arrives for the next tick. Kinds that no device does both of in
     one tick share a phase: all devices do the work of a phase at the same time, then the next (``phases``). Run free,
     devices keep the order of their actions and wait for nothing but what they need.
 

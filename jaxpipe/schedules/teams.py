@@ -9,7 +9,7 @@ which a device of a team of ``k`` works on ``deal / k``, one after the other. Te
              device 2  2
     stage 1  device 3  0 1 2
 
-The last deal may be short. Messages between neighbouring stages go in rounds, in each of which a device sends to at
+The last deal may be short. Messages between neighboring stages go in rounds, in each of which a device sends to at
 most one other and receives from at most one.
 """
 
@@ -93,7 +93,7 @@ class Teams:
 
     @property
     def most_turns(self) -> int:
-        """The same of the smallest team; also the rounds in which neighbours exchange messages."""
+        """The same of the smallest team; also the rounds in which neighbors exchange messages."""
         return self.deal // min(self.widths)
 
     @cached_property
@@ -128,7 +128,7 @@ class Teams:
     def rounds(self) -> tuple[Round, ...]:
         """In which messages of one deal go to the next stage.
 
-        As many micro-batches that follow each other as the smaller of two neighbours has devices are on different
+        As many micro-batches that follow each other as the smaller of two neighbors has devices are on different
         devices in both, so they go at the same time.
         """
         found = []

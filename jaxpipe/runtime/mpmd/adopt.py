@@ -25,11 +25,11 @@ def adopt(planned: Planned, where: StateLayout, state: TrainState) -> TrainState
       StateError: if the state is of another model or optimizer, or of ``runtime="spmd"``.
     """
     checks.check_unused(state)
-    model, coloured = planned.model, planned.update.coloured
+    model, colored = planned.model, planned.update.colored
     _check("parameters", state.parameters, [v.aval for v in model.parameters])
     _check("variables", state.variables, [v.aval for v in model.state])
-    _check("optimizer", state.optimizer, [coloured.state_avals[k] for k in where.owned])
-    _check("optimizer (shared)", state.shared, [coloured.state_avals[k] for k in where.shared])
+    _check("optimizer", state.optimizer, [colored.state_avals[k] for k in where.owned])
+    _check("optimizer (shared)", state.shared, [colored.state_avals[k] for k in where.shared])
 
     def placed(arrays: Sequence[Any], stages: Sequence[int]) -> tuple[Any, ...]:
         pairs = zip(arrays, stages, strict=True)
@@ -42,7 +42,7 @@ def adopt(planned: Planned, where: StateLayout, state: TrainState) -> TrainState
         state,
         parameters=placed(state.parameters, planned.stages.parameters),
         variables=placed(state.variables, planned.stages.state),
-        optimizer=placed(state.optimizer, [coloured.state_stage[k] or 0 for k in where.owned]),
+        optimizer=placed(state.optimizer, [colored.state_stage[k] or 0 for k in where.owned]),
         residual=_residuals(planned, where, state),
         shared=shared,
         key=key,

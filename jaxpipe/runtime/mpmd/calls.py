@@ -42,7 +42,6 @@ class CallList:
       instructions: in the order in which the host follows them.
       programs: that calls run.
       avals: by register, the shape of its array; of all replicas' if those are together.
-      places: by register.
       inputs: by key, the register that it is in at the beginning.
       outputs: by key, the register that it is in at the end.
       dropped: by instruction, the registers that nobody reads any more.
@@ -52,7 +51,6 @@ class CallList:
     instructions: tuple[Instruction, ...]
     programs: tuple[Program, ...]
     avals: tuple[Any, ...]
-    places: tuple[Place, ...]
     inputs: dict[Key, int]
     outputs: dict[Key, int]
     dropped: tuple[tuple[int, ...], ...]
@@ -73,7 +71,6 @@ class ListBuilder:
     instructions: list[Instruction] = field(default_factory=list)
     programs: list[Program] = field(default_factory=list)
     avals: list[Any] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
     inputs: dict[Key, int] = field(default_factory=dict)
     now: dict[Key, int] = field(default_factory=dict)
     consuming: set[int] = field(default_factory=set)
@@ -92,10 +89,9 @@ class ListBuilder:
         """The key of an array."""
         return Key(place, name, j if name.role.is_of_microbatch else -1)
 
-    def register(self, place: Place, aval: Any) -> int:
-        """A new register."""
+    def register(self, aval: Any) -> int:
+        """Return a new register."""
         self.avals.append(aval)
-        self.places.append(place)
         return len(self.avals) - 1
 
     def given(
@@ -111,7 +107,7 @@ class ListBuilder:
         """
         key = self.key(place, name, j)
         if key not in self.inputs:
-            self.inputs[key] = self.now[key] = self.register(place, aval)
+            self.inputs[key] = self.now[key] = self.register(aval)
         if keep:
             self.kept.add(self.inputs[key])
         if sharded:
@@ -154,7 +150,7 @@ class ListBuilder:
         writes = []
         for k, aval in enumerate(traced.written_avals):
             apart = program.whole and program.sharded[1][k]
-            writes.append(self.register(place, _stacked(aval, self.replicas) if apart else aval))
+            writes.append(self.register(_stacked(aval, self.replicas) if apart else aval))
             if apart:
                 self.sharded.add(writes[-1])
         self.instructions.append(Call(number, place, tuple(reads), tuple(writes)))
@@ -180,7 +176,7 @@ class ListBuilder:
         if self.device(source) == self.device(target):
             self.now |= {key: register for register, key in pairs}
             return
-        writes = [self.register(target, self.avals[register]) for register, _ in pairs]
+        writes = [self.register(self.avals[register]) for register, _ in pairs]
         self.now |= {key: register for (_, key), register in zip(pairs, writes, strict=True)}
         self.instructions.append(Send(source, target, tuple(register for register, _ in pairs), tuple(writes)))
 
@@ -188,7 +184,7 @@ class ListBuilder:
         """Copy arrays to all stages of some replicas."""
         keys = [self.key(source, name) for name in names]
         reads = tuple(self.now[key] for key in keys)
-        writes = tuple(self.register(source, self.avals[register]) for register in reads)
+        writes = tuple(self.register(self.avals[register]) for register in reads)
         self.now |= dict(zip(keys, writes, strict=True))
         self.instructions.append(Spread(source, tuple(replicas), reads, writes))
 
@@ -202,7 +198,7 @@ class ListBuilder:
             return
         read = self.now[Key(Place(stage), name)]
         aval = self.avals[read]
-        writes = tuple(self.register(Place(stage, r), aval) for r in range(self.replicas))
+        writes = tuple(self.register(aval) for r in range(self.replicas))
         self.kept.update(writes)
         self.now |= {Key(Place(stage, r), name): register for r, register in enumerate(writes)}
         self.instructions.append(Split(stage, (read,), writes))
@@ -210,7 +206,7 @@ class ListBuilder:
     def join(self, stage: int, name: Name, sharded: bool, aval: Any) -> None:
         """Put the replicas' arrays of a name together."""
         reads = tuple(self.now[Key(Place(stage, r), name)] for r in range(self.replicas))
-        write = self.register(Place(stage), _stacked(aval, self.replicas) if sharded else aval)
+        write = self.register(_stacked(aval, self.replicas) if sharded else aval)
         if sharded:
             self.sharded.add(write)
         if not self.kept.isdisjoint(reads):
@@ -257,7 +253,6 @@ class ListBuilder:
             tuple(instructions),
             tuple(programs),
             tuple(self.avals),
-            tuple(self.places),
             {key: register for key, register in self.inputs.items() if register in last or register in final},
             wanted,
             tuple(map(tuple, dropped)),

@@ -18,13 +18,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat, hosts
+from jaxpipe.pipeline.axes import DATA
 from jaxpipe.program_form import TracedProgram, shared_program, trace_program
 from jaxpipe.progress import tell
 from jaxpipe.runtime.mpmd.stage_work import Name, Work
-
-
-#: The mesh axis of the devices of one program of several replicas.
-DATA = "data"
 
 
 def replica_mesh(replicas: int) -> AbstractMesh:

@@ -14,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
+from jaxpipe.pipeline.axes import DATA
 from jaxpipe.runtime.mpmd.calls import CallList, Program
-from jaxpipe.runtime.mpmd.compile import DATA, Executable, Job, Target, compile_jobs
+from jaxpipe.runtime.mpmd.compile import Executable, Job, Target, compile_jobs
 from jaxpipe.runtime.mpmd.crossing import crosses, ends
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Key, Place, Send, Split, Spread
 from jaxpipe.runtime.mpmd.transfers import Transfer, Transfers

@@ -337,13 +337,13 @@ class _Writer:
 
     def write_updates(self, update: UpdateContext) -> list[Key]:
         """Run the optimizer; returns what the next step begins with."""
-        builder, layout, coloured = self.builder, self.layout, update.coloured
+        builder, layout, colored = self.builder, self.layout, update.colored
         for s in layout.stages:
             self._give_optimizer(update, s)
         if update.exchange is not None:
             for s in layout.stages:
                 self.call_whole(exchange_work(update, s), s, consumes=True)
-        for number in range(len(coloured.exchanged)):
+        for number in range(len(colored.exchanged)):
             for s in layout.stages:
                 work = share_work(update, s, number)
                 if work is None:
@@ -383,10 +383,10 @@ class _Writer:
 
     def _give_optimizer(self, update: UpdateContext, s: int) -> None:
         """Take note of optimizer state, residuals and numbers of steps at the devices of a stage."""
-        builder, coloured = self.builder, update.coloured
+        builder, colored = self.builder, update.colored
         place, lent = builder.place(s), not self.layout.counts(s)
-        for k, (t, owner) in enumerate(zip(coloured.state, coloured.state_stage, strict=True)):
-            aval = jax.ShapeDtypeStruct(coloured.graph.tensors[t].shape, coloured.graph.tensors[t].dtype)
+        for k, (t, owner) in enumerate(zip(colored.state, colored.state_stage, strict=True)):
+            aval = jax.ShapeDtypeStruct(colored.graph.tensors[t].shape, colored.graph.tensors[t].dtype)
             if owner in (s, None):
                 name = Name(Role.OPTIMIZER if owner == s else Role.SHARED, k)
                 builder.given(place, name, aval, keep=lent and owner is None)

@@ -31,7 +31,7 @@ from jaxpipe.runtime.mpmd.lists import Layout, evaluation_list, gradient_list, p
 from jaxpipe.runtime.mpmd.memory import Peak, peak_bytes
 from jaxpipe.runtime.mpmd.other_shapes import Shaped, as_planned, check_shapes, shaped_for
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
-from jaxpipe.runtime.mpmd.training_state import Loader, StateLayout, place_batch
+from jaxpipe.runtime.mpmd.training_state import Loader, StateLayout
 from jaxpipe.runtime.mpmd.update_work import COUNTERS, NONFINITE, STOPPED, Exchange, UpdateContext
 from jaxpipe.runtime.spmd import followed_cuts
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
@@ -46,13 +46,11 @@ class Compiled:
 
     Attributes:
       layout, dispatch, loader: where stages are, the list, and what it begins with.
-      batching: how its batch is cut.
     """
 
     layout: Layout
     dispatch: Dispatch
     loader: Loader
-    batching: Batching
 
 
 class MpmdRuntime:
@@ -101,7 +99,7 @@ class MpmdRuntime:
     def assemble(self, parts: Mapping[int, StageArrays], common: CommonArrays) -> TrainState:
         """Return the state of the parts of this process's stages."""
         planned, where = self.planned, self._where
-        model, coloured = planned.model, planned.update.coloured
+        model, colored = planned.model, planned.update.colored
 
         def gathered(field: str, owners: Sequence[int], avals: Sequence[Any]) -> tuple[Any, ...]:
             taken = {place: iter(getattr(part, field)) for place, part in parts.items()}
@@ -113,8 +111,8 @@ class MpmdRuntime:
         owned = where.owned
         slots = gathered(
             "optimizer",
-            [coloured.state_stage[k] or 0 for k in owned],
-            [coloured.state_avals[k] for k in owned],
+            [colored.state_stage[k] or 0 for k in owned],
+            [colored.state_avals[k] for k in owned],
         )
         residuals = ()
         if self._residuals:
@@ -193,10 +191,10 @@ class MpmdRuntime:
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it."""
         planned, where = self.planned, self._where
-        coloured, model = planned.update.coloured, planned.model
-        slots: list[Any] = [None] * len(coloured.state)
-        owners = [coloured.state_stage[k] or 0 for k in where.owned]
-        owned = self._on_hosts(owners, state.optimizer, [coloured.state_avals[k] for k in where.owned])
+        colored, model = planned.update.colored, planned.model
+        slots: list[Any] = [None] * len(colored.state)
+        owners = [colored.state_stage[k] or 0 for k in where.owned]
+        owned = self._on_hosts(owners, state.optimizer, [colored.state_avals[k] for k in where.owned])
         for k, x in zip((*where.owned, *where.shared), (*owned, *map(_on_host, state.shared)), strict=True):
             slots[k] = x
         parameters = self._on_hosts(planned.stages.parameters, state.parameters, [v.aval for v in model.parameters])
@@ -316,7 +314,7 @@ class MpmdRuntime:
             plans = Exchange(exchange.settings, by_stage)
         return UpdateContext(
             self._layout.context,
-            update.coloured,
+            update.colored,
             self.devices.shape[1],
             plans,
             guarded=update.on_nonfinite is not None,
@@ -326,7 +324,7 @@ class MpmdRuntime:
     @cached_property
     def _where(self) -> StateLayout:
         planned = self.planned
-        return StateLayout(self._layout, planned.stages, planned.update.coloured, planned.mesh, self._residuals)
+        return StateLayout(self._layout, planned.stages, planned.update.colored, planned.mesh, self._residuals)
 
     def _training(self, shapes: Any) -> Compiled:
         return self._for_shapes(shapes, training_list, "Compiling the training step")
@@ -367,7 +365,7 @@ class MpmdRuntime:
             planned = key[1] == _shape_key(self.planned.batch)
             if planned and make is training_list:
                 loader = Loader(self._where, self.calls)
-                step = Compiled(self._layout, self.compiled_step, loader, self.planned.batching)
+                step = Compiled(self._layout, self.compiled_step, loader)
             else:
                 with progress(text), self._building():
                     step = self._compile_shapes(shapes, make, planned)
@@ -384,7 +382,7 @@ class MpmdRuntime:
             shaped = shaped_for(self.planned, shapes, self.planned.retrace)
             layout = self._shaped_layout(shaped)
             update = dataclasses.replace(self._update, stages=layout.context)
-        return self._compile(layout, make(layout, update), shaped.batching)
+        return self._compile(layout, make(layout, update))
 
     @progress("Compiling the forward pass")
     def _build_forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Compiled:
@@ -395,21 +393,18 @@ class MpmdRuntime:
         with self._building():
             layout = self._layout_of(objective, sections, schedule, shapes, batching, name == "predict")
             calls = evaluation_list(layout) if name == "evaluate" else prediction_list(layout)
-            return self._compile(layout, calls, batching)
+            return self._compile(layout, calls)
 
     def _building(self) -> Any:
         return building_for(self.planned.mesh.devices.flat[0].platform)
 
-    def _compile(self, layout: Layout, calls: CallList, batching: Batching) -> Compiled:
+    def _compile(self, layout: Layout, calls: CallList) -> Compiled:
         where = dataclasses.replace(self._where, layout=layout)
-        return Compiled(layout, compile_list(calls, self.devices), Loader(where, calls), batching)
+        return Compiled(layout, compile_list(calls, self.devices), Loader(where, calls))
 
     def _run(self, compiled: Compiled, state: TrainState, batch: Any) -> dict[Key, Any]:
-        leaves = jax.tree.leaves(batch)
-        given = compiled.loader.load(state) | place_batch(
-            compiled.loader, leaves, compiled.batching.shared, compiled.layout, self.planned.mesh
-        )
-        return compiled.dispatch.run(given)
+        batch = compiled.loader.place_batch(jax.tree.leaves(batch))
+        return compiled.dispatch.run(compiled.loader.load(state) | batch)
 
     def _reports(self, compiled: Compiled, outputs: dict[Key, Any]) -> dict[Name, Any]:
         """Return the reports of a step, on the device that computes them."""

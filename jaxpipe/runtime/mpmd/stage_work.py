@@ -164,17 +164,8 @@ class Context:
         return [*names, OVERFLOWS] if sparse else names
 
 
-class _Arrays:
-    """Named arrays during the trace of some work: those read are its operands."""
-
-    def __init__(self, values: dict[Name, Any]):
-        self.values = values
-
-    def __getitem__(self, name: Name) -> Any:
-        return self.values[name]
-
-    def tensor(self, role: Role, t: int) -> Any:
-        return self.values[Name(role, t)]
+#: Named arrays during the trace of some work: its operands, and what it has computed.
+_Arrays = dict[Name, Any]
 
 
 def stage_work(context: Context, s: int, kinds: Sequence[Kind]) -> Work:
@@ -190,7 +181,7 @@ def stage_work(context: Context, s: int, kinds: Sequence[Kind]) -> Work:
     names = tuple(reads)
 
     def function(operands: Sequence[Any]) -> list[Any]:
-        arrays = _Arrays(dict(zip(names, operands, strict=True)))
+        arrays = dict(zip(names, operands, strict=True))
         for kind in kinds:
             _KINDS[kind](context, s, arrays)
         return [arrays[name] for name in writes]
@@ -300,7 +291,7 @@ def _differentiated(section: Section, kind: Kind) -> tuple[int, ...]:
 def _at_hand(context: Context, section: Section, arrays: _Arrays) -> dict[int, Any]:
     """Parameters, the micro-batch and its key, by tensor number."""
     objective = context.objective
-    known = {t: arrays.tensor(Role.PARAMETER, t) for t in (*section.parameters, *section.borrowed)}
+    known = {t: arrays[Name(Role.PARAMETER, t)] for t in (*section.parameters, *section.borrowed)}
     if objective.key in section.used:
         key = jax.random.wrap_key_data(arrays[KEY], impl=jax.random.key_impl(jnp.empty((), context.key.dtype)))
         known[objective.key] = jax.random.fold_in(jax.random.fold_in(key, arrays[STEP]), arrays[INDEX][1])
@@ -314,29 +305,29 @@ def _at_hand(context: Context, section: Section, arrays: _Arrays) -> dict[int, A
 
 
 def _forward(context: Context, s: int, arrays: _Arrays) -> None:
-    section, values = context.sections[s], arrays.values
+    section = context.sections[s]
     known = _at_hand(context, section, arrays)
-    known |= {t: arrays.tensor(Role.STATE, t) for t in section.state}
-    known |= {t: arrays.tensor(Role.ACTIVATION, t) for t in section.arriving}
+    known |= {t: arrays[Name(Role.STATE, t)] for t in section.state}
+    known |= {t: arrays[Name(Role.ACTIVATION, t)] for t in section.arriving}
     inputs = [known[t] for t in section.graph.inputs]
     if section.stage is None or not context.trains:
         outputs = section.graph.evaluate(inputs)
     else:
         outputs, stash = stages.forward(section.stage, inputs)
-        if OVERFLOWS in values:
-            values[OVERFLOWS] = values[OVERFLOWS] + stages.overflows(section.stage, stash)
+        if OVERFLOWS in arrays:
+            arrays[OVERFLOWS] = arrays[OVERFLOWS] + stages.overflows(section.stage, stash)
         kept = set(section.stashed)
         for t, parts in zip(section.stage.storage.stored, stash, strict=True):
             if t in kept:
-                values.update(zip(_stash_names(section, t, len(parts)), parts, strict=True))
+                arrays.update(zip(_stash_names(section, t, len(parts)), parts, strict=True))
     computed = known | dict(zip(section.graph.outputs, outputs, strict=True))
-    values.update((Name(Role.ACTIVATION, t), computed[t]) for t in section.leaving)
-    values.update((Name(Role.STATE, t), computed[new]) for t, new in zip(section.state, section.new_state, strict=True))
+    arrays.update((Name(Role.ACTIVATION, t), computed[t]) for t in section.leaving)
+    arrays.update((Name(Role.STATE, t), computed[new]) for t, new in zip(section.state, section.new_state, strict=True))
     for k in section.results:
         value, total = computed[context.objective.results[k]], Name(Role.TOTAL, k)
-        values[Name(Role.RESULT, k)] = value
-        if total in values:
-            values[total] = values[total] + value
+        arrays[Name(Role.RESULT, k)] = value
+        if total in arrays:
+            arrays[total] = arrays[total] + value
 
 
 def _backward(context: Context, s: int, arrays: _Arrays) -> None:
@@ -353,7 +344,7 @@ def _backward_input(context: Context, s: int, arrays: _Arrays) -> None:
     built, kept = section.stage, _kept(context, section, arrays)
     gradients, saved = stages.backward_input(built, *kept, _seeds(context, s, arrays), fenced=True)
     waiting = dict(zip(built.saved, saved, strict=True))
-    arrays.values.update((Name(Role.SAVED, t), waiting[t]) for t in section.saved)
+    arrays.update((Name(Role.SAVED, t), waiting[t]) for t in section.saved)
     _hand_out(context, s, arrays, dict(zip(built.input_part, gradients, strict=True)))
 
 
@@ -361,7 +352,7 @@ def _backward_weight(context: Context, s: int, arrays: _Arrays) -> None:
     section = context.sections[s]
     assert section.stage is not None
     built = section.stage
-    saved = [arrays.values.get(Name(Role.SAVED, t)) for t in built.saved]
+    saved = [arrays.get(Name(Role.SAVED, t)) for t in built.saved]
     gradients = stages.backward_weight(built, *_kept(context, section, arrays), saved, fenced=True)
     _hand_out(context, s, arrays, dict(zip(built.weight_part, gradients, strict=True)))
 
@@ -378,7 +369,7 @@ def _seeds(context: Context, s: int, arrays: _Arrays) -> list[Any]:
     """A cotangent for each output of a stage; for one that is returned twice, only at its first place."""
     section, loss = context.sections[s], context.objective.results[0]
     assert section.stage is not None
-    left: dict[int, Any] = {t: arrays.tensor(Role.COTANGENT, t) for t in _following(context, s)}
+    left: dict[int, Any] = {t: arrays[Name(Role.COTANGENT, t)] for t in _following(context, s)}
     if 0 in section.results:
         seed = jnp.ones((), context.aval(loss).dtype)
         left[loss] = left[loss] + seed if loss in left else seed
@@ -399,9 +390,9 @@ def _kept(context: Context, section: Section, arrays: _Arrays) -> tuple[list[Any
 
 def _hand_out(context: Context, s: int, arrays: _Arrays, gradients: dict[int, Any]) -> None:
     """Add gradients to their sums, and name the cotangents that go back."""
-    values, section = arrays.values, context.sections[s]
-    values.update((Name(Role.COTANGENT, t), gradients[t]) for t in section.returning if t in gradients)
+    section = context.sections[s]
+    arrays.update((Name(Role.COTANGENT, t), gradients[t]) for t in section.returning if t in gradients)
     for t in context.trained(s):
         gradient, total = gradients.get(t), Name(Role.GRADIENT, t)
         if gradient is not None:
-            values[total] = add_gradient(values[total], gradient.reshape(values[total].shape))
+            arrays[total] = add_gradient(arrays[total], gradient.reshape(arrays[total].shape))

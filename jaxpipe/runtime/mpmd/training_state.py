@@ -1,7 +1,7 @@
 """A training state as arrays of the stages: parameters, state and optimizer state are leaves on their stage's devices.
 
-    TrainState ──registers_of──▶ inputs of a list
-    outputs of a list ──state_of──▶ TrainState
+    TrainState, batch ──Loader──▶ inputs of a list
+    outputs of a list ──StateLayout.state_of──▶ TrainState
 
 What every stage needs (shared optimizer state, the random key, numbers of steps) is one array on all devices.
 """
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import hosts
 from jaxpipe.pipeline import feed
 from jaxpipe.pipeline.axes import DATA
-from jaxpipe.pipeline.optimizer import ColouredUpdate
+from jaxpipe.pipeline.optimizer import ColoredUpdate
 from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.runtime.mpmd.calls import CallList
@@ -36,14 +36,14 @@ class StateLayout:
     Attributes:
       layout: where stages are.
       stages: the stage of each variable.
-      coloured: the optimizer; None in lists without an update.
+      colored: the optimizer.
       mesh: all devices.
       residuals: the parameters that have residuals of a block-sparse exchange, by position.
     """
 
     layout: Layout
     stages: Placement
-    coloured: ColouredUpdate
+    colored: ColoredUpdate
     mesh: Mesh
     residuals: tuple[int, ...] = ()
 
@@ -69,23 +69,23 @@ class StateLayout:
 
     def optimizer(self, k: int) -> Key:
         """The key of leaf ``k`` of the optimizer state, which belongs to a stage."""
-        owner = self.coloured.state_stage[k]
+        owner = self.colored.state_stage[k]
         assert owner is not None
         return Key(self.place(owner), Name(Role.OPTIMIZER, k))
 
     @property
     def owned(self) -> list[int]:
         """The leaves of the optimizer state that belong to a stage."""
-        return [k for k, owner in enumerate(self.coloured.state_stage) if owner is not None]
+        return [k for k, owner in enumerate(self.colored.state_stage) if owner is not None]
 
     @property
     def shared(self) -> list[int]:
         """The leaves of the optimizer state that every stage has."""
-        return [k for k, owner in enumerate(self.coloured.state_stage) if owner is None]
+        return [k for k, owner in enumerate(self.colored.state_stage) if owner is None]
 
     def sharding(self, s: int, sharded: bool = False) -> NamedSharding:
         """Sharding of an array of all replicas of a stage."""
-        return NamedSharding(stage_mesh(self.layout.devices, Place(s)), P("data") if sharded else P())
+        return NamedSharding(stage_mesh(self.layout.devices, Place(s)), P(DATA) if sharded else P())
 
     def state_of(self, old: TrainState, outputs: dict[Key, Any]) -> TrainState:
         """Return the state after a step, of the outputs of its list; arrays elsewhere stay as they are."""
@@ -120,6 +120,14 @@ class StateLayout:
         return jax.make_array_from_single_device_arrays(old.shape, sharding, [parts[d] for d in local])
 
 
+@dataclass(frozen=True)
+class _Target:
+    """Devices of this process at a place, and the sharding of arrays of all replicas there."""
+
+    devices: list[Any]
+    sharding: NamedSharding | None
+
+
 class Loader:
     """The arrays of a training state, and constants, by register of a list."""
 
@@ -131,7 +139,6 @@ class Loader:
           calls: the list.
         """
         self._where = where
-        self._devices = where.layout.devices
         keys = calls.inputs
         self._leaves: list[tuple[str, int, int]] = []
         fields = {"parameters": where.parameter, "variables": where.variable}
@@ -143,24 +150,26 @@ class Loader:
         kept = [(n, where.residual(k)) for n, k in enumerate(where.residuals)]
         self._leaves += [("residual", n, keys[key]) for n, key in kept if key in keys]
         positions = {k: n for n, k in enumerate(where.shared)}
-        self._common: list[tuple[Any, Place, int]] = []
-        self._keys: list[tuple[Place, int]] = []
-        self.batch: list[tuple[int, Place, int]] = []
+        self._common: list[tuple[Any, _Target, int]] = []
+        self._keys: list[tuple[_Target, int]] = []
+        self._batch: list[tuple[int, int, NamedSharding, int]] = []
         self._constants: dict[int, Any] = {}
         for key, register in keys.items():
-            name, place = key.name, key.place
-            if not hosts.mine(list(stage_mesh(self._devices, place).devices.flat)):
+            name, mesh = key.name, stage_mesh(where.layout.devices, key.place)
+            sharding = NamedSharding(mesh, P())
+            target = _Target(hosts.mine(list(mesh.devices.flat)), sharding if key.place.is_whole else None)
+            if not target.devices:
                 continue
             if name.role is Role.SHARED:
-                self._common.append((positions[name.number], place, register))
+                self._common.append((positions[name.number], target, register))
             elif name.role is Role.STEP:
-                self._common.append((name, place, register))
+                self._common.append((name, target, register))
             elif name.role is Role.KEY:
-                self._keys.append((place, register))
+                self._keys.append((target, register))
             elif name.role is Role.BATCH:
-                self.batch.append((name.number, place, register))
+                self._batch.append((name.number, key.place.replica, sharding, register))
             elif name.role in (Role.INDEX, Role.WEIGHT):
-                self._constants[register] = self._constant(key)
+                self._constants[register] = hosts.replicate(self._constant(key), sharding)
         self._key: Any = None
         self._key_data: dict[int, Any] = {}
 
@@ -169,51 +178,40 @@ class Loader:
         given = dict(self._constants)
         for field, k, register in self._leaves:
             given[register] = getattr(state, field)[k]
-        for what, place, register in self._common:
+        for what, target, register in self._common:
             x = state.skipped if what == SKIPPED else state.step if isinstance(what, Name) else state.shared[what]
-            given[register] = self._at(x, place)
+            given[register] = _at(x, target)
         if state.key is not self._key:
             data = jax.random.key_data(state.key)
-            self._key_data = {register: self._at(data, place) for place, register in self._keys}
+            self._key_data = {register: _at(data, target) for target, register in self._keys}
             self._key = state.key
         return given | self._key_data
-
-    def _at(self, x: Any, place: Place) -> Any:
-        """A value of all devices at a place."""
-        mesh = stage_mesh(self._devices, place)
-        shards = {shard.device: shard.data for shard in x.addressable_shards}
-        local = [shards[d] for d in hosts.mine(list(mesh.devices.flat))]
-        if not place.is_whole:
-            return local[0]
-        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, P()), local)
 
     def _constant(self, key: Key) -> Any:
         context, replicas = self._where.layout.context, len(self._where.layout.replicas)
         m = context.num_microbatches
         if key.name.role is Role.WEIGHT:
-            value: Any = np.float32(m * replicas)
-        else:
-            value = np.array([key.microbatch, key.place.replica * m + key.microbatch], np.int32)
-        return hosts.replicate(value, NamedSharding(stage_mesh(self._devices, key.place), P()))
+            return np.float32(m * replicas)
+        return np.array([key.microbatch, key.place.replica * m + key.microbatch], np.int32)
+
+    def place_batch(self, leaves: Sequence[Any]) -> dict[int, Any]:
+        """Return a batch's leaves on the devices of the stages that read them, by register.
+
+        Args:
+          leaves: the rows of the replicas of which this process has a stage, or global arrays.
+        """
+        shared, mesh = self._where.layout.context.shared, self._where.mesh
+        parts = [_parts(x, common, mesh) for x, common in zip(leaves, shared, strict=True)]
+        return {register: jax.device_put(parts[k](replica), sharding) for k, replica, sharding, register in self._batch}
 
 
-def place_batch(
-    loader: Loader, leaves: Sequence[Any], shared: Sequence[bool], layout: Layout, mesh: Mesh
-) -> dict[int, Any]:
-    """Return a batch's leaves on the devices of the stages that read them, by register.
-
-    Args:
-      loader: of the list.
-      leaves: the rows of the replicas of which this process has a stage, or global arrays.
-      shared: by leaf, whether every replica gets it whole.
-      layout: where stages are.
-      mesh: all devices.
-    """
-    parts = [_parts(x, common, mesh) for x, common in zip(leaves, shared, strict=True)]
-    return {
-        register: jax.device_put(parts[k](place.replica), NamedSharding(stage_mesh(layout.devices, place), P()))
-        for k, place, register in loader.batch
-    }
+def _at(x: Any, target: _Target) -> Any:
+    """Return the part of a value of all devices that is at a place."""
+    shards = {shard.device: shard.data for shard in x.addressable_shards}
+    local = [shards[d] for d in target.devices]
+    if target.sharding is None:
+        return local[0]
+    return jax.make_array_from_single_device_arrays(x.shape, target.sharding, local)
 
 
 def _parts(x: Any, shared: bool, mesh: Mesh) -> Callable[[int], Any]:

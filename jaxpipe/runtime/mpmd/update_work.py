@@ -23,10 +23,10 @@ from jaxpipe.gradients.block_sparse import Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.gradients.exchange import Averaged, exchange, sent_share
 from jaxpipe.graph import Operator, run
+from jaxpipe.pipeline.axes import DATA
 from jaxpipe.pipeline.combine import combine
-from jaxpipe.pipeline.optimizer import ColouredUpdate, held_by, operators_of
+from jaxpipe.pipeline.optimizer import ColoredUpdate, held_by, operators_of
 from jaxpipe.pipeline.overwriting import renewals
-from jaxpipe.runtime.mpmd.compile import DATA
 from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, STEP, Context, Name, Role, Work
 
 
@@ -62,7 +62,7 @@ class UpdateContext:
 
     Attributes:
       stages: the pipeline.
-      coloured: the optimizer, each of its operators with its stage.
+      colored: the optimizer, each of its operators with its stage.
       replicas: of each stage.
       exchange: how replicas exchange gradients; None if whole.
       guarded: whether a step that is not finite changes nothing.
@@ -70,7 +70,7 @@ class UpdateContext:
     """
 
     stages: Context
-    coloured: ColouredUpdate
+    colored: ColoredUpdate
     replicas: int
     exchange: Exchange | None = None
     guarded: bool = False
@@ -81,8 +81,8 @@ class UpdateContext:
         """By tensor number in the optimizer of a parameter or its gradient, that in the objective."""
         objective = self.stages.objective
         trained = [t for t in objective.parameters if t not in objective.frozen]
-        pairs = zip(self.coloured.parameters, objective.parameters, strict=True)
-        return dict(pairs) | dict(zip(self.coloured.gradients, trained, strict=True))
+        pairs = zip(self.colored.parameters, objective.parameters, strict=True)
+        return dict(pairs) | dict(zip(self.colored.gradients, trained, strict=True))
 
     def lenders(self, s: int, t: int) -> list[int]:
         """The other stages that compute gradients of a parameter."""
@@ -223,8 +223,8 @@ def look_work(context: UpdateContext, s: int) -> Work:
 
 def share_work(context: UpdateContext, s: int, number: int) -> Work | None:
     """Return the work for what a stage tells the others before a round of the optimizer; None if that is nothing."""
-    coloured = context.coloured
-    told = [t for t in coloured.exchanged[number] if coloured.colour[t] == s]
+    colored = context.colored
+    told = [t for t in colored.exchanged[number] if colored.color[t] == s]
     if not told:
         return None
     operands = _optimizer_operands(context, s, number)
@@ -245,12 +245,10 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
       s: the stage.
       counts: whether it also writes what every device has: shared optimizer state and the numbers of steps.
     """
-    coloured, stages = context.coloured, context.stages
-    operands = _optimizer_operands(context, s, len(coloured.exchanged))
-    parameters, _, _ = held_by(coloured, s)
-    new = dict(
-        zip((*coloured.parameters, *coloured.state), (*coloured.new_parameters, *coloured.new_state), strict=True)
-    )
+    colored, stages = context.colored, context.stages
+    operands = _optimizer_operands(context, s, len(colored.exchanged))
+    parameters, _, _ = held_by(colored, s)
+    new = dict(zip((*colored.parameters, *colored.state), (*colored.new_parameters, *colored.new_state), strict=True))
     places = _state_places(context, s)
     names = {t: Name(Role.PARAMETER, context.tensor_of[t]) for t in parameters}
     names |= {t: name for t, name in places.items() if counts or name.role is Role.OPTIMIZER}
@@ -274,7 +272,7 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
 
         gradients = _gradients(context, s, values)
         written, squares = _renew(context, s, values, gradients, settled)
-        env = _environment(context, s, len(coloured.exchanged), values, gradients)
+        env = _environment(context, s, len(colored.exchanged), values, gradients)
         _compute(context, s, [new[t] for t in names if t not in written], env)
         results = [written[t] if t in written else settled(values[name], env[new[t]]) for t, name in names.items()]
         for t in state:
@@ -307,14 +305,14 @@ def _renew(
     Returns:
       The new values, by tensor number of the old one in the optimizer, and the squared norm of each gradient.
     """
-    coloured = context.coloured
-    taken = {t: context.tensor_of[t] for t in held_by(coloured, s)[1]}
+    colored = context.colored
+    taken = {t: context.tensor_of[t] for t in held_by(colored, s)[1]}
     # One by one, just before each is read, but where replicas make them together.
     lazy = context.exchange is None and context.replicas == 1
-    env = _environment(context, s, len(coloured.exchanged), values, gradients)
-    common = [t for op in coloured.graph.operators for t in op.outputs if t not in coloured.colour]
+    env = _environment(context, s, len(colored.exchanged), values, gradients)
+    common = [t for op in colored.graph.operators for t in op.outputs if t not in colored.color]
     _compute(context, s, common, env)
-    steps = renewals(coloured, s, [t for t in env if t not in taken])
+    steps = renewals(colored, s, [t for t in env if t not in taken])
     waiting = set(taken) if lazy else set()
     before: list[Any] = []
     written: dict[int, Any] = {}
@@ -368,7 +366,7 @@ def _gradients(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[
 
 def _state_places(context: UpdateContext, s: int) -> dict[int, Name]:
     """By tensor number in the optimizer, the state of a stage and that which every stage has."""
-    update = context.coloured
+    update = context.colored
     roles = {s: Role.OPTIMIZER, None: Role.SHARED}
     owned = enumerate(zip(update.state, update.state_stage, strict=True))
     return {t: Name(roles[owner], k) for k, (t, owner) in owned if owner in roles}
@@ -376,7 +374,7 @@ def _state_places(context: UpdateContext, s: int) -> dict[int, Name]:
 
 def _optimizer_operands(context: UpdateContext, s: int, rounds: int) -> Operands:
     """Operands of the optimizer after some rounds of exchange."""
-    coloured, stages = context.coloured, context.stages
+    colored, stages = context.colored, context.stages
     if context.exchange is None:
         operands = _gradient_operands(context, s)
     else:
@@ -384,12 +382,12 @@ def _optimizer_operands(context: UpdateContext, s: int, rounds: int) -> Operands
         for t in stages.held(s):
             operands[Name(Role.EXCHANGED, t, 1)] = stages.aval(t)
     operands |= {
-        Name(Role.PARAMETER, context.tensor_of[t]): stages.aval(context.tensor_of[t]) for t in held_by(coloured, s)[0]
+        Name(Role.PARAMETER, context.tensor_of[t]): stages.aval(context.tensor_of[t]) for t in held_by(colored, s)[0]
     }
     for t, name in _state_places(context, s).items():
-        operands.add(name, coloured.graph.tensors[t].shape, coloured.graph.tensors[t].dtype)
-    for t in (t for ts in coloured.exchanged[:rounds] for t in ts):
-        operands.add(Name(Role.EXCHANGED, t), coloured.graph.tensors[t].shape, coloured.graph.tensors[t].dtype)
+        operands.add(name, colored.graph.tensors[t].shape, colored.graph.tensors[t].dtype)
+    for t in (t for ts in colored.exchanged[:rounds] for t in ts):
+        operands.add(Name(Role.EXCHANGED, t), colored.graph.tensors[t].shape, colored.graph.tensors[t].dtype)
     return operands
 
 
@@ -397,23 +395,23 @@ def _environment(
     context: UpdateContext, s: int, rounds: int, values: dict[Name, Any], gradients: dict[int, Any]
 ) -> dict[int, Any]:
     """Values by tensor number in the optimizer that a stage begins a round with."""
-    coloured = context.coloured
-    parameters, taken, _ = held_by(coloured, s)
-    env: dict[int, Any] = dict(coloured.graph.constants)
+    colored = context.colored
+    parameters, taken, _ = held_by(colored, s)
+    env: dict[int, Any] = dict(colored.graph.constants)
     env |= {t: values[Name(Role.PARAMETER, context.tensor_of[t])] for t in parameters}
     env |= {t: gradients[context.tensor_of[t]] for t in taken}
     env |= {t: values[name] for t, name in _state_places(context, s).items()}
-    return env | {t: values[Name(Role.EXCHANGED, t)] for ts in coloured.exchanged[:rounds] for t in ts}
+    return env | {t: values[Name(Role.EXCHANGED, t)] for ts in colored.exchanged[:rounds] for t in ts}
 
 
 def _compute(context: UpdateContext, s: int, wanted: Sequence[int], env: dict[int, Any]) -> None:
     """Run what some tensors follow from: operators of the stage, and those that every stage runs."""
-    coloured = context.coloured
-    common = [op for op in coloured.graph.operators if not any(t in coloured.colour for t in op.outputs)]
-    allowed = {op.outputs for op in (*common, *operators_of(coloured, s))}
+    colored = context.colored
+    common = [op for op in colored.graph.operators if not any(t in colored.color for t in op.outputs)]
+    allowed = {op.outputs for op in (*common, *operators_of(colored, s))}
     needed = {t for t in wanted if t not in env}
     kept: list[Operator] = []
-    for op in reversed(coloured.graph.operators):
+    for op in reversed(colored.graph.operators):
         if op.outputs in allowed and not needed.isdisjoint(op.outputs):
             kept.append(op)
             needed.update(t for t in op.inputs if t not in env)

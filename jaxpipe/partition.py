@@ -24,6 +24,7 @@ from jaxpipe.pipeline.axes import with_own_names
 from jaxpipe.pipeline.describe import least_seconds, rates_in
 from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.guard import OnNonFinite
+from jaxpipe.pipeline.links import assumed_links, slowest_used
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_results, with_rows
 from jaxpipe.pipeline.pipeline import Pipeline
 from jaxpipe.pipeline.planned import Planned
@@ -136,7 +137,9 @@ def partition(
       profile: ``"measured"`` (the default) runs operators on one device, once for a program (see
         ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
       network: the links between the devices, in the order of ``mesh.devices.flat``. It decides which device runs which
-        stage: ``pipeline.mesh`` has them in that order. Left out: all links are alike, and the mesh stays as it is.
+        stage: ``pipeline.mesh`` has them in that order. Left out: the mesh stays as it is; links within a process are
+        as fast as the devices' memory, and with ``profile="measured"`` one link between processes is measured and
+        taken for all of them.
       storage: the codecs that may be used where a module is not decorated, as ``memory_encoded(codecs=...)`` takes
         them; ``"auto"`` is ``"fast"``, ``()`` stores what ``jax.grad`` does.
       solver: a mixed-integer solver that cvxpy finds, used if there is a budget.
@@ -281,7 +284,8 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
         update = without_frozen(update)
     objective = objective.training(update.trained)
     profile = _profile(request, objective, frozen_names(model, update.trained))
-    traced = Traced(objective, model, update, profile, batch, one, batching, local)
+    links = request.network or assumed_links(request.mesh, rates_in(profile).bytes, request.profile == "measured")
+    traced = Traced(objective, model, update, profile, links, batch, one, batching, local)
 
     def cut_again(before: Draft, charged: Profile) -> Draft:
         schedule, teams = before.schedule, before.program.teams
@@ -444,8 +448,7 @@ def _place(
     """Stages and their devices: the shortest step with the operators in this order."""
     network, objective = request.network, traced.objective
     if network is None:
-        # Nothing is known of the links: they count, but little.
-        network = Network.uniform(request.mesh.devices.size, rates_in(profile).bytes)
+        network = slowest_used(traced.links, request.mesh)
     tied = variable_spans(objective)
     profile = replace(profile, together=tuple(itertools.chain.from_iterable(tied.values())))
     places = sum(places_to_cut(objective)[1:-1])
@@ -466,7 +469,7 @@ def _place(
     asked["replicate"] = request.replicas
     found = partition_layers(profile, network, num_stages=request.num_stages, **asked)
     if request.network is None:
-        found = stay(found, request.mesh)
+        found = replace(stay(found, request.mesh), network=traced.links)
     return found if num_chunks == 1 else chunked(found, num_chunks, **asked)
 
 

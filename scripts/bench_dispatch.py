@@ -68,6 +68,11 @@ def main() -> None:
         "leaves of a stage": LEAVES,
         "microseconds of a call, median": 1e6 * statistics.median(spent["call"]),
         "microseconds of a send, median": 1e6 * statistics.median(spent["send"]),
+        "microseconds of calls by kind, median": {
+            kind: round(1e6 * statistics.median(values), 1)
+            for kind, values in spent.items()
+            if kind in ("forward", "backward", "forward and backward", "update")
+        },
         "calls of a step": len(spent["call"]) // arguments.steps,
         "sends of a step": len(spent["send"]) // arguments.steps,
         "milliseconds of a step until the host goes on, median": 1e3 * statistics.median(steps),
@@ -90,8 +95,12 @@ def _timed(dispatch, given, spent):
     for step, instruction in zip(dispatch.steps, dispatch.calls.instructions, strict=True):
         begin = time.perf_counter()
         follow(registers, (step,))
+        seconds = time.perf_counter() - begin
         kind = {Call: "call", Send: "send"}.get(type(instruction), "other")
-        spent.setdefault(kind, []).append(time.perf_counter() - begin)
+        spent.setdefault(kind, []).append(seconds)
+        if isinstance(instruction, Call):
+            label = dispatch.calls.programs[instruction.program].traced.work.label
+            spent.setdefault(label.split(": ")[-1], []).append(seconds)
     return {key: registers[register] for key, register in dispatch.calls.outputs.items()}
 
 

@@ -5,11 +5,13 @@
 
 The same two models everywhere, in float32 with SGD, the same micro-batches, cut in the middle. The two stages are two
 processes, each pinned to a core of its own and connected by Gloo over loopback; torchgpipe knows one process only,
-whose two threads have both cores. ``single`` is gradient accumulation of the same micro-batches by one process pinned
-to one core: the fastest plain loop of the framework (``jax.grad`` compiled, ``backward`` in PyTorch).
+whose two threads have both cores. ``single`` is gradient accumulation of the same micro-batches on one core: the
+fastest plain loop of the framework (``jax.grad`` compiled, ``backward`` in PyTorch). The processes of a pipeline run it
+in turns with the pipeline's steps, each on its own core, since the speed of a shared machine changes within minutes.
 
-  of ideal   single (M + S - 1) / (S M) / pipeline: 1 where nothing but the bubble is lost
-  bytes      the most memory a process has while it trains, less what it had before the model was made
+  of ideal   single (M + S - 1) / (S M) / pipeline, the median over the rounds: 1 where nothing but the bubble of 1F1B
+             is lost; a schedule with a smaller bubble may exceed it
+  bytes      the most memory a process has while it trains alone, less what it had before the model was made
 
 Without ``--torch`` only jaxpipe is measured. How much memory activations take against ``jax.checkpoint`` is measured by
 ``scripts.bench_encoding``.
@@ -52,6 +54,9 @@ class Size:
     rows: int
     microbatches: int
 
+
+#: Steps after which the most memory is read.
+MEMORY_ROUNDS = 5
 
 #: By model.
 SIZES = {"mlp": Size(768, 256, 8), "cnn": Size(0, 32, 8)}
@@ -140,21 +145,23 @@ def pipeline(model: str, size: Size) -> Callable[[], Any]:
     mesh = Mesh(np.array(jax.devices()), ("stage",))
     arrays = data(model, size)
     trained = jaxpipe.partition(
-        jax.tree_util.Partial(apply, init(model, size.width)),
+        apply,
         mesh,
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays),
         loss=loss,
         optimizer=OPTIMIZER,
         num_microbatches=size.microbatches,
     )
     whole = NamedSharding(mesh, P())
     batch = tuple(jax.make_array_from_callback(x.shape, whole, lambda k, x=x: x[k]) for x in arrays)
-    state = [trained.init(jax.random.key(0))]
+    # Values are handed over at init, so that no process keeps those of the other's stage.
+    state = [trained.init(jax.random.key(0), batch, variables=init(model, size.width))]
 
     def step() -> Any:
         state[0], metrics = trained.step(state[0], batch)
         return metrics["loss"], state[0].parameters
 
+    if not jax.process_index():
+        print(f"{model}: {trained.plan.schedule}, {trained.plan.runtime}", file=sys.stderr)
     return step
 
 
@@ -182,9 +189,12 @@ def run(tool: str, model: str, size: Size, rounds: int) -> None:
     step = (single if tool == "single" else pipeline)(model, size)
     jax.block_until_ready(step())
     forget_peak()  # what it took to compile
-    seconds = alternate({"step": step}, rounds, float("inf"))["step"]
-    found = {"rank": number, "seconds": quartiles(seconds), "bytes": resident("VmHWM") - before, "header": header()}
-    print(json.dumps(found), flush=True)
+    alternate({"step": step}, MEMORY_ROUNDS, float("inf"))
+    result = {"rank": number, "bytes": resident("VmHWM") - before, "header": header()}
+    if tool != "single":
+        seconds = alternate({"single": single(model, size), "pipeline": step}, rounds, float("inf"))
+        result |= {"seconds": seconds["pipeline"], "single": seconds["single"]}
+    print(json.dumps(result), flush=True)
 
 
 def free_port() -> int:
@@ -204,7 +214,7 @@ def workers(commands: list[list[str]], environments: list[dict[str, str]]) -> li
         text = process.communicate()[0]
         if process.returncode:
             raise SystemExit(f"{' '.join(process.args)} ended with {process.returncode}")  # type: ignore[arg-type]
-        found.append(json.loads(next(line for line in text.splitlines() if '"seconds"' in line)))
+        found.append(json.loads(next(line for line in text.splitlines() if line.startswith('{"rank"'))))
     return sorted(found, key=lambda one: one["rank"])
 
 
@@ -235,10 +245,11 @@ def measure_torch(python: str, tool: str, model: str, size: Size, rounds: int) -
 
 def row(model: str, tool: str, size: Size, alone: list[dict[str, Any]], both: list[dict[str, Any]]) -> Row:
     """A tool against its own single device; a step takes as long as its slowest process."""
-    one, two = (max((one["seconds"] for one in found), key=lambda s: s[1]) for found in (alone, both))
-    ideal = one[1] * (size.microbatches + STAGES - 1) / (STAGES * size.microbatches)
-    most = [max(one["bytes"] for one in found) for found in (alone, both)]
-    return Row(model, tool, tuple(one), tuple(two), ideal / two[1], *most)
+    steps = np.array([worker["seconds"] for worker in both]).max(axis=0)
+    singles = np.array([worker["single"] for worker in both]).mean(axis=0)
+    ideal = singles * (size.microbatches + STAGES - 1) / (STAGES * size.microbatches)
+    most = [max(worker["bytes"] for worker in workers) for workers in (alone, both)]
+    return Row(model, tool, quartiles(singles), quartiles(steps), float(np.median(ideal / steps)), *most)
 
 
 def table(rows: list[Row]) -> Table:
@@ -260,6 +271,7 @@ def main() -> None:
     """Measure, write the JSON file and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", help="a Python that has torch and torchgpipe")
+    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--quick", action="store_true", help="small shapes, three rounds: whether it works")
     parser.add_argument("--rounds", type=int, default=20, help="per tool and model (default 20)")
     parser.add_argument("--out", type=Path, default=Path("out/bench_peers.json"))
@@ -275,7 +287,8 @@ def main() -> None:
     rounds = 3 if options.quick else options.rounds
     found: list[Row] = []
     result: dict[str, Any] = {}
-    for model, size in (QUICK if options.quick else SIZES).items():
+    for model in options.models:
+        size = (QUICK if options.quick else SIZES)[model]
         alone, both = (measure_jax(tool, model, size, rounds) for tool in ("single", "pipeline"))
         result |= alone[0]["header"]
         found.append(row(model, "jaxpipe", size, alone, both))

@@ -9,7 +9,6 @@ import ctypes
 import json
 import os
 import re
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import nn
 
 
 LAYERS, CHANNELS, SIDE, CLASSES = 8, 32, 16, 10
+MEMORY_ROUNDS = 5
 
 
 def layers(model: str, width: int) -> list[nn.Module]:
@@ -131,15 +131,28 @@ def main() -> None:
     step = makers[options.tool](options.model, options.width, options.rows, options.microbatches)
     step()
     forget_peak()
-    times = []
-    for number in range(options.rounds + 3):
-        start = time.perf_counter()
+    for _ in range(MEMORY_ROUNDS):
         step()
-        if number >= 3:
-            times.append(time.perf_counter() - start)
-    quartiles = statistics.quantiles(times, n=4)
-    found = {"rank": rank, "seconds": quartiles, "bytes": resident("VmHWM") - before, "torch": torch.__version__}
-    print(json.dumps(found), flush=True)
+    result = {"rank": rank, "bytes": resident("VmHWM") - before, "torch": torch.__version__}
+    if options.tool != "single":
+        alone = single(options.model, options.width, options.rows, options.microbatches)
+        steps = {"single": (alone, cores[rank % len(cores) :][:1]), "seconds": (step, None)}
+        seconds = alternate(steps, options.rounds, os.sched_getaffinity(0))
+        result |= seconds
+    print(json.dumps(result), flush=True)
+
+
+def alternate(steps: dict[str, Any], rounds: int, cores: set[int]) -> dict[str, list[float]]:
+    """Measure seconds of steps that take turns, each on cores of its own or on all."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + 3):
+        for name, (step, own) in steps.items():
+            os.sched_setaffinity(0, own or cores)
+            start = time.perf_counter()
+            step()
+            if number >= 3:
+                times[name].append(time.perf_counter() - start)
+    return times
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 from jax.sharding import Mesh
-from scipy.optimize import linear_sum_assignment
 
 from jaxpipe.network import Network
 from jaxpipe.pipeline.program import STAGE
@@ -48,6 +47,10 @@ def pair(before: Sequence[int], team: Sequence[int], network: Network) -> tuple[
       >>> pair((0, 1), (2, 3), Network([[0, 1, 1, 9], [1, 0, 9, 1], [1, 9, 0, 1], [9, 1, 1, 0]]))
       (3, 2)
     """
+    if len(team) == 1:
+        return tuple(team)
+    from scipy.optimize import linear_sum_assignment  # not above: it takes 18 MiB in every process that trains
+
     # Links from the slowest to the fastest; no sum of faster ones outweighs a slower one.
     seconds = network.latency[np.ix_(before, team)] + 1.0 / np.maximum(network.bandwidth[np.ix_(before, team)], 1e-9)
     ranks = np.unique(seconds, return_inverse=True)[1].reshape(seconds.shape)

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.model import BoundModel
+from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.balance import balanced
@@ -27,6 +28,7 @@ from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
 from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solving, Terms
 from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.layout import lay_out
+from jaxpipe.pipeline.links import slowest_used
 from jaxpipe.pipeline.live import check_live
 from jaxpipe.pipeline.objective import Objective, trace_loss
 from jaxpipe.pipeline.optimizer import color_update
@@ -67,6 +69,7 @@ class Traced:
       objective, model: what is computed for a micro-batch.
       update: the optimizer.
       profile: what its operators cost.
+      links: between the devices, in the order of ``mesh.devices.flat``.
       batch, microbatch: shapes.
       batching: how the batch is cut.
       local: one replica's part of the batch.
@@ -76,6 +79,7 @@ class Traced:
     model: BoundModel
     update: TracedUpdate
     profile: Profile
+    links: Network
     batch: Any
     microbatch: Any
     batching: Batching
@@ -295,7 +299,8 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     # Variables are placed by stage, or by device where one program has several stages on each.
     model, placement = traced.model, found.stages if runtime == "mpmd" else program.placement
     devices = range(program.num_devices)
-    mesh = arrange(request.mesh, [placed.stages[d].devices for d in devices], placed.network)
+    paired_by = request.network or slowest_used(placed.network, request.mesh)
+    mesh = arrange(request.mesh, [placed.stages[d].devices for d in devices], paired_by)
     traced_update = traced.update
     if traced_update.per_stage:
         whole = trace_update(request.optimizer, model, placement.parameters)

@@ -179,7 +179,9 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable]:
             compiled = program.compile(**({} if jobs[number].target.is_absent else {"device_assignment": target}))
             done += 1
             tell(f"Compiled {done} of {len(jobs)} programs: {jobs[number].traced.work.label}")
-            run = compiled if row is None else _with_row(compiled, row, target)
+            run: Any = compiled if jobs[number].target.is_absent else _compat.direct_call(compiled)
+            if row is not None:
+                run = _with_row(run, row, target)
             sizes = compiled.memory_analysis()
             label = jobs[number].traced.work.label
             return Executable(run, label, sizes.temp_size_in_bytes, sizes.alias_size_in_bytes)

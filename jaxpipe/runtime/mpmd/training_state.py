@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import hosts
+from jaxpipe import _compat, hosts
 from jaxpipe.pipeline import feed
 from jaxpipe.pipeline.axes import DATA
 from jaxpipe.pipeline.optimizer import ColoredUpdate
@@ -217,6 +217,7 @@ def _at(x: Any, target: _Target) -> Any:
 def _parts(x: Any, shared: bool, mesh: Mesh) -> Callable[[int], Any]:
     """Return a function that gives the part of a leaf for a replica, of which this process has a stage."""
     replicas, local = mesh.shape.get(DATA, 1), feed.own_replicas(mesh)
+    x = _compat.in_default_layout(x)
     if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
         if not x.is_fully_replicated:
             x = jax.device_put(x, NamedSharding(mesh, P() if shared or replicas == 1 else P(DATA)))

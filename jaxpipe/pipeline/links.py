@@ -1,0 +1,62 @@
+"""Links between the devices of a mesh, where the caller of ``partition`` has not passed a network."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpipe import _compat
+from jaxpipe.link_speed import measure_links
+from jaxpipe.network import Network
+from jaxpipe.pipeline.program import STAGE
+from jaxpipe.progress import tell
+
+
+#: Bytes of the messages with which a link between processes is measured.
+SIZES = (2**16, 2**20, 2**22)
+
+
+def assumed_links(mesh: Mesh, memory_rate: float, measures: bool) -> Network:
+    """Return the links between the devices of a mesh.
+
+    Within a process they are taken to be as fast as memory. Between processes all are taken to be like one pair of
+    devices that exchange messages in a step; its latency and bandwidth are measured, which all processes take part in.
+
+    Args:
+      mesh: with an axis ``stage``.
+      memory_rate: bytes per second of a device's memory.
+      measures: whether the link between processes is measured; if not, all links are as fast as memory.
+    """
+    devices = mesh.devices.flatten().tolist()
+    crossing = [pair for pair in _neighbors(mesh) if devices[pair[0]].process_index != devices[pair[1]].process_index]
+    if not crossing or not measures or _compat.is_absent(devices[0]):
+        return Network.uniform(len(devices), memory_rate)
+    tell("Measuring the link between processes")
+    rates, delays = measure_links([devices[k] for k in crossing[0]], SIZES, repeats=5)
+    process = np.array([device.process_index for device in devices])
+    crosses = process[:, None] != process
+    bandwidth: Any = np.where(crosses, rates[0, 1], memory_rate)
+    return Network(bandwidth, np.where(crosses, delays[0, 1], 0.0))  # type: ignore[arg-type]
+
+
+def slowest_used(links: Network, mesh: Mesh) -> Network:
+    """Return a network all of whose links are like the slowest of those that a step uses.
+
+    Stages are cut for that: where the mesh stays as it is, devices are alike and cannot be exchanged.
+    """
+    pairs = list(_neighbors(mesh))
+    bandwidth = min((links.bandwidth[pair] for pair in pairs), default=1.0)
+    latency = max((links.latency[pair] for pair in pairs), default=0.0)
+    return Network.uniform(links.num_devices, float(bandwidth), float(latency))
+
+
+def _neighbors(mesh: Mesh) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of devices that exchange messages: of neighboring stages, and of the replicas of a stage."""
+    places = np.moveaxis(np.arange(mesh.devices.size).reshape(mesh.devices.shape), mesh.axis_names.index(STAGE), 0)
+    rows = places.reshape(len(places), -1).tolist()
+    for row, following in itertools.pairwise(rows):
+        yield from zip(row, following, strict=True)
+    for row in rows:
+        yield from itertools.combinations(row, 2)

@@ -3,13 +3,18 @@
     python -m scripts.bench_runtimes --out docs/results/runtimes-cpu-jax0.12.json
     python -m scripts.bench_runtimes --only step --stages 2
 
-The same plan's cuts and schedule in both runtimes, on simulated devices that share the machine's cores. Steps take
-turns; a ratio is the median over the rounds of one runtime's time over the other's.
+Both runtimes with the schedule that ``schedule="auto"`` takes for each, on simulated devices that share the machine's
+cores. Steps take turns; a ratio is the median over the rounds of one runtime's time over the other's. Then the step
+that a plan predicts from a profile measured in the same run, beside the measured step of two stages in two processes,
+each of which has a core of its own.
 """
 
 import argparse
 import json
+import os
 import statistics
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,14 +26,26 @@ import optax
 
 import jaxpipe
 from examples.models.gpt2 import GPT2
+from scripts.compare_peers import free_port, workers
 from scripts.measuring import header
 
 
 RUNTIMES = ("mpmd", "spmd")
 
+#: Layers and width; rows and length of a micro-batch.
+GPT, TOKENS = (8, 256), (4, 128)
 
-def pipelines(layers: int, width: int, stages: int, rows: int, length: int) -> tuple[dict[str, Any], Any]:
-    """Both runtimes' pipelines for a GPT, and a batch of 8 micro-batches."""
+
+def pipelines(
+    layers: int,
+    width: int,
+    stages: int,
+    rows: int,
+    length: int,
+    runtimes: tuple[str, ...] = RUNTIMES,
+    profile: Any = "analytic",
+) -> tuple[dict[str, Any], Any]:
+    """Return the pipelines of some runtimes for a GPT, and a batch of 8 micro-batches."""
     model = GPT2(vocab=1024, num_layers=layers, width=width, num_heads=width // 64, max_length=length)
     drawn = np.random.default_rng(0).integers(0, 1024, (8 * rows, length + 1))
     batch = {"x": jnp.asarray(drawn[:, :-1], jnp.int32), "y": jnp.asarray(drawn[:, 1:], jnp.int32)}
@@ -37,14 +54,14 @@ def pipelines(layers: int, width: int, stages: int, rows: int, length: int) -> t
         return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"], train=True), batch["y"]).mean()
 
     mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
-    options = {"loss": loss, "optimizer": optax.sgd(1e-3), "num_microbatches": 8, "profile": "analytic"}
-    made = {r: jaxpipe.partition(model, mesh, batch, **options, schedule="1f1b", runtime=r) for r in RUNTIMES}
-    return made, batch
+    options = {"loss": loss, "optimizer": optax.sgd(1e-3), "num_microbatches": 8, "profile": profile}
+    return {r: jaxpipe.partition(model, mesh, batch, **options, runtime=r) for r in runtimes}, batch
 
 
 def step_times(stages: int, rounds: int) -> dict[str, Any]:
-    """Seconds of a step of a GPT of 8 layers of 256, 8 micro-batches of 4 x 128 tokens."""
-    made, batch = pipelines(8, 256, stages, 4, 128)
+    """Return seconds of a step of a GPT of 8 layers of 256, 8 micro-batches of 4 x 128 tokens."""
+    made, batch = pipelines(*GPT, stages, *TOKENS)
+    schedules = {f"{name} schedule": pipeline.plan.schedule for name, pipeline in made.items()}
     states = {name: pipeline.init(jax.random.key(0)) for name, pipeline in made.items()}
     seconds: dict[str, list[float]] = {name: [] for name in made}
     for turn in range(rounds + 2):
@@ -56,7 +73,41 @@ def step_times(stages: int, rounds: int) -> dict[str, Any]:
                 seconds[name].append(time.perf_counter() - begin)
     ratios = [a / b for a, b in zip(*(seconds[name] for name in RUNTIMES), strict=True)]
     medians = {f"{name} seconds": statistics.median(values) for name, values in seconds.items()}
-    return {"stages": stages, **medians, "mpmd / spmd, median": statistics.median(ratios)}
+    return {"stages": stages, **schedules, **medians, "mpmd / spmd, median": statistics.median(ratios)}
+
+
+def predicted_times(rounds: int) -> dict[str, Any]:
+    """Return the predicted and the measured step of the same GPT in two processes with a core each."""
+    command = [sys.executable, "-m", "scripts.bench_runtimes", "--worker", "--rounds", str(rounds)]
+    with tempfile.TemporaryDirectory() as folder:  # no profile of another day
+        shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+        shared |= {"JAXPIPE_CACHE_DIR": folder}
+        results = workers([command] * 2, [{**shared, "JAX_PROCESS_ID": str(k)} for k in range(2)])
+    seconds = np.array([worker["seconds"] for worker in results]).max(axis=0)
+    plan, measured = results[0]["plan"], float(np.median(seconds))
+    return {**plan, "measured seconds": measured, "predicted / measured": plan["predicted seconds"] / measured}
+
+
+def work(rounds: int) -> None:
+    """Run one of two processes, pinned to a core."""
+    rank = int(os.environ["JAX_PROCESS_ID"])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    jax.config.update("jax_num_cpu_devices", 1)
+    jaxpipe.initialize_distributed()
+    made, batch = pipelines(*GPT, 2, *TOKENS, runtimes=("mpmd",), profile="measured")
+    (pipeline,) = made.values()
+    batch = jax.tree.map(np.asarray, batch)
+    state = pipeline.init(jax.random.key(0))
+    seconds = []
+    for turn in range(rounds + 2):
+        begin = time.perf_counter()
+        state, _ = pipeline.step(state, batch)
+        jax.block_until_ready(state)
+        if turn >= 2:
+            seconds.append(time.perf_counter() - begin)
+    plan = {"schedule": pipeline.plan.schedule, "predicted seconds": pipeline.plan.step_seconds}
+    print(json.dumps({"rank": rank, "seconds": seconds, "plan": plan}), flush=True)
 
 
 def compile_times(layers: int, stages: int) -> dict[str, Any]:
@@ -77,18 +128,24 @@ def compile_times(layers: int, stages: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("step", "compile"))
+    parser.add_argument("--only", choices=("step", "compile", "prediction"))
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
+    if options.worker:
+        work(options.rounds)
+        return
     jax.config.update("jax_num_cpu_devices", 8)
     result: dict[str, Any] = {}
-    if options.only != "compile":
+    if options.only in (None, "prediction"):
+        result["prediction"] = predicted_times(options.rounds)
+    if options.only in (None, "step"):
         result["steps"] = [step_times(stages, options.rounds) for stages in options.stages]
-    if options.only != "step":
+    if options.only in (None, "compile"):
         result["compile"] = compile_times(options.layers, 8)
     print(json.dumps(result, indent=1))
     if options.out:

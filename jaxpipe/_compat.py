@@ -18,8 +18,11 @@ from flax import nnx
 from jax import core
 from jax._src import core as private_core
 from jax._src.clusters import ClusterEnv
+from jax._src.compiler import get_compile_options
 from jax._src.distributed import global_state
+from jax._src.interpreters.pxla import global_aval_to_result_handler
 from jax._src.lax.lax import empty2
+from jax._src.lib import xla_client
 from jax.experimental.layout import Format, Layout
 
 from jaxpipe.target import platform
@@ -422,21 +425,64 @@ def direct_call(compiled: jax.stages.Compiled) -> Callable[..., Sequence[Any]]:
     microsecond for each. Programs with effects, and those that look for numbers that are not finite, are called as
     they are.
     """
+    unsafe = _without_effects(compiled)
+    return compiled if unsafe is None else _call(unsafe.xla_executable, unsafe.out_handler.handlers)
+
+
+def loaded_on(compiled: jax.stages.Compiled, devices: Sequence[Any]) -> list[Callable[..., Sequence[Any]]] | None:
+    """Return functions that run a program for one device on others of its kind, without compiling it again.
+
+    None where a program cannot be written out: with effects, or on a platform that does not do so.
+    """
+    unsafe = _without_effects(compiled)
+    if unsafe is None or unsafe.keepalive:
+        return None
+    if len({device.device_kind for device in (*devices, *unsafe.xla_executable.local_devices())}) > 1:
+        return None
+    handler, client = unsafe.out_handler, devices[0].client
+    calls = []
+    try:
+        text = client.serialize_executable(unsafe.xla_executable)
+        for device in devices:
+            options = get_compile_options(1, 1, device_assignment=np.array([[device.id]]))
+            executable = client.deserialize_executable(text, xla_client.DeviceList((device,)), options)
+            shardings = [_moved(sharding, device) for sharding in handler.out_shardings]
+            pairs = zip(handler.out_avals, shardings, strict=True)
+            calls.append(_call(executable, [global_aval_to_result_handler(*pair, True) for pair in pairs]))
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return None
+    return calls
+
+
+def _without_effects(compiled: jax.stages.Compiled) -> Any:
+    """Return what runs a program, if that is all that is to be done to run it; else None."""
     executable: Any = compiled._executable
     config: Any = jax.config
     unsafe = executable.unsafe_call
     effects = unsafe.ordered_effects or unsafe.has_unordered_effects or unsafe.has_host_callbacks
-    if effects or unsafe.mut is not None or config.jax_debug_nans or config.jax_debug_infs:
-        return compiled
-    kept = sorted(unsafe.kept_var_idx)
-    if len(kept) < len(compiled.in_avals[0]):
-        return compiled
-    execute, handlers = unsafe.xla_executable.execute_sharded, unsafe.out_handler.handlers
+    drops = len(unsafe.kept_var_idx) < len(compiled.in_avals[0])
+    if effects or drops or unsafe.mut is not None or config.jax_debug_nans or config.jax_debug_infs:
+        return None
+    return unsafe
+
+
+def _call(executable: Any, handlers: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+    execute = executable.execute_sharded
 
     def run(*operands: Any) -> Sequence[Any]:
         return execute(operands).consume_with_handlers(handlers)
 
     return run
+
+
+def _moved(sharding: Any, device: Any) -> Any:
+    """Return the sharding of an array on one device, on another."""
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+    mesh = sharding.mesh
+    devices = np.array([device]).reshape(mesh.devices.shape)
+    mesh = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def in_default_layout(x: Any) -> Any:

@@ -1,6 +1,7 @@
 """Stage programs dispatched by the host: their numbers beside one program's and plain training's, and bookkeeping."""
 
 import functools
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -132,12 +133,18 @@ def test_nothing_is_copied_within_a_device():
         assert layout.devices[send.source.stage, 0] != layout.devices[send.target.stage, 0]
 
 
-def test_equal_stages_are_lowered_once(monkeypatch):
+def test_equal_stages_are_compiled_once(monkeypatch):
     from jaxpipe.runtime.mpmd import compile as compiling
 
-    counts = []
-    lower = compiling._lower
+    counts, compiled = [], []
+    lower, build = compiling._lower, compiling._compile
+
+    def count(jobs, lowered, rows):
+        program = SimpleNamespace(compile=lambda **options: compiled.append(options) or lowered.compile(**options))
+        return build(jobs, program, rows)
+
     monkeypatch.setattr(compiling, "_lower", lambda jobs, platform: counts.append(len(jobs)) or lower(jobs, platform))
+    monkeypatch.setattr(compiling, "_compile", count)
     weights = [jnp.eye(8) for _ in range(6)]
     model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
     pipeline = jaxpipe.partition(
@@ -146,6 +153,7 @@ def test_equal_stages_are_lowered_once(monkeypatch):
     )  # fmt: skip
     pipeline.step(pipeline.init(jax.random.key(0)), jnp.ones((8, 8)))
     assert any(n > 1 for n in counts), "no two stages of six equal layers were lowered together"
+    assert len(compiled) == len(counts)
 
 
 class Tagger(nn.Module):

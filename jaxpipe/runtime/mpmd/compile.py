@@ -1,7 +1,7 @@
-"""Traced, lowered and compiled work: once for all that computes the same, then for each device.
+"""Traced, lowered and compiled work: once for all that computes the same.
 
-Work ──trace──▶ operands that are read, results that are new ──form──▶ equal ones are lowered once
-     ──for each device, in parallel threads──▶ executables
+Work ──trace──▶ operands that are read, results that are new ──form──▶ equal ones are lowered and compiled once,
+     in parallel threads ──▶ executables, loaded on each device
 """
 
 import functools
@@ -149,7 +149,7 @@ class Executable:
 
 
 def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable]:
-    """Compile work, lowering what is equal once, in as many threads as there are processors.
+    """Compile work, what is equal once, in as many threads as there are processors.
 
     Args:
       jobs: may be equal but for their devices.
@@ -163,35 +163,64 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable]:
         key = (traced.program.form, traced.reads, traced.writes, job.donated, where, job.specs)
         groups.setdefault(key, []).append(number)
     tell(f"Compiling {len(jobs)} programs, {len(groups)} of which differ")
-    with warnings.catch_warnings():
+    done = 0
+
+    def build(equal: Sequence[Job], lowered: Any, rows: Sequence[np.ndarray | None]) -> list[Executable]:
+        nonlocal done
+        built = _compile(equal, lowered, rows)
+        done += 1
+        tell(f"Compiled {done} of {len(groups)} programs: {equal[0].traced.work.label}")
+        return built
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         # A stash is donated to be freed; few results have the shape of one of its arrays.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        lowered: dict[int, tuple[Any, Any]] = {}
-        for members in groups.values():
-            for number, pair in zip(members, _lower([jobs[k] for k in members], platform), strict=True):
-                lowered[number] = pair
-        done = 0
-
-        def build(number: int) -> Executable:
-            nonlocal done
-            program, row = lowered[number]
-            target = jobs[number].target.devices
-            compiled = program.compile(**({} if jobs[number].target.is_absent else {"device_assignment": target}))
-            done += 1
-            tell(f"Compiled {done} of {len(jobs)} programs: {jobs[number].traced.work.label}")
-            run: Any = compiled if jobs[number].target.is_absent else _compat.direct_call(compiled)
-            if row is not None:
-                run = _with_row(run, row, target)
-            sizes = compiled.memory_analysis()
-            label = jobs[number].traced.work.label
-            return Executable(run, label, sizes.temp_size_in_bytes, sizes.alias_size_in_bytes)
-
-        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            return list(pool.map(build, range(len(jobs))))
+        started = []
+        for numbers in groups.values():
+            equal = [jobs[k] for k in numbers]
+            started.append(pool.submit(build, equal, *_lower(equal, platform)))
+        order: dict[int, Executable] = {}
+        for numbers, built in zip(groups.values(), started, strict=True):
+            order.update(zip(numbers, built.result(), strict=True))
+    return [order[number] for number in range(len(jobs))]
 
 
-def _lower(jobs: Sequence[Job], platform: str) -> list[tuple[Any, Any]]:
-    """Lower equal work; the numbers that keys are folded with become an operand where they differ."""
+def _compile(jobs: Sequence[Job], lowered: Any, rows: Sequence[np.ndarray | None]) -> list[Executable]:
+    """Compile equal work once, for the first target, and make it run on the devices of the others."""
+    first, *others = [job.target for job in jobs]
+    if first.is_absent:  # equal work for devices that are not here is for the same devices
+        program = lowered.compile()
+        calls = [program] * len(jobs)
+    else:
+        program = lowered.compile(device_assignment=first.devices)
+        calls = [_compat.direct_call(program), *_elsewhere(program, lowered, others)]
+    sizes = program.memory_analysis()
+    return [
+        Executable(
+            call if row is None else _with_row(call, row, job.target.devices),
+            job.traced.work.label,
+            sizes.temp_size_in_bytes,
+            sizes.alias_size_in_bytes,
+        )
+        for job, call, row in zip(jobs, calls, rows, strict=True)
+    ]
+
+
+def _elsewhere(program: Any, lowered: Any, targets: Sequence[Target]) -> list[Callable[..., Any]]:
+    """Load a compiled program on other devices, or compile it again where that cannot be done."""
+    if targets and all(len(target.devices) == 1 for target in targets):
+        loaded = _compat.loaded_on(program, [target.devices[0] for target in targets])
+        if loaded is not None:
+            return loaded
+    return [_compat.direct_call(lowered.compile(device_assignment=target.devices)) for target in targets]
+
+
+def _lower(jobs: Sequence[Job], platform: str) -> tuple[Any, list[np.ndarray | None]]:
+    """Lower equal work; the numbers that keys are folded with become an operand where they differ.
+
+    Returns:
+      The lowered program, and by job the value of that operand; None if it has none.
+    """
     first = jobs[0]
     traced, specs = first.traced, first.specs
     program = shared_program([job.traced.program for job in jobs])
@@ -228,7 +257,7 @@ def _lower(jobs: Sequence[Job], platform: str) -> list[tuple[Any, Any]]:
     to = NamedSharding(mesh, P()) if specs is None else tuple(NamedSharding(mesh, spec) for spec in specs[1])
     jitted = jax.jit(function, donate_argnums=donated, out_shardings=to, keep_unused=True)
     lowered = jitted.trace(*shaped).lower(lowering_platforms=(platform,))
-    return [(lowered, row if varies else None) for row in rows]
+    return lowered, [row if varies else None for row in rows]
 
 
 def _with_row(compiled: Any, row: np.ndarray, devices: Sequence[Any]) -> Callable[..., Any]:

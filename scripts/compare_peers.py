@@ -19,6 +19,7 @@ Without ``--torch`` only jaxpipe is measured. How much memory activations take a
 
 import argparse
 import ctypes
+import functools
 import json
 import os
 import socket
@@ -33,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -192,7 +194,8 @@ def run(tool: str, model: str, size: Size, rounds: int) -> None:
     alternate({"step": step}, MEMORY_ROUNDS, float("inf"))
     result = {"rank": number, "bytes": resident("VmHWM") - before, "header": header()}
     if tool != "single":
-        seconds = alternate({"single": single(model, size), "pipeline": step}, rounds, float("inf"))
+        meet = functools.partial(multihost_utils.sync_global_devices, "round")
+        seconds = alternate({"single": single(model, size), "pipeline": step}, rounds, float("inf"), meet=meet)
         result |= {"seconds": seconds["pipeline"], "single": seconds["single"]}
     print(json.dumps(result), flush=True)
 

@@ -34,7 +34,12 @@ def keep_freed_memory() -> None:
 
 
 def alternate(
-    steps: Mapping[str, Callable[[], Any]], rounds: int, seconds: float, least: int = 3, warm_up: int = 2
+    steps: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    seconds: float,
+    least: int = 3,
+    warm_up: int = 2,
+    meet: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
     """Run each step once per round, in turn forwards and backwards; returns the seconds of the counted rounds.
 
@@ -44,6 +49,7 @@ def alternate(
       seconds: no new round begins later than that, once ``least`` are counted.
       least: rounds that are counted in any case.
       warm_up: rounds before those.
+      meet: called before each step, and not timed; processes that measure together wait for each other here.
     """
     order = list(steps)
     times: dict[str, list[float]] = {name: [] for name in order}
@@ -53,6 +59,7 @@ def alternate(
             break
         order.reverse()
         for name in order:
+            meet()
             begin = time.perf_counter()
             jax.block_until_ready(steps[name]())
             times[name].append(time.perf_counter() - begin)

@@ -137,17 +137,19 @@ def main() -> None:
     if options.tool != "single":
         alone = single(options.model, options.width, options.rows, options.microbatches)
         steps = {"single": (alone, cores[rank % len(cores) :][:1]), "seconds": (step, None)}
-        seconds = alternate(steps, options.rounds, os.sched_getaffinity(0))
+        meet = torch.distributed.barrier if options.tool == "pipelining" else lambda: None
+        seconds = alternate(steps, options.rounds, os.sched_getaffinity(0), meet)
         result |= seconds
     print(json.dumps(result), flush=True)
 
 
-def alternate(steps: dict[str, Any], rounds: int, cores: set[int]) -> dict[str, list[float]]:
-    """Measure seconds of steps that take turns, each on cores of its own or on all."""
+def alternate(steps: dict[str, Any], rounds: int, cores: set[int], meet: Callable[[], Any]) -> dict[str, list[float]]:
+    """Measure seconds of steps that take turns, each on cores of its own or on all; processes meet before each."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 3):
         for name, (step, own) in steps.items():
             os.sched_setaffinity(0, own or cores)
+            meet()
             start = time.perf_counter()
             step()
             if number >= 3:

@@ -52,7 +52,7 @@ def inside_transformation() -> bool:
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand of an equation is a literal (0.12 has several literal types)."""
+    """Return whether an operand of an equation is a literal (0.12 has several literal types)."""
     return hasattr(atom, "val")
 
 
@@ -127,7 +127,7 @@ def variable(aval: Any) -> Any:
 
 
 def has_default_sharding(params: dict[str, Any]) -> bool:
-    """Whether a ``jit`` equation asks for nothing that inlining it would lose."""
+    """Return whether a ``jit`` equation asks for nothing that inlining it would lose."""
     unspecified = all(
         type(s).__name__ == "UnspecifiedValue" for key in ("in_shardings", "out_shardings") for s in params.get(key, ())
     )
@@ -141,7 +141,7 @@ def inner_programs(equation: Any) -> list[Any]:
 
 
 def is_forward_mode(value: Any) -> bool:
-    """Whether ``value`` is traced by ``jax.jvp`` (reverse mode has a tracer type of its own)."""
+    """Return whether ``value`` is traced by ``jax.jvp`` (reverse mode has a tracer type of its own)."""
     direct = getattr(jax.config, "jax_use_direct_linearize", True)
     return bool(direct) and isinstance(value, ad.JVPTracer)
 
@@ -358,7 +358,7 @@ def is_in_cluster() -> bool:
 
 
 def num_processes() -> int:
-    """How many processes ``jax.distributed`` has connected; no device is asked for."""
+    """Return the number of processes that ``jax.distributed`` has connected, without looking at devices."""
     return global_state.num_processes or 1
 
 

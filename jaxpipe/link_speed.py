@@ -81,7 +81,7 @@ def measure_host_links(
 
 
 def measure_speeds(devices: Sequence[Any], repeats: int) -> tuple[float, ...]:
-    """How fast each device multiplies matrices, relative to the first."""
+    """Return the speed at which each device multiplies matrices, relative to the first."""
     seconds = _slowest(np.array([_product_seconds(device, repeats) for device in devices]))
     return tuple((seconds[0] / seconds).tolist())
 

@@ -50,7 +50,7 @@ OPTIMIZER = optax.sgd(1e-3)
 
 @dataclass(frozen=True)
 class Size:
-    """What is trained: width of the MLP, rows of a micro-batch, micro-batches."""
+    """Width of the MLP, rows of a micro-batch, number of micro-batches."""
 
     width: int
     rows: int
@@ -207,7 +207,7 @@ def free_port() -> int:
 
 
 def workers(commands: list[list[str]], environments: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """What processes that run at the same time print, by rank."""
+    """Run processes at the same time; returns what they print, by rank."""
     started = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **MALLOC, **more})
         for command, more in zip(commands, environments, strict=True)

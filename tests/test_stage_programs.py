@@ -70,7 +70,8 @@ def test_stage_programs_give_the_bits_of_one_program(stages, schedule, replicas)
 def test_every_schedule_agrees_with_one_program(name, stages, schedule, replicas):
     if (name, schedule, stages) == ("mlp", "chunks", 4):
         stages = 2  # it has operators for fewer than eight stages
-    check_runtimes(name, stages, 4, replicas, SCHEDULES[schedule], exact=name == "mlp")
+    # XLA:CPU rounds a normalization as it fuses it, which a cut changes.
+    check_runtimes(name, stages, 4, replicas, SCHEDULES[schedule], exact=name != "transformer")
 
 
 def list_of(name: str, stages: int, m: int, schedule):

@@ -123,7 +123,7 @@ class ListBuilder:
         Args:
           traced: what it computes.
           whole: whether it runs on all replicas of a stage together.
-          sharded: two functions that tell of an operand, and of a result, whether each replica has its own array.
+          sharded: two functions of a name, for operands and for results: whether each replica has its own array.
           consumes: whether it may use the memory of what is there at the beginning.
         """
         whole = whole and self.replicas > 1

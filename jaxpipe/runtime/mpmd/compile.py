@@ -76,7 +76,7 @@ def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True, repl
 
     Args:
       work: what to trace.
-      wanted: tells of a result whether anybody needs it.
+      wanted: returns whether any other work needs a result.
       replicas: of a stage, if it is work of all together.
     """
     mesh = replica_mesh(replicas) if replicas > 1 else None

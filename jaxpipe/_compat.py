@@ -362,6 +362,23 @@ def num_processes() -> int:
     return global_state.num_processes or 1
 
 
+def wait_at_barrier(name: str, seconds: float) -> bool:
+    """Wait until all processes have come to a barrier; returns False if one has not within some seconds.
+
+    Args:
+      name: not used for a barrier before.
+      seconds: to wait.
+    """
+    client: Any = global_state.client
+    try:
+        client.wait_at_barrier(name, round(1000 * seconds))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return False
+    return True
+
+
 def register_nnx_class(cls: Any, like: Any) -> None:
     """Let Flax know a subclass of an NNX module class as it knows that class; other hooks are not run."""
     nnx.Pytree.__init_subclass__.__func__(cls, pytree=like._pytree__is_pytree)

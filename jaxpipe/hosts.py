@@ -6,6 +6,7 @@ Every function is called by all processes, in the same order. In one process eac
 import hashlib
 import math
 import pickle
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,11 +15,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from jaxpipe import _compat
 from jaxpipe.errors import PartitionError
 from jaxpipe.target import platform_of
 
 
 _T = TypeVar("_T")
+
+
+#: Seconds that a process waits for the others at a meeting: another may be reading data or writing a checkpoint.
+MEETING_SECONDS = 300.0
+
+_meetings: Counter[str] = Counter()
 
 
 def is_first() -> bool:
@@ -120,6 +128,21 @@ def agree(what: str, text: str) -> None:
             f"process 0, of {len(found)}. All run the same script: call partition with the same model, loss, "
             "optimizer, mesh and shapes (those of the whole batch) in each of them, with the same versions installed."
         )
+
+
+def meet(what: str) -> bool:
+    """Wait until all processes are about to do the same; returns False if one does not come in ``MEETING_SECONDS``.
+
+    Unlike ``agree`` it can be called where others may not call it.
+
+    Args:
+      what: names what they are about to do; a process may do it several times.
+    """
+    if jax.process_count() == 1:
+        return True
+    _meetings[what] += 1
+    name = hashlib.sha256(what.encode()).hexdigest()
+    return _compat.wait_at_barrier(f"jaxpipe {name} {_meetings[what]}", MEETING_SECONDS)
 
 
 def replicate(value: Any, sharding: NamedSharding) -> jax.Array:

@@ -39,7 +39,10 @@ CASES = {
         {"gradient_exchange": jaxpipe.gradients.block_sparse(k=2), "optimizer": optax.sgd(0.1, momentum=0.9)},
     ),
     "skip": (((4,), ("stage",)), {"on_nonfinite": "skip", "schedule": "zero_bubble"}),
-    "pipedream": (((4,), ("stage",)), {"schedule": "pipedream", "optimizer": optax.sgd(0.01, momentum=0.9)}),
+    "pipedream": (
+        ((4,), ("stage",)),
+        {"schedule": "pipedream", "optimizer": optax.sgd(0.01, momentum=0.9), "runtime": "spmd"},
+    ),
     "unrolled": (((4,), ("stage",)), {"unroll_scans": True}),
 }
 
@@ -146,7 +149,7 @@ def make_pipeline(case: str, **changed) -> jaxpipe.Pipeline:
         evaluate=evaluate,
         predict=predict,
         num_microbatches=4,
-        **{"profile": "analytic", **options},
+        **{"profile": "analytic", "runtime": "mpmd", **options},
     )
 
 
@@ -310,13 +313,26 @@ def train(directory: str, case: str, every: int, until: int) -> None:
     print("ends", int(state.step), flush=True)
 
 
+def unequal() -> None:
+    """Pass batches of other sizes in one of two processes, and print what it is told."""
+    hosts.MEETING_SECONDS = 3.0
+    pipeline = make_pipeline("stage")
+    batch = draw(np.random.default_rng(0))
+    state, _ = pipeline.step(pipeline.init(jax.random.key(0)), batch)
+    jax.block_until_ready(state)
+    if jax.process_index():
+        batch = jax.tree.map(lambda x: x[: len(x) // 2], batch)
+    state, metrics = pipeline.step(state, batch)
+    print("loss", float(metrics["loss"]), flush=True)
+
+
 def main() -> None:
     """Run a task in this process of several."""
     devices, task, *arguments = sys.argv[1:]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", int(devices))
     jaxpipe.initialize_distributed(heartbeat_timeout_seconds=10)
-    known = {"compare": compare, "agreement": agreement, "train": train, "messages": messages}
+    known = {"compare": compare, "agreement": agreement, "train": train, "messages": messages, "unequal": unequal}
     known[task](*(int(x) if x.isdecimal() else x for x in arguments))
 
 

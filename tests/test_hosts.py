@@ -236,6 +236,16 @@ def test_an_error_in_one_process_ends_the_others(tmp_path):
     assert "AssertionError: a mistake" in done.stdout and "Process 1 of 2 ends" in done.stdout
 
 
+def test_batches_of_unequal_sizes_are_refused_and_nobody_waits_forever():
+    began = time.monotonic()
+    with started(2, 2, "unequal") as processes:
+        texts = [process.communicate(timeout=END)[0] for process in processes]
+    assert time.monotonic() - began < END
+    assert all(process.returncode for process in processes)
+    assert "BatchError: This process has a batch of shapes" in texts[1] and "give each of them" in texts[1]
+    assert not any("loss" in text.splitlines()[-1] for text in texts)
+
+
 @pytest.mark.slow
 def test_sigterm_to_one_process_saves_and_ends_all(tmp_path):
     with started(2, 2, "train", tmp_path, "data", 10**6, 10**9) as processes:

@@ -70,8 +70,10 @@ def test_stage_programs_give_the_bits_of_one_program(stages, schedule, replicas)
 def test_every_schedule_agrees_with_one_program(name, stages, schedule, replicas):
     if (name, schedule, stages) == ("mlp", "chunks", 4):
         stages = 2  # it has operators for fewer than eight stages
-    # XLA:CPU rounds a normalization as it fuses it, which a cut changes.
-    check_runtimes(name, stages, 4, replicas, SCHEDULES[schedule], exact=name != "transformer")
+    # XLA:CPU rounds a normalization as it fuses it. A cut through one changes that, as in the transformer; eight chunks
+    # cut the softmax of the others' loss, which the last chunk computes forward and backward in one program.
+    exact = name == "mlp" or (name != "transformer" and (stages, schedule) != (4, "chunks"))
+    check_runtimes(name, stages, 4, replicas, SCHEDULES[schedule], exact=exact)
 
 
 def list_of(name: str, stages: int, m: int, schedule):

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
-from jaxpipe.errors import PartitionError
+from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.pipeline import checks, compiled
 from jaxpipe.pipeline.axes import DATA, STAGE
 from jaxpipe.pipeline.objective import Objective
@@ -379,6 +379,12 @@ class MpmdRuntime:
         if not planned:
             sizes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(shapes))
             tell(f"A batch of other shapes than were planned for: {sizes}")
+            if not hosts.meet(f"shapes {sizes}"):
+                raise BatchError(
+                    f"This process has a batch of shapes {sizes}, and within {hosts.MEETING_SECONDS:.0f} s not all "
+                    "other processes had one, too. In a step all processes pass batches of the same sizes: give each "
+                    "of them as many examples, or leave out what one of them has left over."
+                )
             shaped = shaped_for(self.planned, shapes, self.planned.retrace)
             layout = self._shaped_layout(shaped)
             update = dataclasses.replace(self._update, stages=layout.context)

@@ -439,8 +439,8 @@ def direct_call(compiled: jax.stages.Compiled) -> Callable[..., Sequence[Any]]:
     """Return a function that runs a compiled program on operands that are known to be as it was compiled for.
 
     ``compiled(*operands)`` compares every operand with what the program was compiled for, which takes a quarter of a
-    microsecond for each. Programs with effects, and those that look for numbers that are not finite, are called as
-    they are.
+    microsecond for each. Programs with effects, those that look for numbers that are not finite, and those of random
+    keys, which are wrapped arrays, are called as they are.
     """
     unsafe = _without_effects(compiled)
     return compiled if unsafe is None else _call(unsafe.xla_executable, unsafe.out_handler.handlers)
@@ -477,8 +477,10 @@ def _without_effects(compiled: jax.stages.Compiled) -> Any:
     config: Any = jax.config
     unsafe = executable.unsafe_call
     effects = unsafe.ordered_effects or unsafe.has_unordered_effects or unsafe.has_host_callbacks
-    drops = len(unsafe.kept_var_idx) < len(compiled.in_avals[0])
-    if effects or drops or unsafe.mut is not None or config.jax_debug_nans or config.jax_debug_infs:
+    avals = jax.tree.leaves(compiled.in_avals)
+    drops = len(unsafe.kept_var_idx) < len(avals)
+    wrapped = any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals)
+    if effects or drops or wrapped or unsafe.mut is not None or config.jax_debug_nans or config.jax_debug_infs:
         return None
     return unsafe
 

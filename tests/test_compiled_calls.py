@@ -65,6 +65,15 @@ def test_a_program_with_effects_is_called_as_it_is_and_not_loaded_elsewhere(capf
     assert "seen 3.0" in capfd.readouterr().out
 
 
+def test_programs_of_random_keys_are_called_as_they_are():
+    first, second = jax.devices()[:2]
+    key = jax.device_put(jax.random.key(3), first)
+    program = jax.jit(lambda key: (jax.random.uniform(key, (4,)),), keep_unused=True).lower(key).compile()
+    assert _compat.loaded_on(program, [second]) is None
+    (drawn,) = _compat.direct_call(program)(key)
+    assert_same_bits(np.asarray(drawn), np.asarray(jax.random.uniform(jax.random.key(3), (4,))))
+
+
 def test_programs_that_look_for_nan_are_called_as_they_are():
     device = jax.devices()[0]
     program = compiled_on(device, layer, *operands(device))

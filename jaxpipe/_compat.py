@@ -397,44 +397,6 @@ def functions_behind(equation: Any) -> list[str]:
     return [] if traceback is None else [frame.function_name for frame in traceback.frames]
 
 
-__all__ = [
-    "JAX_VERSION",
-    "disguise",
-    "evaluate_equation",
-    "evaluate_jaxpr",
-    "function_name",
-    "functions_behind",
-    "has_default_sharding",
-    "has_mesh_in_context",
-    "hoist_constants",
-    "host_buffer",
-    "in_current_mesh",
-    "inner_programs",
-    "inside_transformation",
-    "is_closed_over_tracer",
-    "is_forward_mode",
-    "is_in_cluster",
-    "is_literal",
-    "isolate",
-    "literal_without_mesh",
-    "literals_as_arguments",
-    "manual_axes",
-    "mapped_axes",
-    "materialize",
-    "named_scope_of",
-    "num_processes",
-    "open_jaxpr",
-    "register_nnx_class",
-    "split_dimensions",
-    "tie",
-    "trace_without_scope",
-    "variable",
-    "vary_as",
-    "without_scope",
-    "zeros",
-]
-
-
 def direct_call(compiled: jax.stages.Compiled) -> Callable[..., Sequence[Any]]:
     """Return a function that runs a compiled program on operands that are known to be as it was compiled for.
 
@@ -466,7 +428,7 @@ def loaded_on(compiled: jax.stages.Compiled, devices: Sequence[Any]) -> list[Cal
             shardings = [_moved(sharding, device) for sharding in handler.out_shardings]
             pairs = zip(handler.out_avals, shardings, strict=True)
             calls.append(_call(executable, [global_aval_to_result_handler(*pair, True) for pair in pairs]))
-    except (jax.errors.JaxRuntimeError, NotImplementedError):
+    except (jax.errors.JaxRuntimeError, NotImplementedError):  # this platform does not write programs out
         return None
     return calls
 
@@ -511,3 +473,45 @@ def in_default_layout(x: Any) -> Any:
     if layout is None or layout.major_to_minor == order:
         return x
     return jax.device_put(x, Format(Layout(order), x.sharding))
+
+
+__all__ = [
+    "JAX_VERSION",
+    "direct_call",
+    "disguise",
+    "evaluate_equation",
+    "evaluate_jaxpr",
+    "function_name",
+    "functions_behind",
+    "has_default_sharding",
+    "has_mesh_in_context",
+    "hoist_constants",
+    "host_buffer",
+    "in_current_mesh",
+    "in_default_layout",
+    "inner_programs",
+    "inside_transformation",
+    "is_closed_over_tracer",
+    "is_forward_mode",
+    "is_in_cluster",
+    "is_literal",
+    "isolate",
+    "literal_without_mesh",
+    "literals_as_arguments",
+    "loaded_on",
+    "manual_axes",
+    "mapped_axes",
+    "materialize",
+    "named_scope_of",
+    "num_processes",
+    "open_jaxpr",
+    "register_nnx_class",
+    "split_dimensions",
+    "tie",
+    "trace_without_scope",
+    "variable",
+    "vary_as",
+    "wait_at_barrier",
+    "without_scope",
+    "zeros",
+]

@@ -83,6 +83,24 @@ def list_of(name: str, stages: int, m: int, schedule):
     return training_list(layout, runtime._update), layout
 
 
+def test_the_gradients_of_vectors_are_summed_in_one_array():
+    scales = [jnp.full(8, 1.0 + k % 2) for k in range(6)]  # no product or sum is rounded
+    model = jax.tree_util.Partial(lambda vs, x: functools.reduce(jnp.multiply, vs, x), scales)
+    batch = jnp.arange(64.0).reshape(8, 8)
+    pipeline = jaxpipe.partition(
+        model, mesh_of(2, None), batch, loss=lambda f, x: f(x).mean(), optimizer=optax.sgd(0.1), num_microbatches=4,
+        profile="analytic", schedule="zero_bubble", runtime="mpmd",
+    )  # fmt: skip
+    runtime = pipeline._runtime
+    for program in training_list(runtime._layout, runtime._update).programs:
+        assert sum(name.role is Role.GRADIENT for name in program.traced.written_names) <= 1
+    (_, _), gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(1)), batch)
+    rows = batch.reshape(4, 2, 8)
+    parts = [jax.grad(lambda vs, x: model.func(vs, x).mean())(scales, x) for x in rows]
+    expected = jax.tree.map(lambda *gs: functools.reduce(jnp.add, gs, jnp.zeros(8)) / 4, *parts)
+    assert_same_bits(jax.tree.leaves(gradients), jax.tree.leaves(expected))
+
+
 def test_a_stage_holds_as_many_stashes_as_the_schedule_has_in_flight():
     weights = [jnp.eye(8) for _ in range(8)]
     model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)

@@ -78,14 +78,17 @@ def sum_dtype(dtype: Any, gradient_dtype: Any = None) -> np.dtype[Any]:
 
 
 def add_gradient(total: Any, gradient: Any) -> Any:
-    """A sum with one more gradient, which is rounded to its own type before, as it is outside a pipeline.
+    """Return a sum with one more gradient."""
+    return total + widened(gradient, total.dtype)
 
-    XLA would otherwise take the rounding and the widening for nothing, and add what it has not rounded where both are
-    in one computation: sums would depend on where stages begin.
+
+def widened(gradient: Any, dtype: Any) -> Any:
+    """Return a gradient in the type of its sum, rounded to its own type before, as it is outside a pipeline.
+
+    XLA would otherwise cancel the rounding and the widening against each other where both are in one computation, and
+    add an unrounded gradient: sums would depend on where stages begin.
     """
-    if gradient.dtype == total.dtype:
-        return total + gradient
-    return total + lax.optimization_barrier(gradient).astype(total.dtype)
+    return gradient if gradient.dtype == dtype else lax.optimization_barrier(gradient).astype(dtype)
 
 
 def round_to(sums: Sequence[Any], buffers: Sequence[tuple[int, Any]]) -> list[Any]:

@@ -148,12 +148,15 @@ class Executable:
     alias_bytes: int
 
 
-def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable]:
-    """Compile work, what is equal once, in as many threads as there are processors.
+def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
+    """Compile this process's work, what is equal once, in as many threads as there are processors.
 
     Args:
-      jobs: may be equal but for their devices.
+      jobs: of all processes, as equal work has one program in all of them; may be equal but for their devices.
       platform: of the devices, as ``jax.jit(...).trace(...).lower`` names it.
+
+    Returns:
+      By job, the compiled work; None for that of other processes.
     """
     groups: dict[Hashable, list[int]] = {}
     for number, job in enumerate(jobs):
@@ -162,27 +165,31 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable]:
         where = job.target.devices if job.target.is_absent else len(job.target.devices)
         key = (traced.program.form, traced.reads, traced.writes, job.donated, where, job.specs)
         groups.setdefault(key, []).append(number)
-    tell(f"Compiling {len(jobs)} programs, {len(groups)} of which differ")
+    own = {number for number, job in enumerate(jobs) if hosts.mine(job.target.devices)}
+    own_groups = [numbers for numbers in groups.values() if not own.isdisjoint(numbers)]
+    tell(f"Compiling {len(own)} programs, {len(own_groups)} of which differ")
     done = 0
 
     def build(equal: Sequence[Job], lowered: Any, rows: Sequence[np.ndarray | None]) -> list[Executable]:
         nonlocal done
         built = _compile(equal, lowered, rows)
         done += 1
-        tell(f"Compiled {done} of {len(groups)} programs: {equal[0].traced.work.label}")
+        tell(f"Compiled {done} of {len(own_groups)} programs: {equal[0].traced.work.label}")
         return built
 
     with warnings.catch_warnings(), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         # A stash is donated to be freed; few results have the shape of one of its arrays.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         started = []
-        for numbers in groups.values():
-            equal = [jobs[k] for k in numbers]
-            started.append(pool.submit(build, equal, *_lower(equal, platform)))
-        order: dict[int, Executable] = {}
-        for numbers, built in zip(groups.values(), started, strict=True):
-            order.update(zip(numbers, built.result(), strict=True))
-    return [order[number] for number in range(len(jobs))]
+        for numbers in own_groups:
+            lowered, rows = _lower([jobs[k] for k in numbers], platform)
+            here = [(k, row) for k, row in zip(numbers, rows, strict=True) if k in own]
+            started.append(pool.submit(build, [jobs[k] for k, _ in here], lowered, [row for _, row in here]))
+        compiled: list[Executable | None] = [None] * len(jobs)
+        for numbers, built in zip(own_groups, started, strict=True):
+            for k, executable in zip([k for k in numbers if k in own], built.result(), strict=True):
+                compiled[k] = executable
+    return compiled
 
 
 def _compile(jobs: Sequence[Job], lowered: Any, rows: Sequence[np.ndarray | None]) -> list[Executable]:

@@ -115,14 +115,11 @@ def compile_list(calls: CallList, devices: np.ndarray) -> Dispatch:
     jobs: dict[tuple[int, Place], Job] = {}
     for instruction in calls.instructions:
         if isinstance(instruction, Call) and (instruction.program, instruction.place) not in jobs:
-            target = tuple(stage_mesh(devices, instruction.place).devices.flat)
-            if hosts.mine(target):
-                program = calls.programs[instruction.program]
-                jobs[instruction.program, instruction.place] = Job(
-                    program.traced, program.donated, Target(target), _specs(program)
-                )
+            target = Target(tuple(stage_mesh(devices, instruction.place).devices.flat))
+            program = calls.programs[instruction.program]
+            jobs[instruction.program, instruction.place] = Job(program.traced, program.donated, target, _specs(program))
     compiled = compile_jobs(list(jobs.values()), "cuda" if platform == "gpu" else platform)
-    executables = dict(zip(jobs, compiled, strict=True))
+    executables = {key: program for key, program in zip(jobs, compiled, strict=True) if program is not None}
     if len({device.process_index for device in devices.flat}) > 1:
         hosts.agree("The list of calls", repr((calls.instructions, calls.avals)))
     steps = _Steps(calls, devices, executables)

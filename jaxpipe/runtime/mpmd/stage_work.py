@@ -10,7 +10,8 @@ so that its stash never leaves it. Gradients and totals are added up inside.
 """
 
 import enum
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from jax import lax
 from jaxpipe import stage as stages
 from jaxpipe.graph import Graph
 from jaxpipe.pipeline.objective import Objective
-from jaxpipe.pipeline.precision import add_gradient, sum_dtype
+from jaxpipe.pipeline.precision import add_gradient, sum_dtype, widened
 from jaxpipe.pipeline.sections import Section
 from jaxpipe.schedules import Kind
 from jaxpipe.stash import Storage
@@ -101,6 +102,28 @@ class Work:
 
 
 @dataclass(frozen=True, eq=False)
+class Pack:
+    """Small sums of gradients side by side in one array: a call takes 0.7 us for each array that it writes over.
+
+    Attributes:
+      name, aval: of the array.
+      tensors: the parameters, in order.
+      sizes: of each, its number of elements.
+    """
+
+    name: Name
+    aval: jax.ShapeDtypeStruct
+    tensors: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def part(self, array: Any, t: int) -> Any:
+        """Return the sum of one parameter's gradients, flat."""
+        k = self.tensors.index(t)
+        begin = sum(self.sizes[:k])
+        return array[..., begin : begin + self.sizes[k]]
+
+
+@dataclass(frozen=True, eq=False)
 class Context:
     """Data that the work of every stage needs.
 
@@ -138,6 +161,19 @@ class Context:
         aval = self.aval(t)
         return jax.ShapeDtypeStruct((*self.lead, *aval.shape), sum_dtype(aval.dtype, self.gradient_dtype))
 
+    @functools.cached_property
+    def packs(self) -> tuple[dict[int, Pack], ...]:
+        """By stage and parameter, the array in which a small sum of gradients lies beside others."""
+        return tuple(_packs(self, s) for s in range(len(self.sections)))
+
+    def sums(self, s: int, tensors: Iterable[int]) -> dict[Name, jax.ShapeDtypeStruct]:
+        """The arrays that hold the sums of some parameters' gradients in a stage, and their shapes."""
+        arrays = {}
+        for t in tensors:
+            pack = self.packs[s].get(t)
+            arrays |= {Name(Role.GRADIENT, t): self.sum_aval(t)} if pack is None else {pack.name: pack.aval}
+        return arrays
+
     def total_aval(self, name: Name) -> jax.ShapeDtypeStruct:
         """The shape of a total."""
         if name == OVERFLOWS:
@@ -162,6 +198,31 @@ class Context:
         names = [] if self.collects else [Name(Role.TOTAL, k) for k in section.results]
         sparse = self.trains and section.stage is not None and section.stage.storage.sparse
         return [*names, OVERFLOWS] if sparse else names
+
+
+#: Vectors, such as biases and scales, of at most so many bytes have their sums side by side.
+_PACKED_BYTES = 1 << 16
+
+
+def _packs(context: Context, s: int) -> dict[int, Pack]:
+    """By parameter of a stage that no other stage uses, the array in which its small sum lies."""
+    built = context.sections[s].stage
+    if built is None:
+        return {}
+    lent = {t for section in context.sections for t in section.borrowed}
+    groups: dict[Any, list[int]] = {}
+    for t in context.trained(s):
+        aval = context.sum_aval(t)
+        is_vector = len(context.aval(t).shape) < 2
+        if is_vector and t not in lent and 0 < aval.size * aval.dtype.itemsize <= _PACKED_BYTES:
+            groups.setdefault((aval.dtype, t in built.input_part), []).append(t)
+    packs: dict[int, Pack] = {}
+    for (dtype, _), tensors in groups.items():
+        if len(tensors) > 1:
+            sizes = tuple(context.aval(t).size for t in tensors)
+            aval = jax.ShapeDtypeStruct((*context.lead, sum(sizes)), dtype)
+            packs |= dict.fromkeys(tensors, Pack(Name(Role.GRADIENT, tensors[0], -1), aval, tuple(tensors), sizes))
+    return packs
 
 
 #: Named arrays during the trace of some work: its operands, and what it has computed.
@@ -221,8 +282,7 @@ def _operands(context: Context, s: int, kinds: Sequence[Kind]) -> dict[Name, Any
     elif Kind.BACKWARD_WEIGHT in kinds:
         operands |= {Name(Role.SAVED, t): _tangent(context, t) for t in section.saved}
     given = {t for kind in kinds for t in _differentiated(section, kind)}
-    operands |= {Name(Role.GRADIENT, t): context.sum_aval(t) for t in context.trained(s) if t in given}
-    return operands
+    return operands | context.sums(s, [t for t in context.trained(s) if t in given])
 
 
 def _results(context: Context, s: int, kinds: Sequence[Kind]) -> list[Name]:
@@ -243,7 +303,7 @@ def _results(context: Context, s: int, kinds: Sequence[Kind]) -> list[Name]:
         else:
             writes += [Name(Role.SAVED, t) for t in section.saved]
     given = {t for kind in kinds for t in _differentiated(section, kind)}
-    return writes + [Name(Role.GRADIENT, t) for t in context.trained(s) if t in given]
+    return [*writes, *context.sums(s, [t for t in context.trained(s) if t in given])]
 
 
 def _leaves_used(context: Context, section: Section) -> list[int]:
@@ -391,8 +451,17 @@ def _kept(context: Context, section: Section, arrays: _Arrays) -> tuple[list[Any
 def _hand_out(context: Context, s: int, arrays: _Arrays, gradients: dict[int, Any]) -> None:
     """Add gradients to their sums, and name the cotangents that go back."""
     section = context.sections[s]
+    gradients = {t: gradient for t, gradient in gradients.items() if gradient is not None}
     arrays.update((Name(Role.COTANGENT, t), gradients[t]) for t in section.returning if t in gradients)
+    packs = context.packs[s]
     for t in context.trained(s):
-        gradient, total = gradients.get(t), Name(Role.GRADIENT, t)
-        if gradient is not None:
-            arrays[total] = add_gradient(arrays[total], gradient.reshape(arrays[total].shape))
+        if t in gradients and t not in packs:
+            total = arrays[Name(Role.GRADIENT, t)]
+            arrays[Name(Role.GRADIENT, t)] = add_gradient(total, gradients[t].reshape(total.shape))
+    for pack in {pack.name: pack for t, pack in packs.items() if t in gradients}.values():
+        zeros = (jnp.zeros(size, pack.aval.dtype) for size in pack.sizes)
+        parts = [
+            widened(gradients[t], pack.aval.dtype).reshape(-1) if t in gradients else zero
+            for t, zero in zip(pack.tensors, zeros, strict=True)
+        ]
+        arrays[pack.name] = arrays[pack.name] + jnp.concatenate(parts).reshape(pack.aval.shape)

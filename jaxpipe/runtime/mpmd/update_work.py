@@ -117,7 +117,7 @@ def _gradient_operands(context: UpdateContext, s: int) -> Operands:
     stages, operands = context.stages, Operands()
     for t in stages.held(s):
         if t in stages.trained(s):
-            operands[Name(Role.GRADIENT, t)] = stages.sum_aval(t)
+            operands |= stages.sums(s, [t])
         operands |= {returned_gradient(k, t): stages.sum_aval(t) for k in context.lenders(s, t)}
     operands.add(WEIGHT, (), jnp.float32)
     return operands
@@ -143,7 +143,8 @@ def _own_sums(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[i
 
 def _own_sum(context: UpdateContext, s: int, values: dict[Name, Any], t: int) -> Any:
     stages = context.stages
-    sums_here = values.get(Name(Role.GRADIENT, t))
+    pack = stages.packs[s].get(t)
+    sums_here = values.get(Name(Role.GRADIENT, t)) if pack is None else pack.part(values[pack.name], t)
     returned = [values[returned_gradient(k, t)] for k in context.lenders(s, t)]
     total = jnp.zeros(stages.sum_aval(t).shape, stages.sum_aval(t).dtype) if sums_here is None else sums_here
     if returned:
@@ -153,7 +154,7 @@ def _own_sum(context: UpdateContext, s: int, values: dict[Name, Any], t: int) ->
 
 def _sum_names(context: UpdateContext, s: int, t: int) -> list[Name]:
     """The operands that a parameter's gradient is made of."""
-    here = [Name(Role.GRADIENT, t)] if t in context.stages.trained(s) else []
+    here = context.stages.sums(s, [t]) if t in context.stages.trained(s) else ()
     return [*here, *(returned_gradient(k, t) for k in context.lenders(s, t))]
 
 

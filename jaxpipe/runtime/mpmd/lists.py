@@ -17,8 +17,9 @@ import numpy as np
 
 from jaxpipe.runtime.mpmd.calls import CallList, ListBuilder
 from jaxpipe.runtime.mpmd.compile import TracedWork, trace_work
+from jaxpipe.runtime.mpmd.early_update import early_update_work, end_work, nonfinite_work, older
 from jaxpipe.runtime.mpmd.instructions import Key, Place
-from jaxpipe.runtime.mpmd.stage_work import INDEX, KEY, OVERFLOWS, STEP, Context, Name, Role, stage_work
+from jaxpipe.runtime.mpmd.stage_work import INDEX, KEY, OVERFLOWS, STEP, Context, Name, Role, Work, stage_work
 from jaxpipe.runtime.mpmd.update_work import (
     HAD,
     NONFINITE,
@@ -32,6 +33,7 @@ from jaxpipe.runtime.mpmd.update_work import (
     exchange_work,
     gradient_work,
     look_work,
+    renewed_names,
     reported,
     results_work,
     returned_gradient,
@@ -94,6 +96,10 @@ def training_list(layout: Layout, update: UpdateContext) -> CallList:
     Its outputs are new parameters, state and optimizer state by stage (as the inputs), and reports at ``layout.home``.
     """
     writer = _Writer(layout)
+    if layout.schedule.versions is not None:
+        writer.run_table(update)
+        writer.write_early_results(update)
+        return writer.finish([*writer.write_ends(update), *writer.reports])
     writer.run_table()
     writer.write_results(update)
     return writer.finish([*writer.write_updates(update), *writer.reports])
@@ -151,6 +157,7 @@ class _Writer:
         self._started: set[tuple[Place, Kinds]] = set()
         self._leaving: list[Callable[[], None]] = []
         self._zeros: dict[tuple[int, tuple[Name, ...]], int] = {}
+        self._weights: dict[int, list[dict[Key, int]]] = {}
         self._give_inputs()
 
     def finish(self, outputs: Sequence[Key]) -> CallList:
@@ -206,8 +213,14 @@ class _Writer:
                 for j in range(context.num_microbatches):
                     builder.given(place, name, aval, j, keep=True)
 
-    def run_table(self) -> None:
-        """Write what the schedule says: each tick's work, and what it sends."""
+    def run_table(self, update: UpdateContext | None = None) -> None:
+        """Write what the schedule says: each tick's work, and what it sends.
+
+        Args:
+          update: the optimizer, if weights change on the way.
+        """
+        if update is not None:
+            self._begin_updates(update)
         done: set[tuple[int, int, Kind]] = set()
         schedule = self.layout.schedule
         for tick in schedule.ticks:
@@ -218,9 +231,54 @@ class _Writer:
                     if (s, j, kinds[0]) in done:  # in one program with work before it
                         continue
                     done.add((s, j, kinds[0]))
+                    self._use_weights(s, j)
                     for r in self.layout.replicas:
                         self._run(s, r, j, kinds)
+                    if update is not None and Kind.BACKWARD in kinds and (j + 1) % schedule.group == 0:
+                        self._update_early(update, s)
             self._send_messages()
+
+    def _begin_updates(self, update: UpdateContext) -> None:
+        """Give every stage its optimizer; the first version of its weights is what the step begins with."""
+        builder = self.builder
+        for s in self.layout.stages:
+            self._give_optimizer(update, s)
+            zero = zeros_work(f"stage {s}: zero", {SQUARES: jax.ShapeDtypeStruct((), jnp.float32)})
+            self.call_whole(zero, s)
+            for name in renewed_names(update, s).values():
+                key = builder.key(builder.place(s), name)
+                builder.now[key._replace(name=older(name))] = builder.now[key]
+            self._weights[s] = [self._newest_weights(s)]
+
+    def _newest_weights(self, s: int) -> dict[Key, int]:
+        """The registers of a stage's parameters in every replica."""
+        names = [Name(Role.PARAMETER, t) for t in self.context.sections[s].parameters]
+        places = [self.builder.place(s, r) for r in self.layout.replicas]
+        keys = [Key(place, name) for place in places for name in names]
+        return {key: self.builder.now[key] for key in keys}
+
+    def _use_weights(self, s: int, j: int) -> None:
+        """Let a stage read the version of its weights that a micro-batch uses."""
+        if self._weights:
+            versions = self.layout.schedule.versions
+            assert versions is not None
+            weights = self._weights[s]
+            self.builder.now |= weights[min(versions[s][j], len(weights) - 1)]  # frozen stages have one version
+
+    def _update_early(self, update: UpdateContext, s: int) -> None:
+        """Update a stage, whose gradients are then added up from zero again."""
+        builder = self.builder
+        whole, places = builder.place(s), {builder.place(s, r) for r in self.layout.replicas}
+        builder.now |= self._weights[s][-1]
+        program = self.call_whole(early_update_work(update, s, self.layout.schedule.group), s, consumes=True)
+        for name in program.written_names:
+            if name.role is Role.PARAMETER:
+                builder.split(s, name)
+        self._weights[s].append(self._newest_weights(s))
+        gradients = [key for key in builder.now if key.place in {whole, *places} and key.name.role is Role.GRADIENT]
+        for key in gradients:
+            del builder.now[key]
+        self._started = {(place, kinds) for place, kinds in self._started if place not in places}
 
     def _run(self, s: int, r: int, j: int, kinds: Kinds) -> None:
         builder, section = self.builder, self.context.sections[s]
@@ -263,23 +321,41 @@ class _Writer:
 
     def write_results(self, update: UpdateContext | None) -> None:
         """Make loss and metrics of the totals; under ``update`` everything that an update waits for."""
+        self._gather_totals()
+        if update is not None:
+            self._weigh()
+            self.return_gradients(update)
+            if update.guarded:
+                self._look([look_work(update, s) for s in self.layout.stages])
+        self._report(update is not None and update.guarded)
+
+    def write_early_results(self, update: UpdateContext) -> None:
+        """Make loss and metrics of the totals; the weights have been updated."""
+        for s in self.layout.stages:
+            self.builder.now |= self._weights[s][-1]
+        self._gather_totals()
+        if update.guarded:
+            self._look([nonfinite_work(s) for s in self.layout.stages])
+        self._report(update.guarded)
+
+    def _gather_totals(self) -> None:
         builder, context, home = self.builder, self.context, self.layout.home
         for k in range(len(context.objective.results)):
             maker = next(s for s in self.layout.stages if k in context.sections[s].results)
             for r in self.layout.replicas:
                 name = Name(Role.TOTAL, k)
                 builder.send(builder.place(maker, r), home, [(name, Name(Role.TOTAL, k, r))])
-        replicas, count = len(self.layout.replicas), len(self.layout.stages)
-        guarded = update is not None and update.guarded
-        if update is not None:
-            self._weigh()
-            self.return_gradients(update)
-            if guarded:
-                for s in self.layout.stages:
-                    self.call_whole(look_work(update, s), s)
-                    self._split(s, [NONFINITE])
-                    builder.send(builder.place(s, 0), home, [(NONFINITE, reported(NONFINITE, s))])
-        work = results_work(context, replicas, count, guarded)
+
+    def _look(self, works: Sequence[Work]) -> None:
+        """Tell the last stage which stages have gradients that are not finite."""
+        for s, work in enumerate(works):
+            self.call_whole(work, s)
+            self._split(s, [NONFINITE])
+            self.builder.send(self.builder.place(s, 0), self.layout.home, [(NONFINITE, reported(NONFINITE, s))])
+
+    def _report(self, guarded: bool) -> None:
+        builder, context, home = self.builder, self.context, self.layout.home
+        work = results_work(context, len(self.layout.replicas), len(self.layout.stages), guarded)
         builder.call(builder.program(trace_work(work)), home.stage, 0)
         self.reports += [Key(home, Name(Role.REPORT, k)) for k in range(len(context.objective.results) - 1)]
         if guarded:
@@ -352,21 +428,35 @@ class _Writer:
                 source = builder.place(s)
                 for name in work.writes:
                     self._spread_whole(source, name)
-        outputs: list[Key] = []
         for s in layout.stages:
-            work = update_work(update, s, layout.counts(s))
-            program = self.call_whole(work, s, consumes=True)
-            roles = (Role.OPTIMIZER, *((Role.SHARED, Role.STEP) if layout.counts(s) else ()))
-            names = (*program.read_names, *program.written_names)
-            outputs += [Key(builder.place(s), name) for name in names if name.role in roles]
-            outputs += [Key(builder.place(s), Name(Role.PARAMETER, t)) for t in self.context.sections[s].parameters]
-            outputs += [Key(builder.place(s), Name(Role.STATE, t)) for t in self.context.sections[s].state]
-            if update.exchange is not None:
-                outputs += [Key(builder.place(s), Name(Role.RESIDUAL, t)) for t in self.context.held(s)]
-        self._count(update)
-        return list(dict.fromkeys(key for key in outputs if key.name.part == 0 or key.name == SKIPPED))
+            self.call_whole(update_work(update, s, layout.counts(s)), s, consumes=True)
+        self._count(update, 1)
+        return self._state(update)
 
-    def _count(self, update: UpdateContext) -> None:
+    def write_ends(self, update: UpdateContext) -> list[Key]:
+        """End a step whose updates have been made; returns what the next step begins with."""
+        for s in self.layout.stages:
+            work = end_work(update, s, self.layout.counts(s))
+            if work.writes:
+                self.call_whole(work, s, consumes=True)
+        self._count(update, self.context.num_microbatches // self.layout.schedule.group)
+        return self._state(update)
+
+    def _state(self, update: UpdateContext) -> list[Key]:
+        """The arrays that the next step begins with."""
+        builder, outputs = self.builder, []
+        for s in self.layout.stages:
+            section, place, counts = self.context.sections[s], builder.place(s), self.layout.counts(s)
+            names = [name for name in renewed_names(update, s).values() if counts or name.role is not Role.SHARED]
+            names += [STEP, SKIPPED] if counts else []
+            names += [Name(Role.PARAMETER, t) for t in section.parameters]
+            names += [Name(Role.STATE, t) for t in section.state]
+            if update.exchange is not None:
+                names += [Name(Role.RESIDUAL, t) for t in self.context.held(s)]
+            outputs += [builder.key(place, name) for name in names]
+        return list(dict.fromkeys(outputs))
+
+    def _count(self, update: UpdateContext, updates: int) -> None:
         """Make the counters of a step."""
         builder, home = self.builder, self.layout.home
         for s in self.layout.stages:
@@ -377,7 +467,7 @@ class _Writer:
         sparse = [(s, r) for s, r in sparse if OVERFLOWS in self.context.totals(s)]
         for place, (s, r) in enumerate(sparse):
             builder.send(builder.place(s, r), home, [(OVERFLOWS, reported(OVERFLOWS, place))])
-        work = counters_work(len(self.layout.stages), update.exchange is not None, len(sparse))
+        work = counters_work(len(self.layout.stages), update.exchange is not None, len(sparse), updates)
         builder.call(builder.program(trace_work(work)), home.stage, 0)
         self.reports += [Key(home, name) for name in work.writes]
 

@@ -194,7 +194,7 @@ def exchange_work(context: UpdateContext, s: int) -> Work:
             new = [jnp.where(values[STOPPED], values[name], x) for name, x in pairs]
         return [*means, *new, *_in_order([squares, unsent])]
 
-    return _work(f"stage {s}: exchange", operands, [*averages, *residuals, HAD, UNSENT], function)
+    return named_work(f"stage {s}: exchange", operands, [*averages, *residuals, HAD, UNSENT], function)
 
 
 def _averaged(result: Averaged) -> tuple[list[Any], list[Any], Any, Any]:
@@ -219,7 +219,7 @@ def look_work(context: UpdateContext, s: int) -> Work:
         here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0))
         return [_over_replicas(context, (here > 0).astype(jnp.int32))]
 
-    return _work(f"stage {s}: look for what is not finite", operands, [NONFINITE], function)
+    return named_work(f"stage {s}: look for what is not finite", operands, [NONFINITE], function)
 
 
 def share_work(context: UpdateContext, s: int, number: int) -> Work | None:
@@ -228,14 +228,16 @@ def share_work(context: UpdateContext, s: int, number: int) -> Work | None:
     told = [t for t in colored.exchanged[number] if colored.color[t] == s]
     if not told:
         return None
-    operands = _optimizer_operands(context, s, number)
+    operands = optimizer_operands(context, s, number)
 
     def function(values: dict[Name, Any]) -> list[Any]:
         env = _environment(context, s, number, values, _gradients(context, s, values))
         _compute(context, s, told, env)
         return [env[t] for t in told]
 
-    return _work(f"stage {s}: optimizer, round {number}", operands, [Name(Role.EXCHANGED, t) for t in told], function)
+    return named_work(
+        f"stage {s}: optimizer, round {number}", operands, [Name(Role.EXCHANGED, t) for t in told], function
+    )
 
 
 def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
@@ -246,24 +248,9 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
       s: the stage.
       counts: whether it also writes what every device has: shared optimizer state and the numbers of steps.
     """
-    colored, stages = context.colored, context.stages
-    operands = _optimizer_operands(context, s, len(colored.exchanged))
-    parameters, _, _ = held_by(colored, s)
-    new = dict(zip((*colored.parameters, *colored.state), (*colored.new_parameters, *colored.new_state), strict=True))
-    places = _state_places(context, s)
-    names = {t: Name(Role.PARAMETER, context.tensor_of[t]) for t in parameters}
-    names |= {t: name for t, name in places.items() if counts or name.role is Role.OPTIMIZER}
-    if counts:
-        operands.add(STEP, (), jnp.int32)
-        operands.add(SKIPPED, (), jnp.int32)
-    section = stages.sections[s]
-    state = [t for t, n in zip(section.state, section.new_state, strict=True) if n != t]
-    state = state if context.guarded or context.replicas > 1 else []
-    for t in state:
-        aval = stages.aval(t)
-        operands.add(Name(Role.STATE, t), aval.shape or (1,) * min(1, context.replicas - 1), aval.dtype)
-        if context.guarded:
-            operands.add(Name(Role.STATE, t, 1), aval.shape, aval.dtype)
+    operands = optimizer_operands(context, s, len(context.colored.exchanged))
+    names = {t: name for t, name in renewed_names(context, s).items() if counts or name.role is not Role.SHARED}
+    ends, results_at_end = end_operands(context, s, counts)
     if context.guarded:
         operands.add(STOPPED, (), jnp.bool_)
 
@@ -271,22 +258,81 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
         def settled(before: Any, after: Any) -> Any:
             return jnp.where(values[STOPPED], before, after) if context.guarded else after
 
-        gradients = _gradients(context, s, values)
-        written, squares = _renew(context, s, values, gradients, settled)
-        env = _environment(context, s, len(colored.exchanged), values, gradients)
-        _compute(context, s, [new[t] for t in names if t not in written], env)
-        results = [written[t] if t in written else settled(values[name], env[new[t]]) for t, name in names.items()]
+        results, squares = renew(context, s, values, names, settled)
+        return [*results, *results_at_end(values, settled), squares]
+
+    writes = [*names.values(), *(name for name in ends if name.part == 0), SQUARES]
+    return named_work(f"stage {s}: update", operands | ends, writes, function)
+
+
+def renewed_names(context: UpdateContext, s: int) -> dict[int, Name]:
+    """By tensor number in the optimizer, the parameters and the optimizer state that a stage writes."""
+    names = {t: Name(Role.PARAMETER, context.tensor_of[t]) for t in held_by(context.colored, s)[0]}
+    return names | _state_places(context, s)
+
+
+def end_operands(context: UpdateContext, s: int, counts: bool) -> tuple[Operands, Callable[..., list[Any]]]:
+    """Return what a stage reads and writes at the end of a step besides the optimizer.
+
+    Args:
+      context: the pipeline.
+      s: the stage.
+      counts: whether it writes the numbers of steps.
+
+    Returns:
+      The operands, of which those without an older value are written, and the function that does it.
+    """
+    stages, operands = context.stages, Operands()
+    section = stages.sections[s]
+    state = [t for t, n in zip(section.state, section.new_state, strict=True) if n != t]
+    state = state if context.guarded or context.replicas > 1 else []
+    for t in state:
+        aval = stages.aval(t)
+        operands.add(Name(Role.STATE, t), aval.shape or (1,) * min(1, context.replicas - 1), aval.dtype)
+    if counts:
+        operands.add(STEP, (), jnp.int32)
+        operands.add(SKIPPED, (), jnp.int32)
+    if context.guarded:
+        for t in state:
+            operands.add(Name(Role.STATE, t, 1), stages.aval(t).shape, stages.aval(t).dtype)
+
+    def function(values: dict[Name, Any], settled: Callable[[Any, Any], Any]) -> list[Any]:
+        results = []
         for t in state:
             after = values[Name(Role.STATE, t)].reshape(stages.aval(t).shape)
             if context.replicas > 1 and jnp.issubdtype(after.dtype, jnp.inexact):
                 after = lax.pmean(after, DATA)
             results.append(settled(values.get(Name(Role.STATE, t, 1)), after))
-        if counts:
-            results += _counted(context, values)
-        return [*results, sum((squares[t] for t in gradients), start=jnp.float32(0))]
+        return [*results, *(_counted(context, values) if counts else [])]
 
-    writes = [*names.values(), *(Name(Role.STATE, t) for t in state), *([STEP, SKIPPED] if counts else []), SQUARES]
-    return _work(f"stage {s}: update", operands, writes, function)
+    return operands, function
+
+
+def renew(
+    context: UpdateContext,
+    s: int,
+    values: dict[Name, Any],
+    names: dict[int, Name],
+    settled: Callable[[Any, Any], Any],
+) -> tuple[list[Any], Any]:
+    """Run the optimizer of a stage.
+
+    Args:
+      context, s, values: the stage and its operands.
+      names: by tensor number in the optimizer, what is written.
+      settled: gives the value that is written, of the old and the new one.
+
+    Returns:
+      The new values, and the squared norm of the gradient.
+    """
+    colored = context.colored
+    new = dict(zip((*colored.parameters, *colored.state), (*colored.new_parameters, *colored.new_state), strict=True))
+    gradients = _gradients(context, s, values)
+    written, squares = _renew(context, s, values, gradients, settled)
+    env = _environment(context, s, len(colored.exchanged), values, gradients)
+    _compute(context, s, [new[t] for t in names if t not in written], env)
+    results = [written[t] if t in written else settled(values[name], env[new[t]]) for t, name in names.items()]
+    return results, sum((squares[t] for t in gradients), start=jnp.float32(0))
 
 
 def _renew(
@@ -356,7 +402,7 @@ def gradient_work(context: UpdateContext, s: int) -> Work:
         mean = _mean(context, s, values)
         return [mean[t] for t in held]
 
-    return _work(f"stage {s}: gradient", operands, [Name(Role.MEAN, t) for t in held], function)
+    return named_work(f"stage {s}: gradient", operands, [Name(Role.MEAN, t) for t in held], function)
 
 
 def _gradients(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
@@ -373,7 +419,7 @@ def _state_places(context: UpdateContext, s: int) -> dict[int, Name]:
     return {t: Name(roles[owner], k) for k, (t, owner) in owned if owner in roles}
 
 
-def _optimizer_operands(context: UpdateContext, s: int, rounds: int) -> Operands:
+def optimizer_operands(context: UpdateContext, s: int, rounds: int) -> Operands:
     """Operands of the optimizer after some rounds of exchange."""
     colored, stages = context.colored, context.stages
     if context.exchange is None:
@@ -429,7 +475,7 @@ def weight_work(replicas: int) -> Work:
     def function(values: dict[Name, Any]) -> list[Any]:
         return [functools.reduce(operator.add, [values[name] for name in names])]
 
-    return _work("the total weight", operands, [WEIGHT], function)
+    return named_work("the total weight", operands, [WEIGHT], function)
 
 
 def results_work(context: Context, replicas: int, stages: int, guarded: bool) -> Work:
@@ -465,20 +511,21 @@ def results_work(context: Context, replicas: int, stages: int, guarded: bool) ->
 
     reports = [Name(Role.REPORT, k) for k in range(len(objective.results) - 1)]
     writes = [*reports, *([NONFINITE, STOPPED] if guarded else [])]
-    return _work("loss and metrics", operands, writes, function)
+    return named_work("loss and metrics", operands, writes, function)
 
 
 #: What a step counts, in this order.
 COUNTERS = ("gradient_norm", "sent_share", "residual_norm", "overflows")
 
 
-def counters_work(stages: int, exchanges: bool, sparse: int) -> Work:
+def counters_work(stages: int, exchanges: bool, sparse: int, updates: int = 1) -> Work:
     """Return the work that makes a step's counters of what all stages report, in the order of the stages.
 
     Args:
       stages: how many there are.
       exchanges: whether replicas exchange gradients block-sparsely.
       sparse: how many replicas of stages count overflows.
+      updates: of a step; the norm of the gradient is the root of the mean square over them.
     """
     operands = Operands()
     kinds = [SQUARES, *([HAD, UNSENT] if exchanges else [])]
@@ -490,14 +537,14 @@ def counters_work(stages: int, exchanges: bool, sparse: int) -> Work:
 
     def function(values: dict[Name, Any]) -> list[Any]:
         sums = [functools.reduce(operator.add, [values[reported(n, s)] for s in range(stages)]) for n in kinds]
-        counters = [jnp.sqrt(sums[0])]
+        counters = [jnp.sqrt(sums[0] / updates)]
         if exchanges:
             counters += [sent_share(sums[1], sums[2]), jnp.sqrt(sums[2])]
         missed = [values[reported(OVERFLOWS, place)] for place in range(sparse)]
         return [*counters, sum(missed, start=jnp.int32(0))]
 
     names = [0, 1, 2, 3] if exchanges else [0, 3]
-    return _work("counters", operands, [Name(Role.REPORT, -1 - k) for k in names], function)
+    return named_work("counters", operands, [Name(Role.REPORT, -1 - k) for k in names], function)
 
 
 def stack_work(context: Context) -> Work:
@@ -513,17 +560,18 @@ def stack_work(context: Context) -> Work:
             jnp.concatenate([values[Name(Role.RESULT, k, j)] for j in range(m)]) for k in range(len(objective.results))
         ]
 
-    return _work("predictions", operands, [Name(Role.REPORT, k) for k in range(len(objective.results))], function)
+    return named_work("predictions", operands, [Name(Role.REPORT, k) for k in range(len(objective.results))], function)
 
 
 def zeros_work(label: str, avals: dict[Name, Any]) -> Work:
     """Return the work that makes zeros."""
-    return _work(label, Operands(), list(avals), lambda _: [jnp.zeros(a.shape, a.dtype) for a in avals.values()])
+    return named_work(label, Operands(), list(avals), lambda _: [jnp.zeros(a.shape, a.dtype) for a in avals.values()])
 
 
-def _work(
+def named_work(
     label: str, operands: dict[Name, Any], writes: Sequence[Name], function: Callable[[dict[Name, Any]], list[Any]]
 ) -> Work:
+    """Return work whose function takes its operands by name."""
     names = tuple(operands)
     return Work(
         label,

@@ -110,7 +110,7 @@ def measure(pipeline: Any) -> list[dict[str, Any]]:
     peaks = peak_bytes(dispatch, runtime.devices)
     rows = []
     for d, device in enumerate(pipeline.mesh.devices.flat):
-        here = [s for s in runtime.places if runtime.devices[s, 0] == device]
+        here = [s for s in runtime.places if runtime.devices.rows[s][0] == device]
         programs = {
             run.label: {"temporaries": run.temporary_bytes, "reused": run.alias_bytes}
             for (_, place), run in dispatch.executables.items()

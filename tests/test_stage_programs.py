@@ -151,7 +151,7 @@ def test_nothing_is_copied_within_a_device():
     sends = [instruction for instruction in calls.instructions if isinstance(instruction, Send)]
     assert len(sends) >= 2 * 3 * 4  # forward and back over three cuts, for each of four micro-batches
     for send in sends:
-        assert layout.devices[send.source.stage, 0] != layout.devices[send.target.stage, 0]
+        assert layout.devices.at(send.source) != layout.devices.at(send.target)
 
 
 def test_equal_stages_are_compiled_once(monkeypatch):

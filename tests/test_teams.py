@@ -29,8 +29,7 @@ from jaxpipe.schedules import one_f_one_b
 from jaxpipe.schedules.teams import Teams
 
 
-#: What stage programs do not have yet runs as one program.
-planned_of = functools.partial(pipeline_of, runtime="auto")
+planned_of = functools.partial(pipeline_of, runtime="mpmd")
 
 
 WIDTHS = [(3, 1), (2, 1, 1), (1, 3)]

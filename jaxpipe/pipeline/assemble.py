@@ -387,7 +387,7 @@ class StageLists:
         """Return the predicted bytes of each device along the stage axis, for a plan with another program."""
         runtime = MpmdRuntime(self.with_list(replace(planned, program=program, calls=None)))
         peaks = predicted_bytes(runtime.calls, runtime.devices)
-        return [max(peaks[x].total for x in row) for row in runtime.devices[: program.num_devices]]
+        return [max(peaks[x].total for x in row) for row in runtime.devices.rows[: program.num_devices]]
 
 
 def _map_for_swaps(program: Program, found: Partition) -> Partition:

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,7 +164,7 @@ def stage_timeline(
         [stage.forward / s for stage, s in zip(seconds, speed, strict=True)],
         [(stage.backward - stage.weight) / s for stage, s in zip(seconds, speed, strict=True)],
         [stage.weight / s for stage, s in zip(seconds, speed, strict=True)],
-        Dispatching(message_seconds(program, found), processes),
+        Dispatching(message_seconds(program, found), processes, program.teams),
     )
 
 
@@ -180,10 +180,15 @@ def message_seconds(program: Program, found: Partition) -> list[tuple[float, flo
         ways = []
         for size, other in zip(sizes, neighbors, strict=True):
             inside = 0 <= other < len(found.stages)
-            pairs = zip(found.stages[s].devices, found.stages[other].devices, strict=True) if inside and size else ()
+            pairs = _pairs(found.stages[s].devices, found.stages[other].devices) if inside and size else ()
             ways.append(max((found.network.seconds(a, b, size) for a, b in pairs if a != b), default=0.0))
         messages.append((ways[0], ways[1]))
     return messages
+
+
+def _pairs(source: Sequence[int], target: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """The devices between which messages go: those of a replica, or all of two stages that share micro-batches."""
+    return zip(source, target, strict=True) if len(source) == len(target) else itertools.product(source, target)
 
 
 def processes_of(mesh: Mesh, found: Partition, num_devices: int) -> list[tuple[int, ...]]:

@@ -22,7 +22,6 @@ def choose_runtime(request: Request, program: Program, found: Partition) -> Runt
       PartitionError: if the program needs what only the other runtime has.
     """
     needs = {
-        "several devices in a stage (replicate)": not program.teams.single,
         "host_memory": request.host is not None,
     }
     needed = [name for name, wanted in needs.items() if wanted]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
 from jaxpipe.schedules.joined import program_kinds
+from jaxpipe.schedules.teams import Teams
 
 
 #: Seconds of the host for a call of a compiled program with about 40 arrays, and for a send to another device of its
@@ -23,11 +24,13 @@ class Dispatching:
 
     Attributes:
       messages: by stage, seconds until what it sends on has arrived, and the cotangents that it sends back.
-      processes: by device along the stage axis, the process of each of its replicas.
+      processes: by stage of the first chunk, the process of each of its devices.
+      teams: the devices of each stage, which share its micro-batches; an entry of the table is a deal of these.
     """
 
     messages: Sequence[tuple[float, float]]
     processes: Sequence[Sequence[int]]
+    teams: Teams
 
 
 def call_seconds(schedule: Schedule) -> float:
@@ -59,28 +62,33 @@ def dispatched_timeline(
     first = {s: {kinds[0] for kinds in program_kinds(schedule, s)} for s in range(count)}
     whole = Kind.BACKWARD_INPUT if schedule.splits_backward else Kind.BACKWARD
 
-    def called(kind: Kind, seconds: Sequence[float]) -> list[float]:
-        return [n + (CALL_SECONDS if kind in first[s] else 0.0) for s, n in enumerate(seconds)]
+    teams = dispatching.teams
 
-    crosses = [p > 1] * (count - 1)
-    ahead = [dispatching.messages[s][0] + SEND_SECONDS if crosses[s] else 0.0 for s in range(count - 1)]
-    back = [dispatching.messages[s + 1][1] + SEND_SECONDS if crosses[s] else 0.0 for s in range(count - 1)]
+    def called(kind: Kind, seconds: Sequence[float]) -> list[float]:
+        return [teams.turns(s % p) * (n + CALL_SECONDS * (kind in first[s])) for s, n in enumerate(seconds)]
+
+    def arrives(seconds: float) -> float:
+        return teams.most_turns * (seconds + SEND_SECONDS) if p > 1 else 0.0
+
+    ahead = [arrives(dispatching.messages[s][0]) for s in range(count - 1)]
+    back = [arrives(dispatching.messages[s + 1][1]) for s in range(count - 1)]
     return simulate(
         schedule,
         forward=called(Kind.FORWARD, forward),
         backward_input=called(whole, backward_input),
         backward_weight=called(Kind.BACKWARD_WEIGHT, backward_weight),
         communication=list(zip(ahead, back, strict=True)),
-        begins=_begins(schedule, first, dispatching.processes),
+        begins=_begins(schedule, first, dispatching),
         lockstep=False,
     )
 
 
 def _begins(
-    schedule: Schedule, first: dict[int, set[Kind]], processes: Sequence[Sequence[int]]
+    schedule: Schedule, first: dict[int, set[Kind]], dispatching: Dispatching
 ) -> dict[tuple[Kind, int, int], float]:
     """Return when the host has called each action; what goes on in a program that was called before is left out."""
     p, count = schedule.num_stages, schedule.total_stages
+    processes, deal = dispatching.processes, dispatching.teams.deal
     now = {process: 0.0 for row in processes for process in row}
     called: dict[tuple[Kind, int, int], float] = {}
     for tick in schedule.ticks:
@@ -91,7 +99,7 @@ def _begins(
                 sends = sends and action.kind is not Kind.BACKWARD_WEIGHT
                 before = [now[process] for process in processes[device]]
                 for process in processes[device]:
-                    now[process] += CALL_SECONDS * (action.kind in first[s]) + SEND_SECONDS * sends
+                    now[process] += deal * (CALL_SECONDS * (action.kind in first[s]) + SEND_SECONDS * sends)
                 if action.kind in first[s]:
                     called[action.kind, s, action.microbatch] = max(before)
     return called

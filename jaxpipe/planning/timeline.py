@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxpipe.errors import ScheduleError
 from jaxpipe.planning.dispatched import Dispatching, dispatched_timeline
 from jaxpipe.planning.plan import Plan
-from jaxpipe.schedules import Schedule, Timeline, simulate
+from jaxpipe.schedules import Schedule, Teams, Timeline, simulate
 
 
 def plan_timeline(
@@ -31,16 +31,20 @@ def plan_timeline(
     """
     check_size(plan, schedule)
     speed = tuple(speed) or (1.0,) * len(plan.stages)
-    stages = [(stage, v / plan.teams.turns(s)) for s, (stage, v) in enumerate(zip(plan.stages, speed, strict=True))]
+    stages = list(zip(plan.stages, speed, strict=True))
+    if plan.runtime != "mpmd":
+        stages = [(stage, v / plan.teams.turns(s)) for s, (stage, v) in enumerate(stages)]
     work = {
         "forward": [stage.forward_seconds / s for stage, s in stages],
         "backward_input": [(stage.backward_seconds - stage.weight_seconds) / s for stage, s in stages],
         "backward_weight": [stage.weight_seconds / s for stage, s in stages],
     }
     if plan.runtime == "mpmd":
-        devices = processes or ((0,) * plan.replicas,) * schedule.num_stages
-        messages = [stage.message_seconds for stage in plan.stages]
-        return dispatched_timeline(schedule, **work, dispatching=Dispatching(messages, devices))
+        devices = processes or [(0,) * len(stage.devices) for stage in plan.stages[: schedule.num_stages]]
+        messages, teams = [stage.message_seconds for stage in plan.stages], plan.teams
+        if schedule.num_chunks > 1:
+            teams = Teams(teams.widths[: schedule.num_stages])
+        return dispatched_timeline(schedule, **work, dispatching=Dispatching(messages, devices, teams))
     walk = functools.partial(simulate, schedule, **work)
     return walk(communication=max(0.0, plan.step_seconds - walk().makespan) / len(schedule.ticks))
 

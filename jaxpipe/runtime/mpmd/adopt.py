@@ -53,7 +53,7 @@ def adopt(planned: Planned, where: StateLayout, state: TrainState) -> TrainState
 
 
 def _residuals(planned: Planned, where: StateLayout, state: TrainState) -> tuple[Any, ...]:
-    count, avals = len(where.layout.replicas), [v.aval for v in planned.model.parameters]
+    count, avals = where.layout.devices.replicas, [v.aval for v in planned.model.parameters]
     if not where.residuals:
         return ()
     given = [np.asarray(x) for x in state.residual]

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxpipe.runtime.mpmd.compile import TracedWork
 from jaxpipe.runtime.mpmd.crossing import join_messages
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Key, Place, Send, Split, Spread
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_work import Name
 
 
@@ -62,11 +62,11 @@ class ListBuilder:
     """A list that is being written.
 
     Attributes:
-      devices: by stage and replica.
+      devices: of the stages.
       kept: registers whose memory others share, so that no program may write over it.
     """
 
-    devices: np.ndarray
+    devices: StageDevices
     kept: set[int] = field(default_factory=set)
     instructions: list[Instruction] = field(default_factory=list)
     programs: list[Program] = field(default_factory=list)
@@ -76,14 +76,13 @@ class ListBuilder:
     consuming: set[int] = field(default_factory=set)
     sharded: set[int] = field(default_factory=set)
 
-    @property
-    def replicas(self) -> int:
-        """Number of replicas of each stage."""
-        return self.devices.shape[1]
+    def members(self, stage: int) -> range:
+        """Numbers of the members of a stage."""
+        return self.devices.members(stage)
 
-    def place(self, stage: int, replica: int = -1) -> Place:
-        """A place; of a stage without replicas, all are one."""
-        return Place(stage, 0 if self.replicas == 1 else replica)
+    def place(self, stage: int, member: int = -1) -> Place:
+        """A place; of a stage with one member, all are one."""
+        return Place(stage, 0 if len(self.members(stage)) == 1 else member)
 
     def key(self, place: Place, name: Name, j: int = -1) -> Key:
         """The key of an array."""
@@ -126,7 +125,6 @@ class ListBuilder:
           sharded: two functions of a name, for operands and for results: whether each replica has its own array.
           consumes: whether it may use the memory of what is there at the beginning.
         """
-        whole = whole and self.replicas > 1
         specs: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
         if whole:
             read, written = sharded
@@ -136,10 +134,10 @@ class ListBuilder:
             self.consuming.add(len(self.programs) - 1)
         return len(self.programs) - 1
 
-    def call(self, number: int, stage: int, replica: int = -1, j: int = -1) -> None:
+    def call(self, number: int, stage: int, member: int = -1, j: int = -1) -> None:
         """Run a program at a place."""
         program = self.programs[number]
-        place = self.place(stage, -1 if program.whole else replica)
+        place, count = self.place(stage, -1 if program.whole else member), len(self.members(stage))
         traced = program.traced
         reads = []
         for k, (name, aval) in enumerate(zip(traced.read_names, traced.read_avals, strict=True)):
@@ -150,7 +148,7 @@ class ListBuilder:
         writes = []
         for k, aval in enumerate(traced.written_avals):
             apart = program.whole and program.sharded[1][k]
-            writes.append(self.register(_stacked(aval, self.replicas) if apart else aval))
+            writes.append(self.register(_stacked(aval, count) if apart else aval))
             if apart:
                 self.sharded.add(writes[-1])
         self.instructions.append(Call(number, place, tuple(reads), tuple(writes)))
@@ -173,7 +171,7 @@ class ListBuilder:
         pairs = [(self.now[self.key(source, a, j)], self.key(target, b, j if to is None else to)) for a, b in names]
         if not pairs:
             return
-        if self.device(source) == self.device(target):
+        if self.devices.at(source) == self.devices.at(target):
             self.now |= {key: register for register, key in pairs}
             return
         writes = [self.register(self.avals[register]) for register, _ in pairs]
@@ -188,25 +186,21 @@ class ListBuilder:
         self.now |= dict(zip(keys, writes, strict=True))
         self.instructions.append(Spread(source, tuple(replicas), reads, writes))
 
-    def device(self, place: Place) -> Any:
-        """The device of a place; of all replicas, that of the first."""
-        return self.devices[place.stage, max(place.replica, 0)]
-
     def split(self, stage: int, name: Name) -> None:
         """Give each replica its own part of an array; of one that is the same everywhere, all of it."""
-        if self.replicas == 1:
+        if len(self.members(stage)) == 1:
             return
         read = self.now[Key(Place(stage), name)]
         aval = self.avals[read]
-        writes = tuple(self.register(aval) for r in range(self.replicas))
+        writes = tuple(self.register(aval) for r in self.members(stage))
         self.kept.update(writes)
         self.now |= {Key(Place(stage, r), name): register for r, register in enumerate(writes)}
         self.instructions.append(Split(stage, (read,), writes))
 
     def join(self, stage: int, name: Name, sharded: bool, aval: Any) -> None:
         """Put the replicas' arrays of a name together."""
-        reads = tuple(self.now[Key(Place(stage, r), name)] for r in range(self.replicas))
-        write = self.register(_stacked(aval, self.replicas) if sharded else aval)
+        reads = tuple(self.now[Key(Place(stage, r), name)] for r in self.members(stage))
+        write = self.register(_stacked(aval, len(reads)) if sharded else aval)
         if sharded:
             self.sharded.add(write)
         if not self.kept.isdisjoint(reads):

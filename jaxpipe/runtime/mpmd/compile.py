@@ -24,9 +24,9 @@ from jaxpipe.progress import tell
 from jaxpipe.runtime.mpmd.stage_work import Name, Work
 
 
-def replica_mesh(replicas: int) -> AbstractMesh:
-    """The devices of a stage, one for each replica."""
-    return AbstractMesh((replicas,), (DATA,), axis_types=(AxisType.Auto,))
+def member_mesh(members: int) -> AbstractMesh:
+    """The devices of a stage."""
+    return AbstractMesh((members,), (DATA,), axis_types=(AxisType.Auto,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,15 +71,15 @@ class TracedWork:
         return tuple(jax.ShapeDtypeStruct(avals[k].aval.shape, avals[k].aval.dtype) for k in self.writes)
 
 
-def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True, replicas: int = 1) -> TracedWork:
+def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True, members: int = 1) -> TracedWork:
     """Trace some work.
 
     Args:
       work: what to trace.
       wanted: returns whether any other work needs a result.
-      replicas: of a stage, if it is work of all together.
+      members: of a stage, if it is work of all together.
     """
-    mesh = replica_mesh(replicas) if replicas > 1 else None
+    mesh = member_mesh(members) if members > 1 else None
     program = trace_program(lambda *operands: work.function(operands), work.avals, mesh)
     jaxpr, _ = _compat.open_jaxpr(program.closed)
     place = {v: k for k, v in enumerate(jaxpr.invars)}
@@ -104,7 +104,7 @@ def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True, repl
 
 @dataclass(frozen=True)
 class Target:
-    """Devices that some work is compiled for: one, or one for each replica, whose program is one."""
+    """Devices that some work is compiled for: one, or all members of a stage, whose program is one."""
 
     devices: tuple[Any, ...]
 
@@ -233,7 +233,7 @@ def _lower(jobs: Sequence[Job], platform: str) -> tuple[Any, list[np.ndarray | N
     program = shared_program([job.traced.program for job in jobs])
     rows = [np.array([value for _, value in job.traced.program.folds], np.uint32) for job in jobs]
     varies = any((row != rows[0]).any() for row in rows)
-    mesh: Any = replica_mesh(len(first.target.devices))
+    mesh: Any = member_mesh(len(first.target.devices))
     if first.target.is_absent:
         mesh = jax.sharding.Mesh(np.array(first.target.devices), (DATA,))
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Place, Send
+from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Send
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 
 
 def crosses(source: Any, target: Any) -> bool:
@@ -18,13 +17,13 @@ def crosses(source: Any, target: Any) -> bool:
     return source.process_index != target.process_index
 
 
-def ends(message: Send | Exchange, devices: np.ndarray) -> tuple[Any, Any]:
+def ends(message: Send | Exchange, devices: StageDevices) -> tuple[Any, Any]:
     """Return the device that a message leaves, and the one that it goes to; of an exchange, of its first half."""
     send = message.forth if isinstance(message, Exchange) else message
-    return _of(send.source, devices)[0], _of(send.target, devices)[0]
+    return devices.at(send.source), devices.at(send.target)
 
 
-def join_messages(instructions: Sequence[Instruction], devices: np.ndarray) -> list[Instruction]:
+def join_messages(instructions: Sequence[Instruction], devices: StageDevices) -> list[Instruction]:
     """Return a list whose messages between two devices of different processes are as few as its order allows.
 
     A message may wait for a later one between the same devices as long as nobody reads it before that. Of messages in
@@ -32,7 +31,7 @@ def join_messages(instructions: Sequence[Instruction], devices: np.ndarray) -> l
 
     Args:
       instructions: a list.
-      devices: by stage and replica.
+      devices: of the stages.
     """
     results: list[Instruction | None] = []
     for instruction in instructions:
@@ -47,7 +46,7 @@ def join_messages(instructions: Sequence[Instruction], devices: np.ndarray) -> l
     return [instruction for instruction in results if instruction is not None]
 
 
-def _waiting(results: Sequence[Instruction | None], send: Send, devices: np.ndarray) -> int | None:
+def _waiting(results: Sequence[Instruction | None], send: Send, devices: StageDevices) -> int | None:
     """Return the position of the last message between a send's devices, if it may wait for the send."""
     source, target = ends(send, devices)
     read, called = set(send.reads), False
@@ -59,11 +58,11 @@ def _waiting(results: Sequence[Instruction | None], send: Send, devices: np.ndar
             same = isinstance(before, Exchange) or ends(before, devices) == (source, target)
             return k if read.isdisjoint(before.writes) and not (same and called) else None
         read.update(before.reads)
-        called = called or (isinstance(before, Call) and not {source, target}.isdisjoint(_of(before.place, devices)))
+        called = called or (isinstance(before, Call) and not {source, target}.isdisjoint(devices.of(before.place)))
     return None
 
 
-def _joined(before: Send | Exchange, send: Send, devices: np.ndarray) -> Send | Exchange:
+def _joined(before: Send | Exchange, send: Send, devices: StageDevices) -> Send | Exchange:
     if isinstance(before, Exchange):
         if ends(before.forth, devices) == ends(send, devices):
             return replace(before, forth=_side_by_side(before.forth, send))
@@ -75,8 +74,3 @@ def _joined(before: Send | Exchange, send: Send, devices: np.ndarray) -> Send | 
 
 def _side_by_side(first: Send, second: Send) -> Send:
     return replace(first, reads=first.reads + second.reads, writes=first.writes + second.writes)
-
-
-def _of(place: Place, devices: np.ndarray) -> list[Any]:
-    row = devices[place.stage]
-    return list(row) if place.is_whole else [row[place.replica]]

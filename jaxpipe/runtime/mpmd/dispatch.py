@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,6 +18,7 @@ from jaxpipe.runtime.mpmd.calls import CallList, Program
 from jaxpipe.runtime.mpmd.compile import Executable, Job, Target, compile_jobs
 from jaxpipe.runtime.mpmd.crossing import crosses, ends
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Key, Place, Send, Split, Spread
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.transfers import Transfer, Transfers
 from jaxpipe.runtime.mpmd.waiting import ended, started
 
@@ -98,29 +98,22 @@ def _runs(registers: Sequence[int]) -> list[slice]:
     return runs
 
 
-def stage_mesh(devices: np.ndarray, place: Place) -> Mesh:
-    """The devices of a place as a mesh."""
-    row = devices[place.stage] if place.is_whole else devices[place.stage, place.replica : place.replica + 1]
-    return Mesh(np.array(row), (DATA,))
-
-
-def compile_list(calls: CallList, devices: np.ndarray) -> Dispatch:
+def compile_list(calls: CallList, devices: StageDevices) -> Dispatch:
     """Compile the programs of a list for this process's devices.
 
     Args:
       calls: the list.
-      devices: by stage and replica.
+      devices: of the stages.
     """
-    platform = devices.flat[0].platform
     jobs: dict[tuple[int, Place], Job] = {}
     for instruction in calls.instructions:
         if isinstance(instruction, Call) and (instruction.program, instruction.place) not in jobs:
-            target = Target(tuple(stage_mesh(devices, instruction.place).devices.flat))
+            target = Target(devices.of(instruction.place))
             program = calls.programs[instruction.program]
             jobs[instruction.program, instruction.place] = Job(program.traced, program.donated, target, _specs(program))
-    compiled = compile_jobs(list(jobs.values()), "cuda" if platform == "gpu" else platform)
+    compiled = compile_jobs(list(jobs.values()), "cuda" if devices.platform == "gpu" else devices.platform)
     executables = {key: program for key, program in zip(jobs, compiled, strict=True) if program is not None}
-    if len({device.process_index for device in devices.flat}) > 1:
+    if len(devices.processes) > 1:
         hosts.agree("The list of calls", repr((calls.instructions, calls.avals)))
     steps = _Steps(calls, devices, executables)
     for instruction, left in zip(calls.instructions, calls.dropped, strict=True):
@@ -134,12 +127,12 @@ def compile_list(calls: CallList, devices: np.ndarray) -> Dispatch:
 class _Steps:
     """The steps of this process for the instructions of a list."""
 
-    def __init__(self, calls: CallList, devices: np.ndarray, executables: dict[tuple[int, Place], Executable]):
+    def __init__(self, calls: CallList, devices: StageDevices, executables: dict[tuple[int, Place], Executable]):
         self.steps: list[Step] = []
         self.registers = len(calls.avals)
         self._calls, self._devices, self._executables = calls, devices, executables
         self._transfers = Transfers(calls.avals)
-        self._waits = devices.flat[0].platform == "cpu"
+        self._waits = devices.platform == "cpu"
         self._running: dict[int, tuple[Transfer, tuple[int, ...]]] = {}
 
     def add(self, instruction: Instruction, left: tuple[int, ...]) -> None:
@@ -175,7 +168,7 @@ class _Steps:
             if hosts.mine(pair) and crosses(*pair):
                 return self._transfers.between(instruction, pair)
         if isinstance(instruction, Spread):
-            takes_part = hosts.mine(list(devices[:, list(instruction.replicas)].flat))
+            takes_part = hosts.mine(devices.of_replicas(instruction.replicas))
             return self._transfers.spread(instruction, devices) if takes_part else None
         action = _action(instruction, self._calls, devices, self._executables)
         return None if action is None else Transfer(action, instruction.reads, instruction.writes)
@@ -188,7 +181,7 @@ class _Steps:
     def _crosses(self, instruction: Instruction) -> bool:
         """Return whether other processes take part."""
         if isinstance(instruction, Call):
-            row = self._devices[instruction.place.stage]
+            row = self._devices.of(instruction.place)
             return instruction.place.is_whole and len(hosts.mine(row)) < len(row)
         if isinstance(instruction, Send):
             return crosses(*ends(instruction, self._devices))
@@ -218,7 +211,7 @@ def _reader(reads: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _action(
-    instruction: Instruction, calls: CallList, devices: np.ndarray, executables: dict[tuple[int, Place], Executable]
+    instruction: Instruction, calls: CallList, devices: StageDevices, executables: dict[tuple[int, Place], Executable]
 ) -> Action | None:
     """Return what this process does for an instruction; None for nothing."""
     if isinstance(instruction, Call):
@@ -228,16 +221,17 @@ def _action(
         return _send(instruction, devices)
     if not isinstance(instruction, (Split, Join)):
         return None
-    mine = [r for r, device in enumerate(devices[instruction.stage]) if hosts.mine([device])]
+    whole = Place(instruction.stage)
+    mine = [r for r, device in enumerate(devices.of(whole)) if hosts.mine([device])]
     if not mine:
         return None
     if isinstance(instruction, Split):
-        return _split(instruction, len(devices[instruction.stage]), mine)
-    return _join(instruction, calls, stage_mesh(devices, Place(instruction.stage)), mine)
+        return _split(len(devices.of(whole)), mine)
+    return _join(instruction, calls, devices.mesh(whole), mine)
 
 
-def _send(instruction: Send, devices: np.ndarray) -> Action | None:
-    source, target = (devices[p.stage, max(p.replica, 0)] for p in (instruction.source, instruction.target))
+def _send(instruction: Send, devices: StageDevices) -> Action | None:
+    source, target = devices.at(instruction.source), devices.at(instruction.target)
     if not hosts.mine([source]):
         return None
     # A device as the target takes half of the time that a sharding takes.
@@ -246,9 +240,9 @@ def _send(instruction: Send, devices: np.ndarray) -> Action | None:
     return lambda *arrays: jax.device_put(arrays, target)
 
 
-def _split(instruction: Split, replicas: int, mine: Sequence[int]) -> Action:
+def _split(count: int, mine: Sequence[int]) -> Action:
     def split(x: Any) -> list[Any]:
-        parts: list[Any] = [None] * replicas
+        parts: list[Any] = [None] * count
         for shard, r in zip(x.addressable_shards, mine, strict=True):
             parts[r] = shard.data
         return parts

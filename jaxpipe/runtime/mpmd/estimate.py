@@ -4,22 +4,21 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from jaxpipe.graph import live, read_graph
 from jaxpipe.planning.liveness import temporary_bytes
 from jaxpipe.runtime.mpmd.calls import CallList, Program
 from jaxpipe.runtime.mpmd.compile import TracedWork
 from jaxpipe.runtime.mpmd.instructions import Call
 from jaxpipe.runtime.mpmd.memory import Needs, Peak, array_bytes, walk
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 
 
-def predicted_bytes(calls: CallList, devices: np.ndarray) -> dict[Any, Peak]:
+def predicted_bytes(calls: CallList, devices: StageDevices) -> dict[Any, Peak]:
     """Return the most bytes that each device is predicted to hold at once while a list is followed.
 
     Args:
       calls: the list.
-      devices: by stage and replica.
+      devices: of the stages.
     """
     used = {(call.program, call.place) for call in calls.instructions if isinstance(call, Call)}
     estimates = {number: _estimate(calls.programs[number]) for number, _ in used}

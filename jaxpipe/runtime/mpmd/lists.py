@@ -7,19 +7,20 @@ the optimizer, stage by stage
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpipe.runtime.mpmd.calls import CallList, ListBuilder
 from jaxpipe.runtime.mpmd.compile import TracedWork, trace_work
 from jaxpipe.runtime.mpmd.early_update import early_update_work, end_work, nonfinite_work, older
 from jaxpipe.runtime.mpmd.instructions import Key, Place
-from jaxpipe.runtime.mpmd.stage_work import INDEX, KEY, OVERFLOWS, STEP, Context, Name, Role, Work, stage_work
+from jaxpipe.runtime.mpmd.layout import Layout
+from jaxpipe.runtime.mpmd.report_work import counters_work, results_work, stack_work, weight_work
+from jaxpipe.runtime.mpmd.stage_work import INDEX, KEY, OVERFLOWS, STEP, Name, Role, Work, stage_work
 from jaxpipe.runtime.mpmd.update_work import (
     HAD,
     NONFINITE,
@@ -29,65 +30,21 @@ from jaxpipe.runtime.mpmd.update_work import (
     UNSENT,
     WEIGHT,
     UpdateContext,
-    counters_work,
     exchange_work,
+    fold_work,
     gradient_work,
     look_work,
     renewed_names,
     reported,
-    results_work,
     returned_gradient,
+    returned_sum,
+    returned_sum_work,
     share_work,
-    stack_work,
     update_work,
-    weight_work,
     zeros_work,
 )
-from jaxpipe.schedules import Kind, Schedule
+from jaxpipe.schedules import Kind
 from jaxpipe.schedules.joined import Kinds, program_kinds
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Stages, their schedule and their devices.
-
-    Attributes:
-      context: the stages.
-      schedule: the table.
-      devices: by stage and replica.
-      homes: by tensor number of a parameter, its stage.
-      traces: work that was traced before, of the same cuts; filled while lists are written.
-    """
-
-    context: Context
-    schedule: Schedule
-    devices: np.ndarray
-    homes: dict[int, int]
-    traces: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def stages(self) -> range:
-        """Numbers of the stages."""
-        return range(len(self.context.sections))
-
-    @property
-    def replicas(self) -> range:
-        """Numbers of the replicas."""
-        return range(self.devices.shape[1])
-
-    @property
-    def home(self) -> Place:
-        """First replica of the last stage, which computes loss and metrics."""
-        return Place(len(self.context.sections) - 1, 0)
-
-    @property
-    def rows_cross(self) -> bool:
-        """Return whether the stages of any replica belong to several processes."""
-        return any(len({device.process_index for device in row}) > 1 for row in self.devices.T)
-
-    def counts(self, s: int) -> bool:
-        """Return whether a stage is the last one on its devices, which writes what every device has."""
-        return all(set(self.devices[k]) != set(self.devices[s]) for k in range(s + 1, len(self.devices)))
 
 
 def training_list(layout: Layout, update: UpdateContext) -> CallList:
@@ -101,6 +58,7 @@ def training_list(layout: Layout, update: UpdateContext) -> CallList:
         writer.write_early_results(update)
         return writer.finish([*writer.write_ends(update), *writer.reports])
     writer.run_table()
+    writer.fold_state()
     writer.write_results(update)
     return writer.finish([*writer.write_updates(update), *writer.reports])
 
@@ -138,11 +96,12 @@ def prediction_list(layout: Layout) -> CallList:
     outputs = []
     names = [Name(Role.REPORT, k) for k in range(len(layout.context.objective.results))]
     for r in layout.replicas:
-        builder.call(number, last, r)
-        outputs += [Key(builder.place(last, r), name) for name in names]
+        place = writer.gatherer(r)
+        builder.call(number, last, place.replica)
+        outputs += [Key(place, name) for name in names]
     if layout.rows_cross:
         for r in layout.replicas:
-            builder.spread(builder.place(last, r), [r], names)
+            builder.spread(writer.gatherer(r), [r], names)
     return writer.finish(outputs)
 
 
@@ -161,7 +120,7 @@ class _Writer:
         self._give_inputs()
 
     def finish(self, outputs: Sequence[Key]) -> CallList:
-        if self.reports and len({device.process_index for device in self.layout.devices.flat}) > 1:
+        if self.reports and len(self.layout.devices.processes) > 1:
             self.builder.spread(self.layout.home, self.layout.replicas, [key.name for key in self.reports])
         return self.builder.finish(outputs)
 
@@ -192,12 +151,13 @@ class _Writer:
             for name in held:
                 builder.given(whole, name, context.aval(name.number))
                 builder.split(s, name)
-            for r in self.layout.replicas:
+            for r in self.layout.members(s):
                 self._give_step_inputs(builder.place(s, r), s)
         for s in self.layout.stages:
             for t in context.sections[s].borrowed:
-                for r in self.layout.replicas:
-                    name, owner = Name(Role.PARAMETER, t), builder.place(self.layout.homes[t], r)
+                name, home = Name(Role.PARAMETER, t), self.layout.homes[t]
+                for r in self.layout.members(s):
+                    owner = builder.place(home, r % len(self.layout.members(home)))
                     builder.send(owner, builder.place(s, r), [(name, name)])
 
     def _give_step_inputs(self, place: Place, s: int) -> None:
@@ -226,15 +186,16 @@ class _Writer:
         for tick in schedule.ticks:
             for device, actions in enumerate(tick):
                 for action in actions:
-                    s, j = action.chunk * schedule.num_stages + device, action.microbatch
+                    s, k = action.chunk * schedule.num_stages + device, action.microbatch
                     kinds = next(kinds for kinds in self._programs[s] if action.kind in kinds)
-                    if (s, j, kinds[0]) in done:  # in one program with work before it
+                    if (s, k, kinds[0]) in done:  # in one program with work before it
                         continue
-                    done.add((s, j, kinds[0]))
-                    self._use_weights(s, j)
-                    for r in self.layout.replicas:
-                        self._run(s, r, j, kinds)
-                    if update is not None and Kind.BACKWARD in kinds and (j + 1) % schedule.group == 0:
+                    done.add((s, k, kinds[0]))
+                    self._use_weights(s, k)
+                    for j in self.layout.dealt(k):
+                        for r in self.layout.replicas:
+                            self._run(s, r, j, kinds)
+                    if update is not None and Kind.BACKWARD in kinds and (k + 1) % schedule.group == 0:
                         self._update_early(update, s)
             self._send_messages()
 
@@ -253,7 +214,7 @@ class _Writer:
     def _newest_weights(self, s: int) -> dict[Key, int]:
         """The registers of a stage's parameters in every replica."""
         names = [Name(Role.PARAMETER, t) for t in self.context.sections[s].parameters]
-        places = [self.builder.place(s, r) for r in self.layout.replicas]
+        places = [self.builder.place(s, r) for r in self.layout.members(s)]
         keys = [Key(place, name) for place in places for name in names]
         return {key: self.builder.now[key] for key in keys}
 
@@ -268,7 +229,7 @@ class _Writer:
     def _update_early(self, update: UpdateContext, s: int) -> None:
         """Update a stage, whose gradients are then added up from zero again."""
         builder = self.builder
-        whole, places = builder.place(s), {builder.place(s, r) for r in self.layout.replicas}
+        whole, places = builder.place(s), {builder.place(s, r) for r in self.layout.members(s)}
         builder.now |= self._weights[s][-1]
         program = self.call_whole(early_update_work(update, s, self.layout.schedule.group), s, consumes=True)
         for name in program.written_names:
@@ -281,21 +242,24 @@ class _Writer:
         self._started = {(place, kinds) for place, kinds in self._started if place not in places}
 
     def _run(self, s: int, r: int, j: int, kinds: Kinds) -> None:
-        builder, section = self.builder, self.context.sections[s]
-        place = builder.place(s, r)
+        section, place = self.context.sections[s], self._worker(s, r, j)
         if (place, kinds) not in self._started:
             self._started.add((place, kinds))
-            self._start(s, r, kinds)
-        builder.call(self._programs[s][kinds], s, r, j)
+            self._start(place, kinds)
+        self.builder.call(self._programs[s][kinds], s, place.replica, j)
         if Kind.FORWARD in kinds and s + 1 < len(self.layout.stages):
-            self._leave(place, builder.place(s + 1, r), [Name(Role.ACTIVATION, t) for t in section.leaving], j)
+            self._leave(place, self._worker(s + 1, r, j), [Name(Role.ACTIVATION, t) for t in section.leaving], j)
         if s and (Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds):
-            self._leave(place, builder.place(s - 1, r), [Name(Role.COTANGENT, t) for t in section.returning], j)
+            self._leave(place, self._worker(s - 1, r, j), [Name(Role.COTANGENT, t) for t in section.returning], j)
+
+    def _worker(self, s: int, r: int, j: int) -> Place:
+        """The member of a stage that works on a micro-batch of a replica."""
+        return self.builder.place(s, self.layout.devices.member(s, r, j))
 
     def _leave(self, source: Place, target: Place, names: Sequence[Name], j: int) -> None:
         """Send arrays at the end of the tick: a device that takes part in a message may wait for the other one."""
         message = functools.partial(self.builder.send, source, target, [(name, name) for name in names], j)
-        if self.builder.device(source) == self.builder.device(target):
+        if self.layout.devices.at(source) == self.layout.devices.at(target):
             message()
         else:
             self._leaving.append(message)
@@ -305,9 +269,9 @@ class _Writer:
             message()
         self._leaving.clear()
 
-    def _start(self, s: int, r: int, kinds: Kinds) -> None:
+    def _start(self, place: Place, kinds: Kinds) -> None:
         """Make the zeros that the first micro-batch's work adds to."""
-        builder, place = self.builder, self.builder.place(s, r)
+        builder, s = self.builder, place.stage
         traced = builder.programs[self._programs[s][kinds]].traced
         needed = {*traced.read_names, *traced.same.values()}
         pairs = zip(traced.work.reads, traced.work.avals, strict=True)
@@ -317,7 +281,7 @@ class _Writer:
             key = s, tuple(sums)
             if key not in self._zeros:
                 self._zeros[key] = builder.program(trace_work(zeros_work(f"stage {s}: zeros", sums)))
-            builder.call(self._zeros[key], s, r)
+            builder.call(self._zeros[key], s, place.replica)
 
     def write_results(self, update: UpdateContext | None) -> None:
         """Make loss and metrics of the totals; under ``update`` everything that an update waits for."""
@@ -338,11 +302,15 @@ class _Writer:
             self._look([nonfinite_work(s) for s in self.layout.stages])
         self._report(update.guarded)
 
+    def _maker(self, k: int) -> int:
+        """The stage that computes a result."""
+        return next(s for s in self.layout.stages if k in self.context.sections[s].results)
+
     def _gather_totals(self) -> None:
         builder, context, home = self.builder, self.context, self.layout.home
         for k in range(len(context.objective.results)):
-            maker = next(s for s in self.layout.stages if k in context.sections[s].results)
-            for r in self.layout.replicas:
+            maker = self._maker(k)
+            for r in self.layout.members(maker):
                 name = Name(Role.TOTAL, k)
                 builder.send(builder.place(maker, r), home, [(name, Name(Role.TOTAL, k, r))])
 
@@ -355,7 +323,8 @@ class _Writer:
 
     def _report(self, guarded: bool) -> None:
         builder, context, home = self.builder, self.context, self.layout.home
-        work = results_work(context, len(self.layout.replicas), len(self.layout.stages), guarded)
+        members = [len(self.layout.members(self._maker(k))) for k in range(len(context.objective.results))]
+        work = results_work(context, members, len(self.layout.stages), guarded)
         builder.call(builder.program(trace_work(work)), home.stage, 0)
         self.reports += [Key(home, Name(Role.REPORT, k)) for k in range(len(context.objective.results) - 1)]
         if guarded:
@@ -363,30 +332,41 @@ class _Writer:
             self._spread(home, [STOPPED])
 
     def gather_results(self) -> None:
-        """Send predictions to the last stage."""
-        builder, last = self.builder, self.layout.home.stage
+        """Send the predictions of each replica to a member of the last stage."""
+        builder = self.builder
         for k in range(len(self.context.objective.results)):
-            maker = next(s for s in self.layout.stages if k in self.context.sections[s].results)
+            name, maker = Name(Role.RESULT, k), self._maker(k)
             for r in self.layout.replicas:
                 for j in range(self.context.num_microbatches):
-                    name = Name(Role.RESULT, k)
-                    source = Key(builder.place(maker, r), name, j)
-                    register = builder.now[source]
-                    stacked = Name(Role.RESULT, k, j)
-                    if maker == last:
-                        builder.now[Key(builder.place(last, r), stacked, -1)] = register
-                    else:
-                        builder.send(source.place, builder.place(last, r), [(name, stacked)], j, to=-1)
+                    builder.send(self._worker(maker, r, j), self.gatherer(r), [(name, Name(Role.RESULT, k, j))], j, -1)
+
+    def gatherer(self, r: int) -> Place:
+        """The member of the last stage that puts the predictions of a replica together."""
+        return self._worker(self.layout.home.stage, r, 0)
+
+    def fold_state(self) -> None:
+        """Give all members of a stage that shares micro-batches the state after all of these."""
+        builder = self.builder
+        for s in self.layout.stages:
+            statistics = self.context.statistics(s)
+            if not statistics:
+                continue
+            for j, target in itertools.product(range(self.context.num_microbatches), self.layout.members(s)):
+                names = [(Name(Role.STATISTIC, t), Name(Role.STATISTIC, t, j)) for t in statistics]
+                builder.send(self._worker(s, 0, j), builder.place(s, target), names, j, -1)
+            number = builder.program(trace_work(fold_work(self.context, s)))
+            for r in self.layout.members(s):
+                builder.call(number, s, r)
 
     def _weigh(self) -> None:
         """Tell every stage the total weight of the batch."""
         builder, context, home = self.builder, self.context, self.layout.home
         if not context.objective.weighted:
             for s in self.layout.stages:
-                for r in self.layout.replicas:
+                for r in self.layout.members(s):
                     builder.given(builder.place(s, r), WEIGHT, jax.ShapeDtypeStruct((), jnp.float32), keep=True)
             return
-        number = builder.program(trace_work(weight_work(len(self.layout.replicas))))
+        number = builder.program(trace_work(weight_work(len(self.layout.members(self._maker(1))))))
         builder.call(number, home.stage, 0)
         self._spread(home, [WEIGHT])
 
@@ -394,7 +374,7 @@ class _Writer:
         """Send small values to all stages."""
         builder = self.builder
         for s in self.layout.stages:
-            for r in self.layout.replicas:
+            for r in self.layout.members(s):
                 target = builder.place(s, r)
                 if target != source:
                     builder.send(source, target, [(name, name) for name in names])
@@ -407,7 +387,15 @@ class _Writer:
         for s in self.layout.stages:
             for t in self.context.held(s):
                 for k in update.lenders(s, t):
-                    for r in self.layout.replicas:
+                    members = self.layout.members(s)
+                    if update.returns_sum(s, k):
+                        self.call_whole(returned_sum_work(update, k, t), k)
+                        self._split(k, [returned_sum(k, t)])
+                        pair = returned_sum(k, t), returned_sum(k, t)
+                        for r in members:
+                            builder.send(builder.place(k, 0), builder.place(s, r), [pair])
+                        continue
+                    for r in members:
                         pair = Name(Role.GRADIENT, t), returned_gradient(k, t)
                         builder.send(builder.place(k, r), builder.place(s, r), [pair])
 
@@ -463,7 +451,7 @@ class _Writer:
             names = [SQUARES, *([HAD, UNSENT] if update.exchange is not None else [])]
             self._split(s, names)
             builder.send(builder.place(s, 0), home, [(name, reported(name, s)) for name in names])
-        sparse = [(s, r) for s in self.layout.stages for r in self.layout.replicas]
+        sparse = [(s, r) for s in self.layout.stages for r in self.layout.members(s)]
         sparse = [(s, r) for s, r in sparse if OVERFLOWS in self.context.totals(s)]
         for place, (s, r) in enumerate(sparse):
             builder.send(builder.place(s, r), home, [(OVERFLOWS, reported(OVERFLOWS, place))])
@@ -484,32 +472,34 @@ class _Writer:
             builder.given(place, name, jax.ShapeDtypeStruct((), jnp.int32), keep=lent)
         if update.exchange is not None:
             for t, aval in zip(self.context.held(s), update.residual_avals(s), strict=True):
-                stacked = jax.ShapeDtypeStruct((len(self.layout.replicas) * aval.shape[0], *aval.shape[1:]), aval.dtype)
+                stacked = jax.ShapeDtypeStruct(
+                    (len(self.layout.members(s)) * aval.shape[0], *aval.shape[1:]), aval.dtype
+                )
                 builder.given(place, Name(Role.RESIDUAL, t), stacked, sharded=True)
         for t in self.context.sections[s].state:
             key = builder.key(place, Name(Role.STATE, t))
             builder.now[builder.key(place, Name(Role.STATE, t, 1))] = builder.inputs[key]
-            if len(self.layout.replicas) > 1:
-                builder.now.pop(key)  # the replicas' own are put together again
+            if len(self.layout.members(s)) > 1:
+                builder.now.pop(key)  # the members' own are put together again
 
     def call_whole(self, work: Any, s: int, consumes: bool = False) -> TracedWork:
-        """Run work on all replicas of a stage together."""
-        key = work.label, work.reads, work.writes
+        """Run work on all members of a stage together."""
+        key, count = (work.label, work.reads, work.writes), len(self.layout.members(s))
         if key not in self.layout.traces:
-            self.layout.traces[key] = trace_work(work, replicas=len(self.layout.replicas))
+            self.layout.traces[key] = trace_work(work, members=count)
         traced = self.layout.traces[key]
-        number = self.builder.program(traced, True, (_is_own, lambda name: name.role is Role.RESIDUAL), consumes)
+        number = self.builder.program(traced, count > 1, (_is_own, lambda name: name.role is Role.RESIDUAL), consumes)
         self.builder.call(number, s)
         return traced
 
     def _spread_whole(self, source: Place, name: Name) -> None:
-        """Send a small value that all replicas of a stage have to all others."""
-        builder = self.builder
+        """Send a small value that all members of a stage have to all others."""
+        builder, count = self.builder, len(self.layout.members(source.stage))
         self._split(source.stage, [name])
         for s in self.layout.stages:
-            for r in self.layout.replicas:
+            for r in self.layout.members(s):
                 if s != source.stage:
-                    builder.send(builder.place(source.stage, r), builder.place(s, r), [(name, name)])
+                    builder.send(builder.place(source.stage, r % count), builder.place(s, r), [(name, name)])
 
     def _split(self, s: int, names: Sequence[Name]) -> None:
         for name in names:
@@ -517,5 +507,5 @@ class _Writer:
 
 
 def _is_own(name: Name) -> bool:
-    """Return whether each replica of a stage has an array of its own under a name, when a step ends."""
+    """Return whether each member of a stage has an array of its own under a name, when a step ends."""
     return name.role in (Role.GRADIENT, Role.RESIDUAL) or (name.role is Role.STATE and name.part == 0)

@@ -15,6 +15,7 @@ from jaxpipe.graph import itemsize
 from jaxpipe.runtime.mpmd.calls import CallList
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_work import Name, Role
 
 
@@ -73,25 +74,25 @@ class Needs:
 NOTHING = Needs("")
 
 
-def peak_bytes(dispatch: Dispatch, devices: np.ndarray) -> dict[Any, Peak]:
+def peak_bytes(dispatch: Dispatch, devices: StageDevices) -> dict[Any, Peak]:
     """Return the most bytes that each device of this process holds at once while it follows a list."""
     needs = {key: Needs(run.label, run.temporary_bytes, run.alias_bytes) for key, run in dispatch.executables.items()}
     return walk(dispatch.calls, devices, needs)
 
 
-def walk(calls: CallList, devices: np.ndarray, needs: Mapping[tuple[int, Place], Needs]) -> dict[Any, Peak]:
+def walk(calls: CallList, devices: StageDevices, needs: Mapping[tuple[int, Place], Needs]) -> dict[Any, Peak]:
     """Return the most bytes that each device holds at once.
 
     Args:
       calls: the list.
-      devices: by stage and replica.
+      devices: of the stages.
       needs: of each program at each place; those that are left out need nothing besides their arrays.
     """
     memory = _Memory(calls, devices)
     seen: set[Any] = set()
     for key, register in calls.inputs.items():
         # What every stage has is there once on a device with several stages.
-        array = devices[key.place.stage, max(key.place.replica, 0)], key.name, key.microbatch
+        array = devices.at(key.place), key.name, key.microbatch
         if array not in seen:
             seen.add(array)
             memory.add(register, key.place)
@@ -113,11 +114,11 @@ def walk(calls: CallList, devices: np.ndarray, needs: Mapping[tuple[int, Place],
 class _Memory:
     """The arrays on each device while a list is followed, and the most bytes so far."""
 
-    def __init__(self, calls: CallList, devices: np.ndarray):
-        self.peaks: dict[Any, Peak] = {d: Peak(0, 0, "") for d in devices.flat}
+    def __init__(self, calls: CallList, devices: StageDevices):
+        self.peaks: dict[Any, Peak] = {d: Peak(0, 0, "") for d in devices.every}
         self._calls, self._devices = calls, devices
         self._held: dict[Any, int] = defaultdict(int)
-        self._parts: dict[Any, dict[str, int]] = {d: defaultdict(int) for d in devices.flat}
+        self._parts: dict[Any, dict[str, int]] = {d: defaultdict(int) for d in devices.every}
         self._components = _components(calls)
         self._sizes = [array_bytes(aval) for aval in calls.avals]
         self._alive: dict[int, dict[Any, int]] = {}
@@ -125,7 +126,8 @@ class _Memory:
 
     def add(self, register: int, place: Place) -> None:
         """Reserve an array."""
-        size = self._sizes[register] // (self._devices.shape[1] if register in self._calls.sharded else 1)
+        parts = len(self._devices.members(place.stage)) if register in self._calls.sharded else 1
+        size = self._sizes[register] // parts
         self._alive[register] = _shares(size, place, self._devices)
         for device, share in self._alive[register].items():
             self._held[device] += share
@@ -144,7 +146,7 @@ class _Memory:
                 self._waiting.add(register)
                 self._components[register] = "messages"
             self.add(register, send.target)
-        self._note(self._devices[send.target.stage, max(send.target.replica, 0)], Needs("a message"), {})
+        self._note(self._devices.at(send.target), Needs("a message"), {})
 
     def call(self, call: Call, needed: Needs) -> None:
         """Run a program, which needs some bytes besides its operands and results."""
@@ -158,8 +160,7 @@ class _Memory:
             self.add(register, call.place)
         written = [(self._sizes[register], self._components[register]) for register in call.writes]
         reused = _reused(self._calls, call, needed, written)
-        row = self._devices[call.place.stage]
-        for device in row if call.place.is_whole else row[call.place.replica :][:1]:
+        for device in self._devices.of(call.place):
             self._note(device, needed, reused)
 
     def share(self, instruction: Split | Join) -> None:
@@ -180,10 +181,8 @@ class _Memory:
             self.peaks[device] = Peak(total, needed.temporary, needed.label, here)
 
 
-def _shares(size: int, place: Place, devices: np.ndarray) -> dict[Any, int]:
-    if not place.is_whole:
-        return {devices[place.stage, place.replica]: size}
-    return dict.fromkeys(devices[place.stage], size)
+def _shares(size: int, place: Place, devices: StageDevices) -> dict[Any, int]:
+    return dict.fromkeys(devices.of(place), size)
 
 
 def _reused(calls: CallList, call: Call, needed: Needs, written: Sequence[tuple[int, str]]) -> dict[str, int]:

@@ -24,15 +24,18 @@ from jaxpipe.progress import progress, tell
 from jaxpipe.runtime.interface import Bytes, StepResults
 from jaxpipe.runtime.mpmd.adopt import adopt
 from jaxpipe.runtime.mpmd.calls import CallList
-from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_list, stage_mesh
+from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_list
 from jaxpipe.runtime.mpmd.estimate import predicted_bytes
 from jaxpipe.runtime.mpmd.instructions import Key, Place
-from jaxpipe.runtime.mpmd.lists import Layout, evaluation_list, gradient_list, prediction_list, training_list
+from jaxpipe.runtime.mpmd.layout import Layout
+from jaxpipe.runtime.mpmd.lists import evaluation_list, gradient_list, prediction_list, training_list
 from jaxpipe.runtime.mpmd.memory import Peak, peak_bytes
 from jaxpipe.runtime.mpmd.other_shapes import Shaped, as_planned, check_shapes, shaped_for
+from jaxpipe.runtime.mpmd.report_work import COUNTERS
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
 from jaxpipe.runtime.mpmd.training_state import Loader, StateLayout
-from jaxpipe.runtime.mpmd.update_work import COUNTERS, NONFINITE, STOPPED, Exchange, UpdateContext
+from jaxpipe.runtime.mpmd.update_work import NONFINITE, STOPPED, Exchange, UpdateContext
 from jaxpipe.runtime.spmd import followed_cuts
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.schedules import Schedule
@@ -67,16 +70,17 @@ class MpmdRuntime:
         return range(len(self.planned.program.sections))
 
     @cached_property
-    def devices(self) -> np.ndarray:
-        """Devices by stage and replica."""
-        mesh, count = self.planned.mesh, self.planned.program.schedule.num_stages
+    def devices(self) -> StageDevices:
+        """The devices of every stage."""
+        mesh, groups = self.planned.mesh, self.planned.program.teams.groups
         grid = mesh.devices[..., None] if DATA not in mesh.axis_names else mesh.devices
-        grid = np.moveaxis(grid, mesh.axis_names.index(STAGE), 0).reshape(count, -1)
-        return grid[[s % count for s in self.places]]
+        grid = np.moveaxis(grid, mesh.axis_names.index(STAGE), 0).reshape(sum(map(len, groups)), -1)
+        rows = [tuple(grid[list(groups[s % len(groups)])].T.flat) for s in self.places]
+        return StageDevices(tuple(rows), grid.shape[1])
 
     def devices_of(self, place: int) -> list[Any]:
-        """The devices of a stage, one for each replica."""
-        return self.devices[place].tolist()
+        """The devices of a stage."""
+        return list(self.devices.rows[place])
 
     def stage_part(self, place: int, arrays: StageArrays) -> StageArrays:
         """Put a stage's arrays onto its devices."""
@@ -199,7 +203,7 @@ class MpmdRuntime:
             slots[k] = x
         parameters = self._on_hosts(planned.stages.parameters, state.parameters, [v.aval for v in model.parameters])
         variables = self._on_hosts(planned.stages.state, state.variables, [v.aval for v in model.state])
-        rows = [self._residual_rows(state, r) for r in range(len(self.devices_of(0)))]
+        rows = [self._residual_rows(state, r) for r in range(self.devices.replicas)]
         residuals = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
         return HostArrays(parameters, variables, slots, residuals) if keep else HostArrays([], [], [], [])
 
@@ -210,7 +214,7 @@ class MpmdRuntime:
         rows = []
         for s, x in zip(owners, state.residual, strict=True):
             shards = {shard.device: shard.data for shard in x.addressable_shards}
-            rows.append(shards.get(self.devices[s, r]))
+            rows.append(shards.get(self.devices.rows[s][r]))
         return self._on_hosts(owners, rows, avals, r)
 
     def _on_hosts(
@@ -224,7 +228,7 @@ class MpmdRuntime:
           avals: their shapes.
           r: the replica that has them; None for all.
         """
-        every = {device.process_index for device in self.devices.flat}
+        every = self.devices.processes
         results: list[Any] = [None] * len(arrays)
         for s in self.places:
             held = [k for k, owner in enumerate(owners) if owner == s]
@@ -276,7 +280,7 @@ class MpmdRuntime:
         batching: Batching,
         collects: bool = False,
     ) -> Layout:
-        replicas = self.devices.shape[1]
+        replicas = self.devices.replicas
         local = [
             x if shared else jax.ShapeDtypeStruct((x.shape[0] // replicas, *x.shape[1:]), x.dtype)
             for x, shared in zip(jax.tree.leaves(batch), batching.shared, strict=True)
@@ -291,7 +295,7 @@ class MpmdRuntime:
             gradient_dtype=self.planned.program.gradient_dtype,
             trains=schedule.has_backward,
             collects=collects,
-            lead=(1,) if replicas > 1 else (),
+            members=tuple(len(self.devices.rows[s]) for s in range(len(sections))),
         )
         homes = dict(zip(objective.parameters, self.planned.stages.parameters, strict=True))
         return Layout(context, schedule, self.devices, homes)
@@ -315,7 +319,7 @@ class MpmdRuntime:
         return UpdateContext(
             self._layout.context,
             update.colored,
-            self.devices.shape[1],
+            self.devices.replicas,
             plans,
             guarded=update.on_nonfinite is not None,
             skips=update.on_nonfinite == "skip",
@@ -429,9 +433,10 @@ class MpmdRuntime:
             return parts[0]
         local = [x for x in parts if x is not None]
         shape = (len(parts) * local[0].shape[0], *local[0].shape[1:])
-        mesh = stage_mesh(layout.devices, Place(layout.home.stage))
+        mesh = layout.devices.mesh(Place(layout.home.stage))
         if layout.rows_cross:
-            mesh = Mesh(self.devices[: self.planned.program.schedule.num_stages], (STAGE, DATA))
+            columns = [layout.devices.of_replicas([r]) for r in range(len(parts))]
+            mesh = Mesh(np.array(columns).T, (STAGE, DATA))
         shards = [shard.data for x in local for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, P(DATA)), shards)
 

@@ -55,6 +55,7 @@ class Role(enum.Enum):
     COTANGENT = "cotangent"
     SAVED = "saved"
     RESULT = "result"
+    STATISTIC = "statistic"
 
     @property
     def is_of_microbatch(self) -> bool:
@@ -62,7 +63,15 @@ class Role(enum.Enum):
         return self in _OF_MICROBATCH
 
 
-_OF_MICROBATCH = {Role.INDEX, Role.ACTIVATION, Role.STASH, Role.COTANGENT, Role.SAVED, Role.RESULT}
+_OF_MICROBATCH = {
+    Role.INDEX,
+    Role.ACTIVATION,
+    Role.STASH,
+    Role.COTANGENT,
+    Role.SAVED,
+    Role.RESULT,
+    Role.STATISTIC,
+}
 
 
 class Name(NamedTuple):
@@ -134,10 +143,10 @@ class Context:
       shared: by leaf, whether each micro-batch gets it whole.
       num_microbatches: of a replica.
       key: shape of a random key.
+      members: by stage, its devices. A sum of gradients has an axis of length 1 in front where these are several.
       gradient_dtype: the type of sums of narrower gradients.
       trains: whether stages store for a backward pass.
       collects: whether results are kept by micro-batch, not added up.
-      lead: axes in front of a sum of gradients: one of length 1 where replicas exchange gradients.
     """
 
     objective: Objective
@@ -146,20 +155,24 @@ class Context:
     shared: tuple[bool, ...]
     num_microbatches: int
     key: Any
+    members: tuple[int, ...]
     gradient_dtype: np.dtype[Any] | None = None
     trains: bool = True
     collects: bool = False
-    lead: tuple[int, ...] = ()
 
     def aval(self, t: int) -> jax.ShapeDtypeStruct:
         """The shape of a tensor."""
         aval = self.objective.graph.tensors[t].aval
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
-    def sum_aval(self, t: int) -> jax.ShapeDtypeStruct:
-        """The shape of the sum of a parameter's gradients."""
+    def lead(self, s: int) -> tuple[int, ...]:
+        """The axes in front of a sum of gradients in a stage."""
+        return (1,) if self.members[s] > 1 else ()
+
+    def sum_aval(self, s: int, t: int) -> jax.ShapeDtypeStruct:
+        """The shape of the sum of a parameter's gradients in a stage."""
         aval = self.aval(t)
-        return jax.ShapeDtypeStruct((*self.lead, *aval.shape), sum_dtype(aval.dtype, self.gradient_dtype))
+        return jax.ShapeDtypeStruct((*self.lead(s), *aval.shape), sum_dtype(aval.dtype, self.gradient_dtype))
 
     @functools.cached_property
     def packs(self) -> tuple[dict[int, Pack], ...]:
@@ -171,7 +184,7 @@ class Context:
         arrays = {}
         for t in tensors:
             pack = self.packs[s].get(t)
-            arrays |= {Name(Role.GRADIENT, t): self.sum_aval(t)} if pack is None else {pack.name: pack.aval}
+            arrays |= {Name(Role.GRADIENT, t): self.sum_aval(s, t)} if pack is None else {pack.name: pack.aval}
         return arrays
 
     def total_aval(self, name: Name) -> jax.ShapeDtypeStruct:
@@ -191,6 +204,11 @@ class Context:
     def held(self, s: int) -> list[int]:
         """The parameters of a stage whose gradient the optimizer takes."""
         return [t for t in self.sections[s].parameters if t not in self.objective.frozen]
+
+    def statistics(self, s: int) -> tuple[int, ...]:
+        """What a micro-batch adds to the state of a stage whose members share the micro-batches."""
+        fold = self.sections[s].fold
+        return fold.statistics if fold is not None and self.trains else ()
 
     def totals(self, s: int) -> list[Name]:
         """The totals that a stage adds up."""
@@ -212,7 +230,7 @@ def _packs(context: Context, s: int) -> dict[int, Pack]:
     lent = {t for section in context.sections for t in section.borrowed}
     groups: dict[Any, list[int]] = {}
     for t in context.trained(s):
-        aval = context.sum_aval(t)
+        aval = context.sum_aval(s, t)
         is_vector = len(context.aval(t).shape) < 2
         if is_vector and t not in lent and 0 < aval.size * aval.dtype.itemsize <= _PACKED_BYTES:
             groups.setdefault((aval.dtype, t in built.input_part), []).append(t)
@@ -220,7 +238,7 @@ def _packs(context: Context, s: int) -> dict[int, Pack]:
     for (dtype, _), tensors in groups.items():
         if len(tensors) > 1:
             sizes = tuple(context.aval(t).size for t in tensors)
-            aval = jax.ShapeDtypeStruct((*context.lead, sum(sizes)), dtype)
+            aval = jax.ShapeDtypeStruct((*context.lead(s), sum(sizes)), dtype)
             packs |= dict.fromkeys(tensors, Pack(Name(Role.GRADIENT, tensors[0], -1), aval, tuple(tensors), sizes))
     return packs
 
@@ -292,6 +310,7 @@ def _results(context: Context, s: int, kinds: Sequence[Kind]) -> list[Name]:
         writes += [Name(Role.ACTIVATION, t) for t in section.leaving]
         writes += [Name(Role.STATE, t) for t in section.state]
         writes += context.totals(s)
+        writes += [Name(Role.STATISTIC, t) for t in context.statistics(s)]
         if context.collects:
             writes += [Name(Role.RESULT, k) for k in section.results]
         if context.trains and section.stage is not None and kinds[-1] in (Kind.FORWARD, Kind.BACKWARD_INPUT):
@@ -383,6 +402,7 @@ def _forward(context: Context, s: int, arrays: _Arrays) -> None:
     computed = known | dict(zip(section.graph.outputs, outputs, strict=True))
     arrays.update((Name(Role.ACTIVATION, t), computed[t]) for t in section.leaving)
     arrays.update((Name(Role.STATE, t), computed[new]) for t, new in zip(section.state, section.new_state, strict=True))
+    arrays.update((Name(Role.STATISTIC, t), computed[t]) for t in context.statistics(s))
     for k in section.results:
         value, total = computed[context.objective.results[k]], Name(Role.TOTAL, k)
         arrays[Name(Role.RESULT, k)] = value

@@ -22,9 +22,8 @@ from jaxpipe.pipeline.optimizer import ColoredUpdate
 from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.runtime.mpmd.calls import CallList
-from jaxpipe.runtime.mpmd.dispatch import stage_mesh
 from jaxpipe.runtime.mpmd.instructions import Key, Place
-from jaxpipe.runtime.mpmd.lists import Layout
+from jaxpipe.runtime.mpmd.layout import Layout
 from jaxpipe.runtime.mpmd.stage_work import Name, Role
 from jaxpipe.runtime.mpmd.update_work import SKIPPED
 
@@ -48,8 +47,8 @@ class StateLayout:
     residuals: tuple[int, ...] = ()
 
     def place(self, s: int) -> Place:
-        """A stage, with all its replicas."""
-        return Place(s, 0 if len(self.layout.replicas) == 1 else -1)
+        """A stage, with all its members."""
+        return Place(s, 0 if len(self.layout.devices.members(s)) == 1 else -1)
 
     def parameter(self, k: int) -> Key:
         """The key of parameter ``k``."""
@@ -85,7 +84,7 @@ class StateLayout:
 
     def sharding(self, s: int, sharded: bool = False) -> NamedSharding:
         """Sharding of an array of all replicas of a stage."""
-        return NamedSharding(stage_mesh(self.layout.devices, Place(s)), P(DATA) if sharded else P())
+        return NamedSharding(self.layout.devices.mesh(Place(s)), P(DATA) if sharded else P())
 
     def state_of(self, old: TrainState, outputs: dict[Key, Any]) -> TrainState:
         """Return the state after a step, of the outputs of its list; arrays elsewhere stay as they are."""
@@ -154,8 +153,9 @@ class Loader:
         self._keys: list[tuple[_Target, int]] = []
         self._batch: list[tuple[int, int, NamedSharding, int]] = []
         self._constants: dict[int, Any] = {}
+        devices = where.layout.devices
         for key, register in keys.items():
-            name, mesh = key.name, stage_mesh(where.layout.devices, key.place)
+            name, mesh = key.name, devices.mesh(key.place)
             sharding = NamedSharding(mesh, P())
             target = _Target(hosts.mine(list(mesh.devices.flat)), sharding if key.place.is_whole else None)
             if not target.devices:
@@ -167,7 +167,7 @@ class Loader:
             elif name.role is Role.KEY:
                 self._keys.append((target, register))
             elif name.role is Role.BATCH:
-                self._batch.append((name.number, key.place.replica, sharding, register))
+                self._batch.append((name.number, devices.replica(key.place), sharding, register))
             elif name.role in (Role.INDEX, Role.WEIGHT):
                 self._constants[register] = hosts.replicate(self._constant(key), sharding)
         self._key: Any = None
@@ -188,11 +188,11 @@ class Loader:
         return given | self._key_data
 
     def _constant(self, key: Key) -> Any:
-        context, replicas = self._where.layout.context, len(self._where.layout.replicas)
+        context, devices = self._where.layout.context, self._where.layout.devices
         m = context.num_microbatches
         if key.name.role is Role.WEIGHT:
-            return np.float32(m * replicas)
-        return np.array([key.microbatch, key.place.replica * m + key.microbatch], np.int32)
+            return np.float32(m * devices.replicas)
+        return np.array([key.microbatch, devices.replica(key.place) * m + key.microbatch], np.int32)
 
     def place_batch(self, leaves: Sequence[Any]) -> dict[int, Any]:
         """Return a batch's leaves on the devices of the stages that read them, by register.

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import hosts
 from jaxpipe.pipeline.words import pack_words, unpack_words, word_count
 from jaxpipe.runtime.mpmd.instructions import Exchange, Send, Spread
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 
 
 #: The mesh axis of the devices that take part.
@@ -107,15 +108,14 @@ class Transfers:
 
         return Transfer(run, reads, writes)  # pyright: ignore[reportArgumentType]
 
-    def spread(self, instruction: Spread, devices: np.ndarray) -> Transfer:
+    def spread(self, instruction: Spread, devices: StageDevices) -> Transfer:
         """Return this process's part in copying arrays to many devices.
 
         Args:
           instruction: from where.
-          devices: by stage and replica.
+          devices: of the stages.
         """
-        source = devices[instruction.source.stage, instruction.source.replica]
-        every = tuple(dict.fromkeys(devices[:, list(instruction.replicas)].flat))
+        source, every = devices.at(instruction.source), devices.of_replicas(instruction.replicas)
         avals = [self._avals[k] for k in instruction.reads]
         first = every.index(source)
         program = self._program(

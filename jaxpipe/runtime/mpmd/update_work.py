@@ -21,13 +21,12 @@ from jax import lax
 from jaxpipe import _compat
 from jaxpipe.gradients.block_sparse import Settings
 from jaxpipe.gradients.blocks import Blocks
-from jaxpipe.gradients.exchange import Averaged, exchange, sent_share
+from jaxpipe.gradients.exchange import Averaged, exchange
 from jaxpipe.graph import Operator, run
 from jaxpipe.pipeline.axes import DATA
-from jaxpipe.pipeline.combine import combine
 from jaxpipe.pipeline.optimizer import ColoredUpdate, held_by, operators_of
 from jaxpipe.pipeline.overwriting import renewals
-from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, STEP, Context, Name, Role, Work
+from jaxpipe.runtime.mpmd.stage_work import STEP, Context, Name, Role, Work
 
 
 #: The total weight of a batch, and whether its step changes nothing.
@@ -63,7 +62,7 @@ class UpdateContext:
     Attributes:
       stages: the pipeline.
       colored: the optimizer, each of its operators with its stage.
-      replicas: of each stage.
+      replicas: of the pipeline.
       exchange: how replicas exchange gradients; None if whole.
       guarded: whether a step that is not finite changes nothing.
       skips: whether such a step counts as one.
@@ -84,6 +83,14 @@ class UpdateContext:
         pairs = zip(self.colored.parameters, objective.parameters, strict=True)
         return dict(pairs) | dict(zip(self.colored.gradients, trained, strict=True))
 
+    def is_alone(self, s: int) -> bool:
+        """Return whether a stage has one device."""
+        return self.stages.members[s] == 1
+
+    def returns_sum(self, s: int, k: int) -> bool:
+        """Return whether stage ``k`` returns gradients to ``s`` as one sum, not from each member to another one."""
+        return self.stages.members[s] != self.stages.members[k]
+
     def lenders(self, s: int, t: int) -> list[int]:
         """The other stages that compute gradients of a parameter."""
         return [k for k in range(len(self.stages.sections)) if k != s and t in self.stages.trained(k)]
@@ -91,13 +98,18 @@ class UpdateContext:
     def residual_avals(self, s: int) -> list[Any]:
         """Shapes of what a replica has not sent of a stage's gradients."""
         avals = map(self.stages.aval, self.stages.held(s))
-        lead = self.stages.lead
+        lead = self.stages.lead(s)
         return [jax.ShapeDtypeStruct((*lead, *a.shape), jnp.promote_types(a.dtype, jnp.float32)) for a in avals]
 
 
 def returned_gradient(s: int, t: int) -> Name:
     """The sum of a parameter's gradients from stage ``s``, which borrows the parameter."""
     return Name(Role.GRADIENT, t, 1 + s)
+
+
+def returned_sum(s: int, t: int) -> Name:
+    """The same of all members of stage ``s`` together."""
+    return Name(Role.MEAN, t, 1 + s)
 
 
 def reported(name: Name, source: int) -> Name:
@@ -118,26 +130,31 @@ def _gradient_operands(context: UpdateContext, s: int) -> Operands:
     for t in stages.held(s):
         if t in stages.trained(s):
             operands |= stages.sums(s, [t])
-        operands |= {returned_gradient(k, t): stages.sum_aval(t) for k in context.lenders(s, t)}
+        for k in context.lenders(s, t):
+            if context.returns_sum(s, k):
+                operands.add(returned_sum(k, t), stages.aval(t).shape, stages.sum_aval(s, t).dtype)
+            else:
+                operands[returned_gradient(k, t)] = stages.sum_aval(s, t)
     operands.add(WEIGHT, (), jnp.float32)
     return operands
 
 
 def _mean(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
     """The gradients of a stage's parameters, by tensor number, in the types of the parameters."""
-    sums = _over_replicas(context, _own_sums(context, s, values))
+    sums = _over_members(context, s, _own_sums(context, s, values))
+    sums = {t: _with_returned(context, s, values, t, g) for t, g in sums.items()}
     weight = values[WEIGHT]
     return {t: (g / weight.astype(g.dtype)).astype(context.stages.aval(t).dtype) for t, g in sums.items()}
 
 
 def _mean_of(context: UpdateContext, s: int, values: dict[Name, Any], t: int) -> Any:
-    """The gradient of one parameter; without replicas."""
-    total = _own_sum(context, s, values, t)
+    """The gradient of one parameter in a stage with one device."""
+    total = _with_returned(context, s, values, t, _own_sum(context, s, values, t))
     return (total / values[WEIGHT].astype(total.dtype)).astype(context.stages.aval(t).dtype)
 
 
 def _own_sums(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
-    """Sums of this replica, with what stages that borrow a parameter have returned."""
+    """Sums of this member, with what members of stages that borrow a parameter have returned."""
     return {t: _own_sum(context, s, values, t) for t in context.stages.held(s)}
 
 
@@ -145,21 +162,61 @@ def _own_sum(context: UpdateContext, s: int, values: dict[Name, Any], t: int) ->
     stages = context.stages
     pack = stages.packs[s].get(t)
     sums_here = values.get(Name(Role.GRADIENT, t)) if pack is None else pack.part(values[pack.name], t)
-    returned = [values[returned_gradient(k, t)] for k in context.lenders(s, t)]
-    total = jnp.zeros(stages.sum_aval(t).shape, stages.sum_aval(t).dtype) if sums_here is None else sums_here
+    lenders = context.lenders(s, t)
+    returned = [values[returned_gradient(k, t)] for k in lenders if not context.returns_sum(s, k)]
+    aval = stages.sum_aval(s, t)
+    total = jnp.zeros(aval.shape, aval.dtype) if sums_here is None else sums_here
     if returned:
         total = total + functools.reduce(operator.add, returned)
     return total.reshape(stages.aval(t).shape)
 
 
+def _with_returned(context: UpdateContext, s: int, values: dict[Name, Any], t: int, total: Any) -> Any:
+    """The sum of a parameter's gradients, with the sums of stages that have another number of members."""
+    returned = [values[returned_sum(k, t)] for k in context.lenders(s, t) if context.returns_sum(s, k)]
+    return functools.reduce(operator.add, returned, total)
+
+
 def _sum_names(context: UpdateContext, s: int, t: int) -> list[Name]:
     """The operands that a parameter's gradient is made of."""
     here = context.stages.sums(s, [t]) if t in context.stages.trained(s) else ()
-    return [*here, *(returned_gradient(k, t) for k in context.lenders(s, t))]
+    lenders = context.lenders(s, t)
+    return [*here, *((returned_sum if context.returns_sum(s, k) else returned_gradient)(k, t) for k in lenders)]
 
 
-def _over_replicas(context: UpdateContext, values: Any) -> Any:
-    return values if context.replicas == 1 else lax.psum(values, DATA)
+def _over_members(context: UpdateContext, s: int, values: Any) -> Any:
+    return values if context.is_alone(s) else lax.psum(values, DATA)
+
+
+def returned_sum_work(context: UpdateContext, s: int, t: int) -> Work:
+    """Return the sum over the members of stage ``s``, which borrows a parameter, of its gradients."""
+    operands, aval = Operands(), context.stages.sum_aval(s, t)
+    operands.add(Name(Role.GRADIENT, t), aval.shape, aval.dtype)
+
+    def function(values: dict[Name, Any]) -> list[Any]:
+        return [_over_members(context, s, values[Name(Role.GRADIENT, t)].reshape(context.stages.aval(t).shape))]
+
+    return named_work(f"stage {s}: sum of gradients", operands, [returned_sum(s, t)], function)
+
+
+def fold_work(context: Context, s: int) -> Work:
+    """Return the state of a stage after all micro-batches, of what each of them adds, in their order."""
+    fold, operands, m = context.sections[s].fold, Operands(), context.num_microbatches
+    assert fold is not None
+    state = [Name(Role.STATE, t) for t in fold.state]
+    operands |= {name: context.aval(name.number) for name in state}
+    for t in fold.statistics:
+        operands |= {Name(Role.STATISTIC, t, j): context.aval(t) for j in range(m)}
+
+    def function(values: dict[Name, Any]) -> list[Any]:
+        statistics = [jnp.stack([values[Name(Role.STATISTIC, t, j)] for j in range(m)]) for t in fold.statistics]
+
+        def step(now: list[Any], row: list[Any]) -> tuple[list[Any], None]:
+            return fold.graph.evaluate([*now, *row]), None
+
+        return lax.scan(step, [values[name] for name in state], statistics, m)[0]
+
+    return named_work(f"stage {s}: state", operands, state, function)
 
 
 def exchange_work(context: UpdateContext, s: int) -> Work:
@@ -217,7 +274,7 @@ def look_work(context: UpdateContext, s: int) -> Work:
             share = values[WEIGHT]
             gradients = [g / share.astype(g.dtype) for g in _own_sums(context, s, values).values()]
         here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0))
-        return [_over_replicas(context, (here > 0).astype(jnp.int32))]
+        return [_over_members(context, s, (here > 0).astype(jnp.int32))]
 
     return named_work(f"stage {s}: look for what is not finite", operands, [NONFINITE], function)
 
@@ -285,10 +342,10 @@ def end_operands(context: UpdateContext, s: int, counts: bool) -> tuple[Operands
     stages, operands = context.stages, Operands()
     section = stages.sections[s]
     state = [t for t, n in zip(section.state, section.new_state, strict=True) if n != t]
-    state = state if context.guarded or context.replicas > 1 else []
+    state = state if context.guarded or not context.is_alone(s) else []
     for t in state:
         aval = stages.aval(t)
-        operands.add(Name(Role.STATE, t), aval.shape or (1,) * min(1, context.replicas - 1), aval.dtype)
+        operands.add(Name(Role.STATE, t), aval.shape or stages.lead(s), aval.dtype)
     if counts:
         operands.add(STEP, (), jnp.int32)
         operands.add(SKIPPED, (), jnp.int32)
@@ -354,8 +411,8 @@ def _renew(
     """
     colored = context.colored
     taken = {t: context.tensor_of[t] for t in held_by(colored, s)[1]}
-    # One by one, just before each is read, but where replicas make them together.
-    lazy = context.exchange is None and context.replicas == 1
+    # One by one, just before each is read, but where members make them together.
+    lazy = context.exchange is None and context.is_alone(s)
     env = _environment(context, s, len(colored.exchanged), values, gradients)
     common = [t for op in colored.graph.operators for t in op.outputs if t not in colored.color]
     _compute(context, s, common, env)
@@ -463,104 +520,6 @@ def _compute(context: UpdateContext, s: int, wanted: Sequence[int], env: dict[in
             kept.append(op)
             needed.update(t for t in op.inputs if t not in env)
     run(kept[::-1], env)
-
-
-def weight_work(replicas: int) -> Work:
-    """Return the work that adds up the weights of the batch's micro-batches in all replicas."""
-    operands = Operands()
-    names = [Name(Role.TOTAL, 1, r) for r in range(replicas)]
-    for name in names:
-        operands.add(name, (), jnp.float32)
-
-    def function(values: dict[Name, Any]) -> list[Any]:
-        return [functools.reduce(operator.add, [values[name] for name in names])]
-
-    return named_work("the total weight", operands, [WEIGHT], function)
-
-
-def results_work(context: Context, replicas: int, stages: int, guarded: bool) -> Work:
-    """Return the work that makes a batch's loss and metrics of the totals of all replicas.
-
-    Args:
-      context: the pipeline.
-      replicas: of each stage.
-      stages: how many of them say whether their gradients are finite, if a step is guarded.
-      guarded: whether they do.
-    """
-    objective, operands = context.objective, Operands()
-    for k, t in enumerate(objective.results):
-        for r in range(replicas):
-            aval = context.aval(t)
-            operands.add(Name(Role.TOTAL, k, r), aval.shape, aval.dtype)
-    if guarded:
-        for s in range(stages):
-            operands.add(reported(NONFINITE, s), (), jnp.int32)
-
-    def function(values: dict[Name, Any]) -> list[Any]:
-        totals = [
-            functools.reduce(operator.add, [values[Name(Role.TOTAL, k, r)] for r in range(replicas)])
-            for k in range(len(objective.results))
-        ]
-        loss, weight, *metrics = totals
-        mean = loss / weight.astype(loss.dtype)
-        results = [mean, *combine(metrics, weight, objective.summed)]
-        if guarded:
-            flags = jnp.stack([values[reported(NONFINITE, s)] > 0 for s in range(stages)])
-            results += [flags, jnp.any(flags) | ~jnp.isfinite(mean)]
-        return results
-
-    reports = [Name(Role.REPORT, k) for k in range(len(objective.results) - 1)]
-    writes = [*reports, *([NONFINITE, STOPPED] if guarded else [])]
-    return named_work("loss and metrics", operands, writes, function)
-
-
-#: What a step counts, in this order.
-COUNTERS = ("gradient_norm", "sent_share", "residual_norm", "overflows")
-
-
-def counters_work(stages: int, exchanges: bool, sparse: int, updates: int = 1) -> Work:
-    """Return the work that makes a step's counters of what all stages report, in the order of the stages.
-
-    Args:
-      stages: how many there are.
-      exchanges: whether replicas exchange gradients block-sparsely.
-      sparse: how many replicas of stages count overflows.
-      updates: of a step; the norm of the gradient is the root of the mean square over them.
-    """
-    operands = Operands()
-    kinds = [SQUARES, *([HAD, UNSENT] if exchanges else [])]
-    for name in kinds:
-        for s in range(stages):
-            operands.add(reported(name, s), (), jnp.float32)
-    for place in range(sparse):
-        operands.add(reported(OVERFLOWS, place), (), jnp.int32)
-
-    def function(values: dict[Name, Any]) -> list[Any]:
-        sums = [functools.reduce(operator.add, [values[reported(n, s)] for s in range(stages)]) for n in kinds]
-        counters = [jnp.sqrt(sums[0] / updates)]
-        if exchanges:
-            counters += [sent_share(sums[1], sums[2]), jnp.sqrt(sums[2])]
-        missed = [values[reported(OVERFLOWS, place)] for place in range(sparse)]
-        return [*counters, sum(missed, start=jnp.int32(0))]
-
-    names = [0, 1, 2, 3] if exchanges else [0, 3]
-    return named_work("counters", operands, [Name(Role.REPORT, -1 - k) for k in names], function)
-
-
-def stack_work(context: Context) -> Work:
-    """Return the work that puts the predictions of a replica's micro-batches together."""
-    objective, operands = context.objective, Operands()
-    m = context.num_microbatches
-    for k, t in enumerate(objective.results):
-        for j in range(m):
-            operands.add(Name(Role.RESULT, k, j), context.aval(t).shape, context.aval(t).dtype)
-
-    def function(values: dict[Name, Any]) -> list[Any]:
-        return [
-            jnp.concatenate([values[Name(Role.RESULT, k, j)] for j in range(m)]) for k in range(len(objective.results))
-        ]
-
-    return named_work("predictions", operands, [Name(Role.REPORT, k) for k in range(len(objective.results))], function)
 
 
 def zeros_work(label: str, avals: dict[Name, Any]) -> Work:

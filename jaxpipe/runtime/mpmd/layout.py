@@ -1,0 +1,63 @@
+"""Stages, their schedule and their devices: what a list is written for."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpipe.runtime.mpmd.instructions import Place
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.runtime.mpmd.stage_work import Context
+from jaxpipe.schedules import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Stages, their schedule and their devices.
+
+    Attributes:
+      context: the stages.
+      schedule: the table.
+      devices: of the stages.
+      homes: by tensor number of a parameter, its stage.
+      traces: work that was traced before, of the same cuts; filled while lists are written.
+    """
+
+    context: Context
+    schedule: Schedule
+    devices: StageDevices
+    homes: dict[int, int]
+    traces: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> range:
+        """Numbers of the stages."""
+        return range(len(self.context.sections))
+
+    @property
+    def replicas(self) -> range:
+        """Numbers of the replicas."""
+        return range(self.devices.replicas)
+
+    def members(self, s: int) -> range:
+        """Numbers of the members of a stage."""
+        return self.devices.members(s)
+
+    def dealt(self, k: int) -> range:
+        """The micro-batches of an entry of the table: one, or a deal where members of a stage share them."""
+        deal = math.lcm(*(self.devices.width(s) for s in self.stages))
+        return range(k * deal, min((k + 1) * deal, self.context.num_microbatches))
+
+    @property
+    def home(self) -> Place:
+        """First member of the last stage, which computes loss and metrics."""
+        return Place(len(self.context.sections) - 1, 0)
+
+    @property
+    def rows_cross(self) -> bool:
+        """Return whether the stages of any replica belong to several processes."""
+        return any(len({d.process_index for d in self.devices.of_replica(r)}) > 1 for r in self.replicas)
+
+    def counts(self, s: int) -> bool:
+        """Return whether a stage is the last one on its devices, which writes what every device has."""
+        rows = self.devices.rows
+        return all(set(row) != set(rows[s]) for row in rows[s + 1 :])

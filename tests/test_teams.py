@@ -153,6 +153,20 @@ def test_parameters_after_three_steps_are_those_of_plain_accumulation(widths):
     check_exactly(widths)
 
 
+def test_a_smaller_batch_is_shared_like_a_whole_one():
+    case = case_of("mlp")
+    pipeline = planned_of("mlp", 4, M, None, optimizer=EXACT, replicate=(3, 1))
+    state, (params, _) = pipeline.init(jax.random.key(3)), case.start(None)
+    half = jax.tree.map(lambda x: x[: len(x) // 2], case.batch)
+    keys = [pipeline.microbatch_key(state, j) for j in range(M // 2)]
+    smaller = dataclasses.replace(case, batch=half)
+    _, gradients, _ = plain_step(smaller, params, (), keys, (3, 1))
+    updates, _ = jax.jit(EXACT.update)(of_stages(pipeline, gradients), EXACT.init(params), params)
+    state, _ = pipeline.step(state, half)
+    expected = [np.asarray(x) for x in arrays(optax.apply_updates(params, updates))]
+    assert_same_bits(arrays(pipeline.parameters(state)), expected)
+
+
 def test_a_backward_pass_in_two_parts():
     check_exactly((2, 1), m=4, steps=1, schedule="zero_bubble")
 

@@ -12,6 +12,7 @@ from typing import Any
 from jaxpipe import stage as stages
 from jaxpipe.errors import BatchError, ScheduleError
 from jaxpipe.pipeline import checks
+from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.objective import Objective, microbatch_rows, microbatch_shapes
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.sections import Section, cut_sections, with_backward
@@ -70,12 +71,13 @@ def shaped_for(planned: Planned, batch: Any, retrace: Callable[[Any], Objective]
     m = _microbatches(checks.batch_size(batch), replicas, planned)
     batching = Batching(planned.batching.shared, replicas, m)
     objective = retrace(microbatch_shapes(batch, replicas * m))
-    schedule = without_backward(_schedule(planned, m), before.schedule.frozen)
+    schedule = without_backward(_schedule(planned, before.teams.deals(m)), before.schedule.frozen)
     if _same_operators(objective, before.objective):
         cuts: Sequence[int] = (0, *(stage.operators[1] for stage in planned.plan.stages))
     else:
         cuts = followed_cuts(planned, objective, "the loss")
-    sections = with_backward(objective, cut_sections(objective, cuts, planned.stages), planned.policy)
+    cut = cut_sections(objective, cuts, planned.stages)
+    sections = with_backward(objective, shared_sections(objective, planned.model, cut, before.teams), planned.policy)
     if _same_operators(objective, before.objective):
         sections = tuple(map(_stored_alike, sections, before.sections))
     return Shaped(batch, batching, objective, sections, schedule)
@@ -95,7 +97,7 @@ def _microbatches(size: int, replicas: int, planned: Planned) -> int:
 
 
 def _schedule(planned: Planned, m: int) -> Schedule:
-    """The table for another number of micro-batches: of the planned kind, if there is one of this size."""
+    """The table for another number of micro-batches, or of deals: of the planned kind, if there is one of this size."""
     before = planned.program.schedule
     if m == before.num_microbatches:
         return before

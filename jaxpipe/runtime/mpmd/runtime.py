@@ -399,7 +399,8 @@ class MpmdRuntime:
         planned = self.planned
         before = planned.program.schedule
         sections = cut_sections(objective, followed_cuts(planned, objective, name), planned.stages)
-        schedule = forward_only(before.num_stages, batching.num_microbatches, before.num_chunks)
+        deals = planned.program.teams.deals(batching.num_microbatches)
+        schedule = forward_only(before.num_stages, deals, before.num_chunks)
         with self._building():
             layout = self._layout_of(objective, sections, schedule, shapes, batching, name == "predict")
             calls = evaluation_list(layout) if name == "evaluate" else prediction_list(layout)

@@ -6,7 +6,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.pipeline.host_probe import why_not
 from jaxpipe.units import parse_bytes
 
 
@@ -75,11 +74,9 @@ def check_host_memory(given: Any, budget: int | None, mesh: Mesh) -> HostUse | N
         )
     if wanted.on_paper:
         return HostUse(wanted.bytes, on_paper=True)
-    platforms = {device.platform for device in mesh.devices.flat}
-    if "cpu" in platforms:
-        raise PartitionError(
-            f"host_memory={wanted.size!r} with devices of the platform cpu: their memory is the host's, so nothing can "
-            "be moved out of it, and XLA:CPU does not try. Leave host_memory= out, or plan on paper for other devices, "
-            f"with host_memory=jaxpipe.HostMemory({wanted.size!r}, on_paper=True)."
-        )
-    return HostUse(wanted.bytes, why_not(mesh.devices.flatten().tolist()))
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]  # none of devices that are not here
+    if kinds and "pinned_host" not in kinds:
+        reason = f"a {device.device_kind} has memory of the kinds {', '.join(kinds)}, and none is pinned_host"
+        return HostUse(wanted.bytes, reason)
+    return HostUse(wanted.bytes)

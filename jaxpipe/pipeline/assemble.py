@@ -23,6 +23,7 @@ from jaxpipe.pipeline.describe import (
     describe_frozen,
     rates_in,
     stage_links,
+    stage_seconds,
 )
 from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
 from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solving, Terms
@@ -356,7 +357,9 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
         fitter = Fitter(program, Terms(memory_of, prices, solving))
         if runtime == "mpmd":
             default = functools.cache(lambda: planned(program, (Fitted(),) * len(program.sections), None))
-            fitter = StageFitter(program, lambda chosen: lists.needs(default(), chosen), prices, solving)
+            work = zip(stage_seconds(program, placed, own_sums=True), prices.slow, strict=True)
+            period = max((stage.forward + stage.backward) * slow for stage, slow in work)
+            fitter = StageFitter(program, lambda chosen: lists.needs(default(), chosen), prices, solving, period)
     return Settled(found, planned, fitter)
 
 
@@ -378,10 +381,14 @@ class StageLists:
     def with_bytes(self, planned: Planned) -> Planned:
         """Return a plan with its list, and the bytes that each device needs for it."""
         planned = self.with_list(planned)
-        devices = tuple(peak.components for peak in MpmdRuntime(planned).predicted)
+        peaks = MpmdRuntime(planned).predicted
+        devices = tuple(peak.components for peak in peaks)
         each = tuple(sum(memory.values()) for memory in devices)
         memory = devices[each.index(max(each))]
-        return replace(planned, plan=replace(planned.plan, memory=memory, each_device=each, device_memory=devices))
+        plan = replace(planned.plan, memory=memory, each_device=each, device_memory=devices)
+        if plan.host is not None:
+            plan = replace(plan, host=replace(plan.host, bytes=max(peak.host for peak in peaks)))
+        return replace(planned, plan=plan)
 
     def needs(self, planned: Planned, program: Program) -> list[int]:
         """Return the predicted bytes of each device along the stage axis, for a plan with another program."""
@@ -417,4 +424,6 @@ def _prices(request: Request, objective: Objective, found: Partition) -> Prices:
     teams = zip(found.stages, teams_of(found, request).widths, strict=True)
     slow = tuple(1 / (width * min(found.network.speed[d] for d in stage.devices)) for stage, width in teams)
     links = stage_links(found, 0 if request.host is None else request.host.bytes)
+    if request.network is None:  # nobody has said that devices exchange more than messages
+        links = replace(links, bandwidth=tuple((0.0,) * len(row) for row in links.bandwidth))
     return Prices(seconds, rates.bytes / scale if scale else rates.bytes, slow, links)

@@ -28,6 +28,7 @@ from jaxpipe.profiling import roofline
 from jaxpipe.rates import Rates, known_rates
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
 from jaxpipe.schedules.peers import Links
+from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.schedules.swaps import HOST
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.stash import Storage, stored_bytes
@@ -356,6 +357,18 @@ def _recomputed(section: Section) -> tuple[str, ...]:
 
 def _away(program: Program, found: Partition, s: int) -> dict[str, Any]:
     """What the plan says of a stage's stashes that are away."""
+    section = program.sections[s]
+    if section.swap is not None:
+        points = swap_points(program.schedule, s)
+        sizes = dict(zip(section.stage.storage.stored, section.stage.stash_avals, strict=True)) if section.stage else {}
+        size = sum(4 * word_count(aval) for t in section.swap.tensors for aval in sizes.get(t, ()))
+        pieces = tuple(
+            StashPiece(target.stage, found.stages[s if target.stage == HOST else target.stage].devices, n)
+            for target in section.swap.targets
+            if (n := round(size * target.share))
+        )
+        gone = max(points.returns[j] - points.leaves[j] - 1 for j in points.leaves)
+        return {"away": points.away, "away_ticks": gone, "pieces": pieces}
     swaps, transport = program.swaps, program.transport
     if swaps is None or transport is None or not swaps.ticks[s]:
         return {}

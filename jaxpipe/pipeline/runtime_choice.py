@@ -22,31 +22,26 @@ def choose_runtime(request: Request, program: Program, found: Partition) -> Runt
       PartitionError: if the program needs what only the other runtime has.
     """
     needs = {
-        "host_memory": request.host is not None,
+        f"schedule={program.schedule.name}, which updates weights during a step": program.schedule.versions is not None,
+        f"several devices in a stage ({program.teams.widths})": not program.teams.single,
+        "host_memory=": request.host is not None,
+        "a list of batches of several sizes": request.several_sizes,
     }
     needed = [name for name, wanted in needs.items() if wanted]
-    if request.runtime == "mpmd" and needed:
+    if request.runtime == "spmd" and needed:
         raise PartitionError(
-            f"runtime='mpmd' does not have {needed[0]} yet, which this call asks for. Pass runtime='spmd', or leave it "
-            "out."
+            f"runtime='spmd' was passed with {needed[0]}. One program for all devices has batches of one size, one "
+            "device for each stage of a replica, updates at the end of a step, and stashes in the devices' own memory. "
+            "Pass runtime='mpmd', or leave runtime= out."
         )
-    if request.several_sizes and (needed or request.runtime == "spmd"):
-        other = needed[0] if needed else "runtime='spmd'"
-        raise PartitionError(
-            f"The batch is a list of several sizes, and {other} was asked for. One program has one size. Pass one "
-            f"batch, or leave out {other}."
-        )
-    predicted = {
-        name: _step(request, program, found, name) for name in ("mpmd", "spmd") if name == "spmd" or not needed
-    }
+    runtimes = ("mpmd",) if needed else ("mpmd", "spmd")
+    predicted = {name: _step(request, program, found, name) for name in runtimes}
     if request.runtime != "auto":
         return RuntimeChoice(request.runtime, "as asked for", predicted)
     if needed:
-        return RuntimeChoice("spmd", f"stage programs do not have {needed[0]} yet", predicted)
+        return RuntimeChoice("mpmd", f"only stage programs have {needed[0]}", predicted)
     if request.budget is not None:
         return RuntimeChoice("mpmd", "each device needs the memory of its own stage only", predicted)
-    if request.several_sizes:
-        return RuntimeChoice("mpmd", "batches have several sizes", predicted)
     work = _longest(stage_seconds(program, found, own_sums=True), found)
     calls = call_seconds(program.schedule)
     texts = {name: seconds_text(seconds) for name, seconds in predicted.items()}

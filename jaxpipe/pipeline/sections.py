@@ -9,6 +9,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, is_differentiable
 from jaxpipe.pipeline.folding import Fold
 from jaxpipe.pipeline.objective import Objective
+from jaxpipe.pipeline.stash_swap import StashSwap
 from jaxpipe.planning.order import allowed_cuts, spans, uses_apart
 from jaxpipe.policy import FAST, Policy
 from jaxpipe.stage import Stage
@@ -30,6 +31,7 @@ class Section:
       returning: the subset of ``arriving`` whose cotangent is sent back.
       saved: tensors whose cotangent waits for the weight part of the backward pass, where a schedule splits it.
       fold: how its state changes, where several devices share its micro-batches; ``new_state`` is the old one then.
+      swap: the part of its stash that is in other memory between the passes; None if all stays.
     """
 
     graph: Graph
@@ -45,6 +47,7 @@ class Section:
     returning: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
     fold: Fold | None = None
+    swap: StashSwap | None = None
 
     @property
     def stashed(self) -> tuple[int, ...]:

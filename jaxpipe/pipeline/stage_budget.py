@@ -17,12 +17,15 @@ from dataclasses import dataclass, replace
 from jaxpipe import hosts
 from jaxpipe import stage as stages
 from jaxpipe.pipeline.fit import GAP, MOST_ROUNDS, Answered, Fitted, Prices, Solving
-from jaxpipe.pipeline.program import Program
+from jaxpipe.pipeline.program import PAGE, Program
+from jaxpipe.pipeline.stash_swap import HOST, StashSwap
+from jaxpipe.pipeline.swap_choice import Link, Targets, choose_targets
 from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
-from jaxpipe.planning.storing.problem import Outcome, Problem, simulate
+from jaxpipe.planning.storing.problem import NOT_STORED, Option, Outcome, Problem, simulate
 from jaxpipe.progress import tell
 from jaxpipe.schedules.joined import program_kinds
+from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.stage import Stage
 from jaxpipe.units import bytes_text
 
@@ -43,7 +46,14 @@ class _Candidate:
 class StageFitter:
     """Storage for a program whose stages are compiled by themselves, within one budget after another."""
 
-    def __init__(self, program: Program, measure: Callable[[Program], Sequence[int]], prices: Prices, solving: Solving):
+    def __init__(
+        self,
+        program: Program,
+        measure: Callable[[Program], Sequence[int]],
+        prices: Prices,
+        solving: Solving,
+        period: float = 0.0,
+    ):
         """Nothing is done yet.
 
         Args:
@@ -51,11 +61,14 @@ class StageFitter:
           measure: predicted bytes of each device along the stage axis.
           prices: what choices cost.
           solving: by whom, and how long.
+          period: seconds of a micro-batch on the slowest stage, with which swaps overlap.
         """
         self.program, self._measure, self._prices, self._solving = program, measure, prices, solving
+        self._period = period
         self._built: dict[tuple[int, tuple[int, ...]], Stage] = {}
-        self._programs: dict[tuple[tuple[int, tuple[int, ...]], ...], _Candidate] = {}
+        self._programs: dict[tuple[tuple[int, tuple[int, ...], StashSwap | None], ...], _Candidate] = {}
         self._spent: dict[int, float] = {}
+        self._swaps: dict[int, Targets] = {}
 
     def within(self, budget: int) -> tuple[Program, tuple[Fitted, ...]] | None:
         """Return the program with the fastest storage of predicted bytes within a budget; None if no choice is.
@@ -64,6 +77,7 @@ class StageFitter:
         """
         now = default = self._candidate({})
         over = [d for d, size in enumerate(default.needs) if size > budget]
+        self._swaps = self._swap_targets(default, over, budget)
         beyond = {d: self._beyond(default, d) for d in over}
         best: _Candidate | None = None
         for number in range(MOST_ROUNDS if over else 0):
@@ -102,7 +116,9 @@ class StageFitter:
         options = {"solver": self._solving.solver, "time_limit": self._solving.for_smallest, "gap": GAP}
         answers: dict[int, Answer] = {}
         for s in range(len(self.program.sections)):
-            answer = hosts.from_first(functools.partial(lowest_peak, self._problem(s, math.inf), **options))
+            answer = hosts.from_first(
+                functools.partial(lowest_peak, self._problem(s, math.inf, self._items[s]), **options)
+            )
             if answer is not None:
                 answers[s] = answer
         least, default = self._candidate(answers), self._candidate({})
@@ -140,6 +156,65 @@ class StageFitter:
     def _stages_of(self, d: int) -> list[int]:
         return [s for s in range(len(self.program.sections)) if self.program.device(s) == d]
 
+    def _swap_targets(self, default: _Candidate, over: Sequence[int], budget: int) -> dict[int, Targets]:
+        """Find memory elsewhere for the stages of devices that are over the budget, the fullest first."""
+        program, links = self.program, self._prices.links
+        if not program.teams.single or not program.schedule.has_backward:
+            return {}
+        rooms = {t: budget - needed for t, needed in enumerate(default.needs) if t not in over}
+        chosen: dict[int, Targets] = {}
+        page = 4 * PAGE
+        for d in sorted(over, key=lambda d: -default.needs[d]):
+            for s in self._stages_of(d):
+                points = swap_points(program.schedule, s)
+                fewer = self._held(s) - points.home
+                if fewer <= 0 or not self._stays_apart(s):
+                    continue
+                reach = {t: Link(links.bandwidth[s][t] * page, links.latency[s][t], n) for t, n in rooms.items()}
+                if links.host_pages:
+                    rate = 2 * links.host_bandwidth[s] * page
+                    reach[HOST] = Link(rate, links.host_latency[s] / 2, links.host_pages * page)
+                targets = choose_targets(reach, points.away, (default.needs[d] - budget) / fewer)
+                if targets is None:
+                    continue
+                chosen[s] = targets
+                size = min(targets.most_bytes, self._outcome(s, self._items[s].default).stash_bytes)
+                for target in targets.targets:
+                    if target.stage != HOST:
+                        rooms[target.stage] -= int(points.away * size * target.share)
+        return chosen
+
+    def _stays_apart(self, s: int) -> bool:
+        """Return whether a stage's stash leaves its forward program."""
+        return len(program_kinds(self.program.schedule, s)[0]) == 1
+
+    def _held(self, s: int) -> int:
+        """The most stashes of a stage at once."""
+        return self.program.in_flight(self.program.device(s), s // self.program.num_devices)
+
+    def _with_swaps(self, s: int, items: Items) -> Items:
+        """The items of a stage, all of which may also be in other memory between the passes."""
+        targets = self._swaps.get(s)
+        if targets is None:
+            return items
+        home, problem = swap_points(self.program.schedule, s).home, items.problem
+
+        def swapped(option: Option) -> Option:
+            seconds = option.bytes / targets.bandwidth
+            return replace(option, name=f"swap {option.name}", held=home, link_seconds=seconds)
+
+        widened = [replace(item, options=(*item.options, *map(swapped, item.options))) for item in problem.items]
+        overlap = max(0.0, self._period - targets.latency)
+        problem = replace(problem, items=tuple(widened), most_swapped=targets.most_bytes, overlap=overlap)
+        return replace(items, problem=problem, forms=tuple((*forms, *forms) for forms in items.forms))
+
+    def _swap(self, s: int, choice: tuple[int, ...]) -> StashSwap | None:
+        """The swaps that a choice stands for."""
+        items = self._with_swaps(s, self._items[s])
+        options = zip(items.tensors, items.problem.items, choice, strict=True)
+        tensors = [t for t, item, k in options if k != NOT_STORED and item.options[k].held is not None]
+        return StashSwap(tuple(tensors), self._swaps[s].targets) if tensors else None
+
     @functools.cached_property
     def _items(self) -> list[Items]:
         items = []
@@ -155,17 +230,16 @@ class StageFitter:
             )
         return items
 
-    def _problem(self, s: int, capacity: float) -> Problem:
-        """A stage's problem.
+    def _problem(self, s: int, capacity: float, items: Items | None = None) -> Problem:
+        """A stage's problem; with swaps, unless its items are given.
 
         Where forward and backward pass are one program, its only stash goes piece by piece. Other stashes are arrays
         that are there until the backward pass that reads them is done.
         """
-        if len(program_kinds(self.program.schedule, s)[0]) > 1:
-            return limited(self._items[s], capacity, frees=True)
-        chunk = s // self.program.num_devices
-        held = self.program.in_flight(self.program.device(s), chunk)
-        return limited(self._items[s], capacity, held=held, frees=False)
+        items = self._with_swaps(s, self._items[s]) if items is None else items
+        if not self._stays_apart(s):
+            return limited(items, capacity, frees=True)
+        return limited(items, capacity, held=self._held(s), frees=False)
 
     def _outcome(self, s: int, choice: tuple[int, ...]) -> Outcome:
         outcome = simulate(self._problem(s, math.inf), choice)
@@ -177,14 +251,14 @@ class StageFitter:
 
     def _candidate(self, answers: Answers) -> _Candidate:
         """The program with some answers; the same one for the same choices."""
-        choices = tuple((s, answers[s].choice) for s in sorted(answers))
+        choices = tuple((s, answers[s].choice, self._swap(s, answers[s].choice)) for s in sorted(answers))
         if choices not in self._programs:
             sections = list(self.program.sections)
-            for s, choice in choices:
+            for s, choice, swap in choices:
+                items = self._with_swaps(s, self._items[s])
                 if (s, choice) not in self._built:
-                    plan = storage_plan(self._items[s], choice)
-                    self._built[s, choice] = stages.assemble(self._items[s].linearization, plan)
-                sections[s] = replace(sections[s], stage=self._built[s, choice])
+                    self._built[s, choice] = stages.assemble(items.linearization, storage_plan(items, choice))
+                sections[s] = replace(sections[s], stage=self._built[s, choice], swap=swap)
             program = replace(self.program, sections=tuple(sections)) if choices else self.program
             self._programs[choices] = _Candidate(answers, program, self._measure(program))
         return self._programs[choices]

@@ -8,6 +8,7 @@ again from other items when it is first needed, and then kept until it is last r
     in memory    d b  c b   b    a
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,12 +28,16 @@ class Option:
       bytes: that it takes between the passes.
       seconds: to encode and decode it.
       unpacked_bytes: that it takes besides, from its first to its last reading.
+      held: how many times it is on the device all the time, if it is in other memory between the passes.
+      link_seconds: on its way there; as long on its way back, in the other direction of the links.
     """
 
     name: str
     bytes: int
     seconds: float = 0.0
     unpacked_bytes: int = 0
+    held: int | None = None
+    link_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class Problem:
       held: how many times the stash is there all the time: other micro-batches in flight, a copy out of an arena.
       frees: whether the stash of the micro-batch at work is given back piece by piece.
       most_stored: bytes of one stash at most, if that is limited.
+      most_swapped: bytes of one stash at most that are in other memory between the passes.
+      overlap: seconds of a micro-batch's work, with which what is on its way overlaps.
     """
 
     items: tuple[Item, ...]
@@ -78,6 +85,8 @@ class Problem:
     held: int = 0
     frees: bool = True
     most_stored: float | None = None
+    most_swapped: float = math.inf
+    overlap: float = 0.0
 
     def __post_init__(self) -> None:
         for k, item in enumerate(self.items):
@@ -103,8 +112,9 @@ class Outcome:
     """What a choice leads to.
 
     Attributes:
-      seconds: of encoding, decoding and computing again.
+      seconds: of encoding, decoding and computing again, and of swaps beyond the work that they overlap with.
       stash_bytes: what is stored for one micro-batch.
+      swapped_bytes: of these, in other memory between the passes.
       bytes: in memory, by event.
       computed: the event in which each item that is computed again is so.
       read: the items that are read at all.
@@ -115,6 +125,7 @@ class Outcome:
     bytes: tuple[int, ...]
     computed: dict[int, int]
     read: frozenset[int]
+    swapped_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -124,7 +135,8 @@ class Outcome:
     def fits(self, problem: Problem) -> bool:
         """Whether the limits of a problem hold."""
         limit = problem.most_stored
-        return self.peak_bytes <= problem.capacity and (limit is None or self.stash_bytes <= limit)
+        swaps = self.swapped_bytes <= problem.most_swapped
+        return swaps and self.peak_bytes <= problem.capacity and (limit is None or self.stash_bytes <= limit)
 
 
 def simulate(problem: Problem, choice: Sequence[int]) -> Outcome | None:
@@ -152,7 +164,8 @@ def simulate(problem: Problem, choice: Sequence[int]) -> Outcome | None:
             pending.extend(items[k].sources)
     seconds = sum(items[k].seconds or 0.0 for k in computed)
     change = [0] * (events + 1)
-    stash = 0
+    stash = held = swapped = 0
+    link_seconds = 0.0
     for k, item in enumerate(items):
         if choice[k] == NOT_STORED:
             if k in computed:
@@ -162,13 +175,17 @@ def simulate(problem: Problem, choice: Sequence[int]) -> Outcome | None:
         option = item.options[choice[k]]
         seconds += option.seconds
         stash += option.bytes
+        held += option.bytes * (problem.held if option.held is None else option.held)
+        if option.held is not None:
+            swapped += option.bytes
+            link_seconds += option.link_seconds
         if problem.frees:
             change[0] += option.bytes
             change[last[k] + 1] -= option.bytes
         if last[k] >= 0 and option.unpacked_bytes:
             change[first[k]] += option.unpacked_bytes
             change[last[k] + 1] -= option.unpacked_bytes
-    held = problem.held * stash
+    seconds += max(0.0, link_seconds - problem.overlap)
     total = tuple(int(base + held + here) for base, here in zip(problem.base, accumulate(change), strict=False))
     read = frozenset(k for k, e in enumerate(last) if e >= 0)
-    return Outcome(seconds, stash, total, computed, read)
+    return Outcome(seconds, stash, total, computed, read, swapped)

@@ -138,7 +138,8 @@ class _Model:
         problem, terms = self.problem, self.events[e]
         for k, item in enumerate(problem.items):
             options = [*zip(item.options, self.stored[k], strict=True)]
-            terms += [(option.bytes * problem.held / self.unit, v) for option, v in options]
+            held = [problem.held if option.held is None else option.held for option in item.options]
+            terms += [(option.bytes * n / self.unit, v) for (option, v), n in zip(options, held, strict=True)]
             used = bool(item.uses) and e <= item.uses[-1]
             if item.seconds is not None:
                 if used:
@@ -224,6 +225,19 @@ def solve(
     ]
     if problem.most_stored is not None:
         rows.add(stash, problem.most_stored / model.unit)
+    swapped = [
+        (option, v)
+        for item, variables in zip(problem.items, model.stored, strict=True)
+        for option, v in zip(item.options, variables, strict=True)
+        if option.held is not None
+    ]
+    late = rows.variable(upper=np.inf) if swapped else None
+    if late is not None:
+        if np.isfinite(problem.most_swapped):
+            rows.add([(option.bytes / model.unit, v) for option, v in swapped], problem.most_swapped / model.unit)
+        longest = max(option.link_seconds for option, _ in swapped) or 1.0
+        terms = [(option.link_seconds / longest, v) for option, v in swapped]
+        rows.add([*terms, (-1.0, late)], problem.overlap / longest)
     cost = np.zeros(len(rows.binary))
     scale = 1.0
     if peak is not None:
@@ -234,10 +248,14 @@ def solve(
                 cost[v] += option.seconds
             for _, v in model.ran(k):
                 cost[v] += item.seconds or 0.0
+        if late is not None:
+            cost[late] = longest
         scale = float(cost.max()) or 1.0
         cost /= scale
         for size, v in stash:
             cost[v] += TIE * size
+        for option, v in swapped:  # of equals, what stays
+            cost[v] += TIE * option.bytes / model.unit
     return _solved(model, cost, scale if peak is None else model.unit, solver, time_limit, gap)
 
 

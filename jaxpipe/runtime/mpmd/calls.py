@@ -46,6 +46,8 @@ class CallList:
       outputs: by key, the register that it is in at the end.
       dropped: by instruction, the registers that nobody reads any more.
       sharded: registers of which each replica has its own part.
+      away: registers of stashes that other stages' devices keep.
+      hosted: registers in the host's memory.
     """
 
     instructions: tuple[Instruction, ...]
@@ -55,6 +57,8 @@ class CallList:
     outputs: dict[Key, int]
     dropped: tuple[tuple[int, ...], ...]
     sharded: frozenset[int]
+    away: frozenset[int] = frozenset()
+    hosted: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -75,6 +79,8 @@ class ListBuilder:
     now: dict[Key, int] = field(default_factory=dict)
     consuming: set[int] = field(default_factory=set)
     sharded: set[int] = field(default_factory=set)
+    away: set[int] = field(default_factory=set)
+    hosted: set[int] = field(default_factory=set)
 
     def members(self, stage: int) -> range:
         """Numbers of the members of a stage."""
@@ -178,6 +184,22 @@ class ListBuilder:
         self.now |= {key: register for (_, key), register in zip(pairs, writes, strict=True)}
         self.instructions.append(Send(source, target, tuple(register for register, _ in pairs), tuple(writes)))
 
+    def move(self, source: Place, target: Place | None, registers: Sequence[int]) -> list[int]:
+        """Copy arrays of a stash to another stage's device, or (None) to the host's memory; returns their registers."""
+        writes = self._copy(source, target or source, registers, to_host=target is None)
+        (self.hosted if target is None else self.away).update(writes)
+        return writes
+
+    def move_back(self, source: Place | None, target: Place, registers: Sequence[int]) -> list[int]:
+        """Copy arrays back that have been moved; returns their registers."""
+        return self._copy(source or target, target, registers)
+
+    def _copy(self, source: Place, target: Place, registers: Sequence[int], to_host: bool = False) -> list[int]:
+        writes = [self.register(self.avals[register]) for register in registers]
+        if registers:
+            self.instructions.append(Send(source, target, tuple(registers), tuple(writes), to_host))
+        return writes
+
     def spread(self, source: Place, replicas: Sequence[int], names: Sequence[Name]) -> None:
         """Copy arrays to all stages of some replicas."""
         keys = [self.key(source, name) for name in names]
@@ -251,6 +273,8 @@ class ListBuilder:
             wanted,
             tuple(map(tuple, dropped)),
             frozenset(self.sharded),
+            frozenset(self.away),
+            frozenset(self.hosted),
         )
 
 

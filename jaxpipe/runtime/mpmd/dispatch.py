@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
@@ -234,6 +234,9 @@ def _send(instruction: Send, devices: StageDevices) -> Action | None:
     source, target = devices.at(instruction.source), devices.at(instruction.target)
     if not hosts.mine([source]):
         return None
+    if source == target:  # between the device's memory and its host's
+        kind = "pinned_host" if instruction.to_host else source.default_memory().kind
+        target = SingleDeviceSharding(source, memory_kind=kind)
     # A device as the target takes half of the time that a sharding takes.
     if len(instruction.reads) == 1:
         return lambda x: (jax.device_put(x, target),)

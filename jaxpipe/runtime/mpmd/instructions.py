@@ -1,7 +1,7 @@
 """Places, named arrays, and the instructions of a list, which read and write numbered registers.
 
 Call      run a program on the device of a stage, or on those of all its replicas
-Send      copy arrays to another device
+Send      copy arrays to another device, or to the host's memory and back
 Exchange  copy arrays between two devices both ways, which belong to different processes
 Spread    copy arrays to all devices, if they belong to several processes
 Split     take an array of all replicas of a stage apart, without a copy
@@ -46,12 +46,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Send:
-    """Copy arrays from one device to another."""
+    """Copy arrays from one device to another, or between a device's memory and its host's."""
 
     source: Place
     target: Place
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    to_host: bool = False
 
 
 @dataclass(frozen=True)

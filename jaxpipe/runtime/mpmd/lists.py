@@ -21,6 +21,7 @@ from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.layout import Layout
 from jaxpipe.runtime.mpmd.report_work import counters_work, results_work, stack_work, weight_work
 from jaxpipe.runtime.mpmd.stage_work import INDEX, KEY, OVERFLOWS, STEP, Name, Role, Work, stage_work
+from jaxpipe.runtime.mpmd.swaps import StashMover
 from jaxpipe.runtime.mpmd.update_work import (
     HAD,
     NONFINITE,
@@ -117,6 +118,7 @@ class _Writer:
         self._leaving: list[Callable[[], None]] = []
         self._zeros: dict[tuple[int, tuple[Name, ...]], int] = {}
         self._weights: dict[int, list[dict[Key, int]]] = {}
+        self._mover = StashMover(self.builder, layout)
         self._give_inputs()
 
     def finish(self, outputs: Sequence[Key]) -> CallList:
@@ -183,9 +185,11 @@ class _Writer:
             self._begin_updates(update)
         done: set[tuple[int, int, Kind]] = set()
         schedule = self.layout.schedule
+        positions = [itertools.count() for _ in range(schedule.num_stages)]
         for tick in schedule.ticks:
             for device, actions in enumerate(tick):
                 for action in actions:
+                    self._mover.begin_returns(device, next(positions[device]))
                     s, k = action.chunk * schedule.num_stages + device, action.microbatch
                     kinds = next(kinds for kinds in self._programs[s] if action.kind in kinds)
                     if (s, k, kinds[0]) in done:  # in one program with work before it
@@ -247,6 +251,8 @@ class _Writer:
             self._started.add((place, kinds))
             self._start(place, kinds)
         self.builder.call(self._programs[s][kinds], s, place.replica, j)
+        if kinds == (Kind.FORWARD,):
+            self._mover.leave(place, j)
         if Kind.FORWARD in kinds and s + 1 < len(self.layout.stages):
             self._leave(place, self._worker(s + 1, r, j), [Name(Role.ACTIVATION, t) for t in section.leaving], j)
         if s and (Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds):

@@ -6,7 +6,7 @@ instruction that writes it to the last that reads it, a program's temporaries du
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,9 @@ COMPONENTS = {
     "residual": (Role.RESIDUAL,),
     "state": (),  # with keys, totals and counters
     "batch": (Role.BATCH,),
-    "stash": (Role.STASH, Role.SAVED),
+    "stash": (Role.STASH, Role.SAVED, Role.PIECE),
     "messages": (Role.ACTIVATION, Role.COTANGENT, Role.RESULT),
+    "peers": (),  # parts of other stages' stashes
 }
 _COMPONENT = {role: name for name, roles in COMPONENTS.items() for role in roles}
 
@@ -42,18 +43,22 @@ class Peak:
       temporary: of these, the temporaries of the call in which that is.
       label: of the call.
       parts: of the rest, bytes by component (``COMPONENTS``).
+      host: the most bytes at once in the host's memory, which are not the device's.
     """
 
     total: int
     temporary: int
     label: str
     parts: dict[str, int] = field(default_factory=dict)
+    host: int = 0
 
     @property
     def components(self) -> dict[str, int]:
         """All bytes by component."""
         sizes = {name: self.parts.get(name, 0) for name in COMPONENTS}
-        return {name: n for name, n in sizes.items() if n or name != "residual"} | {"temporaries": self.temporary}
+        return {name: n for name, n in sizes.items() if n or name not in ("residual", "peers")} | {
+            "temporaries": self.temporary
+        }
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def walk(calls: CallList, devices: StageDevices, needs: Mapping[tuple[int, Place
             memory.call(instruction, needs.get((instruction.program, instruction.place), NOTHING))
         for register in left:
             memory.drop(register)
-    return memory.peaks
+    return {d: replace(peak, host=memory.host_peaks.get(d, 0)) for d, peak in memory.peaks.items()}
 
 
 class _Memory:
@@ -123,6 +128,9 @@ class _Memory:
         self._sizes = [array_bytes(aval) for aval in calls.avals]
         self._alive: dict[int, dict[Any, int]] = {}
         self._waiting: set[int] = set()
+        self._in_host: dict[int, Any] = {}
+        self._host: dict[Any, int] = defaultdict(int)
+        self.host_peaks: dict[Any, int] = {}
 
     def add(self, register: int, place: Place) -> None:
         """Reserve an array."""
@@ -135,12 +143,21 @@ class _Memory:
 
     def drop(self, register: int) -> None:
         """Free an array."""
+        if register in self._in_host:
+            self._host[self._in_host.pop(register)] -= self._sizes[register]
+            return
         for device, size in self._alive.pop(register, {}).items():
             self._held[device] -= size
             self._parts[device][self._components[register]] -= size
 
     def send(self, send: Send) -> None:
         """Receive a message. One that is kept for the backward pass is a message until its stage reads it."""
+        if send.to_host:
+            device = self._devices.at(send.target)
+            self._in_host |= dict.fromkeys(send.writes, device)
+            self._host[device] += sum(self._sizes[register] for register in send.writes)
+            self.host_peaks[device] = max(self.host_peaks.get(device, 0), self._host[device])
+            return
         for register in send.writes:
             if self._components[register] == "stash":
                 self._waiting.add(register)
@@ -218,6 +235,9 @@ def _components(calls: CallList) -> dict[int, str]:
     components_of: dict[int, str] = {}
     for register in range(len(calls.avals)):
         component = _COMPONENT.get(names[register].role, "state") if register in names else "state"
+        if register in calls.away:
+            components_of[register] = "peers"
+            continue
         places = touched[register]
         kept = component == "messages" and len(places) > len(set(places))
         components_of[register] = "stash" if kept else component

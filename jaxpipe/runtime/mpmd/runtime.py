@@ -261,8 +261,12 @@ class MpmdRuntime:
     def bytes(self) -> Bytes:
         """Return the most bytes that each device needs at once in a step."""
         peaks = peak_bytes(self.compiled_step, self.devices)
-        order = self.planned.mesh.devices.flatten().tolist()
-        return Bytes(tuple(peaks[d].total for d in order), tuple(peaks[d].temporary for d in order), (0,) * len(order))
+        each = [peaks[d] for d in self.planned.mesh.devices.flat]
+        return Bytes(
+            tuple(peak.total for peak in each),
+            tuple(peak.temporary for peak in each),
+            tuple(peak.host for peak in each),
+        )
 
     @cached_property
     def _layout(self) -> Layout:

@@ -56,6 +56,7 @@ class Role(enum.Enum):
     SAVED = "saved"
     RESULT = "result"
     STATISTIC = "statistic"
+    PIECE = "piece"
 
     @property
     def is_of_microbatch(self) -> bool:
@@ -71,6 +72,7 @@ _OF_MICROBATCH = {
     Role.SAVED,
     Role.RESULT,
     Role.STATISTIC,
+    Role.PIECE,
 }
 
 
@@ -349,6 +351,13 @@ def _stash_avals(section: Section) -> dict[Name, Any]:
         if t in kept
         for name, aval in zip(_stash_names(section, t, len(avals)), avals, strict=True)
     }
+
+
+def stash_names(section: Section, t: int) -> list[Name]:
+    """Return the arrays that a tensor of a stash is stored as; none if it is not stored."""
+    assert section.stage is not None
+    counts = dict(zip(section.stage.storage.stored, map(len, section.stage.stash_avals), strict=True))
+    return _stash_names(section, t, counts[t]) if t in counts else []
 
 
 def _stash_names(section: Section, t: int, count: int) -> list[Name]:

@@ -1,0 +1,86 @@
+"""The memory that a stage's stash may use elsewhere: peers with room, and the host's, over several links at once."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxpipe.pipeline.stash_swap import SwapTarget
+
+
+#: Most targets of a stage's swaps, the host among them.
+MOST_TARGETS = 4
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link from a stage's device to other memory.
+
+    Attributes:
+      bandwidth: bytes per second, in each direction.
+      latency: seconds.
+      room: bytes that are free there.
+    """
+
+    bandwidth: float
+    latency: float
+    room: float
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Targets for the stashes of a stage.
+
+    Attributes:
+      targets: with the shares of their bandwidths.
+      bandwidth: bytes per second of all links together.
+      latency: of the slowest one, seconds.
+      most_bytes: of each stash, as many as fit the room of every target.
+    """
+
+    targets: tuple[SwapTarget, ...]
+    bandwidth: float
+    latency: float
+    most_bytes: float
+
+
+def choose_targets(links: Mapping[int, Link], away: int, needed: float) -> Targets | None:
+    """Return the fastest targets with room for the bytes that have to leave, else those with most room.
+
+    Args:
+      links: by stage, or ``HOST``; those without bandwidth or room are not used.
+      away: stashes that are away at once.
+      needed: bytes of each stash that have to leave.
+
+    Returns:
+      None if there are no targets.
+
+    Example:
+      >>> links = {2: Link(2e9, 0.0, 100), 3: Link(1e9, 0.0, 100), HOST: Link(5e8, 0.0, math.inf)}
+      >>> [target.stage for target in choose_targets(links, 2, 60).targets]
+      [2, 3]
+      >>> [target.stage for target in choose_targets(links, 2, 1000).targets]
+      [-1]
+    """
+    usable = [t for t, link in links.items() if link.bandwidth > 0 and link.room > 0]
+    candidates = []
+    for count in range(1, min(MOST_TARGETS, len(usable)) + 1):
+        for stages in itertools.combinations(usable, count):
+            candidates.append(_together({t: links[t] for t in stages}, away))
+    if not candidates:
+        return None
+    enough = [targets for targets in candidates if targets.most_bytes >= needed]
+    if enough:
+        return max(enough, key=lambda targets: (targets.bandwidth, -len(targets.targets)))
+    return max(candidates, key=lambda targets: (targets.most_bytes, targets.bandwidth))
+
+
+def _together(links: Mapping[int, Link], away: int) -> Targets:
+    """Slices in proportion to bandwidth, so that all links take as long."""
+    finite = all(math.isfinite(link.bandwidth) for link in links.values())
+    total = sum(link.bandwidth for link in links.values()) if finite else len(links)
+    shares = {t: (link.bandwidth if finite else 1.0) / total for t, link in links.items()}
+    most = min(links[t].room / (max(1, away) * share) for t, share in shares.items())
+    bandwidth = total if finite else math.inf
+    targets = tuple(SwapTarget(t, share) for t, share in shares.items())
+    return Targets(targets, bandwidth, max(link.latency for link in links.values()), most)

@@ -242,6 +242,11 @@ class ListBuilder:
         for k, instruction in enumerate(instructions):
             last.update(dict.fromkeys((*instruction.reads, *instruction.writes), k))
         final, given = set(wanted.values()), set(self.inputs.values())
+        needed = dict(last)  # an array, as long as parts of it are, which share its memory
+        for instruction in reversed(instructions):
+            if isinstance(instruction, Split):
+                (whole,) = instruction.reads
+                needed[whole] = max(needed[whole], *(needed[part] for part in instruction.writes))
         dropped: list[list[int]] = [[] for _ in instructions]
         for register, k in last.items():
             if register not in final:
@@ -253,7 +258,7 @@ class ListBuilder:
             free = {
                 position
                 for position, register in enumerate(instruction.reads)
-                if last[register] == k
+                if needed[register] == k
                 and register not in final
                 and instruction.reads.count(register) == 1
                 and register not in self.kept

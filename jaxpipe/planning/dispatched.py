@@ -6,6 +6,7 @@ host     c s c s c c s c ...                 one after the other; no work begins
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
 from jaxpipe.schedules.joined import program_kinds
@@ -55,24 +56,78 @@ def dispatched_timeline(
       forward, backward_input, backward_weight: seconds of a micro-batch, by stage.
       dispatching: messages and processes.
     """
-    p, count = schedule.num_stages, schedule.total_stages
+    count = schedule.total_stages
     first = {s: {kinds[0] for kinds in program_kinds(schedule, s)} for s in range(count)}
     whole = Kind.BACKWARD_INPUT if schedule.splits_backward else Kind.BACKWARD
 
     def called(kind: Kind, seconds: Sequence[float]) -> list[float]:
         return [n + (CALL_SECONDS if kind in first[s] else 0.0) for s, n in enumerate(seconds)]
 
-    crosses = [p > 1] * (count - 1)
-    ahead = [dispatching.messages[s][0] + SEND_SECONDS if crosses[s] else 0.0 for s in range(count - 1)]
-    back = [dispatching.messages[s + 1][1] + SEND_SECONDS if crosses[s] else 0.0 for s in range(count - 1)]
     return simulate(
         schedule,
         forward=called(Kind.FORWARD, forward),
         backward_input=called(whole, backward_input),
         backward_weight=called(Kind.BACKWARD_WEIGHT, backward_weight),
-        communication=list(zip(ahead, back, strict=True)),
+        communication=_links(schedule, dispatching),
         begins=_begins(schedule, first, dispatching.processes),
         lockstep=False,
+    )
+
+
+def _links(schedule: Schedule, dispatching: Dispatching) -> list[tuple[float, float]]:
+    """Return the seconds of the messages between each stage and the next, forward and back."""
+    if schedule.num_stages == 1:
+        return [(0.0, 0.0)] * (schedule.total_stages - 1)
+    messages = dispatching.messages
+    ahead = [messages[s][0] + SEND_SECONDS for s in range(schedule.total_stages - 1)]
+    back = [
+        messages[s + 1][1] + SEND_SECONDS if s >= schedule.frozen else 0.0 for s in range(schedule.total_stages - 1)
+    ]
+    return list(zip(ahead, back, strict=True))
+
+
+class SearchArguments(TypedDict):
+    """Arguments of ``jaxpipe.schedules.list_schedule`` and ``makespan_bound`` besides the size."""
+
+    forward: list[float]
+    backward_input: list[float]
+    backward_weight: list[float]
+    backward: list[float]
+    communication: list[tuple[float, float]]
+    in_flight: list[int]
+    num_chunks: int
+
+
+def search_arguments(
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward_input: Sequence[float],
+    backward_weight: Sequence[float],
+    dispatching: Dispatching,
+) -> SearchArguments:
+    """Return the arguments of a search for other orders of the same work, with as many stashes as a table keeps.
+
+    The last stage is charged one call for its forward and backward work, as if it did both at once. So no order has a
+    shorter timeline than the bound for these arguments.
+
+    Args:
+      schedule: the table.
+      forward, backward_input, backward_weight: seconds of a micro-batch, by stage, as if it split the backward pass.
+      dispatching: messages and processes.
+    """
+    stages = range(schedule.total_stages)
+    trained = [s >= schedule.frozen for s in stages]
+    call = [CALL_SECONDS * (trained[s] and s + 1 < len(stages)) for s in stages]
+    weight = [(seconds + CALL_SECONDS) * trained[s] for s, seconds in enumerate(backward_weight)]
+    most = schedule.num_microbatches * schedule.num_chunks
+    return SearchArguments(
+        forward=[seconds + CALL_SECONDS for seconds in forward],
+        backward_input=[seconds * trained[s] + call[s] for s, seconds in enumerate(backward_input)],
+        backward_weight=weight,
+        backward=[(backward_input[s] + backward_weight[s]) * trained[s] + call[s] for s in stages],
+        communication=_links(schedule, dispatching),
+        in_flight=[most if schedule.frozen else schedule.in_flight(d) for d in range(schedule.num_stages)],
+        num_chunks=schedule.num_chunks,
     )
 
 

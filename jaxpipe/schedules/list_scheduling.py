@@ -51,6 +51,7 @@ def list_schedule(
     forward: Seconds,
     backward_input: Seconds,
     backward_weight: Seconds,
+    backward: Seconds | None = None,
     communication: float | Sequence[tuple[float, float]] = 0.0,
     in_flight: int | Sequence[int] | None = None,
     num_chunks: int = 1,
@@ -70,6 +71,7 @@ def list_schedule(
       num_stages: devices.
       num_microbatches: of a step.
       forward, backward_input, backward_weight: seconds of a micro-batch, for all stages or by stage.
+      backward: of the backward pass as a whole; left out: the sum of its parts.
       communication: seconds of a message; or a pair for each stage and the next, forward and back.
       in_flight: most stashes of a device, for all or by device; left out: ``num_stages * num_chunks``, as many bytes
         as ``num_stages`` micro-batches have on a device.
@@ -83,9 +85,8 @@ def list_schedule(
       >>> table.simulate(forward=[1, 2, 1, 1], backward_input=1, backward_weight=1).makespan
       33.0
     """
-    problem = _problem(
-        num_stages, num_microbatches, num_chunks, forward, backward_input, backward_weight, communication, in_flight
-    )
+    times = forward, backward_input, backward_weight, backward
+    problem = _problem(num_stages, num_microbatches, num_chunks, times, communication, in_flight)
     fixed = [(problem.makespan(table), table) for table in _fixed_tables(problem)]
     best, seconds = None, min((makespan for makespan, _ in fixed), default=math.inf)
     for splits in (True, False) if any(problem.backward_weight) else (False,):
@@ -114,11 +115,12 @@ def makespan_bound(
     forward: Seconds,
     backward_input: Seconds,
     backward_weight: Seconds,
+    backward: Seconds | None = None,
     communication: float | Sequence[tuple[float, float]] = 0.0,
     in_flight: int | Sequence[int] | None = None,
     num_chunks: int = 1,
 ) -> float:
-    """Return seconds that no order of work stays below, whether it splits the backward pass or not.
+    """Return a lower bound of the seconds of a step, for every order of work with or without a split backward pass.
 
     For each device: until its first message arrives it waits; before its first backward work it does no more forward
     work than its stashes have room for, and after its last no more work for weights; and a stash stays for the round
@@ -126,8 +128,7 @@ def makespan_bound(
 
     Args:
       num_stages, num_microbatches, num_chunks: the size.
-      forward, backward_input, backward_weight, communication, in_flight: as ``list_schedule`` takes them. For orders
-        that do not split the backward pass the bound is higher with all of it in ``backward_input``.
+      forward, backward_input, backward_weight, backward, communication, in_flight: as ``list_schedule`` takes them.
 
     Raises:
       ScheduleError: as ``list_schedule`` does.
@@ -136,11 +137,9 @@ def makespan_bound(
       >>> makespan_bound(8, 16, forward=1, backward_input=1, backward_weight=1)  # zero-bubble H1 takes as long
       55.0
     """
-    return _bound(
-        _problem(
-            num_stages, num_microbatches, num_chunks, forward, backward_input, backward_weight, communication, in_flight
-        )
-    )
+    times = forward, backward_input, backward_weight, backward
+    problem = _problem(num_stages, num_microbatches, num_chunks, times, communication, in_flight)
+    return min(_bound(problem), _bound(problem.whole))
 
 
 @dataclass(frozen=True)
@@ -153,43 +152,38 @@ class _Problem:
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
+    backward: tuple[float, ...]
     links: tuple[tuple[float, float], ...]
     in_flight: tuple[int, ...]
 
     @property
     def whole(self) -> "_Problem":
         """The problem with a backward pass that is not split."""
-        parts = zip(self.backward_input, self.backward_weight, strict=True)
-        return replace(
-            self, backward_input=tuple(i + w for i, w in parts), backward_weight=(0.0,) * len(self.backward_input)
-        )
+        return replace(self, backward_input=self.backward, backward_weight=(0.0,) * len(self.backward))
 
     @property
     def costliest(self) -> int:
         """The stage with the most work."""
-        work = [sum(x) for x in zip(self.forward, self.backward_input, self.backward_weight, strict=True)]
+        work = [sum(x) for x in zip(self.forward, self.backward, strict=True)]
         return work.index(max(work))
 
     def makespan(self, schedule: Schedule) -> float:
         """Return the seconds of a step with some table."""
-        timeline = simulate(
-            schedule,
-            forward=self.forward,
-            backward_input=self.backward_input,
-            backward_weight=self.backward_weight,
-            communication=self.links,
-            lockstep=False,
-        )
-        return timeline.makespan
+        walk = functools.partial(simulate, schedule, forward=self.forward, communication=self.links, lockstep=False)
+        if schedule.splits_backward:
+            return walk(backward_input=self.backward_input, backward_weight=self.backward_weight).makespan
+        return walk(backward=self.backward).makespan
+
+
+#: Seconds forward, backward in two parts, and backward as a whole.
+_Times = tuple[Seconds, Seconds, Seconds, Seconds | None]
 
 
 def _problem(
     num_stages: int,
     num_microbatches: int,
     num_chunks: int,
-    forward: Seconds,
-    backward_input: Seconds,
-    backward_weight: Seconds,
+    times: _Times,
     communication: float | Sequence[tuple[float, float]],
     in_flight: int | Sequence[int] | None,
 ) -> _Problem:
@@ -200,13 +194,17 @@ def _problem(
         raise ScheduleError(f"num_chunks={chunks}; a device has at least 1 stage.")
     count = num_stages * chunks
     links = _links(communication, count)
+    names = ("forward", "backward_input", "backward_weight")
+    forward, first, second = (_by_stage(name, x, count) for name, x in zip(names, times[:3], strict=True))
+    both = tuple(i + w for i, w in zip(first, second, strict=True))
     return _Problem(
         num_stages,
         num_microbatches,
         chunks,
-        _by_stage("forward", forward, count),
-        _by_stage("backward_input", backward_input, count),
-        _by_stage("backward_weight", backward_weight, count),
+        forward,
+        first,
+        second,
+        both if times[3] is None else _by_stage("backward", times[3], count),
         links if num_stages > 1 else ((0.0, 0.0),) * (count - 1),
         _limits(in_flight, num_stages, num_microbatches, chunks),
     )
@@ -283,13 +281,12 @@ def _graph(problem: _Problem, splits: bool) -> WorkGraph:
         operations.append(Operation(Kind.FORWARD, s, d, problem.forward[s], arrives, 1, room))
         returns = ((parts * (s + 1) + 1, problem.links[s][1]),) if s + 1 < count else ()
         needs = ((parts * s, 0.0), *returns)
-        first, second = problem.backward_input[s], problem.backward_weight[s]
         if splits:
-            operations.append(Operation(Kind.BACKWARD_INPUT, s, d, first, needs))
-            weight = Operation(Kind.BACKWARD_WEIGHT, s, d, second, ((parts * s + 1, 0.0),), -1)
-            operations.append(weight)
+            operations.append(Operation(Kind.BACKWARD_INPUT, s, d, problem.backward_input[s], needs))
+            needs = ((parts * s + 1, 0.0),)
+            operations.append(Operation(Kind.BACKWARD_WEIGHT, s, d, problem.backward_weight[s], needs, -1))
         else:
-            operations.append(Operation(Kind.BACKWARD, s, d, first + second, needs, -1))
+            operations.append(Operation(Kind.BACKWARD, s, d, problem.backward[s], needs, -1))
     return WorkGraph(tuple(operations), p, problem.num_microbatches)
 
 

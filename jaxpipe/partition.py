@@ -1,5 +1,6 @@
 """``partition``: plan how a model is trained on a mesh."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -336,8 +337,16 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
         free = checks.make_schedules(checks.AUTO_FREE, request.num_stages, m)
         drafts = _of_schedules(request, traced, free, placed, sections)
         if drafts and drafts[0].runtime.name == "mpmd":
-            drafts = [found for found in drafts if found.runtime.name == "mpmd"]
-            return drafts + (searched_drafts(traced, drafts) if request.num_stages > 1 else [])
+            drafts = [candidate for candidate in drafts if candidate.runtime.name == "mpmd"]
+            if request.num_stages == 1:
+                return drafts
+            sources = list(drafts)
+            # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
+            if all(candidate.schedule.num_chunks == 1 for candidate in drafts):
+                chunked_tables = [schedule for schedule in free if schedule.num_chunks > 1]
+                with contextlib.suppress(checks.PartitionError):  # too few operators for so many stages
+                    sources += _of_schedules(request, traced, chunked_tables, placed, sections)
+            return drafts + searched_drafts(traced, drafts, sources)
     return _of_schedules(request, traced, schedules, placed, sections)
 
 

@@ -14,18 +14,17 @@ from jaxpipe.schedules import Schedule, list_schedule
 SHORTER = 0.01
 
 
-def searched_drafts(traced: Traced, drafts: Sequence[Draft]) -> list[Draft]:
-    """Return stage programs with searched schedules whose steps are shorter than those of fixed tables.
-
-    Each is shorter than all drafts with as many stages on a device that hold no more stashes on any.
+def searched_drafts(traced: Traced, drafts: Sequence[Draft], sources: Sequence[Draft]) -> list[Draft]:
+    """Return stage programs with searched schedules that are shorter than others, or hold fewer bytes of stashes.
 
     Args:
       traced: what is planned.
       drafts: stage programs with fixed tables.
+      sources: these and others, of which the fastest for each number of stages on a device gives cuts and seconds.
     """
-    searched: list[Draft] = []
-    for chunks in sorted({fixed.schedule.num_chunks for fixed in drafts}):
-        alike = sorted((x for x in drafts if x.schedule.num_chunks == chunks), key=lambda x: x.seconds)
+    best = list(drafts)
+    for chunks in sorted({source.schedule.num_chunks for source in sources}):
+        alike = sorted((x for x in sources if x.schedule.num_chunks == chunks), key=lambda x: x.seconds)
         fixed = alike[0]
         size = fixed.schedule.num_stages, fixed.schedule.num_microbatches
         arguments = stage_search_arguments(fixed.program, fixed.found)
@@ -34,27 +33,29 @@ def searched_drafts(traced: Traced, drafts: Sequence[Draft]) -> list[Draft]:
             arguments["in_flight"] = list(limits)
             maker = functools.partial(list_schedule, **arguments)
             schedule = checks.check_schedule(maker(*size), *size)
-            if any(x.schedule.name == schedule.name for x in alike):
-                continue
             candidate = draft(
                 fixed.request, traced, fixed.found, schedule, fixed.stages, fixed.program.sections, maker=maker
             )
-            least = min((x.seconds for x in alike if _keeps(x.schedule, limits)), default=float("inf"))
-            if candidate.runtime.name == "mpmd" and candidate.seconds < (1 - SHORTER) * least:
-                searched.append(candidate)
-    return searched
+            if candidate.runtime.name == "mpmd" and not any(_dominates(other, candidate) for other in best):
+                best.append(candidate)
+    return best[len(drafts) :]
+
+
+def _dominates(other: Draft, candidate: Draft) -> bool:
+    """Return whether a draft is about as short as a candidate or shorter, and holds no more bytes of stashes."""
+    about = (1 - SHORTER) * other.seconds
+    return about <= candidate.seconds and other.waiting_bytes <= candidate.waiting_bytes
 
 
 def _limits(schedules: Sequence[Schedule]) -> Iterator[tuple[int, ...]]:
     """Yield the most stashes of each device: those of the first of some tables, and the fewest of any.
 
-    The fewest are at most as many as there are stages: 1F1B's, or, with several stages on a device, as many bytes.
+    With several stages on a device it is a stash of each for as many micro-batches as there are devices: as many bytes
+    as zero-bubble holds with one.
     """
+    first, *_ = schedules
+    if first.num_chunks > 1:
+        yield (first.total_stages,) * first.num_stages
+        return
     rows = [tuple(schedule.in_flight(d) for d in range(schedule.num_stages)) for schedule in schedules]
-    fewest = tuple(min(n, schedules[0].total_stages) for n in min(rows, key=sum))
-    yield from dict.fromkeys((rows[0], fewest))
-
-
-def _keeps(schedule: Schedule, limits: Sequence[int]) -> bool:
-    """Return whether a table holds at most so many stashes on each device."""
-    return all(schedule.in_flight(d) <= limit for d, limit in enumerate(limits))
+    yield from dict.fromkeys((rows[0], min(rows, key=sum)))

@@ -1,5 +1,6 @@
 """``partition``: plan how a model is trained on a mesh."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.precision import check_effect, check_gradient_dtype
 from jaxpipe.pipeline.program import DATA
 from jaxpipe.pipeline.request import Request
+from jaxpipe.pipeline.searched import searched_drafts
 from jaxpipe.pipeline.sections import Placement, Section, places_to_cut, variable_spans
 from jaxpipe.pipeline.statistics import FEW_EXAMPLES, find_statistics
 from jaxpipe.pipeline.step import Batching
@@ -131,9 +133,11 @@ def partition(
         over examples (BatchNorm), so few that each has 4 of them. A ``FewExamplesWarning`` tells of fewer.
       schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
         common spelling (``"1f1b"``, ``"GPipe"``, ``"zb"``). ``"auto"``: the one whose step is predicted to be the
-        shortest within the budget, of the textbook's 1F1B, interleaved, zero-bubble and GPipe with a program for each
-        stage (of those within 2 %, the one that keeps the fewest bytes of stashes), and of 1F1B (in pair ticks, the
-        textbook's, interleaved) and zero-bubble in one program. It never chooses an asynchronous schedule.
+        shortest within the budget. With a program for each stage these are the textbook's 1F1B, interleaved,
+        zero-bubble, GPipe, and, where over 1 % shorter, an order that is searched for with the seconds of the stages
+        (``jaxpipe.schedules.list_schedule``); of those within 2 %, the one that keeps the fewest bytes of stashes. In
+        one program they are 1F1B (in pair ticks, the textbook's, interleaved) and zero-bubble. It never chooses an
+        asynchronous schedule.
       profile: ``"measured"`` (the default) runs operators on one device, once for a program (see
         ``profile_model``); ``"analytic"`` estimates them; or a ``Profile``.
       network: the links between the devices, in the order of ``mesh.devices.flat``. It decides which device runs which
@@ -292,7 +296,7 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
         other = _place(request, traced, charged, schedule.num_chunks, False if teams.single else teams.widths)
         bound = before.found.lower_bound_seconds
         other = replace(other, profile=traced.profile, lower_bound_seconds=bound)
-        return draft(request, traced, other, schedule, *sections_for(request, traced, other))
+        return draft(request, traced, other, schedule, *sections_for(request, traced, other), before.maker)
 
     ways = (request.replicate,) if request.replicate is not True else (False, True)
     drafts: list[Draft] = []
@@ -333,7 +337,16 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
         free = checks.make_schedules(checks.AUTO_FREE, request.num_stages, m)
         drafts = _of_schedules(request, traced, free, placed, sections)
         if drafts and drafts[0].runtime.name == "mpmd":
-            return [found for found in drafts if found.runtime.name == "mpmd"]
+            drafts = [candidate for candidate in drafts if candidate.runtime.name == "mpmd"]
+            if request.num_stages == 1:
+                return drafts
+            sources = list(drafts)
+            # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
+            if all(candidate.schedule.num_chunks == 1 for candidate in drafts):
+                chunked_tables = [schedule for schedule in free if schedule.num_chunks > 1]
+                with contextlib.suppress(checks.PartitionError):  # too few operators for so many stages
+                    sources += _of_schedules(request, traced, chunked_tables, placed, sections)
+            return drafts + searched_drafts(traced, drafts, sources)
     return _of_schedules(request, traced, schedules, placed, sections)
 
 

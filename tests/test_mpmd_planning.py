@@ -1,6 +1,7 @@
 """Plans for stage programs: their timeline, the bytes of each device, budgets, and when one program is better."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import jaxpipe
 from jaxpipe import _compat
 from jaxpipe.errors import MemoryBudgetError, ScheduleError
 from jaxpipe.planning.dispatched import CALL_SECONDS, SEND_SECONDS, Dispatching, dispatched_timeline
-from jaxpipe.schedules import Teams, gpipe, one_f_one_b, simulate, zero_bubble
+from jaxpipe.schedules import Teams, gpipe, interleaved, one_f_one_b, simulate, zero_bubble
 
 
 WIDTH, LAYERS, ROWS, M = 64, 8, 32, 8
@@ -213,3 +214,51 @@ def test_longer_stages_are_programs_of_their_own():
 
 def test_a_budget_takes_stage_programs():
     assert planned(memory="1GiB", **shapes(8)).plan.runtime == "mpmd"
+
+
+UNEVEN = [256, 512, 1024, 256, 768, 1024, 512, 256, 1024]
+
+
+def uneven(**options):
+    """A plan of four stages that cannot be cut evenly."""
+    values = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in itertools.pairwise(UNEVEN)]
+    batch = jax.ShapeDtypeStruct((12 * 128, UNEVEN[0]), jnp.float32)
+    return planned(stages=4, values=values, batch=batch, num_microbatches=12, **options)
+
+
+def test_a_budget_without_room_for_zero_bubble_takes_a_searched_schedule():
+    fixed = uneven().plan
+    assert uneven(schedule="zero_bubble").plan.predicted_bytes > 1.3 * fixed.predicted_bytes
+    pipeline = uneven(schedule="auto", memory=fixed.predicted_bytes, compile=False)
+    plan, table = pipeline.plan, pipeline.schedule
+    assert plan.schedule == table.name == "list-schedule"
+    assert plan.step_seconds < 0.97 * fixed.step_seconds
+    assert plan.predicted_bytes <= fixed.predicted_bytes
+    assert all(table.in_flight(d) <= stage.in_flight for d, stage in enumerate(fixed.stages))
+    assert pipeline.timeline().makespan == plan.step_seconds
+    assert 0 <= plan.schedule_gap < 0.01 and fixed.schedule_gap > 0.02
+    assert "longer than with any other order" in str(plan)
+    assert jaxpipe.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("schedule", [textbook, zero_bubble, gpipe, interleaved])
+def test_no_table_is_below_the_bound_of_its_plan(schedule):
+    plan = planned(schedule=schedule, stages=2).plan
+    assert 0 < plan.schedule_bound_seconds <= plan.step_seconds * (1 + 1e-9)
+
+
+def test_one_program_has_no_bound_for_its_schedule():
+    plan = planned(runtime="spmd").plan
+    assert plan.schedule_gap is None and "any other order" not in str(plan)
+
+
+def test_two_stages_on_each_device_take_less_than_zero_bubble_with_a_searched_schedule():
+    values = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 16
+    batch = jax.ShapeDtypeStruct((16 * 1024, 512), jnp.float32)
+    network = jaxpipe.Network.uniform(4, 50e9, latency_seconds=1e-5)
+    options = {"stages": 4, "values": values, "batch": batch, "num_microbatches": 16, "network": network}
+    searched, fixed = (planned(schedule=schedule, **options).plan for schedule in ("auto", "zero_bubble"))
+    assert searched.schedule == "list-schedule-2" and len(searched.stages) == 8
+    assert searched.step_seconds < 0.98 * fixed.step_seconds
+    # Two stages on a device have one stash each where zero-bubble has a whole one, of at most four micro-batches.
+    assert all(searched.stages[d].in_flight + searched.stages[d + 4].in_flight <= 2 * 2 * 4 for d in range(4))

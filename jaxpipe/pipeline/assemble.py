@@ -97,6 +97,7 @@ class Draft:
       stages: the stage of every variable.
       program: what would run.
       schedule: its table, as if all stages were trained.
+      maker: what made the table, if it was searched for with the seconds of these stages.
     """
 
     request: Request
@@ -104,6 +105,7 @@ class Draft:
     stages: Placement
     program: Program
     schedule: Schedule
+    maker: checks.ScheduleMaker | None = None
 
     @cached_property
     def runtime(self) -> RuntimeChoice:
@@ -146,8 +148,9 @@ def draft(
     schedule: Schedule,
     stages: Placement,
     sections: tuple[Section, ...],
+    maker: checks.ScheduleMaker | None = None,
 ) -> Draft:
-    """The program for sections and a schedule, in which all stages are trained."""
+    """The program for sections and a schedule, in which all stages are trained; ``maker`` as ``Draft`` has it."""
     model, devices = traced.model, range(schedule.num_stages)
     placement = stages.on_devices(schedule.num_stages)
     held = [placement.held_by(d)[0] for d in devices]
@@ -168,7 +171,7 @@ def draft(
     swaps = request.budget is not None and request.network is not None and program.may_swap
     if swaps and choose_runtime(request, program, found).name == "spmd":
         found = _map_for_swaps(program, found)
-    return Draft(request, found, stages, program, schedule)
+    return Draft(request, found, stages, program, schedule, maker)
 
 
 def frozen_stages(traced: Traced, sections: Sequence[Section]) -> int:
@@ -346,7 +349,7 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
             update=update,
             batching=traced.batching,
             policy=request.policy,
-            schedules=request.schedules,
+            schedules=request.schedules if found.maker is None else (found.maker, *request.schedules),
             retrace=lambda one: trace_loss(model, request.loss, one).training(traced_update.trained),
         )
         return lists.with_bytes(settled) if runtime == "mpmd" else settled

@@ -20,13 +20,13 @@ from jaxpipe.pipeline.sections import Section
 from jaxpipe.pipeline.swap import exchange_seconds
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.planning.costs import Synchronous, Team
-from jaxpipe.planning.dispatched import Dispatching, dispatched_timeline
+from jaxpipe.planning.dispatched import Dispatching, SearchArguments, dispatched_timeline, search_arguments
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import FrozenPlan, HostPlan, Plan, StagePlan, StashPiece
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.rates import Rates, known_rates
-from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
+from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
 from jaxpipe.schedules.peers import Links
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.schedules.swaps import HOST
@@ -66,7 +66,11 @@ def rates_in(profile: Profile) -> Rates:
 
 
 def stage_seconds(
-    program: Program, found: Partition, added: Sequence[float] | None = None, own_sums: bool = False
+    program: Program,
+    found: Partition,
+    added: Sequence[float] | None = None,
+    own_sums: bool = False,
+    splits: bool | None = None,
 ) -> list[StageSeconds]:
     """Seconds of every stage.
 
@@ -75,7 +79,9 @@ def stage_seconds(
       added: by what storage within a budget costs.
       own_sums: whether backward work adds a stage's gradients to their sums, at the rate of memory; where one program
         does so for all stages, its timeline counts that by tick.
+      splits: whether the backward work comes in two parts; left out: as the program's schedule has it.
     """
+    splits = program.schedule.splits_backward if splits is None else splits
     profile, rates = found.profile, rates_in(found.profile)
     seconds = []
     for s, (section, placed) in enumerate(zip(program.sections, found.stages, strict=True)):
@@ -83,7 +89,7 @@ def stage_seconds(
         backward = sum(profile.backward_seconds[operators]) + (0.0 if added is None else added[s])
         if own_sums and program.num_microbatches > 1:
             backward += _summing_bytes(program, section) / rates.bytes
-        share = _weight_share(section, rates) if program.schedule.splits_backward else 0.0
+        share = _weight_share(section, rates) if splits else 0.0
         seconds.append(StageSeconds(sum(profile.forward_seconds[operators]), backward, share * backward))
     return seconds
 
@@ -159,13 +165,35 @@ def stage_timeline(
       program, found, seconds: the stages.
       processes: by device along the stage axis, the process of each replica.
     """
-    speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
     return dispatched_timeline(
         program.schedule,
-        [stage.forward / s for stage, s in zip(seconds, speed, strict=True)],
-        [(stage.backward - stage.weight) / s for stage, s in zip(seconds, speed, strict=True)],
-        [stage.weight / s for stage, s in zip(seconds, speed, strict=True)],
+        *_seconds_on_devices(found, seconds),
         Dispatching(message_seconds(program, found), processes, program.teams),
+    )
+
+
+def stage_search_arguments(program: Program, found: Partition, added: Sequence[float] | None = None) -> SearchArguments:
+    """Return the arguments of a search for a schedule of stage programs (``jaxpipe.schedules.list_schedule``).
+
+    Args:
+      program, found: the stages.
+      added: by what storage within a budget costs.
+    """
+    seconds = stage_seconds(program, found, added, own_sums=True, splits=True)
+    dispatching = Dispatching(message_seconds(program, found), (), program.teams)
+    return search_arguments(program.schedule, *_seconds_on_devices(found, seconds), dispatching)
+
+
+def _seconds_on_devices(
+    found: Partition, seconds: Sequence[StageSeconds]
+) -> tuple[list[float], list[float], list[float]]:
+    """Return the seconds of each stage on its own devices: forward, backward for inputs, and for weights."""
+    speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
+    pairs = list(zip(seconds, speed, strict=True))
+    return (
+        [stage.forward / s for stage, s in pairs],
+        [(stage.backward - stage.weight) / s for stage, s in pairs],
+        [stage.weight / s for stage, s in pairs],
     )
 
 
@@ -257,6 +285,7 @@ def describe(
             )
         )
     timeline = runtime_timeline(request, program, found, seconds, runtime)
+    bound = _schedule_bound(program, found, fitted) if runtime == "mpmd" else 0.0
     described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
     return Plan(
         stages=tuple(stages),
@@ -269,6 +298,7 @@ def describe(
         step_seconds=step_seconds(program, found, timeline),
         bubble_fraction=_idle_share(timeline, program.teams.widths),
         lower_bound_seconds=found.lower_bound_seconds,
+        schedule_bound_seconds=bound,
         budget=budget,
         memory=memory,
         host=_host(request, program),
@@ -278,6 +308,13 @@ def describe(
         runtime=runtime,
         runtime_reason=chosen.reason,
     )
+
+
+def _schedule_bound(program: Program, found: Partition, fitted: Sequence[Fitted]) -> float:
+    """Return seconds that no order of the stages' work stays below with as many stashes as the program's schedule."""
+    schedule = program.schedule
+    arguments = stage_search_arguments(program, found, [fit.added_seconds for fit in fitted])
+    return makespan_bound(schedule.num_stages, schedule.num_microbatches, **arguments)
 
 
 def _sum_notes(program: Program) -> list[str]:

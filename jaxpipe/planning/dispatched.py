@@ -6,6 +6,7 @@ host     c s c s c c s c ...                 one after the other; no work begins
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
 from jaxpipe.schedules.joined import program_kinds
@@ -58,28 +59,81 @@ def dispatched_timeline(
       forward, backward_input, backward_weight: seconds of a micro-batch, by stage.
       dispatching: messages and processes.
     """
-    p, count = schedule.num_stages, schedule.total_stages
+    count = schedule.total_stages
     first = {s: {kinds[0] for kinds in program_kinds(schedule, s)} for s in range(count)}
     whole = Kind.BACKWARD_INPUT if schedule.splits_backward else Kind.BACKWARD
 
     teams = dispatching.teams
 
     def called(kind: Kind, seconds: Sequence[float]) -> list[float]:
-        return [teams.turns(s % p) * (n + CALL_SECONDS * (kind in first[s])) for s, n in enumerate(seconds)]
+        calls = [seconds[s] + CALL_SECONDS * (kind in first[s]) for s in range(count)]
+        return [teams.turns(s % schedule.num_stages) * n for s, n in enumerate(calls)]
 
-    def arrives(seconds: float) -> float:
-        return teams.most_turns * (seconds + SEND_SECONDS) if p > 1 else 0.0
-
-    ahead = [arrives(dispatching.messages[s][0]) for s in range(count - 1)]
-    back = [arrives(dispatching.messages[s + 1][1]) for s in range(count - 1)]
     return simulate(
         schedule,
         forward=called(Kind.FORWARD, forward),
         backward_input=called(whole, backward_input),
         backward_weight=called(Kind.BACKWARD_WEIGHT, backward_weight),
-        communication=list(zip(ahead, back, strict=True)),
+        communication=_links(schedule, dispatching),
         begins=_begins(schedule, first, dispatching),
         lockstep=False,
+    )
+
+
+def _links(schedule: Schedule, dispatching: Dispatching) -> list[tuple[float, float]]:
+    """Return the seconds of the messages between each stage and the next, forward and back."""
+    if schedule.num_stages == 1:
+        return [(0.0, 0.0)] * (schedule.total_stages - 1)
+    messages, rounds = dispatching.messages, dispatching.teams.most_turns
+    boundaries = range(schedule.total_stages - 1)
+    ahead = [rounds * (messages[s][0] + SEND_SECONDS) for s in boundaries]
+    back = [rounds * (messages[s + 1][1] + SEND_SECONDS) * (s >= schedule.frozen) for s in boundaries]
+    return list(zip(ahead, back, strict=True))
+
+
+class SearchArguments(TypedDict):
+    """Arguments of ``jaxpipe.schedules.list_schedule`` and ``makespan_bound`` besides the size."""
+
+    forward: list[float]
+    backward_input: list[float]
+    backward_weight: list[float]
+    backward: list[float]
+    communication: list[tuple[float, float]]
+    in_flight: list[int]
+    num_chunks: int
+
+
+def search_arguments(
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward_input: Sequence[float],
+    backward_weight: Sequence[float],
+    dispatching: Dispatching,
+) -> SearchArguments:
+    """Return the arguments of a search for other orders of the same work, with as many stashes as a table keeps.
+
+    The last stage is charged one call for its forward and backward work, as if it did both at once. So no order has a
+    shorter timeline than the bound for these arguments.
+
+    Args:
+      schedule: the table.
+      forward, backward_input, backward_weight: seconds of a micro-batch, by stage, as if it split the backward pass.
+      dispatching: messages and processes.
+    """
+    stages = range(schedule.total_stages)
+    turns = [dispatching.teams.turns(s % schedule.num_stages) for s in stages]
+    trained = [n * (s >= schedule.frozen) for s, n in enumerate(turns)]
+    call = [CALL_SECONDS * trained[s] * (s + 1 < len(stages)) for s in stages]
+    weight = [(seconds + CALL_SECONDS) * trained[s] for s, seconds in enumerate(backward_weight)]
+    most = schedule.num_microbatches * schedule.num_chunks
+    return SearchArguments(
+        forward=[n * (seconds + CALL_SECONDS) for n, seconds in zip(turns, forward, strict=True)],
+        backward_input=[seconds * trained[s] + call[s] for s, seconds in enumerate(backward_input)],
+        backward_weight=weight,
+        backward=[(backward_input[s] + backward_weight[s]) * trained[s] + call[s] for s in stages],
+        communication=_links(schedule, dispatching),
+        in_flight=[most if schedule.frozen else schedule.in_flight(d) for d in range(schedule.num_stages)],
+        num_chunks=schedule.num_chunks,
     )
 
 

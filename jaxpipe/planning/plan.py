@@ -158,6 +158,8 @@ class Plan:
       profile: where the seconds come from, ``"measured"`` or ``"analytic"``.
       step_seconds: predicted time of a step, without the optimizer.
       lower_bound_seconds: no cut and placement of this profile has a shorter step.
+      schedule_bound_seconds: no order of these stages' work on these devices has a shorter step with as many stashes in
+        flight, whether it splits the backward pass or not; 0 where this is not computed, with one program for all.
       bubble_fraction: share of the stages' time in which they wait.
       budget: bytes on each device at most, if the caller gave it; more, if it was raised.
       memory: predicted bytes on each device, by component; where devices differ, on the fullest.
@@ -212,6 +214,13 @@ class Plan:
     runtime_reason: str = ""
     each_device: tuple[int, ...] = ()
     device_memory: tuple[dict[str, int], ...] = ()
+    schedule_bound_seconds: float = 0.0
+
+    @property
+    def schedule_gap(self) -> float | None:
+        """Return the share by which the step is over the bound for its schedule; None if there is no bound."""
+        bound = self.schedule_bound_seconds
+        return max(0.0, self.step_seconds / bound - 1) if bound else None  # no less, for their sums round apart
 
     @property
     def predicted_bytes(self) -> int:
@@ -313,7 +322,8 @@ def _caption(plan: Plan, prefix: str) -> list[str]:
     limit = "" if plan.budget is None else f" of {bytes_text(plan.budget)}"
     limit += "" if plan.raised_from is None else f" (raised from {bytes_text(plan.raised_from)})"
     lines = [
-        f"step {1e3 * plan.step_seconds:.1f} ms ({plan.profile} profile), bubble {plan.bubble_fraction:.1%}",
+        f"step {1e3 * plan.step_seconds:.1f} ms ({plan.profile} profile), bubble {plan.bubble_fraction:.1%}"
+        f"{_gap_text(plan.schedule_gap)}",
         *([f"runtime {plan.runtime}: {plan.runtime_reason}"] if plan.runtime_reason else []),
         f"{bytes_text(plan.predicted_bytes)}{limit} {plan.where}: {parts}",
         *_device_lines(plan),
@@ -335,6 +345,13 @@ def _caption(plan: Plan, prefix: str) -> list[str]:
     if plan.per_stage:
         lines.append("the optimizer looks at each stage apart: other cuts give other updates")
     return [*lines, *plan.notes, *_storage_lines(plan)]
+
+
+def _gap_text(gap: float | None) -> str:
+    """Return how far a step is from the bound for its schedule, as the rest of a sentence."""
+    if gap is None:
+        return ""
+    return f", at most {gap:.1%} longer than with any other order of the same work"
 
 
 def _parts_text(memory: dict[str, int]) -> str:

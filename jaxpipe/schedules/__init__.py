@@ -9,6 +9,8 @@ from jaxpipe.schedules.asynchronous import double_buffered as double_buffered
 from jaxpipe.schedules.asynchronous import pipedream as pipedream
 from jaxpipe.schedules.gpipe import gpipe as gpipe
 from jaxpipe.schedules.interleaved import interleaved as interleaved
+from jaxpipe.schedules.list_scheduling import list_schedule as list_schedule
+from jaxpipe.schedules.list_scheduling import makespan_bound as makespan_bound
 from jaxpipe.schedules.notation import from_csv as from_csv
 from jaxpipe.schedules.notation import to_csv as to_csv
 from jaxpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b

@@ -232,10 +232,10 @@ def solve(
         if option.held is not None
     ]
     late = rows.variable(upper=np.inf) if swapped else None
+    longest = max((option.link_seconds for option, _ in swapped), default=0.0) or 1.0
     if late is not None:
         if np.isfinite(problem.most_swapped):
             rows.add([(option.bytes / model.unit, v) for option, v in swapped], problem.most_swapped / model.unit)
-        longest = max(option.link_seconds for option, _ in swapped) or 1.0
         terms = [(option.link_seconds / longest, v) for option, v in swapped]
         rows.add([*terms, (-1.0, late)], problem.overlap / longest)
     cost = np.zeros(len(rows.binary))

@@ -1,0 +1,61 @@
+"""Programs whose schedule was searched for with the seconds of their own stages."""
+
+import functools
+from collections.abc import Iterator, Sequence
+
+from jaxpipe.pipeline import checks
+from jaxpipe.pipeline.assemble import Draft, Traced, draft
+from jaxpipe.pipeline.describe import stage_search_arguments
+from jaxpipe.progress import tell
+from jaxpipe.schedules import Schedule, list_schedule
+
+
+#: By what share of its seconds a step must be shorter than with a fixed table: profiles are no better than this.
+SHORTER = 0.01
+
+
+def searched_drafts(traced: Traced, drafts: Sequence[Draft], sources: Sequence[Draft]) -> list[Draft]:
+    """Return stage programs with searched schedules that are shorter than others, or hold fewer bytes of stashes.
+
+    Args:
+      traced: what is planned.
+      drafts: stage programs with fixed tables.
+      sources: these and others, of which the fastest for each number of stages on a device gives cuts and seconds.
+    """
+    best = list(drafts)
+    for chunks in sorted({source.schedule.num_chunks for source in sources}):
+        alike = sorted((x for x in sources if x.schedule.num_chunks == chunks), key=lambda x: x.seconds)
+        fixed = alike[0]
+        size = fixed.schedule.num_stages, fixed.schedule.num_microbatches
+        arguments = stage_search_arguments(fixed.program, fixed.found)
+        for limits in _limits([x.schedule for x in alike]):
+            tell(f"Searching for a schedule of {size[0] * chunks} stages with {list(limits)} stashes in flight")
+            arguments["in_flight"] = list(limits)
+            maker = functools.partial(list_schedule, **arguments)
+            schedule = checks.check_schedule(maker(*size), *size)
+            candidate = draft(
+                fixed.request, traced, fixed.found, schedule, fixed.stages, fixed.program.sections, maker=maker
+            )
+            if candidate.runtime.name == "mpmd" and not any(_dominates(other, candidate) for other in best):
+                best.append(candidate)
+    return best[len(drafts) :]
+
+
+def _dominates(other: Draft, candidate: Draft) -> bool:
+    """Return whether a draft is about as short as a candidate or shorter, and holds no more bytes of stashes."""
+    about = (1 - SHORTER) * other.seconds
+    return about <= candidate.seconds and other.waiting_bytes <= candidate.waiting_bytes
+
+
+def _limits(schedules: Sequence[Schedule]) -> Iterator[tuple[int, ...]]:
+    """Yield the most stashes of each device: those of the first of some tables, and the fewest of any.
+
+    With several stages on a device it is a stash of each for as many micro-batches as there are devices: as many bytes
+    as zero-bubble holds with one.
+    """
+    first, *_ = schedules
+    if first.num_chunks > 1:
+        yield (first.total_stages,) * first.num_stages
+        return
+    rows = [tuple(schedule.in_flight(d) for d in range(schedule.num_stages)) for schedule in schedules]
+    yield from dict.fromkeys((rows[0], min(rows, key=sum)))

@@ -1,0 +1,413 @@
+"""A schedule from the seconds of the stages: list scheduling in both directions of time, and a bound for any order.
+
+seconds, in-flight limits ──▶ graph of the work (jaxpipe.schedules.work_graph) ──▶ priority rules ──▶ schedules
+                                                                                                        │ the best
+priorities by how late work may end ◀── schedule of the mirrored graph ◀── priorities by its ends ◀─────┘
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedules.gpipe import gpipe
+from jaxpipe.schedules.interleaved import interleaved
+from jaxpipe.schedules.one_f_one_b import one_f_one_b
+from jaxpipe.schedules.ordered import from_orders
+from jaxpipe.schedules.simulate import Seconds, simulate
+from jaxpipe.schedules.table import Kind, Schedule, check_size
+from jaxpipe.schedules.work_graph import Operation, Ranks, Sequenced, WorkGraph, list_scheduled
+from jaxpipe.schedules.zero_bubble import zero_bubble
+from jaxpipe.units import whole_number
+
+
+#: Actions that a search puts into order, over all schedules that it tries: under a second.
+MOST_ACTIONS = 120_000
+
+#: Schedules that a search tries at least, however large they are, and at most.
+FEWEST_RUNS, MOST_RUNS = 16, 200
+
+#: Shares of an operation's seconds by which it may delay a more urgent one.
+PATIENCES = (1.0, 0.5, 0.0)
+
+#: Schedules of the priority rules that are improved.
+MOST_IMPROVED = 4
+
+#: By what share a step may be over the bound for the search to end: measured seconds are no better than this.
+CLOSE = 1e-3
+
+#: Rounding of sums of seconds.
+ROUNDING = 1e-9
+
+
+def list_schedule(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    forward: Seconds,
+    backward_input: Seconds,
+    backward_weight: Seconds,
+    backward: Seconds | None = None,
+    communication: float | Sequence[tuple[float, float]] = 0.0,
+    in_flight: int | Sequence[int] | None = None,
+    num_chunks: int = 1,
+) -> Schedule:
+    """Search for the order of work with the shortest step, for devices that run free.
+
+    Every device runs the micro-batches of a stage in order, forward, backward and for weights, and holds at most
+    ``in_flight`` stashes. The backward pass is tried as a whole and in two parts. The result is at least as short as
+    GPipe, textbook 1F1B and zero-bubble H1 (or interleaved 1F1B) where these keep the limits; it is such a table if
+    none shorter comes up. Equal arguments give equal tables.
+
+    List scheduling with priority rules, then forward-backward improvement: K. Y. Li and R. J. Willis, "An iterative
+    scheduling technique for resource-constrained project scheduling", EJOR 1992. P. Qi et al., "Zero bubble pipeline
+    parallelism", ICLR 2024, order the split backward pass by measured seconds as well.
+
+    Args:
+      num_stages: devices.
+      num_microbatches: of a step.
+      forward, backward_input, backward_weight: seconds of a micro-batch, for all stages or by stage.
+      backward: of the backward pass as a whole; left out: the sum of its parts.
+      communication: seconds of a message; or a pair for each stage and the next, forward and back.
+      in_flight: most stashes of a device, for all or by device; left out: ``num_stages * num_chunks``, as many bytes
+        as ``num_stages`` micro-batches have on a device.
+      num_chunks: stages on each device.
+
+    Raises:
+      ScheduleError: if a size is below 1, numbers do not fit the stages, or a limit leaves no room for a micro-batch.
+
+    Example:
+      >>> table = list_schedule(4, 8, forward=[1, 2, 1, 1], backward_input=1, backward_weight=1)
+      >>> table.simulate(forward=[1, 2, 1, 1], backward_input=1, backward_weight=1).makespan
+      33.0
+    """
+    times = forward, backward_input, backward_weight, backward
+    problem = _problem(num_stages, num_microbatches, num_chunks, times, communication, in_flight)
+    fixed = [(problem.makespan(table), table) for table in _fixed_tables(problem)]
+    best, seconds = None, min((makespan for makespan, _ in fixed), default=math.inf)
+    for splits in (True, False) if any(problem.backward_weight) else (False,):
+        least = _bound(problem if splits else problem.whole)
+        if seconds <= least * (1 + CLOSE):
+            continue
+        graph = _graph(problem, splits)
+        ordered = _Search(graph, problem.costliest, least).run()
+        if ordered is not None and ordered.makespan < seconds * (1 - ROUNDING):
+            best, seconds = ordered.orders(graph), ordered.makespan
+    if best is not None:
+        name = "list-schedule" if num_chunks == 1 else f"list-schedule-{num_chunks}"
+        return from_orders(name, best, num_microbatches, num_chunks)
+    if not fixed:
+        raise ScheduleError(
+            f"in_flight={list(problem.in_flight)}: the search found no order of {num_microbatches} micro-batches on "
+            f"{num_stages} devices with num_chunks={num_chunks} that keeps these limits. Raise them."
+        )
+    return min(fixed, key=lambda pair: pair[0])[1]
+
+
+def makespan_bound(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    forward: Seconds,
+    backward_input: Seconds,
+    backward_weight: Seconds,
+    backward: Seconds | None = None,
+    communication: float | Sequence[tuple[float, float]] = 0.0,
+    in_flight: int | Sequence[int] | None = None,
+    num_chunks: int = 1,
+) -> float:
+    """Return a lower bound of the seconds of a step, for every order of work with or without a split backward pass.
+
+    For each device: until its first message arrives it waits; before its first backward work it does no more forward
+    work than its stashes have room for, and after its last no more work for weights; and a stash stays for the round
+    trip of its micro-batch, so that few stashes make for few micro-batches in that time.
+
+    Args:
+      num_stages, num_microbatches, num_chunks: the size.
+      forward, backward_input, backward_weight, backward, communication, in_flight: as ``list_schedule`` takes them.
+
+    Raises:
+      ScheduleError: as ``list_schedule`` does.
+
+    Example:
+      >>> makespan_bound(8, 16, forward=1, backward_input=1, backward_weight=1)  # zero-bubble H1 takes as long
+      55.0
+    """
+    times = forward, backward_input, backward_weight, backward
+    problem = _problem(num_stages, num_microbatches, num_chunks, times, communication, in_flight)
+    return min(_bound(problem), _bound(problem.whole))
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Checked arguments; seconds by stage, limits by device."""
+
+    num_devices: int
+    num_microbatches: int
+    num_chunks: int
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    backward: tuple[float, ...]
+    links: tuple[tuple[float, float], ...]
+    in_flight: tuple[int, ...]
+
+    @property
+    def whole(self) -> "_Problem":
+        """The problem with a backward pass that is not split."""
+        return replace(self, backward_input=self.backward, backward_weight=(0.0,) * len(self.backward))
+
+    @property
+    def costliest(self) -> int:
+        """The stage with the most work."""
+        work = [sum(x) for x in zip(self.forward, self.backward, strict=True)]
+        return work.index(max(work))
+
+    def makespan(self, schedule: Schedule) -> float:
+        """Return the seconds of a step with some table."""
+        walk = functools.partial(simulate, schedule, forward=self.forward, communication=self.links, lockstep=False)
+        if schedule.splits_backward:
+            return walk(backward_input=self.backward_input, backward_weight=self.backward_weight).makespan
+        return walk(backward=self.backward).makespan
+
+
+#: Seconds forward, backward in two parts, and backward as a whole.
+_Times = tuple[Seconds, Seconds, Seconds, Seconds | None]
+
+
+def _problem(
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int,
+    times: _Times,
+    communication: float | Sequence[tuple[float, float]],
+    in_flight: int | Sequence[int] | None,
+) -> _Problem:
+    """Check the arguments of a search."""
+    check_size(num_stages, num_microbatches)
+    chunks = whole_number(num_chunks, "num_chunks", ScheduleError)
+    if chunks < 1:
+        raise ScheduleError(f"num_chunks={chunks}; a device has at least 1 stage.")
+    count = num_stages * chunks
+    links = _links(communication, count)
+    names = ("forward", "backward_input", "backward_weight")
+    forward, first, second = (_by_stage(name, x, count) for name, x in zip(names, times[:3], strict=True))
+    both = tuple(i + w for i, w in zip(first, second, strict=True))
+    return _Problem(
+        num_stages,
+        num_microbatches,
+        chunks,
+        forward,
+        first,
+        second,
+        both if times[3] is None else _by_stage("backward", times[3], count),
+        links if num_stages > 1 else ((0.0, 0.0),) * (count - 1),
+        _limits(in_flight, num_stages, num_microbatches, chunks),
+    )
+
+
+def _by_stage(name: str, seconds: Seconds, count: int) -> tuple[float, ...]:
+    times = tuple(seconds) if isinstance(seconds, Sequence) else (seconds,) * count
+    if len(times) != count:
+        raise ScheduleError(f"{name}= has {len(times)} times, but there are {count} stages: pass a time for each.")
+    _check_seconds(name, times)
+    return tuple(map(float, times))
+
+
+def _links(communication: float | Sequence[tuple[float, float]], count: int) -> tuple[tuple[float, float], ...]:
+    pairs = tuple(communication) if isinstance(communication, Sequence) else ((communication,) * 2,) * (count - 1)
+    if len(pairs) != count - 1:
+        raise ScheduleError(
+            f"communication= has {len(pairs)} pairs, but there are {count} stages: pass {count - 1}, one for each "
+            "stage and the next."
+        )
+    _check_seconds("communication", [seconds for pair in pairs for seconds in pair])
+    return tuple((float(ahead), float(back)) for ahead, back in pairs)
+
+
+def _check_seconds(name: str, times: Sequence[float]) -> None:
+    wrong = next((x for x in times if not (isinstance(x, int | float) and 0 <= x < math.inf)), None)
+    if wrong is not None:
+        raise ScheduleError(f"{name}= has {wrong!r} among its times; seconds are finite numbers, 0 or more.")
+
+
+def _limits(
+    in_flight: int | Sequence[int] | None, num_stages: int, num_microbatches: int, num_chunks: int
+) -> tuple[int, ...]:
+    """Return the most stashes of each device, no more than it can have."""
+    if in_flight is None:
+        in_flight = num_stages * num_chunks
+    limits = tuple(in_flight) if isinstance(in_flight, Sequence) else (in_flight,) * num_stages
+    if len(limits) != num_stages:
+        raise ScheduleError(
+            f"in_flight= has {len(limits)} limits, but there are {num_stages} devices: pass a number for each, or one "
+            "for all."
+        )
+    for limit in limits:
+        if whole_number(limit, "in_flight", ScheduleError) < num_chunks:
+            raise ScheduleError(
+                f"in_flight= has the limit {limit}; a micro-batch has {num_chunks} stash(es) on each device, so it "
+                f"must be at least {num_chunks}."
+            )
+    return tuple(min(limit, num_microbatches * num_chunks) for limit in limits)
+
+
+def _fixed_tables(problem: _Problem) -> Iterator[Schedule]:
+    """Yield the tables of this size that keep the limits."""
+    size = problem.num_devices, problem.num_microbatches
+    makers = [functools.partial(one_f_one_b, paired=False), zero_bubble, gpipe]
+    if problem.num_chunks > 1:
+        makers = [functools.partial(interleaved, num_chunks=problem.num_chunks)]
+    for maker in makers:
+        with contextlib.suppress(ScheduleError):  # interleaved 1F1B has no table of some sizes
+            table = maker(*size)
+            if all(table.in_flight(d) <= limit for d, limit in enumerate(problem.in_flight)):
+                yield table
+
+
+def _graph(problem: _Problem, splits: bool) -> WorkGraph:
+    """Return the work of a step, the backward pass in two parts or whole."""
+    p, count, parts = problem.num_devices, len(problem.forward), 3 if splits else 2
+    operations = []
+    for s in range(count):
+        chunk, d = divmod(s, p)
+        # A stash stays free for each later chunk, so that micro-batches that have begun can always go on.
+        room = problem.in_flight[d] - (problem.num_chunks - 1 - chunk)
+        arrives = ((parts * (s - 1), problem.links[s - 1][0]),) if s else ()
+        operations.append(Operation(Kind.FORWARD, s, d, problem.forward[s], arrives, 1, room))
+        returns = ((parts * (s + 1) + 1, problem.links[s][1]),) if s + 1 < count else ()
+        needs = ((parts * s, 0.0), *returns)
+        if splits:
+            operations.append(Operation(Kind.BACKWARD_INPUT, s, d, problem.backward_input[s], needs))
+            needs = ((parts * s + 1, 0.0),)
+            operations.append(Operation(Kind.BACKWARD_WEIGHT, s, d, problem.backward_weight[s], needs, -1))
+        else:
+            operations.append(Operation(Kind.BACKWARD, s, d, problem.backward[s], needs, -1))
+    return WorkGraph(tuple(operations), p, problem.num_microbatches)
+
+
+class _Search:
+    """Schedules of a graph, until one meets a bound or the runs are used up."""
+
+    def __init__(self, graph: WorkGraph, costliest: int, bound: float):
+        self._graphs = graph, graph.mirrored()
+        self._costliest, self._bound = costliest, bound
+        actions = len(graph.operations) * graph.num_microbatches
+        self._runs = min(MOST_RUNS, max(FEWEST_RUNS, MOST_ACTIONS // actions))
+        self._best: tuple[Sequenced, int] | None = None
+
+    def run(self) -> Sequenced | None:
+        """Return the shortest schedule; None if none was found."""
+        tried = []
+        rules = itertools.product(range(2), range(len(_RULES)), PATIENCES)
+        for way, rule, patience in rules:
+            graph = self._graphs[way]
+            ranks = [[_RULES[rule](x, self._costliest)] * graph.num_microbatches for x in graph.operations]
+            ordered = self._scheduled(ranks, way, patience)
+            tried += [] if ordered is None else [(ordered, way)]
+        tried.sort(key=lambda pair: pair[0].makespan)
+        for ordered, way in tried[:MOST_IMPROVED]:
+            self._improve(ordered.next_ranks(), 1 - way)
+        self._restart()
+        if self._best is None:
+            return None
+        ordered, way = self._best
+        return ordered.mirrored() if way else ordered
+
+    def _improve(self, ranks: Ranks, way: int) -> None:
+        """Schedule the graph and its mirror in turn, each by the ends of the other, while that makes a step shorter."""
+        least = math.inf
+        while True:
+            tried = [self._scheduled(ranks, way, patience) for patience in PATIENCES]
+            ordered = min(filter(None, tried), key=lambda x: x.makespan, default=None)
+            if ordered is None or ordered.makespan >= least * (1 - ROUNDING):
+                return
+            least, ranks, way = ordered.makespan, ordered.next_ranks(), 1 - way
+
+    def _restart(self) -> None:
+        """Improve the best schedule from ranks near its own; the numbers are the same in every process."""
+        draw = random.Random(0)
+        while self._best is not None and not self._done:
+            ordered, way = self._best
+            noise = ordered.makespan * draw.choice((0.005, 0.02, 0.05))
+            ranks = [[rank + draw.uniform(-noise, noise) for rank in row] for row in ordered.next_ranks()]
+            self._improve(ranks, 1 - way)
+
+    @property
+    def _done(self) -> bool:
+        reached = self._best is not None and self._best[0].makespan <= self._bound * (1 + CLOSE)
+        return reached or self._runs <= 0
+
+    def _scheduled(self, ranks: Ranks, way: int, patience: float) -> Sequenced | None:
+        """Return a schedule of the graph (0) or its mirror (1); None if it deadlocks, or the search is over."""
+        if self._done:
+            return None
+        self._runs -= 1
+        ordered = list_scheduled(self._graphs[way], ranks, patience)
+        if ordered is not None and (self._best is None or ordered.makespan < self._best[0].makespan):
+            self._best = ordered, way
+        return ordered
+
+
+def _backward_first(operation: Operation, costliest: int) -> float:
+    return {Kind.FORWARD: 1.0, Kind.BACKWARD_WEIGHT: 2.0}.get(operation.kind, 0.0)
+
+
+def _forward_first(operation: Operation, costliest: int) -> float:
+    return {Kind.FORWARD: 0.0, Kind.BACKWARD_WEIGHT: 2.0}.get(operation.kind, 1.0)
+
+
+def _feeding(operation: Operation, costliest: int) -> float:
+    """Forward first before the costliest stage, backward first from it to the last."""
+    return (_forward_first if operation.stage < costliest else _backward_first)(operation, costliest)
+
+
+def _draining(operation: Operation, costliest: int) -> float:
+    """Backward first up to the costliest stage, forward first after it."""
+    return (_backward_first if operation.stage <= costliest else _forward_first)(operation, costliest)
+
+
+def _weights_early(operation: Operation, costliest: int) -> float:
+    return {Kind.FORWARD: 2.0, Kind.BACKWARD_WEIGHT: 1.0}.get(operation.kind, 0.0)
+
+
+#: Priorities by the kind of work and the place of its stage: the smallest runs first.
+_RULES = (_backward_first, _forward_first, _feeding, _draining, _weights_early)
+
+
+def _bound(problem: _Problem) -> float:
+    """Return the largest of the bounds of all devices."""
+    p, m, count = problem.num_devices, problem.num_microbatches, len(problem.forward)
+    ahead, back = zip(*problem.links, strict=True) if problem.links else ((), ())
+    # By stage: when its first message may be there, when its first cotangent, and what follows its backward work.
+    first = list(itertools.accumulate(map(sum, zip(problem.forward, ahead, strict=False)), initial=0.0))
+    turn = first[-1] + problem.forward[-1]
+    inputs = problem.backward_input
+    returned = list(itertools.accumulate((inputs[s + 1] + back[s] for s in range(count - 2, -1, -1)), initial=turn))
+    returned.reverse()
+    after = list(
+        itertools.accumulate((inputs[s] + back[s] for s in range(count - 1)), initial=problem.backward_weight[0])
+    )
+    bounds = [0.0]
+    for d, limit in enumerate(problem.in_flight):
+        stages = range(d, count, p)
+        forward, backward, weight = (
+            m * sum(seconds[s] for s in stages)
+            for seconds in (problem.forward, problem.backward_input, problem.backward_weight)
+        )
+        early = min(forward, limit * max(problem.forward[s] for s in stages))
+        late = min(weight, limit * max(problem.backward_weight[s] for s in stages))
+        begins, follows = max(first[d] + early, returned[stages[-1]]), max(late, after[d])
+        bounds.append(begins + (forward - early) + backward + (weight - late) + follows)
+        if problem.num_chunks == 1:
+            # A device's micro-batch number limit + 1 begins after the round trip of the first, and so on.
+            trip = returned[d] - first[d] + inputs[d]
+            rounds, rest = divmod(m - 1, limit)
+            stays = trip + problem.backward_weight[d]
+            begins = first[d] + rounds * stays + rest * problem.forward[d]
+            bounds.append(begins + max(trip + after[d], stays))
+    return max(bounds)

@@ -1,0 +1,174 @@
+"""The work of a step as a graph, and list scheduling on it: the input of a search for a schedule.
+
+An operation is one kind of work of one stage. It runs once for each micro-batch, in the order of the micro-batches, so
+that sums of gradients have the bits of plain training. Two graphs describe a step: the one in its own direction, and
+its mirror, in which time runs backward. A schedule for either is a schedule for the other, read from its end.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxpipe.schedules.table import Action, Kind
+
+
+#: By operation and micro-batch, its priority: the smallest number runs first.
+Ranks = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kind of work of a stage.
+
+    Attributes:
+      kind, stage: the work.
+      device: the device that runs it.
+      seconds: of one micro-batch.
+      needs: operations that must have run for the same micro-batch, with the seconds of the message from each.
+      takes: stashes that it adds to those of its device; -1 where it frees one.
+      room: stashes on its device below which it may take another.
+    """
+
+    kind: Kind
+    stage: int
+    device: int
+    seconds: float
+    needs: tuple[tuple[int, float], ...]
+    takes: int = 0
+    room: int = 0
+
+
+@dataclass(frozen=True)
+class WorkGraph:
+    """All operations of a step.
+
+    Attributes:
+      operations: by number, as ``Operation.needs`` has them.
+      num_devices, num_microbatches: the size.
+    """
+
+    operations: tuple[Operation, ...]
+    num_devices: int
+    num_microbatches: int
+
+    def of_device(self, device: int) -> list[int]:
+        """Return the numbers of a device's operations."""
+        return [o for o, operation in enumerate(self.operations) if operation.device == device]
+
+    def mirrored(self) -> "WorkGraph":
+        """Return the graph with time running backward: an operation needs those that needed it."""
+        needs: list[list[tuple[int, float]]] = [[] for _ in self.operations]
+        for o, operation in enumerate(self.operations):
+            for source, seconds in operation.needs:
+                needs[source].append((o, seconds))
+        rooms = {(x.stage, x.takes): x.room for x in self.operations}
+        mirrored = (
+            replace(x, needs=tuple(sources), takes=-x.takes, room=rooms[x.stage, 1] if x.takes else 0)
+            for x, sources in zip(self.operations, needs, strict=True)
+        )
+        return replace(self, operations=tuple(mirrored))
+
+
+@dataclass(frozen=True)
+class Sequenced:
+    """A schedule of a graph.
+
+    Attributes:
+      makespan: seconds of a step.
+      log: operations with their micro-batches, in the order in which they begin.
+      ends: by operation and micro-batch, in seconds.
+    """
+
+    makespan: float
+    log: tuple[tuple[int, int], ...]
+    ends: tuple[tuple[float, ...], ...]
+
+    def mirrored(self) -> "Sequenced":
+        """Return the schedule read from its end; ``ends`` stay as they are."""
+        last = len(self.ends[0]) - 1
+        return replace(self, log=tuple((o, last - j) for o, j in reversed(self.log)))
+
+    def next_ranks(self) -> Ranks:
+        """Return priorities for the mirrored graph: what ends last here runs first there."""
+        return [[-end for end in reversed(row)] for row in self.ends]
+
+    def orders(self, graph: WorkGraph) -> list[list[Action]]:
+        """Return the actions of each device."""
+        orders: list[list[Action]] = [[] for _ in range(graph.num_devices)]
+        for o, j in self.log:
+            operation = graph.operations[o]
+            orders[operation.device].append(Action(operation.kind, j, operation.stage // graph.num_devices))
+        return orders
+
+
+def list_scheduled(graph: WorkGraph, ranks: Ranks, patience: float) -> Sequenced | None:
+    """Return the schedule in which a free device begins the ready operation with the smallest rank.
+
+    Args:
+      graph: the work.
+      ranks: priorities.
+      patience: between 0 and 1. A device waits for the message of an operation with a smaller rank where the ready one
+        would delay that by more than so much of its seconds: 1 never waits, 0 always.
+
+    Returns:
+      None if devices with all their stashes in use wait for each other.
+    """
+    device = _Devices(graph, ranks, patience)
+    while device.events:
+        now, d = heapq.heappop(device.events)
+        if device.free[d] <= now:
+            device.step(d, now)
+    total = len(graph.operations) * graph.num_microbatches
+    if len(device.log) < total:
+        return None
+    return Sequenced(max(device.free), tuple(device.log), tuple(map(tuple, device.ends)))
+
+
+class _Devices:
+    """All devices while work is given to them."""
+
+    def __init__(self, graph: WorkGraph, ranks: Ranks, patience: float):
+        self.graph, self.ranks, self.patience = graph, ranks, patience
+        self.free, self.held = [0.0] * graph.num_devices, [0] * graph.num_devices
+        self.ends: list[list[float]] = [[] for _ in graph.operations]
+        self.log: list[tuple[int, int]] = []
+        self.events = [(0.0, d) for d in range(graph.num_devices)]
+        self._numbers = [graph.of_device(d) for d in range(graph.num_devices)]
+        self._followers: list[list[tuple[int, float]]] = [[] for _ in graph.operations]
+        for operation in graph.operations:
+            for source, seconds in operation.needs:
+                if graph.operations[source].device != operation.device:
+                    self._followers[source].append((operation.device, seconds))
+
+    def step(self, d: int, now: float) -> None:
+        """Begin work on a free device, if any is ready and nothing more urgent is near."""
+        operations, ends, ranks = self.graph.operations, self.ends, self.ranks
+        best, least = -1, float("inf")
+        coming: list[tuple[float, float]] = []
+        for o in self._numbers[d]:
+            operation, j = operations[o], len(ends[o])
+            if j == self.graph.num_microbatches or (operation.takes > 0 and self.held[d] >= operation.room):
+                continue
+            arrival = 0.0
+            for source, seconds in operation.needs:
+                row = ends[source]
+                if len(row) <= j:
+                    break
+                arrival = max(arrival, row[j] + seconds)
+            else:
+                if arrival > now:
+                    coming.append((ranks[o][j], arrival))
+                elif ranks[o][j] < least:
+                    best, least = o, ranks[o][j]
+        if best < 0:
+            return
+        taken = operations[best].seconds
+        if any(rank < least and now + taken - arrival > self.patience * taken for rank, arrival in coming):
+            return  # the message wakes the device
+        self.log.append((best, len(ends[best])))
+        self.held[d] += operations[best].takes
+        self.free[d] = end = now + taken
+        ends[best].append(end)
+        heapq.heappush(self.events, (end, d))
+        for other, seconds in self._followers[best]:
+            heapq.heappush(self.events, (end + seconds, other))

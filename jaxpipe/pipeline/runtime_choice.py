@@ -8,7 +8,42 @@ from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.request import Request
 from jaxpipe.planning.dispatched import call_seconds
 from jaxpipe.planning.placed import Partition
+from jaxpipe.schedules import Schedule
 from jaxpipe.units import seconds_text
+
+
+def check_runtime_features(request: Request, schedules: Sequence[Schedule]) -> None:
+    """Raise ``PartitionError`` if no runtime has all that was asked for, or the one that was asked for has not."""
+    for feature, rule in _only_in_stage_programs(request, schedules).items():
+        if request.runtime == "spmd":
+            raise PartitionError(
+                f"runtime='spmd' with {feature}: {rule}. Pass runtime='mpmd', which has a program for each stage, or "
+                "leave runtime= out."
+            )
+        if request.host is not None:
+            raise PartitionError(
+                f"host_memory= with {feature}: only one program for all devices keeps stashes in the memory of hosts, "
+                f"and {rule}. Leave one of the two out."
+            )
+    if request.runtime == "mpmd" and request.host is not None:
+        raise PartitionError(
+            "runtime='mpmd' with host_memory=: only one program for all devices keeps stashes in the memory of hosts. "
+            "Pass runtime='spmd', or leave one of the two out."
+        )
+
+
+def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> dict[str, str]:
+    """What was asked for that one program for all devices does not have, and the rule."""
+    features = {
+        f"schedule={schedule.name}": "one program updates weights at the end of a step, not between micro-batches"
+        for schedule in schedules
+        if schedule.versions is not None
+    }
+    if request.replicate:
+        features[f"replicate={request.replicate}"] = "in one program each stage of a pipeline is on one device"
+    if request.several_sizes:
+        features["batches of several sizes"] = "one program has one size"
+    return features
 
 
 def choose_runtime(request: Request, program: Program, found: Partition) -> RuntimeChoice:
@@ -17,36 +52,19 @@ def choose_runtime(request: Request, program: Program, found: Partition) -> Runt
     Of the two that could do it, ``"auto"`` takes stage programs (``"mpmd"``), which need less memory. It takes one
     program (``"spmd"``) only if there is no budget, batches have one size, the work of every stage on a micro-batch is
     shorter than the host's calls and sends for it, and the step is predicted to be shorter.
-
-    Raises:
-      PartitionError: if the program needs what only the other runtime has.
     """
-    needs = {
-        "host_memory": request.host is not None,
-    }
-    needed = [name for name, wanted in needs.items() if wanted]
-    if request.runtime == "mpmd" and needed:
-        raise PartitionError(
-            f"runtime='mpmd' does not have {needed[0]} yet, which this call asks for. Pass runtime='spmd', or leave it "
-            "out."
-        )
-    if request.several_sizes and (needed or request.runtime == "spmd"):
-        other = needed[0] if needed else "runtime='spmd'"
-        raise PartitionError(
-            f"The batch is a list of several sizes, and {other} was asked for. One program has one size. Pass one "
-            f"batch, or leave out {other}."
-        )
-    predicted = {
-        name: _step(request, program, found, name) for name in ("mpmd", "spmd") if name == "spmd" or not needed
-    }
+    needed = [(feature, "mpmd") for feature in _only_in_stage_programs(request, [program.schedule])]
+    if request.host is not None:
+        needed.append(("host_memory", "spmd"))
+    runtimes = {name for _, name in needed} or {"mpmd", "spmd"}
+    predicted = {name: _step(request, program, found, name) for name in sorted(runtimes)}
     if request.runtime != "auto":
         return RuntimeChoice(request.runtime, "as asked for", predicted)
     if needed:
-        return RuntimeChoice("spmd", f"stage programs do not have {needed[0]} yet", predicted)
+        feature, name = needed[0]
+        return RuntimeChoice(name, f"only this runtime has {feature}", predicted)
     if request.budget is not None:
         return RuntimeChoice("mpmd", "each device needs the memory of its own stage only", predicted)
-    if request.several_sizes:
-        return RuntimeChoice("mpmd", "batches have several sizes", predicted)
     work = _longest(stage_seconds(program, found, own_sums=True), found)
     calls = call_seconds(program.schedule)
     texts = {name: seconds_text(seconds) for name, seconds in predicted.items()}

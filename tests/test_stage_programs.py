@@ -147,7 +147,7 @@ def test_the_last_stage_goes_on_with_the_backward_pass_where_nothing_is_between(
 
 def test_nothing_is_copied_within_a_device():
     calls, layout = list_of("mlp", 2, 4, interleaved)
-    assert len(layout.devices) == 4  # stages on two devices
+    assert len(layout.devices.rows) == 4  # stages on two devices
     sends = [instruction for instruction in calls.instructions if isinstance(instruction, Send)]
     assert len(sends) >= 2 * 3 * 4  # forward and back over three cuts, for each of four micro-batches
     for send in sends:

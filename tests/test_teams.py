@@ -140,12 +140,12 @@ def test_every_width_number_and_schedule(widths, m, schedule):
 
 @pytest.mark.slow
 def test_a_budget_is_kept_with_the_same_gradients():
-    usual = layers((2, 1, 1), rows=96)
-    budget = int(0.95 * usual.plan.predicted_bytes)
-    small = layers((2, 1, 1), rows=96, memory=budget)
+    usual = layers((2, 1, 1), rows=960)
+    budget = int(0.8 * usual.plan.predicted_bytes)
+    small = layers((2, 1, 1), rows=960, memory=budget)
     assert any(stage.added_seconds > 0 for stage in small.plan.stages)
     assert max(small.memory_report().compiled_bytes) <= budget
-    batch = jax.random.normal(jax.random.key(1), (96, 64))
+    batch = jax.random.normal(jax.random.key(1), (960, 64))
     found = [pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch) for pipeline in (usual, small)]
     assert_same_bits(*(jax.tree.map(np.asarray, one) for one in found))
 
@@ -327,7 +327,6 @@ def test_a_tied_parameter_a_clipped_adam_and_a_guard():
     model = jax.tree_util.Partial(lambda params, x: None, params)
     options = {"loss": tied_loss, "optimizer": optimizer, "num_microbatches": 6, "profile": "analytic"}
     pipeline = jaxpipe.partition(model, mesh_of(3, None), batch, replicate=(1, 2), on_nonfinite="skip", **options)
-    assert pipeline.plan.memory["shared"] == 4 * params["table"].nbytes
     state, slots = pipeline.init(jax.random.key(0)), optimizer.init(params)
     wanted = params
     for _ in range(3):

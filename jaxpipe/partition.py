@@ -32,6 +32,7 @@ from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.precision import check_effect, check_gradient_dtype
 from jaxpipe.pipeline.program import DATA
 from jaxpipe.pipeline.request import Request
+from jaxpipe.pipeline.runtime_choice import check_runtime_features
 from jaxpipe.pipeline.searched import searched_drafts
 from jaxpipe.pipeline.sections import Placement, Section, places_to_cut, variable_spans
 from jaxpipe.pipeline.statistics import FEW_EXAMPLES, find_statistics
@@ -172,10 +173,10 @@ def partition(
         optimizer gets it. ``jnp.bfloat16`` saves 2 bytes for each bfloat16 parameter, and rounds every sum.
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
-        ``"auto"``: ``"spmd"`` where only that has what the plan needs (asynchronous schedules, several devices in a
-        stage, ``host_memory``); ``"mpmd"`` with ``memory``; else ``"spmd"`` only if the longest stage's work on a
-        micro-batch is shorter than the host's calls and sends for it (25 and 40 us each) and its step is predicted
-        to be shorter. The plan says which, and why.
+        Asynchronous schedules, ``replicate`` and batches of several sizes need ``"mpmd"``, ``host_memory`` needs
+        ``"spmd"``. ``"auto"``: the one that has what is asked for; ``"mpmd"`` with ``memory``; else ``"spmd"`` only if
+        the longest stage's work on a micro-batch is shorter than the host's calls and sends for it (25 and 40 us
+        each) and its step is predicted to be shorter. The plan says which, and why.
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.
@@ -266,8 +267,9 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
         schedules = checks.make_team_schedules(request.schedules, Teams(request.replicate), m)
     elif not request.replicate:
         schedules = checks.make_schedules(request.schedules, request.num_stages, m)
-    if schedules and request.host is not None:
+    if request.host is not None:
         checks.check_hosted(schedules, request.replicate)
+    check_runtime_features(request, schedules)
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     one = microbatch_shapes(batch, request.replicas * m)
 
@@ -326,28 +328,31 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
     def sections(num_chunks: int) -> tuple[Placement, tuple[Section, ...]]:
         return sections_for(request, traced, placed(num_chunks))
 
-    if replicate:
-        if teams_of(placed(1), request).single:
-            return []
-        schedules = checks.make_team_schedules(request.schedules, teams_of(placed(1), request), m)
-    else:
-        schedules = checks.make_schedules(request.schedules, request.num_stages, m)
-    if request.schedules is checks.AUTO and not replicate and request.runtime != "spmd" and request.host is None:
+    def drafts_of(makers: Sequence[checks.ScheduleMaker]) -> list[Draft]:
+        if replicate:
+            schedules = checks.make_team_schedules(makers, teams_of(placed(1), request), m)
+        else:
+            schedules = checks.make_schedules(makers, request.num_stages, m)
+        return _of_schedules(request, traced, schedules, placed, sections)
+
+    if replicate and teams_of(placed(1), request).single:
+        return []
+    if request.schedules is checks.AUTO and request.runtime != "spmd":
         # Devices that run free have schedules of their own; where one program is better, it has its own too.
-        free = checks.make_schedules(checks.AUTO_FREE, request.num_stages, m)
-        drafts = _of_schedules(request, traced, free, placed, sections)
+        drafts = drafts_of(checks.AUTO_FREE)
         if drafts and drafts[0].runtime.name == "mpmd":
             drafts = [candidate for candidate in drafts if candidate.runtime.name == "mpmd"]
-            if request.num_stages == 1:
+            if request.num_stages == 1 or replicate:
                 return drafts
             sources = list(drafts)
             # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
             if all(candidate.schedule.num_chunks == 1 for candidate in drafts):
+                free = checks.make_schedules(checks.AUTO_FREE, request.num_stages, m)
                 chunked_tables = [schedule for schedule in free if schedule.num_chunks > 1]
                 with contextlib.suppress(checks.PartitionError):  # too few operators for so many stages
                     sources += _of_schedules(request, traced, chunked_tables, placed, sections)
             return drafts + searched_drafts(traced, drafts, sources)
-    return _of_schedules(request, traced, schedules, placed, sections)
+    return drafts_of(request.schedules)
 
 
 def _of_schedules(

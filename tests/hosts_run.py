@@ -41,7 +41,7 @@ CASES = {
     "skip": (((4,), ("stage",)), {"on_nonfinite": "skip", "schedule": "zero_bubble"}),
     "pipedream": (
         ((4,), ("stage",)),
-        {"schedule": "pipedream", "optimizer": optax.sgd(0.01, momentum=0.9), "runtime": "spmd"},
+        {"schedule": "pipedream", "optimizer": optax.sgd(0.01, momentum=0.9)},
     ),
     "unrolled": (((4,), ("stage",)), {"unroll_scans": True}),
 }

@@ -8,22 +8,15 @@ import numpy as np
 import optax
 import pytest
 from compare import assert_same_bits, relative_l2
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
 
 import jaxpipe
 from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.gradients import per_stage
 from jaxpipe.schedules import Schedule, double_buffered, interleaved, one_f_one_b, pipedream, zero_bubble
-from jaxpipe.schedules.weights import weight_slots
 
 
 planned_of = functools.partial(pipeline_of, runtime="mpmd")
-
-
-paired = functools.partial(pipedream, paired=True)
-vertical = functools.partial(pipedream, vertical_sync=True)
 
 
 @pytest.mark.core
@@ -34,43 +27,12 @@ def test_weight_versions_of_four_stages_and_eight_mini_batches():
         (0, 0, 1, 2, 3, 4, 5, 6),
         (0, 1, 2, 3, 4, 5, 6, 7),
     )
-    assert paired(4, 8).versions == (
-        (0, 0, 0, 0, 0, 0, 0, 1),
-        (0, 0, 0, 0, 0, 1, 2, 3),
-        (0, 0, 0, 1, 2, 3, 4, 5),
-        (0, 1, 2, 3, 4, 5, 6, 7),
-    )
-    assert vertical(4, 8).versions == ((0, 0, 0, 0, 1, 2, 3, 4),) * 4
     assert double_buffered(4, 16).versions == ((0,) * 8 + (1,) * 4 + (2,) * 4,) * 4
-    assert [s(4, 16).staleness for s in (pipedream, paired, vertical, double_buffered, one_f_one_b)] == [
+    assert [s(4, 16).staleness for s in (pipedream, double_buffered, one_f_one_b)] == [
         (3, 2, 1, 0),
-        (6, 4, 2, 0),
-        (3, 3, 3, 3),
         (1, 1, 1, 1),
         (0, 0, 0, 0),
     ]
-    # Slots of the weights: as many as PipeDream has in flight on the first stage; two buffers.
-    assert [weight_slots(s(4, 16)).count for s in (pipedream, paired, double_buffered)] == [4, 7, 2]
-
-
-@settings(deadline=None)
-@given(p=st.integers(1, 5), m=st.integers(1, 12), maker=st.sampled_from([pipedream, paired, vertical]))
-def test_every_version_is_in_its_slot_when_it_is_used(p, m, maker):
-    schedule = maker(p, m)
-    schedule.validate()
-    slots = weight_slots(schedule)
-    for s in range(p):
-        held = {0: 0}  # slot: version
-        done = 0
-        for t, tick in enumerate(schedule.ticks):
-            for action in tick[s]:
-                row = slots.forward if action.kind.value == "F" else slots.backward
-                assert held[row[s][t]] == schedule.versions[s][action.microbatch]
-            if slots.updated[s][t] >= 0:
-                assert held[slots.newest[s][t]] == done
-                done += 1
-                held[slots.updated[s][t]] = done
-        assert done == m and held[slots.last[s]] == m
 
 
 def recurrence(pipeline: jaxpipe.Pipeline, name: str, optimizer, keys, replicas: int):
@@ -174,29 +136,10 @@ def test_delayed_gradients_with_running_statistics_and_replicas():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [pipedream, paired, vertical, double_buffered])
+@pytest.mark.parametrize("schedule", [pipedream, double_buffered])
 @pytest.mark.parametrize(("name", "stages"), [("mlp", 1), ("mlp", 4), ("cnn-nnx", 2), ("unet", 2)])
 def test_every_asynchronous_schedule_on_more_models(name, stages, schedule):
     check(name, stages, 8, schedule, exact=False)
-
-
-def test_updates_of_late_gradients_can_be_scaled():
-    """Of plain SGD, a stage's rate is that of its updates: the last stage's are whole, the first's halved."""
-    found = []
-    for scale in (False, True):
-        schedule = functools.partial(pipedream, scale_updates=scale)
-        pipeline = planned_of("mlp", 2, 2, None, schedule=schedule, optimizer=optax.sgd(0.5))
-        start = pipeline.init(jax.random.key(3))
-        before = arrays(pipeline.parameters(start))
-        after = arrays(pipeline.parameters(pipeline.step(start, case_of("mlp").batch)[0]))
-        found.append([a - b for a, b in zip(after, before, strict=True)])
-    model = pipeline._planned.model
-    stages = jax.tree.leaves(model.parameter_tree(pipeline._planned.stages.parameters))
-    assert pipeline.schedule.rates == (0.5, 1.0) and set(stages) == {0, 1}
-    for stage, whole, scaled in zip(stages, *found, strict=True):
-        # Both mini-batches of the first stage see its first weights; a difference of parameters has rounding errors.
-        if stage == 0:
-            np.testing.assert_allclose(scaled, whole / 2, atol=1e-6)
 
 
 def test_value_and_grad_is_synchronous():
@@ -238,6 +181,18 @@ def partition(schedule, optimizer=None, loss=line, **options):
 def test_what_needs_the_whole_gradient_is_refused(options, message):
     with pytest.raises(PartitionError, match=message):
         partition(pipedream, **options)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "double_buffered"])
+def test_one_program_does_not_update_weights_during_a_step(schedule):
+    def loss(model, x):
+        pytest.fail("traced")
+
+    message = r"runtime='spmd' with schedule=(pipedream|2bw): .* at the end of a step, .* Pass runtime='mpmd'"
+    with pytest.raises(PartitionError, match=message):
+        partition(schedule, loss=loss, runtime="spmd")
+    plan = partition(schedule).plan
+    assert plan.runtime == "mpmd" and "has schedule=" in plan.runtime_reason
 
 
 def table_of(schedule: Schedule, **changed) -> Schedule:

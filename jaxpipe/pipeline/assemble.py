@@ -15,6 +15,7 @@ from jaxpipe.model import BoundModel
 from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import arrange
+from jaxpipe.pipeline.asynchronous import check_asynchronous
 from jaxpipe.pipeline.balance import balanced
 from jaxpipe.pipeline.compiled import is_near_budget, refusal, with_step, within_budget
 from jaxpipe.pipeline.describe import (
@@ -30,7 +31,6 @@ from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solvin
 from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.links import slowest_used
-from jaxpipe.pipeline.live import check_live
 from jaxpipe.pipeline.objective import Objective, trace_loss
 from jaxpipe.pipeline.optimizer import color_update
 from jaxpipe.pipeline.planned import Budget, Planned
@@ -311,7 +311,7 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
         traced_update = without_frozen(whole, traced_update.trained)
     colored = color_update(traced_update, model, placement.parameters)
     exchanges = request.exchange is not None and request.replicas > 1
-    check_live(program, colored, exchanges)
+    check_asynchronous(program, colored, exchanges)
     owners = [None if s is None else program.device(s) for s in colored.state_stage]
     owned = list(zip(colored.state_avals, owners, strict=True))
     exchange = None
@@ -357,12 +357,13 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     fitter = None
     if solving is not None:
         prices = _prices(request, traced.objective, placed)
-        fitter = Fitter(program, Terms(memory_of, prices, solving))
         if runtime == "mpmd":
             default = functools.cache(lambda: planned(program, (Fitted(),) * len(program.sections), None))
             work = zip(stage_seconds(program, placed, own_sums=True), prices.slow, strict=True)
             period = max((stage.forward + stage.backward) * slow for stage, slow in work)
             fitter = StageFitter(program, lambda chosen: lists.needs(default(), chosen), prices, solving, period)
+        else:
+            fitter = Fitter(program, Terms(memory_of, prices, solving))
     return Settled(found, planned, fitter)
 
 

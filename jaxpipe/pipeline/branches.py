@@ -74,10 +74,8 @@ def given_avals(program: Program) -> tuple[Rows, Kept]:
 
 
 def made_avals(program: Program) -> list[Any]:
-    """What a forward branch hands out of each micro-batch: the results, how many tensors overflowed, statistics."""
-    words = program.statistics_words
-    statistics = [jax.ShapeDtypeStruct((words,), jnp.uint32)] if words else []
-    return [*program.avals(program.objective.results), jax.ShapeDtypeStruct((), jnp.int32), *statistics]
+    """What a forward branch hands out of each micro-batch: the results, and how many tensors overflowed."""
+    return [*program.avals(program.objective.results), jax.ShapeDtypeStruct((), jnp.int32)]
 
 
 def stash_shape(program: Program) -> tuple[int, int]:
@@ -179,15 +177,11 @@ def forward_branch(program: Program, s: int) -> Callable[..., Any]:
             )
         ]
         new = dict(zip(section.state, section.new_state, strict=True))
-        statistics = []
-        if program.statistics_words:
-            seen = () if section.fold is None else section.fold.statistics
-            statistics = [pack_words([made[t] for t in seen], program.statistics_words)]
         return (
             pack_words([made[t] for t in section.leaving], program.message_words[0]),
             stash if program.alone else _packed(stash, stash_shape(program)),
             program.state.write(device, [made[new[t]] if t in new else known[t] for t in variables]),
-            [*results, overflows, *statistics],
+            [*results, overflows],
         )
 
     return forward

@@ -139,14 +139,10 @@ def step_seconds(program: Program, found: Partition, timeline: Timeline) -> floa
 
 def step_timeline(program: Program, found: Partition, seconds: Sequence[StageSeconds]) -> Timeline:
     """A step as the executor walks through it, what every tick costs besides its work included."""
-    teams = program.teams
-    speed = [
-        min(found.network.speed[d] for d in stage.devices) / teams.turns(program.device(s))
-        for s, stage in enumerate(found.stages)
-    ]
-    each = teams.most_turns * _exchange_seconds(found, [4 * n for n in program.message_words])
+    speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
+    each = _exchange_seconds(found, [4 * n for n in program.message_words])
     each += exchange_seconds(program) / len(program.schedule.ticks)
-    each += teams.most_turns * handled_bytes(program) / rates_in(found.profile).bytes
+    each += handled_bytes(program) / rates_in(found.profile).bytes
     return simulate(
         program.schedule,
         forward=[stage.forward / s for stage, s in zip(seconds, speed, strict=True)],

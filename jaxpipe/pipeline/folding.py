@@ -1,7 +1,7 @@
 """State of a stage whose devices share the micro-batches: running statistics, counts.
 
-    in the ticks:  what a micro-batch adds to the state (a mean, a variance) ──▶ a row of its own
-    at the end:    rows of all devices ──all-reduce of their bits──▶ folded, in the order of the micro-batches
+    each micro-batch:  what it adds to the state (a mean, a variance)
+    end of the step:   these of all devices ──▶ folded, in the order of the micro-batches
 
 So every device of the stage ends with the state that one device would have. It can be done where nothing but the new
 state follows from the old one.
@@ -9,21 +9,16 @@ state follows from the old one.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-from jax import lax
+from typing import TYPE_CHECKING
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, live, ordered
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.objective import Objective
-from jaxpipe.pipeline.switch import switch
-from jaxpipe.pipeline.words import unpack_words
 from jaxpipe.schedules.teams import Teams
 
 
 if TYPE_CHECKING:
-    from jaxpipe.pipeline.program import Program
     from jaxpipe.pipeline.sections import Section
 
 
@@ -102,28 +97,3 @@ def separate(objective: Objective, section: "Section", width: int, names: Mappin
     rest = tuple(op for op in graph.operators if source.keys().isdisjoint(op.outputs))
     outputs = tuple(ordered((*kept, *section.state, *statistics)))
     return replace(section, graph=replace(graph, operators=rest, outputs=outputs), new_state=section.state, fold=fold)
-
-
-def fold_state(program: "Program", state: Sequence[Any], statistics: Any) -> list[Any]:
-    """This device's state buffers after all micro-batches; inside ``shard_map``.
-
-    Args:
-      program: what is run.
-      state: buffers before the step.
-      statistics: ``[num_microbatches, words]``, of all micro-batches of the stage.
-    """
-
-    def folded(s: int) -> list[Any]:
-        fold, held = program.sections[s].fold, program.held(s)[1]
-        values = dict(zip(held, program.state.read(s, state), strict=True))
-        if fold is None:
-            return list(state)
-
-        def step(now: list[Any], words: Any) -> tuple[list[Any], None]:
-            return fold.graph.evaluate([*now, *unpack_words(words, program.avals(fold.statistics))]), None
-
-        last, _ = lax.scan(step, [values[t] for t in fold.state], statistics)
-        values.update(zip(fold.state, last, strict=True))
-        return program.state.write(s, [values[t] for t in held])
-
-    return switch(program.own, [lambda s=s: folded(s) for s in range(len(program.sections))])

@@ -19,7 +19,6 @@ from jaxpipe.pipeline.words import from_words, to_words
 def stage_arrays(
     mesh: Mesh,
     layout: Layout,
-    places: Sequence[int],
     owners: Sequence[int | None],
     buffers: Sequence[Any],
     shared: Callable[[], Any] = tuple,
@@ -30,15 +29,14 @@ def stage_arrays(
     Args:
       mesh: the devices.
       layout: where each stage keeps its arrays.
-      places: the first device of each stage, along the stage axis.
       owners: by array, its stage.
       buffers: ``[devices, length]``, or ``[devices, replicas, length]``, which gives arrays ``[replicas, ...]``.
       shared: gives the arrays that no stage owns, one after the other.
       keep: whether this process wants them; else it gets none.
     """
     by_stage = []
-    for s, place in enumerate(places):
-        rows = [device_row(mesh, x, place) for x in buffers]
+    for s in range(mesh.shape[STAGE]):
+        rows = [device_row(mesh, x, s) for x in buffers]
         if not keep:
             continue
         if rows and rows[0].ndim == 2:

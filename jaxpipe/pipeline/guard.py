@@ -31,7 +31,7 @@ class NonFinite(NamedTuple):
 def look(loss: Any, gradients: Sequence[Any], program: Program) -> NonFinite:
     """Look at the loss and at the gradients that this device has made; inside ``shard_map``."""
     here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0)) > 0
-    row = jnp.zeros((program.num_devices,), jnp.int32).at[program.own].set(here.astype(jnp.int32))
+    row = jnp.zeros((program.num_devices,), jnp.int32).at[lax.axis_index(STAGE)].set(here.astype(jnp.int32))
     stages = lax.psum(row, (STAGE, DATA) if program.replicated else (STAGE,)) > 0
     return NonFinite(stages, jnp.any(stages) | ~jnp.isfinite(loss))
 

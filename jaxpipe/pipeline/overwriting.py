@@ -97,7 +97,6 @@ def run_update(
     gradients: Sequence[Any],
     shared: Sequence[Any],
     unless: Any = None,
-    rates: Sequence[float] | None = None,
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """One update, inside ``shard_map``.
 
@@ -110,7 +109,6 @@ def run_update(
       gradients: its buffers of those.
       shared: the state of which every stage has a copy.
       unless: whether nothing changes.
-      rates: by stage, how far parameters go from the old values to the new ones, if not all the way.
 
     Returns:
       Parameters, state, and shared state.
@@ -123,11 +121,8 @@ def run_update(
 
     everywhere = exchanged_values(update, stage, together, read, shared, len(stages))
 
-    def branch(s: int) -> Callable[..., Any]:
-        rate = None if rates is None else rates[s]
-        return functools.partial(_overwrite_stage, update, s, everywhere, layouts, rate=rate)
-
-    parameters, state = overwrite(stage, [*map(branch, stages)], tuple(map(list, own)), gradients, unless)
+    branches = [functools.partial(_overwrite_stage, update, s, everywhere, layouts) for s in stages]
+    parameters, state = overwrite(stage, branches, tuple(map(list, own)), gradients, unless)
     new = [everywhere[n] for n, s in zip(update.new_state, update.state_stage, strict=True) if s is None]
     if unless is not None:
         new = [jnp.where(unless, before, after) for before, after in zip(shared, new, strict=True)]
@@ -142,7 +137,6 @@ def _overwrite_stage(
     own: tuple[Sequence[Any], Sequence[Any]],
     gradients: Sequence[Any],
     after: Any,
-    rate: float | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """A stage's new parameters and state in place of the old ones.
 
@@ -154,7 +148,6 @@ def _overwrite_stage(
       own: buffers of parameters and of state.
       gradients: buffers of those.
       after: an integer before which nothing is done.
-      rate: how far parameters go from the old values to the new ones; all the way if there is none.
     """
     numbers = held_by(update, s)
     hidden = [_compat.disguise(x, after) for x in gradients]
@@ -177,11 +170,7 @@ def _overwrite_stage(
                 known[t] = buffers.read(t)
         run(step.operators, known)
         known.setdefault(step.old, buffers.read(step.old))  # for those that compute with the old value later
-        value = known[step.new]
-        if rate is not None and step.old in numbers[0]:
-            old = known[step.old]
-            value = old + jnp.asarray(rate, old.dtype) * (value - old)
-        buffers.write(step.old, value)
+        buffers.write(step.old, known[step.new])
         buffers.fence(t for ts in touched[number : number + 2] for t in ts)
         written[step.new] = before = step.old
     return buffers.held[0], buffers.held[2]

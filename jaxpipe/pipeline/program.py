@@ -11,9 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxpipe.pipeline.axes import DATA as DATA
 from jaxpipe.pipeline.axes import STAGE as STAGE
@@ -38,8 +36,9 @@ PAGE = 1024
 class Program:
     """Sections, a schedule, and where variables live: all that the tick loop needs.
 
-    Stage ``s`` is on device ``s % schedule.num_stages``. Where stages have several devices each, a device of the
-    schedule is such a team, and a micro-batch of it a deal (``jaxpipe.schedules.teams``).
+    Stage ``s`` is on device ``s % schedule.num_stages``. Stage programs (``jaxpipe.runtime.mpmd``) may have several
+    devices in a stage: a device of the schedule is then such a team, and a micro-batch of it a deal
+    (``jaxpipe.schedules.teams``).
 
     Attributes:
       objective: what is computed for a micro-batch.
@@ -76,17 +75,6 @@ class Program:
     def num_devices(self) -> int:
         """Devices along the stage axis, or teams of them."""
         return self.schedule.num_stages
-
-    @property
-    def own(self) -> Any:
-        """Which of them this is; inside ``shard_map``."""
-        index = lax.axis_index(STAGE)
-        return index if self.teams.single else jnp.asarray(self.teams.stage_of, jnp.int32)[index]
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether some device works on another number of micro-batches in a tick than one."""
-        return self.teams.most_turns > 1 or self.num_microbatches % self.teams.deal > 0
 
     def device(self, stage: int) -> int:
         """Where a stage is."""
@@ -138,7 +126,7 @@ class Program:
     @cached_property
     def alone(self) -> bool:
         """Whether one stage does all, both passes of a micro-batch in every tick: nothing waits in an arena."""
-        if len(self.sections) > 1 or not self.schedule.has_backward or self.takes_turns:
+        if len(self.sections) > 1 or not self.schedule.has_backward:
             return False
         ahead, behind = (self.schedule.row(0, kind) for kind in (Kind.FORWARD, Kind.BACKWARD))
         return ahead == behind and -1 not in ahead
@@ -168,19 +156,12 @@ class Program:
 
         Kinds of work that share a phase exchange their messages when it is over.
         """
-        phases = self.schedule.phases
-        return len(phases) > 1 and self.schedule.backward_kind not in phases[0]
+        return self.schedule.backward_kind not in self.schedule.phases[0]
 
     @property
     def may_swap(self) -> bool:
-        """Whether stashes can leave their device: as the schedule allows, with one device for each stage."""
-        return can_swap(self.schedule) and self.teams.single
-
-    @cached_property
-    def statistics_words(self) -> int:
-        """Words of what one micro-batch adds to the state of a stage whose devices share the micro-batches."""
-        folds = [section.fold for section in self.sections if section.fold is not None]
-        return max((sum(word_count(a) for a in self.avals(fold.statistics)) for fold in folds), default=0)
+        """Whether stashes can leave their device."""
+        return can_swap(self.schedule)
 
     @cached_property
     def transport(self) -> Transport | None:
@@ -191,7 +172,7 @@ class Program:
     def places(self) -> Arena:
         """Where everything is in the arena."""
         if self.swaps is None:
-            return arena(self.schedule, self._of_deal(self.stash_pages), self._of_deal(self.saved_pages))
+            return arena(self.schedule, self.stash_pages, self.saved_pages)
         home = (0,) * len(self.sections) if self.transport is None else self.transport.home
         written, read = (
             {(s, j): home[s] + self.stash_pages[s] * slot for s, slots in enumerate(found) for j, slot in slots.items()}
@@ -206,15 +187,8 @@ class Program:
             return 0
         if self.transport is not None:
             return self.transport.arena
-        ends = []
-        for places, pages in ((self.places.written, self.stash_pages), (self.places.saved, self.saved_pages)):
-            last = [whole - one + max(pages) for whole, one in zip(self._of_deal(pages), pages, strict=True)]
-            ends += [place + last[s] for (s, _), place in places.items()]
-        return max(ends, default=0)
-
-    def _of_deal(self, pages: Sequence[int]) -> tuple[int, ...]:
-        """Pages by stage of all micro-batches of a deal that one device works on."""
-        return tuple(self.teams.turns(self.device(s)) * n for s, n in enumerate(pages))
+        windows = (self.places.written, self.stash_pages), (self.places.saved, self.saved_pages)
+        return max((place + max(pages) for places, pages in windows for place in places.values()), default=0)
 
     @property
     def host_pages(self) -> int:
@@ -237,8 +211,7 @@ class Program:
     def inbox_words(self) -> tuple[int, int]:
         """Words of the messages that a device has room for, forward and backward."""
         slots = self.columns.forward_inbox.slots, self.columns.backward_inbox.slots
-        each = [n * self.teams.most_turns for n in slots]
-        return each[0] * self.message_words[0], each[1] * self.message_words[1]
+        return slots[0] * self.message_words[0], slots[1] * self.message_words[1]
 
     def stash_avals(self, section: Section) -> list[Any]:
         """Shapes of what one micro-batch of a stage keeps in the arena."""
@@ -254,23 +227,3 @@ class Program:
 
 def _pages(avals: Sequence[Any]) -> int:
     return -(-sum(map(word_count, avals)) // PAGE)
-
-
-def over_stages(program: Program, values: Any) -> Any:
-    """Sums over the stages of what all devices of a stage have alike; inside ``shard_map``."""
-    if not program.teams.single:
-        first = jnp.asarray(program.teams.replica_of, jnp.int32)[lax.axis_index(STAGE)] == 0
-        values = jax.tree.map(lambda x: jnp.where(first, x, jnp.zeros_like(x)), values)
-    return lax.psum(values, STAGE)
-
-
-def over_team(program: Program, values: Any) -> Any:
-    """Sums over the devices of each stage, in their order; inside ``shard_map``."""
-    if program.teams.single:
-        return values
-    return lax.psum(values, STAGE, axis_index_groups=[list(group) for group in program.teams.groups])
-
-
-def send(message: Any, pairs: Sequence[tuple[int, int]]) -> Any:
-    """A message from each device to another; what nobody sends to is left as it is where there are no pairs."""
-    return lax.ppermute(message, STAGE, pairs) if pairs and message.size else message

@@ -8,7 +8,34 @@ from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.request import Request
 from jaxpipe.planning.dispatched import call_seconds
 from jaxpipe.planning.placed import Partition
+from jaxpipe.schedules import Schedule
 from jaxpipe.units import seconds_text
+
+
+def check_runtime_features(request: Request, schedules: Sequence[Schedule]) -> None:
+    """Raise ``PartitionError`` if one program is asked for with what only stage programs have."""
+    for feature, rule in _only_in_stage_programs(request, schedules).items():
+        if request.runtime == "spmd":
+            raise PartitionError(
+                f"runtime='spmd' with {feature}: {rule}. Pass runtime='mpmd', which has a program for each stage, or "
+                "leave runtime= out."
+            )
+
+
+def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> dict[str, str]:
+    """What was asked for that one program for all devices does not have, and the rule."""
+    features = {
+        f"schedule={schedule.name}": "one program updates weights at the end of a step, not between micro-batches"
+        for schedule in schedules
+        if schedule.versions is not None
+    }
+    if request.replicate:
+        features[f"replicate={request.replicate}"] = "in one program each stage of a pipeline is on one device"
+    if request.host is not None:
+        features["host_memory="] = "one program keeps stashes in the devices' own memory"
+    if request.several_sizes:
+        features["batches of several sizes"] = "one program has one size"
+    return features
 
 
 def choose_runtime(request: Request, program: Program, found: Partition) -> RuntimeChoice:
@@ -17,29 +44,14 @@ def choose_runtime(request: Request, program: Program, found: Partition) -> Runt
     Of the two that could do it, ``"auto"`` takes stage programs (``"mpmd"``), which need less memory. It takes one
     program (``"spmd"``) only if there is no budget, batches have one size, the work of every stage on a micro-batch is
     shorter than the host's calls and sends for it, and the step is predicted to be shorter.
-
-    Raises:
-      PartitionError: if the program needs what only the other runtime has.
     """
-    needs = {
-        f"schedule={program.schedule.name}, which updates weights during a step": program.schedule.versions is not None,
-        f"several devices in a stage ({program.teams.widths})": not program.teams.single,
-        "host_memory=": request.host is not None,
-        "a list of batches of several sizes": request.several_sizes,
-    }
-    needed = [name for name, wanted in needs.items() if wanted]
-    if request.runtime == "spmd" and needed:
-        raise PartitionError(
-            f"runtime='spmd' was passed with {needed[0]}. One program for all devices has batches of one size, one "
-            "device for each stage of a replica, updates at the end of a step, and stashes in the devices' own memory. "
-            "Pass runtime='mpmd', or leave runtime= out."
-        )
+    needed = _only_in_stage_programs(request, [program.schedule])
     runtimes = ("mpmd",) if needed else ("mpmd", "spmd")
     predicted = {name: _step(request, program, found, name) for name in runtimes}
     if request.runtime != "auto":
         return RuntimeChoice(request.runtime, "as asked for", predicted)
     if needed:
-        return RuntimeChoice("mpmd", f"only stage programs have {needed[0]}", predicted)
+        return RuntimeChoice("mpmd", f"only stage programs have {next(iter(needed))}", predicted)
     if request.budget is not None:
         return RuntimeChoice("mpmd", "each device needs the memory of its own stage only", predicted)
     work = _longest(stage_seconds(program, found, own_sums=True), found)

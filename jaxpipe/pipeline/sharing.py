@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.pipeline.program import STAGE, Program, over_stages
+from jaxpipe.pipeline.program import STAGE, Program
 from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.words import from_words, to_words
 
@@ -29,7 +29,7 @@ def borrow(program: Program, buffers: Sequence[Any]) -> list[Any]:
         zeros = [jnp.zeros(a.shape, a.dtype) for a in avals]
         return [to_words(own.get(t, zero)) for t, zero in zip(program.shared, zeros, strict=True)]
 
-    words = over_stages(program, _by_device(program, lent))
+    words = lax.psum(_by_device(program, lent), STAGE)
     return [*buffers, *(from_words(w, a) for w, a in zip(words, avals, strict=True))]
 
 
@@ -50,4 +50,4 @@ def give_back(program: Program, sums: Sequence[Any]) -> list[Any]:
 
 def _by_device(program: Program, function: Any) -> list[Any]:
     branches = [lambda device=device: function(device) for device in range(program.num_devices)]
-    return switch(program.own, branches)
+    return switch(lax.axis_index(STAGE), branches)

@@ -16,14 +16,12 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.gradients.exchange import sent_share
 from jaxpipe.pipeline.combine import combine
 from jaxpipe.pipeline.exchange import StageExchange, run_exchange
-from jaxpipe.pipeline.folding import fold_state
-from jaxpipe.pipeline.guard import NonFinite, OnNonFinite, guard, look
+from jaxpipe.pipeline.guard import OnNonFinite, guard, look
 from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.live import Live
 from jaxpipe.pipeline.optimizer import ColoredUpdate
 from jaxpipe.pipeline.overwriting import run_update
 from jaxpipe.pipeline.precision import round_to
-from jaxpipe.pipeline.program import DATA, STAGE, Program, over_stages, over_team
+from jaxpipe.pipeline.program import DATA, STAGE, Program
 from jaxpipe.pipeline.sharing import borrow, give_back
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.ticks import Totals, run_ticks
@@ -99,28 +97,25 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
     """
     specs = state_specs(state)
 
-    if program.schedule.versions is not None:
-        return _live_step(mesh, program, update, batching, state)
-
     def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
         parameters, variables, optimizer = map(_own, (state.parameters, state.variables, state.optimizer))
         totals = _train(program, batching, parameters, variables, state, batch)
-        residual, told = (), {}
+        stage, residual, counters = lax.axis_index(STAGE), (), {}
         if update.exchange is None:
             loss, gradients, metrics = _mean(program, totals)
             own = gradients
         else:
             loss, own, metrics = _mean(program, totals, summed=False)
             left = [x.reshape(x.shape[2:]) for x in state.residual]
-            gradients, residual, squares, left = run_exchange(update.exchange, program.own, DATA, state.step, own, left)
+            gradients, residual, squares, left = run_exchange(update.exchange, stage, DATA, state.step, own, left)
             squares, left = _in_order([squares, left], (STAGE, DATA))
-            told = {"sent_share": sent_share(squares, left), "residual_norm": jnp.sqrt(left)}
+            counters = {"sent_share": sent_share(squares, left), "residual_norm": jnp.sqrt(left)}
 
         found = None if update.on_nonfinite is None else look(loss, own, program)
         parameters, optimizer, shared = run_update(
             update.colored,
-            program.own,
-            functools.partial(over_stages, program),
+            stage,
+            lambda values: lax.psum(values, STAGE),
             (program.parameters, program.gradients, update.layout),
             (parameters, optimizer),
             gradients,
@@ -138,62 +133,14 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             state.skipped,
             state.plan,
         )
-        counters = {"gradient_norm": _norm(program, gradients), **told}
-        kept = "variables", "residual"  # what the optimizer writes is as it was
-        new, counters = _finish(update, totals, state, new, found, kept, counters)
+        counters |= {"gradient_norm": _norm(gradients), "overflows": totals.overflows}
+        if found is not None:
+            kept = "variables", "residual"  # what the optimizer writes is as it was
+            new, noticed = guard(state, new, found, update.on_nonfinite == "skip", kept)
+            counters |= noticed
         return new, loss, counters, metrics
 
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
-
-
-def _live_step(mesh: Mesh, program: Program, update: Update, batching: Batching, state: TrainState) -> Any:
-    """A training step in which every stage updates its weights on the way.
-
-    The gradient's norm is the root of the mean square over the updates.
-    """
-    specs = state_specs(state)
-
-    def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
-        parameters, variables, optimizer = map(_own, (state.parameters, state.variables, state.optimizer))
-        live = Live(program, update.colored, update.layout, optimizer, state.shared)
-        totals = _train(program, batching, parameters, variables, state, batch, live=live)
-        weights = totals.weights
-        assert weights is not None
-        loss, _, metrics = _mean(program, replace(totals, gradients=[]))
-        new = replace(
-            state,
-            parameters=_rows(live.end(weights, program.own)),
-            variables=_rows(_replicas_agree(program, totals.state)),
-            optimizer=_rows(weights.optimizer),
-            shared=tuple(weights.shared),
-            step=state.step + 1,
-        )
-        updates = program.schedule.num_microbatches // program.schedule.group
-        squares = _in_order([weights.squares], (STAGE,))[0] / updates
-        counters = {"gradient_norm": jnp.sqrt(squares)}
-        # A gradient that is not finite leaves a sum of squares that is not.
-        found = None if update.on_nonfinite is None else look(loss, [weights.squares], program)
-        kept = "parameters", "variables", "optimizer", "shared"
-        new, counters = _finish(update, totals, state, new, found, kept, counters)
-        return new, loss, counters, metrics
-
-    return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
-
-
-def _finish(
-    update: Update,
-    totals: Totals,
-    old: TrainState,
-    new: TrainState,
-    found: NonFinite | None,
-    kept: Sequence[str],
-    counters: dict[str, Any],
-) -> tuple[TrainState, dict[str, Any]]:
-    """What every training step ends with: the guard, if one was asked for, and what it and the stashes count."""
-    noticed: dict[str, Any] = {}
-    if found is not None:
-        new, noticed = guard(old, new, found, update.on_nonfinite == "skip", kept)
-    return new, {**counters, "overflows": totals.overflows, **noticed}
 
 
 def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:
@@ -255,22 +202,16 @@ def _train(
     state: TrainState,
     batch: Sequence[Any],
     collect: bool = False,
-    live: Live | None = None,
 ) -> Totals:
     key = jax.random.fold_in(state.key, state.step)
     held = borrow(program, parameters)
-    totals = run_ticks(program, held, variables, key, batching.rows(batch), collect, live)
-    count = len(program.gradients.buffers)
-    gradients = [*over_team(program, totals.gradients[:count]), *totals.gradients[count:]]
-    new = totals.state
-    if totals.statistics is not None:
-        new = fold_state(program, totals.state, over_team(program, totals.statistics))
+    totals = run_ticks(program, held, variables, key, batching.rows(batch), collect)
     if not collect:
         # A stage that does not make a result has zeros for it.
         axes = (STAGE, DATA) if program.replicated else (STAGE,)
         *results, overflows = _in_order([*totals.results, totals.overflows], axes)
         totals = replace(totals, results=results, overflows=overflows)
-    return replace(totals, gradients=give_back(program, gradients) if gradients else [], state=new, statistics=None)
+    return replace(totals, gradients=give_back(program, totals.gradients) if totals.gradients else [])
 
 
 def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, list[Any], list[Any]]:
@@ -290,20 +231,19 @@ def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, l
     return loss / weight.astype(loss.dtype), gradients, combine(metrics, weight, program.objective.summed)
 
 
-def _norm(program: Program, gradients: Sequence[Any]) -> Any:
+def _norm(gradients: Sequence[Any]) -> Any:
     """The L2 norm over all stages."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients]
-    own = sum(squares, start=jnp.float32(0))
-    return jnp.sqrt(_in_order([own], (STAGE,), program.teams.first)[0])
+    return jnp.sqrt(_in_order([sum(squares, start=jnp.float32(0))], (STAGE,))[0])
 
 
-def _in_order(values: Sequence[Any], axes: tuple[str, ...], places: Sequence[int] | None = None) -> list[Any]:
+def _in_order(values: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
     """The sums of small values over devices, with the same bits whatever connects them: ``psum`` has no fixed order.
 
     They cross the network in one message, of which the time is latency.
     """
     rows = lax.all_gather(pack_words(values, sum(map(word_count, values))), axes)
-    parts = [unpack_words(rows[k], values) for k in (range(len(rows)) if places is None else places)]
+    parts = [unpack_words(row, values) for row in rows]
     return [functools.reduce(operator.add, column) for column in zip(*parts, strict=True)]
 
 

@@ -19,7 +19,6 @@ from jaxpipe.pipeline.step import Update
 from jaxpipe.pipeline.swap import landing_pages
 from jaxpipe.planning.liveness import peak_bytes
 from jaxpipe.schedules import Kind
-from jaxpipe.schedules.weights import weight_slots
 
 
 _Owner = TypeVar("_Owner")
@@ -53,9 +52,8 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
       shared: optimizer state that every device has.
       batch: one replica's part of the batch.
     """
-    parameters = program.parameters.bytes
     held = {
-        "parameters": parameters,
+        "parameters": program.parameters.bytes,
         "optimizer": update.layout.bytes + sum(map(_bytes, shared)),
         "state": program.state.bytes,
         "batch": sum(map(_bytes, batch)),
@@ -65,9 +63,6 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         # Values, gradients, and the words of both on their way.
         sums = program.sum_avals[len(program.gradients.buffers) :]
         held["shared"] = 2 * (sum(map(_bytes, program.avals(program.shared))) + sum(map(_bytes, sums)))
-    if program.statistics_words:
-        # Of this device's micro-batches, and of all.
-        held["statistics"] = 2 * 4 * program.num_microbatches * program.statistics_words
     exchanging = 0
     if update.exchange is not None:
         held["residual"] = update.exchange.residuals.bytes
@@ -75,23 +70,12 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     arena = program.arena_pages * PAGE * 4
     # Messages that wait; slices for peers may leave, and others arrive, while a stage works.
     transport = 4 * sum(program.inbox_words) if len(program.sections) > 1 else 0
-    if program.takes_turns:
-        # What has been made in turns, and what arrives.
-        transport += 2 * program.teams.most_turns * 4 * sum(program.message_words)
     transport += 2 * 4 * PAGE * landing_pages(program)
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
     sending = 2 * 4 * sum(program.message_words)
     updating = max(updating_bytes(update, s) for s in range(program.num_devices))
     if not _adds_up(program):
         updating, exchanging = updating + program.gradients.bytes, exchanging + program.gradients.bytes
-    if program.schedule.versions is not None:
-        # Weights are copied out of their slot, and updated while stashes wait.
-        held["versions"] = weight_slots(program.schedule).count * parameters
-        means = (
-            program.sums.bytes if program.replicated else program.gradients.bytes
-        )  # not yet rounded, of all replicas
-        computing = parameters + max(computing, means + updating)
-        updating = 0
     return {
         **held,
         "arena": arena,
@@ -105,8 +89,7 @@ def working_bytes(program: Program, s: int) -> int:
     """What a stage needs besides while it computes: the larger of its forward and its backward pass.
 
     The forward pass returns its stash packed, the backward pass reads it out of the arena; a stage that is alone goes
-    through both at once. A message that has been made and not yet been sent waits besides; those of turns are
-    transport.
+    through both at once. A message that has been made and not yet been sent waits besides.
     """
     parameters, state = (
         [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
@@ -130,7 +113,7 @@ def working_bytes(program: Program, s: int) -> int:
 
         operands = parameters, state, key, rows, forward, backward
         return peak_bytes(both, *operands, donated=program.sum_avals if _adds_up(program) else ())
-    ahead, behind = (0 if program.takes_turns else 4 * n for n in program.message_words)
+    ahead, behind = (4 * n for n in program.message_words)
     waiting = 0 if program.sends_early else ahead
     computing = peak_bytes(forward_branch(program, s), parameters, state, key, rows, forward)
     returning = waiting + peak_bytes(backward_branch(program, s), parameters, key, rows, kept, backward)

@@ -365,7 +365,8 @@ def _device_lines(plan: Plan) -> list[str]:
     stages: dict[int, list[int]] = {}
     for k, stage in enumerate(plan.stages):
         stages.setdefault(stage.devices[0], []).append(k)
-    rows = zip(stages.values(), plan.device_memory[:: plan.replicas], strict=True)
+    first = [plan.replicas * group[0] for group in plan.teams.groups[: len(stages)]]
+    rows = zip(stages.values(), (plan.device_memory[k] for k in first), strict=True)
     return [
         f"stage {', '.join(map(str, numbers))}: {bytes_text(sum(memory.values()))}: {_parts_text(memory)}"
         for numbers, memory in rows

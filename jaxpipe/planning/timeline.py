@@ -32,8 +32,6 @@ def plan_timeline(
     check_size(plan, schedule)
     speed = tuple(speed) or (1.0,) * len(plan.stages)
     stages = list(zip(plan.stages, speed, strict=True))
-    if plan.runtime != "mpmd":
-        stages = [(stage, v / plan.teams.turns(s)) for s, (stage, v) in enumerate(stages)]
     work = {
         "forward": [stage.forward_seconds / s for stage, s in stages],
         "backward_input": [(stage.backward_seconds - stage.weight_seconds) / s for stage, s in stages],

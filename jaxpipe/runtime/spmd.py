@@ -16,11 +16,10 @@ from jaxpipe import hosts
 from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline import checks, compiled, feed
 from jaxpipe.pipeline import step as steps
-from jaxpipe.pipeline.folding import shared_sections
+from jaxpipe.pipeline.axes import DATA, STAGE, stage_devices
 from jaxpipe.pipeline.gather import stage_arrays
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.planned import Planned
-from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.sections import cut_sections, follow
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Batching
@@ -40,13 +39,12 @@ class SpmdRuntime:
 
     @property
     def places(self) -> range:
-        """Numbers of the devices, or teams of them, along the stage axis."""
-        return range(len(self.planned.program.teams.widths))
+        """Numbers of the devices along the stage axis."""
+        return range(self.planned.program.num_devices)
 
     def devices_of(self, place: int) -> list[Any]:
         """The devices of a place, one for each replica."""
-        mesh, teams = self.planned.mesh, self.planned.program.teams
-        return list(np.take(mesh.devices, teams.groups[place], axis=mesh.axis_names.index(STAGE)).flat)
+        return stage_devices(self.planned.mesh, self.planned.program.teams, place)
 
     def stage_part(self, place: int, arrays: StageArrays) -> Any:
         """Put a place's arrays into rows of the buffers of its devices."""
@@ -114,8 +112,7 @@ class SpmdRuntime:
         program, placement = self.planned.program, self.planned.placement
         trained = [t not in program.objective.frozen for t in program.objective.parameters]
         owners = [owner if kept else None for owner, kept in zip(placement.parameters, trained, strict=True)]
-        places = program.teams.first
-        gradients = stage_arrays(self.planned.mesh, program.gradients, places, owners, buffers, lambda: None)
+        gradients = stage_arrays(self.planned.mesh, program.gradients, owners, buffers, lambda: None)
         return loss, metrics, gradients
 
     def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching, state: Any, batch: Any) -> Any:
@@ -129,7 +126,7 @@ class SpmdRuntime:
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it."""
         program, placement, update = self.planned.program, self.planned.placement, self.planned.update
-        gather = functools.partial(stage_arrays, self.planned.mesh, places=program.teams.first, keep=keep)
+        gather = functools.partial(stage_arrays, self.planned.mesh, keep=keep)
         shared = iter(state.shared)
         residuals = []
         if update.exchange is not None:
@@ -185,9 +182,7 @@ class SpmdRuntime:
     def _gradient_step(self) -> Any:
         planned = self.planned
         checks.check_runs(planned.plan)
-        schedule = dataclasses.replace(planned.program.schedule, versions=None, group=1)
-        program = dataclasses.replace(planned.program, schedule=schedule)
-        function = steps.gradient_step(planned.mesh, program, planned.batching, self._abstract_state)
+        function = steps.gradient_step(planned.mesh, planned.program, planned.batching, self._abstract_state)
         return compiled.lower(planned, function, planned.batch, planned.batching).compile()
 
     def _placed(self, batch: Any) -> list[jax.Array]:
@@ -197,14 +192,13 @@ class SpmdRuntime:
     @progress("Compiling the forward pass")
     def _build_forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Any:
         planned = self.planned
-        before, teams = planned.program.schedule, planned.program.teams
+        before = planned.program.schedule
         cuts = followed_cuts(planned, objective, name)
-        sections = shared_sections(objective, planned.model, cut_sections(objective, cuts, planned.stages), teams)
         program = dataclasses.replace(
             planned.program,
             objective=objective,
-            sections=tuple(dataclasses.replace(section, fold=None) for section in sections),
-            schedule=forward_only(before.num_stages, teams.deals(batching.num_microbatches), before.num_chunks),
+            sections=tuple(cut_sections(objective, cuts, planned.stages)),
+            schedule=forward_only(before.num_stages, batching.num_microbatches, before.num_chunks),
             num_microbatches=batching.num_microbatches,
             swaps=None,
         )

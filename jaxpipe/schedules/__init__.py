@@ -20,7 +20,6 @@ from jaxpipe.schedules.simulate import simulate as simulate
 from jaxpipe.schedules.table import Action as Action
 from jaxpipe.schedules.table import Kind as Kind
 from jaxpipe.schedules.table import Schedule as Schedule
-from jaxpipe.schedules.teams import Round as Round
 from jaxpipe.schedules.teams import Teams as Teams
 from jaxpipe.schedules.zero_bubble import zero_bubble as zero_bubble
 

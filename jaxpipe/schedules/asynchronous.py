@@ -20,14 +20,7 @@ from jaxpipe.schedules.one_f_one_b import one_f_one_b
 from jaxpipe.schedules.table import Kind, Schedule
 
 
-def pipedream(
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    paired: bool = False,
-    vertical_sync: bool = False,
-    scale_updates: bool = False,
-) -> Schedule:
+def pipedream(num_stages: int, num_microbatches: int) -> Schedule:
     """1F1B with an update after every backward pass, and stashed weights.
 
     Stage ``i`` of ``p`` is ``p - 1 - i`` updates behind and keeps ``p - i`` versions of its weights. After D. Narayanan
@@ -35,10 +28,6 @@ def pipedream(
 
     Args:
       num_stages, num_microbatches: its size.
-      paired: in pair ticks, which take less time in step, but leave stage ``i`` twice as far behind.
-      vertical_sync: every stage uses weights as old as those of the first, so that all are of one time.
-      scale_updates: divide each stage's updates by one more than how far it is behind, after B. Yang et al.,
-        "PipeMare: Asynchronous pipeline parallel DNN training", MLSys 2021.
 
     Raises:
       ScheduleError: if a size is below 1.
@@ -47,13 +36,8 @@ def pipedream(
       >>> pipedream(4, 8).versions[1]
       (0, 0, 0, 1, 2, 3, 4, 5)
     """
-    base = one_f_one_b(num_stages, num_microbatches, paired=paired)
-    versions = [_newest(base, s) for s in range(num_stages)]
-    if vertical_sync:
-        versions = [versions[0]] * num_stages
-    name = "pipedream" + ("-paired" if paired else "") + ("-vertical" if vertical_sync else "")
-    found = replace(base, name=name, versions=tuple(versions))
-    return replace(found, rates=tuple(1 / (1 + s) for s in found.staleness)) if scale_updates else found
+    base = one_f_one_b(num_stages, num_microbatches, paired=False)
+    return replace(base, name="pipedream", versions=tuple(_newest(base, s) for s in range(num_stages)))
 
 
 def double_buffered(num_stages: int, num_microbatches: int, *, group: int | None = None) -> Schedule:

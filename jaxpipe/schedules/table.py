@@ -61,7 +61,6 @@ class Schedule:
       versions: ``versions[s][j]`` updates are in the weights that stage ``s`` uses for micro-batch ``j``, forward and
         backward, where weights change on the way (``jaxpipe.schedules.asynchronous``); None if they change at the end.
       group: micro-batches to an update, if they change on the way.
-      rates: by device, what each update is multiplied with; None for 1.
       frozen: so many stages, the first ones, only work forward: nothing in them is trained, and they keep no stash. A
         device then goes on from forward to backward work in a tick without waiting for others.
 
@@ -80,7 +79,6 @@ class Schedule:
     num_chunks: int = 1
     versions: tuple[tuple[int, ...], ...] | None = None
     group: int = 1
-    rates: tuple[float, ...] | None = None
     frozen: int = 0
 
     def row(self, stage: int, kind: Kind) -> tuple[int, ...]:

@@ -202,6 +202,11 @@ class _Writer:
                     if update is not None and Kind.BACKWARD in kinds and (k + 1) % schedule.group == 0:
                         self._update_early(update, s)
             self._send_messages()
+        for s in self.layout.stages:  # members that no micro-batch was left for
+            for r, kinds in itertools.product(self.layout.members(s), self._programs[s]):
+                place = self.builder.place(s, r)
+                if update is None and (place, kinds) not in self._started:
+                    self._start(place, kinds)
 
     def _begin_updates(self, update: UpdateContext) -> None:
         """Give every stage its optimizer; the first version of its weights is what the step begins with."""
@@ -445,6 +450,9 @@ class _Writer:
             names += [STEP, SKIPPED] if counts else []
             names += [Name(Role.PARAMETER, t) for t in section.parameters]
             names += [Name(Role.STATE, t) for t in section.state]
+            for t in section.state:
+                if not builder.has(place, Name(Role.STATE, t)):
+                    builder.join(s, Name(Role.STATE, t), False, self.context.aval(t))
             if update.exchange is not None:
                 names += [Name(Role.RESIDUAL, t) for t in self.context.held(s)]
             outputs += [builder.key(place, name) for name in names]
@@ -482,7 +490,7 @@ class _Writer:
                     (len(self.layout.members(s)) * aval.shape[0], *aval.shape[1:]), aval.dtype
                 )
                 builder.given(place, Name(Role.RESIDUAL, t), stacked, sharded=True)
-        for t in self.context.sections[s].state:
+        for t in self.context.renewed_state(s):
             key = builder.key(place, Name(Role.STATE, t))
             builder.now[builder.key(place, Name(Role.STATE, t, 1))] = builder.inputs[key]
             if len(self.layout.members(s)) > 1:

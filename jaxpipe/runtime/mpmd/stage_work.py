@@ -212,6 +212,13 @@ class Context:
         fold = self.sections[s].fold
         return fold.statistics if fold is not None and self.trains else ()
 
+    def renewed_state(self, s: int) -> list[int]:
+        """The state variables of a stage that a step changes."""
+        section = self.sections[s]
+        if section.fold is not None:
+            return list(section.fold.state)
+        return [t for t, new in zip(section.state, section.new_state, strict=True) if t != new]
+
     def totals(self, s: int) -> list[Name]:
         """The totals that a stage adds up."""
         section = self.sections[s]

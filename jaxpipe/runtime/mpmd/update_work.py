@@ -340,9 +340,9 @@ def end_operands(context: UpdateContext, s: int, counts: bool) -> tuple[Operands
       The operands, of which those without an older value are written, and the function that does it.
     """
     stages, operands = context.stages, Operands()
-    section = stages.sections[s]
-    state = [t for t, n in zip(section.state, section.new_state, strict=True) if n != t]
-    state = state if context.guarded or not context.is_alone(s) else []
+    # Members that share micro-batches have the same state already.
+    alike = context.is_alone(s) or stages.sections[s].fold is not None
+    state = stages.renewed_state(s) if context.guarded or not alike else []
     for t in state:
         aval = stages.aval(t)
         operands.add(Name(Role.STATE, t), aval.shape or stages.lead(s), aval.dtype)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxpipe
 from jaxpipe import hosts
 from jaxpipe.runtime.mpmd.instructions import Exchange, Place, Send, Spread
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.transfers import Transfers
 
 
@@ -223,7 +224,7 @@ def messages(folder: str) -> None:
     parts = {
         "there": transfers.between(there, ends),
         "exchange": transfers.between(Exchange(there, back), ends),
-        "spread": transfers.spread(spread, np.array(ends)[:, None]),
+        "spread": transfers.spread(spread, StageDevices(tuple((device,) for device in ends), 1)),
     }
     found = {}
     for name, part in parts.items():

@@ -8,6 +8,7 @@ import pytest
 
 from jaxpipe.runtime.mpmd.crossing import join_messages
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Place, Send
+from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.transfers import Slot, pair_slots
 
 
@@ -17,9 +18,9 @@ class Device:
     process_index: int
 
 
-def devices(*processes: int) -> np.ndarray:
+def devices(*processes: int) -> StageDevices:
     """Stages of one replica, each on a device of its own of some process."""
-    return np.array([[Device(k, process)] for k, process in enumerate(processes)])
+    return StageDevices(tuple((Device(k, process),) for k, process in enumerate(processes)), 1)
 
 
 def call(stage: int, reads: tuple[int, ...], writes: tuple[int, ...]) -> Call:

@@ -97,6 +97,7 @@ def pipeline_of(case: Case, devices: Any, runtime: str, options: argparse.Namesp
         num_microbatches=MICROBATCHES,
         schedule=options.schedule,
         memory=options.memory,
+        host_memory=options.host_memory,
         compile=False,
         profile="analytic",
         runtime=runtime,
@@ -122,6 +123,8 @@ def measure(pipeline: Any) -> list[dict[str, Any]]:
             for s in here
             if len(program_kinds(pipeline.schedule, s)[0]) == 1
         )
+        if any(plan.stages[s].away for s in here):
+            stash = plan.device_memory[d]["stash"]
         working = max(n["temporaries"] for label, n in programs.items() if label.startswith("stage"))
         rows.append(
             {
@@ -131,6 +134,8 @@ def measure(pipeline: Any) -> list[dict[str, Any]]:
                 "compiled": peaks[device].total,
                 "peak_in": peaks[device].label,
                 "split": peaks[device].components,
+                "host": peaks[device].host,
+                "away": [plan.stages[s].away for s in here],
                 "estimated_split": plan.device_memory[d],
                 "stash": {"in_flight": [plan.stages[s].in_flight for s in here], "bytes": stash},
                 "programs": programs,
@@ -145,6 +150,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--schedule", default="1f1b-textbook")
     parser.add_argument("--memory", help="a budget for each device")
+    parser.add_argument("--host-memory", help="bytes of the host's memory for each device, with a budget")
     parser.add_argument("--spmd", nargs="*", choices=CASES, default=[], help="models to compile as one program, too")
     parser.add_argument("--cpu", action="store_true", help="for simulated CPU devices")
     parser.add_argument("--out", type=Path, default=Path("out/stage-programs.json"))
@@ -162,7 +168,8 @@ def main() -> None:
             off = row["predicted"] / row["compiled"] - 1, row["estimated"] / row["compiled"] - 1
             split = ", ".join(f"{key} {n / MIB:.0f}" for key, n in row["split"].items())
             print(
-                f"{name} stage {row['stages']}: {row['compiled'] / MIB:.1f} MiB in {row['peak_in']} ({split}); "
+                f"{name} stage {row['stages']}: {row['compiled'] / MIB:.1f} MiB in {row['peak_in']} ({split}), "
+                f"{row['host'] / MIB:.1f} MiB with the host; "
                 f"predicted {off[0]:+.1%}, estimated {off[1]:+.1%}",
                 flush=True,
             )

@@ -235,7 +235,7 @@ def _send(instruction: Send, devices: StageDevices) -> Action | None:
     if not hosts.mine([source]):
         return None
     if source == target:  # between the device's memory and its host's
-        kind = "pinned_host" if instruction.to_host else source.default_memory().kind
+        kind = "pinned_host" if instruction.to_host else "device"
         target = SingleDeviceSharding(source, memory_kind=kind)
     # A device as the target takes half of the time that a sharding takes.
     if len(instruction.reads) == 1:

@@ -6,7 +6,7 @@
 Both runtimes with the schedule that ``schedule="auto"`` takes for each, on simulated devices that share the machine's
 cores. Steps take turns; a ratio is the median over the rounds of one runtime's time over the other's. Then the step
 that a plan predicts from a profile measured in the same run, beside the measured step of two stages in two processes,
-each of which has a core of its own.
+each of which has a core of its own, for several schedules whose steps take turns.
 """
 
 import argparse
@@ -35,6 +35,9 @@ RUNTIMES = ("mpmd", "spmd")
 #: Layers and width; rows and length of a micro-batch.
 GPT, TOKENS = (8, 256), (4, 128)
 
+#: Schedules that are compared with a core for each stage.
+SCHEDULES = ("1f1b-textbook", "zero_bubble", "auto")
+
 
 def pipelines(
     layers: int,
@@ -44,6 +47,7 @@ def pipelines(
     length: int,
     runtimes: tuple[str, ...] = RUNTIMES,
     profile: Any = "analytic",
+    schedule: str = "auto",
 ) -> tuple[dict[str, Any], Any]:
     """Return the pipelines of some runtimes for a GPT, and a batch of 8 micro-batches."""
     model = GPT2(vocab=1024, num_layers=layers, width=width, num_heads=width // 64, max_length=length)
@@ -55,6 +59,7 @@ def pipelines(
 
     mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
     options = {"loss": loss, "optimizer": optax.sgd(1e-3), "num_microbatches": 8, "profile": profile}
+    options["schedule"] = schedule
     return {r: jaxpipe.partition(model, mesh, batch, **options, runtime=r) for r in runtimes}, batch
 
 
@@ -83,9 +88,18 @@ def predicted_times(rounds: int) -> dict[str, Any]:
         shared = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
         shared |= {"JAXPIPE_CACHE_DIR": folder}
         results = workers([command] * 2, [{**shared, "JAX_PROCESS_ID": str(k)} for k in range(2)])
-    seconds = np.array([worker["seconds"] for worker in results]).max(axis=0)
-    plan, measured = results[0]["plan"], float(np.median(seconds))
-    return {**plan, "measured seconds": measured, "predicted / measured": plan["predicted seconds"] / measured}
+    plans = results[0]["plans"]
+    seconds = {name: np.max([worker["seconds"][name] for worker in results], axis=0) for name in SCHEDULES}
+    rows = {}
+    for name, plan in plans.items():
+        measured = float(np.median(seconds[name]))
+        rows[name] = {
+            **plan,
+            "measured seconds": measured,
+            "predicted / measured": plan["predicted seconds"] / measured,
+        }
+        rows[name]["over 1F1B, median"] = float(np.median(seconds[name] / seconds[SCHEDULES[0]]))
+    return rows
 
 
 def work(rounds: int) -> None:
@@ -95,19 +109,25 @@ def work(rounds: int) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     jax.config.update("jax_num_cpu_devices", 1)
     jaxpipe.initialize_distributed()
-    made, batch = pipelines(*GPT, 2, *TOKENS, runtimes=("mpmd",), profile="measured")
-    (pipeline,) = made.values()
+    made = {}
+    for name in SCHEDULES:
+        pipeline, batch = pipelines(*GPT, 2, *TOKENS, runtimes=("mpmd",), profile="measured", schedule=name)
+        made[name] = pipeline["mpmd"]
     batch = jax.tree.map(np.asarray, batch)
-    state = pipeline.init(jax.random.key(0))
-    seconds = []
+    states = {name: pipeline.init(jax.random.key(0)) for name, pipeline in made.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in made}
     for turn in range(rounds + 2):
-        begin = time.perf_counter()
-        state, _ = pipeline.step(state, batch)
-        jax.block_until_ready(state)
-        if turn >= 2:
-            seconds.append(time.perf_counter() - begin)
-    plan = {"schedule": pipeline.plan.schedule, "predicted seconds": pipeline.plan.step_seconds}
-    print(json.dumps({"rank": rank, "seconds": seconds, "plan": plan}), flush=True)
+        for name, pipeline in made.items():
+            begin = time.perf_counter()
+            states[name], _ = pipeline.step(states[name], batch)
+            jax.block_until_ready(states[name])
+            if turn >= 2:
+                seconds[name].append(time.perf_counter() - begin)
+    plans = {
+        name: {"schedule": pipeline.plan.schedule, "predicted seconds": pipeline.plan.step_seconds}
+        for name, pipeline in made.items()
+    }
+    print(json.dumps({"rank": rank, "seconds": seconds, "plans": plans}), flush=True)
 
 
 def compile_times(layers: int, stages: int) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class _Writer:
         """Write what the schedule says: each tick's work, and what it sends.
 
         Args:
-          update: the optimizer, if weights change on the way.
+          update: the optimizer, if weights change during the step.
         """
         if update is not None:
             self._begin_updates(update)

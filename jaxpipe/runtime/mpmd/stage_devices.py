@@ -68,7 +68,7 @@ class StageDevices:
 
     @property
     def platform(self) -> str:
-        """Of the devices."""
+        """Platform of the devices."""
         return self.every[0].platform
 
     @cached_property

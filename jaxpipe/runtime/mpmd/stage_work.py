@@ -208,7 +208,7 @@ class Context:
         return [t for t in self.sections[s].parameters if t not in self.objective.frozen]
 
     def statistics(self, s: int) -> tuple[int, ...]:
-        """What a micro-batch adds to the state of a stage whose members share the micro-batches."""
+        """Tensors that a micro-batch adds to the state of a stage whose members share the micro-batches."""
         fold = self.sections[s].fold
         return fold.statistics if fold is not None and self.trains else ()
 

@@ -1,4 +1,4 @@
-"""Stashes on their way to other memory and back, in a list.
+"""Instructions that move stashes to other memory and back.
 
     forward pass ─▶ arrays ─▶ slices ──one send to each target──▶ a peer's memory, the host's
     backward pass ◀─ arrays ◀─ slices ◀──one send from each──────┘

@@ -108,7 +108,7 @@ def returned_gradient(s: int, t: int) -> Name:
 
 
 def returned_sum(s: int, t: int) -> Name:
-    """The same of all members of stage ``s`` together."""
+    """The sum of a parameter's gradients over all members of stage ``s``, which borrows the parameter."""
     return Name(Role.MEAN, t, 1 + s)
 
 

@@ -63,19 +63,25 @@ def pipelines(
     return {r: jaxpipe.partition(model, mesh, batch, **options, runtime=r) for r in runtimes}, batch
 
 
-def step_times(stages: int, rounds: int) -> dict[str, Any]:
-    """Return seconds of a step of a GPT of 8 layers of 256, 8 micro-batches of 4 x 128 tokens."""
-    made, batch = pipelines(*GPT, stages, *TOKENS)
-    schedules = {f"{name} schedule": pipeline.plan.schedule for name, pipeline in made.items()}
-    states = {name: pipeline.init(jax.random.key(0)) for name, pipeline in made.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in made}
+def in_turns(pipelines: dict[str, Any], batch: Any, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of steps of several pipelines, which take turns."""
+    states = {name: pipeline.init(jax.random.key(0)) for name, pipeline in pipelines.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in pipelines}
     for turn in range(rounds + 2):
-        for name, pipeline in made.items():
+        for name, pipeline in pipelines.items():
             begin = time.perf_counter()
             states[name], _ = pipeline.step(states[name], batch)
             jax.block_until_ready(states[name])
             if turn >= 2:
                 seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def step_times(stages: int, rounds: int) -> dict[str, Any]:
+    """Return seconds of a step of a GPT of 8 layers of 256, 8 micro-batches of 4 x 128 tokens."""
+    made, batch = pipelines(*GPT, stages, *TOKENS)
+    schedules = {f"{name} schedule": pipeline.plan.schedule for name, pipeline in made.items()}
+    seconds = in_turns(made, batch, rounds)
     ratios = [a / b for a, b in zip(*(seconds[name] for name in RUNTIMES), strict=True)]
     medians = {f"{name} seconds": statistics.median(values) for name, values in seconds.items()}
     return {"stages": stages, **schedules, **medians, "mpmd / spmd, median": statistics.median(ratios)}
@@ -114,15 +120,7 @@ def work(rounds: int) -> None:
         pipeline, batch = pipelines(*GPT, 2, *TOKENS, runtimes=("mpmd",), profile="measured", schedule=name)
         made[name] = pipeline["mpmd"]
     batch = jax.tree.map(np.asarray, batch)
-    states = {name: pipeline.init(jax.random.key(0)) for name, pipeline in made.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    for turn in range(rounds + 2):
-        for name, pipeline in made.items():
-            begin = time.perf_counter()
-            states[name], _ = pipeline.step(states[name], batch)
-            jax.block_until_ready(states[name])
-            if turn >= 2:
-                seconds[name].append(time.perf_counter() - begin)
+    seconds = in_turns(made, batch, rounds)
     plans = {
         name: {"schedule": pipeline.plan.schedule, "predicted seconds": pipeline.plan.step_seconds}
         for name, pipeline in made.items()

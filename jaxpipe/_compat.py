@@ -411,10 +411,12 @@ def direct_call(compiled: jax.stages.Compiled) -> Callable[..., Sequence[Any]]:
 def loaded_on(compiled: jax.stages.Compiled, devices: Sequence[Any]) -> list[Callable[..., Sequence[Any]]] | None:
     """Return functions that run a program for one device on others of its kind, without compiling it again.
 
-    None where a program cannot be written out: with effects, or on a platform that does not do so.
+    None where a program cannot be written out: with effects, or on a platform that does not do so. Nor may it come from
+    a persistent compilation cache: XLA:CPU writes out only a part of what it has read in itself.
     """
     unsafe = _without_effects(compiled)
-    if unsafe is None or unsafe.keepalive:
+    config: Any = jax.config
+    if unsafe is None or unsafe.keepalive or config.jax_compilation_cache_dir:
         return None
     if len({device.device_kind for device in (*devices, *unsafe.xla_executable.local_devices())}) > 1:
         return None

@@ -1,5 +1,9 @@
 """Compiled programs that are called without comparing operands, and loaded on other devices."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,3 +92,28 @@ def test_an_array_in_another_layout_is_copied():
     assert _compat.in_default_layout(other).format.layout.major_to_minor == (0, 1)
     assert_same_bits(np.asarray(_compat.in_default_layout(other)), np.asarray(x))
     assert _compat.in_default_layout(np.ones(3)).shape == (3,)
+
+
+def test_programs_of_a_persistent_cache_run_on_all_devices(tmp_path):
+    """XLA:CPU does not write out again what it has read in from the cache."""
+    script = tmp_path / "step.py"
+    script.write_text(
+        "import jax, jax.numpy as jnp, optax, jaxpipe\n"
+        "jax.config.update('jax_num_cpu_devices', 4)\n"
+        "model = jax.tree_util.Partial(lambda w, x: jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]), [jnp.eye(8)] * 2)\n"
+        "mesh = jax.make_mesh((2, 2), ('stage', 'data'))\n"
+        "options = {'loss': lambda f, x: f(x).mean(), 'optimizer': optax.sgd(0.1), 'num_microbatches': 2}\n"
+        "batch = jnp.ones((8, 8))\n"
+        "pipeline = jaxpipe.partition(model, mesh, batch, profile='analytic', runtime='mpmd', **options)\n"
+        "state, metrics = pipeline.step(pipeline.init(jax.random.key(0)), batch)\n"
+        "print(float(metrics['loss']), float(metrics['gradient_norm']))\n"
+    )
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+    cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    runs = [
+        subprocess.run([sys.executable, script], env=os.environ | cache, capture_output=True, text=True)
+        for _ in range(2)
+    ]
+    assert [run.returncode for run in runs] == [0, 0], runs[1].stderr[-2000:]
+    assert runs[0].stdout == runs[1].stdout != ""
+    assert any((tmp_path / "cache").iterdir())

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpipe.runtime.mpmd import waiting
 from jaxpipe.runtime.mpmd.crossing import join_messages
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Place, Send
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
@@ -94,3 +95,18 @@ def test_arrays_of_one_shape_that_cross_share_a_place_in_the_program():
         Slot((1, 2), (6, 5)),
         Slot((None, 3), (7, None)),
     ]
+
+
+def test_after_an_error_no_action_waits_for_other_processes(monkeypatch):
+    monkeypatch.setattr(waiting, "_failures", [])
+
+    def fails(_):
+        raise ValueError("a message that is never sent")
+
+    def waits(_):
+        raise AssertionError("this action would wait for a process that waits for the failed one")
+
+    (failed,), (later,) = waiting.started(fails)(1.0), waiting.started(waits)(1.0)
+    for action in (later, failed):
+        with pytest.raises(ValueError, match="never sent"):
+            waiting.ended(action)

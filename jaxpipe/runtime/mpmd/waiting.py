@@ -16,11 +16,22 @@ from typing import Any
 import jax
 
 
+#: The first error of an action. The others would wait for messages that other processes do not send any more, as these
+#: wait for the one that has failed: they raise the error at once, and the process ends.
+_failures: list[Exception] = []
+
+
 def started(action: Callable[..., Sequence[Any]]) -> Callable[..., tuple[Future[Any]]]:
     """Return a function that has an action done in the thread, and returns what will have its results."""
 
     def run(*operands: Any) -> Sequence[Any]:
-        jax.block_until_ready(operands)
+        if _failures:
+            raise _failures[0]
+        try:
+            jax.block_until_ready(operands)
+        except Exception as error:
+            _failures.append(error)
+            raise
         try:
             return jax.block_until_ready(action(*operands))
         except Exception as error:
@@ -28,6 +39,7 @@ def started(action: Callable[..., Sequence[Any]]) -> Callable[..., tuple[Future[
                 f"Process {jax.process_index()} of {jax.process_count()} was waiting for a message of another one. "
                 "Most likely another process has died: see what it printed. Start all again, from the last checkpoint."
             )
+            _failures.append(error)
             raise
 
     return lambda *operands: (_thread().submit(run, *operands),)

@@ -193,13 +193,14 @@ def test_stages_on_several_devices_have_their_own_layers(replicate, widths):
 
 def within_a_budget(share: float, **options) -> tuple[jaxpipe.Pipeline, int]:
     """A pipeline that has so much of the bytes that it would take; and these."""
+    options["runtime"] = "mpmd"
     budget = int(share * pipeline_of(wide(), 3, **options).plan.predicted_bytes)
     return pipeline_of(wide(), 3, memory=budget, **options), budget
 
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"replicate": (2, 1)}])
 def test_unrolled_scans_are_planned_within_a_budget(options):
-    small, budget = within_a_budget(0.95, compile=False, **options)
+    small, budget = within_a_budget(0.9, compile=False, **options)
     assert small.plan.predicted_bytes <= budget and any(stage.added_seconds > 0 for stage in small.plan.stages)
 
 

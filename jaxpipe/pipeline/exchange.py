@@ -21,7 +21,7 @@ from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.gradients.exchange import Averaged, exchange, wire_bytes
 from jaxpipe.model import BoundModel
-from jaxpipe.pipeline.axes import own_name
+from jaxpipe.pipeline.axes import DATA, STAGE, own_name
 from jaxpipe.pipeline.layout import Layout, lay_out
 from jaxpipe.pipeline.sections import Placement
 
@@ -92,14 +92,12 @@ def stage_exchange(
 
 
 def run_exchange(
-    plan: StageExchange, stage: Any, axis_name: str, step: Any, gradients: Sequence[Any], residuals: Sequence[Any]
+    plan: StageExchange, step: Any, gradients: Sequence[Any], residuals: Sequence[Any]
 ) -> tuple[list[Any], list[Any], Any, Any]:
     """One exchange, inside ``shard_map``.
 
     Args:
       plan: what is sent.
-      stage: this device's stage, a tracer.
-      axis_name: of the replicas.
       step: steps taken.
       gradients: buffers with this replica's share of the batch's gradient, times the number of replicas.
       residuals: buffers with what it has not sent.
@@ -110,7 +108,7 @@ def run_exchange(
     layout = plan.layout
 
     def by_stage(function: Any) -> Any:
-        return lax.switch(stage, [functools.partial(function, s) for s in range(len(layout.avals))])
+        return lax.switch(lax.axis_index(STAGE), [functools.partial(function, s) for s in range(len(layout.avals))])
 
     def read(s: int) -> list[Any]:
         pairs = zip(plan.sums.read(s, gradients), plan.residuals.read(s, residuals), strict=True)
@@ -121,7 +119,7 @@ def run_exchange(
         return *new, found.squares, found.unsent
 
     def phase(plans: Sequence[Sequence[Blocks]]) -> Any:
-        return exchange(plans, plan.settings.rule, axis_name, by_stage, read, write)
+        return exchange(plans, plan.settings.rule, DATA, by_stage, read, write)
 
     branches = [functools.partial(phase, plans) for plans in plan.plans]
     return lax.switch(plan.settings.phase(step), branches)

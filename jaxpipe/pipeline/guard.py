@@ -36,18 +36,15 @@ def look(loss: Any, gradients: Sequence[Any], program: Program) -> NonFinite:
     return NonFinite(stages, jnp.any(stages) | ~jnp.isfinite(loss))
 
 
-def guard(
-    old: TrainState, new: TrainState, found: NonFinite, skip: bool, kept: Sequence[str]
-) -> tuple[TrainState, dict[str, Any]]:
+def guard(old: TrainState, new: TrainState, found: NonFinite, skip: bool) -> tuple[TrainState, dict[str, Any]]:
     """The new state, or the old one's bits if something is not finite.
 
     A step that is skipped is a step: the next one draws other random numbers. One that raises has not been made.
 
     Args:
-      old, new: the state before and after the step.
+      old, new: the state before and after the step; ``run_update`` has left what the optimizer writes as it was.
       found: what is not finite.
       skip: whether to skip the step, rather than raise.
-      kept: fields whose old values are taken back then; the others have not been changed, or change in any case.
 
     Returns:
       The state; and in which stages gradients are not finite, and whether the step was stopped.
@@ -58,7 +55,8 @@ def guard(
 
     guarded = replace(
         new,
-        **{name: either(getattr(old, name), getattr(new, name)) for name in kept},
+        variables=either(old.variables, new.variables),
+        residual=either(old.residual, new.residual),
         step=new.step if skip else either(old.step, new.step),
         skipped=old.skipped + (found.stopped.astype(jnp.int32) if skip else 0),
     )

@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, Operator, run
 from jaxpipe.model import BoundModel
+from jaxpipe.pipeline.axes import STAGE
 from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.trace_update import TracedUpdate, transformation_of
 from jaxpipe.pipeline.words import from_words, to_words, word_count
@@ -178,8 +180,6 @@ def _color(graph: Graph, color: dict[int, int], shared: Sequence[int]) -> tuple[
 
 def exchanged_values(
     update: ColoredUpdate,
-    stage: Any,
-    together: Callable[[Any], Any],
     read: Callable[[int], tuple[Sequence[Any], Sequence[Any], Sequence[Any]]],
     shared_state: Sequence[Any],
     num_stages: int,
@@ -188,8 +188,6 @@ def exchanged_values(
 
     Args:
       update: the colored program.
-      stage: this device's stage, a tracer.
-      together: the sum over the stages.
       read: for a stage, its parameters, gradients and state out of this device's buffers.
       shared_state: the state of which every stage has a copy.
       num_stages: number of stages.
@@ -220,7 +218,7 @@ def exchanged_values(
                 ]
             )
 
-        words = together(switch(stage, [lambda s=s: send(s) for s in range(num_stages)]))
+        words = lax.psum(switch(lax.axis_index(STAGE), [lambda s=s: send(s) for s in range(num_stages)]), STAGE)
         assert words.shape == (length,)
         start = 0
         for t in tensors:

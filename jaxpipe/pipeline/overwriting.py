@@ -7,14 +7,16 @@ reads what was there before is known to come first; fences between the steps say
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpipe import _compat
 from jaxpipe.graph import Operator, ordered, run
+from jaxpipe.pipeline.axes import STAGE
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import ColoredUpdate, exchanged_values, held_by, operators_of
 from jaxpipe.pipeline.switch import overwrite
@@ -90,8 +92,6 @@ def _behind(wanted: int, maker: dict[int, Operator], known: Collection[int]) -> 
 
 def run_update(
     update: ColoredUpdate,
-    stage: Any,
-    together: Callable[[Any], Any],
     layouts: tuple[Layout, Layout, Layout],
     own: tuple[Sequence[Any], Sequence[Any]],
     gradients: Sequence[Any],
@@ -102,8 +102,6 @@ def run_update(
 
     Args:
       update: the colored program.
-      stage: this device's stage, a tracer.
-      together: the sum over the stages.
       layouts: of parameters, gradients and state.
       own: this device's buffers of parameters and of state.
       gradients: its buffers of those.
@@ -119,10 +117,10 @@ def run_update(
         held = own[0], gradients, own[1]
         return tuple(x.read(s, buffers) for x, buffers in zip(layouts, held, strict=True))
 
-    everywhere = exchanged_values(update, stage, together, read, shared, len(stages))
+    everywhere = exchanged_values(update, read, shared, len(stages))
 
     branches = [functools.partial(_overwrite_stage, update, s, everywhere, layouts) for s in stages]
-    parameters, state = overwrite(stage, branches, tuple(map(list, own)), gradients, unless)
+    parameters, state = overwrite(lax.axis_index(STAGE), branches, tuple(map(list, own)), gradients, unless)
     new = [everywhere[n] for n, s in zip(update.new_state, update.state_stage, strict=True) if s is None]
     if unless is not None:
         new = [jnp.where(unless, before, after) for before, after in zip(shared, new, strict=True)]

@@ -100,22 +100,20 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
     def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
         parameters, variables, optimizer = map(_own, (state.parameters, state.variables, state.optimizer))
         totals = _train(program, batching, parameters, variables, state, batch)
-        stage, residual, counters = lax.axis_index(STAGE), (), {}
+        residual, counters = (), {}
         if update.exchange is None:
             loss, gradients, metrics = _mean(program, totals)
             own = gradients
         else:
             loss, own, metrics = _mean(program, totals, summed=False)
             left = [x.reshape(x.shape[2:]) for x in state.residual]
-            gradients, residual, squares, left = run_exchange(update.exchange, stage, DATA, state.step, own, left)
+            gradients, residual, squares, left = run_exchange(update.exchange, state.step, own, left)
             squares, left = _in_order([squares, left], (STAGE, DATA))
             counters = {"sent_share": sent_share(squares, left), "residual_norm": jnp.sqrt(left)}
 
         found = None if update.on_nonfinite is None else look(loss, own, program)
         parameters, optimizer, shared = run_update(
             update.colored,
-            stage,
-            lambda values: lax.psum(values, STAGE),
             (program.parameters, program.gradients, update.layout),
             (parameters, optimizer),
             gradients,
@@ -135,8 +133,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
         )
         counters |= {"gradient_norm": _norm(gradients), "overflows": totals.overflows}
         if found is not None:
-            kept = "variables", "residual"  # what the optimizer writes is as it was
-            new, noticed = guard(state, new, found, update.on_nonfinite == "skip", kept)
+            new, noticed = guard(state, new, found, update.on_nonfinite == "skip")
             counters |= noticed
         return new, loss, counters, metrics
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib as mpl
 import matplotlib.patches
 import numpy as np
+from jaxpipe.schedules.swaps import Slice, swap_table
 from matplotlib.figure import Figure
 
 from jaxpipe import Network, Node, Profile, topology
@@ -16,7 +17,6 @@ from jaxpipe.partition_pictures import draw_cluster
 from jaxpipe.pictures import BLUE, GREEN, GREY, KIND_COLORS, ORANGE, SKY
 from jaxpipe.planning import partition_layers
 from jaxpipe.schedules import Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
-from jaxpipe.schedules.swaps import Slice, swap_table
 from jaxpipe.traces import KIND_NAMES
 
 

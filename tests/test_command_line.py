@@ -72,7 +72,7 @@ def test_plan_takes_a_network_and_a_kind_of_device(folder, capsys):
     assert main([*arguments.split(), "--host-memory", "2MiB"]) == 0
     plan = jaxpipe.Plan.from_json((folder / "plan.json").read_text())
     assert len(plan.stages) == 3 and plan.budget == 2**20
-    assert plan.host.budget == 2**21 and plan.host.on_paper
+    assert plan.host.budget == 2**21 and not plan.host.refused
     assert plan.rates == "H100" and "at the rates of H100" in capsys.readouterr().out
     # 16 x 16 products of a few examples take an H100 no time but that to start a kernel, 2 microseconds each. What
     # ticks move, some KiB, takes no longer.

@@ -13,6 +13,25 @@ MOST_TARGETS = 4
 
 
 @dataclass(frozen=True)
+class Links:
+    """Direct links between the devices of stages, and to their host's memory; of several replicas the slowest.
+
+    Attributes:
+      bandwidth: ``[stages][stages]``, bytes per second in each direction; 0 where there is no link.
+      latency: the same, in seconds.
+      host_bytes: that each device may use of its host's memory; 0 if stashes must not go there.
+      host_bandwidth: by stage, to the host's memory.
+      host_latency: the same, in seconds.
+    """
+
+    bandwidth: tuple[tuple[float, ...], ...]
+    latency: tuple[tuple[float, ...], ...]
+    host_bytes: int
+    host_bandwidth: tuple[float, ...]
+    host_latency: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Link:
     """A link from a stage's device to other memory.
 

@@ -128,7 +128,7 @@ def partition(
         integer programme chooses for every tensor whether it is stored, in which form, or computed again.
       host_memory: most bytes of its host's memory that each device may keep stashes in, as ``memory``; used where that
         makes a step within ``memory`` shorter. Devices that have no memory of the kind ``pinned_host`` do without,
-        and the plan says so.
+        and the plan says so. Stages with several devices each (``replicate``) keep theirs on the device.
       allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth, and, for a model that normalizes
         over examples (BatchNorm), so few that each has 4 of them. A ``FewExamplesWarning`` tells of fewer.
@@ -174,9 +174,9 @@ def partition(
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
         Asynchronous schedules, ``replicate``, ``host_memory`` and batches of several sizes need ``"mpmd"``.
-        ``"auto"``: the one that has what is asked for; ``"mpmd"`` with ``memory``; else ``"spmd"`` only if
-        the longest stage's work on a micro-batch is shorter than the host's calls and sends for it (25 and 40 us
-        each) and its step is predicted to be shorter. The plan says which, and why.
+        ``"auto"``: the one that has what is asked for; ``"mpmd"`` with ``memory``; else ``"spmd"`` only if the
+        longest stage's work on a micro-batch is shorter than the host's calls and sends for it (25 and 40 us each)
+        and its step is predicted to be shorter. The plan says which, and why.
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.

@@ -105,7 +105,7 @@ def test_stashes_go_to_peers_with_room():
 
 
 def test_stages_are_on_the_devices_whose_link_takes_most_stashes():
-    """All links are alike but that of devices 1 and 2: the stage with most stashes has one, a stage with few the other."""
+    """All links are alike but that of devices 1 and 2: the stage with most stashes has one, a late one the other."""
     network = np.full((4, 4), 1e9)
     network[1, 2] = network[2, 1] = 1e11
     pipeline = chain(memory=budget_of(usual()[0]), network=Network(network), compile=False)

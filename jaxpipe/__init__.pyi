@@ -36,7 +36,6 @@ from .errors import ScheduleError as ScheduleError
 from .errors import StateError as StateError
 from .errors import TargetError as TargetError
 from .errors import TrainingModeWarning as TrainingModeWarning
-from .host_memory import HostMemory as HostMemory
 from .network import Network as Network
 from .partition import partition as partition
 from .pipeline.combine import Sum as Sum

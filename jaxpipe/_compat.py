@@ -21,7 +21,6 @@ from jax._src.clusters import ClusterEnv
 from jax._src.compiler import get_compile_options
 from jax._src.distributed import global_state
 from jax._src.interpreters.pxla import global_aval_to_result_handler
-from jax._src.lax.lax import empty2
 from jax._src.lib import xla_client
 from jax.experimental.layout import Format, Layout
 
@@ -243,15 +242,6 @@ def _manual_axes(aval: Any) -> frozenset[str]:
     """The manual mesh axes that an array varies over."""
     kind = getattr(aval, "mat", None)
     return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
-
-
-def host_buffer(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array in the host's memory for ``dynamic_update_slice`` in a loop to write into, with nothing in it yet.
-
-    XLA allocates it there because it is a broadcast that only such updates use, as ``scan`` makes what it stacks from
-    arrays in the host's memory. Zeros that are put there would be made on the device.
-    """
-    return jax.lax.broadcast(empty2(dtype, memory_space=jax.memory.Space.Host), shape)
 
 
 def disguise(value: jax.Array, after: jax.Array) -> jax.Array:
@@ -488,7 +478,6 @@ __all__ = [
     "has_default_sharding",
     "has_mesh_in_context",
     "hoist_constants",
-    "host_buffer",
     "in_current_mesh",
     "in_default_layout",
     "inner_programs",

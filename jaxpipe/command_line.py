@@ -26,7 +26,6 @@ import jax
 import tyro
 
 from jaxpipe.errors import JaxpipeError
-from jaxpipe.host_memory import HostMemory
 from jaxpipe.network import Network
 from jaxpipe.partition import partition
 from jaxpipe.pipeline.pipeline import Pipeline
@@ -204,7 +203,6 @@ def planned(job: Job) -> Pipeline:
     axes["stage"] = count // job.replicas
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=simulate_devices(count)[:count])
     model, batch, loss, optimizer = load(job.model)
-    host_memory = None if job.host_memory is None else HostMemory(job.host_memory, on_paper=True)
 
     def plan(profile: Any, num_microbatches: int | None) -> Pipeline:
         return partition(
@@ -214,7 +212,7 @@ def planned(job: Job) -> Pipeline:
             loss=loss,
             optimizer=optimizer,
             memory=job.memory,
-            host_memory=host_memory,
+            host_memory=job.host_memory,
             num_microbatches=num_microbatches,
             schedule=job.schedule,
             profile=profile,

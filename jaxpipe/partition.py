@@ -15,7 +15,7 @@ from jaxpipe import hosts
 from jaxpipe.annotations import outside_mesh
 from jaxpipe.errors import BatchError
 from jaxpipe.gradients.block_sparse import BlockSparse
-from jaxpipe.host_memory import HostMemory, check_host_memory
+from jaxpipe.host_memory import check_host_memory
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
 from jaxpipe.network import Network
 from jaxpipe.pipeline import arguments, checks
@@ -75,7 +75,7 @@ def partition(
     evaluate: UserFunction | None = None,
     predict: UserFunction | None = None,
     memory: int | str | None = None,
-    host_memory: int | str | HostMemory | None = None,
+    host_memory: int | str | None = None,
     allow_over_budget: bool = False,
     num_microbatches: int | None = None,
     schedule: checks.ScheduleMaker | str = "auto",
@@ -127,8 +127,8 @@ def partition(
       memory: most bytes on a device, as an int or a text such as ``"8GiB"``. If the default storage needs more, an
         integer programme chooses for every tensor whether it is stored, in which form, or computed again.
       host_memory: most bytes of its host's memory that each device may keep stashes in, as ``memory``; used where that
-        makes a step within ``memory`` shorter. On devices that fail a trial at start-up it is not used, and the plan
-        says so. ``HostMemory(..., on_paper=True)``: plan for devices that are not here.
+        makes a step within ``memory`` shorter. Devices that have no memory of the kind ``pinned_host`` do without,
+        and the plan says so. Stages with several devices each (``replicate``) keep theirs on the device.
       allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth, and, for a model that normalizes
         over examples (BatchNorm), so few that each has 4 of them. A ``FewExamplesWarning`` tells of fewer.
@@ -173,10 +173,10 @@ def partition(
         optimizer gets it. ``jnp.bfloat16`` saves 2 bytes for each bfloat16 parameter, and rounds every sum.
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
-        Asynchronous schedules, ``replicate`` and batches of several sizes need ``"mpmd"``, ``host_memory`` needs
-        ``"spmd"``. ``"auto"``: the one that has what is asked for; ``"mpmd"`` with ``memory``; else ``"spmd"`` only if
-        the longest stage's work on a micro-batch is shorter than the host's calls and sends for it (25 and 40 us
-        each) and its step is predicted to be shorter. The plan says which, and why.
+        Asynchronous schedules, ``replicate``, ``host_memory`` and batches of several sizes need ``"mpmd"``.
+        ``"auto"``: the one that has what is asked for; ``"mpmd"`` with ``memory``; else ``"spmd"`` only if the
+        longest stage's work on a micro-batch is shorter than the host's calls and sends for it (25 and 40 us each)
+        and its step is predicted to be shorter. The plan says which, and why.
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.
@@ -216,6 +216,7 @@ def partition(
     if on_nonfinite not in (None, "raise", "skip"):
         raise checks.PartitionError(f"on_nonfinite={on_nonfinite!r}; it must be 'raise', 'skip' or None.")
     exchange = check_exchange(gradient_exchange, DATA)
+    replicate = checks.check_replicate(replicate, num_stages, mesh, exchange is not None)
     budget = None if memory is None else parse_bytes(memory)
     batch, *others = [None if x is None else checks.batch_shapes(x) for x in checks.listed_batches(batch)]
     request = Request(
@@ -237,8 +238,8 @@ def partition(
         unroll_scans=checks.check_unroll(unroll_scans, gradient_exchange != "dense"),
         num_stages=num_stages,
         replicas=replicas,
-        replicate=checks.check_replicate(replicate, num_stages, mesh, exchange is not None),
-        host=check_host_memory(host_memory, budget, mesh),
+        replicate=replicate,
+        host=check_host_memory(host_memory, budget, mesh, replicate),
         gradient_dtype=check_gradient_dtype(gradient_dtype),
         compile=compile,
         runtime=checks.check_runtime(runtime),
@@ -267,8 +268,6 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
         schedules = checks.make_team_schedules(request.schedules, Teams(request.replicate), m)
     elif not request.replicate:
         schedules = checks.make_schedules(request.schedules, request.num_stages, m)
-    if request.host is not None:
-        checks.check_hosted(schedules, request.replicate)
     check_runtime_features(request, schedules)
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     one = microbatch_shapes(batch, request.replicas * m)

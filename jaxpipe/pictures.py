@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpipe.planning.plan import Plan, short_modules, shorten
 from jaxpipe.planning.timeline import check_size, plan_timeline
 from jaxpipe.schedules import Kind, Schedule, Timeline
-from jaxpipe.schedules.swaps import Slice, Swaps, swap_table
+from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.traces import KIND_NAMES
 from jaxpipe.units import bytes_text
 
@@ -231,28 +231,27 @@ def _own_stash(plan: Plan, schedule: Schedule, device: int) -> _Bars:
     found: _Bars = []
     for chunk in range(schedule.num_chunks):
         stage = chunk * schedule.num_stages + device
-        count = _held(schedule, device, chunk)
-        if plan.stages[stage].away_ticks:
-            swaps = _swaps(plan, schedule)
-            count = [n - swaps.away_in(stage, t) for t, n in enumerate(count)]
         label = f"stage {stage}" if schedule.num_chunks > 1 else None
         each = plan.teams.turns(device) * plan.stages[stage].stash_bytes
-        found.append((label, [n * each for n in count]))
+        held, moved = _held(schedule, device, chunk), sum(piece.bytes for piece in plan.stages[stage].pieces)
+        away = _away(schedule, stage) if moved else [0] * len(held)
+        found.append((label, [n * each - gone * moved for n, gone in zip(held, away, strict=True)]))
     return found
 
 
 def _guests(plan: Plan, schedule: Schedule, device: int) -> _Bars:
-    """What a device keeps for others; only where each has one stage."""
+    """What a device keeps for others."""
     lenders = [(other, piece) for other, one in enumerate(plan.stages) for piece in one.pieces if piece.stage == device]
-    if not lenders:
-        return []
-    swaps, ticks = _swaps(plan, schedule), range(len(schedule.ticks))
-    return [(f"of stage {other}", [swaps.away_in(other, t) * piece.bytes for t in ticks]) for other, piece in lenders]
+    return [(f"of stage {other}", [n * piece.bytes for n in _away(schedule, other)]) for other, piece in lenders]
 
 
-def _swaps(plan: Plan, schedule: Schedule) -> Swaps:
-    slices = [[Slice(piece.stage) for piece in stage.pieces] for stage in plan.stages]
-    return swap_table(schedule, [stage.away_ticks for stage in plan.stages], slices)
+def _away(schedule: Schedule, stage: int) -> list[int]:
+    """Stashes of a stage that are in other memory in each tick."""
+    device = stage % schedule.num_stages
+    ticks = [t for t, tick in enumerate(schedule.ticks) for _ in tick[device]]  # of each action, in order
+    points = swap_points(schedule, stage)
+    gone = [(ticks[points.leaves[j]], ticks[position]) for j, position in points.returns.items()]
+    return [sum(first < t < last for first, last in gone) for t in range(len(schedule.ticks))]
 
 
 def _stash_title(plan: Plan, schedule: Schedule, device: int) -> str:

@@ -3,7 +3,6 @@
 python -m scripts.plot_methods
 """
 
-import itertools
 from pathlib import Path
 
 import matplotlib as mpl
@@ -16,7 +15,7 @@ from jaxpipe.partition_pictures import draw_cluster
 from jaxpipe.pictures import BLUE, GREEN, GREY, KIND_COLORS, ORANGE, SKY
 from jaxpipe.planning import partition_layers
 from jaxpipe.schedules import Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
-from jaxpipe.schedules.swaps import Slice, swap_table
+from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.traces import KIND_NAMES
 
 
@@ -89,43 +88,35 @@ def encoding() -> Figure:
 
 def swaps() -> Figure:
     """Stashes that each device holds with and without swaps to peers."""
-    table = one_f_one_b(STAGES, MICROBATCHES)
-    alone: list[list[Slice]] = [[] for _ in range(STAGES)]
-    lent = [[Slice(3)], [Slice(2)], [], []]
-    away = min(itertools.product(range(11), range(7)), key=lambda two: (_fullest(table, (*two, 0, 0), lent), sum(two)))
+    table = one_f_one_b(STAGES, MICROBATCHES, paired=False)
     figure = Figure(figsize=(10, 3.6), layout="constrained")
-    for axes, ticks, slices, title in zip(
+    for axes, shares, title in zip(
         figure.subplots(1, 2, sharey=True),
-        ((0,) * STAGES, (*away, 0, 0)),
-        (alone, lent),
-        ("each device keeps its own", "devices 3 and 2 keep stashes for 0 and 1"),
+        ({}, {3: 2 / 3, 2: 1 / 3}),
+        ("each device keeps its own", "devices 3 and 2 keep slices of stashes for 0"),
         strict=True,
     ):
-        for d, total in enumerate(_totals(table, ticks, slices)):
-            style = ("-", "--", "-.", ":")[d]
-            label = f"device {d}: at most {max(total)}"
+        away = _away(table, 0) if shares else [0] * len(table.ticks)
+        for d, style in enumerate(("-", "--", "-.", ":")):
+            own = _held(table, d)
+            kept = own if d else [n - gone for n, gone in zip(own, away, strict=True)]
+            total = [n + gone * shares.get(d, 0.0) for n, gone in zip(kept, away, strict=True)]
+            label = f"device {d}: at most {max(total):g}"
             axes.step(range(len(total)), total, style, where="mid", label=label, linewidth=2)
         axes.set_title(title)
-        axes.set_xlabel("tick of 1F1B in pair ticks")
+        axes.set_xlabel("tick of 1F1B")
         axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("stashes held")
     return figure
 
 
-def _totals(table: Schedule, away: tuple[int, ...], slices: list[list[Slice]]) -> list[list[int]]:
-    """Own stashes and those of others, by device and tick."""
-    found = swap_table(table, away, slices)
-    totals = []
-    for d in range(STAGES):
-        own = [n - found.away_in(d, t) for t, n in enumerate(_held(table, d))]
-        guests = [s for s in range(STAGES) for piece in slices[s] if piece.target == d]
-        totals.append([n + sum(found.away_in(s, t) for s in guests) for t, n in enumerate(own)])
-    return totals
-
-
-def _fullest(table: Schedule, away: tuple[int, ...], slices: list[list[Slice]]) -> int:
-    return max(map(max, _totals(table, away, slices)))
+def _away(table: Schedule, device: int) -> list[int]:
+    """Stashes of a device in other memory, by tick."""
+    ticks = [t for t, tick in enumerate(table.ticks) for _ in tick[device]]
+    points = swap_points(table, device)
+    gone = [(ticks[points.leaves[j]], ticks[position]) for j, position in points.returns.items()]
+    return [sum(first < t < last for first, last in gone) for t in range(len(table.ticks))]
 
 
 def _held(table: Schedule, device: int) -> list[int]:

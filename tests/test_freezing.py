@@ -16,7 +16,7 @@ import jaxpipe
 from examples import models as zoo
 from jaxpipe import PartitionError, Plan, Profile, ScheduleError
 from jaxpipe.schedules import Kind, gpipe, one_f_one_b, simulate, zero_bubble
-from jaxpipe.schedules.peers import balance
+from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.schedules.table import without_backward
 
 
@@ -296,8 +296,8 @@ def test_a_device_goes_on_to_backward_work_without_waiting():
     # Stage 1 does F0 and B0 in the second tick, and so on; a tick takes as long as the longer of 3 and 1 + 1.
     timeline = simulate(table, forward=[3, 1], backward=[100, 1], lockstep=True)
     assert timeline.makespan == 3 + 3 + 3 + 2
-    swaps = balance(one_f_one_b(4, 16)), balance(without_backward(one_f_one_b(4, 16), 1))
-    assert swaps[0].own == (4, 4, 3, 1) and (swaps[1] is None or swaps[1].own[0] == 0)
+    points = [swap_points(x, 0) for x in (one_f_one_b(4, 16), without_backward(one_f_one_b(4, 16), 1))]
+    assert points[0].away > 0 and (points[1].home, points[1].away) == (0, 0)
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("interleaved", 2), ("zero_bubble", 4)])

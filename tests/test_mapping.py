@@ -9,21 +9,25 @@ from scipy.optimize import linprog
 from jaxpipe import Network, Profile
 from jaxpipe.planning import mapping, partition_layers
 from jaxpipe.planning.mapping import best_mapping, demand, movable_bytes
-from jaxpipe.schedules import one_f_one_b, zero_bubble
+from jaxpipe.schedules import interleaved, one_f_one_b
 
 
-def achievable(held, ticks, tick, bandwidth, latency, teams):
+def textbook(p, m):
+    return one_f_one_b(p, m, paired=False)
+
+
+def achievable(held, movable, away, period, bandwidth, latency, teams):
     """Bytes that stages above the mean can have with those below it, as a linear programme."""
     p, mean = len(held), sum(held) / len(held)
     pairs = [(s, t) for s in range(p) for t in range(p) if held[s] > mean > held[t]]
     if not pairs:
         return 0.0
     most = [
-        min(bandwidth[a][b] * ticks[s] * max(tick - latency[a][b], 0.0) for a in teams[s] for b in teams[t])
+        min(bandwidth[a][b] * away[s] * max(period - latency[a][b], 0.0) for a in teams[s] for b in teams[t])
         for s, t in pairs
     ]
     rows = [[float(pair[end] == k) for pair in pairs] for end in (0, 1) for k in range(p)]
-    limits = [abs(held[k] - mean) for _ in (0, 1) for k in range(p)]
+    limits = [min(held[k] - mean, movable[k]) if held[k] > mean else mean - held[k] for _ in (0, 1) for k in range(p)]
     found = linprog([-1.0] * len(pairs), rows, limits, bounds=[(0, n) for n in most])
     return -found.fun
 
@@ -37,18 +41,19 @@ def network_of(rng, count, rates=(1.0, 2.0, 4.0, 16.0), latency=0.0):
 def test_score_is_the_largest_flow(seed):
     rng = np.random.default_rng(seed)
     p, k = int(rng.integers(2, 6)), int(rng.integers(1, 3))
-    m = int(rng.integers(1, 9))
+    m = int(rng.integers(2 * p, 3 * p))
     network = network_of(rng, p * k, latency=0.25)
     stash = rng.integers(0, 9, p)
-    schedule = one_f_one_b(p, m)
+    schedule = textbook(p, m)
     mappings = np.array([rng.permutation(p * k).reshape(p, k) for _ in range(5)])
     scores = movable_bytes(demand(schedule, stash, 0.75), network.bandwidth, network.latency, mappings)
-    # Closed forms of pair ticks: forward in tick i + j, backward in 2 (p - 1) - i + j.
-    held = [min(m, 2 * (p - 1 - i) + 1) * int(stash[i]) for i in range(p)]
-    ticks = [max(2 * (p - 1 - i) - 1, 0) for i in range(p)]
+    # Closed forms of 1F1B: stage i has p - i stashes in flight, two of which are at home.
+    held = [(p - i) * int(stash[i]) for i in range(p)]
+    movable = [max(p - i - 2, 0) * int(stash[i]) for i in range(p)]
+    away = [p - 1 - i for i in range(p)]
     for one, score in zip(mappings, scores, strict=True):
         links = network.bandwidth_bytes_per_second, network.latency_seconds
-        assert score == pytest.approx(achievable(held, ticks, 0.75, *links, one.tolist()), rel=1e-9)
+        assert score == pytest.approx(achievable(held, movable, away, 0.75, *links, one.tolist()), rel=1e-9)
 
 
 def chain(count, sent):
@@ -65,20 +70,20 @@ def slowest(network, teams, size):
     return max(network.seconds(a, b, size) for one, two in itertools.pairwise(teams) for a in one for b in two)
 
 
-@pytest.mark.parametrize(("p", "k"), [(3, 1), (4, 1), (5, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("p", "k"), [(3, 1), (4, 1), (5, 1), (3, 2)])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_of_all_mappings_that_are_no_slower(p, k, seed):
     rng = np.random.default_rng(seed)
     network, m = network_of(rng, p * k), 2 * p
     found = placed(network, p, m, k)
-    stash, tick = [8.0] * p, [0.6, 40.0, 3.0][seed]
-    best = best_mapping(found, one_f_one_b(p, m), stash, tick, [2.0, 2.0])
-    held = [min(m, 2 * (p - 1 - i) + 1) * 8.0 for i in range(p)]
-    ticks = [2 * (p - 1 - i) - 1 for i in range(p)]
+    stash, period = [8.0] * p, [0.6, 40.0, 3.0][seed]
+    best = best_mapping(found, textbook(p, m), stash, period, [2.0, 2.0])
+    held, movable = [(p - i) * 8.0 for i in range(p)], [max(p - i - 2, 0) * 8.0 for i in range(p)]
+    away = [p - 1 - i for i in range(p)]
     latency = network.latency_seconds
 
-    def score(teams, tick):
-        return achievable(held, ticks, tick, network.bandwidth_bytes_per_second, latency, teams)
+    def score(teams, period):
+        return achievable(held, movable, away, period, network.bandwidth_bytes_per_second, latency, teams)
 
     own = [stage.devices for stage in found.stages]
     limit = slowest(network, own, 2.0)
@@ -90,14 +95,14 @@ def test_the_best_of_all_mappings_that_are_no_slower(p, k, seed):
     teams = [team for team in teams if slowest(network, team, 2.0) <= limit]
     chosen = tuple(stage.devices for stage in best.stages)
     assert chosen in teams
-    everything = sum(max(n - sum(held) / p, 0.0) for n in held)
+    everything = sum(max(min(n - sum(held) / p, most), 0.0) for n, most in zip(held, movable, strict=True))
     while teams:
-        scores = [score(team, tick) for team in teams]
-        assert score(chosen, tick) == pytest.approx(max(scores), rel=1e-8)
+        scores = [score(team, period) for team in teams]
+        assert score(chosen, period) == pytest.approx(max(scores), rel=1e-8)
         if max(scores) < everything * (1 - 1e-8):
             break
         teams = [team for team, one in zip(teams, scores, strict=True) if one >= max(scores) * (1 - 1e-8)]
-        tick /= 2
+        period /= 2
     assert [stage.operators for stage in best.stages] == [stage.operators for stage in found.stages]
     assert best.bottleneck_seconds == found.bottleneck_seconds
 
@@ -107,7 +112,7 @@ def test_a_fast_link_is_for_the_stage_that_lends_most():
     matrix = np.ones((4, 4))
     matrix[1, 3] = matrix[3, 1] = 100.0
     found = placed(Network(matrix), 4, 16)
-    best = best_mapping(found, one_f_one_b(4, 16), [10.0] * 4, 1.0, [2.0, 2.0])
+    best = best_mapping(found, textbook(4, 16), [10.0] * 4, 1.0, [2.0, 2.0])
     assert {best.stages[0].devices[0], best.stages[3].devices[0]} == {1, 3}
     assert "all mappings for swaps" in best.searched and "all mappings for swaps" in str(best)
     assert type(best).from_json(best.to_json()) == best
@@ -121,7 +126,7 @@ def test_memory_of_devices_is_kept():
     options = {"replicate": False, "num_stages": 3, "num_microbatches": 6, "reorder": False}
     stash = [30.0, 10.0, 10.0]
     small = partition_layers(profile, Network(matrix, memory_bytes=(100, 100, 8)), **options)
-    best = best_mapping(small, one_f_one_b(3, 6), stash, 1.0, [2.0])
+    best = best_mapping(small, textbook(3, 6), stash, 1.0, [2.0])
     assert all(stage.memory_bytes <= (100, 100, 8)[stage.devices[0]] for stage in best.stages)
     assert best.stages[0].devices == (2,)
 
@@ -130,7 +135,7 @@ def test_many_devices_are_exchanged_in_pairs(monkeypatch):
     monkeypatch.setattr(mapping, "MOST_DEVICES", 4)
     network = network_of(np.random.default_rng(0), 6, rates=tuple(range(1, 30)))
     found = placed(network, 6, 12, sent=0.0)  # so that any mapping is as fast
-    schedule, stash = one_f_one_b(6, 12), [300.0] * 6
+    schedule, stash = textbook(6, 12), [300.0] * 6
     best = best_mapping(found, schedule, stash, 1.0)
     assert "exchanges of two devices for swaps" in best.searched
     wanted = demand(schedule, stash, 1.0)
@@ -143,8 +148,8 @@ def test_many_devices_are_exchanged_in_pairs(monkeypatch):
 
 
 def test_where_nothing_can_be_gained_all_stays():
-    """Links that are all alike, and a schedule that no swap is for."""
+    """Links that are all alike, and a schedule with several stages on a device."""
     found = placed(Network.uniform(4, 1e9), 4, 8)
-    assert best_mapping(found, one_f_one_b(4, 8), [1.0] * 4, 1.0).stages == found.stages
+    assert best_mapping(found, textbook(4, 8), [1.0] * 4, 1.0).stages == found.stages
     other = placed(network_of(np.random.default_rng(0), 4), 4, 8)
-    assert best_mapping(other, zero_bubble(4, 8), [1.0] * 4, 1.0) is other
+    assert best_mapping(other, interleaved(4, 8), [1.0] * 4, 1.0) is other

@@ -9,7 +9,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.pictures import draw_memory, draw_timeline
 from jaxpipe.pipeline.pipeline import MemoryReport
 from jaxpipe.planning.plan import Plan, StagePlan, StashPiece, short_modules
-from jaxpipe.schedules import Kind, interleaved, one_f_one_b, zero_bubble
+from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
 
 
 STASH_BYTES = (3072, 1024)
@@ -112,11 +112,11 @@ def test_memory_shows_the_stash_of_each_stage_by_tick():
 
 
 def test_memory_shows_what_is_in_a_peers_memory():
-    _, first, second = draw_memory(make_plan(away=1), SCHEDULE).axes
-    # By hand: stage 0 sends each stash away in the tick in which it is made, and has it back two ticks later.
-    assert [bar.get_height() for bar in first.patches] == [3, 3, 6, 3, 3]
-    assert [bar.get_height() for bar in second.patches] == [0, 1, 1, 1, 0, 0, 3, 3, 3, 0]
-    assert [bar.get_y() for bar in second.patches[5:]] == [0, 1, 1, 1, 0]
+    _, first, second = draw_memory(make_plan(away=1), gpipe(2, 3)).axes
+    # By hand: stage 0 works on F0 F1 F2, two ticks later on B0 B1 B2, with each stash back in the tick before.
+    assert [bar.get_height() for bar in first.patches] == [3, 3, 6, 3, 3, 6, 6, 3]
+    assert [bar.get_height() for bar in second.patches] == [0, 1, 2, 3, 3, 2, 1, 0, 0, 3, 3, 6, 6, 3, 0, 0]
+    assert [bar.get_y() for bar in second.patches[8:]] == [0, 1, 2, 3, 3, 2, 1, 0]
     assert second.get_legend().get_texts()[0].get_text() == "of stage 0"
 
 

@@ -104,6 +104,18 @@ def test_stashes_go_to_peers_with_room():
     check_gradients(pipeline)
 
 
+def test_stages_are_on_the_devices_whose_link_takes_most_stashes():
+    """All links are alike but that of devices 1 and 2: the stage with most stashes has one, a late one the other."""
+    network = np.full((4, 4), 1e9)
+    network[1, 2] = network[2, 1] = 1e11
+    pipeline = chain(memory=budget_of(usual()[0]), network=Network(network), compile=False)
+    first, _, *late = pipeline.plan.stages
+    assert "for swaps" in pipeline.partition.searched
+    assert first.devices[0] in (1, 2) and {1, 2} <= {first.devices[0], *(stage.devices[0] for stage in late)}
+    assert pipeline.plan.predicted_bytes <= budget_of(usual()[0])
+    check_gradients(pipeline)
+
+
 def test_without_a_network_nothing_goes_to_peers():
     pipeline = chain(memory=budget_of(usual()[0]), compile=False)
     assert not any(stage.away for stage in pipeline.plan.stages)

@@ -472,7 +472,7 @@ def test_one_program_has_one_device_in_each_stage(widths):
     with pytest.raises(PartitionError, match=r"runtime='spmd' with replicate=.*: .* one device\. Pass runtime='mpmd'"):
         layers(widths, loss=loss, runtime="spmd")
     plan = layers(widths).plan
-    assert plan.runtime == "mpmd" and "has replicate=" in plan.runtime_reason
+    assert plan.runtime == "mpmd" and "have replicate=" in plan.runtime_reason
 
 
 def test_teams_beside_a_data_axis_are_refused():

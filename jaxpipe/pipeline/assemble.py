@@ -34,7 +34,7 @@ from jaxpipe.pipeline.links import slowest_used
 from jaxpipe.pipeline.objective import Objective, trace_loss
 from jaxpipe.pipeline.optimizer import color_update
 from jaxpipe.pipeline.planned import Budget, Planned
-from jaxpipe.pipeline.program import DATA, PAGE, Program
+from jaxpipe.pipeline.program import DATA, Program
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.runtime_choice import choose_runtime
 from jaxpipe.pipeline.sections import Placement, Section, count_frozen, cut_sections, place, with_backward
@@ -168,8 +168,8 @@ def draft(
         replicated=DATA in request.mesh.axis_names,
         gradient_dtype=request.gradient_dtype,
     )
-    swaps = request.budget is not None and request.network is not None and program.may_swap
-    if swaps and choose_runtime(request, program, found).name == "spmd":
+    swaps = request.budget is not None and request.network is not None and request.runtime != "spmd"
+    if swaps and program.teams.single:
         found = _map_for_swaps(program, found)
     return Draft(request, found, stages, program, schedule, maker)
 
@@ -224,7 +224,7 @@ def choose(
     best = fastest(budget)
     if best is None:
         least = for_budget(smallest(), budget)
-        least = with_step(least) if request.compiles else least
+        least = with_step(least) if request.compile else least
         needed = least.plan.predicted_bytes if least.compiled is None else least.compiled.reserved_bytes
         if needed <= budget:
             return least
@@ -232,7 +232,7 @@ def choose(
             raise refusal(budget, least, settled[0].default.plan.memory)
         budget = raised(budget, needed)
         best = fastest(budget) or for_budget(least, budget)
-    if request.compiles and is_near_budget(best.plan):
+    if request.compile and is_near_budget(best.plan):
         best = within_budget(best, any_cuts=True)
     return best
 
@@ -356,11 +356,10 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
 
     fitter = None
     if solving is not None:
-        prices = _prices(request, traced.objective, placed)
+        prices = _prices(request, program, placed)
         if runtime == "mpmd":
             default = functools.cache(lambda: planned(program, (Fitted(),) * len(program.sections), None))
-            work = zip(stage_seconds(program, placed, own_sums=True), prices.slow, strict=True)
-            period = max((stage.forward + stage.backward) * slow for stage, slow in work)
+            period = _period(program, placed)
             fitter = StageFitter(program, lambda chosen: lists.needs(default(), chosen), prices, solving, period)
         else:
             fitter = Fitter(program, Terms(memory_of, prices, solving))
@@ -402,16 +401,28 @@ class StageLists:
 
 
 def _map_for_swaps(program: Program, found: Partition) -> Partition:
-    """The same cuts on the devices with which swaps to peers can do most, if a step takes no longer with them."""
+    """Return the same cuts on the devices with which peers can take most, if a step takes no longer with them."""
     messages = [4 * n for n in program.message_words]
-    stash = [4 * PAGE * n for n in program.stash_pages]
-    tick = found.bottleneck_seconds / len(program.schedule.ticks)
-    return best_mapping(found, program.schedule, stash, tick, messages)
+    stashes = [sum(a.size * a.dtype.itemsize for a in program.stash_avals(section)) for section in program.sections]
+    return best_mapping(found, program.schedule, stashes, _period(program, found), messages)
 
 
-def _prices(request: Request, objective: Objective, found: Partition) -> Prices:
+def _period(program: Program, found: Partition) -> float:
+    """Return the seconds of a micro-batch on the slowest stage."""
+    work = zip(stage_seconds(program, found, own_sums=True), _slowness(program, found), strict=True)
+    return max((stage.forward + stage.backward) * slow for stage, slow in work)
+
+
+def _slowness(program: Program, found: Partition) -> tuple[float, ...]:
+    """Return, by stage, how many times slower than the profiled device its own is, or are together."""
+    widths = [program.teams.widths[program.device(s)] for s in range(len(found.stages))]
+    teams = zip(found.stages, widths, strict=True)
+    return tuple(1 / (width * min(found.network.speed[d] for d in stage.devices)) for stage, width in teams)
+
+
+def _prices(request: Request, program: Program, found: Partition) -> Prices:
     """What computing an operator again costs: as profiled where that is known, else in proportion to an estimate."""
-    graph, profile = objective.graph, found.profile
+    graph, profile = program.objective.graph, found.profile
     rates = rates_in(profile)
     estimated = sum(graph_seconds(graph, rates))
     scale = sum(profile.forward_seconds) / estimated if estimated else 1.0
@@ -425,9 +436,7 @@ def _prices(request: Request, objective: Objective, found: Partition) -> Prices:
     def seconds(graph: Graph, op: Operator) -> float:
         return known.get(op.outputs[0], scale * roofline.seconds([op], graph, rates))
 
-    teams = zip(found.stages, teams_of(found, request).widths, strict=True)
-    slow = tuple(1 / (width * min(found.network.speed[d] for d in stage.devices)) for stage, width in teams)
-    links = stage_links(found, 0 if request.host is None else request.host.bytes)
+    links = stage_links(found, 0 if request.host is None or request.host.refused else request.host.budget)
     if request.network is None:  # nobody has said that devices exchange more than messages
         links = replace(links, bandwidth=tuple((0.0,) * len(row) for row in links.bandwidth))
-    return Prices(seconds, rates.bytes / scale if scale else rates.bytes, slow, links)
+    return Prices(seconds, rates.bytes / scale if scale else rates.bytes, _slowness(program, found), links)

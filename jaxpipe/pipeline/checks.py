@@ -25,10 +25,8 @@ from jaxpipe.pipeline.axes import COMMON_NAMES
 from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.statistics import FEW_EXAMPLES
-from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import BY_NAME, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.names import plain_name, schedule_named
-from jaxpipe.schedules.peers import can_swap
 from jaxpipe.schedules.teams import Teams
 
 
@@ -123,16 +121,6 @@ def check_unroll(rows: int, exchanged: bool) -> int:
     return int(rows)
 
 
-def check_runs(plan: Plan) -> None:
-    """Raise ``PartitionError`` if a plan is for other devices than those of its mesh."""
-    if plan.host is not None and plan.host.on_paper:
-        raise PartitionError(
-            "This plan is on paper: with host_memory=HostMemory(..., on_paper=True), nobody has looked whether its "
-            "devices can use the memory of a host. To run the model, plan without on_paper on devices that can, or "
-            "without host_memory=."
-        )
-
-
 def check_network(network: Any, mesh: Mesh) -> None:
     """Raise ``NetworkError`` unless a network is that of the mesh."""
     if network is None:
@@ -201,20 +189,6 @@ def make_schedules(
         with contextlib.suppress(ScheduleError):
             found.append(check_schedule(maker(*size), *size, teams))
     return found
-
-
-def check_hosted(schedules: Sequence[Schedule], replicate: bool | tuple[int, ...]) -> None:
-    """Raise ``PartitionError`` if with none of some tables stashes can wait elsewhere than on their device."""
-    if replicate or not any(map(can_swap, schedules)):
-        names = " or ".join(schedule.name for schedule in schedules)
-        asked = (
-            f"replicate={replicate}" if replicate else f"{schedules[0].num_stages} stage(s) and the schedule {names}"
-        )
-        raise PartitionError(
-            "host_memory=: stashes can wait elsewhere only where several stages are on one device each and do their "
-            f"backward work whole, and {asked} was asked for. Use several stages without replicate=, and "
-            "schedule='auto', 'one_f_one_b' or 'gpipe'; or leave host_memory= out."
-        )
 
 
 def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_microbatches: int) -> list[Schedule]:

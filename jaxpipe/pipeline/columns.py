@@ -46,12 +46,11 @@ class Arena(NamedTuple):
     """First pages of what waits, by stage and micro-batch.
 
     Attributes:
-      written, read: of a stash, where forward work writes and backward work reads it.
+      stashes: of what forward work stores for backward work.
       saved: of the cotangents that wait for the weight part of the backward work.
     """
 
-    written: dict[tuple[int, int], int]
-    read: dict[tuple[int, int], int]
+    stashes: dict[tuple[int, int], int]
     saved: dict[tuple[int, int], int]
 
 
@@ -77,29 +76,29 @@ def arena(schedule: Schedule, stash_pages: Sequence[int], saved_pages: Sequence[
                     stays.append(Stay(split[j], used[j], saved_pages[s]))
         for (kept, key), address in zip(keys, addresses(stays), strict=True):
             kept[key] = address
-    return Arena(stashes, stashes, saved)
+    return Arena(stashes, saved)
 
 
 def columns(schedule: Schedule, places: Arena) -> Columns:
     """The numbers for a schedule whose stashes have their places."""
     shape = schedule.num_stages, len(schedule.ticks)
 
-    def work(kind: Kind, stashes: dict[tuple[int, int], int], box: Inbox | None) -> Work:
+    def work(kind: Kind, box: Inbox | None) -> Work:
         microbatch, branch, stash, saved = (np.full(shape, empty, np.int32) for empty in (-1, 0, 0, 0))
         for t, tick in enumerate(schedule.ticks):
             for device, actions in enumerate(tick):
                 for action in (a for a in actions if a.kind is kind):
                     key = action.chunk * schedule.num_stages + device, action.microbatch
                     microbatch[device, t], branch[device, t] = action.microbatch, key[0] + 1
-                    stash[device, t], saved[device, t] = stashes.get(key, 0), places.saved.get(key, 0)
+                    stash[device, t], saved[device, t] = places.stashes.get(key, 0), places.saved.get(key, 0)
         message = np.zeros(shape, np.int32) if box is None else np.asarray(box.read, np.int32)
         return Work(microbatch, branch, stash, message, saved)
 
     there, back = inbox(schedule, Kind.FORWARD), inbox(schedule, schedule.backward_kind)
     return Columns(
-        forward=work(Kind.FORWARD, places.written, there),
-        backward=work(schedule.backward_kind, places.read, back),
-        weight=work(Kind.BACKWARD_WEIGHT, places.read, None),
+        forward=work(Kind.FORWARD, there),
+        backward=work(schedule.backward_kind, back),
+        weight=work(Kind.BACKWARD_WEIGHT, None),
         forward_inbox=there,
         backward_inbox=back,
     )

@@ -17,19 +17,18 @@ from jaxpipe.pipeline.precision import sum_dtype
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.sections import Section
-from jaxpipe.pipeline.swap import exchange_seconds
+from jaxpipe.pipeline.stash_swap import HOST
+from jaxpipe.pipeline.swap_choice import Links
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.planning.costs import Synchronous, Team
 from jaxpipe.planning.dispatched import Dispatching, SearchArguments, dispatched_timeline, search_arguments
 from jaxpipe.planning.placed import Partition
-from jaxpipe.planning.plan import FrozenPlan, HostPlan, Plan, StagePlan, StashPiece
+from jaxpipe.planning.plan import FrozenPlan, Plan, StagePlan, StashPiece
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.rates import Rates, known_rates
 from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
-from jaxpipe.schedules.peers import Links
 from jaxpipe.schedules.swap_points import swap_points
-from jaxpipe.schedules.swaps import HOST
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.stash import Storage, stored_bytes
 from jaxpipe.work import weight
@@ -141,7 +140,6 @@ def step_timeline(program: Program, found: Partition, seconds: Sequence[StageSec
     """A step as the executor walks through it, what every tick costs besides its work included."""
     speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
     each = _exchange_seconds(found, [4 * n for n in program.message_words])
-    each += exchange_seconds(program) / len(program.schedule.ticks)
     each += handled_bytes(program) / rates_in(found.profile).bytes
     return simulate(
         program.schedule,
@@ -297,7 +295,7 @@ def describe(
         schedule_bound_seconds=bound,
         budget=budget,
         memory=memory,
-        host=_host(request, program),
+        host=request.host,
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
         notes=(*program.objective.annotations.notes(request.mesh.axis_names), *_sum_notes(program)),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
@@ -391,55 +389,38 @@ def _recomputed(section: Section) -> tuple[str, ...]:
 def _away(program: Program, found: Partition, s: int) -> dict[str, Any]:
     """What the plan says of a stage's stashes that are away."""
     section = program.sections[s]
-    if section.swap is not None:
-        points = swap_points(program.schedule, s)
-        sizes = dict(zip(section.stage.storage.stored, section.stage.stash_avals, strict=True)) if section.stage else {}
-        size = sum(4 * word_count(aval) for t in section.swap.tensors for aval in sizes.get(t, ()))
-        pieces = tuple(
-            StashPiece(target.stage, found.stages[s if target.stage == HOST else target.stage].devices, n)
-            for target in section.swap.targets
-            if (n := round(size * target.share))
-        )
-        gone = max(points.returns[j] - points.leaves[j] - 1 for j in points.leaves)
-        return {"away": points.away, "away_ticks": gone, "pieces": pieces}
-    swaps, transport = program.swaps, program.transport
-    if swaps is None or transport is None or not swaps.ticks[s]:
+    if section.swap is None:
         return {}
-    sizes = zip(swaps.slices[s], transport.pages[s], strict=True)
-    # Where storage within the budget left little or nothing to store, some slices are empty.
+    points = swap_points(program.schedule, s)
+    sizes = dict(zip(section.stage.storage.stored, section.stage.stash_avals, strict=True)) if section.stage else {}
+    size = sum(4 * word_count(aval) for t in section.swap.tensors for aval in sizes.get(t, ()))
     pieces = tuple(
-        StashPiece(one.target, found.stages[s if one.target == HOST else one.target].devices, 4 * PAGE * n)
-        for one, n in sizes
-        if n
+        StashPiece(target.stage, found.stages[s if target.stage == HOST else target.stage].devices, n)
+        for target in section.swap.targets
+        if (n := round(size * target.share))
     )
-    return {"away": swaps.guests[s], "away_ticks": swaps.ticks[s], "pieces": pieces} if pieces else {}
-
-
-def _host(request: Request, program: Program) -> HostPlan | None:
-    """What the plan says of the host's memory."""
-    host = request.host
-    return None if host is None else HostPlan(host.asked, 4 * PAGE * program.host_pages, host.refused, host.on_paper)
+    gone = max(points.returns[j] - points.leaves[j] - 1 for j in points.leaves)
+    return {"away": points.away, "away_ticks": gone, "pieces": pieces}
 
 
 def stage_links(found: Partition, host_bytes: int = 0) -> Links:
-    """The direct links between the devices of two stages, in pages of the arena; of all replicas the slowest.
+    """The direct links between the devices of two stages, and to their host's memory; of all replicas the slowest.
 
-    With them those to the host's memory, of which each device may use some bytes. What goes there is written before
-    what comes back is read, so that a link is used in one direction after the other.
+    Args:
+      found: the stages.
+      host_bytes: that each device may use of its host's memory.
     """
     network = found.network
     places = [np.ix_(one.devices, two.devices) for one in found.stages for two in found.stages]
     shape = len(found.stages), len(found.stages)
-    bandwidth = np.array([network.bandwidth[place].min() for place in places]).reshape(shape) / (4 * PAGE)
+    bandwidth = np.array([network.bandwidth[place].min() for place in places]).reshape(shape)
     latency = np.array([network.latency[place].max() for place in places]).reshape(shape)
-    rates = tuple(min(network.host_bandwidth_bytes_per_second[d] for d in one.devices) for one in found.stages)
-    delays = tuple(max(network.host_latency_seconds[d] for d in one.devices) for one in found.stages)
     return Links(
         tuple(map(tuple, bandwidth.tolist())),
         tuple(map(tuple, latency.tolist())),
-        host_pages=host_bytes // (4 * PAGE),
-        host_bandwidth=tuple(rate / (4 * PAGE) / 2 for rate in rates),
-        host_latency=tuple(2 * delay for delay in delays),
+        host_bytes,
+        tuple(min(network.host_bandwidth_bytes_per_second[d] for d in stage.devices) for stage in found.stages),
+        tuple(max(network.host_latency_seconds[d] for d in stage.devices) for stage in found.stages),
     )
 
 

@@ -3,7 +3,6 @@
     default plans ──▶ predicted bytes ──within──▶ done
                            │ over
                            ▼
-    with stashes at home, and with some of them in peers' memory, or the host's (jaxpipe.schedules.peers):
     limits for each stage ──▶ a choice for each (jaxpipe.planning.storing) ──▶ stage programs ──▶ predicted bytes ...
 
 All devices reserve the largest arena and the largest working memory of any stage, so a budget is split between the
@@ -13,7 +12,7 @@ stage needs while it works is read off its real programs, and corrects the limit
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from jaxpipe import stage as stages
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.sections import Section
-from jaxpipe.pipeline.swap import exchange_seconds
+from jaxpipe.pipeline.swap_choice import Links
 from jaxpipe.planning.memory import working_bytes
 from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
@@ -30,7 +29,6 @@ from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_
 from jaxpipe.planning.storing.problem import Problem, simulate
 from jaxpipe.planning.storing.solver_time import SolverTime
 from jaxpipe.progress import tell
-from jaxpipe.schedules.peers import Links, balance
 from jaxpipe.stage import Stage
 from jaxpipe.units import bytes_text
 
@@ -138,7 +136,6 @@ class Fitter:
     def __init__(self, program: Program, terms: Terms):
         """Take a program with default storage. Nothing is done yet."""
         self.program, self._terms = program, terms
-        self._searches: dict[Any, _Search] = {}
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
@@ -155,7 +152,7 @@ class Fitter:
             return self.program, (Fitted(),) * len(self.program.sections)
         time = self._terms.solving.time
         before = time.spent
-        best = self._answer(budget)
+        best = self._search.within(budget)
         if best is None:
             smallest = self.smallest
             return smallest[1:] if self._terms.needed(smallest[1]) <= budget else None
@@ -166,7 +163,7 @@ class Fitter:
             # as fast; that of a larger one is taken if it is faster and fits.
             steps = (sum(memory.values()) - budget) / step
             levels = math.floor(steps) + 1, math.ceil(steps) - 1
-            below, above = (self._answer(sum(memory.values()) - k * step) for k in levels)
+            below, above = (self._search.within(sum(memory.values()) - k * step) for k in levels)
             if below is not None and below[0] <= best[0]:
                 best = below
             if above is not None and above[0] < best[0] and self._terms.needed(above[1]) <= budget:
@@ -176,50 +173,11 @@ class Fitter:
     @functools.cached_property
     def smallest(self) -> Answered:
         """The program with the least predicted bytes that is found. It does not depend on any budget."""
-        candidates = [search.smallest for search in self._variants(0)]
-        return min(candidates, key=lambda answered: self._terms.needed(answered[1]))
+        return self._search.smallest
 
-    def _answer(self, budget: int) -> Answered | None:
-        answers = [search.within(budget) for search in self._variants(budget)]
-        return min(filter(None, answers), key=lambda result: result[0], default=None)
-
-    def _variants(self, budget: int) -> Iterator["_Search"]:
-        """Searches with all stashes at home, and with swaps that help to keep a budget."""
-        links = self._terms.prices.links
-        reaches = dict.fromkeys((links.without_host, links)) if self.program.may_swap else ()
-        swapped = [with_swaps(self.program, self._terms.predict, budget, reach) for reach in reaches]
-        variants: dict[Any, Program] = {}
-        for variant in (self.program, *filter(None, swapped)):
-            moved = None if variant.swaps is None else (variant.swaps.ticks, variant.swaps.slices)
-            variants.setdefault(moved, variant)
-        for moved, variant in variants.items():
-            if moved not in self._searches:
-                self._searches[moved] = _Search(variant, self._terms)
-            yield self._searches[moved]
-
-
-def with_swaps(
-    program: Program, predict: Callable[[Program], dict[str, int]], budget: int, links: Links
-) -> Program | None:
-    """The program with the fastest swaps that keep a budget by themselves, else those with the smallest arena.
-
-    None if no swap makes the arena smaller.
-    """
-    find = functools.partial(balance, program.schedule, program.stash_pages, links)
-    memory = predict(program)
-    room = (budget - sum(memory.values()) + memory["arena"]) // (4 * PAGE)
-    while room > 0:
-        swaps = find(room)
-        if swaps is None:
-            return None
-        swapped = replace(program, swaps=swaps)
-        over = sum(predict(swapped).values()) - budget
-        if over <= 0 or swapped.arena_pages > room:
-            return swapped
-        # What lands before it is written needs room, too.
-        room -= max(1, over // (4 * PAGE))
-    smallest = find()
-    return None if smallest is None else replace(program, swaps=smallest)
+    @functools.cached_property
+    def _search(self) -> "_Search":
+        return _Search(self.program, self._terms)
 
 
 class _Search:
@@ -229,10 +187,7 @@ class _Search:
         self.program, self._terms = program, terms
         prices = terms.prices
         stages = range(len(program.sections))
-        if program.swaps is not None:
-            self.slots = [program.swaps.slots for _ in stages]
-        else:
-            self.slots = [1 if program.alone else program.in_flight(program.device(s)) for s in stages]
+        self.slots = [1 if program.alone else program.in_flight(program.device(s)) for s in stages]
         self._built: dict[Any, Stage] = {}
         self._applied: dict[Any, Program] = {}
         self._greedy: dict[Any, float] = {}
@@ -313,7 +268,7 @@ class _Search:
         added = [0.0] * program.num_devices
         for s, (found, slow) in enumerate(zip(fitted, self._terms.prices.slow, strict=True)):
             added[program.device(s)] += found.added_seconds * slow
-        return program.num_microbatches * max(added) + exchange_seconds(program), program, tuple(fitted)
+        return program.num_microbatches * max(added), program, tuple(fitted)
 
     def best(self, room: float) -> list[Answer] | None:
         """Answers for all stages within a room, the slowest added time least."""
@@ -428,7 +383,7 @@ class _Search:
             for s, slots in enumerate(self.slots):
                 problem = self.problem(s, math.inf, extra=extra[s])
                 if not self.program.alone:
-                    problem = replace(problem, held=math.ceil(slots) + 1)
+                    problem = replace(problem, held=slots + 1)
                 options = {"solver": solving.solver, "time_limit": solving.for_smallest, "gap": GAP}
                 answers.append(hosts.from_first(functools.partial(lowest_peak, problem, **options)))
             if None in answers:

@@ -22,10 +22,7 @@ from jaxpipe.pipeline.precision import sum_dtype
 from jaxpipe.pipeline.sections import Placement, Section
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.schedules import Kind, Schedule
-from jaxpipe.schedules.peers import can_swap
-from jaxpipe.schedules.swaps import Swaps
 from jaxpipe.schedules.teams import Teams
-from jaxpipe.schedules.transport import Transport, transport
 
 
 #: 32-bit words of a page of the arena.
@@ -51,7 +48,6 @@ class Program:
       gradients: layout of the gradients of those parameters that are trained.
       gradient_dtype: in which gradients of narrower types are added up (``jaxpipe.pipeline.precision``); None: float32.
       replicated: whether the mesh has a data axis.
-      swaps: where stashes are that spend some ticks on another device, or with the host; None if all stay.
     """
 
     objective: Objective
@@ -65,7 +61,6 @@ class Program:
     state: Layout
     replicated: bool
     gradient_dtype: np.dtype[Any] | None = None
-    swaps: Swaps | None = None
 
     def avals(self, numbers: Sequence[int]) -> list[Any]:
         """Shapes of some tensors."""
@@ -158,42 +153,18 @@ class Program:
         """
         return self.schedule.backward_kind not in self.schedule.phases[0]
 
-    @property
-    def may_swap(self) -> bool:
-        """Whether stashes can leave their device."""
-        return can_swap(self.schedule)
-
-    @cached_property
-    def transport(self) -> Transport | None:
-        """How stashes go to peers; None if all stay."""
-        return None if self.swaps is None else transport(self.swaps, self.stash_pages)
-
     @cached_property
     def places(self) -> Arena:
-        """Where everything is in the arena."""
-        if self.swaps is None:
-            return arena(self.schedule, self.stash_pages, self.saved_pages)
-        home = (0,) * len(self.sections) if self.transport is None else self.transport.home
-        written, read = (
-            {(s, j): home[s] + self.stash_pages[s] * slot for s, slots in enumerate(found) for j, slot in slots.items()}
-            for found in (self.swaps.written, self.swaps.read)
-        )
-        return Arena(written, read, {})
+        """First pages of everything in the arena."""
+        return arena(self.schedule, self.stash_pages, self.saved_pages)
 
     @cached_property
     def arena_pages(self) -> int:
         """Pages of the arena, each thing in which is read and written through a window of the largest of its kind."""
         if self.alone or not self.schedule.has_backward:
             return 0
-        if self.transport is not None:
-            return self.transport.arena
-        windows = (self.places.written, self.stash_pages), (self.places.saved, self.saved_pages)
+        windows = (self.places.stashes, self.stash_pages), (self.places.saved, self.saved_pages)
         return max((place + max(pages) for places, pages in windows for place in places.values()), default=0)
-
-    @property
-    def host_pages(self) -> int:
-        """Pages in the host's memory, for each device."""
-        return 0 if self.transport is None else self.transport.host
 
     @cached_property
     def columns(self) -> Columns:

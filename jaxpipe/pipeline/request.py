@@ -8,11 +8,11 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe.gradients.block_sparse import BlockSparse
-from jaxpipe.host_memory import HostUse
 from jaxpipe.model import UserFunction
 from jaxpipe.network import Network
 from jaxpipe.pipeline.checks import ScheduleMaker
 from jaxpipe.pipeline.guard import OnNonFinite
+from jaxpipe.planning.plan import HostPlan
 from jaxpipe.policy import Policy
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.model import Source
@@ -23,8 +23,8 @@ class Request:
     """What the caller of ``partition`` asked for, checked; of several ``schedules``, the fastest is wanted.
 
     ``num_stages`` is what the mesh has along its stage axis. ``replicate`` is how many of these devices each stage has,
-    or whether that may be chosen. ``host`` is the resolved ``host_memory``. ``compile`` is
-    whether a plan near its budget is compiled at once. ``several_sizes``: batches of several sizes are listed.
+    or whether that may be chosen. ``host`` is what becomes of ``host_memory``. ``compile`` is whether a plan near its
+    budget is compiled at once. ``several_sizes``: batches of several sizes are listed.
     """
 
     model: Any
@@ -46,13 +46,8 @@ class Request:
     num_stages: int
     replicas: int
     replicate: bool | tuple[int, ...]
-    host: HostUse | None = None
+    host: HostPlan | None = None
     gradient_dtype: np.dtype[Any] | None = None
     compile: bool = True
     runtime: Literal["auto", "mpmd", "spmd"] = "auto"
     several_sizes: bool = False
-
-    @property
-    def compiles(self) -> bool:
-        """Return whether plans near their budget are compiled at once: not for devices on paper."""
-        return self.compile and (self.host is None or not self.host.on_paper)

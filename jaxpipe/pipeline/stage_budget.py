@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from jaxpipe import hosts
 from jaxpipe import stage as stages
 from jaxpipe.pipeline.fit import GAP, MOST_ROUNDS, Answered, Fitted, Prices, Solving
-from jaxpipe.pipeline.program import PAGE, Program
+from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.stash_swap import HOST, StashSwap
 from jaxpipe.pipeline.swap_choice import Link, Targets, choose_targets
 from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
@@ -163,17 +163,15 @@ class StageFitter:
             return {}
         rooms = {t: budget - needed for t, needed in enumerate(default.needs) if t not in over}
         chosen: dict[int, Targets] = {}
-        page = 4 * PAGE
         for d in sorted(over, key=lambda d: -default.needs[d]):
             for s in self._stages_of(d):
                 points = swap_points(program.schedule, s)
                 fewer = self._held(s) - points.home
                 if fewer <= 0 or not self._stays_apart(s):
                     continue
-                reach = {t: Link(links.bandwidth[s][t] * page, links.latency[s][t], n) for t, n in rooms.items()}
-                if links.host_pages:
-                    rate = 2 * links.host_bandwidth[s] * page
-                    reach[HOST] = Link(rate, links.host_latency[s] / 2, links.host_pages * page)
+                reach = {t: Link(links.bandwidth[s][t], links.latency[s][t], n) for t, n in rooms.items()}
+                if links.host_bytes:
+                    reach[HOST] = Link(links.host_bandwidth[s], links.host_latency[s], links.host_bytes)
                 targets = choose_targets(reach, points.away, (default.needs[d] - budget) / fewer)
                 if targets is None:
                     continue

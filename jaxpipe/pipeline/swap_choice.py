@@ -13,6 +13,25 @@ MOST_TARGETS = 4
 
 
 @dataclass(frozen=True)
+class Links:
+    """Direct links between the devices of stages, and to their host's memory; of several replicas the slowest.
+
+    Attributes:
+      bandwidth: ``[stages][stages]``, bytes per second in each direction; 0 where there is no link.
+      latency: the same, in seconds.
+      host_bytes: that each device may use of its host's memory; 0 if stashes must not go there.
+      host_bandwidth: by stage, to the host's memory.
+      host_latency: the same, in seconds.
+    """
+
+    bandwidth: tuple[tuple[float, ...], ...]
+    latency: tuple[tuple[float, ...], ...]
+    host_bytes: int
+    host_bandwidth: tuple[float, ...]
+    host_latency: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Link:
     """A link from a stage's device to other memory.
 
@@ -56,9 +75,10 @@ def choose_targets(links: Mapping[int, Link], away: int, needed: float) -> Targe
       None if there are no targets.
 
     Example:
+      >>> from jaxpipe.pipeline.stash_swap import HOST
       >>> links = {2: Link(2e9, 0.0, 100), 3: Link(1e9, 0.0, 100), HOST: Link(5e8, 0.0, math.inf)}
       >>> [target.stage for target in choose_targets(links, 2, 60).targets]
-      [2, 3]
+      [2, 3, -1]
       >>> [target.stage for target in choose_targets(links, 2, 1000).targets]
       [-1]
     """

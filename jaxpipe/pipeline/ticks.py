@@ -8,7 +8,7 @@
 Which stage a device works for is a number at run time: work of each kind is a ``switch`` over the stages, in which
 those that do the same are one. Everything that all stages do alike stays outside it: collectives, arena reads and
 writes, sums. What is not there to be read (an idle tick, a slot that nobody has written) has every bit set, which is a
-NaN in each floating type. Only the host's memory is not filled with that; nothing but stashes is taken out of it.
+NaN in each floating type.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe._compat import host_buffer
 from jaxpipe.pipeline.branches import (
     Kept,
     Rows,
@@ -36,7 +35,6 @@ from jaxpipe.pipeline.branches import (
 from jaxpipe.pipeline.columns import Work
 from jaxpipe.pipeline.precision import add_gradient
 from jaxpipe.pipeline.program import DATA, PAGE, STAGE, Program
-from jaxpipe.pipeline.swap import swap, swap_columns
 from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.words import POISON
 from jaxpipe.schedules import Kind
@@ -60,21 +58,19 @@ class Totals:
 
 
 class Row(NamedTuple):
-    """What a device does in a tick: work of each kind, slots for messages (-1 for none), and what is moved."""
+    """What a device does in a tick: work of each kind, and slots for messages (-1 for none)."""
 
     forward: Work
     backward: Work
     weight: Work
     forward_landed: Any
     backward_landed: Any
-    swaps: list[Any]
 
 
 class Carry(NamedTuple):
     """What a device takes from tick to tick."""
 
     arena: Any
-    host: Any
     forward_inbox: Any
     backward_inbox: Any
     state: list[Any]
@@ -113,7 +109,7 @@ def run_ticks(
         return jax.random.fold_in(key, replica * m + number), Rows(batch, number)
 
     def tick(carry: Carry, row: Row) -> tuple[Carry, None]:
-        arena, host, inbox, back_inbox, state, gradients, results = carry
+        arena, inbox, back_inbox, state, gradients, results = carry
 
         work = row.forward
         operands = parameters, state, *microbatch(work), _message(inbox, work)
@@ -124,7 +120,7 @@ def run_ticks(
         if program.sends_early:
             inbox = _exchange(program, message, inbox, row.forward_landed, there.direct)
         if not schedule.has_backward:
-            return Carry(arena, host, inbox, back_inbox, state, gradients, results), None
+            return Carry(arena, inbox, back_inbox, state, gradients, results), None
 
         work = row.backward
         operands = parameters, *microbatch(work), stash if program.alone else Kept(arena, work.stash)
@@ -142,14 +138,10 @@ def run_ticks(
             message, cotangents = lax.optimization_barrier((message, cotangents))
             inbox = _exchange(program, message, inbox, row.forward_landed, there.direct)
         back_inbox = _exchange(program, cotangents, back_inbox, row.backward_landed, back.direct, back=True)
-        if program.transport is not None and stashes:
-            never, after = row.backward.microbatch < -1, cotangents[:1].sum()
-            arena, host = swap(program.transport, arena, host, STAGE, row.swaps, never, after)
-        return Carry(arena, host, inbox, back_inbox, state, gradients, results), None
+        return Carry(arena, inbox, back_inbox, state, gradients, results), None
 
     initial = Carry(
         arena=jnp.full((program.arena_pages, PAGE), POISON),
-        host=host_buffer((program.host_pages, PAGE), np.uint32) if program.host_pages else None,
         forward_inbox=jnp.full((there.slots, words[0]), POISON),
         backward_inbox=jnp.full((back.slots, words[1]), POISON),
         state=list(state),
@@ -172,12 +164,9 @@ def _rows(program: Program) -> Row:
     """This device's rows of the table, by tick."""
     table, stage = program.columns, lax.axis_index(STAGE)
     there, back = (np.asarray(box.landed, np.int32) for box in (table.forward_inbox, table.backward_inbox))
-    leaves, treedef = jax.tree.flatten(Row(table.forward, table.backward, table.weight, there, back, []))
+    leaves, treedef = jax.tree.flatten(Row(table.forward, table.backward, table.weight, there, back))
     columns = jnp.asarray(np.stack(leaves, axis=1))[stage]
-    rows = jax.tree.unflatten(treedef, [columns[k] for k in range(len(leaves))])
-    if program.transport is None:
-        return rows
-    return rows._replace(swaps=swap_columns(program.transport, program.num_devices, len(program.schedule.ticks), stage))
+    return jax.tree.unflatten(treedef, [columns[k] for k in range(len(leaves))])
 
 
 def _message(inbox: Any, work: Work) -> Any:

@@ -1,9 +1,10 @@
 """Which devices run which stages: of all mappings that make a step no slower, the one with which swaps can do most.
 
 The partitioner's cuts stay. A mapping's score is how many bytes of stashes can be with peers at a time, if every stage
-that holds more than the mean sends to those that hold less: a slice goes out and one comes back over a direct link in
-every tick, so the link keeps the bandwidth times a tick times the ticks for which a stash may be away. Of mappings that
-let everything be moved the best is the one that does so in the shortest ticks.
+that holds more than the mean sends to those that hold less. For each micro-batch a slice goes out and one comes back
+over a direct link, one in each direction at once. So the link keeps the bandwidth times the seconds of a micro-batch
+times the stashes that are away. Of mappings that let everything be moved the best is the one that does so in the
+shortest time.
 """
 
 import itertools
@@ -17,16 +18,18 @@ from jaxpipe.planning.assign import device_classes
 from jaxpipe.planning.costs import Synchronous
 from jaxpipe.planning.cut_space import space_of
 from jaxpipe.planning.placed import Partition, describe
-from jaxpipe.schedules.peers import can_swap
-from jaxpipe.schedules.table import Kind, Schedule
-from jaxpipe.schedules.transport import ROUNDING
+from jaxpipe.schedules.swap_points import swap_points
+from jaxpipe.schedules.table import Schedule
 
 
 #: With more devices than this only exchanges of two are looked at, one after the other.
 MOST_DEVICES = 8
 
-#: How often a tick is halved at most to tell mappings apart that let everything be moved.
+#: How often the seconds are halved at most to tell mappings apart that let everything be moved.
 MOST_HALVINGS = 60
+
+#: Sums of the same seconds in another order differ by less than this.
+ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Demand:
     """What stages would lend and could host.
 
     Attributes:
-      excess: by stage, bytes of stashes that it holds beyond the mean.
+      excess: by stage, bytes of stashes that it holds beyond the mean and that can be away.
       free: by stage, bytes that it holds less.
       seconds: by stage, how long a link may send one way while a stash is away, latencies left out.
       messages: in how many messages.
@@ -46,17 +49,17 @@ class Demand:
     messages: np.ndarray
 
 
-def demand(schedule: Schedule, stash_bytes: Sequence[float], tick_seconds: float) -> Demand:
-    """What there is to lend and to host, if a tick takes some seconds."""
+def demand(schedule: Schedule, stash_bytes: Sequence[float], period: float) -> Demand:
+    """Return what there is to lend and to host, if a micro-batch takes ``period`` seconds."""
     stages = range(schedule.num_stages)
-    held = np.array([schedule.in_flight(s) * stash_bytes[s] for s in stages], np.float64)
-    ticks = []
-    for s in stages:
-        starts, ends = schedule.when(s, Kind.FORWARD), schedule.when(s, Kind.BACKWARD)
-        ticks.append(max((end - starts[j] - 1 for j, end in ends.items()), default=0))
-    away = np.array(ticks, np.float64)
+    points = [swap_points(schedule, s) for s in stages]
+    sizes = np.array(stash_bytes, np.float64)
+    in_flight = np.array([schedule.in_flight(s) for s in stages])
+    movable = (in_flight - [point.home for point in points]) * sizes
+    away = np.array([point.away for point in points], np.float64)
+    held = in_flight * sizes
     over = held - held.mean()
-    return Demand(np.maximum(over, 0.0), np.maximum(-over, 0.0), away * tick_seconds, away)
+    return Demand(np.clip(over, 0.0, np.maximum(movable, 0.0)), np.maximum(-over, 0.0), away * period, away)
 
 
 def movable_bytes(wanted: Demand, bandwidth: np.ndarray, latency: np.ndarray, mappings: np.ndarray) -> np.ndarray:
@@ -88,7 +91,7 @@ def best_mapping(
     found: Partition,
     schedule: Schedule,
     stash_bytes: Sequence[float],
-    tick_seconds: float,
+    period: float,
     messages: Sequence[float] = (),
 ) -> Partition:
     """The partition with its stages on other devices, if swaps can move more bytes then and a step takes no longer.
@@ -100,12 +103,14 @@ def best_mapping(
       found: the partitioner's answer.
       schedule: of the stages.
       stash_bytes: by stage, of one micro-batch.
-      tick_seconds: of the executor.
-      messages: bytes that neighbors exchange after a tick, by message; no mapping may take longer for them.
+      period: seconds of a micro-batch on the slowest stage.
+      messages: bytes that neighbors send each other for a micro-batch; no mapping may take longer for them.
     """
-    if not can_swap(schedule):
+    if schedule.num_stages == 1 or schedule.num_chunks > 1 or not schedule.has_backward:
         return found
-    wanted = demand(schedule, stash_bytes, tick_seconds)
+    wanted = demand(schedule, stash_bytes, period)
+    if not wanted.excess.any():
+        return found
     search = _Search(found, wanted, messages)
     own = best = np.array([[stage.devices for stage in found.stages]])
     if own.size <= MOST_DEVICES:
@@ -118,7 +123,8 @@ def best_mapping(
             if np.array_equal(better, best):
                 break
             best = better
-    return search.described(best[0], f"{found.searched}, {how}")
+    searched = found.searched if found.searched.endswith(how) else f"{found.searched}, {how}"
+    return search.described(best[0], searched)
 
 
 class _Search:
@@ -139,21 +145,27 @@ class _Search:
     def best(self, own: np.ndarray, mappings: np.ndarray) -> np.ndarray:
         """Of one mapping and those of some others that are no slower, the one with the best score; of equals the first.
 
-        Where several let everything be moved, they are compared for half of a tick, and so on.
+        Where several let everything be moved, they are compared for half of the seconds, and so on.
         """
         needed = np.array([stage.memory_bytes for stage in self.found.stages])
         fits = (needed[:, None] <= self.memory[mappings]).all((1, 2))
         mappings = mappings[fits & (self.exchange(mappings) <= self.exchange(own)[0] * ROUNDING)]
+        wanted, everything = self.wanted, self.wanted.excess.sum()
+        # Scores take far less time than the partitioner's price.
+        mappings = mappings[self.scores(wanted, mappings) >= self.scores(wanted, own)[0] / ROUNDING]
         limit = self.seconds(own[0]) * ROUNDING
         mappings = np.concatenate([own, *(one[None] for one in mappings if self.seconds(one) <= limit)])
-        wanted, everything = self.wanted, self.wanted.excess.sum()
         for _ in range(MOST_HALVINGS):
-            scores = movable_bytes(wanted, self.network.bandwidth, self.network.latency, mappings)
+            scores = self.scores(wanted, mappings)
             mappings = mappings[scores >= scores.max() / ROUNDING]
             if len(mappings) == 1 or scores.max() < everything / ROUNDING:
                 break
             wanted = replace(wanted, seconds=wanted.seconds / 2)
         return mappings[:1]
+
+    def scores(self, wanted: Demand, mappings: np.ndarray) -> np.ndarray:
+        """What peers can take with each mapping."""
+        return movable_bytes(wanted, self.network.bandwidth, self.network.latency, mappings)
 
     def exchange(self, mappings: np.ndarray) -> np.ndarray:
         """What neighbors take to exchange the messages, each over the slowest link."""

@@ -16,7 +16,6 @@ from jaxpipe.pipeline.overwriting import Renewal, renewals
 from jaxpipe.pipeline.precision import add_gradient
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.step import Update
-from jaxpipe.pipeline.swap import landing_pages
 from jaxpipe.planning.liveness import peak_bytes
 from jaxpipe.schedules import Kind
 
@@ -42,7 +41,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     """Bytes on each device, by component.
 
     One program runs everywhere, so every component is the largest over the stages. ``transport`` is where messages
-    and slices wait. ``working`` is what is needed besides while a stage computes or devices send, or while replicas
+    wait. ``working`` is what is needed besides while a stage computes or devices send, or while replicas
     exchange gradients or the optimizer writes new parameters and state, at a time when the arena is free again.
     Gradients of a single micro-batch are not added up, and count as working memory.
 
@@ -68,9 +67,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         held["residual"] = update.exchange.residuals.bytes
         exchanging = update.exchange.working_bytes
     arena = program.arena_pages * PAGE * 4
-    # Messages that wait; slices for peers may leave, and others arrive, while a stage works.
     transport = 4 * sum(program.inbox_words) if len(program.sections) > 1 else 0
-    transport += 2 * 4 * PAGE * landing_pages(program)
     computing = max(working_bytes(program, s) for s in range(len(program.sections)))
     sending = 2 * 4 * sum(program.message_words)
     updating = max(updating_bytes(update, s) for s in range(program.num_devices))

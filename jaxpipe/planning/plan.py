@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from rich.table import Table
 
 from jaxpipe.errors import PlanError
+from jaxpipe.pipeline.stash_swap import HOST
 from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.reading import read_dataclass, read_json, refuse_negative
-from jaxpipe.schedules.swaps import HOST
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.units import bytes_text
 
@@ -22,12 +22,12 @@ _SIGNED = ("added_seconds", "bubble_fraction", "storage_gap", "stage")
 
 @dataclass(frozen=True)
 class StashPiece:
-    """The part of every stash of a stage that one of its peers keeps for it, or the host (``jaxpipe.schedules.swaps``).
+    """The part of every stash of a stage that one of its peers keeps for it, or the host.
 
     Attributes:
       stage: the peer; -1 for the memory of the host.
       devices: the peer's, or the stage's own whose host it is; one for each replica.
-      bytes: of one stash, in whole pages.
+      bytes: of one stash.
     """
 
     stage: int
@@ -48,8 +48,8 @@ class StagePlan:
       parameter_bytes: its own parameters, without gradients and optimizer state.
       stash_bytes: what one micro-batch keeps for the backward pass.
       in_flight: the most micro-batches that keep a stash at the same time, on each device.
-      away: of these, how many are in peers' memory or the host's at most (``jaxpipe.schedules.swaps``).
-      away_ticks: for how many ticks each of them is.
+      away: of these, how many are in peers' memory or the host's at most (``jaxpipe.schedules.swap_points``).
+      away_ticks: for how many ticks each of them is at most.
       pieces: the slices of one of them, and who keeps them.
       stored: bytes of the stash, by kind of storage.
       message_seconds: for one micro-batch, until what it sends on is there, and the cotangents that it sends back; 0
@@ -114,13 +114,11 @@ class HostPlan:
       budget: bytes for each device that stashes may use.
       bytes: that they do use; none of them are among those of the device.
       refused: why the devices cannot use any, if so.
-      on_paper: whether the plan is for other devices than those of its mesh, and cannot be run.
     """
 
     budget: int
     bytes: int
     refused: str = ""
-    on_paper: bool = False
 
 
 @dataclass(frozen=True)
@@ -415,7 +413,7 @@ def _away_text(stage: StagePlan) -> str:
         f"(device {', '.join(map(str, piece.devices))})"
         for piece in stage.pieces
     )
-    return f"{stage.away} stashes, each for {stage.away_ticks} ticks: {pieces}"
+    return f"{stage.away} stashes, each for up to {stage.away_ticks} ticks: {pieces}"
 
 
 def _places_text(stage: StagePlan) -> str:
@@ -436,8 +434,7 @@ def _frozen_text(frozen: FrozenPlan) -> str:
 def _host_text(host: HostPlan) -> str:
     if host.refused:
         return f"the host's memory is not used: {host.refused}"
-    paper = "; on paper only" if host.on_paper else ""
-    return f"{bytes_text(host.bytes)} of {bytes_text(host.budget)} in the host's memory for each device{paper}"
+    return f"{bytes_text(host.bytes)} of {bytes_text(host.budget)} in the host's memory for each device"
 
 
 def short_modules(plan: Plan) -> tuple[str, tuple[tuple[str, ...], ...]]:

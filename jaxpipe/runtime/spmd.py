@@ -171,7 +171,6 @@ class SpmdRuntime:
     @progress("Compiling the training step")
     def compiled_step(self) -> Any:
         """The training step. If XLA reserves more than the budget, storage is chosen again for as much less."""
-        checks.check_runs(self.planned.plan)
         with building_for(self.planned.mesh.devices.flat[0].platform):
             self.planned = compiled.within_budget(self.planned)
         assert self.planned.compiled is not None
@@ -181,7 +180,6 @@ class SpmdRuntime:
     @progress("Compiling the gradient")
     def _gradient_step(self) -> Any:
         planned = self.planned
-        checks.check_runs(planned.plan)
         function = steps.gradient_step(planned.mesh, planned.program, planned.batching, self._abstract_state)
         return compiled.lower(planned, function, planned.batch, planned.batching).compile()
 
@@ -200,7 +198,6 @@ class SpmdRuntime:
             sections=tuple(cut_sections(objective, cuts, planned.stages)),
             schedule=forward_only(before.num_stages, batching.num_microbatches, before.num_chunks),
             num_microbatches=batching.num_microbatches,
-            swaps=None,
         )
         build = steps.evaluation_step if name == "evaluate" else steps.prediction_step
         function = build(planned.mesh, program, batching, self._abstract_state)

@@ -369,7 +369,6 @@ class MpmdRuntime:
     def _for_shapes(self, shapes: Any, make: Callable[[Layout, UpdateContext], CallList], text: str) -> Compiled:
         key = make, _shape_key(shapes)
         if key not in self._compiled_steps:
-            checks.check_runs(self.planned.plan)
             planned = key[1] == _shape_key(self.planned.batch)
             if planned and make is training_list:
                 loader = Loader(self._where, self.calls)

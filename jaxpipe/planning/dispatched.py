@@ -14,7 +14,7 @@ from jaxpipe.schedules.teams import Teams
 
 
 #: Seconds of the host for a call of a compiled program with about 40 arrays, and for a send to another device of its
-#: process. ``scripts.bench_dispatch`` measures 46 to 48 and 33 to 38 us on simulated CPU devices, which do the work of
+#: process. ``scripts.bench_dispatch`` measures 16 to 23 and 32 to 36 us on simulated CPU devices, which do the work of
 #: small programs in the thread that calls them.
 CALL_SECONDS, SEND_SECONDS = 25e-6, 40e-6
 

@@ -57,7 +57,7 @@ def batch_of(forward=None, backward=None, row=5):
 
 
 @functools.cache
-def pipeline_of(on_nonfinite, replicas=None, exchange="dense", stages=2):
+def pipeline_of(on_nonfinite, replicas=None, exchange="dense", stages=2, schedule="auto"):
     shape = (stages,) if replicas is None else (replicas, stages)
     devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
     mesh = jax.sharding.Mesh(devices, ("stage",) if replicas is None else ("data", "stage"))
@@ -71,6 +71,7 @@ def pipeline_of(on_nonfinite, replicas=None, exchange="dense", stages=2):
         profile="analytic",
         gradient_exchange=exchange,
         on_nonfinite=on_nonfinite,
+        schedule=schedule,
         runtime="mpmd",
     )
 
@@ -131,6 +132,21 @@ def test_parameters_and_batches_that_are_not_finite_are_named():
     found = pipeline.find_nonfinite(pipeline.init(jax.random.key(0), variables=variables), batch_of())
     assert (found.stage, found.microbatch, found.what) == (stage_of(pipeline, 3), 0, "parameter Block_3/kernel")
     assert pipeline.find_nonfinite(state, batch_of()) is None
+
+
+@pytest.mark.parametrize(("schedule", "replicas"), [("pipedream", None), ("double_buffered", None), ("pipedream", 2)])
+def test_a_skipped_step_takes_its_early_updates_back(schedule, replicas):
+    """Row 5 of 8 is in the third of four micro-batches: updates before it were made with finite gradients."""
+    pipeline = pipeline_of("skip", replicas, schedule=schedule)
+    state, metrics = pipeline.step(pipeline.init(jax.random.key(0)), batch_of())
+    assert int(metrics["skipped"]) == 0 and not np.any(metrics["nonfinite_stages"])
+    for bad in ({"forward": 1}, {"backward": 2}):
+        before, skipped = copied(values(state)), int(metrics["skipped"])
+        state, metrics = pipeline.step(state, batch_of(**bad))
+        assert_same_bits(copied(values(state)), before)
+        assert int(metrics["skipped"]) == skipped + 1 and np.any(metrics["nonfinite_stages"])
+    state, metrics = pipeline.step(state, batch_of())
+    assert np.isfinite(metrics["loss"]) and int(state.step) == 4
 
 
 @pytest.mark.parametrize("bad", [{"forward": 1}, {"backward": 2}])

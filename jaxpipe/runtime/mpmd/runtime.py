@@ -371,8 +371,8 @@ class MpmdRuntime:
         if key not in self._compiled_steps:
             planned = key[1] == _shape_key(self.planned.batch)
             if planned and make is training_list:
-                loader = Loader(self._where, self.calls)
-                step = Compiled(self._layout, self.compiled_step, loader)
+                dispatch = self.compiled_step  # may choose other storage, whose list has other registers
+                step = Compiled(self._layout, dispatch, Loader(self._where, dispatch.calls))
             else:
                 with progress(text), self._building():
                     step = self._compile_shapes(shapes, make, planned)

@@ -212,6 +212,33 @@ def compare(folder: str, everything: int, *cases: str) -> None:
     np.savez(Path(folder) / f"{jax.process_index()}.npz", **found)
 
 
+def swapped(elsewhere: str) -> dict[str, np.ndarray]:
+    """What two steps give whose first stage swaps to the host or to peers."""
+    weights = [np.asarray(jax.random.normal(jax.random.key(k), (64, 64)) / 8) for k in range(16)]
+    model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jax.numpy.tanh(x @ w), ws, x), weights)
+    batch = np.asarray(jax.random.normal(jax.random.key(99), (16 * 64, 64)))
+    mesh = Mesh(np.array(jax.devices()[:4]), ("stage",))
+    options = {"loss": lambda f, x: jax.numpy.square(f(x)).mean(), "optimizer": optax.sgd(0.125), "compile": False}
+    options |= {"num_microbatches": 16, "profile": "analytic", "schedule": "1f1b-textbook", "runtime": "mpmd"}
+    plan = jaxpipe.partition(model, mesh, batch, **options).plan
+    options |= {"host": {"host_memory": "1GiB"}, "peers": {"network": jaxpipe.Network.uniform(4, 1e12)}}[elsewhere]
+    budget = plan.predicted_bytes - plan.stages[0].stash_bytes
+    pipeline = jaxpipe.partition(model, mesh, batch, memory=budget, **options)
+    state = pipeline.init(jax.random.key(0))
+    losses = []
+    for _ in range(2):
+        state, metrics = pipeline.step(state, batch)
+        losses.append(np.asarray(metrics["loss"]))
+    assert pipeline.plan.stages[0].away
+    parameters = jax.tree.leaves(pipeline.parameters(state))
+    return {"losses": np.stack(losses), **{f"parameter {k}": np.asarray(x) for k, x in enumerate(parameters)}}
+
+
+def swaps(folder: str, elsewhere: str) -> None:
+    """Leave the results of steps with swaps."""
+    np.savez(Path(folder) / f"{jax.process_index()}.npz", **swapped(elsewhere))
+
+
 def messages(folder: str) -> None:
     """Leave what this process gets of messages of all types, one way, both ways, and from one to all."""
     me, ends = jax.process_index(), tuple(jax.devices()[:2])
@@ -334,6 +361,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", int(devices))
     jaxpipe.initialize_distributed(heartbeat_timeout_seconds=10)
     known = {"compare": compare, "agreement": agreement, "train": train, "messages": messages, "unequal": unequal}
+    known["swaps"] = swaps
     known[task](*(int(x) if x.isdecimal() else x for x in arguments))
 
 

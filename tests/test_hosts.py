@@ -153,6 +153,16 @@ def test_two_processes_with_all_that_pipelines_do(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("elsewhere", ["host", "peers"])
+def test_stashes_leave_to_the_host_and_to_devices_of_another_process(elsewhere, tmp_path):
+    launch(2, 2, "swaps", tmp_path, elsewhere)
+    expected = hosts_run.swapped(elsewhere)
+    for k in range(2):
+        with np.load(tmp_path / f"{k}.npz") as saved:
+            assert_same_bits(dict(saved), expected)
+
+
+@pytest.mark.slow
 def test_four_processes_give_the_bits_of_one(tmp_path):
     launch(4, 1, "compare", tmp_path, 1, "stage", "data", "both")
     check_same(tmp_path, 4, ("stage", "data", "both"))

@@ -1,4 +1,4 @@
-"""Memory of the host that stashes may use: as it is asked for, and what comes of that."""
+"""Check of the host's memory that a caller gives to stashes."""
 
 from jax.sharding import Mesh
 

@@ -13,11 +13,11 @@ from rich.table import Table
 
 from jaxpipe.partition_pictures import draw_cluster, draw_stages
 from jaxpipe.pictures import draw_memory, draw_timeline, load_figure_class
-from jaxpipe.pipeline.stash_swap import HOST
 from jaxpipe.plain_table import PlainTable, printable
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import Schedule, Timeline
+from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.units import bytes_text, seconds_text
 
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 import jaxpipe
 from jaxpipe import Network
 from jaxpipe.errors import PartitionError
-from jaxpipe.pipeline.stash_swap import HOST, SwapTarget
+from jaxpipe.pipeline.stash_swap import SwapTarget
 from jaxpipe.pipeline.swap_choice import Link, choose_targets
 from jaxpipe.planning.storing.choose import choose
 from jaxpipe.planning.storing.problem import Item, Option, Problem
 from jaxpipe.runtime.mpmd.instructions import Send
 from jaxpipe.runtime.mpmd.swaps import cut_arrays
 from jaxpipe.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
-from jaxpipe.schedules.swap_points import swap_points
+from jaxpipe.schedules.swap_points import HOST, swap_points
 
 
 WEIGHTS = [jax.random.normal(jax.random.key(k), (64, 64)) / 8 for k in range(16)]

@@ -17,7 +17,6 @@ from jaxpipe.pipeline.precision import sum_dtype
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.sections import Section
-from jaxpipe.pipeline.stash_swap import HOST
 from jaxpipe.pipeline.swap_choice import Links
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.planning.costs import Synchronous, Team
@@ -28,7 +27,7 @@ from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.rates import Rates, known_rates
 from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
-from jaxpipe.schedules.swap_points import swap_points
+from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.stash import Storage, stored_bytes
 from jaxpipe.work import weight

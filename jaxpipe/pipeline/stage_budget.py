@@ -18,14 +18,14 @@ from jaxpipe import hosts
 from jaxpipe import stage as stages
 from jaxpipe.pipeline.fit import GAP, MOST_ROUNDS, Answered, Fitted, Prices, Solving
 from jaxpipe.pipeline.program import Program
-from jaxpipe.pipeline.stash_swap import HOST, StashSwap
+from jaxpipe.pipeline.stash_swap import StashSwap
 from jaxpipe.pipeline.swap_choice import Link, Targets, choose_targets
 from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, Option, Outcome, Problem, simulate
 from jaxpipe.progress import tell
 from jaxpipe.schedules.joined import program_kinds
-from jaxpipe.schedules.swap_points import swap_points
+from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.stage import Stage
 from jaxpipe.units import bytes_text
 

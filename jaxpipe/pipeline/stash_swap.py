@@ -3,16 +3,12 @@
 from dataclasses import dataclass
 
 
-#: The host's memory as a target; others are stages.
-HOST = -1
-
-
 @dataclass(frozen=True)
 class SwapTarget:
     """Memory that takes a part of each stash of a stage.
 
     Attributes:
-      stage: on whose device it is, that of the same replica; or ``HOST``, the host's of the stage's own device.
+      stage: on whose device it is, that of the same replica; or ``swap_points.HOST``, the host's of its own device.
       share: of the bytes, that of its link's bandwidth.
     """
 

@@ -75,7 +75,7 @@ def choose_targets(links: Mapping[int, Link], away: int, needed: float) -> Targe
       None if there are no targets.
 
     Example:
-      >>> from jaxpipe.pipeline.stash_swap import HOST
+      >>> from jaxpipe.schedules.swap_points import HOST
       >>> links = {2: Link(2e9, 0.0, 100), 3: Link(1e9, 0.0, 100), HOST: Link(5e8, 0.0, math.inf)}
       >>> [target.stage for target in choose_targets(links, 2, 60).targets]
       [2, 3, -1]

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from rich.table import Table
 
 from jaxpipe.errors import PlanError
-from jaxpipe.pipeline.stash_swap import HOST
 from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.reading import read_dataclass, read_json, refuse_negative
+from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.units import bytes_text
 

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from jaxpipe.schedules.table import Kind, Schedule
 
 
+#: The host's memory as the place of a stash; others are stages.
+HOST = -1
+
 #: Actions of a device between the beginning of a stash's return and the one that reads it.
 LEAD = 1
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_array
 
-from jaxpipe.planning.storing.problem import NOT_STORED, Problem, simulate
+from jaxpipe.planning.storing.problem import NOT_STORED, Option, Problem, simulate
 
 
 #: What storing as many bytes as there are in all costs beside the costliest item: of equals, the smallest stash.
@@ -225,19 +225,7 @@ def solve(
     ]
     if problem.most_stored is not None:
         rows.add(stash, problem.most_stored / model.unit)
-    swapped = [
-        (option, v)
-        for item, variables in zip(problem.items, model.stored, strict=True)
-        for option, v in zip(item.options, variables, strict=True)
-        if option.held is not None
-    ]
-    late = rows.variable(upper=np.inf) if swapped else None
-    longest = max((option.link_seconds for option, _ in swapped), default=0.0) or 1.0
-    if late is not None:
-        if np.isfinite(problem.most_swapped):
-            rows.add([(option.bytes / model.unit, v) for option, v in swapped], problem.most_swapped / model.unit)
-        terms = [(option.link_seconds / longest, v) for option, v in swapped]
-        rows.add([*terms, (-1.0, late)], problem.overlap / longest)
+    swapped, late, longest = _swaps(model)
     cost = np.zeros(len(rows.binary))
     scale = 1.0
     if peak is not None:
@@ -257,6 +245,33 @@ def solve(
         for option, v in swapped:  # of equals, what stays
             cost[v] += TIE * option.bytes / model.unit
     return _solved(model, cost, scale if peak is None else model.unit, solver, time_limit, gap)
+
+
+def _swaps(model: _Model) -> tuple[list[tuple[Option, int]], int | None, float]:
+    """Limit what is swapped, and bound the link time that does not overlap with work.
+
+        sum(bytes * swapped) <= most_swapped
+        sum(link_seconds * swapped) - overlap <= late
+
+    Returns:
+      The options that swap with their variables, the variable ``late`` (None without swaps), and its unit in seconds.
+    """
+    problem, rows = model.problem, model.rows
+    pairs = [
+        (option, v)
+        for item, variables in zip(problem.items, model.stored, strict=True)
+        for option, v in zip(item.options, variables, strict=True)
+        if option.held is not None
+    ]
+    longest = max((option.link_seconds for option, _ in pairs), default=0.0) or 1.0
+    if not pairs:
+        return pairs, None, longest
+    late = rows.variable(upper=np.inf)
+    if np.isfinite(problem.most_swapped):
+        rows.add([(option.bytes / model.unit, v) for option, v in pairs], problem.most_swapped / model.unit)
+    terms = [(option.link_seconds / longest, v) for option, v in pairs]
+    rows.add([*terms, (-1.0, late)], problem.overlap / longest)
+    return pairs, late, longest
 
 
 def _solved(model: _Model, cost: np.ndarray, scale: float, solver: str, time_limit: float, gap: float) -> Solution:

@@ -37,6 +37,7 @@ from .errors import StateError as StateError
 from .errors import TargetError as TargetError
 from .errors import TrainingModeWarning as TrainingModeWarning
 from .network import Network as Network
+from .options import PlanOptions as PlanOptions
 from .partition import partition as partition
 from .pipeline.combine import Sum as Sum
 from .pipeline.nonfinite import NonFiniteOrigin as NonFiniteOrigin

@@ -96,25 +96,6 @@ def literals_as_arguments(closed: Any, places: Sequence[tuple[int, int]]) -> Any
     return jex.ClosedJaxpr(other, consts)
 
 
-def inside_shard_map(closed: Any) -> Any:
-    """The program inside a program that is one ``shard_map`` over all its arguments."""
-    jaxpr, consts = open_jaxpr(closed)
-    (equation,) = jaxpr.eqns
-    inner, inner_consts = open_jaxpr(equation.params["jaxpr"])
-    outside = dict(zip(jaxpr.constvars, consts, strict=True))
-    given = {atom: v for atom, v in zip(equation.invars, inner.invars, strict=True) if not is_literal(atom)}
-    constants = {v: outside[atom] for atom, v in given.items() if atom in outside}
-    program = jex.Jaxpr(
-        [*inner.constvars, *constants],
-        [given[v] for v in jaxpr.invars],
-        inner.outvars,
-        inner.eqns,
-        effects=inner.effects,
-        debug_info=_unnamed(inner),
-    )
-    return jex.ClosedJaxpr(program, [*inner_consts, *constants.values()])
-
-
 def _unnamed(jaxpr: Any) -> Any:
     """The debug information of a program, for one with other arguments."""
     return jaxpr.debug_info.with_unknown_names()

@@ -1,11 +1,13 @@
-"""Sharding annotations of a model, in a pipeline: dropped, since a stage's program runs on one device.
+"""Sharding annotations of a model within a stage.
 
-    with_sharding_constraint, jit(in_shardings=...)  ──▶ the value itself
-    shard_map over axes of sizes n, m, ...           ──▶ vmap over axes of these sizes, with the same names
+    with_sharding_constraint over axes of the stage's submesh  ──▶ stays
+    shard_map over such axes, of their sizes                   ──▶ stays
+    with_sharding_constraint over other axes                   ──▶ the value itself
+    shard_map over other axes, of sizes n, m, ...              ──▶ vmap over axes of these sizes, with the same names
 
 A sharding constraint says where a value lies, not what it is, so that nothing is lost. A ``shard_map`` does change what
 is computed: its body runs once for each shard and exchanges with the others. ``vmap`` with a named axis computes the
-same on one device, collectives included. Both hold whatever mesh the model has in mind, of whatever size.
+same without these axes, collectives included. Both hold whatever mesh the model has in mind, of whatever size.
 """
 
 import contextlib
@@ -13,7 +15,7 @@ import contextvars
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,6 +24,8 @@ from jax.sharding import AxisType
 
 from jaxpipe import _compat
 from jaxpipe.errors import PartitionError
+from jaxpipe.graph import Operator
+from jaxpipe.sharding.submesh import Submesh, axis_names, kept_spec
 
 
 @dataclass(frozen=True)
@@ -34,19 +38,24 @@ class Annotations:
     """
 
     constrained: tuple[str, ...] = ()
-    mapped: tuple[str, ...] = ()
+    mapped: tuple[tuple[str, int], ...] = ()
 
-    def notes(self, mesh_axes: Sequence[str]) -> tuple[str, ...]:
-        """Sentences on what a pipeline on a mesh with some axes does with them."""
+    def notes(self, mesh_axes: Sequence[str], shape: Mapping[str, int]) -> tuple[str, ...]:
+        """Return sentences on what a pipeline drops of them.
+
+        Args:
+          mesh_axes: axes of the pipeline's mesh.
+          shape: those over which stages are sharded, and their sizes.
+        """
         sentences = []
-        if self.constrained:
-            other = [axis for axis in self.constrained if axis not in mesh_axes]
-            why = f"the mesh has only {_list(mesh_axes)}" if other else "a stage's program runs on one device"
-            sentences.append(f"sharding constraints over {_list(map(repr, self.constrained))} are dropped: {why}")
-        if self.mapped:
-            sentences.append(
-                f"shard_map over {_list(self.mapped)} runs on each stage's own device, its shards as one vmap"
-            )
+        dropped = [axis for axis in self.constrained if axis not in shape]
+        if dropped:
+            other = [axis for axis in dropped if axis not in mesh_axes]
+            why = f"the mesh has only {_list(mesh_axes)}" if other else "a stage's program is on one device of it"
+            sentences.append(f"sharding constraints over {_list(map(repr, dropped))} are dropped: {why}")
+        mapped = [f"'{axis}' ({size})" for axis, size in self.mapped if shape.get(axis) != size]
+        if mapped:
+            sentences.append(f"shard_map over {_list(mapped)} runs on each device of a stage, its shards as one vmap")
         return tuple(sentences)
 
 
@@ -100,16 +109,17 @@ def outside_mesh() -> Iterator[None]:
         _callers_mesh.reset(token)
 
 
-def with_axes(function: Callable[[], Any]) -> Any:
+def with_axes(function: Callable[[], Any], shape: Mapping[str, int] | None = None) -> Any:
     """Call a function that traces a model, in the context of a mesh that has every axis the model mentions.
 
-    It is the caller's mesh, or none, and has further axes of size 1 as JAX misses them.
+    It is the caller's mesh, or none, with the axes over which stages are sharded (``shape``), and has further axes of
+    size 1 as JAX misses them.
 
     Raises:
       PartitionError: if the model needs a mesh whose sizes nobody has told, or one with explicit axes.
     """
     mesh = _callers_mesh.get()
-    axes = {} if mesh is None else dict(mesh.shape)
+    axes, without_mesh = {**({} if mesh is None else mesh.shape), **(shape or {})}, False
     while True:
         try:
             with _in_context(axes, getattr(mesh, "abstract_device", None)):
@@ -118,6 +128,9 @@ def with_axes(function: Callable[[], Any]) -> Any:
             refused = next((why for text, why in _REFUSED.items() if text in str(error)), None)
             if refused is not None:
                 raise PartitionError(refused) from error
+            if axes and not without_mesh and any(text in str(error) for text in _FINE_WITHOUT_MESH):
+                axes, without_mesh = {}, True
+                continue
             missing = _missing_axis(error)
             if missing is None or missing in axes:
                 raise
@@ -128,6 +141,10 @@ _EXPLICIT = (
     "The model calls jax.sharding.reshard, which needs a mesh with explicit axes. In a pipeline a stage's program runs "
     "on one device and has none. Use jax.lax.with_sharding_constraint, which is dropped there."
 )
+
+#: Parts of errors that models raise only in the context of a mesh: Flax's own layers for annotations of kernels that
+#: they flatten, and ``shard_map`` for a mesh of other devices.
+_FINE_WITHOUT_MESH = ("is only valid for values of rank at least", "should match the mesh passed to shard_map")
 
 #: Answers to errors that JAX raises while it traces a model, by their words.
 _REFUSED = {
@@ -160,57 +177,82 @@ def _missing_axis(error: Exception) -> str | None:
     return named and named[1]
 
 
-def trace(function: Callable[..., Any], *avals: Any) -> tuple[Any, Annotations]:
+def trace(function: Callable[..., Any], *avals: Any, shape: Mapping[str, int] | None = None) -> tuple[Any, Annotations]:
     """``jax.make_jaxpr`` of a function that may mention axes of any mesh, and what it mentions.
 
+    Args:
+      function, avals: as ``jax.make_jaxpr`` takes them.
+      shape: the axes over which stages are sharded, and their sizes; annotations of others are dropped.
+
     Raises:
-      PartitionError: if a ``shard_map`` in it cannot be run on one device.
+      PartitionError: if a ``shard_map`` in it cannot be run without its axes.
     """
-    closed = with_axes(lambda: jax.make_jaxpr(function)(*avals))
-    return on_one_device(closed), annotations_of(closed)
+    closed = with_axes(lambda: jax.make_jaxpr(function)(*avals), shape)
+    return within_stage(closed, shape or {}), annotations_of(closed)
 
 
-def rule_on_one_device(name: str, derive: Callable[[], Sequence[Any]]) -> list[Any]:
-    """The programs of an operator's derivative, as ``derive`` traces them, without the annotations in them.
+def rule_within_stage(name: str, derive: Callable[[], Sequence[Any]], shape: Mapping[str, int]) -> list[Any]:
+    """The programs of an operator's derivative, as ``derive`` traces them, with the annotations of a stage in them.
 
     Raises:
-      PartitionError: if a derivative rule, or a ``shard_map`` in it, cannot be run on one device.
+      PartitionError: if a derivative rule, or a ``shard_map`` in it, cannot be run without its axes.
     """
     try:
-        return [on_one_device(closed) for closed in with_axes(derive)]
+        return [within_stage(closed, shape) for closed in with_axes(derive, shape)]
     except NameError as error:  # JAX does not know the axes of a vmap in a derivative rule
         if "unbound axis name" not in str(error):
             raise
         raise PartitionError(
-            f"The derivative rule of {name} is called in a jax.shard_map and exchanges with other shards. A stage runs "
-            f"on one device, so that the shards run there as one jax.vmap, in which JAX cannot apply it: {error} Call "
+            f"The derivative rule of {name} is called in a jax.shard_map and exchanges with other shards. A stage has "
+            f"no such axis, so that the shards run there as one jax.vmap, in which JAX cannot apply it: {error} Call "
             "shard_map in the rule, not the rule in shard_map, or compute this part of the model without shard_map."
         ) from error
 
 
-def on_one_device(closed: Any) -> Any:
-    """A traced program without sharding annotations; itself if it has none.
+def within_stage(closed: Any, shape: Mapping[str, int]) -> Any:
+    """A traced program with the annotations of a stage alone; itself if it has none.
+
+    Args:
+      closed: the program.
+      shape: the axes over which stages are sharded, and their sizes.
 
     Raises:
-      PartitionError: if a ``shard_map`` in it cannot be run on one device.
+      PartitionError: if a ``shard_map`` in it cannot be run without its axes.
     """
-    return _rewritten(closed) if _is_annotated(closed) else closed
+    return _Rewriter(shape).program(closed) if _is_annotated(closed) else closed
+
+
+def without_annotations(op: Operator, avals: Sequence[Any]) -> Operator:
+    """The operator as it runs on one device; itself if it has no annotations."""
+    if op.name == "sharding_constraint":
+        return replace(op, equation=None)
+    if op.equation is None or not _annotates(op.equation):
+        return op
+    rewriter, given = _Rewriter({}), [not _compat.is_literal(atom) for atom in op.equation.invars]
+
+    def run(*operands: Any) -> Sequence[Any]:
+        values = iter(operands)
+        atoms = zip(op.equation.invars, given, strict=True)
+        return rewriter.apply(op.equation, [next(values) if is_given else atom.val for atom, is_given in atoms])
+
+    (equation,) = _compat.open_jaxpr(jax.make_jaxpr(jax.jit(run))(*avals))[0].eqns
+    return replace(op, equation=equation)
 
 
 def annotations_of(closed: Any) -> Annotations:
     """The mesh axes that a traced program mentions, those of the programs in it included."""
     constrained: dict[str, None] = {}
-    mapped: dict[str, None] = {}
+    mapped: dict[tuple[str, int], None] = {}
 
     def look(closed: Any) -> None:
         for eqn in _compat.open_jaxpr(closed)[0].eqns:
             if eqn.primitive.name == "shard_map":
                 sizes = dict(eqn.params["mesh"].shape)
-                mapped.update((f"'{axis}' ({sizes[axis]})", None) for axis in _manual_axes(eqn))
+                mapped.update(((axis, sizes[axis]), None) for axis in _manual_axes(eqn))
             shardings = (eqn.params.get("sharding"), *eqn.params.get("in_shardings", ()))
             for sharding in (*shardings, *eqn.params.get("out_shardings", ())):
                 for axes in getattr(sharding, "spec", ()):
-                    constrained.update((axis, None) for axis in _names(axes))
+                    constrained.update((axis, None) for axis in axis_names(axes))
             for inner in _compat.inner_programs(eqn):
                 look(inner)
 
@@ -219,95 +261,125 @@ def annotations_of(closed: Any) -> Annotations:
 
 
 def _is_annotated(closed: Any) -> bool:
-    return any(
+    return any(map(_annotates, _compat.open_jaxpr(closed)[0].eqns))
+
+
+def _annotates(eqn: Any) -> bool:
+    return (
         eqn.primitive.name in {"shard_map", *_MARKS}
         or _compat.has_mesh_in_context(eqn)
         or not _compat.has_default_sharding(eqn.params)
         or any(map(_is_annotated, _compat.inner_programs(eqn)))
-        for eqn in _compat.open_jaxpr(closed)[0].eqns
     )
 
 
-def _rewritten(program: Any) -> Any:
-    """Trace a program again for one device; the result is closed if the program is."""
-    jaxpr, consts = _compat.open_jaxpr(program)
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
-    closed = jax.make_jaxpr(lambda *values: _run(jaxpr, consts, values))(*avals)
-    return closed if hasattr(program, "consts") else _compat.open_jaxpr(closed)[0]
-
-
-def _run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-
-    def read(atom: Any) -> Any:
-        return _compat.literal_without_mesh(atom) if _compat.is_literal(atom) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _apply(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def evaluate(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+def evaluate(eqn: Any, operands: Sequence[Any], shape: Mapping[str, int]) -> list[Any]:
     """Evaluate an equation on the operands that are not literals; in the context of a mesh, as if traced in it."""
     if jax.sharding.get_abstract_mesh().empty:
         return _compat.evaluate_equation(eqn, operands)
     given = iter(operands)
-    return list(_apply(eqn, [atom.val if _compat.is_literal(atom) else next(given) for atom in eqn.invars]))
+    values = [atom.val if _compat.is_literal(atom) else next(given) for atom in eqn.invars]
+    return list(_Rewriter(shape).apply(eqn, values))
 
 
-def _apply(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    name, params = eqn.primitive.name, eqn.params
-    if name in _MARKS:
-        return values[:1]
-    if name in _UNTYPED:
-        return [_UNTYPED[name](*values, **params)]
-    if name == "shard_map":
-        return _run_shards(eqn, values)
-    if name in ("jit", "pjit") and not _compat.has_default_sharding(params):
-        return _run(*_compat.open_jaxpr(params["jaxpr"]), values)
-    if name in _CONTROL:
-        params = {key: _rewritten_parameter(value) for key, value in params.items()}
-    operands = [_compat.variable(atom.aval) for atom in eqn.invars]
-    alone = _compat.in_current_mesh(eqn.replace(params=params, invars=operands))
-    return _compat.evaluate_equation(alone, values)
+@dataclass(frozen=True)
+class _Rewriter:
+    """Evaluates programs with the annotations over some axes alone.
 
+    Attributes:
+      shape: the axes that are kept, and their sizes.
+    """
 
-def _rewritten_parameter(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_rewritten_parameter, value)) if any(map(_is_program, value)) else value
-    return _rewritten(value) if _is_program(value) else value
+    shape: Mapping[str, int]
+
+    def program(self, program: Any) -> Any:
+        """Trace a program again; the result is closed if the program is."""
+        jaxpr, consts = _compat.open_jaxpr(program)
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
+        closed = jax.make_jaxpr(lambda *values: self.run(jaxpr, consts, values))(*avals)
+        return closed if hasattr(program, "consts") else _compat.open_jaxpr(closed)[0]
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """Evaluate a program."""
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+
+        def read(atom: Any) -> Any:
+            return _compat.literal_without_mesh(atom) if _compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self.apply(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def apply(self, eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+        """Evaluate an equation."""
+        name, params = eqn.primitive.name, eqn.params
+        if name == "sharding_constraint" and self.shape:
+            return [self._constrain(values[0], params["sharding"])]
+        if name in _MARKS:
+            return values[:1]
+        if name in _UNTYPED:
+            return [_UNTYPED[name](*values, **params)]
+        if name == "shard_map":
+            return self._run_shards(eqn, values)
+        if name in ("jit", "pjit") and not _compat.has_default_sharding(params):
+            return self.run(*_compat.open_jaxpr(params["jaxpr"]), values)
+        if name in _CONTROL:
+            params = {key: self._parameter(value) for key, value in params.items()}
+        operands = [_compat.variable(atom.aval) for atom in eqn.invars]
+        alone = _compat.in_current_mesh(eqn.replace(params=params, invars=operands))
+        return _compat.evaluate_equation(alone, values)
+
+    def _parameter(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._parameter, value)) if any(map(_is_program, value)) else value
+        return self.program(value) if _is_program(value) else value
+
+    def _constrain(self, x: Any, sharding: Any) -> Any:
+        """The value, with what a constraint says of the axes that are kept."""
+        spec = kept_spec(sharding.spec, self.shape)
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec))
+
+    @property
+    def _mesh(self) -> jax.sharding.AbstractMesh:
+        return Submesh(self.shape).abstract()
+
+    def _run_shards(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
+        """The results of a ``shard_map``: over axes that are kept as it is, all shards of others as one ``vmap``."""
+        params = eqn.params
+        all_sizes = {axis: params["mesh"].shape[axis] for axis in _manual_axes(eqn)}
+        kept = {axis for axis, size in all_sizes.items() if self.shape.get(axis) == size}
+        sizes = {axis: size for axis, size in all_sizes.items() if axis not in kept}
+        body, consts = _compat.open_jaxpr(params["jaxpr"])
+
+        def shard(*blocks: Any) -> list[Any]:
+            return self.run(body, consts, blocks)
+
+        function: Callable[..., Any] = shard
+        if kept:
+            inputs, outputs = ([kept_spec(spec, kept) for spec in params[side]] for side in ("in_specs", "out_specs"))
+            function = jax.shard_map(
+                shard, mesh=self._mesh, in_specs=tuple(inputs), out_specs=outputs, axis_names=kept, check_vma=False
+            )
+        for axis in reversed(sizes):
+            split = tuple(0 if sizes[axis] > 1 and axis in _mentioned(spec) else None for spec in params["in_specs"])
+            function = jax.vmap(function, in_axes=split, out_axes=0, axis_name=axis, axis_size=sizes[axis])
+        blocks = [_blocks(x, spec, sizes) for x, spec in zip(values, params["in_specs"], strict=True)]
+        try:
+            results = function(*blocks)
+        except PartitionError:
+            raise
+        except Exception as error:
+            axes = ", ".join(f"'{axis}' ({size})" for axis, size in sizes.items())
+            raise PartitionError(
+                f"The model calls jax.shard_map over the mesh axes {axes}, over which stages are not sharded. The "
+                f"shards run there as one jax.vmap with these axis names, which JAX cannot do here: {error} Compute "
+                "this part of the model without shard_map when it is in a pipeline."
+            ) from error
+        return [_whole(x, spec, sizes) for x, spec in zip(results, params["out_specs"], strict=True)]
 
 
 def _is_program(value: Any) -> bool:
     return hasattr(value, "eqns")
-
-
-def _run_shards(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of a ``shard_map``, all shards on one device."""
-    params = eqn.params
-    sizes = {axis: params["mesh"].shape[axis] for axis in _manual_axes(eqn)}
-    body, consts = _compat.open_jaxpr(params["jaxpr"])
-
-    def shard(*blocks: Any) -> list[Any]:
-        return _run(body, consts, blocks)
-
-    function: Callable[..., Any] = shard
-    for axis in reversed(sizes):
-        split = tuple(0 if sizes[axis] > 1 and axis in _mentioned(spec) else None for spec in params["in_specs"])
-        function = jax.vmap(function, in_axes=split, out_axes=0, axis_name=axis, axis_size=sizes[axis])
-    blocks = [_blocks(x, spec, sizes) for x, spec in zip(values, params["in_specs"], strict=True)]
-    try:
-        results = function(*blocks)
-    except PartitionError:
-        raise
-    except Exception as error:
-        axes = ", ".join(f"'{axis}' ({size})" for axis, size in sizes.items())
-        raise PartitionError(
-            f"The model calls jax.shard_map over the mesh axes {axes}. A stage runs on one device, so that the shards "
-            f"run there as one jax.vmap with these axis names, which JAX cannot do here: {error} Compute this part of "
-            "the model without shard_map when it is in a pipeline."
-        ) from error
-    return [_whole(x, spec, sizes) for x, spec in zip(results, params["out_specs"], strict=True)]
 
 
 def _blocks(x: Any, spec: Any, sizes: Mapping[str, int]) -> Any:
@@ -345,20 +417,13 @@ def _manual_axes(eqn: Any) -> list[str]:
 
 def _padded(spec: Any, ndim: int) -> list[tuple[str, ...]]:
     """The axes by which each dimension is split."""
-    named = [_names(axes) for axes in spec]
+    named = [axis_names(axes) for axes in spec]
     return named + [()] * (ndim - len(named))
 
 
 def _mentioned(spec: Any) -> set[str]:
-    return {axis for axes in spec for axis in _names(axes)}
+    return {axis for axes in spec for axis in axis_names(axes)}
 
 
 def _list(items: Iterable[str]) -> str:
     return ", ".join(items)
-
-
-def _names(axes: Any) -> tuple[str, ...]:
-    """The axes of one dimension in a ``PartitionSpec``."""
-    if isinstance(axes, str):
-        return (axes,)
-    return tuple(axes) if isinstance(axes, tuple) else ()

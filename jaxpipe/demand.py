@@ -112,7 +112,7 @@ def linearize(
         key = equality_key(op, avals, moving, heard, match)
         if key not in cuts:
             derived = match is None
-            cuts[key] = rules.derive(op, avals, moving, heard, graph.on_one_device) if derived else match.cut(avals[0])
+            cuts[key] = rules.derive(op, avals, moving, heard, graph.stage_shape) if derived else match.cut(avals[0])
         cut = cuts[key]
         label = op.label if match is None else match.name
         needs = _place(cut, builder, op, label, operands, outputs, stand_in)

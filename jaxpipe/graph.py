@@ -128,7 +128,8 @@ class Graph:
       inputs, outputs: tensor numbers, in the order of the traced function's arguments and results.
       constants: values known at trace time, by tensor number.
       parameters: inputs that live outside the program (weights, running statistics, keys): never stored.
-      on_one_device: whether sharding annotations that its derivative brings are dropped (``jaxpipe.annotations``).
+      stage_shape: the axes over which a stage is sharded; annotations of others that a derivative brings are dropped
+        (``jaxpipe.annotations``). None outside of pipelines.
     """
 
     tensors: tuple[Tensor, ...]
@@ -137,7 +138,7 @@ class Graph:
     outputs: tuple[int, ...]
     constants: Mapping[int, Any] = field(default_factory=dict)
     parameters: frozenset[int] = frozenset()
-    on_one_device: bool = False
+    stage_shape: Mapping[str, int] | None = None
 
     def evaluate(self, values: Sequence[Any]) -> list[Any]:
         """Run the program."""

@@ -145,13 +145,13 @@ def meet(what: str) -> bool:
     return _compat.wait_at_barrier(f"jaxpipe {name} {_meetings[what]}", MEETING_SECONDS)
 
 
-def replicate(value: Any, sharding: NamedSharding) -> jax.Array:
-    """An array that every process holds, on all devices of a mesh."""
+def place(value: Any, sharding: NamedSharding) -> jax.Array:
+    """Return an array, which every process has whole, on the devices of a mesh."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
-    devices = sharding.addressable_devices_indices_map(np.shape(value))
-    copies = [jax.device_put(value, device) for device in devices]
-    return jax.make_array_from_single_device_arrays(np.shape(value), sharding, copies)
+    parts = sharding.addressable_devices_indices_map(np.shape(value)).items()
+    local = [jax.device_put(value if sharding.is_fully_replicated else value[index], d) for d, index in parts]
+    return jax.make_array_from_single_device_arrays(np.shape(value), sharding, local)
 
 
 def settled(results: _T) -> _T:

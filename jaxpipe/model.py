@@ -6,18 +6,20 @@ A bound model holds no array: it knows the name, shape and place of every variab
 ``function(model, batch)`` from flat variables, and how plain initialisation makes them.
 """
 
+import contextlib
 import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import flax.linen as nn
 import jax
 from flax import nnx
 from flax.core import unfreeze
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe.annotations import with_axes
 from jaxpipe.errors import ModelError
@@ -29,6 +31,9 @@ from jaxpipe.stacks import Stacks, uncut
 from jaxpipe.units import bytes_text
 from jaxpipe.variables import by_path, common_level, key_name, plain_tree, random_paths, select
 
+
+#: Pairs of a logical axis and the axes of a mesh that it stands for, or None; of several for one, the first that fits.
+AxisRules = Sequence[tuple[str, Any]]
 
 #: ``function(model, batch)``: a loss, an evaluation or a prediction.
 UserFunction = Callable[[Any, Any], Any]
@@ -55,6 +60,9 @@ class BoundModel:
       flatten: a tree of the model's variables (``jaxpipe.variables.select``) -> flat parameters and state.
       initialise: ``key -> (parameters, state)`` as plain initialisation would make them; None if values are given.
       values: given parameters and state, or None.
+      annotated: by parameter and by state variable, the axes that its dimensions are annotated with: of a mesh, or
+        logical ones; in the model's own layout.
+      stage_shape: the mesh axes over which stages are sharded, and their sizes; the model is traced with these.
       cut: of a model whose stacked variables are cut (``unstack``), the model in its own layout, and how they are. All
         above is about the pieces then, and ``initialise`` and ``values`` are those of the model in its own layout.
     """
@@ -67,6 +75,8 @@ class BoundModel:
     flatten: Callable[[Any], tuple[list[Any], list[Any]]]
     initialise: Callable[[Any], tuple[list[Any], list[Any]]] | None = None
     values: tuple[list[Any], list[Any]] | None = None
+    annotated: tuple[tuple[P, ...], tuple[P, ...]] = ((), ())
+    stage_shape: Mapping[str, int] = field(default_factory=dict)
     cut: "CutModel | None" = None
 
     @property
@@ -114,6 +124,7 @@ def unstack(model: BoundModel, parameters: Stacks, state: Stacks) -> BoundModel:
         parameter_tree=lambda values: model.parameter_tree(parameters.join(values)),
         variable_tree=lambda p, s: model.variable_tree(parameters.join(p), state.join(s)),
         flatten=flatten,
+        stage_shape=model.stage_shape,
         cut=CutModel(model, parameters, state),
     )
 
@@ -161,7 +172,14 @@ def check_model(model: Any) -> None:
         )
 
 
-def bind(model: Any, function: UserFunction, batch: Any, variables: Any = None) -> BoundModel:
+def bind(
+    model: Any,
+    function: UserFunction,
+    batch: Any,
+    variables: Any = None,
+    stage_shape: Mapping[str, int] | None = None,
+    axis_rules: AxisRules = (),
+) -> BoundModel:
     """Find a model's variables.
 
     Args:
@@ -171,29 +189,46 @@ def bind(model: Any, function: UserFunction, batch: Any, variables: Any = None) 
       function: how the model is called: ``function(model, batch)``. Linen variables are those it touches.
       batch: shapes of one micro-batch.
       variables: values to use instead of initialising, in the model's own layout.
+      stage_shape: the mesh axes over which stages are sharded, and their sizes.
+      axis_rules: the mesh axes of logical ones, for a model that names such (``flax.linen.logical_axis_rules``).
 
     Raises:
       ModelError: if the model is of another kind, or its variables are missing or do not fit.
     """
     check_model(model)
-    if isinstance(model, nn.Module):
-        bound = _bind_linen(model, function, batch, variables)
-    elif isinstance(model, nnx.Module):
-        bound = _bind_nnx(model, None)
-    elif (factory := _nnx_factory(model)) is not None:
-        _check_factory(factory)
-        bound = _bind_nnx(with_axes(lambda: nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0)))), factory)
-    elif isinstance(model, jax.tree_util.Partial):
-        bound = _bind_partial(model)
-    else:
-        if variables is None:
-            raise ModelError(
-                f"The model is {shown(model)}, and its variables are not known. "
-                "Pass them to pipeline.init(key, batch, variables=...), or give partition "
-                "jax.tree_util.Partial(function, variables)."
-            )
-        bound = _bind_function(model, variables)
+    with _naming(axis_rules):
+        bound = _bind(model, function, batch, variables)
+    own_run = bound.run
+
+    def run(*arguments: Any) -> Any:
+        with _naming(axis_rules):
+            return own_run(*arguments)
+
+    bound = replace(bound, run=run, stage_shape=stage_shape or {})
     return bound if variables is None else with_values(bound, variables)
+
+
+def _naming(axis_rules: AxisRules) -> Any:
+    """A context in which logical axes stand for those of a mesh; without rules of its own, the caller's."""
+    return nn.logical_axis_rules(axis_rules) if axis_rules else contextlib.nullcontext()
+
+
+def _bind(model: Any, function: UserFunction, batch: Any, variables: Any) -> BoundModel:
+    if isinstance(model, nn.Module):
+        return _bind_linen(model, function, batch, variables)
+    if isinstance(model, nnx.Module):
+        return _bind_nnx(model, None)
+    if (factory := _nnx_factory(model)) is not None:
+        _check_factory(factory)
+        return _bind_nnx(with_axes(lambda: nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0)))), factory)
+    if isinstance(model, jax.tree_util.Partial):
+        return _bind_partial(model)
+    if variables is None:
+        raise ModelError(
+            f"The model is {shown(model)}, and its variables are not known. Pass them to pipeline.init(key, batch, "
+            "variables=...), or give partition jax.tree_util.Partial(function, variables)."
+        )
+    return _bind_function(model, variables)
 
 
 def with_values(bound: BoundModel, variables: Any) -> BoundModel:
@@ -210,6 +245,11 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 def _named(tree: Any, prefix: str = "") -> tuple[Variable, ...]:
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return tuple(Variable(prefix + _path_name(path), _shape(x)) for path, x in flat)
+
+
+def _unboxed(tree: Any) -> tuple[Variable, ...]:
+    """Variables with the names that they have without boxes around them, such as ``nn.Partitioned``."""
+    return tuple(Variable("/".join(path), _shape(x)) for path, x in by_path(tree).items())
 
 
 def _path_name(path: Sequence[Any]) -> str:
@@ -262,14 +302,20 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
         return flatten(make(key, zeros))
 
     return BoundModel(
-        parameters=_named(params),
-        state=_named(rest),
+        parameters=_unboxed(params),
+        state=_unboxed(rest),
         run=run,
         parameter_tree=lambda values: jax.tree.unflatten(params_def, values),
         variable_tree=build,
         flatten=flatten,
         initialise=initialise,
+        annotated=(_annotated(params), _annotated(rest)),
     )
+
+
+def _annotated(tree: Any) -> tuple[P, ...]:
+    """The axes that the dimensions of each array of a tree are annotated with."""
+    return tuple(jax.tree.leaves(nn.get_partition_spec(tree), is_leaf=lambda x: isinstance(x, P)))
 
 
 # NNX
@@ -374,8 +420,15 @@ def _bind_nnx(model: nnx.Module, factory: Callable[..., Any] | None) -> BoundMod
         ),
         flatten=flatten,
         initialise=None if concrete else initialise,
+        annotated=(_nnx_annotated(params), _nnx_annotated(rest)),
         values=(jax.tree.leaves(params), jax.tree.leaves(rest)) if concrete else None,
     )
+
+
+def _nnx_annotated(state: Any) -> tuple[P, ...]:
+    specs = (nnx.get_partition_spec(variable) for _, variable in nnx.to_flat_state(state))
+    leaves = (jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, P)) for spec in specs)
+    return tuple(spec for some in leaves for spec in some)
 
 
 # Functions

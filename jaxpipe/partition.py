@@ -18,6 +18,7 @@ from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.host_memory import check_host_memory
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
 from jaxpipe.network import Network
+from jaxpipe.options import PlanOptions
 from jaxpipe.pipeline import arguments, checks
 from jaxpipe.pipeline.arrange import stay
 from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, frozen_stages, sections_for, teams_of
@@ -53,6 +54,9 @@ from jaxpipe.rates import known_rates, rates_of
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.schedules.teams import Teams
+from jaxpipe.sharding.costs import divided, groups_of
+from jaxpipe.sharding.submesh import joined_mesh, split_mesh
+from jaxpipe.sharding.variables import check_exchanged, shardings_of
 from jaxpipe.target import building_for
 from jaxpipe.units import parse_bytes, whole_number
 
@@ -91,6 +95,7 @@ def partition(
     unroll_scans: int = False,
     gradient_dtype: jax.typing.DTypeLike | None = None,
     runtime: Literal["auto", "mpmd", "spmd"] = "auto",
+    options: PlanOptions | None = None,
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
 
@@ -104,7 +109,10 @@ def partition(
       model: a Linen module, an NNX module or class, ``jax.tree_util.Partial(f, params)``, or ``f(variables, *args)``.
       mesh: with an axis ``stage``, and perhaps ``data``: replicas of the pipeline. Axes called ``pp``, ``pipe``,
         ``pipeline`` or ``stages`` and ``dp``, ``batch``, ``replica`` or ``replicas`` are taken for them;
-        ``Pipeline.mesh`` has the names ``stage`` and ``data``.
+        ``Pipeline.mesh`` has the names ``stage`` and ``data``. Any other axis shards within a stage: each stage of a
+        replica is on a submesh of these axes, over which the model's own annotations split parameters and activations
+        (``nn.with_partitioning``, logical axes, ``nnx`` metadata, ``with_sharding_constraint``, ``shard_map``), or
+        ``PlanOptions.shardings``.
       batch: arrays or shapes ``[examples, ...]``, of the whole batch if there are several processes; left out:
         planned at ``Pipeline.init(key, batch)``. A list of trees of one structure are batches of several sizes
         (lengths of sequences, a smaller last batch): it is planned for the first, and the first step compiles all of
@@ -177,6 +185,7 @@ def partition(
         ``"auto"``: the one that has what is asked for; ``"mpmd"`` with ``memory``; else ``"spmd"`` only if the
         longest stage's work on a micro-batch is shorter than the host's calls and sends for it (25 and 40 us each)
         and its step is predicted to be shorter. The plan says which, and why.
+      options: ``jaxpipe.PlanOptions(...)``: names of mesh axes, shardings within a stage, ZeRO-1.
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.
@@ -198,7 +207,8 @@ def partition(
       >>> float(metrics["loss"])
       3.0
     """
-    mesh = with_own_names(mesh)
+    options = options or PlanOptions()
+    mesh = with_own_names(mesh, options.stage_axis, options.data_axis)
     num_stages, replicas = checks.check_mesh(mesh)
     check_model(model)
     arguments.check_optimizer(optimizer)
@@ -213,12 +223,14 @@ def partition(
     if not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
         raise checks.PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
     checks.check_network(network, mesh)
+    mesh, submesh = split_mesh(mesh)
     if on_nonfinite not in (None, "raise", "skip"):
         raise checks.PartitionError(f"on_nonfinite={on_nonfinite!r}; it must be 'raise', 'skip' or None.")
     exchange = check_exchange(gradient_exchange, DATA)
     replicate = checks.check_replicate(replicate, num_stages, mesh, exchange is not None)
     budget = None if memory is None else parse_bytes(memory)
     batch, *others = [None if x is None else checks.batch_shapes(x) for x in checks.listed_batches(batch)]
+    check_exchanged(exchange is not None, submesh, options)
     request = Request(
         model=model,
         mesh=mesh,
@@ -244,10 +256,19 @@ def partition(
         compile=compile,
         runtime=checks.check_runtime(runtime),
         several_sizes=bool(others),
+        submesh=submesh,
+        options=options,
     )
     planned = None if batch is None or needs_variables(model) else make_plan(request, batch)
     functions = {"evaluate": evaluate, "predict": predict}
-    return Pipeline(mesh, functions, optimizer, functools.partial(make_plan, request), planned, (batch, *others))
+    return Pipeline(
+        joined_mesh(mesh, submesh),
+        functions,
+        optimizer,
+        functools.partial(make_plan, request),
+        planned,
+        (batch, *others),
+    )
 
 
 @progress("Tracing the model")
@@ -272,7 +293,14 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     one = microbatch_shapes(batch, request.replicas * m)
 
-    model = bind(request.model, request.loss, one, variables)
+    model = bind(
+        request.model,
+        request.loss,
+        one,
+        variables,
+        stage_shape=request.submesh.shape,
+        axis_rules=request.options.axis_rules,
+    )
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
     model, objective = trace_unrolled(model, request.loss, one, request.unroll_scans)
     warn_unused(request.policy, (op.path for op in objective.graph.operators), "storage")
@@ -288,9 +316,17 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     if request.exchange is None or request.replicas == 1:
         update = without_frozen(update)
     objective = objective.training(update.trained)
+    shardings = shardings_of(model, update, objective, request.submesh, request.replicas, request.options)
     profile = _profile(request, objective, frozen_names(model, update.trained))
-    links = request.network or assumed_links(request.mesh, rates_in(profile).bytes, request.profile == "measured")
-    traced = Traced(objective, model, update, profile, links, batch, one, batching, local)
+    links = request.network
+    whole = joined_mesh(request.mesh, request.submesh)
+    if links is None:
+        links = assumed_links(whole, rates_in(profile).bytes, request.profile == "measured")
+    if request.submesh.size > 1:
+        links, within = groups_of(links, whole, request.mesh, request.submesh)
+        request = request if request.network is None else replace(request, network=links)
+        profile = divided(profile, objective, shardings.propagated(objective), request.submesh, within)
+    traced = Traced(objective, model, update, profile, links, batch, one, batching, local, shardings)
 
     def cut_again(before: Draft, charged: Profile) -> Draft:
         schedule, teams = before.schedule, before.program.teams

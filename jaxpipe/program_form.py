@@ -11,8 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh
-from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
 
@@ -33,21 +31,14 @@ class TracedProgram:
     folds: tuple[tuple[int, int], ...]
 
 
-def trace_program(
-    function: Callable[..., Any], operands: Sequence[Any], mesh: AbstractMesh | None = None
-) -> TracedProgram:
+def trace_program(function: Callable[..., Any], operands: Sequence[Any]) -> TracedProgram:
     """Trace a function.
 
     Args:
       function: takes the operands, returns a tree of arrays.
       operands: arrays or their shapes.
-      mesh: the program is for the inside of ``shard_map`` over it.
     """
-    if mesh is not None:
-        function = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
-    if mesh is not None:
-        closed = _compat.inside_shard_map(closed)
     jaxpr, consts = _compat.open_jaxpr(closed)
     tree = jax.tree.structure(shapes)
     folds = {k: int(value) for k, eqn in enumerate(jaxpr.eqns) if (value := _folded(eqn)) is not None}

@@ -3,6 +3,7 @@
 A cut is made once for equal operators and then placed into any graph (``Cut`` uses numbers of its own).
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,21 +42,27 @@ class Cut:
 
 
 def differentiate(
-    op: Operator, avals: Sequence[Any], moving: Sequence[int], heard: Sequence[int], on_one_device: bool = False
+    op: Operator,
+    avals: Sequence[Any],
+    moving: Sequence[int],
+    heard: Sequence[int],
+    shape: Mapping[str, int] | None = None,
 ) -> Cut:
     """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``moving``, and cut it.
 
     The cut lies where ``jax.vjp`` returns: what a derivative rule computes in its backward pass stays backward work,
     whether or not it depends on a cotangent, and reads what the rule's forward pass returned.
     Outputs at other positions than ``heard`` have no cotangent. A zero in its place would do for finite numbers only.
-    ``on_one_device``: sharding annotations in a rule are dropped.
+    ``shape``: the axes over which stages are sharded, if annotations of others in a rule are dropped.
     """
     equation = _compat.without_scope(op.equation)
-    on_one_device = on_one_device and bool(_compat.inner_programs(equation))  # others have no rule of a user's
+    shape = shape if _compat.inner_programs(equation) else None  # others have no rule of a user's
     carried = [k for k in heard if is_differentiable(equation.outvars[k].aval)]
     tangents = [equation.outvars[k].aval.to_tangent_aval() for k in carried]
     count = len(equation.outvars)
-    evaluate = annotations.evaluate if on_one_device else _compat.evaluate_equation
+    evaluate = _compat.evaluate_equation
+    if shape is not None:
+        evaluate = functools.partial(annotations.evaluate, shape=shape)
     pullback: Any = None
 
     def forward(*inputs: Any) -> list[Any]:
@@ -79,7 +86,7 @@ def differentiate(
         residuals = [atom.aval for atom in _compat.open_jaxpr(first)[0].outvars[count:]]
         return first, _compat.trace_without_scope(backward, residuals, tangents)
 
-    traced = annotations.rule_on_one_device(op.label, both) if on_one_device else both()
+    traced = both() if shape is None else annotations.rule_within_stage(op.label, both, shape)
     first, closed = map(convolution.canonical, traced)
     builder = GraphBuilder(inline_rules=True)
     inputs = [builder.tensor(aval) for aval in avals]

@@ -25,6 +25,9 @@ from jaxpipe.runtime.mpmd.transfers import Transfers
 
 ROWS = 16
 
+#: Every second dimension of a kernel over the axis ``model``.
+KERNELS = jaxpipe.PlanOptions(shardings={"Dense_*/kernel": PartitionSpec(None, "model")})
+
 #: Meshes, and what else ``partition`` gets.
 CASES = {
     "stage": (((4,), ("stage",)), {}),
@@ -45,6 +48,9 @@ CASES = {
         {"schedule": "pipedream", "optimizer": optax.sgd(0.01, momentum=0.9)},
     ),
     "unrolled": (((4,), ("stage",)), {"unroll_scans": True}),
+    "model within": (((2, 2), ("stage", "model")), {"options": KERNELS}),
+    "model across": (((2, 2), ("model", "stage")), {"options": KERNELS}),
+    "zero": (((2, 2), ("data", "stage")), {"options": jaxpipe.PlanOptions(zero=1)}),
 }
 
 
@@ -244,14 +250,15 @@ def messages(folder: str) -> None:
     me, ends = jax.process_index(), tuple(jax.devices()[:2])
     avals = [*MESSAGES.values()] * 2
     count = len(MESSAGES)
-    transfers = Transfers(avals * 2)
+    transfers = Transfers(avals * 2, [PartitionSpec()] * (4 * count))
+    devices = StageDevices(tuple((device,) for device in ends), 1)
     there = Send(Place(0, 0), Place(1, 0), tuple(range(count)), tuple(range(2 * count, 3 * count)))
     back = Send(Place(1, 0), Place(0, 0), tuple(range(count, 2 * count)), tuple(range(3 * count, 4 * count)))
     spread = Spread(Place(1, 0), (0,), there.reads, there.writes)
     parts = {
-        "there": transfers.between(there, ends),
-        "exchange": transfers.between(Exchange(there, back), ends),
-        "spread": transfers.spread(spread, StageDevices(tuple((device,) for device in ends), 1)),
+        "there": transfers.between(there, devices),
+        "exchange": transfers.between(Exchange(there, back), devices),
+        "spread": transfers.spread(spread, devices),
     }
     found = {}
     for name, part in parts.items():

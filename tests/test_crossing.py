@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.mpmd import waiting
 from jaxpipe.runtime.mpmd.crossing import join_messages
@@ -90,7 +91,7 @@ def test_arrays_of_one_shape_that_cross_share_a_place_in_the_program():
         Send(Place(0, 0), Place(1, 0), (0, 1), (4, 5)),
         Send(Place(1, 0), Place(0, 0), (2, 3), (6, 7)),
     )
-    assert pair_slots(message, avals) == [
+    assert pair_slots(message, avals, [P()] * len(avals)) == [
         Slot((0, None), (None, 4)),
         Slot((1, 2), (6, 5)),
         Slot((None, 3), (7, None)),

@@ -124,6 +124,14 @@ def test_two_processes_give_the_bits_of_one(tmp_path):
 
 
 @pytest.mark.core
+def test_stages_sharded_over_devices_of_two_processes_give_the_bits_of_one(tmp_path):
+    """Once each stage's devices are in one process, once in both; and optimizer state split over both."""
+    cases = ("model within", "model across", "zero")
+    launch(2, 2, "compare", tmp_path, 0, *cases)
+    check_same(tmp_path, 2, cases, everything=False)
+
+
+@pytest.mark.core
 def test_messages_between_processes_keep_the_bits_of_every_type(tmp_path):
     """One way, both ways in one program, and from one device to all."""
     launch(2, 1, "messages", tmp_path)

@@ -113,15 +113,15 @@ def test_messages_take_the_link_between_their_devices():
 def test_bytes_are_those_of_the_arrays_on_each_device():
     plan = planned(chain, values=weights(layers=4)).plan
     assert plan.stages[0].operators == (0, 2)
-    first, last = plan.device_memory
+    first, last = plan.stage_memory
     parameters, message = 2 * 4 * WIDTH**2, 4 * ROWS * WIDTH
     for memory in (first, last):
         assert (memory["parameters"], memory["gradients"], memory["optimizer"]) == (parameters, parameters, 0)
     assert (first["batch"], last["batch"]) == (BATCH.nbytes, 0)
     # Two micro-batches wait for stage 1, with the input of its second product each; the last stage keeps nothing.
     assert (first["stash"], last["stash"]) == (2 * message, 0)
-    assert plan.each_device == tuple(sum(memory.values()) for memory in plan.device_memory)
-    assert plan.memory == max(plan.device_memory, key=lambda memory: sum(memory.values()))
+    assert plan.each_device == tuple(sum(memory.values()) for memory in plan.stage_memory)
+    assert plan.memory == max(plan.stage_memory, key=lambda memory: sum(memory.values()))
 
 
 @pytest.mark.parametrize("schedule", [textbook, gpipe, zero_bubble])
@@ -132,7 +132,7 @@ def test_predicted_bytes_are_near_those_of_the_compiled_programs(schedule):
 
 
 def test_all_micro_batches_in_flight_need_as_many_stashes():
-    few, many = (planned(chain, values=weights(layers=4), schedule=s).plan.device_memory[0] for s in (textbook, gpipe))
+    few, many = (planned(chain, values=weights(layers=4), schedule=s).plan.stage_memory[0] for s in (textbook, gpipe))
     assert many["stash"] == 4 * few["stash"]
 
 

@@ -99,7 +99,7 @@ def test_stashes_go_to_peers_with_room():
     sent = sum(piece.bytes for piece in first.pieces)
     assert [piece.bytes for piece in first.pieces] == [round(sent * rate / sum(rates)) for rate in rates]
     assert not any(stage.away for stage in others)
-    assert any(memory.get("peers") for memory in pipeline.plan.device_memory[1:])
+    assert any(memory.get("peers") for memory in pipeline.plan.stage_memory[1:])
     assert max(pipeline.memory_report().compiled_bytes) <= budget_of(plan)
     check_gradients(pipeline)
 

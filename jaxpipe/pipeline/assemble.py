@@ -6,7 +6,7 @@ drafts ──choose──▶ the fastest that keeps the budget ──settle─�
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -55,6 +55,7 @@ from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.schedules.teams import Teams
+from jaxpipe.sharding.variables import Shardings
 from jaxpipe.work import weight
 
 
@@ -74,6 +75,7 @@ class Traced:
       batch, microbatch: shapes.
       batching: how the batch is cut.
       local: one replica's part of the batch.
+      shardings: how variables are split within a stage.
     """
 
     objective: Objective
@@ -85,6 +87,7 @@ class Traced:
     microbatch: Any
     batching: Batching
     local: Sequence[Any]
+    shardings: Shardings = field(default_factory=Shardings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +170,7 @@ def draft(
         state=lay_out([[model.state[k].aval for k in placement.held_by(d)[1]] for d in devices]),
         replicated=DATA in request.mesh.axis_names,
         gradient_dtype=request.gradient_dtype,
+        specs=traced.shardings.specs(traced.objective),
     )
     swaps = request.budget is not None and request.network is not None and request.runtime != "spmd"
     if swaps and program.teams.single:
@@ -311,7 +315,7 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
         traced_update = without_frozen(whole, traced_update.trained)
     colored = color_update(traced_update, model, placement.parameters)
     exchanges = request.exchange is not None and request.replicas > 1
-    check_asynchronous(program, colored, exchanges)
+    check_asynchronous(program, colored, exchanges, request.options.zero)
     owners = [None if s is None else program.device(s) for s in colored.state_stage]
     owned = list(zip(colored.state_avals, owners, strict=True))
     exchange = None
@@ -351,6 +355,7 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
             policy=request.policy,
             schedules=request.schedules if found.maker is None else (found.maker, *request.schedules),
             retrace=lambda one: trace_loss(model, request.loss, one).training(traced_update.trained),
+            shardings=traced.shardings,
         )
         return lists.with_bytes(settled) if runtime == "mpmd" else settled
 
@@ -384,13 +389,14 @@ class StageLists:
     def with_bytes(self, planned: Planned) -> Planned:
         """Return a plan with its list, and the bytes that each device needs for it."""
         planned = self.with_list(planned)
-        peaks = MpmdRuntime(planned).predicted
-        devices = tuple(peak.components for peak in peaks)
-        each = tuple(sum(memory.values()) for memory in devices)
-        memory = devices[each.index(max(each))]
-        plan = replace(planned.plan, memory=memory, each_device=each, device_memory=devices)
+        runtime = MpmdRuntime(planned)
+        peaks = runtime.predicted
+        each = [sum(peak.components.values()) for peak in peaks.values()]
+        stages = tuple(peaks[row[0]].components for row in runtime.devices.rows)
+        fullest = list(peaks.values())[each.index(max(each))]
+        plan = replace(planned.plan, memory=fullest.components, each_device=tuple(each), stage_memory=stages)
         if plan.host is not None:
-            plan = replace(plan, host=replace(plan.host, bytes=max(peak.host for peak in peaks)))
+            plan = replace(plan, host=replace(plan.host, bytes=max(peak.host for peak in peaks.values())))
         return replace(planned, plan=plan)
 
     def needs(self, planned: Planned, program: Program) -> list[int]:

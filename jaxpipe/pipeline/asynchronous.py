@@ -5,13 +5,14 @@ from jaxpipe.pipeline.optimizer import ColoredUpdate
 from jaxpipe.pipeline.program import Program
 
 
-def check_asynchronous(program: Program, colored: ColoredUpdate, exchanged: bool) -> None:
+def check_asynchronous(program: Program, colored: ColoredUpdate, exchanged: bool, zero: int = 0) -> None:
     """Raise ``PartitionError`` if a schedule updates weights during a step, and the update cannot be made then.
 
     Args:
       program: what is trained.
       colored: the optimizer.
       exchanged: whether gradients are exchanged by blocks.
+      zero: whether the optimizer state is split over replicas (``PlanOptions.zero``).
     """
     schedule, objective = program.schedule, program.objective
     if schedule.versions is None:
@@ -35,6 +36,12 @@ def check_asynchronous(program: Program, colored: ColoredUpdate, exchanged: bool
             f"{name}, but {len(program.shared)} parameter(s), the largest of "
             f"{max(a.size for a in program.avals(program.shared))} numbers, are used in several stages, each of which "
             "would update them at another time. Untie them, or use a schedule that updates at the end of a step."
+        )
+    if zero:
+        raise PartitionError(
+            f"PlanOptions(zero={zero}) with {name}; replicas that split the optimizer state add up gradients and "
+            "gather parameters once, at the end of a step. Leave out zero, or use a schedule that updates then, as "
+            "'1f1b' does."
         )
     if exchanged:
         raise PartitionError(

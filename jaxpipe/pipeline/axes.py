@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpipe.errors import PartitionError
 from jaxpipe.schedules.teams import Teams
 
 
@@ -25,20 +26,36 @@ def stage_devices(mesh: Mesh, teams: Teams, s: int) -> list[Any]:
     return list(np.take(mesh.devices, teams.groups[s], axis=mesh.axis_names.index(STAGE)).flat)
 
 
-def with_own_names(mesh: Any) -> Any:
-    """Return a mesh with its axes called ``stage`` and ``data``; or anything else unchanged.
+def with_own_names(mesh: Any, stage_axis: str | None = None, data_axis: str | None = None) -> Any:
+    """Return a mesh whose axes of stages and replicas are called ``stage`` and ``data``; or anything else unchanged.
+
+    Args:
+      mesh: the mesh.
+      stage_axis, data_axis: what the caller calls them; left out: any of the usual names.
+
+    Raises:
+      PartitionError: if the mesh has no axis of a name that was given.
 
     Example:
       >>> import jax
-      >>> with_own_names(jax.make_mesh((1, 1), ("dp", "pp"))).axis_names
-      ('data', 'stage')
+      >>> with_own_names(jax.make_mesh((1, 1, 1), ("dp", "pp", "model"))).axis_names
+      ('data', 'stage', 'model')
     """
     if not isinstance(mesh, Mesh):
         return mesh
-    names = [_MEANING.get(str(name)) for name in mesh.axis_names]
-    if None in names or len(set(names)) < len(names) or tuple(names) == mesh.axis_names:
+    given = {axis: name for axis, name in ((STAGE, stage_axis), (DATA, data_axis)) if name is not None}
+    for axis, name in given.items():
+        if name not in mesh.axis_names:
+            raise PartitionError(
+                f"PlanOptions({axis}_axis={name!r}), and the mesh has the axes {mesh.axis_names}. Pass the name of one "
+                "of these."
+            )
+    meaning = {name: axis for name, axis in _MEANING.items() if axis not in given and name not in given.values()}
+    meaning |= {name: axis for axis, name in given.items()}
+    names = [meaning.get(str(name), str(name)) for name in mesh.axis_names]
+    if len(set(names)) < len(names) or tuple(names) == mesh.axis_names:
         return mesh
-    return Mesh(mesh.devices, tuple(map(str, names)), axis_types=mesh.axis_types)
+    return Mesh(mesh.devices, tuple(names), axis_types=mesh.axis_types)
 
 
 def own_name(name: str | None) -> str | None:

@@ -34,19 +34,19 @@ def check_mesh(mesh: Mesh) -> tuple[int, int]:
     """Stages and replicas of a mesh, whose axes have the names of ``with_own_names``.
 
     Raises:
-      PartitionError: unless its axes are ``stage`` and at most ``data``.
+      PartitionError: unless it has an axis ``stage``.
     """
     if not isinstance(mesh, Mesh):
         raise PartitionError(
             f"mesh is {type(mesh).__name__}; partition needs a jax.sharding.Mesh with an axis {STAGE!r}, for example "
             f"jax.make_mesh((4,), ({STAGE!r},))."
         )
-    unknown = [name for name in mesh.axis_names if name not in (STAGE, DATA)]
-    if STAGE not in mesh.axis_names or unknown:
+    if STAGE not in mesh.axis_names:
         raise PartitionError(
-            f"The mesh has the axes {mesh.axis_names}. A pipeline uses {STAGE!r} (required) and {DATA!r} (optional), "
-            f"and no other; make it with jax.make_mesh((2, 4), ({DATA!r}, {STAGE!r})). Other names that are taken for "
-            f"them: {', '.join(map(repr, COMMON_NAMES[STAGE][1:]))}; {', '.join(map(repr, COMMON_NAMES[DATA][1:]))}."
+            f"The mesh has the axes {mesh.axis_names}. A pipeline needs {STAGE!r}; {DATA!r} makes replicas, and any "
+            f"other axis shards within a stage. Make it with jax.make_mesh((2, 4), ({DATA!r}, {STAGE!r})), or say "
+            "which axis is which: options=jaxpipe.PlanOptions(stage_axis=...). Names that are taken for them: "
+            f"{', '.join(map(repr, COMMON_NAMES[STAGE][1:]))}; {', '.join(map(repr, COMMON_NAMES[DATA][1:]))}."
         )
     without = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
     if without:

@@ -197,7 +197,7 @@ def message_seconds(program: Program, found: Partition) -> list[tuple[float, flo
     """
     messages = []
     for s, section in enumerate(program.sections):
-        sizes = [sum(4 * word_count(a) for a in program.avals(ts)) for ts in (section.leaving, section.returning)]
+        sizes = [program.bytes_of(tensors) for tensors in (section.leaving, section.returning)]
         neighbors = [s + 1, s - 1]
         ways = []
         for size, other in zip(sizes, neighbors, strict=True):
@@ -269,11 +269,11 @@ def describe(
                 solve_seconds=fitted[s].solve_seconds,
                 stored=_stored_bytes(section),
                 recomputed=_recomputed(section),
-                parameter_bytes=sum(4 * word_count(a) for a in program.avals(section.parameters)),
+                parameter_bytes=program.bytes_of(section.parameters),
                 stash_bytes=sum(4 * word_count(a) for a in program.stash_avals(section)),
                 in_flight=program.in_flight(program.device(s), s // program.num_devices),
                 **_away(program, found, s),
-                sent_bytes=sum(4 * word_count(a) for a in program.avals(section.leaving)),
+                sent_bytes=program.bytes_of(section.leaving),
                 message_seconds=messages[s],
             )
         )
@@ -296,10 +296,11 @@ def describe(
         memory=memory,
         host=request.host,
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
-        notes=(*program.objective.annotations.notes(request.mesh.axis_names), *_sum_notes(program)),
+        notes=(*_annotation_notes(request, program), *_sum_notes(program)),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
         runtime=runtime,
         runtime_reason=chosen.reason,
+        axes=dict(request.submesh.shape),
     )
 
 
@@ -308,6 +309,11 @@ def _schedule_bound(program: Program, found: Partition, fitted: Sequence[Fitted]
     schedule = program.schedule
     arguments = stage_search_arguments(program, found, [fit.added_seconds for fit in fitted])
     return makespan_bound(schedule.num_stages, schedule.num_microbatches, **arguments)
+
+
+def _annotation_notes(request: Request, program: Program) -> Sequence[str]:
+    shape = request.submesh.shape
+    return program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape)
 
 
 def _sum_notes(program: Program) -> list[str]:

@@ -20,7 +20,7 @@ def own_replicas(mesh: Mesh) -> list[int]:
     if DATA not in mesh.axis_names:
         return [0]
     replicas = np.moveaxis(mesh.devices, mesh.axis_names.index(STAGE), -1)
-    return [r for r, devices in enumerate(replicas) if hosts.mine(devices)]
+    return [r for r, devices in enumerate(replicas) if hosts.mine(devices.flat)]
 
 
 def local_rows(mesh: Mesh, size: int) -> np.ndarray:
@@ -73,7 +73,7 @@ def _place(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array
     if sharding.is_fully_addressable or _is_global(x):
         return jax.device_put(x, sharding)
     if sharding.spec == P():
-        return hosts.replicate(x, sharding)
+        return hosts.place(x, sharding)
     return jax.make_array_from_process_local_data(sharding, np.asarray(x), shape)
 
 

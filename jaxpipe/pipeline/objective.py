@@ -205,7 +205,8 @@ def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any, 
         return [*found, *new_state]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    closed, mentioned = annotations.trace(body, *parameters, *state, key, *batch_leaves)
+    shape = model.stage_shape
+    closed, mentioned = annotations.trace(body, *parameters, *state, key, *batch_leaves, shape=shape)
     graph = read_graph(closed)
     if model.cut is not None:
         graph = _cut(graph, model, counts, number, name)
@@ -215,7 +216,7 @@ def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any, 
     graph = parameter_work_in_place(graph, [graph.inputs[len(parameters) + len(state)]])
     p, s, (k,), b = split(graph.inputs, counts)
     return Objective(
-        graph=replace(graph, on_one_device=True),
+        graph=replace(graph, stage_shape=shape),
         parameters=tuple(p),
         state=tuple(s),
         key=k,

@@ -40,6 +40,7 @@ from jaxpipe.profile import Profile
 from jaxpipe.runtime.interface import Runtime, StepResults
 from jaxpipe.runtime.select import runtime_of
 from jaxpipe.schedules import Schedule, Timeline
+from jaxpipe.sharding.submesh import joined_mesh
 from jaxpipe.units import bytes_text, whole_number
 
 
@@ -181,7 +182,8 @@ class Pipeline:
     @property
     def mesh(self) -> Mesh:
         """The devices it runs on, in the order of the plan once there is one."""
-        return self._mesh if self._maybe_runtime is None else self._planned.mesh
+        planned = None if self._maybe_runtime is None else self._planned
+        return self._mesh if planned is None else joined_mesh(planned.mesh, planned.shardings.submesh)
 
     @property
     def _planned(self) -> Planned:

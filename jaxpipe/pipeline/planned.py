@@ -16,6 +16,7 @@ from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.policy import Policy
 from jaxpipe.profile import Profile
+from jaxpipe.sharding.variables import Shardings
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,7 @@ class Planned:
       plan: what the user sees.
       profile: what its seconds were summed from.
       partition: the cuts and devices in it, with all that they were chosen from.
-      mesh: the devices, in the order in which the stages use them.
+      mesh: the first device of each group of ``shardings``, in the order in which the stages use them.
       batch: shapes of the batch that it was made for.
       microbatch: shapes of one micro-batch.
       stages, placement: the stage and the device of every variable.
@@ -63,6 +64,7 @@ class Planned:
       budget: what else could be planned; None if there is no budget.
       compiled: the training step, once it has been compiled.
       calls: with stage programs, the list of the training step (``jaxpipe.runtime.mpmd.calls``), traced.
+      shardings: how variables are split within a stage.
       traces: work of stages that was traced for plans with the same cuts; filled while lists are written.
     """
 
@@ -84,4 +86,5 @@ class Planned:
     budget: Budget | None = None
     compiled: Compiled | None = None
     calls: Any = None
+    shardings: Shardings = field(default_factory=Shardings)
     traces: dict[Any, Any] = field(default_factory=dict)

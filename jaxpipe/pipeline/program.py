@@ -6,7 +6,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from jaxpipe.pipeline.sections import Placement, Section
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.schedules import Kind, Schedule
 from jaxpipe.schedules.teams import Teams
+from jaxpipe.sharding.specs import Specs
 
 
 #: 32-bit words of a page of the arena.
@@ -48,6 +49,7 @@ class Program:
       gradients: layout of the gradients of those parameters that are trained.
       gradient_dtype: in which gradients of narrower types are added up (``jaxpipe.pipeline.precision``); None: float32.
       replicated: whether the mesh has a data axis.
+      specs: how arrays are split over the devices of a stage.
     """
 
     objective: Objective
@@ -61,6 +63,12 @@ class Program:
     state: Layout
     replicated: bool
     gradient_dtype: np.dtype[Any] | None = None
+    specs: Specs = field(default_factory=Specs)
+
+    def bytes_of(self, numbers: Sequence[int]) -> int:
+        """Bytes of some tensors on each device of a stage, in words."""
+        sizes = ((4 * word_count(a), t) for a, t in zip(self.avals(numbers), numbers, strict=True))
+        return sum(-(-size // self.specs.submesh.shards(self.specs.of_tensor(t))) for size, t in sizes)
 
     def avals(self, numbers: Sequence[int]) -> list[Any]:
         """Shapes of some tensors."""

@@ -1,6 +1,6 @@
 """What the caller of ``partition`` asked for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -10,18 +10,21 @@ from jax.sharding import Mesh
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.model import UserFunction
 from jaxpipe.network import Network
+from jaxpipe.options import PlanOptions
 from jaxpipe.pipeline.checks import ScheduleMaker
 from jaxpipe.pipeline.guard import OnNonFinite
 from jaxpipe.planning.plan import HostPlan
 from jaxpipe.policy import Policy
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.model import Source
+from jaxpipe.sharding.submesh import Submesh
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
     """What the caller of ``partition`` asked for, checked; of several ``schedules``, the fastest is wanted.
 
+    ``mesh`` has the axes ``stage`` and perhaps ``data``, and the first device of each group of ``submesh``.
     ``num_stages`` is what the mesh has along its stage axis. ``replicate`` is how many of these devices each stage has,
     or whether that may be chosen. ``host`` is what becomes of ``host_memory``. ``compile`` is whether a plan near its
     budget is compiled at once. ``several_sizes``: batches of several sizes are listed.
@@ -51,3 +54,5 @@ class Request:
     compile: bool = True
     runtime: Literal["auto", "mpmd", "spmd"] = "auto"
     several_sizes: bool = False
+    submesh: Submesh = field(default_factory=Submesh)
+    options: PlanOptions = field(default_factory=PlanOptions)

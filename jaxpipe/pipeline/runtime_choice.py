@@ -33,6 +33,11 @@ def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> 
         features[f"replicate={request.replicate}"] = "in one program each stage of a pipeline is on one device"
     if request.host is not None:
         features["host_memory="] = "one program keeps stashes in the devices' own memory"
+    if request.submesh.shape:
+        axes = ", ".join(map(repr, request.submesh.shape))
+        features[f"the mesh axes {axes}"] = "in one program a stage is on one device, not sharded over several"
+    if request.options.zero:
+        features[f"zero={request.options.zero}"] = "in one program each replica has all of the optimizer state"
     if request.several_sizes:
         features["batches of several sizes"] = "one program has one size"
     return features

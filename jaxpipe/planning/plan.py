@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 from dataclasses import dataclass, field
 
 from rich.table import Table
@@ -178,7 +179,9 @@ class Plan:
       runtime: ``"mpmd"``, a program for each stage, or ``"spmd"``, one for all devices.
       runtime_reason: why it is this one.
       each_device: predicted bytes of each device, where they differ, in the order of ``mesh.devices.flat``.
-      device_memory: the same by component.
+      stage_memory: by stage, the same of its first device by component.
+      axes: the mesh axes over which each stage is sharded, and their sizes. The devices of a stage are then the first
+        ones of its groups.
 
     Example:
       >>> stage = StagePlan((0, 2), (0,), ("dense",), 1e-3, 2e-3, 36, 8, 1, 0)
@@ -211,8 +214,9 @@ class Plan:
     runtime: str = "spmd"
     runtime_reason: str = ""
     each_device: tuple[int, ...] = ()
-    device_memory: tuple[dict[str, int], ...] = ()
+    stage_memory: tuple[dict[str, int], ...] = ()
     schedule_bound_seconds: float = 0.0
+    axes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def schedule_gap(self) -> float | None:
@@ -234,7 +238,7 @@ class Plan:
     def device_bytes(self) -> tuple[int, ...]:
         """Predicted bytes of each device, in the order of ``mesh.devices.flat``."""
         devices = {d for stage in self.stages for d in stage.devices}
-        return self.each_device or (self.predicted_bytes,) * len(devices)
+        return self.each_device or (self.predicted_bytes,) * (len(devices) * math.prod(self.axes.values()))
 
     @property
     def teams(self) -> Teams:
@@ -244,7 +248,7 @@ class Plan:
     @property
     def identity(self) -> str:
         """A short name that only an equal placement has."""
-        where = [self.fingerprint, [[stage.operators, stage.devices] for stage in self.stages], self.runtime]
+        where = [self.fingerprint, [[stage.operators, stage.devices] for stage in self.stages], self.runtime, self.axes]
         return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -287,6 +291,7 @@ class Plan:
     def __rich__(self) -> Table:
         widths = self.teams.widths
         size = f"{self.replicas} replicas" if set(widths) <= {1} else f"{' + '.join(map(str, widths))} devices"
+        size += "".join(f" x {axis} {count}" for axis, count in self.axes.items())
         title = (
             f"{len(self.stages)} stages x {size}, {self.num_microbatches} micro-batches of {self.microbatch_size}, "
             f"{self.schedule}"
@@ -363,8 +368,7 @@ def _device_lines(plan: Plan) -> list[str]:
     stages: dict[int, list[int]] = {}
     for k, stage in enumerate(plan.stages):
         stages.setdefault(stage.devices[0], []).append(k)
-    first = [plan.replicas * group[0] for group in plan.teams.groups[: len(stages)]]
-    rows = zip(stages.values(), (plan.device_memory[k] for k in first), strict=True)
+    rows = [(numbers, plan.stage_memory[numbers[0]]) for numbers in stages.values()]
     return [
         f"stage {', '.join(map(str, numbers))}: {bytes_text(sum(memory.values()))}: {_parts_text(memory)}"
         for numbers, memory in rows

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from jaxpipe.annotations import outside_mesh
+from jaxpipe.annotations import outside_mesh, without_annotations
 from jaxpipe.demand import Linearization, linearize
 from jaxpipe.errors import BatchError, ProfileError
 from jaxpipe.model import BoundModel, UserFunction, bind
@@ -154,6 +154,10 @@ def without_frozen_work(profile: Profile, objective: Objective, frozen: Sequence
 
 
 def _program(objective: Objective) -> tuple[Linearization, tuple[int, ...]]:
-    """A micro-batch's program with its derivative, and the inputs that are at hand everywhere."""
+    """A micro-batch's program of one device with its derivative, and the inputs that are at hand everywhere."""
     graph = objective.graph
+    if graph.stage_shape:
+        avals = [tensor.aval for tensor in graph.tensors]
+        operators = (without_annotations(op, [avals[t] for t in op.inputs]) for op in graph.operators)
+        graph = replace(graph, operators=tuple(operators), stage_shape={})
     return linearize(graph, objective.differentiated, seeds=[objective.results[0]]), (*objective.batch, objective.key)

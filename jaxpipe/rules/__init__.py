@@ -54,8 +54,12 @@ def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator,
 
 
 def derive(
-    op: Operator, avals: list[Any], moving: tuple[int, ...], heard: tuple[int, ...], on_one_device: bool = False
+    op: Operator,
+    avals: list[Any],
+    moving: tuple[int, ...],
+    heard: tuple[int, ...],
+    shape: Mapping[str, int] | None = None,
 ) -> Cut:
     """The cut of any other operator: JAX's VJP, with a ReLU's predicate read off its output."""
-    cut = differentiate(op, avals, moving, heard, on_one_device)
+    cut = differentiate(op, avals, moving, heard, shape)
     return relu.from_output(cut) if relu.applies(op) else cut

@@ -80,7 +80,7 @@ class SpmdRuntime:
         mesh, ordered = self.planned.mesh, [parts[place] for place in sorted(parts)]
         specs = P(STAGE), P(STAGE), P(STAGE), P(STAGE, DATA)
         groups = [_assemble(mesh, spec, [part[k] for part in ordered]) for k, spec in enumerate(specs)]
-        everywhere = functools.partial(hosts.replicate, sharding=NamedSharding(mesh, P()))
+        everywhere = functools.partial(hosts.place, sharding=NamedSharding(mesh, P()))
         return TrainState(
             *groups,
             shared=tuple(map(everywhere, common.shared)),

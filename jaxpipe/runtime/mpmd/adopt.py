@@ -1,18 +1,17 @@
 """Training states of other pipelines of the same model and optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import StateError
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.state import TrainState
+from jaxpipe.runtime.mpmd.instructions import Key
 from jaxpipe.runtime.mpmd.training_state import StateLayout
 
 
@@ -31,18 +30,18 @@ def adopt(planned: Planned, where: StateLayout, state: TrainState) -> TrainState
     _check("optimizer", state.optimizer, [colored.state_avals[k] for k in where.owned])
     _check("optimizer (shared)", state.shared, [colored.state_avals[k] for k in where.shared])
 
-    def placed(arrays: Sequence[Any], stages: Sequence[int]) -> tuple[Any, ...]:
-        pairs = zip(arrays, stages, strict=True)
-        return tuple(jax.device_put(x.copy(), where.sharding(s)) for x, s in pairs)
+    def placed(arrays: Sequence[Any], keys: Iterable[Key]) -> tuple[Any, ...]:
+        pairs = zip(arrays, keys, strict=True)
+        return tuple(jax.device_put(x.copy(), where.sharding(key)) for x, key in pairs)
 
-    everywhere = NamedSharding(where.mesh, P())
+    everywhere = where.everywhere
     common = state.shared, state.key, state.step, state.skipped
     shared, key, step, skipped = jax.tree.map(lambda x: jax.device_put(x.copy(), everywhere), common)
     return replace(
         state,
-        parameters=placed(state.parameters, planned.stages.parameters),
-        variables=placed(state.variables, planned.stages.state),
-        optimizer=placed(state.optimizer, [colored.state_stage[k] or 0 for k in where.owned]),
+        parameters=placed(state.parameters, map(where.parameter, range(len(state.parameters)))),
+        variables=placed(state.variables, map(where.variable, range(len(state.variables)))),
+        optimizer=placed(state.optimizer, map(where.optimizer, where.owned)),
         residual=_residuals(planned, where, state),
         shared=shared,
         key=key,
@@ -60,8 +59,8 @@ def _residuals(planned: Planned, where: StateLayout, state: TrainState) -> tuple
     if not given:
         given = [np.zeros((1, *avals[k].shape), np.promote_types(avals[k].dtype, np.float32)) for k in where.residuals]
     spread = [x if len(x) == count else np.broadcast_to(x.mean(0, dtype=x.dtype), (count, *x.shape[1:])) for x in given]
-    homes = [planned.stages.parameters[k] for k in where.residuals]
-    return tuple(jax.device_put(x, where.sharding(s, sharded=True)) for x, s in zip(spread, homes, strict=True))
+    keys = map(where.residual, where.residuals)
+    return tuple(jax.device_put(x, where.sharding(key)) for x, key in zip(spread, keys, strict=True))
 
 
 def _check(name: str, given: Sequence[Any], expected: Sequence[Any]) -> None:

@@ -8,13 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
+from jax.sharding import PartitionSpec as P
 
+from jaxpipe.pipeline.axes import DATA
 from jaxpipe.runtime.mpmd.compile import TracedWork
 from jaxpipe.runtime.mpmd.crossing import join_messages
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Key, Place, Send, Split, Spread
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.stage_work import Name
+from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
+from jaxpipe.sharding.specs import side_by_side
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,13 +26,11 @@ class Program:
     Attributes:
       traced: what it computes.
       whole: whether it runs on all replicas of a stage together.
-      sharded: over several devices, whether each operand and each result is one of each replica, side by side.
       donated: positions of operands whose memory it may use.
     """
 
     traced: TracedWork
     whole: bool
-    sharded: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
     donated: frozenset[int] = frozenset()
 
 
@@ -45,7 +45,8 @@ class CallList:
       inputs: by key, the register that it is in at the beginning.
       outputs: by key, the register that it is in at the end.
       dropped: by instruction, the registers that nobody reads any more.
-      sharded: registers of which each replica has its own part.
+      specs: by register, how its array is split over the devices of its place.
+      free: registers for which XLA chooses that, and ``specs`` is expected.
       away: registers of stashes that other stages' devices keep.
       hosted: registers in the host's memory.
     """
@@ -56,7 +57,8 @@ class CallList:
     inputs: dict[Key, int]
     outputs: dict[Key, int]
     dropped: tuple[tuple[int, ...], ...]
-    sharded: frozenset[int]
+    specs: tuple[P, ...]
+    free: frozenset[int]
     away: frozenset[int] = frozenset()
     hosted: frozenset[int] = frozenset()
 
@@ -67,18 +69,21 @@ class ListBuilder:
 
     Attributes:
       devices: of the stages.
+      context: of their work.
       kept: registers whose memory others share, so that no program may write over it.
     """
 
     devices: StageDevices
+    context: Context
     kept: set[int] = field(default_factory=set)
     instructions: list[Instruction] = field(default_factory=list)
     programs: list[Program] = field(default_factory=list)
     avals: list[Any] = field(default_factory=list)
+    specs: list[P] = field(default_factory=list)
+    free: set[int] = field(default_factory=set)
     inputs: dict[Key, int] = field(default_factory=dict)
     now: dict[Key, int] = field(default_factory=dict)
     consuming: set[int] = field(default_factory=set)
-    sharded: set[int] = field(default_factory=set)
     away: set[int] = field(default_factory=set)
     hosted: set[int] = field(default_factory=set)
 
@@ -94,48 +99,49 @@ class ListBuilder:
         """The key of an array."""
         return Key(place, name, j if name.role.is_of_microbatch else -1)
 
-    def register(self, aval: Any) -> int:
+    def register(self, aval: Any, spec: P, free: bool = False) -> int:
         """Return a new register."""
         self.avals.append(aval)
-        return len(self.avals) - 1
+        self.specs.append(spec)
+        register = len(self.avals) - 1
+        if free:
+            self.free.add(register)
+        return register
 
-    def given(
-        self, place: Place, name: Name, aval: Any, j: int = -1, *, keep: bool = False, sharded: bool = False
-    ) -> None:
+    def copied(self, register: int) -> int:
+        """Return a new register for a copy of an array."""
+        return self.register(self.avals[register], self.specs[register], register in self.free)
+
+    def given(self, place: Place, name: Name, aval: Any, j: int = -1, *, keep: bool = False, own: bool = False) -> None:
         """Take note of an array that is there at the beginning.
 
         Args:
           place, name, j: its key.
           aval: its shape.
           keep: whether no program may write over it.
-          sharded: whether each replica has its own part of it.
+          own: whether each member has its own part of it.
         """
         key = self.key(place, name, j)
         if key not in self.inputs:
-            self.inputs[key] = self.now[key] = self.register(aval)
+            spec = self.context.spec(place.stage, name)
+            spec = side_by_side(spec, DATA) if own and place.is_whole else spec
+            self.inputs[key] = self.now[key] = self.register(aval, spec)
         if keep:
             self.kept.add(self.inputs[key])
-        if sharded:
-            self.sharded.add(self.inputs[key])
 
     def has(self, place: Place, name: Name, j: int = -1) -> bool:
         """Return whether an array is there."""
         return self.key(place, name, j) in self.now
 
-    def program(self, traced: TracedWork, whole: bool = False, sharded: Any = None, consumes: bool = False) -> int:
+    def program(self, traced: TracedWork, whole: bool = False, consumes: bool = False) -> int:
         """Add a program.
 
         Args:
           traced: what it computes.
           whole: whether it runs on all replicas of a stage together.
-          sharded: two functions of a name, for operands and for results: whether each replica has its own array.
           consumes: whether it may use the memory of what is there at the beginning.
         """
-        specs: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
-        if whole:
-            read, written = sharded
-            specs = tuple(map(read, traced.read_names)), tuple(map(written, traced.written_names))
-        self.programs.append(Program(traced, whole, specs))
+        self.programs.append(Program(traced, whole))
         if consumes:
             self.consuming.add(len(self.programs) - 1)
         return len(self.programs) - 1
@@ -143,20 +149,19 @@ class ListBuilder:
     def call(self, number: int, stage: int, member: int = -1, j: int = -1) -> None:
         """Run a program at a place."""
         program = self.programs[number]
-        place, count = self.place(stage, -1 if program.whole else member), len(self.members(stage))
+        place = self.place(stage, -1 if program.whole else member)
         traced = program.traced
         reads = []
-        for k, (name, aval) in enumerate(zip(traced.read_names, traced.read_avals, strict=True)):
+        for name, aval in zip(traced.read_names, traced.read_avals, strict=True):
             key = self.key(place, name, j)
             if place.is_whole and key not in self.now:
-                self.join(stage, name, program.sharded[0][k], aval)
+                self.join(stage, name, aval, is_own(name))
             reads.append(self.now[key])
         writes = []
-        for k, aval in enumerate(traced.written_avals):
-            apart = program.whole and program.sharded[1][k]
-            writes.append(self.register(_stacked(aval, count) if apart else aval))
-            if apart:
-                self.sharded.add(writes[-1])
+        for name, aval in zip(traced.written_names, traced.written_avals, strict=True):
+            spec, free = self.context.spec(stage, name), self.context.is_free(name)
+            own = place.is_whole and name.role is Role.RESIDUAL
+            writes.append(self.register(aval, side_by_side(spec, DATA) if own else spec, free))
         self.instructions.append(Call(number, place, tuple(reads), tuple(writes)))
         results = dict(zip(traced.written_names, writes, strict=True))
         for name, source in traced.same.items():  # a result, or else an operand
@@ -180,7 +185,7 @@ class ListBuilder:
         if self.devices.at(source) == self.devices.at(target):
             self.now |= {key: register for register, key in pairs}
             return
-        writes = [self.register(self.avals[register]) for register, _ in pairs]
+        writes = [self.copied(register) for register, _ in pairs]
         self.now |= {key: register for (_, key), register in zip(pairs, writes, strict=True)}
         self.instructions.append(Send(source, target, tuple(register for register, _ in pairs), tuple(writes)))
 
@@ -195,7 +200,7 @@ class ListBuilder:
         return self._copy(source or target, target, registers)
 
     def _copy(self, source: Place, target: Place, registers: Sequence[int], to_host: bool = False) -> list[int]:
-        writes = [self.register(self.avals[register]) for register in registers]
+        writes = [self.copied(register) for register in registers]
         if registers:
             self.instructions.append(Send(source, target, tuple(registers), tuple(writes), to_host))
         return writes
@@ -204,7 +209,7 @@ class ListBuilder:
         """Copy arrays to all stages of some replicas."""
         keys = [self.key(source, name) for name in names]
         reads = tuple(self.now[key] for key in keys)
-        writes = tuple(self.register(self.avals[register]) for register in reads)
+        writes = tuple(map(self.copied, reads))
         self.now |= dict(zip(keys, writes, strict=True))
         self.instructions.append(Spread(source, tuple(replicas), reads, writes))
 
@@ -213,22 +218,25 @@ class ListBuilder:
         if len(self.members(stage)) == 1:
             return
         read = self.now[Key(Place(stage), name)]
-        aval = self.avals[read]
-        writes = tuple(self.register(aval) for r in self.members(stage))
+        writes = tuple(self.copied(read) for _ in self.members(stage))
         self.kept.update(writes)
         self.now |= {Key(Place(stage, r), name): register for r, register in enumerate(writes)}
         self.instructions.append(Split(stage, (read,), writes))
 
-    def join(self, stage: int, name: Name, sharded: bool, aval: Any) -> None:
-        """Put the replicas' arrays of a name together."""
+    def join(self, stage: int, name: Name, aval: Any, own: bool) -> None:
+        """Put the replicas' arrays of a name together.
+
+        Args:
+          stage, name: what.
+          aval: the shape of the result.
+          own: whether they are put side by side, as each has its own; they are equal otherwise.
+        """
         reads = tuple(self.now[Key(Place(stage, r), name)] for r in self.members(stage))
-        write = self.register(_stacked(aval, len(reads)) if sharded else aval)
-        if sharded:
-            self.sharded.add(write)
+        write = self.register(aval, side_by_side(self.specs[reads[0]], DATA) if own else self.specs[reads[0]])
         if not self.kept.isdisjoint(reads):
             self.kept.add(write)
         self.now[Key(Place(stage), name)] = write
-        self.instructions.append(Join(stage, reads, (write,), sharded))
+        self.instructions.append(Join(stage, reads, (write,), own))
 
     def finish(self, outputs: Iterable[Key]) -> CallList:
         """Return the list, without copies that nobody reads.
@@ -277,7 +285,8 @@ class ListBuilder:
             {key: register for key, register in self.inputs.items() if register in last or register in final},
             wanted,
             tuple(map(tuple, dropped)),
-            frozenset(self.sharded),
+            tuple(self.specs),
+            frozenset(self.free),
             frozenset(self.away),
             frozenset(self.hosted),
         )
@@ -300,6 +309,6 @@ def _without_unread(instructions: Sequence[Instruction], needed: set[int]) -> li
     return kept[::-1]
 
 
-def _stacked(aval: Any, count: int) -> Any:
-    shape = aval.shape or (1,)
-    return jax.ShapeDtypeStruct((count * shape[0], *shape[1:]), aval.dtype)
+def is_own(name: Name) -> bool:
+    """Return whether each member of a stage has an array of its own under a name, when a step ends."""
+    return name.role in (Role.GRADIENT, Role.RESIDUAL) or (name.role is Role.STATE and name.part == 0)

@@ -14,19 +14,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat, hosts
-from jaxpipe.pipeline.axes import DATA
 from jaxpipe.program_form import TracedProgram, shared_program, trace_program
 from jaxpipe.progress import tell
 from jaxpipe.runtime.mpmd.stage_work import Name, Work
-
-
-def member_mesh(members: int) -> AbstractMesh:
-    """The devices of a stage."""
-    return AbstractMesh((members,), (DATA,), axis_types=(AxisType.Auto,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +33,7 @@ class TracedWork:
       reads: positions of the operands that it reads.
       writes: positions of the results that it computes, each once.
       same: by name of a result that is an operand or another result, the name of that.
-      estimate: its temporaries under ``"bytes"``, once they have been estimated (``estimate.working_bytes``).
+      estimate: estimates of its temporaries that have been made (``estimate.working_bytes``).
     """
 
     work: Work
@@ -47,7 +41,7 @@ class TracedWork:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     same: Mapping[Name, Name]
-    estimate: dict[str, int] = field(default_factory=dict)
+    estimate: dict[Any, int] = field(default_factory=dict)
 
     @property
     def read_names(self) -> tuple[Name, ...]:
@@ -71,16 +65,14 @@ class TracedWork:
         return tuple(jax.ShapeDtypeStruct(avals[k].aval.shape, avals[k].aval.dtype) for k in self.writes)
 
 
-def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True, members: int = 1) -> TracedWork:
+def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True) -> TracedWork:
     """Trace some work.
 
     Args:
       work: what to trace.
       wanted: returns whether any other work needs a result.
-      members: of a stage, if it is work of all together.
     """
-    mesh = member_mesh(members) if members > 1 else None
-    program = trace_program(lambda *operands: work.function(operands), work.avals, mesh)
+    program = trace_program(lambda *operands: work.function(operands), work.avals)
     jaxpr, _ = _compat.open_jaxpr(program.closed)
     place = {v: k for k, v in enumerate(jaxpr.invars)}
     writes: list[int] = []
@@ -102,18 +94,6 @@ def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True, memb
     return TracedWork(work, program, reads, tuple(writes), same)
 
 
-@dataclass(frozen=True)
-class Target:
-    """Devices that some work is compiled for: one, or all members of a stage, whose program is one."""
-
-    devices: tuple[Any, ...]
-
-    @property
-    def is_absent(self) -> bool:
-        """True for devices that programs are only compiled for."""
-        return _compat.is_absent(self.devices[0])
-
-
 @dataclass(frozen=True, eq=False)
 class Job:
     """Work to be compiled.
@@ -121,14 +101,26 @@ class Job:
     Attributes:
       traced: the work.
       donated: positions, among the operands that are read, of arrays that the work may write over.
-      target: where it runs.
-      specs: over several devices, how operands and results are sharded over their axis ``data``.
+      mesh: the devices that it runs on.
+      reads: by operand, how it is split over them.
+      writes: by result, how it shall be; None where XLA chooses.
     """
 
     traced: TracedWork
     donated: frozenset[int]
-    target: Target
-    specs: tuple[tuple[P, ...], tuple[P, ...]] | None = None
+    mesh: Mesh
+    reads: tuple[P, ...]
+    writes: tuple[P | None, ...]
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices."""
+        return tuple(self.mesh.devices.flat)
+
+    @property
+    def is_absent(self) -> bool:
+        """True if the devices are not here, so that the work can only be compiled."""
+        return _compat.is_absent(self.devices[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,12 +132,14 @@ class Executable:
       label: of the work.
       temporary_bytes: that XLA reserves besides operands and results.
       alias_bytes: of results that are written over operands.
+      writes: how each result is split over the devices.
     """
 
     run: Callable[..., Any]
     label: str
     temporary_bytes: int
     alias_bytes: int
+    writes: tuple[P, ...]
 
 
 def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
@@ -162,10 +156,10 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
     for number, job in enumerate(jobs):
         traced = job.traced
         # A program for devices that are not here is lowered for these very devices.
-        where = job.target.devices if job.target.is_absent else len(job.target.devices)
-        key = (traced.program.form, traced.reads, traced.writes, job.donated, where, job.specs)
+        where = job.devices if job.is_absent else tuple(job.mesh.shape.items())
+        key = (traced.program.form, traced.reads, traced.writes, job.donated, where, job.reads, job.writes)
         groups.setdefault(key, []).append(number)
-    own = {number for number, job in enumerate(jobs) if hosts.mine(job.target.devices)}
+    own = {number for number, job in enumerate(jobs) if hosts.mine(job.devices)}
     own_groups = [numbers for numbers in groups.values() if not own.isdisjoint(numbers)]
     tell(f"Compiling {len(own)} programs, {len(own_groups)} of which differ")
     done = 0
@@ -193,8 +187,8 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
 
 
 def _compile(jobs: Sequence[Job], lowered: Any, rows: Sequence[np.ndarray | None]) -> list[Executable]:
-    """Compile equal work once, for the first target, and make it run on the devices of the others."""
-    first, *others = [job.target for job in jobs]
+    """Compile equal work once, for the first job's devices, and make it run on those of the others."""
+    first, *others = jobs
     if first.is_absent:  # equal work for devices that are not here is for the same devices
         program = lowered.compile()
         calls = [program] * len(jobs)
@@ -202,24 +196,27 @@ def _compile(jobs: Sequence[Job], lowered: Any, rows: Sequence[np.ndarray | None
         program = lowered.compile(device_assignment=first.devices)
         calls = [_compat.direct_call(program), *_elsewhere(program, lowered, others)]
     sizes = program.memory_analysis()
+    chosen = program.output_shardings if None in first.writes else ()
+    writes = tuple(chosen[k].spec if spec is None else spec for k, spec in enumerate(first.writes))
     return [
         Executable(
-            call if row is None else _with_row(call, row, job.target.devices),
+            call if row is None else _with_row(call, row, job.mesh),
             job.traced.work.label,
             sizes.temp_size_in_bytes,
             sizes.alias_size_in_bytes,
+            writes,
         )
         for job, call, row in zip(jobs, calls, rows, strict=True)
     ]
 
 
-def _elsewhere(program: Any, lowered: Any, targets: Sequence[Target]) -> list[Callable[..., Any]]:
+def _elsewhere(program: Any, lowered: Any, jobs: Sequence[Job]) -> list[Callable[..., Any]]:
     """Load a compiled program on other devices, or compile it again where that cannot be done."""
-    if targets and all(len(target.devices) == 1 for target in targets):
-        loaded = _compat.loaded_on(program, [target.devices[0] for target in targets])
+    if jobs and all(job.mesh.size == 1 for job in jobs):
+        loaded = _compat.loaded_on(program, [job.devices[0] for job in jobs])
         if loaded is not None:
             return loaded
-    return [_compat.direct_call(lowered.compile(device_assignment=target.devices)) for target in targets]
+    return [_compat.direct_call(lowered.compile(device_assignment=job.devices)) for job in jobs]
 
 
 def _lower(jobs: Sequence[Job], platform: str) -> tuple[Any, list[np.ndarray | None]]:
@@ -229,13 +226,11 @@ def _lower(jobs: Sequence[Job], platform: str) -> tuple[Any, list[np.ndarray | N
       The lowered program, and by job the value of that operand; None if it has none.
     """
     first = jobs[0]
-    traced, specs = first.traced, first.specs
+    traced = first.traced
     program = shared_program([job.traced.program for job in jobs])
     rows = [np.array([value for _, value in job.traced.program.folds], np.uint32) for job in jobs]
     varies = any((row != rows[0]).any() for row in rows)
-    mesh: Any = member_mesh(len(first.target.devices))
-    if first.target.is_absent:
-        mesh = jax.sharding.Mesh(np.array(first.target.devices), (DATA,))
+    mesh = first.mesh if first.is_absent else _abstract(first.mesh)
 
     def with_row(row: Any, *operands: Any) -> tuple[Any, ...]:
         given: list[Any] = [0] * len(traced.work.reads)
@@ -246,33 +241,27 @@ def _lower(jobs: Sequence[Job], platform: str) -> tuple[Any, list[np.ndarray | N
 
     function = with_row if varies else functools.partial(with_row, rows[0])
     offset = 1 if varies else 0
-    inputs = [P()] * offset + (list(specs[0]) if specs else [P()] * len(traced.reads))
-    outputs: Any = specs[1] if specs else P()
-    if specs:
-        function = jax.shard_map(function, mesh=mesh, in_specs=tuple(inputs), out_specs=outputs, check_vma=False)
     avals = [jax.ShapeDtypeStruct(rows[0].shape, np.uint32)] * offset + [*traced.read_avals]
-    widths = [len(first.target.devices) if spec == P(DATA) else 1 for spec in inputs]
-    avals = [
-        jax.ShapeDtypeStruct((n * a.shape[0], *a.shape[1:]) if n > 1 else a.shape, a.dtype)
-        for n, a in zip(widths, avals, strict=True)
-    ]
     shaped = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
-        for a, spec in zip(avals, inputs, strict=True)
+        for a, spec in zip(avals, (*(P(),) * offset, *first.reads), strict=True)
     ]
     donated = tuple(sorted(offset + k for k in first.donated))
-    to = NamedSharding(mesh, P()) if specs is None else tuple(NamedSharding(mesh, spec) for spec in specs[1])
+    to = tuple(None if spec is None else NamedSharding(mesh, spec) for spec in first.writes)
     jitted = jax.jit(function, donate_argnums=donated, out_shardings=to, keep_unused=True)
     lowered = jitted.trace(*shaped).lower(lowering_platforms=(platform,))
     return lowered, [row if varies else None for row in rows]
 
 
-def _with_row(compiled: Any, row: np.ndarray, devices: Sequence[Any]) -> Callable[..., Any]:
+def _abstract(mesh: Mesh) -> AbstractMesh:
+    return AbstractMesh(mesh.devices.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+
+
+def _with_row(compiled: Any, row: np.ndarray, mesh: Mesh) -> Callable[..., Any]:
     """Bind the first operand of an executable, in the memory of its devices."""
-    sharding = NamedSharding(jax.sharding.Mesh(np.array(devices), (DATA,)), P())
 
     @functools.cache
     def held() -> Any:  # at the first call, as a program may be compiled for devices that are not here
-        return hosts.replicate(row, sharding)
+        return hosts.place(row, NamedSharding(mesh, P()))
 
     return lambda *operands: compiled(held(), *operands)

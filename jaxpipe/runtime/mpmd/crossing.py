@@ -8,19 +8,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Send
+from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Place, Send
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 
 
-def crosses(source: Any, target: Any) -> bool:
-    """Return whether two devices belong to different processes."""
-    return source.process_index != target.process_index
-
-
-def ends(message: Send | Exchange, devices: StageDevices) -> tuple[Any, Any]:
-    """Return the device that a message leaves, and the one that it goes to; of an exchange, of its first half."""
+def ends(message: Send | Exchange) -> tuple[Place, Place]:
+    """Return the place that a message leaves, and the one that it goes to; of an exchange, of its first half."""
     send = message.forth if isinstance(message, Exchange) else message
-    return devices.at(send.source), devices.at(send.target)
+    return send.source, send.target
+
+
+def crosses(message: Send | Exchange, devices: StageDevices) -> bool:
+    """Return whether a message goes between processes."""
+    source, target = map(devices.of, ends(message))
+    return any(a.process_index != b.process_index for a, b in zip(source, target, strict=True))
 
 
 def join_messages(instructions: Sequence[Instruction], devices: StageDevices) -> list[Instruction]:
@@ -35,7 +36,7 @@ def join_messages(instructions: Sequence[Instruction], devices: StageDevices) ->
     """
     results: list[Instruction | None] = []
     for instruction in instructions:
-        if isinstance(instruction, Send) and crosses(*ends(instruction, devices)):
+        if isinstance(instruction, Send) and crosses(instruction, devices):
             waiting = _waiting(results, instruction, devices)
             if waiting is not None:
                 before = results[waiting]
@@ -48,26 +49,30 @@ def join_messages(instructions: Sequence[Instruction], devices: StageDevices) ->
 
 def _waiting(results: Sequence[Instruction | None], send: Send, devices: StageDevices) -> int | None:
     """Return the position of the last message between a send's devices, if it may wait for the send."""
-    source, target = ends(send, devices)
+    source, target = _first_devices(send, devices)
     read, called = set(send.reads), False
     for k in range(len(results) - 1, -1, -1):
         before = results[k]
         if before is None:
             continue
-        if isinstance(before, (Send, Exchange)) and set(ends(before, devices)) == {source, target}:
-            same = isinstance(before, Exchange) or ends(before, devices) == (source, target)
+        if isinstance(before, (Send, Exchange)) and set(_first_devices(before, devices)) == {source, target}:
+            same = isinstance(before, Exchange) or _first_devices(before, devices) == (source, target)
             return k if read.isdisjoint(before.writes) and not (same and called) else None
         read.update(before.reads)
         called = called or (isinstance(before, Call) and not {source, target}.isdisjoint(devices.of(before.place)))
     return None
 
 
+def _first_devices(message: Send | Exchange, devices: StageDevices) -> tuple[Any, ...]:
+    return tuple(map(devices.at, ends(message)))
+
+
 def _joined(before: Send | Exchange, send: Send, devices: StageDevices) -> Send | Exchange:
     if isinstance(before, Exchange):
-        if ends(before.forth, devices) == ends(send, devices):
+        if _first_devices(before.forth, devices) == _first_devices(send, devices):
             return replace(before, forth=_side_by_side(before.forth, send))
         return replace(before, back=_side_by_side(before.back, send))
-    if ends(before, devices) == ends(send, devices):
+    if _first_devices(before, devices) == _first_devices(send, devices):
         return _side_by_side(before, send)
     return Exchange(before, send)
 

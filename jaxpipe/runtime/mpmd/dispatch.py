@@ -13,13 +13,12 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
-from jaxpipe.pipeline.axes import DATA
-from jaxpipe.runtime.mpmd.calls import CallList, Program
-from jaxpipe.runtime.mpmd.compile import Executable, Job, Target, compile_jobs
+from jaxpipe.runtime.mpmd.calls import CallList
+from jaxpipe.runtime.mpmd.compile import Executable, Job, compile_jobs
 from jaxpipe.runtime.mpmd.crossing import crosses, ends
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Key, Place, Send, Split, Spread
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.transfers import Transfer, Transfers
+from jaxpipe.runtime.mpmd.transfers import Transfer, Transfers, of_member
 from jaxpipe.runtime.mpmd.waiting import ended, started
 
 
@@ -43,12 +42,14 @@ class Dispatch:
       executables: by program and place of a call; those of other processes cannot be run here.
       steps: what this process does.
       registers: how many it needs: those of the list, and those for actions that have not ended.
+      specs: by register of the list, how its array is split.
     """
 
     calls: CallList
     executables: dict[tuple[int, Place], Executable]
     steps: tuple[Step, ...]
     registers: int
+    specs: tuple[P, ...]
 
     def run(self, given: dict[int, Any]) -> dict[Key, Any]:
         """Follow the list.
@@ -105,33 +106,105 @@ def compile_list(calls: CallList, devices: StageDevices) -> Dispatch:
       calls: the list.
       devices: of the stages.
     """
-    jobs: dict[tuple[int, Place], Job] = {}
-    for instruction in calls.instructions:
-        if isinstance(instruction, Call) and (instruction.program, instruction.place) not in jobs:
-            target = Target(devices.of(instruction.place))
-            program = calls.programs[instruction.program]
-            jobs[instruction.program, instruction.place] = Job(program.traced, program.donated, target, _specs(program))
-    compiled = compile_jobs(list(jobs.values()), "cuda" if devices.platform == "gpu" else devices.platform)
-    executables = {key: program for key, program in zip(jobs, compiled, strict=True) if program is not None}
+    executables, specs = _compile_programs(calls, devices)
     if len(devices.processes) > 1:
         hosts.agree("The list of calls", repr((calls.instructions, calls.avals)))
-    steps = _Steps(calls, devices, executables)
+    steps = _Steps(calls, devices, executables, specs)
     for instruction, left in zip(calls.instructions, calls.dropped, strict=True):
         steps.add(instruction, left)
     steps.end_all()
-    shown = {key: replace(program, run=_runs_elsewhere) for key, program in executables.items()}
-    every = {key: program for some in hosts.gathered(shown) for key, program in some.items()}
-    return Dispatch(calls, every | executables, tuple(steps.steps), steps.registers)
+    every = {key: program for some in hosts.gathered(_shown(executables)) for key, program in some.items()}
+    return Dispatch(calls, every | executables, tuple(steps.steps), steps.registers, specs)
+
+
+def _compile_programs(
+    calls: CallList, devices: StageDevices
+) -> tuple[dict[tuple[int, Place], Executable], tuple[P, ...]]:
+    """Compile the programs of a list.
+
+    Where XLA chooses how results are split, programs that read them wait for it.
+
+    Returns:
+      By program and place, those of this process; and by register, how its array is split.
+    """
+    first: dict[tuple[int, Place], Call] = {}
+    for instruction in calls.instructions:
+        if isinstance(instruction, Call):
+            first.setdefault((instruction.program, instruction.place), instruction)
+    specs, open_registers = list(calls.specs), set(calls.free)
+    executables: dict[tuple[int, Place], Executable] = {}
+    while first:
+        ready = {key: call for key, call in first.items() if open_registers.isdisjoint(call.reads)}
+        jobs = [
+            Job(
+                calls.programs[number].traced,
+                calls.programs[number].donated,
+                devices.mesh(place),
+                tuple(specs[register] for register in call.reads),
+                tuple(None if register in calls.free else specs[register] for register in call.writes),
+            )
+            for (number, place), call in ready.items()
+        ]
+        compiled = compile_jobs(jobs, "cuda" if devices.platform == "gpu" else devices.platform)
+        here = {key: program for key, program in zip(ready, compiled, strict=True) if program is not None}
+        executables |= here
+        first = {key: call for key, call in first.items() if key not in ready}
+        if open_registers:
+            shown = _shown(here) if first else here
+            known = {key: x.writes for some in (hosts.gathered(shown) if first else [shown]) for key, x in some.items()}
+            _follow_specs(calls, specs, open_registers, known)
+    return executables, tuple(specs)
+
+
+def _follow_specs(
+    calls: CallList, specs: list[P], open_registers: set[int], known: dict[tuple[int, Place], tuple[P, ...]]
+) -> None:
+    """Take note of how the results of compiled programs are split, and with them their copies.
+
+    Args:
+      calls: the list.
+      specs, open_registers: what is known; changed.
+      known: by program and place, how its results are split.
+    """
+    for instruction in calls.instructions:
+        if isinstance(instruction, Call):
+            chosen = known.get((instruction.program, instruction.place))
+            pairs = () if chosen is None else zip(instruction.writes, chosen, strict=True)
+        else:
+            copies = (instruction.forth, instruction.back) if isinstance(instruction, Exchange) else (instruction,)
+            pairs = [
+                (write, specs[read])
+                for copy in copies
+                if isinstance(copy, (Send, Spread))
+                for read, write in zip(copy.reads, copy.writes, strict=True)
+                if read not in open_registers
+            ]
+        for register, spec in pairs:
+            if register in open_registers:
+                open_registers.remove(register)
+                specs[register] = spec
+
+
+def _shown(executables: dict[tuple[int, Place], Executable]) -> dict[tuple[int, Place], Executable]:
+    """Return compiled programs as other processes see them."""
+    return {key: replace(program, run=_runs_elsewhere) for key, program in executables.items()}
 
 
 class _Steps:
     """The steps of this process for the instructions of a list."""
 
-    def __init__(self, calls: CallList, devices: StageDevices, executables: dict[tuple[int, Place], Executable]):
+    def __init__(
+        self,
+        calls: CallList,
+        devices: StageDevices,
+        executables: dict[tuple[int, Place], Executable],
+        specs: Sequence[P],
+    ):
         self.steps: list[Step] = []
         self.registers = len(calls.avals)
+        self._specs = specs
         self._calls, self._devices, self._executables = calls, devices, executables
-        self._transfers = Transfers(calls.avals)
+        self._transfers = Transfers(calls.avals, specs)
         self._waits = devices.platform == "cpu"
         self._running: dict[int, tuple[Transfer, tuple[int, ...]]] = {}
 
@@ -164,13 +237,13 @@ class _Steps:
     def _part(self, instruction: Instruction) -> Transfer | None:
         devices = self._devices
         if isinstance(instruction, (Send, Exchange)):
-            pair = ends(instruction, devices)
-            if hosts.mine(pair) and crosses(*pair):
-                return self._transfers.between(instruction, pair)
+            takes_part = [d for place in ends(instruction) for d in hosts.mine(devices.of(place))]
+            if takes_part and crosses(instruction, devices):
+                return self._transfers.between(instruction, devices)
         if isinstance(instruction, Spread):
             takes_part = hosts.mine(devices.of_replicas(instruction.replicas))
             return self._transfers.spread(instruction, devices) if takes_part else None
-        action = _action(instruction, self._calls, devices, self._executables)
+        action = _action(instruction, self._calls, devices, self._executables, self._specs)
         return None if action is None else Transfer(action, instruction.reads, instruction.writes)
 
     def _donated(self, instruction: Instruction) -> set[int]:
@@ -182,22 +255,15 @@ class _Steps:
         """Return whether other processes take part."""
         if isinstance(instruction, Call):
             row = self._devices.of(instruction.place)
-            return instruction.place.is_whole and len(hosts.mine(row)) < len(row)
+            return len(hosts.mine(row)) < len(row)
         if isinstance(instruction, Send):
-            return crosses(*ends(instruction, self._devices))
+            return crosses(instruction, self._devices)
         return isinstance(instruction, (Exchange, Spread))
 
 
 def _runs_elsewhere(*_: Any) -> Any:
     """Stand for a program of another process."""
     raise AssertionError
-
-
-def _specs(program: Program) -> tuple[tuple[P, ...], tuple[P, ...]] | None:
-    if not program.whole:
-        return None
-    reads, writes = (tuple(P(DATA) if sharded else P() for sharded in side) for side in program.sharded)
-    return reads, writes
 
 
 def _reader(reads: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
@@ -211,56 +277,77 @@ def _reader(reads: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _action(
-    instruction: Instruction, calls: CallList, devices: StageDevices, executables: dict[tuple[int, Place], Executable]
+    instruction: Instruction,
+    calls: CallList,
+    devices: StageDevices,
+    executables: dict[tuple[int, Place], Executable],
+    specs: Sequence[P],
 ) -> Action | None:
     """Return what this process does for an instruction; None for nothing."""
     if isinstance(instruction, Call):
         executable = executables.get((instruction.program, instruction.place))
         return None if executable is None else executable.run
     if isinstance(instruction, Send):
-        return _send(instruction, devices)
+        return _send(instruction, devices, specs)
     if not isinstance(instruction, (Split, Join)):
         return None
     whole = Place(instruction.stage)
-    mine = [r for r, device in enumerate(devices.of(whole)) if hosts.mine([device])]
+    mine = [r for r in devices.members(instruction.stage) if hosts.mine(devices.of(Place(instruction.stage, r)))]
     if not mine:
         return None
     if isinstance(instruction, Split):
-        return _split(len(devices.of(whole)), mine)
-    return _join(instruction, calls, devices.mesh(whole), mine)
+        members = [devices.mesh(Place(instruction.stage, r)) for r in devices.members(instruction.stage)]
+        return _split(members, specs[instruction.reads[0]])
+    (write,) = instruction.writes
+    return _join(instruction, calls.avals[write].shape, NamedSharding(devices.mesh(whole), specs[write]), mine)
 
 
-def _send(instruction: Send, devices: StageDevices) -> Action | None:
-    source, target = devices.at(instruction.source), devices.at(instruction.target)
-    if not hosts.mine([source]):
+def _send(instruction: Send, devices: StageDevices, specs: Sequence[P]) -> Action | None:
+    source, target = devices.of(instruction.source), devices.of(instruction.target)
+    if not hosts.mine(source):
         return None
+    kind = None
     if source == target:  # between the device's memory and its host's
         kind = "pinned_host" if instruction.to_host else "device"
-        target = SingleDeviceSharding(source, memory_kind=kind)
+    if len(target) > 1:
+        mesh = devices.mesh(instruction.target)
+        shardings = tuple(NamedSharding(mesh, specs[k], memory_kind=kind) for k in instruction.writes)
+        if len(hosts.mine(target)) == len(target):
+            return lambda *arrays: jax.device_put(arrays, shardings)
+        return lambda *arrays: [_moved(x, to) for x, to in zip(arrays, shardings, strict=True)]
     # A device as the target takes half of the time that a sharding takes.
+    device = devices.at(instruction.target)
+    to = device if kind is None else SingleDeviceSharding(device, memory_kind=kind)
     if len(instruction.reads) == 1:
-        return lambda x: (jax.device_put(x, target),)
-    return lambda *arrays: jax.device_put(arrays, target)
+        return lambda x: (jax.device_put(x, to),)
+    return lambda *arrays: jax.device_put(arrays, to)
 
 
-def _split(count: int, mine: Sequence[int]) -> Action:
+def _moved(x: Any, to: NamedSharding) -> Any:
+    """Copy this process's parts of an array to the devices at their places in another mesh."""
+    assert isinstance(to.mesh, Mesh)
+    target = dict(zip(x.sharding.mesh.devices.flat, to.mesh.devices.flat, strict=True))
+    local = [
+        jax.device_put(shard.data, SingleDeviceSharding(target[shard.device], memory_kind=to.memory_kind))
+        for shard in x.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, to, local)
+
+
+def _split(members: Sequence[Mesh], spec: P) -> Action:
     def split(x: Any) -> list[Any]:
-        parts: list[Any] = [None] * count
-        for shard, r in zip(x.addressable_shards, mine, strict=True):
-            parts[r] = shard.data
-        return parts
+        shards = {shard.device: shard.data for shard in x.addressable_shards}
+        return [of_member(x.shape, shards, mesh, spec) for mesh in members]
 
     return split
 
 
-def _join(instruction: Join, calls: CallList, mesh: Mesh, mine: Sequence[int]) -> Action:
-    aval = calls.avals[instruction.writes[0]]
-    sharding = NamedSharding(mesh, P(DATA) if instruction.sharded else P())
-
+def _join(instruction: Join, shape: tuple[int, ...], sharding: NamedSharding, mine: Sequence[int]) -> Action:
     def join(*parts: Any) -> tuple[Any]:
-        local = [parts[r] for r in mine]
-        if instruction.sharded and not local[0].shape:
-            local = [x.reshape(1) for x in local]
-        return (jax.make_array_from_single_device_arrays(aval.shape, sharding, local),)
+        members = [parts[r] for r in mine]
+        if instruction.sharded and not members[0].shape:
+            members = [x.reshape(1) for x in members]
+        local = [shard.data for x in members for shard in x.addressable_shards]
+        return (jax.make_array_from_single_device_arrays(shape, sharding, local),)
 
     return join

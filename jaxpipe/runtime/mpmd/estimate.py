@@ -1,16 +1,23 @@
 """Bytes that a list needs on each device, before anything is compiled: the same walk, with estimated temporaries."""
 
+import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxpipe.graph import live, read_graph
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.graph import Graph, live, read_graph
 from jaxpipe.planning.liveness import temporary_bytes
 from jaxpipe.runtime.mpmd.calls import CallList, Program
 from jaxpipe.runtime.mpmd.compile import TracedWork
-from jaxpipe.runtime.mpmd.instructions import Call
+from jaxpipe.runtime.mpmd.instructions import Call, Place
 from jaxpipe.runtime.mpmd.memory import Needs, Peak, array_bytes, walk
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.sharding.propagation import propagate
+from jaxpipe.sharding.submesh import axis_names
 
 
 def predicted_bytes(calls: CallList, devices: StageDevices) -> dict[Any, Peak]:
@@ -20,29 +27,73 @@ def predicted_bytes(calls: CallList, devices: StageDevices) -> dict[Any, Peak]:
       calls: the list.
       devices: of the stages.
     """
-    used = {(call.program, call.place) for call in calls.instructions if isinstance(call, Call)}
-    estimates = {number: _estimate(calls.programs[number]) for number, _ in used}
-    return walk(calls, devices, {(number, place): estimates[number] for number, place in used})
+    calls_of: dict[tuple[int, Place], Call] = {}
+    for call in calls.instructions:
+        if isinstance(call, Call):
+            calls_of.setdefault((call.program, call.place), call)
+    estimates: dict[Any, Needs] = {}
+    for (number, place), call in calls_of.items():
+        shape = devices.mesh_shape(place)
+        key = number, tuple(shape.values())
+        if key not in estimates:
+            specs = [calls.specs[register] for register in call.reads]
+            estimates[key] = _estimate(calls.programs[number], specs, shape)
+    found = {at: estimates[at[0], tuple(devices.mesh_shape(at[1]).values())] for at in calls_of}
+    return walk(calls, devices, found)
 
 
-def _estimate(program: Program) -> Needs:
-    return Needs(program.traced.work.label, working_bytes(program.traced), reused_bytes(program))
+def _estimate(program: Program, specs: Sequence[P], shape: Mapping[str, int]) -> Needs:
+    parts = [_parts(spec, shape) for spec in specs]
+    return Needs(program.traced.work.label, working_bytes(program.traced, specs, shape), reused_bytes(program, parts))
 
 
-def working_bytes(traced: TracedWork) -> int:
-    """Return the estimated bytes of some work's temporaries: what it needs besides its operands and its results."""
-    if "bytes" not in traced.estimate:
+def working_bytes(traced: TracedWork, specs: Sequence[P], shape: Mapping[str, int]) -> int:
+    """Return the estimated bytes of some work's temporaries on each device: what it needs besides operands and results.
+
+    Args:
+      traced: the work.
+      specs: by operand that it reads, how it is split.
+      shape: the mesh axes of its devices, and their sizes.
+    """
+    several = any(size > 1 for size in shape.values())
+    key = "bytes", tuple(specs) if several else ()
+    if key not in traced.estimate:
         graph = read_graph(traced.program.closed)
         outputs = tuple(graph.outputs[k] for k in traced.writes)
         graph = replace(graph, operators=live(graph.operators, outputs), outputs=outputs)
-        traced.estimate["bytes"] = temporary_bytes(graph)
-    return traced.estimate["bytes"]
+        if several:
+            given = dict(zip((graph.inputs[k] for k in traced.reads), specs, strict=True))
+            graph = _of_one_device(graph, propagate(graph, given, shape).specs, shape)
+        traced.estimate[key] = temporary_bytes(graph)
+    return traced.estimate[key]
 
 
-def reused_bytes(program: Program) -> int:
-    """Return the bytes of donated operands that results are written over: those of their shape and type."""
+def _of_one_device(graph: Graph, specs: Mapping[int, P], shape: Mapping[str, int]) -> Graph:
+    """Return a graph whose tensors are as large as their parts on one device."""
+    tensors = list(graph.tensors)
+    for t, spec in specs.items():
+        aval, sizes = tensors[t].aval, list(tensors[t].aval.shape)
+        for d, axes in enumerate(tuple(spec)):
+            sizes[d] //= math.prod(shape[axis] for axis in axis_names(axes))
+        tensors[t] = replace(tensors[t], aval=jax.ShapeDtypeStruct(tuple(sizes), aval.dtype))
+    return replace(graph, tensors=tuple(tensors))
+
+
+def _parts(spec: P, shape: Mapping[str, int]) -> int:
+    return math.prod(shape[axis] for axes in tuple(spec) for axis in axis_names(axes))
+
+
+def reused_bytes(program: Program, parts: Sequence[int]) -> int:
+    """Return the bytes of donated operands that results are written over: those of their shape and type.
+
+    Args:
+      program: the program.
+      parts: by operand, in how many parts its devices have it.
+    """
     traced = program.traced
-    given = Counter((traced.read_avals[k].shape, traced.read_avals[k].dtype) for k in program.donated)
+    donated = [((traced.read_avals[k].shape, traced.read_avals[k].dtype), parts[k]) for k in sorted(program.donated)]
+    given = Counter(form for form, _ in donated)
+    split = dict(donated)
     sizes = {(aval.shape, aval.dtype): array_bytes(aval) for aval in traced.written_avals}
     written = Counter((aval.shape, aval.dtype) for aval in traced.written_avals)
-    return sum(count * sizes[form] for form, count in (given & written).items())
+    return sum(count * sizes[form] // split[form] for form, count in (given & written).items())

@@ -111,7 +111,7 @@ class _Writer:
 
     def __init__(self, layout: Layout):
         self.layout, self.context = layout, layout.context
-        self.builder = ListBuilder(layout.devices)
+        self.builder = ListBuilder(layout.devices, layout.context)
         self.reports: list[Key] = []
         self._programs = {s: self._trace(s) for s in layout.stages}
         self._started: set[tuple[Place, Kinds]] = set()
@@ -452,7 +452,7 @@ class _Writer:
             names += [Name(Role.STATE, t) for t in section.state]
             for t in section.state:
                 if not builder.has(place, Name(Role.STATE, t)):
-                    builder.join(s, Name(Role.STATE, t), False, self.context.aval(t))
+                    builder.join(s, Name(Role.STATE, t), self.context.aval(t), own=False)
             if update.exchange is not None:
                 names += [Name(Role.RESIDUAL, t) for t in self.context.held(s)]
             outputs += [builder.key(place, name) for name in names]
@@ -486,10 +486,7 @@ class _Writer:
             builder.given(place, name, jax.ShapeDtypeStruct((), jnp.int32), keep=lent)
         if update.exchange is not None:
             for t, aval in zip(self.context.held(s), update.residual_avals(s), strict=True):
-                stacked = jax.ShapeDtypeStruct(
-                    (len(self.layout.members(s)) * aval.shape[0], *aval.shape[1:]), aval.dtype
-                )
-                builder.given(place, Name(Role.RESIDUAL, t), stacked, sharded=True)
+                builder.given(place, Name(Role.RESIDUAL, t), self.context.together(s, aval), own=True)
         for t in self.context.renewed_state(s):
             key = builder.key(place, Name(Role.STATE, t))
             builder.now[builder.key(place, Name(Role.STATE, t, 1))] = builder.inputs[key]
@@ -500,9 +497,9 @@ class _Writer:
         """Run work on all members of a stage together."""
         key, count = (work.label, work.reads, work.writes), len(self.layout.members(s))
         if key not in self.layout.traces:
-            self.layout.traces[key] = trace_work(work, members=count)
+            self.layout.traces[key] = trace_work(work)
         traced = self.layout.traces[key]
-        number = self.builder.program(traced, count > 1, (_is_own, lambda name: name.role is Role.RESIDUAL), consumes)
+        number = self.builder.program(traced, count > 1, consumes)
         self.builder.call(number, s)
         return traced
 
@@ -518,8 +515,3 @@ class _Writer:
     def _split(self, s: int, names: Sequence[Name]) -> None:
         for name in names:
             self.builder.split(s, name)
-
-
-def _is_own(name: Name) -> bool:
-    """Return whether each member of a stage has an array of its own under a name, when a step ends."""
-    return name.role in (Role.GRADIENT, Role.RESIDUAL) or (name.role is Role.STATE and name.part == 0)

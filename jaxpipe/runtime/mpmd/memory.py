@@ -82,7 +82,7 @@ NOTHING = Needs("")
 def peak_bytes(dispatch: Dispatch, devices: StageDevices) -> dict[Any, Peak]:
     """Return the most bytes that each device of this process holds at once while it follows a list."""
     needs = {key: Needs(run.label, run.temporary_bytes, run.alias_bytes) for key, run in dispatch.executables.items()}
-    return walk(dispatch.calls, devices, needs)
+    return walk(replace(dispatch.calls, specs=dispatch.specs), devices, needs)
 
 
 def walk(calls: CallList, devices: StageDevices, needs: Mapping[tuple[int, Place], Needs]) -> dict[Any, Peak]:
@@ -125,26 +125,32 @@ class _Memory:
         self._held: dict[Any, int] = defaultdict(int)
         self._parts: dict[Any, dict[str, int]] = {d: defaultdict(int) for d in devices.every}
         self._components = _components(calls)
-        self._sizes = [array_bytes(aval) for aval in calls.avals]
         self._alive: dict[int, dict[Any, int]] = {}
         self._waiting: set[int] = set()
-        self._in_host: dict[int, Any] = {}
+        self._in_host: dict[int, tuple[tuple[Any, ...], int]] = {}
         self._host: dict[Any, int] = defaultdict(int)
         self.host_peaks: dict[Any, int] = {}
 
+    def _size(self, register: int, place: Place) -> int:
+        """Return the bytes of an array on each device of a place."""
+        groups = len(self._devices.firsts(place))
+        shards = self._devices.submesh.shards(self._calls.specs[register], groups)
+        return -(-array_bytes(self._calls.avals[register]) // shards)
+
     def add(self, register: int, place: Place) -> None:
         """Reserve an array."""
-        parts = len(self._devices.members(place.stage)) if register in self._calls.sharded else 1
-        size = self._sizes[register] // parts
-        self._alive[register] = _shares(size, place, self._devices)
-        for device, share in self._alive[register].items():
-            self._held[device] += share
-            self._parts[device][self._components[register]] += share
+        size = self._size(register, place)
+        self._alive[register] = dict.fromkeys(self._devices.of(place), size)
+        for device in self._alive[register]:
+            self._held[device] += size
+            self._parts[device][self._components[register]] += size
 
     def drop(self, register: int) -> None:
         """Free an array."""
         if register in self._in_host:
-            self._host[self._in_host.pop(register)] -= self._sizes[register]
+            devices, size = self._in_host.pop(register)
+            for device in devices:
+                self._host[device] -= size
             return
         for device, size in self._alive.pop(register, {}).items():
             self._held[device] -= size
@@ -153,17 +159,19 @@ class _Memory:
     def send(self, send: Send) -> None:
         """Receive a message. One that is kept for the backward pass is a message until its stage reads it."""
         if send.to_host:
-            device = self._devices.at(send.target)
-            self._in_host |= dict.fromkeys(send.writes, device)
-            self._host[device] += sum(self._sizes[register] for register in send.writes)
-            self.host_peaks[device] = max(self.host_peaks.get(device, 0), self._host[device])
+            devices = self._devices.of(send.target)
+            self._in_host |= {register: (devices, self._size(register, send.target)) for register in send.writes}
+            for device in devices:
+                self._host[device] += sum(self._in_host[register][1] for register in send.writes)
+                self.host_peaks[device] = max(self.host_peaks.get(device, 0), self._host[device])
             return
         for register in send.writes:
             if self._components[register] == "stash":
                 self._waiting.add(register)
                 self._components[register] = "messages"
             self.add(register, send.target)
-        self._note(self._devices.at(send.target), Needs("a message"), {})
+        for device in self._devices.of(send.target):
+            self._note(device, Needs("a message"), {})
 
     def call(self, call: Call, needed: Needs) -> None:
         """Run a program, which needs some bytes besides its operands and results."""
@@ -175,7 +183,7 @@ class _Memory:
             self._components[register] = "stash"
         for register in call.writes:
             self.add(register, call.place)
-        written = [(self._sizes[register], self._components[register]) for register in call.writes]
+        written = [(self._size(register, call.place), self._components[register]) for register in call.writes]
         reused = _reused(self._calls, call, needed, written)
         for device in self._devices.of(call.place):
             self._note(device, needed, reused)
@@ -196,10 +204,6 @@ class _Memory:
         if total > self.peaks[device].total:
             here = {name: n - reused.get(name, 0) for name, n in self._parts[device].items()}
             self.peaks[device] = Peak(total, needed.temporary, needed.label, here)
-
-
-def _shares(size: int, place: Place, devices: StageDevices) -> dict[Any, int]:
-    return dict.fromkeys(devices.of(place), size)
 
 
 def _reused(calls: CallList, call: Call, needed: Needs, written: Sequence[tuple[int, str]]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """A plan as stage programs that the host dispatches."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -76,66 +76,50 @@ class MpmdRuntime:
         grid = mesh.devices[..., None] if DATA not in mesh.axis_names else mesh.devices
         grid = np.moveaxis(grid, mesh.axis_names.index(STAGE), 0).reshape(sum(map(len, groups)), -1)
         rows = [tuple(grid[list(groups[s % len(groups)])].T.flat) for s in self.places]
-        return StageDevices(tuple(rows), grid.shape[1])
+        return StageDevices(tuple(rows), grid.shape[1], self.planned.shardings.submesh)
 
     def devices_of(self, place: int) -> list[Any]:
         """The devices of a stage."""
-        return list(self.devices.rows[place])
+        return list(self.devices.of(Place(place)))
 
     def stage_part(self, place: int, arrays: StageArrays) -> StageArrays:
         """Put a stage's arrays onto its devices."""
-        sharding = self._where.sharding(place)
-
-        def everywhere(x: Any) -> Any:
-            return hosts.replicate(x, sharding)
-
-        residuals: list[Any] = []
-        if self._residuals:
-            avals = self._update.residual_avals(place)
-            count = len(self.devices_of(place))
-            held = list(arrays.residuals) or [np.zeros((count, *a.shape[1:]), a.dtype) for a in avals]
-            residuals = [self._by_replica(place, np.asarray(x, a.dtype)) for x, a in zip(held, avals, strict=True)]
-        parameters, variables, slots = (
-            [everywhere(x) for x in group] for group in (arrays.parameters, arrays.variables, arrays.optimizer)
+        where, avals = self._where, self._update.residual_avals(place) if self._residuals else []
+        count = len(self.devices.members(place))
+        residuals = list(arrays.residuals) or [np.zeros((count, *a.shape[1:]), a.dtype) for a in avals]
+        residuals = [np.asarray(x, a.dtype) for x, a in zip(residuals, avals, strict=True)]
+        groups = arrays.parameters, arrays.variables, arrays.optimizer, residuals
+        return StageArrays(
+            *(
+                [hosts.place(x, where.sharding(key)) for x, key in zip(group, keys, strict=True)]
+                for group, keys in zip(groups, where.held_by(place), strict=True)
+            )
         )
-        return StageArrays(parameters, variables, slots, residuals)
 
     def assemble(self, parts: Mapping[int, StageArrays], common: CommonArrays) -> TrainState:
         """Return the state of the parts of this process's stages."""
         planned, where = self.planned, self._where
         model, colored = planned.model, planned.update.colored
 
-        def gathered(field: str, owners: Sequence[int], avals: Sequence[Any]) -> tuple[Any, ...]:
+        def gathered(field: str, keys: Iterable[Key], avals: Iterable[Any]) -> tuple[Any, ...]:
             taken = {place: iter(getattr(part, field)) for place, part in parts.items()}
             return tuple(
-                next(taken[s]) if s in taken else _elsewhere(aval, where.sharding(s))
-                for s, aval in zip(owners, avals, strict=True)
+                next(taken[key.place.stage]) if key.place.stage in taken else _elsewhere(aval, where.sharding(key))
+                for key, aval in zip(keys, avals, strict=True)
             )
 
-        owned = where.owned
-        slots = gathered(
-            "optimizer",
-            [colored.state_stage[k] or 0 for k in owned],
-            [colored.state_avals[k] for k in owned],
-        )
-        residuals = ()
-        if self._residuals:
-            owners = [planned.stages.parameters[k] for k in self._residuals]
-            avals = {s: iter(self._update.residual_avals(s)) for s in self.places}
-            count = len(self.devices_of(0))
-            shapes = [next(avals[s]) for s in owners]
-            stacked = [jax.ShapeDtypeStruct((count, *a.shape[1:]), a.dtype) for a in shapes]
-            residuals = gathered("residuals", owners, stacked)
-        spread = NamedSharding(planned.mesh, P())
+        spread = where.everywhere
         return TrainState(
-            gathered("parameters", planned.stages.parameters, [v.aval for v in model.parameters]),
-            gathered("variables", planned.stages.state, [v.aval for v in model.state]),
-            slots,
-            residuals,
-            shared=tuple(hosts.replicate(x, spread) for x in common.shared),
-            key=hosts.replicate(common.key, spread),
-            step=hosts.replicate(jnp.int32(common.step), spread),
-            skipped=hosts.replicate(jnp.int32(common.skipped), spread),
+            gathered(
+                "parameters", map(where.parameter, range(len(model.parameters))), [v.aval for v in model.parameters]
+            ),
+            gathered("variables", map(where.variable, range(len(model.state))), [v.aval for v in model.state]),
+            gathered("optimizer", map(where.optimizer, where.owned), [colored.state_avals[k] for k in where.owned]),
+            gathered("residuals", map(where.residual, where.residuals), self._residual_avals),
+            shared=tuple(hosts.place(x, spread) for x in common.shared),
+            key=hosts.place(common.key, spread),
+            step=hosts.place(jnp.int32(common.step), spread),
+            skipped=hosts.place(jnp.int32(common.skipped), spread),
             plan=planned.plan.identity,
         )
 
@@ -252,16 +236,13 @@ class MpmdRuntime:
 
     def check_state(self, state: TrainState) -> None:
         """Raise ``StateError`` if a state has residuals of other replicas."""
-        count = len(self.devices_of(0))
-        avals = {s: iter(self._update.residual_avals(s)) for s in self.places} if self._residuals else {}
-        owners = [self.planned.stages.parameters[k] for k in self._residuals]
-        expected = [(count, *next(avals[s]).shape[1:]) for s in owners]
+        expected = [x.shape for x in self._residual_avals]
         checks.check_residual([x.shape for x in state.residual], expected)
 
     def bytes(self) -> Bytes:
         """Return the most bytes that each device needs at once in a step."""
         peaks = peak_bytes(self.compiled_step, self.devices)
-        each = [peaks[d] for d in self.planned.mesh.devices.flat]
+        each = [peaks[d] for d in self._where.all_devices.devices.flat]
         return Bytes(
             tuple(peak.total for peak in each),
             tuple(peak.temporary for peak in each),
@@ -300,9 +281,17 @@ class MpmdRuntime:
             trains=schedule.has_backward,
             collects=collects,
             members=tuple(len(self.devices.rows[s]) for s in range(len(sections))),
+            specs=self.planned.shardings.specs(objective),
         )
         homes = dict(zip(objective.parameters, self.planned.stages.parameters, strict=True))
         return Layout(context, schedule, self.devices, homes)
+
+    @property
+    def _residual_avals(self) -> list[Any]:
+        """Shapes of the residuals of a block-sparse exchange, of all replicas."""
+        owners = [self.planned.stages.parameters[k] for k in self._residuals]
+        avals = {s: iter(self._update.residual_avals(s)) for s in set(owners)}
+        return [self._layout.context.together(s, next(avals[s])) for s in owners]
 
     @cached_property
     def _residuals(self) -> tuple[int, ...]:
@@ -358,10 +347,10 @@ class MpmdRuntime:
             return compile_list(self.calls, self.devices)
 
     @property
-    def predicted(self) -> list[Peak]:
+    def predicted(self) -> dict[Any, Peak]:
         """The most bytes that each device needs in a step, in the order of the mesh, before anything is compiled."""
         peaks = predicted_bytes(self.calls, self.devices)
-        return [peaks[d] for d in self.planned.mesh.devices.flat]
+        return {d: peaks[d] for d in self._where.all_devices.devices.flat}
 
     def _gradient(self, shapes: Any) -> Compiled:
         return self._for_shapes(shapes, gradient_list, "Compiling the gradient")
@@ -425,12 +414,6 @@ class MpmdRuntime:
         home = compiled.layout.home
         return {key.name: x for key, x in outputs.items() if key.place == home}
 
-    def _by_replica(self, stage: int, x: np.ndarray) -> Any:
-        sharding = self._where.sharding(stage, sharded=True)
-        rows = {d: x[r : r + 1] for r, d in enumerate(self.devices_of(stage))}
-        local = [jax.device_put(rows[d], d) for d in hosts.mine(self.devices_of(stage))]
-        return jax.make_array_from_single_device_arrays(x.shape, sharding, local)
-
     def _by_replica_rows(self, layout: Layout, parts: Sequence[Any]) -> Any:
         """Put the rows of all replicas together, on the last stage or where they have been spread."""
         if len(parts) == 1:
@@ -457,16 +440,26 @@ def _elsewhere(aval: Any, sharding: NamedSharding) -> Any:
 
 def _on_host(x: Any) -> Any:
     """A copy on the host; of a random key, the key."""
-    return x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x.addressable_data(0))
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    return np.array(x if x.is_fully_addressable else _whole(x).addressable_data(0))
+
+
+def _whole(x: Any) -> Any:
+    """Return an array of a stage with all of it on each device; called by all processes that have a part."""
+    if x.is_fully_replicated:
+        return x
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
 
 
 def _from_owner(device: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-    """Copy arrays of a device to the host of every process; of random keys, the keys."""
+    """Copy arrays of a stage, of which one device is, to the host of every process; of random keys, the keys."""
     keys = [jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) for aval in avals]
     data = [jax.eval_shape(jax.random.key_data, a) if is_key else a for a, is_key in zip(avals, keys, strict=True)]
     held: list[Any] = []
+    here = [_whole(x) for x in arrays if x is not None and x.addressable_shards]
     if hosts.mine([device]):
-        local = [x.addressable_data(0) for x in arrays]
+        local = [x.addressable_data(0) for x in here]
         held = [jax.random.key_data(x) if is_key else x for x, is_key in zip(local, keys, strict=True)]
     copies = hosts.from_owner(device, held, data)
     return [

@@ -1,15 +1,18 @@
-"""Devices of stages: one for each replica of the pipeline, or several that share the micro-batches of a stage."""
+"""Devices of stages: one for each replica of the pipeline, or several that share the micro-batches of a stage.
+
+A member of a stage is a group of devices over which its programs are sharded; its first device stands for it.
+"""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.pipeline.axes import DATA
 from jaxpipe.runtime.mpmd.instructions import Place
+from jaxpipe.sharding.submesh import Submesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,12 +20,14 @@ class StageDevices:
     """The devices of every stage, its members.
 
     Attributes:
-      rows: by stage, its members: first those of the first replica.
+      rows: by stage, the first device of each member; first those of the first replica.
       replicas: of the pipeline, each with its own part of the batch.
+      submesh: the axes over which the programs of a member are sharded.
     """
 
     rows: tuple[tuple[Any, ...], ...]
     replicas: int
+    submesh: Submesh = field(default_factory=Submesh)
 
     def members(self, s: int) -> range:
         """Numbers of the members of a stage."""
@@ -41,21 +46,30 @@ class StageDevices:
         return place.replica // self.width(place.stage)
 
     def at(self, place: Place) -> Any:
-        """Return the device of a place; of a whole stage, its first one."""
+        """Return the first device of a place."""
         return self.rows[place.stage][max(place.replica, 0)]
 
-    def of(self, place: Place) -> tuple[Any, ...]:
-        """Return the devices of a place."""
+    def firsts(self, place: Place) -> tuple[Any, ...]:
+        """Return the first device of each member at a place."""
         row = self.rows[place.stage]
         return row if place.is_whole else row[place.replica : place.replica + 1]
 
+    def of(self, place: Place) -> tuple[Any, ...]:
+        """Return the devices of a place."""
+        return tuple(d for first in self.firsts(place) for d in self.submesh.group(first))
+
     def mesh(self, place: Place) -> Mesh:
         """Return the devices of a place as a mesh."""
-        return Mesh(np.array(self.of(place)), (DATA,))
+        return self.submesh.mesh(self.firsts(place))
+
+    def mesh_shape(self, place: Place) -> dict[str, int]:
+        """Return the size of each axis of a place's mesh."""
+        return {DATA: len(self.firsts(place)), **self.submesh.shape}
 
     def of_replica(self, r: int) -> list[Any]:
         """Return the devices of all stages of a replica."""
-        return [d for s, row in enumerate(self.rows) for d in row[r * self.width(s) : (r + 1) * self.width(s)]]
+        places = [Place(s, m) for s, row in enumerate(self.rows) for m in range(len(row))]
+        return [d for place in places if self.replica(place) == r for d in self.of(place)]
 
     def of_replicas(self, replicas: Iterable[int]) -> tuple[Any, ...]:
         """Return the devices of all stages of some replicas, each once."""
@@ -64,7 +78,7 @@ class StageDevices:
     @cached_property
     def every(self) -> tuple[Any, ...]:
         """All devices, each once."""
-        return tuple(dict.fromkeys(d for row in self.rows for d in row))
+        return tuple(dict.fromkeys(d for s in range(len(self.rows)) for d in self.of(Place(s))))
 
     @property
     def platform(self) -> str:

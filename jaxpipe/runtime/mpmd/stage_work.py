@@ -12,13 +12,15 @@ so that its stash never leaves it. Gradients and totals are added up inside.
 import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe import stage as stages
 from jaxpipe.graph import Graph
@@ -26,6 +28,8 @@ from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.precision import add_gradient, sum_dtype, widened
 from jaxpipe.pipeline.sections import Section
 from jaxpipe.schedules import Kind
+from jaxpipe.sharding.specs import Specs
+from jaxpipe.sharding.submesh import axis_names
 from jaxpipe.stash import Storage
 
 
@@ -86,6 +90,9 @@ class Name(NamedTuple):
     number: int = 0
     part: int = 0
 
+
+#: Roles of arrays that are split as their tensors are.
+_OF_TENSORS = {Role.PARAMETER, Role.STATE, Role.MEAN, Role.ACTIVATION, Role.COTANGENT, Role.SAVED}
 
 #: The random key of a run as numbers, the count of its steps, and which micro-batch it is: of the replica, of all.
 KEY, STEP, INDEX = Name(Role.KEY), Name(Role.STEP), Name(Role.INDEX)
@@ -149,6 +156,7 @@ class Context:
       gradient_dtype: the type of sums of narrower gradients.
       trains: whether stages store for a backward pass.
       collects: whether results are kept by micro-batch, not added up.
+      specs: over which axes of a member's devices its arrays are split.
     """
 
     objective: Objective
@@ -161,11 +169,43 @@ class Context:
     gradient_dtype: np.dtype[Any] | None = None
     trains: bool = True
     collects: bool = False
+    specs: Specs = field(default_factory=Specs)
 
     def aval(self, t: int) -> jax.ShapeDtypeStruct:
         """The shape of a tensor."""
         aval = self.objective.graph.tensors[t].aval
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    def spec(self, s: int, name: Name) -> P:
+        """The partition spec of an array of a member of a stage; where XLA chooses it, the expected one."""
+        role, number, part = name
+        if role is Role.OPTIMIZER:
+            return self.specs.of_leaf(number)
+        if role is Role.GRADIENT and part >= 0:
+            return P(*(None for _ in self.lead(s)), *self.specs.of_tensor(number))
+        if role in _OF_TENSORS:
+            return self.specs.of_tensor(number)
+        if role is Role.STASH:  # of other dimensions than its tensor, but in as many parts
+            axes = tuple(axis for axes in self.specs.of_tensor(number) for axis in axis_names(axes))
+            return P(axes) if axes else P()
+        return P()
+
+    def is_free(self, name: Name) -> bool:
+        """Return whether XLA chooses how an array is split: one that a member keeps for its own backward pass."""
+        if self.specs.submesh.size == 1:
+            return False
+        kept = name.role is Role.ACTIVATION and name.number not in self._sent
+        return kept or name.role in (Role.STASH, Role.SAVED, Role.PIECE)
+
+    @functools.cached_property
+    def _sent(self) -> frozenset[int]:
+        """The tensors that stages send each other."""
+        return frozenset(t for section in self.sections for t in (*section.arriving, *section.leaving))
+
+    def together(self, s: int, aval: Any) -> jax.ShapeDtypeStruct:
+        """The shape of the arrays of all members of a stage, side by side along their first axis."""
+        shape = aval.shape or (1,)
+        return jax.ShapeDtypeStruct((self.members[s] * shape[0], *shape[1:]), aval.dtype)
 
     def lead(self, s: int) -> tuple[int, ...]:
         """The axes in front of a sum of gradients in a stage."""
@@ -240,7 +280,7 @@ def _packs(context: Context, s: int) -> dict[int, Pack]:
     groups: dict[Any, list[int]] = {}
     for t in context.trained(s):
         aval = context.sum_aval(s, t)
-        is_vector = len(context.aval(t).shape) < 2
+        is_vector = len(context.aval(t).shape) < 2 and context.specs.of_tensor(t) == P()
         if is_vector and t not in lent and 0 < aval.size * aval.dtype.itemsize <= _PACKED_BYTES:
             groups.setdefault((aval.dtype, t in built.input_part), []).append(t)
     packs: dict[int, Pack] = {}
@@ -395,6 +435,9 @@ def _at_hand(context: Context, section: Section, arrays: _Arrays) -> dict[int, A
         if not context.shared[k]:
             rows = leaf.shape[0] // context.num_microbatches
             leaf = lax.dynamic_slice_in_dim(leaf, arrays[INDEX][0] * rows, rows)
+            spec = context.specs.of_tensor(objective.batch[k])
+            if spec != P():  # each device of a member holds the whole batch, and works on its own examples
+                leaf = lax.with_sharding_constraint(leaf, NamedSharding(context.specs.submesh.abstract(), spec))
         known[objective.batch[k]] = leaf
     return known
 

@@ -26,6 +26,8 @@ from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.layout import Layout
 from jaxpipe.runtime.mpmd.stage_work import Name, Role
 from jaxpipe.runtime.mpmd.update_work import SKIPPED
+from jaxpipe.sharding.specs import side_by_side
+from jaxpipe.sharding.submesh import joined_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +38,7 @@ class StateLayout:
       layout: where stages are.
       stages: the stage of each variable.
       colored: the optimizer.
-      mesh: all devices.
+      mesh: the first devices of all members.
       residuals: the parameters that have residuals of a block-sparse exchange, by position.
     """
 
@@ -72,6 +74,16 @@ class StateLayout:
         assert owner is not None
         return Key(self.place(owner), Name(Role.OPTIMIZER, k))
 
+    def held_by(self, s: int) -> tuple[list[Key], ...]:
+        """The keys of a stage's parameters, variables, leaves of the optimizer state, and residuals."""
+        parameters, variables = self.stages.held_by(s)
+        return (
+            [self.parameter(k) for k in parameters],
+            [self.variable(k) for k in variables],
+            [self.optimizer(k) for k in self.owned if self.colored.state_stage[k] == s],
+            [self.residual(k) for k in self.residuals if self.stages.parameters[k] == s],
+        )
+
     @property
     def owned(self) -> list[int]:
         """The leaves of the optimizer state that belong to a stage."""
@@ -82,9 +94,22 @@ class StateLayout:
         """The leaves of the optimizer state that every stage has."""
         return [k for k, owner in enumerate(self.colored.state_stage) if owner is None]
 
-    def sharding(self, s: int, sharded: bool = False) -> NamedSharding:
-        """Sharding of an array of all replicas of a stage."""
-        return NamedSharding(self.layout.devices.mesh(Place(s)), P(DATA) if sharded else P())
+    def sharding(self, key: Key) -> NamedSharding:
+        """Sharding of an array of the state."""
+        spec = self.layout.context.spec(key.place.stage, key.name)
+        if key.name.role is Role.RESIDUAL:
+            spec = side_by_side(spec, DATA)
+        return NamedSharding(self.layout.devices.mesh(Place(key.place.stage)), spec)
+
+    @property
+    def all_devices(self) -> Mesh:
+        """The mesh of all devices."""
+        return joined_mesh(self.mesh, self.layout.devices.submesh)
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """Sharding of an array that all devices have."""
+        return NamedSharding(self.all_devices, P())
 
     def state_of(self, old: TrainState, outputs: dict[Key, Any]) -> TrainState:
         """Return the state after a step, of the outputs of its list; arrays elsewhere stay as they are."""
@@ -114,9 +139,8 @@ class StateLayout:
                 parts |= {shard.device: shard.data for shard in x.addressable_shards}
         if not parts:
             return old
-        local = hosts.mine(self.mesh.devices.flatten().tolist())
-        sharding = NamedSharding(self.mesh, P())
-        return jax.make_array_from_single_device_arrays(old.shape, sharding, [parts[d] for d in local])
+        local = hosts.mine(self.all_devices.devices.flatten().tolist())
+        return jax.make_array_from_single_device_arrays(old.shape, self.everywhere, [parts[d] for d in local])
 
 
 @dataclass(frozen=True)
@@ -157,7 +181,7 @@ class Loader:
         for key, register in keys.items():
             name, mesh = key.name, devices.mesh(key.place)
             sharding = NamedSharding(mesh, P())
-            target = _Target(hosts.mine(list(mesh.devices.flat)), sharding if key.place.is_whole else None)
+            target = _Target(hosts.mine(list(mesh.devices.flat)), sharding if mesh.size > 1 else None)
             if not target.devices:
                 continue
             if name.role is Role.SHARED:
@@ -169,7 +193,7 @@ class Loader:
             elif name.role is Role.BATCH:
                 self._batch.append((name.number, devices.replica(key.place), sharding, register))
             elif name.role in (Role.INDEX, Role.WEIGHT):
-                self._constants[register] = hosts.replicate(self._constant(key), sharding)
+                self._constants[register] = hosts.place(self._constant(key), sharding)
         self._key: Any = None
         self._key_data: dict[int, Any] = {}
 
@@ -200,9 +224,9 @@ class Loader:
         Args:
           leaves: the rows of the replicas of which this process has a stage, or global arrays.
         """
-        shared, mesh = self._where.layout.context.shared, self._where.mesh
+        shared, mesh = self._where.layout.context.shared, self._where.all_devices
         parts = [_parts(x, common, mesh) for x, common in zip(leaves, shared, strict=True)]
-        return {register: jax.device_put(parts[k](replica), sharding) for k, replica, sharding, register in self._batch}
+        return {register: hosts.place(parts[k](replica), sharding) for k, replica, sharding, register in self._batch}
 
 
 def _at(x: Any, target: _Target) -> Any:

@@ -6,7 +6,7 @@
 All take part in the order of the list, which rules out that two wait for each other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
 from jaxpipe.pipeline.words import pack_words, unpack_words, word_count
+from jaxpipe.runtime.mpmd.crossing import ends
 from jaxpipe.runtime.mpmd.instructions import Exchange, Send, Spread
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.sharding.specs import side_by_side
 
 
 #: The mesh axis of the devices that take part.
@@ -54,13 +56,14 @@ class Transfer:
     writes: tuple[int, ...]
 
 
-def pair_slots(message: Send | Exchange, avals: Sequence[Any]) -> list[Slot]:
-    """Return the slots of a message; two arrays of one shape that cross share one."""
+def pair_slots(message: Send | Exchange, avals: Sequence[Any], specs: Sequence[P]) -> list[Slot]:
+    """Return the slots of a message; two arrays of one shape that cross, split alike, share one."""
     forth, back = (message.forth, message.back) if isinstance(message, Exchange) else (message, None)
     returning = [] if back is None else list(zip(back.reads, back.writes, strict=True))
     slots = []
+    form = {k: (_form(avals[k]), specs[k]) for k in message.reads}
     for read, write in zip(forth.reads, forth.writes, strict=True):
-        match = next((pair for pair in returning if _alike(avals[pair[0]], avals[read])), None)
+        match = next((pair for pair in returning if form[pair[0]] == form[read]), None)
         if match is None:
             slots.append(Slot((read, None), (None, write)))
         else:
@@ -72,41 +75,64 @@ def pair_slots(message: Send | Exchange, avals: Sequence[Any]) -> list[Slot]:
 class Transfers:
     """Compiles messages: each program once, for messages of the same shapes between the same devices."""
 
-    def __init__(self, avals: Sequence[Any]):
+    def __init__(self, avals: Sequence[Any], specs: Sequence[P]):
         """Begin without a program.
 
         Args:
-          avals: by register, the shape of its array.
+          avals, specs: by register, the shape of its array, and how it is split over the devices of a place.
         """
-        self._avals = avals
+        self._avals, self._specs = avals, specs
         self._programs: dict[Any, Any] = {}
         self._unused: dict[Any, Any] = {}
 
-    def between(self, message: Send | Exchange, ends: tuple[Any, Any]) -> Transfer:
+    def between(self, message: Send | Exchange, devices: StageDevices) -> Transfer:
         """Return this process's part in a message.
 
         Args:
-          message: between two devices.
-          ends: the device that it leaves, or its first half, and the other one.
+          message: between two places.
+          devices: of the stages.
         """
-        slots = pair_slots(message, self._avals)
-        avals = [self._avals[next(k for k in slot.sent if k is not None)] for slot in slots]
+        slots = pair_slots(message, self._avals, self._specs)
+        registers = [next(k for k in slot.sent if k is not None) for slot in slots]
+        avals, specs = [self._avals[k] for k in registers], [self._specs[k] for k in registers]
         routes = tuple(tuple(side for side in (0, 1) if slot.sent[side] is not None) for slot in slots)
-        side = ends.index(*hosts.mine(ends))
-        key = ends, routes, tuple(map(_form, avals))
-        program = self._program(key, lambda *arrays: _permuted(arrays, routes), avals, ends)
-        inputs = [k for k, slot in enumerate(slots) if slot.sent[side] is not None]
-        outputs = [k for k, slot in enumerate(slots) if slot.received[side] is not None]
-        reads = tuple(slots[k].sent[side] for k in inputs)
-        writes = tuple(slots[k].received[side] for k in outputs)
-        operands = self._operands(avals, ends[side], inputs)
-        shardings = [NamedSharding(Mesh(np.array(ends), (AXIS,)), _spec(aval)) for aval in avals]
+        meshes = [devices.mesh(place) for place in ends(message)]
+        mine = [hosts.mine(mesh.devices.flatten().tolist()) for mesh in meshes]
+        sides = [side for side in (0, 1) if mine[side]]
+        pair = _pair_mesh(meshes)
+        shardings = [
+            NamedSharding(pair, side_by_side(spec, AXIS) if a.shape else P())
+            for a, spec in zip(avals, specs, strict=True)
+        ]
+        key = tuple(pair.devices.flat), routes, tuple(map(_form, avals)), tuple(specs)
+        program = self._program(key, lambda *arrays: _permuted(arrays, routes), avals, shardings)
+        inputs = [(k, side) for side in sides for k, slot in enumerate(slots) if slot.sent[side] is not None]
+        outputs = [(k, side) for side in sides for k, slot in enumerate(slots) if slot.received[side] is not None]
+        unused = {
+            (k, side): [self._unused_array(_shard(avals[k], specs[k], meshes[side]), d) for d in mine[side]]
+            for side in sides
+            for k in range(len(slots))
+            if (k, side) not in inputs
+        }
 
         def run(*arrays: Any) -> list[Any]:
-            results = program(*_global(operands, inputs, arrays, avals, shardings))
-            return [results[k].addressable_shards[0].data for k in outputs]
+            parts = unused | {
+                at: [shard.data for shard in x.addressable_shards] for at, x in zip(inputs, arrays, strict=True)
+            }
+            operands = [
+                jax.make_array_from_single_device_arrays(
+                    _stacked(aval, 2), shardings[k], [part for side in sides for part in parts[k, side]]
+                )
+                for k, aval in enumerate(avals)
+            ]
+            results = [{shard.device: shard.data for shard in x.addressable_shards} for x in program(*operands)]
+            return [of_member(avals[k].shape, results[k], meshes[side], specs[k]) for k, side in outputs]
 
-        return Transfer(run, reads, writes)  # pyright: ignore[reportArgumentType]
+        return Transfer(
+            run,
+            tuple(slots[k].sent[side] for k, side in inputs),  # pyright: ignore[reportArgumentType]
+            tuple(slots[k].received[side] for k, side in outputs),  # pyright: ignore[reportArgumentType]
+        )
 
     def spread(self, instruction: Spread, devices: StageDevices) -> Transfer:
         """Return this process's part in copying arrays to many devices.
@@ -117,19 +143,21 @@ class Transfers:
         """
         source, every = devices.at(instruction.source), devices.of_replicas(instruction.replicas)
         avals = [self._avals[k] for k in instruction.reads]
-        first = every.index(source)
+        first, mesh = every.index(source), Mesh(np.array(every), (AXIS,))
+        shardings = [NamedSharding(mesh, _spec(aval)) for aval in avals]
         program = self._program(
             ("spread", every, first, tuple(map(_form, avals))),
             lambda *arrays: _copied_from(first, arrays),
             avals,
-            every,
+            shardings,
             replicated=True,
         )
-        mine, shardings = hosts.mine(every), [NamedSharding(Mesh(np.array(every), (AXIS,)), _spec(a)) for a in avals]
-        unused = {device: self._operands(avals, device, ()) for device in mine}
+        mine = hosts.mine(every)
+        unused = {device: [self._unused_array(aval, device) for aval in avals] for device in mine}
 
         def run(*arrays: Any) -> list[Any]:
-            rows = [arrays if device == source else unused[device] for device in mine]
+            sent = [next(shard.data for shard in x.addressable_shards if shard.device == source) for x in arrays]
+            rows = [sent if device == source else unused[device] for device in mine]
             columns = zip(*rows, strict=True)
             operands = [
                 jax.make_array_from_single_device_arrays(_stacked(aval, len(every)), sharding, list(column))
@@ -144,24 +172,19 @@ class Transfers:
         key: Any,
         function: Callable[..., Any],
         avals: Sequence[Any],
-        devices: Sequence[Any],
+        shardings: Sequence[NamedSharding],
         replicated: bool = False,
     ) -> Any:
         if key not in self._programs:
-            mesh = Mesh(np.array(devices), (AXIS,))
-            specs = tuple(map(_spec, avals))
+            mesh, specs = shardings[0].mesh, tuple(sharding.spec for sharding in shardings)
             results = (P(),) * len(avals) if replicated else specs
             mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
             shaped = [
-                jax.ShapeDtypeStruct(_stacked(a, len(devices)), a.dtype, sharding=NamedSharding(mesh, spec))
-                for a, spec in zip(avals, specs, strict=True)
+                jax.ShapeDtypeStruct(_stacked(a, mesh.shape[AXIS]), a.dtype, sharding=sharding)
+                for a, sharding in zip(avals, shardings, strict=True)
             ]
             self._programs[key] = jax.jit(mapped).lower(*shaped).compile()
         return self._programs[key]
-
-    def _operands(self, avals: Sequence[Any], device: Any, inputs: Sequence[int]) -> list[Any]:
-        """Return arrays that nobody reads where a device sends nothing."""
-        return [None if k in inputs else self._unused_array(aval, device) for k, aval in enumerate(avals)]
 
     def _unused_array(self, aval: Any, device: Any) -> Any:
         key = device, _form(aval)
@@ -170,20 +193,23 @@ class Transfers:
         return self._unused[key]
 
 
-def _global(
-    operands: Sequence[Any],
-    inputs: Sequence[int],
-    arrays: Sequence[Any],
-    avals: Sequence[Any],
-    shardings: Sequence[Any],
-) -> list[Any]:
-    local = list(operands)
-    for k, x in zip(inputs, arrays, strict=True):
-        local[k] = x
-    return [
-        jax.make_array_from_single_device_arrays(_stacked(aval, 2), sharding, [x])
-        for aval, sharding, x in zip(avals, shardings, local, strict=True)
-    ]
+def _pair_mesh(meshes: Sequence[Mesh]) -> Mesh:
+    """Return the devices of two places, each of one member, with an axis over the two in front."""
+    axes = meshes[0].axis_names[1:]
+    return Mesh(np.array([mesh.devices[0] for mesh in meshes]), (AXIS, *axes))
+
+
+def _shard(aval: Any, spec: P, mesh: Mesh) -> Any:
+    """Return the shape of one part of an array."""
+    return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(aval.shape), aval.dtype)
+
+
+def of_member(shape: tuple[int, ...], shards: Mapping[Any, Any], mesh: Mesh, spec: P) -> Any:
+    """Return the array of a member of a stage, of parts by device; None for one of other processes."""
+    local = [shards[d] for d in mesh.devices.flat if d in shards]
+    if mesh.size == 1 or not local:
+        return local[0] if local else None
+    return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec), local)
 
 
 def _permuted(arrays: Sequence[Any], routes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
@@ -240,7 +266,3 @@ def _zeros(aval: Any) -> Any:
 
 def _form(aval: Any) -> tuple[tuple[int, ...], str]:
     return tuple(aval.shape), str(aval.dtype)
-
-
-def _alike(a: Any, b: Any) -> bool:
-    return _form(a) == _form(b)

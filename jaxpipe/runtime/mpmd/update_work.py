@@ -5,7 +5,8 @@
     mean, parameters, optimizer state, values of others ──▶ new parameters, new optimizer state
 
 Every stage runs its own part of the optimizer (``jaxpipe.pipeline.optimizer``). Where stages have replicas, this work
-is one program over the devices of a stage; gradients that are not read yet are each replica's own.
+is one program over the devices of a stage, in which XLA adds the replicas' arrays up. Of arrays that each replica has
+for itself it gets those of all, side by side along their first axis.
 """
 
 import functools
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
 from jaxpipe.gradients.block_sparse import Settings
@@ -87,6 +89,10 @@ class UpdateContext:
         """Return whether a stage has one device."""
         return self.stages.members[s] == 1
 
+    def of_members(self, s: int, aval: Any) -> Any:
+        """Return the shape of an array that each member of a stage has for itself, of all of them."""
+        return aval if self.is_alone(s) else self.stages.together(s, aval)
+
     def returns_sum(self, s: int, k: int) -> bool:
         """Return whether stage ``k`` returns gradients to ``s`` as one sum, not from each member to another one."""
         return self.stages.members[s] != self.stages.members[k]
@@ -129,19 +135,19 @@ def _gradient_operands(context: UpdateContext, s: int) -> Operands:
     stages, operands = context.stages, Operands()
     for t in stages.held(s):
         if t in stages.trained(s):
-            operands |= stages.sums(s, [t])
+            operands |= {name: context.of_members(s, aval) for name, aval in stages.sums(s, [t]).items()}
         for k in context.lenders(s, t):
             if context.returns_sum(s, k):
                 operands.add(returned_sum(k, t), stages.aval(t).shape, stages.sum_aval(s, t).dtype)
             else:
-                operands[returned_gradient(k, t)] = stages.sum_aval(s, t)
+                operands[returned_gradient(k, t)] = context.of_members(s, stages.sum_aval(s, t))
     operands.add(WEIGHT, (), jnp.float32)
     return operands
 
 
 def _mean(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
     """The gradients of a stage's parameters, by tensor number, in the types of the parameters."""
-    sums = _over_members(context, s, _own_sums(context, s, values))
+    sums = {t: _over_members(context, s, g) for t, g in _own_sums(context, s, values).items()}
     sums = {t: _with_returned(context, s, values, t, g) for t, g in sums.items()}
     weight = values[WEIGHT]
     return {t: (g / weight.astype(g.dtype)).astype(context.stages.aval(t).dtype) for t, g in sums.items()}
@@ -154,7 +160,7 @@ def _mean_of(context: UpdateContext, s: int, values: dict[Name, Any], t: int) ->
 
 
 def _own_sums(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
-    """Sums of this member, with what members of stages that borrow a parameter have returned."""
+    """Sums of each member, with what members of stages that borrow a parameter have returned."""
     return {t: _own_sum(context, s, values, t) for t in context.stages.held(s)}
 
 
@@ -164,11 +170,11 @@ def _own_sum(context: UpdateContext, s: int, values: dict[Name, Any], t: int) ->
     sums_here = values.get(Name(Role.GRADIENT, t)) if pack is None else pack.part(values[pack.name], t)
     lenders = context.lenders(s, t)
     returned = [values[returned_gradient(k, t)] for k in lenders if not context.returns_sum(s, k)]
-    aval = stages.sum_aval(s, t)
+    aval = context.of_members(s, stages.sum_aval(s, t))
     total = jnp.zeros(aval.shape, aval.dtype) if sums_here is None else sums_here
     if returned:
         total = total + functools.reduce(operator.add, returned)
-    return total.reshape(stages.aval(t).shape)
+    return total.reshape(aval.shape)
 
 
 def _with_returned(context: UpdateContext, s: int, values: dict[Name, Any], t: int, total: Any) -> Any:
@@ -184,17 +190,18 @@ def _sum_names(context: UpdateContext, s: int, t: int) -> list[Name]:
     return [*here, *((returned_sum if context.returns_sum(s, k) else returned_gradient)(k, t) for k in lenders)]
 
 
-def _over_members(context: UpdateContext, s: int, values: Any) -> Any:
-    return values if context.is_alone(s) else lax.psum(values, DATA)
+def _over_members(context: UpdateContext, s: int, value: Any) -> Any:
+    """The sum over the members of a stage, of their values side by side."""
+    return value if context.is_alone(s) else jnp.sum(value, 0, dtype=value.dtype)
 
 
 def returned_sum_work(context: UpdateContext, s: int, t: int) -> Work:
     """Return the sum over the members of stage ``s``, which borrows a parameter, of its gradients."""
-    operands, aval = Operands(), context.stages.sum_aval(s, t)
-    operands.add(Name(Role.GRADIENT, t), aval.shape, aval.dtype)
+    operands = Operands()
+    operands[Name(Role.GRADIENT, t)] = context.of_members(s, context.stages.sum_aval(s, t))
 
     def function(values: dict[Name, Any]) -> list[Any]:
-        return [_over_members(context, s, values[Name(Role.GRADIENT, t)].reshape(context.stages.aval(t).shape))]
+        return [_over_members(context, s, values[Name(Role.GRADIENT, t)])]
 
     return named_work(f"stage {s}: sum of gradients", operands, [returned_sum(s, t)], function)
 
@@ -227,15 +234,14 @@ def exchange_work(context: UpdateContext, s: int) -> Work:
     operands = _gradient_operands(context, s)
     operands.add(STEP, (), jnp.int32)
     residuals = [Name(Role.RESIDUAL, t) for t in held]
-    operands |= zip(residuals, context.residual_avals(s), strict=True)
+    operands |= zip(residuals, (context.of_members(s, aval) for aval in context.residual_avals(s)), strict=True)
     averages = [Name(Role.EXCHANGED, t, 1) for t in held]
     if context.guarded:
         operands.add(STOPPED, (), jnp.bool_)
 
-    def function(values: dict[Name, Any]) -> list[Any]:
-        share = values[WEIGHT] / lax.axis_size(DATA)
-        own_share = {t: g / share.astype(g.dtype) for t, g in _own_sums(context, s, values).items()}
-        left = {t: values[name].reshape(stages.aval(t).shape) for t, name in zip(held, residuals, strict=True)}
+    def of_member(shares: list[Any], before: list[Any], step: Any, stopped: Any) -> list[Any]:
+        own_share = {t: g.reshape(stages.aval(t).shape) for t, g in zip(held, shares, strict=True)}
+        left = {t: x.reshape(stages.aval(t).shape) for t, x in zip(held, before, strict=True)}
 
         def read(_: int) -> list[Any]:
             return [own_share[t].astype(left[t].dtype) + left[t] for t in held]
@@ -244,12 +250,22 @@ def exchange_work(context: UpdateContext, s: int) -> Work:
             return exchange([blocks], settings.rule, DATA, lambda f: f(0), read, lambda _, x: _averaged(x))
 
         branches = [functools.partial(phase, blocks) for blocks in plans]
-        means, rest, squares, unsent = lax.switch(settings.phase(values[STEP]), branches)
-        new = [x.reshape(a.shape) for x, a in zip(rest, context.residual_avals(s), strict=True)]
-        if context.guarded:
-            pairs = zip(residuals, new, strict=True)
-            new = [jnp.where(values[STOPPED], values[name], x) for name, x in pairs]
+        means, rest, squares, unsent = lax.switch(settings.phase(step), branches)
+        new = [x.reshape(old.shape) for x, old in zip(rest, before, strict=True)]
+        new = [jnp.where(stopped, old, x) for old, x in zip(before, new, strict=True)] if context.guarded else new
         return [*means, *new, *_in_order([squares, unsent])]
+
+    def function(values: dict[Name, Any]) -> list[Any]:
+        share = values[WEIGHT] / stages.members[s]
+        shares = [g / share.astype(g.dtype) for g in _own_sums(context, s, values).values()]
+        mapped = jax.shard_map(
+            of_member,
+            mesh=stages.specs.submesh.abstract(stages.members[s]),
+            in_specs=(P(DATA), P(DATA), P(), P()),
+            out_specs=[*(P() for _ in held), *(P(DATA) for _ in held), P(), P()],
+            check_vma=False,
+        )
+        return mapped(shares, [values[name] for name in residuals], values[STEP], values.get(STOPPED, False))
 
     return named_work(f"stage {s}: exchange", operands, [*averages, *residuals, HAD, UNSENT], function)
 
@@ -274,7 +290,7 @@ def look_work(context: UpdateContext, s: int) -> Work:
             share = values[WEIGHT]
             gradients = [g / share.astype(g.dtype) for g in _own_sums(context, s, values).values()]
         here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0))
-        return [_over_members(context, s, (here > 0).astype(jnp.int32))]
+        return [(here > 0).astype(jnp.int32)]
 
     return named_work(f"stage {s}: look for what is not finite", operands, [NONFINITE], function)
 
@@ -344,8 +360,7 @@ def end_operands(context: UpdateContext, s: int, counts: bool) -> tuple[Operands
     alike = context.is_alone(s) or stages.sections[s].fold is not None
     state = stages.renewed_state(s) if context.guarded or not alike else []
     for t in state:
-        aval = stages.aval(t)
-        operands.add(Name(Role.STATE, t), aval.shape or stages.lead(s), aval.dtype)
+        operands[Name(Role.STATE, t)] = context.of_members(s, stages.aval(t))
     if counts:
         operands.add(STEP, (), jnp.int32)
         operands.add(SKIPPED, (), jnp.int32)
@@ -356,9 +371,11 @@ def end_operands(context: UpdateContext, s: int, counts: bool) -> tuple[Operands
     def function(values: dict[Name, Any], settled: Callable[[Any, Any], Any]) -> list[Any]:
         results = []
         for t in state:
-            after = values[Name(Role.STATE, t)].reshape(stages.aval(t).shape)
-            if context.replicas > 1 and jnp.issubdtype(after.dtype, jnp.inexact):
-                after = lax.pmean(after, DATA)
+            after, aval = values[Name(Role.STATE, t)], stages.aval(t)
+            if not context.is_alone(s):
+                each = after.reshape(stages.members[s], *aval.shape)
+                mean = jnp.issubdtype(aval.dtype, jnp.inexact) and context.replicas > 1
+                after = _over_members(context, s, each) / len(each) if mean else each[0]
             results.append(settled(values.get(Name(Role.STATE, t, 1)), after))
         return [*results, *(_counted(context, values) if counts else [])]
 

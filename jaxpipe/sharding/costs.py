@@ -1,0 +1,143 @@
+"""Costs of a stage whose work a group of devices shares: a profile of one device, divided, with what they exchange."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.graph import Graph, Operator
+from jaxpipe.network import Network
+from jaxpipe.pipeline.objective import Objective
+from jaxpipe.profile import Profile
+from jaxpipe.sharding.propagation import Propagated
+from jaxpipe.sharding.submesh import Submesh, axis_names
+
+
+@dataclass(frozen=True)
+class Link:
+    """The slowest link within a group of devices.
+
+    Attributes:
+      bandwidth: bytes per second.
+      latency: seconds.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def all_reduce_seconds(self, count: float, devices: int) -> float:
+        """Return the seconds of an all-reduce of so many bytes on each device, around a ring."""
+        if devices == 1 or not count:
+            return 0.0
+        return 2 * (devices - 1) * (count / devices / self.bandwidth + self.latency)
+
+
+def groups_of(network: Network, mesh: Mesh, outer: Mesh, submesh: Submesh) -> tuple[Network, Link]:
+    """Return the network of groups of devices, and the slowest link within one.
+
+    Devices of two groups exchange messages in pairs, those at the same places: the slowest pair counts.
+
+    Args:
+      network: the links between the devices of ``mesh``, in the order of ``mesh.devices.flat``.
+      mesh, outer, submesh: all devices, the first of each group, and the groups.
+    """
+    position = {d: k for k, d in enumerate(mesh.devices.flat)}
+    groups = np.array([[position[d] for d in submesh.group(first)] for first in outer.devices.flat])
+    between = groups[:, None, :], groups[None, :, :]
+    within = [pair for group in groups for pair in itertools.combinations(group, 2)]
+    link = Link(
+        float(min((network.bandwidth[pair] for pair in within), default=math.inf)),
+        float(max((network.latency[pair] for pair in within), default=0.0)),
+    )
+    bandwidth, latency = network.bandwidth[between].min(-1), network.latency[between].max(-1)
+    np.fill_diagonal(bandwidth, 0.0)
+    np.fill_diagonal(latency, 0.0)
+    rows = groups.tolist()
+    outer_network = Network(
+        bandwidth,  # type: ignore[arg-type]
+        latency,
+        speed=tuple(min(network.speed[k] for k in row) for row in rows),
+        memory_bytes=tuple(min(network.memory_bytes[k] for k in row) for row in rows),
+        names=tuple(network.names[row[0]] for row in rows),
+        host_bandwidth_bytes_per_second=tuple(
+            min(network.host_bandwidth_bytes_per_second[k] for k in row) for row in rows
+        ),
+        host_latency_seconds=[max(network.host_latency_seconds[k] for k in row) for row in rows],
+    )
+    return outer_network, link
+
+
+def divided(profile: Profile, objective: Objective, split: Propagated, submesh: Submesh, link: Link) -> Profile:
+    """Return a profile of groups of devices that share each operator's work.
+
+    Args:
+      profile: of one device.
+      objective: the program.
+      split: how its arrays are split over a group.
+      submesh: the group.
+      link: within it.
+    """
+    graph, shape = objective.graph, submesh.shape
+
+    def shards(t: int) -> int:
+        return submesh.shards(split.specs.get(t, P()))
+
+    forward, backward, parameters, residuals = [], [], [], []
+    unread = set(graph.parameters)
+    for k, op in enumerate(graph.operators):
+        parts = math.prod(shape[axis] for axis in split.products.get(k, ()))
+        sums = _sums(op, graph, split.specs, shape)
+        seconds = [link.all_reduce_seconds(size / shards(t), parts) for t, size, parts in sums]
+        ahead = sum(s for s, (t, _, _) in zip(seconds, sums, strict=True) if t in op.outputs)
+        forward.append(profile.forward_seconds[k] / parts + ahead)
+        backward.append(profile.backward_seconds[k] / parts + sum(seconds) - ahead)
+        first = [t for t in dict.fromkeys(op.inputs) if t in unread]
+        unread.difference_update(first)
+        parameters.append(sum(graph.tensors[t].bytes / shards(t) for t in first))
+        residuals.append(profile.residual_bytes[k] / max(map(shards, op.outputs), default=1))
+    edges = [
+        edge._replace(bytes=edge.bytes / shards(graph.operators[edge.source].outputs[edge.output]))
+        for edge in profile.edges
+    ]
+    return replace(
+        profile,
+        forward_seconds=tuple(forward),
+        backward_seconds=tuple(backward),
+        parameter_bytes=tuple(parameters),
+        residual_bytes=tuple(residuals),
+        edges=tuple(edges),
+    )
+
+
+def _sums(op: Operator, graph: Graph, specs: Mapping[int, P], shape: Mapping[str, int]) -> list[tuple[int, int, int]]:
+    """Return what devices add up for a product and its derivatives: a tensor, its bytes, over how many devices."""
+    if op.name != "dot_general" or len(op.inputs) != 2:
+        return []
+    (left, right), (left_batch, right_batch) = op.params["dimension_numbers"]
+    (a, b), (out,) = op.inputs, op.outputs
+    ndims = [len(graph.tensors[t].shape) for t in (a, b)]
+    axes = [_by_dimension(specs.get(t, P()), n) for t, n in zip((a, b), ndims, strict=True)]
+    result = _all(_by_dimension(specs.get(out, P()), len(graph.tensors[out].shape)))
+    contracted = _all([axes[0][d] for d in left]) | _all([axes[1][d] for d in right])
+    free = [
+        _all([axes[0][d] for d in range(ndims[0]) if d not in (*left, *left_batch)]),
+        _all([axes[1][d] for d in range(ndims[1]) if d not in (*right, *right_batch)]),
+    ]
+    summed = [
+        (out, contracted - result),
+        (a, (free[1] & result) - _all(axes[0])),
+        (b, (free[0] & result) - _all(axes[1])),
+    ]
+    return [(t, graph.tensors[t].bytes, math.prod(shape[x] for x in over)) for t, over in summed if over]
+
+
+def _by_dimension(spec: P, ndim: int) -> list[tuple[str, ...]]:
+    return [axis_names(axes) for axes in spec] + [()] * (ndim - len(spec))
+
+
+def _all(dimensions: Iterable[tuple[str, ...]]) -> set[str]:
+    return {axis for axes in dimensions for axis in axes}

@@ -1,0 +1,131 @@
+"""The axes of a mesh beside ``stage`` and ``data``: each stage of a replica is on a group of devices, its submesh.
+
+    mesh (stage 2, data 2, model 2) ──split_mesh──▶ outer mesh (stage 2, data 2) of first devices, and a Submesh
+
+Plans are made for the outer mesh, in which the first device of a group stands for all of them.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.pipeline.axes import DATA, STAGE
+
+
+@dataclass(frozen=True, eq=False)
+class Submesh:
+    """The axes over which the programs of a stage are sharded.
+
+    Attributes:
+      shape: the size of each axis, in the order of the mesh.
+      groups: by first device of a group, all its devices, in the order of these axes.
+    """
+
+    shape: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes."""
+        return tuple(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Devices of a group."""
+        return math.prod(self.shape.values())
+
+    def group(self, device: Any) -> tuple[Any, ...]:
+        """Return all devices of the group that a device is the first of."""
+        return self.groups.get(device, (device,))
+
+    def mesh(self, devices: Sequence[Any]) -> Mesh:
+        """Return the groups of some first devices as a mesh, with an axis ``data`` over the groups."""
+        every = [d for device in devices for d in self.group(device)]
+        grid = np.array(every).reshape(len(devices), *self.shape.values())
+        return Mesh(grid, (DATA, *self.shape), axis_types=(AxisType.Auto,) * grid.ndim)
+
+    def abstract(self, groups: int = 1) -> AbstractMesh:
+        """Return the mesh of so many groups, whatever their devices."""
+        return AbstractMesh(
+            (groups, *self.shape.values()), (DATA, *self.shape), axis_types=(AxisType.Auto,) * (1 + len(self.shape))
+        )
+
+    def shards(self, spec: P, groups: int = 1) -> int:
+        """Return the number of parts that arrays of a spec are in, over so many groups."""
+        sizes = {DATA: groups, **self.shape}
+        return math.prod(sizes[axis] for axes in spec for axis in axis_names(axes))
+
+
+def axis_names(axes: Any) -> tuple[str, ...]:
+    """Return the mesh axes that split one dimension, of an entry of a ``PartitionSpec``.
+
+    Example:
+      >>> axis_names("model"), axis_names(("fsdp", "model")), axis_names(None)
+      (('model',), ('fsdp', 'model'), ())
+    """
+    if isinstance(axes, str):
+        return (axes,)
+    return tuple(axes) if isinstance(axes, tuple) else ()
+
+
+def kept_spec(spec: P, axes: Collection[str]) -> P:
+    """Return a spec without the axes that are not among some.
+
+    Example:
+      >>> kept_spec(P(("data", "fsdp"), None, "model"), {"fsdp"})
+      P('fsdp', None, None)
+    """
+    return P(*(_kept(entry, axes) for entry in spec))
+
+
+def _kept(entry: Any, axes: Collection[str]) -> Any:
+    names = [axis for axis in axis_names(entry) if axis in axes]
+    if not isinstance(entry, (str, tuple)):  # None, or P.UNCONSTRAINED
+        return entry
+    return (names[0] if len(names) == 1 else tuple(names)) if names else None
+
+
+def spec_of(dimensions: Iterable[Sequence[str]]) -> P:
+    """Return the spec of the axes that split each dimension.
+
+    Example:
+      >>> spec_of([("data", "fsdp"), (), ("model",), ()])
+      P(('data', 'fsdp'), None, 'model')
+    """
+    entries = [(axes[0] if len(axes) == 1 else tuple(axes)) if axes else None for axes in dimensions]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def split_mesh(mesh: Mesh) -> tuple[Mesh, Submesh]:
+    """Split a mesh into the mesh of stages and replicas and the submesh of each.
+
+    Args:
+      mesh: with an axis ``stage``.
+
+    Returns:
+      The mesh of first devices, with the axes ``stage`` and, if it has one, ``data``; and the submeshes.
+    """
+    inner = [axis for axis in mesh.axis_names if axis not in (STAGE, DATA)]
+    if not inner:
+        return mesh, Submesh()
+    outer = [axis for axis in mesh.axis_names if axis in (STAGE, DATA)]
+    grid = np.transpose(mesh.devices, [mesh.axis_names.index(axis) for axis in (*outer, *inner)])
+    rows = grid.reshape(*(mesh.shape[axis] for axis in outer), -1)
+    groups = {row[0]: tuple(row) for row in rows.reshape(-1, rows.shape[-1])}
+    return Mesh(rows[..., 0], tuple(outer)), Submesh({axis: mesh.shape[axis] for axis in inner}, groups)
+
+
+def joined_mesh(mesh: Mesh, submesh: Submesh) -> Mesh:
+    """Return all devices of an outer mesh, the axes of the submeshes behind its own."""
+    if not submesh.shape:
+        return mesh
+    every = [d for device in mesh.devices.flat for d in submesh.group(device)]
+    grid = np.array(every).reshape(*mesh.devices.shape, *submesh.shape.values())
+    return Mesh(grid, (*mesh.axis_names, *submesh.shape))

@@ -1,0 +1,255 @@
+"""Partition specs of a model's variables and of the optimizer state.
+
+annotations of the model (nn.with_partitioning, logical axes, nnx metadata), shardings=  ──▶ a spec for each variable
+a parameter's spec ──▶ that of its optimizer state; with ZeRO-1 also over the replicas
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+from flax.linen import get_logical_axis_rules
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.errors import PartitionError
+from jaxpipe.model import AxisRules, BoundModel, Variable
+from jaxpipe.options import PlanOptions
+from jaxpipe.pipeline.axes import DATA
+from jaxpipe.pipeline.objective import Objective
+from jaxpipe.pipeline.trace_update import TracedUpdate
+from jaxpipe.sharding.propagation import Propagated, propagate
+from jaxpipe.sharding.specs import Specs
+from jaxpipe.sharding.submesh import Submesh, axis_names, spec_of
+
+
+#: Mesh axes over which examples are split, if the caller does not say which.
+BATCH_AXES = ("fsdp",)
+
+
+@dataclass(frozen=True, eq=False)
+class Shardings:
+    """How a plan splits the variables of a model.
+
+    Attributes:
+      submesh: the axes over which the programs of a stage are sharded.
+      parameters, state: the spec of each variable.
+      optimizer: the spec of each leaf of the optimizer state; none if no leaf is split.
+      batch_axes: over which the examples of a micro-batch are split.
+    """
+
+    submesh: Submesh = field(default_factory=Submesh)
+    parameters: tuple[P, ...] = ()
+    state: tuple[P, ...] = ()
+    optimizer: tuple[P, ...] = ()
+    batch_axes: tuple[str, ...] = ()
+    _propagated: dict[int, Any] = field(default_factory=dict)
+
+    def propagated(self, objective: Objective) -> Propagated:
+        """Return how the arrays of a program of these variables are split."""
+        graph = objective.graph
+        if id(graph) not in self._propagated:  # with the graph, so that its number stays its own
+            pairs = [*zip(objective.parameters, self.parameters, strict=False)]
+            pairs += [*zip(objective.state, self.state, strict=False)]
+            given = dict(pairs) | {t: self.batch_spec(graph.tensors[t].shape) for t in objective.batch}
+            self._propagated[id(graph)] = graph, propagate(graph, given, self.submesh.shape)
+        return self._propagated[id(graph)][1]
+
+    def batch_spec(self, shape: Sequence[int]) -> P:
+        """Return the spec of an array of a micro-batch."""
+        parts = math.prod(self.submesh.shape[axis] for axis in self.batch_axes)
+        if not self.batch_axes or not shape or shape[0] % parts:
+            return P()
+        return spec_of([self.batch_axes])
+
+    def specs(self, objective: Objective) -> Specs:
+        """Return the specs of the arrays of a program of these variables."""
+        return Specs(self.submesh, self.propagated(objective).specs, self.optimizer)
+
+
+@dataclass(frozen=True)
+class _Resolver:
+    """Finds the mesh axes that annotations stand for.
+
+    Attributes:
+      shape: the mesh axes, and their sizes.
+      rules: of logical axes.
+    """
+
+    shape: Mapping[str, int]
+    rules: AxisRules
+
+    def spec(self, annotated: P) -> P:
+        """Return the spec over the mesh axes; of an axis in two dimensions, the first counts."""
+        used: set[str] = set()
+        entries = []
+        for entry in tuple(annotated):
+            axes = tuple(axis for name in axis_names(entry) for axis in self._axes(name, used))
+            used.update(axes)
+            entries.append(axes)
+        return spec_of(entries)
+
+    def _axes(self, name: str, used: set[str]) -> tuple[str, ...]:
+        """Return the axes that a name stands for, of those that are still free."""
+        if name in self.shape:
+            return () if name in used else (name,)
+        for logical, target in self.rules:
+            if logical == name:
+                axes = tuple(axis for axis in axis_names(target) if axis in self.shape)
+                if target is None or (axes and used.isdisjoint(axes)):
+                    return axes
+        return ()
+
+    @cached_property
+    def known(self) -> str:
+        """The axes, for errors."""
+        return ", ".join(f"{axis!r} ({size})" for axis, size in self.shape.items()) or "none"
+
+
+def shardings_of(
+    model: BoundModel, update: TracedUpdate, objective: Objective, submesh: Submesh, replicas: int, options: PlanOptions
+) -> Shardings:
+    """Return how a plan splits the variables of a model and its optimizer state.
+
+    Args:
+      model: with annotations.
+      update: the optimizer.
+      objective: what is computed for a micro-batch.
+      submesh: the axes over which a stage may be sharded.
+      replicas: of the pipeline.
+      options: what the caller says of it.
+
+    Raises:
+      PartitionError: if an axis is unknown, splits nothing, or does not divide a dimension.
+    """
+    resolver = _Resolver(submesh.shape, options.axis_rules or get_logical_axis_rules())
+    _check_patterns(options.shardings, (*model.own.parameters, *model.own.state), resolver)
+    groups = []
+    for variables, annotated, stacks in zip(
+        (model.own.parameters, model.own.state), model.own.annotated or ((), ()), model.stacks, strict=True
+    ):
+        marks = annotated or (P(),) * len(variables)
+        whole = [_spec(v, mark, options.shardings, resolver) for v, mark in zip(variables, marks, strict=True)]
+        groups.append(tuple(whole[k] for k in stacks.leaf_of))
+    pieces = zip((model.parameters, model.state), groups, strict=True)
+    for variable, spec in ((v, spec) for some, specs in pieces for v, spec in zip(some, specs, strict=True)):
+        _check_divides(variable, spec, submesh.shape)
+    parameters, state = groups
+    batch_axes = tuple(axis for axis in BATCH_AXES if axis in submesh.shape)
+    if options.batch_axes is not None:
+        _check_axes("batch_axes", options.batch_axes, resolver)
+        batch_axes = tuple(options.batch_axes)
+    shardings = Shardings(
+        submesh, parameters, state, _optimizer_specs(model, update, parameters, submesh, replicas, options), batch_axes
+    )
+    _check_used(shardings, objective)
+    return shardings
+
+
+def check_exchanged(exchanged: bool, submesh: Submesh, options: PlanOptions) -> None:
+    """Raise ``PartitionError`` if gradients are exchanged by blocks where parameters or optimizer state are split."""
+    if not exchanged or not (submesh.shape or options.zero):
+        return
+    what = f"PlanOptions(zero={options.zero})" if options.zero else f"the mesh axes {', '.join(submesh.shape)}"
+    raise PartitionError(
+        f"gradient_exchange=block_sparse(...) with {what}: replicas choose blocks of whole gradients, each for itself. "
+        "Leave out one of the two."
+    )
+
+
+def _spec(variable: Variable, annotated: P, given: Mapping[str, P], resolver: _Resolver) -> P:
+    for pattern, spec in given.items():
+        if fnmatchcase(variable.name, pattern):
+            return spec
+    return resolver.spec(annotated)
+
+
+def _optimizer_specs(
+    model: BoundModel,
+    update: TracedUpdate,
+    parameters: Sequence[P],
+    submesh: Submesh,
+    replicas: int,
+    options: PlanOptions,
+) -> tuple[P, ...]:
+    """By leaf of the optimizer state: as its parameter, if it has its shape, and with ZeRO over replicas, too."""
+    specs = []
+    own = dict(zip(model.stacks[0].leaf_of, parameters, strict=True))
+    shapes = {leaf: v.aval.shape for leaf, v in zip(model.stacks[0].leaf_of, model.parameters, strict=True)}
+    for leaf, aval in zip(update.state_stacks.leaf_of, update.state_avals, strict=True):
+        owner = update.owner[leaf]
+        alike = owner is not None and aval.shape[1:] == shapes[owner][1:] and len(aval.shape) == len(shapes[owner])
+        spec = own[owner] if owner is not None and alike else P()
+        if options.zero and owner is not None and replicas > 1:
+            spec = _over_replicas(spec, aval.shape, submesh, replicas)
+        specs.append(spec)
+    return tuple(specs) if any(spec != P() for spec in specs) else ()
+
+
+def _over_replicas(spec: P, shape: Sequence[int], submesh: Submesh, replicas: int) -> P:
+    """Split the largest dimension that can be over the replicas, too."""
+    entries = [axis_names(entry) for entry in tuple(spec)] + [()] * (len(shape) - len(spec))
+    parts = [math.prod(submesh.shape[axis] for axis in axes) for axes in entries]
+    fitting = [d for d in range(len(shape)) if shape[d] % (parts[d] * replicas) == 0 and shape[d]]
+    if not fitting:
+        return spec
+    d = max(fitting, key=lambda d: shape[d] // parts[d])
+    entries[d] = (*entries[d], DATA)
+    return spec_of(entries)
+
+
+def _check_patterns(given: Mapping[str, P], variables: Sequence[Variable], resolver: _Resolver) -> None:
+    for pattern, spec in given.items():
+        _check_axes(f"shardings[{pattern!r}]", [axis for entry in tuple(spec) for axis in axis_names(entry)], resolver)
+        fitting = [v for v in variables if fnmatchcase(v.name, pattern)]
+        if not fitting:
+            names = ", ".join(v.name for v in variables[:5])
+            raise PartitionError(
+                f"PlanOptions.shardings: no variable is called {pattern!r}. Names are paths, such as {names}; * stands "
+                "for any text."
+            )
+        for v in fitting:
+            if len(spec) > len(v.aval.shape):
+                raise PartitionError(
+                    f"PlanOptions.shardings[{pattern!r}] is {spec}, for {len(spec)} dimensions, and {v.name} has the "
+                    f"shape {v.aval.shape}. Give at most one entry for each dimension."
+                )
+
+
+def _check_axes(what: str, axes: Sequence[str], resolver: _Resolver) -> None:
+    unknown = [axis for axis in axes if axis not in resolver.shape]
+    if unknown:
+        raise PartitionError(
+            f"PlanOptions.{what} names the mesh axis {unknown[0]!r}. The axes within a stage are {resolver.known}: "
+            "those of the mesh beside the axes of stages and replicas. Use one of these, or make the mesh with it."
+        )
+
+
+def _check_divides(variable: Variable, spec: P, shape: Mapping[str, int]) -> None:
+    for size, entry in zip(variable.aval.shape, tuple(spec), strict=False):
+        axes = axis_names(entry)
+        parts = math.prod(shape[axis] for axis in axes)
+        if size % parts:
+            raise PartitionError(
+                f"Variable {variable.name} {variable.aval.shape} is split over the mesh axes {', '.join(axes)}, and "
+                f"its dimension of {size} is no multiple of {parts}. Change the dimension, or pass another spec: "
+                f"PlanOptions(shardings={{{variable.name!r}: ...}})."
+            )
+
+
+def _check_used(shardings: Shardings, objective: Objective) -> None:
+    """Raise ``PartitionError`` if devices along an axis would all do the same."""
+    propagated = shardings.propagated(objective)
+    used = {axis for axes in propagated.products.values() for axis in axes}
+    used.update(axis for axis, _ in objective.annotations.mapped)
+    idle = [axis for axis, size in shardings.submesh.shape.items() if size > 1 and axis not in used]
+    if idle:
+        size = shardings.submesh.shape[idle[0]]
+        raise PartitionError(
+            f"The mesh has an axis {idle[0]!r} of {size} devices, over which nothing is split, so that these would all "
+            "do the same. A stage is sharded by the model's own annotations (nn.with_partitioning, logical axes, nnx "
+            "metadata, sharding constraints), by PlanOptions(shardings={name: spec}), or, for examples, by "
+            f"PlanOptions(batch_axes=({idle[0]!r},)). For more stages or replicas use the axes 'stage' and 'data'."
+        )

@@ -112,19 +112,20 @@ def measure(pipeline: Any) -> list[dict[str, Any]]:
     rows = []
     for d, device in enumerate(pipeline.mesh.devices.flat):
         here = [s for s in runtime.places if runtime.devices.rows[s][0] == device]
+        estimated = plan.stage_memory[here[0]]
         programs = {
             run.label: {"temporaries": run.temporary_bytes, "reused": run.alias_bytes}
             for (_, place), run in dispatch.executables.items()
             if place.stage in here
         }
-        arrays = {k: n for k, n in plan.device_memory[d].items() if k not in ("stash", "temporaries")}
+        arrays = {k: n for k, n in estimated.items() if k not in ("stash", "temporaries")}
         stash = sum(
             plan.stages[s].in_flight * plan.stages[s].stash_bytes
             for s in here
             if len(program_kinds(pipeline.schedule, s)[0]) == 1
         )
         if any(plan.stages[s].away for s in here):
-            stash = plan.device_memory[d]["stash"]
+            stash = estimated["stash"]
         working = max(n["temporaries"] for label, n in programs.items() if label.startswith("stage"))
         rows.append(
             {
@@ -136,7 +137,7 @@ def measure(pipeline: Any) -> list[dict[str, Any]]:
                 "split": peaks[device].components,
                 "host": peaks[device].host,
                 "away": [plan.stages[s].away for s in here],
-                "estimated_split": plan.device_memory[d],
+                "estimated_split": estimated,
                 "stash": {"in_flight": [plan.stages[s].in_flight for s in here], "bytes": stash},
                 "programs": programs,
             }

@@ -270,7 +270,7 @@ def describe(
                 stored=_stored_bytes(section),
                 recomputed=_recomputed(section),
                 parameter_bytes=program.bytes_of(section.parameters),
-                stash_bytes=sum(4 * word_count(a) for a in program.stash_avals(section)),
+                stash_bytes=program.stash_bytes(section),
                 in_flight=program.in_flight(program.device(s), s // program.num_devices),
                 **_away(program, found, s),
                 sent_bytes=program.bytes_of(section.leaving),

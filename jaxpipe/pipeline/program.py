@@ -199,6 +199,16 @@ class Program:
         stored = zip(section.stage.storage.stored, section.stage.stash_avals, strict=True)
         return [aval for t, avals in stored if t in kept for aval in avals]
 
+    def stash_bytes(self, section: Section) -> int:
+        """Bytes of the same on each device of a stage, in words."""
+        assert section.stage is not None
+        kept, total = set(section.stashed), 0
+        for t, avals in zip(section.stage.storage.stored, section.stage.stash_avals, strict=True):
+            if t in kept:
+                shards = self.specs.submesh.shards(self.specs.of_tensor(t))
+                total += sum(-(-4 * word_count(a) // shards) for a in avals)
+        return total
+
     def tangents(self, numbers: Sequence[int]) -> list[Any]:
         """Shapes of the cotangents of some tensors."""
         return [aval.to_tangent_aval() for aval in self.avals(numbers)]

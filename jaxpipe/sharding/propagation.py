@@ -1,4 +1,4 @@
-"""How the arrays of a program are split over a stage's devices, from its inputs and its sharding constraints.
+"""Propagation of partition specs through a program, from its inputs and its sharding constraints.
 
     specs of inputs ──operator by operator, forward──▶ specs of all tensors, products that devices add up
 
@@ -26,7 +26,7 @@ Split = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Propagated:
-    """How a program's arrays are split.
+    """Partition specs of a program's arrays.
 
     Attributes:
       specs: by tensor number; those that are left out are not split.
@@ -77,7 +77,7 @@ def propagate(graph: Graph, given: Mapping[int, P], shape: Mapping[str, int]) ->
 
 @dataclass(frozen=True)
 class _Rules:
-    """How each primitive hands splits on.
+    """Propagation rules, by primitive.
 
     Attributes:
       shape: the mesh axes, and their sizes.

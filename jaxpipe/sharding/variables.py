@@ -176,12 +176,12 @@ def _optimizer_specs(
 ) -> tuple[P, ...]:
     """By leaf of the optimizer state: as its parameter, if it has its shape, and with ZeRO over replicas, too."""
     specs = []
-    own = dict(zip(model.stacks[0].leaf_of, parameters, strict=True))
+    spec_by_leaf = dict(zip(model.stacks[0].leaf_of, parameters, strict=True))
     shapes = {leaf: v.aval.shape for leaf, v in zip(model.stacks[0].leaf_of, model.parameters, strict=True)}
     for leaf, aval in zip(update.state_stacks.leaf_of, update.state_avals, strict=True):
         owner = update.owner[leaf]
         alike = owner is not None and aval.shape[1:] == shapes[owner][1:] and len(aval.shape) == len(shapes[owner])
-        spec = own[owner] if owner is not None and alike else P()
+        spec = spec_by_leaf[owner] if owner is not None and alike else P()
         if options.zero and owner is not None and replicas > 1:
             spec = _over_replicas(spec, aval.shape, submesh, replicas)
         specs.append(spec)

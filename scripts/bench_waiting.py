@@ -1,6 +1,7 @@
 """Steps of stages that wait in place of computing, against their plans: what the runtime itself loses.
 
     python -m scripts.bench_waiting --out docs/results/waiting-cpu-jax0.12.json
+    chrt -f 5 python -m scripts.bench_waiting  # as root, on a machine that has other work: waits end in time
 
 Every layer multiplies rows by a vector, and waits in its forward and in its backward pass for as long as its profile
 says. Waiting takes no core, so that simulated devices really work at the same time, however few cores there are: a

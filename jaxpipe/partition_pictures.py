@@ -164,12 +164,12 @@ def _spot(k: int) -> tuple[float, float]:
 def _devices_text(network: Network, devices: Sequence[int]) -> str:
     """The names of some devices, as many as fit, and the speed of the slowest if speeds differ."""
     speed = f", {short(min(network.speed[d] for d in devices))}x" if len(set(network.speed)) > 1 else ""
-    for shown in range(len(devices), 0, -1):
-        rest = f" + {len(devices) - shown}" if shown < len(devices) else ""
-        text = ", ".join(network.names[d] for d in devices[:shown]) + rest + speed
-        if len(text) <= MOST_LETTERS:
-            return text
-    return text[: MOST_LETTERS - len(rest + speed)] + rest + speed
+    names, end = ", ".join(network.names[d] for d in devices), speed
+    for shown in range(len(devices) - 1, 0, -1):
+        if len(names + end) <= MOST_LETTERS:
+            break
+        names, end = ", ".join(network.names[d] for d in devices[:shown]), f" + {len(devices) - shown}{speed}"
+    return names[: MOST_LETTERS - len(end)] + end
 
 
 def _draw_box(axes: "Axes", spot: tuple[float, float], title: str, text: str, color: str, is_worst: bool) -> None:

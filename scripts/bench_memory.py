@@ -5,8 +5,8 @@
     python -m scripts.bench_memory --rounds 0  # bytes only
     python -m scripts.plot_memory
 
-A budget is the bytes that do not depend on storage (parameters, gradients, optimizer, state, batch) plus a share of what
-the fullest device reserves besides if nothing is planned: for the pipeline without codecs (``storage=()``, named
+A budget is the bytes that do not depend on storage (parameters, gradients, optimizer, state, batch) plus a share of
+what the fullest device reserves besides if nothing is planned: for the pipeline without codecs (``storage=()``, named
 ``plain``), or with one stage for what users have today, one jitted function of gradients and update with donated state
 (``jax``). Beside that ``jax.checkpoint`` of the whole model under JAX's policies; running statistics of normalisations
 are dropped there. ``default`` is the pipeline without a budget.

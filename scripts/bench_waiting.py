@@ -80,7 +80,7 @@ def register_wait() -> None:
 
 
 def wait(x: jax.Array, seconds: float) -> jax.Array:
-    """The same array, later."""
+    """Return an array after some seconds."""
     return jax.ffi.ffi_call("wait", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, seconds=np.float64(seconds))
 
 
@@ -117,10 +117,9 @@ def pipeline(heavy: tuple[int, ...], **options: Any) -> jaxpipe.Pipeline:
 
     model = jax.tree_util.Partial(apply, [jnp.ones((WIDTH,))] * len(heavy))
     batch = jax.ShapeDtypeStruct((MICROBATCHES * ROWS, WIDTH), jnp.float32)
-    one = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     mesh = jax.make_mesh((DEVICES,), ("stage",))
     options = {"optimizer": optax.sgd(0.1), "num_microbatches": MICROBATCHES, "runtime": "mpmd", **options}
-    profile = jaxpipe.profile_model(model, one, loss=loss, source="analytic")
+    profile = jaxpipe.profile_model(model, batch, loss=loss, source="analytic", num_microbatches=MICROBATCHES)
     assert profile.names[: len(heavy)] == tuple(f"layer{k} layer" for k in range(len(heavy)))
     nothing = (0.0,) * (len(profile.names) - len(heavy))
     profile = dataclasses.replace(
@@ -176,10 +175,10 @@ def main() -> None:
         rows[name] |= {"away": [stage.away for stage in case.plan.stages], "devices": case.plan.teams.widths}
         rows[name] |= {"cuts": [stage.operators[0] for stage in case.plan.stages[1:]]}
         print(f"{name}: {measured[1]:.3f} s measured, {predicted:.3f} s predicted ({measured[1] / predicted:.3f})")
-    one, three = (rows[str(replicate)] for replicate in (ones, (DEVICES - 1, 1)))
+    single, three = (rows[str(replicate)] for replicate in (ones, (DEVICES - 1, 1)))
     speedup = {
-        "predicted": one["predicted"] / three["predicted"],
-        "measured": one["measured"][1] / three["measured"][1],
+        "predicted": single["predicted"] / three["predicted"],
+        "measured": single["measured"][1] / three["measured"][1],
     }
     print(f"speed-up of {(DEVICES - 1, 1)}: {speedup['measured']:.3f} measured, {speedup['predicted']:.3f} predicted")
     result = {**header(), "microbatches": MICROBATCHES, "layer_seconds": [FORWARD, BACKWARD], "rows": rows}

@@ -40,7 +40,7 @@ GAP = 0.01
 
 @dataclass(frozen=True)
 class Fitted:
-    """How a stage's storage was chosen.
+    """The way in which a stage's storage was chosen.
 
     Attributes:
       status: ``"default"``, or that of an ``Answer``.
@@ -57,7 +57,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Prices:
-    """What computing again and codecs cost.
+    """Costs of computing again and of codecs.
 
     Attributes:
       seconds: of an operator of a graph, on the device.

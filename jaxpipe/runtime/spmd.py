@@ -172,13 +172,15 @@ class SpmdRuntime:
     @progress("Compiling the training step")
     def compiled_step(self) -> Any:
         """The training step."""
-        planned = self.planned
-        hosts.agree("The plan", planned.plan.to_json())
+        hosts.agree("The plan", self.planned.plan.to_json())
+        return self.lower_step().compile()
+
+    def lower_step(self) -> Any:
+        """Return the training step, lowered for the plan's devices."""
+        planned, state = self.planned, self._abstract_state
         with building_for(planned.mesh.devices.flat[0].platform):
-            function = steps.training_step(
-                planned.mesh, planned.program, planned.update, planned.batching, self._abstract_state
-            )
-            return lower(planned, function, planned.batch, planned.batching).compile()
+            function = steps.training_step(planned.mesh, planned.program, planned.update, planned.batching, state)
+            return lower(planned, function, planned.batch, planned.batching)
 
     @cached_property
     @progress("Compiling the gradient")

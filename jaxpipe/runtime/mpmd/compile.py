@@ -130,6 +130,11 @@ class Job:
     target: Target
     specs: tuple[tuple[P, ...], tuple[P, ...]] | None = None
 
+    @property
+    def is_bound(self) -> bool:
+        """True if its program is lowered for its very devices: they are absent, or it calls Python on their host."""
+        return self.target.is_absent or _compat.needs_devices(self.traced.program.closed)
+
 
 @dataclass(frozen=True, eq=False)
 class Executable:
@@ -161,8 +166,7 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
     groups: dict[Hashable, list[int]] = {}
     for number, job in enumerate(jobs):
         traced = job.traced
-        # A program for devices that are not here is lowered for these very devices.
-        where = job.target.devices if job.target.is_absent else len(job.target.devices)
+        where = job.target.devices if job.is_bound else len(job.target.devices)
         key = (traced.program.form, traced.reads, traced.writes, job.donated, where, job.specs)
         groups.setdefault(key, []).append(number)
     own = {number for number, job in enumerate(jobs) if hosts.mine(job.target.devices)}
@@ -195,7 +199,7 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
 def _compile(jobs: Sequence[Job], lowered: Any, rows: Sequence[np.ndarray | None]) -> list[Executable]:
     """Compile equal work once, for the first target, and make it run on the devices of the others."""
     first, *others = [job.target for job in jobs]
-    if first.is_absent:  # equal work for devices that are not here is for the same devices
+    if jobs[0].is_bound:  # equal work is for the same devices
         program = lowered.compile()
         calls = [program] * len(jobs)
     else:
@@ -234,7 +238,7 @@ def _lower(jobs: Sequence[Job], platform: str) -> tuple[Any, list[np.ndarray | N
     rows = [np.array([value for _, value in job.traced.program.folds], np.uint32) for job in jobs]
     varies = any((row != rows[0]).any() for row in rows)
     mesh: Any = member_mesh(len(first.target.devices))
-    if first.target.is_absent:
+    if first.is_bound:
         mesh = jax.sharding.Mesh(np.array(first.target.devices), (DATA,))
 
     def with_row(row: Any, *operands: Any) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ XLA:CPU runs programs with Python callbacks one after the other, on all devices.
 
   predicted  seconds of a step in the plan
   measured   quartiles; ratio: their median over what was predicted
+  bytes      of each device: predicted, and what the compiled programs and their arrays take, beside the budget
 """
 
 import argparse
@@ -174,6 +175,9 @@ def main() -> None:
         rows[name] = {"predicted": predicted, "measured": measured, "ratio": measured[1] / predicted}
         rows[name] |= {"away": [stage.away for stage in case.plan.stages], "devices": case.plan.teams.widths}
         rows[name] |= {"cuts": [stage.operators[0] for stage in case.plan.stages[1:]]}
+        report = case.memory_report()
+        rows[name] |= {"budget": case.plan.budget, "predicted_bytes": report.predicted_bytes}
+        rows[name] |= {"compiled_bytes": report.compiled_bytes}
         print(f"{name}: {measured[1]:.3f} s measured, {predicted:.3f} s predicted ({measured[1] / predicted:.3f})")
     single, three = (rows[str(replicate)] for replicate in (ones, (DEVICES - 1, 1)))
     speedup = {

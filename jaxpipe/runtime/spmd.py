@@ -23,11 +23,12 @@ from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.sections import cut_sections, follow
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Batching
-from jaxpipe.progress import progress
+from jaxpipe.progress import progress, tell
 from jaxpipe.runtime.interface import Bytes, StepResults
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.target import building_for
+from jaxpipe.units import bytes_text
 
 
 class SpmdRuntime:
@@ -160,8 +161,7 @@ class SpmdRuntime:
         """Return what XLA reserves for the training step, on every device alike."""
         step, count = self.compiled_step, self.planned.mesh.devices.size
         sizes = step.memory_analysis()
-        needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
-        each = needed - sizes.alias_size_in_bytes, sizes.temp_size_in_bytes, sizes.host_temp_size_in_bytes
+        each = _reserved_bytes(step), sizes.temp_size_in_bytes, sizes.host_temp_size_in_bytes
         return Bytes(*((size,) * count for size in each))
 
     @cached_property
@@ -172,8 +172,12 @@ class SpmdRuntime:
     @progress("Compiling the training step")
     def compiled_step(self) -> Any:
         """The training step."""
-        hosts.agree("The plan", self.planned.plan.to_json())
-        return self.lower_step().compile()
+        plan = self.planned.plan
+        hosts.agree("The plan", plan.to_json())
+        tell(f"Compiling the training step, {bytes_text(plan.predicted_bytes)} predicted")
+        step = self.lower_step().compile()
+        tell(f"XLA reserves {bytes_text(_reserved_bytes(step))} on each device")
+        return step
 
     def lower_step(self) -> Any:
         """Return the training step, lowered for the plan's devices."""
@@ -238,6 +242,13 @@ def lower(planned: Planned, function: Any, batch: Any, batching: Batching) -> An
         for x, spec in zip(jax.tree.leaves(batch), batching.specs(), strict=True)
     ]
     return function.lower(abstract_state(planned), leaves)
+
+
+def _reserved_bytes(step: Any) -> int:
+    """Return the bytes of arguments, results and temporaries of a compiled step, less what is donated."""
+    sizes = step.memory_analysis()
+    needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+    return needed - sizes.alias_size_in_bytes
 
 
 def _shaped(planned: Planned, shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:

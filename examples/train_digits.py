@@ -11,6 +11,7 @@ what the stages keep for the backward pass against what plain ``jax.grad`` keeps
 (``report.html``), and the metrics of each step (``metrics.jsonl``).
 """
 
+import json
 import sys
 import time
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jaxpipe
-from jaxpipe.metrics import JsonLines
 from jaxpipe.pictures import draw_memory, draw_timeline
 from jaxpipe.units import bytes_text
 
@@ -118,7 +118,8 @@ def train(
     state = pipeline.init(jax.random.key(options.seed))
     columns = (TextColumn("epoch"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]:.4f}"))
     progress = Progress(*columns, TimeElapsedColumn(), console=console)
-    with progress, JsonLines(options.out / "metrics.jsonl") as lines:
+    options.out.mkdir(parents=True, exist_ok=True)
+    with progress, (options.out / "metrics.jsonl").open("a", buffering=1) as lines:  # others may read it meanwhile
         task = progress.add_task("train", total=options.epochs, loss=float("nan"))
         for epoch in range(options.epochs):
             rows = order.permutation(len(data["label"]))
@@ -128,7 +129,8 @@ def train(
                 state, metrics = pipeline.step(state, {name: x[chosen] for name, x in data.items()})
                 found.append(metrics)
             for step, metrics in enumerate(found):  # here, so that no step waits for the one before
-                lines.write(step=epoch * steps + step, **metrics)
+                values = jax.tree.map(lambda x: np.asarray(x).tolist(), metrics)
+                lines.write(json.dumps({"step": epoch * steps + step, **values}) + "\n")
             progress.update(task, advance=1, loss=float(jnp.stack([metrics["loss"] for metrics in found]).mean()))
     return state
 

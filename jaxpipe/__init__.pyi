@@ -2,7 +2,6 @@
 
 from . import checkpoint as checkpoint
 from . import gradients as gradients
-from . import metrics as metrics
 from . import partition_pictures as partition_pictures
 from . import pictures as pictures
 from . import planning as planning

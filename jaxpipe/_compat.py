@@ -19,6 +19,7 @@ from jax import core
 from jax._src import core as private_core
 from jax._src.clusters import ClusterEnv
 from jax._src.compiler import get_compile_options
+from jax._src.dispatch import jaxpr_has_prim_requiring_devices
 from jax._src.distributed import global_state
 from jax._src.interpreters.pxla import global_aval_to_result_handler
 from jax._src.lib import xla_client
@@ -247,6 +248,11 @@ def disguise(value: jax.Array, after: jax.Array) -> jax.Array:
 def is_absent(device: Any) -> bool:
     """Return whether a device is of a topology that is only compiled for, not one that runs programs."""
     return getattr(device.client, "runtime_type", "") == "compile_only_runtime"
+
+
+def needs_devices(program: Any) -> bool:
+    """Return whether a traced program can only be lowered for given devices, as one with Python callbacks."""
+    return jaxpr_has_prim_requiring_devices(open_jaxpr(program)[0])
 
 
 def fences_hold() -> bool:

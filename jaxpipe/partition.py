@@ -181,8 +181,8 @@ def partition(
         optimizer gets it. ``jnp.bfloat16`` saves 2 bytes for each bfloat16 parameter, and rounds every sum.
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
-        Asynchronous schedules, ``replicate``, ``host_memory`` and batches of several sizes need ``"mpmd"``.
-        ``"auto"``: the one that has what is asked for; ``"mpmd"`` with ``memory``; else ``"spmd"`` only if the
+        Asynchronous schedules, ``replicate``, ``memory``, ``host_memory`` and batches of several sizes need
+        ``"mpmd"``. ``"auto"``: the one that has what is asked for; of the two, ``"spmd"`` only if the
         longest stage's work on a micro-batch is shorter than the host's calls and sends for it (25 and 40 us each)
         and its step is predicted to be shorter. The plan says which, and why.
       options: ``jaxpipe.PlanOptions(...)``: names of mesh axes, shardings within a stage, ZeRO-1.

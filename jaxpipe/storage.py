@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jaxpipe import _compat
 from jaxpipe.demand import Linearization
 from jaxpipe.density import room
 from jaxpipe.graph import Graph, Operator
+from jaxpipe.minimum_cut import minimum_cut
 from jaxpipe.policy import FAST, Policy
 from jaxpipe.stash import Form, Storage, stored_bytes
 from jaxpipe.work import VIEWS, contraction, is_product, product_work, rerun_work
@@ -258,7 +257,7 @@ def _cut_plan(
         if t not in price:
             price[t] = 0 if t in held else stored_bytes(graph.tensors[t], forms[t])
             pending.extend(_sources(derivation.get(t), at_hand))
-    cut = _minimum_cut(price, {t: _sources(derivation.get(t), at_hand) for t in price if t in derivation}, needs)
+    cut = minimum_cut(price, {t: _sources(derivation.get(t), at_hand) for t in price if t in derivation}, needs)
     stored = {_input_seen(t, graph, derivation, price) for t in cut}
 
     return derived_from(linearization, {t: forms[t] for t in stored}, derivation)
@@ -373,34 +372,3 @@ def _products_to_rerun(graph: Graph) -> set[Operator]:
             break
         chosen.add(op)
     return chosen
-
-
-def _minimum_cut(price: Mapping[int, int], sources: Mapping[int, list[int]], needs: Iterable[int]) -> set[int]:
-    """The cheapest set of tensors from which all ``needs`` follow.
-
-    Each tensor is an edge ``in -> out`` with its price as capacity. ``sources[t]`` are joined to ``t`` without
-    limit; a tensor without an entry cannot be derived and hangs on the source node.
-    """
-    node = {t: k for k, t in enumerate(price)}
-    count = len(node)
-    origin, sink = 2 * count, 2 * count + 1
-    # scipy takes 32-bit capacities; a unit keeps their sum in range.
-    unit = max(1, math.ceil(sum(price.values()) / 2**29))
-    unlimited = 2**30
-    edges: dict[tuple[int, int], int] = {}
-    for t, k in node.items():
-        edges[2 * k, 2 * k + 1] = -(-price[t] // unit)
-        for u in sources.get(t, ()):
-            edges[2 * node[u] + 1, 2 * k] = unlimited
-        if t not in sources:
-            edges[origin, 2 * k] = unlimited
-    edges.update({(2 * node[t] + 1, sink): unlimited for t in needs})
-    if not edges:
-        return set()
-    rows, columns = np.array(list(edges), np.int32).T
-    capacity = csr_array((np.array(list(edges.values()), np.int32), (rows, columns)), shape=(2 * count + 2,) * 2)
-    flow = maximum_flow(capacity, origin, sink).flow
-    residual = csr_array(capacity - flow)
-    residual.eliminate_zeros()
-    near = set(breadth_first_order(csr_array(residual.T), sink, return_predecessors=False).tolist())
-    return {t for t, k in node.items() if 2 * k + 1 in near and 2 * k not in near}

@@ -28,8 +28,6 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
-from jaxpipe.pipeline import compiled
-from jaxpipe.pipeline.step import training_step
 from jaxpipe.profiling.stages import stage_work
 from scripts.bench_pipeline import CASES, MICROBATCHES, OPTIMIZER
 from scripts.measuring import Quartiles, header, quartiles
@@ -51,9 +49,7 @@ class Row:
 
 def compile_step(pipeline: jaxpipe.Pipeline) -> None:
     """The training step, from the start."""
-    planned, state = pipeline._planned, pipeline._runtime._abstract_state
-    function = training_step(pipeline.mesh, planned.program, planned.update, planned.batching, state)
-    compiled.lower(planned, function, planned.batch, planned.batching).compile()
+    pipeline._runtime.lower_step().compile()
 
 
 def compile_stages(pipeline: jaxpipe.Pipeline) -> None:

@@ -5,8 +5,8 @@
     python -m scripts.bench_memory --rounds 0  # bytes only
     python -m scripts.plot_memory
 
-A budget is the bytes that do not depend on storage (parameters, gradients, optimizer, state, batch, transport) plus a
-share of what XLA reserves besides if nothing is planned: for the pipeline without codecs (``storage=()``, named
+A budget is the bytes that do not depend on storage (parameters, gradients, optimizer, state, batch) plus a share of
+what the fullest device reserves besides if nothing is planned: for the pipeline without codecs (``storage=()``, named
 ``plain``), or with one stage for what users have today, one jitted function of gradients and update with donated state
 (``jax``). Beside that ``jax.checkpoint`` of the whole model under JAX's policies; running statistics of normalisations
 are dropped there. ``default`` is the pipeline without a budget.
@@ -14,9 +14,9 @@ are dropped there. ``default`` is the pipeline without a budget.
 What is measured is written after every model and number of stages; a file from the same versions and machine is
 completed, so that a long run can be had in pieces.
 
-  predicted   bytes on each device in the plan, made before the first compile
+  predicted   bytes on the fullest device in the plan, made before the first compile
   settled     the same of the plan that was kept: one of which XLA reserves more than the budget is made smaller
-  compiled    argument + result + temporary - donated bytes of the compiled step
+  compiled    the most that a device holds in a step: arrays and temporaries of the program that runs
   plan        seconds to plan, profile excluded; solve: the longest that solvers took for a stage
   added       predicted time of codecs and recomputation, relative to a step's work
   ratio       step time / plain within a round: median and quartiles; all variants run in turn in one loop
@@ -209,7 +209,7 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
             optimizer=optimizer,
             num_microbatches=m,
             **options,
-            runtime="spmd",
+            runtime="mpmd",
         )
 
     plain = make(storage=())
@@ -220,9 +220,9 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
     if stages == 1:
         for label, policy in {"jax": None, **POLICIES}.items():
             today[label] = jitted(case, optimizer, policy, variables, batch)
-    reserved = today["jax"].bytes if today else plain.memory_report().compiled_bytes[0]
+    reserved = today["jax"].bytes if today else max(plain.memory_report().compiled_bytes)
     memory = {**plain.plan.memory, "gradients": plain.plan.memory["parameters"]}
-    fixed = sum(n for part, n in memory.items() if part not in ("arena", "working"))
+    fixed = sum(n for part, n in memory.items() if part not in ("stash", "messages", "temporaries"))
     pipelines: dict[str, jaxpipe.Pipeline] = {"plain": plain, "default": make(profile=profile)}
     predicted = {label: pipeline.plan.predicted_bytes for label, pipeline in pipelines.items()}
     failed: dict[str, str] = {}
@@ -263,7 +263,7 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
                 budgets.get(label),
                 predicted[label],
                 plan.predicted_bytes,
-                report.compiled_bytes[0],
+                max(report.compiled_bytes),
                 spent.get(label),
                 max(s.solve_seconds for s in plan.stages),
                 "/".join(dict.fromkeys(s.storage for s in plan.stages)),

@@ -4,8 +4,8 @@
 
 A Llama-like decoder of 12 layers x 768 and 32,000 words on 8 devices, as 2 stages x 2 replicas x model 2, with and
 without optimizer state split over the replicas. Its kernels are split by ``PlanOptions(shardings=...)``, as the model
-has no annotations. Nothing is run. Of each program: its devices, its collectives and their bytes on a device. Of each stage: predicted and
-compiled bytes of a device.
+has no annotations. Nothing is run. Of each program: its devices, its collectives and their bytes on a device. Of each
+stage: predicted and compiled bytes of a device.
 """
 
 import argparse

@@ -96,8 +96,8 @@ def pipeline_of(case: Case, devices: Any, runtime: str, options: argparse.Namesp
         optimizer=optax.sgd(0.1),
         num_microbatches=MICROBATCHES,
         schedule=options.schedule,
-        memory=options.memory,
-        host_memory=options.host_memory,
+        memory=options.memory if runtime == "mpmd" else None,  # one program has no budget
+        host_memory=options.host_memory if runtime == "mpmd" else None,
         compile=False,
         profile="analytic",
         runtime=runtime,

@@ -14,10 +14,11 @@ import pytest
 from flax import nnx
 
 import jaxpipe
-from jaxpipe.errors import MemoryBudgetError
+from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.pipeline import compiled
 from jaxpipe.planning.storing import choose, solver_time
 from jaxpipe.planning.storing.solver_time import SolverTime
+from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
 from tests.test_fit import mlp, transformer, unet
 
 
@@ -102,12 +103,20 @@ def test_what_an_error_offers_runs(build, stages):
 
 def test_a_budget_below_what_is_offered_is_refused_before_a_step():
     """By prediction it would be kept; the offer does not depend on the budget."""
-    smallest = refused(chain, 2, runtime="spmd").smallest
-    below = {"memory": smallest - 1, "runtime": "spmd"}
-    assert make(chain, 2, **below, compile=False)[0].plan.predicted_bytes < smallest
     with pytest.raises(MemoryBudgetError) as error:
-        make(chain, 2, **below)
-    assert error.value.smallest == smallest
+        make(chain, 2, memory=1000, compile=False)
+    below = error.value.smallest
+    assert make(chain, 2, memory=below, compile=False)[0].plan.predicted_bytes <= below
+    with pytest.raises(MemoryBudgetError) as error:
+        make(chain, 2, memory=below)
+    assert error.value.smallest == refused(chain, 2).smallest > below
+
+
+def test_one_program_has_no_budget():
+    with pytest.raises(
+        PartitionError, match=r"runtime='spmd' with memory=: .* the largest stage\. Pass runtime='mpmd'"
+    ):
+        make(chain, 2, memory="1GiB", runtime="spmd")
 
 
 def test_an_error_names_the_budget_both_figures_and_the_largest_tensors():
@@ -123,21 +132,21 @@ def test_an_error_names_the_budget_both_figures_and_the_largest_tensors():
 
 def counted_steps(monkeypatch):
     """A list that grows with each training step that is compiled."""
-    count, actual = [], compiled.reserved_bytes
-    monkeypatch.setattr(compiled, "reserved_bytes", lambda step: count.append(step) or actual(step))
+    count, actual = [], MpmdRuntime.build
+    monkeypatch.setattr(MpmdRuntime, "build", lambda runtime: count.append(runtime) or actual(runtime))
     return count
 
 
 def test_a_step_that_was_compiled_for_its_bytes_is_not_compiled_again(monkeypatch):
     count = counted_steps(monkeypatch)
-    pipeline, batch = make(chain, 2, memory=10**7, runtime="spmd")
+    pipeline, batch = make(chain, 2, memory=10**7)
     assert count == []  # far from the budget
     budget = math.ceil(1.2 * pipeline.plan.predicted_bytes)
-    pipeline, batch = make(chain, 2, memory=budget, runtime="spmd")
+    pipeline, batch = make(chain, 2, memory=budget)
     assert len(count) == 1
     pipeline.step(pipeline.init(KEY), batch)
     assert len(count) == 1
-    paper, _ = make(chain, 2, memory=budget, compile=False, runtime="spmd")
+    paper, _ = make(chain, 2, memory=budget, compile=False)
     assert len(count) == 1 and paper.plan.predicted_bytes == pipeline.plan.predicted_bytes
 
 

@@ -213,7 +213,8 @@ def test_a_loss_may_look_at_itself():
     assert sorted(seen["loss"]) == pytest.approx(sorted((rows.sum(1) / 2).tolist()))
 
 
-def test_pipelines_that_are_gone_keep_no_arrays():
+@pytest.mark.parametrize(("runtime", "options"), [("spmd", {}), ("mpmd", {"memory": "1 GiB"})])
+def test_pipelines_that_are_gone_keep_no_arrays(runtime, options):
     """A model that captures 4 MiB, planned and trained again and again."""
 
     def run():
@@ -228,7 +229,8 @@ def test_pipelines_that_are_gone_keep_no_arrays():
             evaluate=lambda f, x: f(x).mean(),
             optimizer=optax.adam(0.5),
             num_microbatches=2,
-            memory="1 GiB",
+            runtime=runtime,
+            **options,
             profile="analytic",
         )
         state, _ = pipeline.step(pipeline.init(jax.random.key(0)), batch)

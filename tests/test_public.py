@@ -13,7 +13,7 @@ import jaxpipe
 
 #: Packages whose every name is public, and modules of which those that are made in them are.
 PUBLIC = ("jaxpipe", "jaxpipe.checkpoint", "jaxpipe.gradients", "jaxpipe.planning", "jaxpipe.schedules")
-MODULES = ("jaxpipe.metrics", "jaxpipe.partition_pictures", "jaxpipe.topology", "jaxpipe.traces")
+MODULES = ("jaxpipe.partition_pictures", "jaxpipe.topology", "jaxpipe.traces")
 
 
 def public_names(module):
@@ -61,7 +61,7 @@ def test_import_loads_next_to_nothing():
     code = "import jax, sys; before = set(sys.modules); import jaxpipe; print(*set(sys.modules) - before)"
     assert {name for name in run(code) if not name.startswith(("jaxpipe", "lazy_loader"))} <= {"ast", "_ast"}
     code = "import jaxpipe, sys; [getattr(jaxpipe, name) for name in jaxpipe.__all__]; print(*sys.modules)"
-    assert {"cvxpy", "matplotlib", "orbax.checkpoint", "scipy.stats", "tensorboardX"}.isdisjoint(run(code))
+    assert {"cvxpy", "matplotlib", "orbax.checkpoint", "scipy.stats"}.isdisjoint(run(code))
 
 
 def test_import_initialises_no_device():

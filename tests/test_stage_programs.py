@@ -356,3 +356,41 @@ def test_several_sizes_are_compiled_ahead(caplog):
         caplog.clear()
         pipeline.step(state, batches[1])
         assert "Compiling" not in caplog.text
+
+
+def on_the_host(x):
+    return jax.pure_callback(lambda x: np.maximum(np.asarray(x), 0), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@jax.custom_vjp
+def host_relu(x):
+    return on_the_host(x)
+
+
+host_relu.defvjp(lambda x: (on_the_host(x), x), lambda x, cotangent: (cotangent * (x > 0),))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("replicas", [None, 2])
+def test_layers_may_call_python(replicas):
+    """Equal stages too: what calls Python is compiled for each device."""
+
+    def loss(model, x):
+        return jnp.square(model(x)).mean()
+
+    def apply(weights, x):
+        for w in weights:
+            x = host_relu(x @ w)
+        return x
+
+    weights = list(jax.random.normal(jax.random.key(0), (4, 8, 8)))
+    batch = jax.random.normal(jax.random.key(1), (16, 8))
+    options = {"optimizer": optax.sgd(0.1), "num_microbatches": 4, "profile": "analytic", "runtime": "mpmd"}
+    model = jax.tree_util.Partial(apply, weights)
+    pipeline = jaxpipe.partition(model, mesh_of(4, replicas), batch, loss=loss, **options)
+    (found, _), gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(2)), batch)
+    # The same with JAX's own function.
+    plain = jax.value_and_grad(
+        lambda weights: loss(lambda x: functools.reduce(lambda x, w: jax.nn.relu(x @ w), weights, x), batch)
+    )
+    assert relative_l2([found, *jax.tree.leaves(gradients)], list(jax.tree.leaves(plain(weights)))) < FUSION

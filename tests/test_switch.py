@@ -167,14 +167,7 @@ def pipeline_of(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
 
 def lowered(pipeline: jaxpipe.Pipeline) -> str:
     """The training step before XLA has seen it."""
-    from jaxpipe.pipeline import compiled
-    from jaxpipe.pipeline.step import training_step
-
-    planned = pipeline._planned
-    step = training_step(
-        pipeline.mesh, planned.program, planned.update, planned.batching, pipeline._runtime._abstract_state
-    )
-    return compiled.lower(planned, step, planned.batch, planned.batching).as_text()
+    return pipeline._runtime.lower_step().as_text()
 
 
 def count_products(text: str) -> int:

@@ -27,7 +27,6 @@ from jaxpipe.pipeline.describe import (
     stage_seconds,
 )
 from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
-from jaxpipe.pipeline.fit import SMALLEST_ROUNDS, Fitted, Fitter, Prices, Solving, Terms
 from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.links import slowest_used
@@ -38,7 +37,7 @@ from jaxpipe.pipeline.program import DATA, Program
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.runtime_choice import choose_runtime
 from jaxpipe.pipeline.sections import Placement, Section, count_frozen, cut_sections, place, with_backward
-from jaxpipe.pipeline.stage_budget import StageFitter
+from jaxpipe.pipeline.stage_budget import Fitted, Prices, Solving, StageFitter
 from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.pipeline.trace_update import TracedUpdate, trace_update
 from jaxpipe.pipeline.trained import without_frozen
@@ -172,8 +171,7 @@ def draft(
         gradient_dtype=request.gradient_dtype,
         specs=traced.shardings.specs(traced.objective),
     )
-    swaps = request.budget is not None and request.network is not None and request.runtime != "spmd"
-    if swaps and program.teams.single:
+    if request.budget is not None and request.network is not None and program.teams.single:
         found = _map_for_swaps(program, found)
     return Draft(request, found, stages, program, schedule, maker)
 
@@ -201,7 +199,7 @@ def choose(
     if budget is None:
         return settle(traced, _leanest(drafts), None).default
     time = SolverTime(request.time_limit)
-    solutions = SMALLEST_ROUNDS * sum(len(candidate.program.sections) for candidate in drafts)
+    solutions = sum(len(candidate.program.sections) for candidate in drafts)
     solving = Solving(request.solver, time, time.for_smallest(solutions))
     settled = [settle(traced, candidate, solving) for candidate in drafts]
 
@@ -272,7 +270,7 @@ class Settled:
 
     draft: Draft
     planned: Callable[[Program, tuple[Fitted, ...], int | None], Planned]
-    fitter: Fitter | StageFitter | None
+    fitter: StageFitter | None
 
     @cached_property
     def default(self) -> Planned:
@@ -290,8 +288,7 @@ class Settled:
     def smallest(self) -> Planned:
         """The plan with the least predicted bytes."""
         assert self.fitter is not None
-        _, program, fitted = self.fitter.smallest
-        return self._with_others(self.planned(program, fitted, None))
+        return self._with_others(self.planned(*self.fitter.smallest, None))
 
     def _with_others(self, planned: Planned) -> Planned:
         def refit(target: int) -> Planned:
@@ -326,15 +323,11 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     state_layout = lay_out([[a for a, owner in owned if owner == d] for d in devices])
     update = Update(colored, state_layout, exchange, request.on_nonfinite)
     shared = [a for a, owner in owned if owner is None]
-
-    def memory_of(program: Program) -> dict[str, int]:
-        return predict(program, update, shared, traced.local)
-
     lists = StageLists()
 
     def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
         rows = checks.batch_size(traced.microbatch)
-        memory = {} if runtime == "mpmd" else memory_of(chosen)
+        memory = {} if runtime == "mpmd" else predict(chosen, update, shared, traced.local)
         plan = describe(request, chosen, placed, memory, rows, fitted, budget, found.runtime)
         plan = replace(plan, per_stage=colored.per_stage, frozen=describe_frozen(chosen, model))
         if exchange is not None:
@@ -361,13 +354,9 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
 
     fitter = None
     if solving is not None:
-        prices = _prices(request, program, placed)
-        if runtime == "mpmd":
-            default = functools.cache(lambda: planned(program, (Fitted(),) * len(program.sections), None))
-            period = _period(program, placed)
-            fitter = StageFitter(program, lambda chosen: lists.needs(default(), chosen), prices, solving, period)
-        else:
-            fitter = Fitter(program, Terms(memory_of, prices, solving))
+        default = functools.cache(lambda: planned(program, (Fitted(),) * len(program.sections), None))
+        prices, period = _prices(request, program, placed), _period(program, placed)
+        fitter = StageFitter(program, lambda chosen: lists.needs(default(), chosen), prices, solving, period)
     return Settled(found, planned, fitter)
 
 

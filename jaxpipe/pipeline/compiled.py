@@ -8,23 +8,14 @@ What the error offers are the bytes that XLA reserves for the smallest plan. Tha
 and it is tried before any budget is refused, so that whoever asks for what was offered gets a plan that runs.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
 from jaxpipe.errors import MemoryBudgetError
-from jaxpipe.pipeline import step as steps
 from jaxpipe.pipeline.planned import Compiled, Planned
-from jaxpipe.pipeline.program import DATA, STAGE
-from jaxpipe.pipeline.state import TrainState
-from jaxpipe.pipeline.step import Batching
 from jaxpipe.planning.plan import Plan
 from jaxpipe.planning.storing.choose import raised
 from jaxpipe.planning.storing.items import tensor_text
@@ -43,70 +34,23 @@ NEAR = 0.75
 MOST_NAMED = 3
 
 
-def abstract_state(planned: Planned) -> TrainState:
-    """Return the shapes of a plan's training state, where its devices have them."""
-    count = planned.mesh.shape[STAGE]
-    layouts = planned.program.parameters, planned.program.state, planned.update.layout
-    shaped = functools.partial(_shaped, planned)
-    parameters, variables, optimizer = (
-        tuple(shaped((count, length), dtype, P(STAGE)) for length, dtype in layout.buffers) for layout in layouts
-    )
-    exchange = planned.update.exchange
-    held = () if exchange is None else exchange.residuals.buffers
-    replicas = planned.batching.replicas
-    residual = tuple(shaped((count, replicas, n), dtype, P(STAGE, DATA)) for n, dtype in held)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    colored = planned.update.colored
-    owned = zip(colored.state_avals, colored.state_stage, strict=True)
-    shared = tuple(shaped(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
-    step = shaped((), np.int32, P())
-    key = shaped((), key.dtype, P())
-    return TrainState(parameters, variables, optimizer, residual, shared, key, step, step, planned.plan.identity)
-
-
-def lower(planned: Planned, function: Any, batch: Any, batching: Batching) -> Any:
-    """Return a function of a plan's state and a batch, lowered for the plan's devices."""
-    leaves = [
-        _shaped(planned, x.shape, x.dtype, spec)
-        for x, spec in zip(jax.tree.leaves(batch), batching.specs(), strict=True)
-    ]
-    return function.lower(abstract_state(planned), leaves)
-
-
-def reserved_bytes(step: Any) -> int:
-    """Return the bytes of arguments, results and temporaries of a compiled function, less what is donated."""
-    sizes = step.memory_analysis()
-    needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
-    return needed - sizes.alias_size_in_bytes
-
-
 def is_near_budget(plan: Plan) -> bool:
     """Return whether so much of a budget is predicted to be used that XLA may need more than it has."""
     return plan.budget is not None and plan.predicted_bytes > NEAR * plan.budget
 
 
 def with_step(planned: Planned) -> Planned:
-    """Compile the training step of a plan, in all processes at once; nothing if it has been compiled."""
+    """Compile the stage programs of a plan, in all processes at once; nothing if they have been compiled.
+
+    What counts is the fullest device of any process.
+    """
+    from jaxpipe.runtime.mpmd.memory import peak_bytes  # which need this module themselves
+    from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
+
     if planned.compiled is not None:
         return planned
     hosts.agree("The plan", planned.plan.to_json())
     tell(f"Compiling the training step, {bytes_text(planned.plan.predicted_bytes)} predicted")
-    if planned.plan.runtime == "mpmd":
-        return _with_stage_programs(planned)
-    function = steps.training_step(
-        planned.mesh, planned.program, planned.update, planned.batching, abstract_state(planned)
-    )
-    step = lower(planned, function, planned.batch, planned.batching).compile()
-    size = hosts.from_first(functools.partial(reserved_bytes, step))
-    tell(f"XLA reserves {bytes_text(size)} on each device")
-    return replace(planned, compiled=Compiled(step, size))
-
-
-def _with_stage_programs(planned: Planned) -> Planned:
-    """Compile the stage programs of a plan; what counts is the fullest device of any process."""
-    from jaxpipe.runtime.mpmd.memory import peak_bytes  # which need this module themselves
-    from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
-
     runtime = MpmdRuntime(planned)
     step = runtime.build()
     size = max(peak.total for peak in peak_bytes(step, runtime.devices).values())
@@ -211,7 +155,3 @@ def largest_stored(planned: Planned) -> list[str]:
             stored[text] = max(stored.get(text, 0), stored_bytes(graph.tensors[t], forms[t]))
     ranked = sorted(stored.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST_NAMED]
     return [f"{text} ({bytes_text(size)})" for text, size in ranked if size]
-
-
-def _shaped(planned: Planned, shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(planned.mesh, spec))

@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.branches import touched
-from jaxpipe.pipeline.fit import Fitted
 from jaxpipe.pipeline.precision import sum_dtype
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.sections import Section
+from jaxpipe.pipeline.stage_budget import Fitted
 from jaxpipe.pipeline.swap_choice import Links
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.planning.costs import Synchronous, Team

@@ -21,7 +21,7 @@ from jaxpipe.sharding.variables import Shardings
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A training step, and the bytes that XLA reserves for it on each device."""
+    """A training step, and the bytes that XLA reserves for it on the fullest device."""
 
     step: Any
     reserved_bytes: int
@@ -62,7 +62,7 @@ class Planned:
       schedules: makers of the schedules that were asked for.
       retrace: traces the loss for the shapes of one micro-batch.
       budget: what else could be planned; None if there is no budget.
-      compiled: the training step, once it has been compiled.
+      compiled: with stage programs, the training step once it has been compiled for a budget.
       calls: with stage programs, the list of the training step (``jaxpipe.runtime.mpmd.calls``), traced.
       shardings: how variables are split within a stage.
       traces: work of stages that was traced for plans with the same cuts; filled while lists are written.

@@ -38,6 +38,8 @@ def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> 
         features[f"the mesh axes {axes}"] = "in one program a stage is on one device, not sharded over several"
     if request.options.zero:
         features[f"zero={request.options.zero}"] = "in one program each replica has all of the optimizer state"
+    if request.budget is not None:
+        features["memory="] = "in one program each device reserves the memory of the largest stage"
     if request.several_sizes:
         features["batches of several sizes"] = "one program has one size"
     return features
@@ -47,8 +49,8 @@ def choose_runtime(request: Request, program: Program, found: Partition) -> Runt
     """Return the runtime that was asked for, or the one that does what a program needs, or the faster one.
 
     Of the two that could do it, ``"auto"`` takes stage programs (``"mpmd"``), which need less memory. It takes one
-    program (``"spmd"``) only if there is no budget, batches have one size, the work of every stage on a micro-batch is
-    shorter than the host's calls and sends for it, and the step is predicted to be shorter.
+    program (``"spmd"``) only if the work of every stage on a micro-batch is shorter than the host's calls and sends for
+    it, and the step is predicted to be shorter.
     """
     needed = _only_in_stage_programs(request, [program.schedule])
     runtimes = ("mpmd",) if needed else ("mpmd", "spmd")
@@ -57,8 +59,6 @@ def choose_runtime(request: Request, program: Program, found: Partition) -> Runt
         return RuntimeChoice(request.runtime, "as asked for", predicted)
     if needed:
         return RuntimeChoice("mpmd", f"only stage programs have {next(iter(needed))}", predicted)
-    if request.budget is not None:
-        return RuntimeChoice("mpmd", "each device needs the memory of its own stage only", predicted)
     work = _longest(stage_seconds(program, found, own_sums=True), found)
     calls = call_seconds(program.schedule)
     texts = {name: seconds_text(seconds) for name, seconds in predicted.items()}

@@ -16,18 +16,75 @@ from dataclasses import dataclass, replace
 
 from jaxpipe import hosts
 from jaxpipe import stage as stages
-from jaxpipe.pipeline.fit import GAP, MOST_ROUNDS, Answered, Fitted, Prices, Solving
+from jaxpipe.graph import Graph, Operator
 from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.stash_swap import StashSwap
-from jaxpipe.pipeline.swap_choice import Link, Targets, choose_targets
+from jaxpipe.pipeline.swap_choice import Link, Links, Targets, choose_targets
 from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, Option, Outcome, Problem, simulate
+from jaxpipe.planning.storing.solver_time import SolverTime
 from jaxpipe.progress import tell
 from jaxpipe.schedules.joined import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.stage import Stage
 from jaxpipe.units import bytes_text
+
+
+#: How often limits are corrected by what the programs really need.
+MOST_ROUNDS = 4
+
+#: How far from the best a solver may stop.
+GAP = 0.01
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The way in which a stage's storage was chosen.
+
+    Attributes:
+      status: ``"default"``, or that of an ``Answer``.
+      added_seconds: of a micro-batch, over the default plan.
+      gap: by what share of the time for codecs and recomputation a better choice may be faster.
+      solve_seconds: that all solutions for this stage took.
+    """
+
+    status: str = "default"
+    added_seconds: float = 0.0
+    gap: float = 0.0
+    solve_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Costs of computing again and of codecs.
+
+    Attributes:
+      seconds: of an operator of a graph, on the device.
+      bytes_per_second: the rate of memory.
+      slow: by stage, how many times slower than the profiled device the stage's own is, or are together.
+      links: between the devices of stages, and to their host's memory if stashes may go there.
+    """
+
+    seconds: Callable[[Graph, Operator], float]
+    bytes_per_second: float
+    slow: tuple[float, ...]
+    links: Links
+
+
+@dataclass(frozen=True)
+class Solving:
+    """A solver, and the time that it has for a plan.
+
+    Attributes:
+      solver: for cvxpy.
+      time: what is left for them.
+      for_smallest: seconds for each solution for the smallest plan.
+    """
+
+    solver: str
+    time: SolverTime
+    for_smallest: float
 
 
 #: By stage, the answer for it; those with default storage are left out.
@@ -104,10 +161,9 @@ class StageFitter:
         return None if best is None else (best.program, self._report(best.answers))
 
     @functools.cached_property
-    def smallest(self) -> Answered:
+    def smallest(self) -> tuple[Program, tuple[Fitted, ...]]:
         """The program with the least predicted bytes on its fullest device. It does not depend on any budget."""
-        least = self._smallest
-        return self._added(least), least.program, self._report(least.answers)
+        return self._smallest.program, self._report(self._smallest.answers)
 
     @functools.cached_property
     def _smallest(self) -> _Candidate:

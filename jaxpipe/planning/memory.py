@@ -1,10 +1,8 @@
 """Bytes that each device will reserve, from shapes alone."""
 
-import functools
-import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,23 +16,6 @@ from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.step import Update
 from jaxpipe.planning.liveness import peak_bytes
 from jaxpipe.schedules import Kind
-
-
-_Owner = TypeVar("_Owner")
-
-
-def _while_it_lives(function: Callable[[_Owner, int], int]) -> Callable[[_Owner, int], int]:
-    """Keep what was computed of an object for as long as that lives: its constants may be large."""
-    results: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(function)
-    def remembered(owner: _Owner, s: int) -> int:
-        by_stage = results.setdefault(owner, {})
-        if s not in by_stage:
-            by_stage[s] = function(owner, s)
-        return by_stage[s]
-
-    return remembered
 
 
 def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequence[Any]) -> dict[str, int]:
@@ -81,7 +62,6 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     }
 
 
-@_while_it_lives  # a search asks again for programs that were predicted before
 def working_bytes(program: Program, s: int) -> int:
     """What a stage needs besides while it computes: the larger of its forward and its backward pass.
 
@@ -126,7 +106,6 @@ def _adds_up(program: Program) -> bool:
     return not program.alone or program.num_microbatches > 1
 
 
-@_while_it_lives  # the same whatever is stored
 def updating_bytes(update: Update, s: int) -> int:
     """What the optimizer needs besides in a stage, while it writes one new value after the other over the old one."""
     colored = update.colored

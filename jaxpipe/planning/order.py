@@ -1,6 +1,5 @@
 """The order in which operators are cut into stages, and the places where a cut is not allowed."""
 
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -109,16 +108,3 @@ def allowed_cuts(graph: Graph, held_together: Iterable[tuple[int, int]]) -> list
         for c in range(low + 1, high + 1):
             allowed[c] = False
     return allowed
-
-
-def boundary_bytes(graph: Graph) -> list[int]:
-    """For each position ``0..len(operators)``, bytes of the tensors made before it and read after it."""
-    made = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
-    last = {t: k for k, op in enumerate(graph.operators) for t in op.inputs}
-    change = [0] * (len(graph.operators) + 2)
-    for t, start in made.items():
-        if t in last:
-            size = graph.tensors[t].bytes
-            change[start + 1] += size
-            change[last[t] + 1] -= size
-    return list(itertools.accumulate(change))[:-1]

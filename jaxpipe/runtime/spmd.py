@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import hosts
 from jaxpipe.errors import PartitionError
-from jaxpipe.pipeline import checks, compiled, feed
+from jaxpipe.pipeline import checks, feed
 from jaxpipe.pipeline import step as steps
 from jaxpipe.pipeline.axes import DATA, STAGE, stage_devices
 from jaxpipe.pipeline.gather import stage_arrays
@@ -23,11 +23,12 @@ from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.sections import cut_sections, follow
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Batching
-from jaxpipe.progress import progress
+from jaxpipe.progress import progress, tell
 from jaxpipe.runtime.interface import Bytes, StepResults
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.target import building_for
+from jaxpipe.units import bytes_text
 
 
 class SpmdRuntime:
@@ -159,29 +160,38 @@ class SpmdRuntime:
     def bytes(self) -> Bytes:
         """Return what XLA reserves for the training step, on every device alike."""
         step, count = self.compiled_step, self.planned.mesh.devices.size
-        sizes_of_step = step.memory_analysis()
-        sizes = compiled.reserved_bytes(step), sizes_of_step.temp_size_in_bytes, sizes_of_step.host_temp_size_in_bytes
-        return Bytes(*((size,) * count for size in sizes))
+        sizes = step.memory_analysis()
+        each = _reserved_bytes(step), sizes.temp_size_in_bytes, sizes.host_temp_size_in_bytes
+        return Bytes(*((size,) * count for size in each))
 
     @cached_property
     def _abstract_state(self) -> TrainState:
-        return compiled.abstract_state(self.planned)
+        return abstract_state(self.planned)
 
     @cached_property
     @progress("Compiling the training step")
     def compiled_step(self) -> Any:
-        """The training step. If XLA reserves more than the budget, storage is chosen again for as much less."""
-        with building_for(self.planned.mesh.devices.flat[0].platform):
-            self.planned = compiled.within_budget(self.planned)
-        assert self.planned.compiled is not None
-        return self.planned.compiled.step
+        """The training step."""
+        plan = self.planned.plan
+        hosts.agree("The plan", plan.to_json())
+        tell(f"Compiling the training step, {bytes_text(plan.predicted_bytes)} predicted")
+        step = self.lower_step().compile()
+        tell(f"XLA reserves {bytes_text(_reserved_bytes(step))} on each device")
+        return step
+
+    def lower_step(self) -> Any:
+        """Return the training step, lowered for the plan's devices."""
+        planned, state = self.planned, self._abstract_state
+        with building_for(planned.mesh.devices.flat[0].platform):
+            function = steps.training_step(planned.mesh, planned.program, planned.update, planned.batching, state)
+            return lower(planned, function, planned.batch, planned.batching)
 
     @cached_property
     @progress("Compiling the gradient")
     def _gradient_step(self) -> Any:
         planned = self.planned
         function = steps.gradient_step(planned.mesh, planned.program, planned.batching, self._abstract_state)
-        return compiled.lower(planned, function, planned.batch, planned.batching).compile()
+        return lower(planned, function, planned.batch, planned.batching).compile()
 
     def _placed(self, batch: Any) -> list[jax.Array]:
         leaves, shapes = jax.tree.leaves(batch), jax.tree.leaves(self.planned.batch)
@@ -201,7 +211,48 @@ class SpmdRuntime:
         )
         build = steps.evaluation_step if name == "evaluate" else steps.prediction_step
         function = build(planned.mesh, program, batching, self._abstract_state)
-        return compiled.lower(planned, function, shapes, batching).compile()
+        return lower(planned, function, shapes, batching).compile()
+
+
+def abstract_state(planned: Planned) -> TrainState:
+    """Return the shapes of a plan's training state, where its devices have them."""
+    count = planned.mesh.shape[STAGE]
+    layouts = planned.program.parameters, planned.program.state, planned.update.layout
+    shaped = functools.partial(_shaped, planned)
+    parameters, variables, optimizer = (
+        tuple(shaped((count, length), dtype, P(STAGE)) for length, dtype in layout.buffers) for layout in layouts
+    )
+    exchange = planned.update.exchange
+    held = () if exchange is None else exchange.residuals.buffers
+    replicas = planned.batching.replicas
+    residual = tuple(shaped((count, replicas, n), dtype, P(STAGE, DATA)) for n, dtype in held)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    colored = planned.update.colored
+    owned = zip(colored.state_avals, colored.state_stage, strict=True)
+    shared = tuple(shaped(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
+    step = shaped((), np.int32, P())
+    key = shaped((), key.dtype, P())
+    return TrainState(parameters, variables, optimizer, residual, shared, key, step, step, planned.plan.identity)
+
+
+def lower(planned: Planned, function: Any, batch: Any, batching: Batching) -> Any:
+    """Return a function of a plan's state and a batch, lowered for the plan's devices."""
+    leaves = [
+        _shaped(planned, x.shape, x.dtype, spec)
+        for x, spec in zip(jax.tree.leaves(batch), batching.specs(), strict=True)
+    ]
+    return function.lower(abstract_state(planned), leaves)
+
+
+def _reserved_bytes(step: Any) -> int:
+    """Return the bytes of arguments, results and temporaries of a compiled step, less what is donated."""
+    sizes = step.memory_analysis()
+    needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+    return needed - sizes.alias_size_in_bytes
+
+
+def _shaped(planned: Planned, shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(planned.mesh, spec))
 
 
 def followed_cuts(planned: Planned, objective: Objective, name: str) -> list[int]:

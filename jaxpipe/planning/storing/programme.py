@@ -12,13 +12,15 @@ decisions for every pair of tensor and time are left out here: an item is comput
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.sparse import csr_array
 
 from jaxpipe.planning.storing.problem import NOT_STORED, Option, Problem, simulate
 
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 #: What storing as many bytes as there are in all costs beside the costliest item: of equals, the smallest stash.
 TIE = 1e-6
@@ -61,8 +63,10 @@ class Rows:
         self._entries += [(len(self.right), variable, coefficient) for coefficient, variable in terms]
         self.right.append(right)
 
-    def matrix(self) -> csr_array:
+    def matrix(self) -> "csr_array":
         """All coefficients; those of a variable that occurs twice in a row are added up."""
+        from scipy.sparse import csr_array  # 15 MiB, and only budgets need it
+
         rows, columns, values = zip(*self._entries, strict=True) if self._entries else ((), (), ())
         return csr_array((values, (rows, columns)), shape=(len(self.right), len(self.binary)))
 
@@ -277,6 +281,7 @@ def _swaps(model: _Model) -> tuple[list[tuple[Option, int]], int | None, float]:
 def _solved(model: _Model, cost: np.ndarray, scale: float, solver: str, time_limit: float, gap: float) -> Solution:
     import cvxpy as cp  # takes a second to import, and only budgets need it
     from cvxpy.error import SolverError
+    from scipy.sparse import csr_array
 
     rows = model.rows
     binary = np.flatnonzero(rows.binary)

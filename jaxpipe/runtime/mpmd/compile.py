@@ -118,9 +118,9 @@ class Job:
         return tuple(self.mesh.devices.flat)
 
     @property
-    def is_absent(self) -> bool:
-        """True if the devices are not here, so that the work can only be compiled."""
-        return _compat.is_absent(self.devices[0])
+    def is_bound(self) -> bool:
+        """True if its program is lowered for its very devices: they are absent, or it calls Python on their host."""
+        return _compat.is_absent(self.devices[0]) or _compat.needs_devices(self.traced.program.closed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +155,7 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
     groups: dict[Hashable, list[int]] = {}
     for number, job in enumerate(jobs):
         traced = job.traced
-        # A program for devices that are not here is lowered for these very devices.
-        where = job.devices if job.is_absent else tuple(job.mesh.shape.items())
+        where = job.devices if job.is_bound else tuple(job.mesh.shape.items())
         key = (traced.program.form, traced.reads, traced.writes, job.donated, where, job.reads, job.writes)
         groups.setdefault(key, []).append(number)
     own = {number for number, job in enumerate(jobs) if hosts.mine(job.devices)}
@@ -189,7 +188,7 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
 def _compile(jobs: Sequence[Job], lowered: Any, rows: Sequence[np.ndarray | None]) -> list[Executable]:
     """Compile equal work once, for the first job's devices, and make it run on those of the others."""
     first, *others = jobs
-    if first.is_absent:  # equal work for devices that are not here is for the same devices
+    if first.is_bound:  # equal work is for the same devices
         program = lowered.compile()
         calls = [program] * len(jobs)
     else:
@@ -230,7 +229,7 @@ def _lower(jobs: Sequence[Job], platform: str) -> tuple[Any, list[np.ndarray | N
     program = shared_program([job.traced.program for job in jobs])
     rows = [np.array([value for _, value in job.traced.program.folds], np.uint32) for job in jobs]
     varies = any((row != rows[0]).any() for row in rows)
-    mesh = first.mesh if first.is_absent else _abstract(first.mesh)
+    mesh = first.mesh if first.is_bound else _abstract(first.mesh)
 
     def with_row(row: Any, *operands: Any) -> tuple[Any, ...]:
         given: list[Any] = [0] * len(traced.work.reads)

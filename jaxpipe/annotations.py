@@ -51,11 +51,11 @@ class Annotations:
         dropped = [axis for axis in self.constrained if axis not in shape]
         if dropped:
             other = [axis for axis in dropped if axis not in mesh_axes]
-            why = f"the mesh has only {_list(mesh_axes)}" if other else "a stage's program is on one device of it"
+            why = f"the mesh has only {_list(mesh_axes)}" if other else "a stage has no such axis"
             sentences.append(f"sharding constraints over {_list(map(repr, dropped))} are dropped: {why}")
         mapped = [f"'{axis}' ({size})" for axis, size in self.mapped if shape.get(axis) != size]
         if mapped:
-            sentences.append(f"shard_map over {_list(mapped)} runs on each device of a stage, its shards as one vmap")
+            sentences.append(f"shard_map over {_list(mapped)} runs on each stage's own device, its shards as one vmap")
         return tuple(sentences)
 
 

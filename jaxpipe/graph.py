@@ -26,6 +26,9 @@ ENCODED_MARK = "jaxpipe_memory_encoded_"
 #: Equations that only wrap a program.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
+#: Equations that run a program on parts of their operands.
+_SHARDS = {"shard_map": "jaxpr"}
+
 #: Equations that wrap a program with a rule for its VJP. Functions with a rule for their JVP stay single operators.
 _RULES = {"custom_vjp_call": "call_jaxpr"}
 
@@ -261,6 +264,7 @@ class GraphBuilder:
       tensors, constants: those of a graph to which operators are added.
       inline_rules: whether calls of ``jax.custom_vjp`` functions are inlined, too: in a program that is not
         differentiated any more.
+      inline_shards: whether the body of a ``shard_map`` is, which works on parts: in a program that is not run.
     """
 
     def __init__(
@@ -269,8 +273,9 @@ class GraphBuilder:
         constants: Mapping[int, Any] | None = None,
         *,
         inline_rules: bool = False,
+        inline_shards: bool = False,
     ):
-        self._calls = {**_CALLS, **_RULES} if inline_rules else _CALLS
+        self._calls = {**_CALLS, **(_RULES if inline_rules else {}), **(_SHARDS if inline_shards else {})}
         self.tensors = list(tensors)
         self.operators: list[Operator] = []
         self.constants = dict(constants or {})
@@ -381,10 +386,13 @@ def trace(function: Callable[..., Any], *avals: Any) -> Graph:
     return read_graph(jax.make_jaxpr(function)(*avals))
 
 
-def read_graph(closed: Any) -> Graph:
-    """Read a traced program as a graph; wrappers inlined, dead operators dropped."""
+def read_graph(closed: Any, inline_shards: bool = False) -> Graph:
+    """Read a traced program as a graph; wrappers inlined, dead operators dropped.
+
+    ``inline_shards``: as ``GraphBuilder`` has it.
+    """
     jaxpr, _ = _compat.open_jaxpr(closed)
-    builder = GraphBuilder()
+    builder = GraphBuilder(inline_shards=inline_shards)
     inputs = [builder.tensor(var.aval) for var in jaxpr.invars]
     return builder.build(inputs, builder.read(closed, inputs, boundaries=True))
 

@@ -40,10 +40,15 @@ SHARDINGS = {
     "Dense_0/kernel": P(None, "model"),
 }
 
+#: The line of a program's text that has the result of a collective, and each array in it.
 _COLLECTIVE = re.compile(
-    r"= \(?(?P<shape>\w+\[[\d,]*\]).* (?P<name>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
-    r"(?:-start)?\("
+    r"= (?P<result>\(?\w+\[.*?) "
+    r"(?P<name>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-done)?\("
 )
+_ARRAY = re.compile(r"(?P<type>\w+)\[(?P<shape>[\d,]*)\]")
+
+#: Bytes of an element, of types that do not take 4.
+_WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s64": 8, "u64": 8}
 
 
 def pipeline_of(devices: Any, zero: int) -> jaxpipe.Pipeline:
@@ -75,11 +80,10 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
     for line in text.splitlines():
         match = _COLLECTIVE.search(line)
         if match:
-            kind, dims = match["shape"].rstrip("]").split("[")
-            width = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s64": 8, "u64": 8}.get(kind, 4)
-            size = math.prod(int(n) for n in dims.split(",") if n)
             kinds[match["name"]]["count"] += 1
-            kinds[match["name"]]["bytes"] += width * size
+            for array in _ARRAY.finditer(match["result"]):
+                size = math.prod(int(n) for n in array["shape"].split(",") if n)
+                kinds[match["name"]]["bytes"] += _WIDTHS.get(array["type"], 4) * size
     return dict(kinds)
 
 

@@ -70,10 +70,10 @@ def state(pipeline):
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        (mesh_of(2, axes=("tp",)), r"the axes \('tp',\)\. A pipeline uses 'stage' \(required\) and 'data'"),
+        (mesh_of(2, axes=("tp",)), r"the axes \('tp',\)\. A pipeline uses 'stage' \(required\); 'data' makes replicas"),
         (mesh_of(2, 2, axes=("pp", "pipe")), r"the axes \('pp', 'pipe'\).*taken for them: 'stages', 'pipe', .*; 'dp'"),
         (mesh_of(2, axes=("data",)), r"the axes \('data',\)\. .*make_mesh\(\(2, 4\), \('data', 'stage'\)\)"),
-        (mesh_of(2, 2, axes=("stage", "model")), r"the axes \('stage', 'model'\).*and no other"),
+        (mesh_of(2, 2, axes=("stage", "pp")), r"'stage' and 'pp' are both taken for 'stage'"),
         (4, r"mesh is int; .*jax\.make_mesh\(\(4,\), \('stage',\)\)"),
     ],
 )

@@ -179,7 +179,7 @@ ARGUMENTS = {
     "mesh with two of stages": (
         PartitionError,
         {"mesh": mesh_of(2, 2, axes=("pp", "stage"))},
-        ["the axes ('pp', 'stage')", "and no other"],
+        ["the axes ('pp', 'stage')", "'pp' and 'stage' are both taken for 'stage'"],
     ),
     "model none": (ModelError, {"model": None}, ["was given None", "flax.linen.Module"]),
     "model a tree": (ModelError, {"model": VARIABLES}, ["a value of type dict", "jax.tree_util.Partial"]),
@@ -495,7 +495,7 @@ def test_every_common_name_of_an_axis(stage, data):
     assert with_own_names(mesh_of(2, axes=(stage,))).axis_names == ("stage",)
 
 
-@pytest.mark.parametrize("axes", [("stage", "data"), ("pp", "tensor"), ("pp", "pipe"), ("dp", "data")])
+@pytest.mark.parametrize("axes", [("stage", "data"), ("tensor", "model"), ("pp", "pipe"), ("dp", "data")])
 def test_a_mesh_of_its_own_or_of_other_names_stays(axes):
     mesh = mesh_of(2, 2, axes=axes)
     assert with_own_names(mesh) is mesh

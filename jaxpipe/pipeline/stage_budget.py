@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from jaxpipe import hosts
 from jaxpipe import stage as stages
+from jaxpipe.demand import Linearization
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.stash_swap import StashSwap
@@ -27,6 +28,7 @@ from jaxpipe.planning.storing.solver_time import SolverTime
 from jaxpipe.progress import tell
 from jaxpipe.schedules.joined import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
+from jaxpipe.sharding.propagation import of_one_device, propagate
 from jaxpipe.stage import Stage
 from jaxpipe.units import bytes_text
 
@@ -277,12 +279,19 @@ class StageFitter:
             built, prices = section.stage, self._prices
             price = functools.partial(prices.seconds, built.linearization.graph)
             summed = {*section.parameters, *section.borrowed}
-            items.append(
-                stage_items(
-                    built.linearization, built.storage, price, prices.bytes_per_second, section.used, released=summed
-                )
-            )
+            sized = self._of_one_device(built.linearization)
+            found = stage_items(sized, built.storage, price, prices.bytes_per_second, section.used, released=summed)
+            items.append(replace(found, linearization=built.linearization))
         return items
+
+    def _of_one_device(self, linearization: Linearization) -> Linearization:
+        """A stage's program with tensors as large as their parts on one of its devices."""
+        specs, graph = self.program.specs, linearization.graph
+        if specs.submesh.size == 1:
+            return linearization
+        given = {t: specs.of_tensor(t) for t in graph.inputs}
+        split, shape = propagate(graph, given, specs.submesh.shape).specs, specs.submesh.shape
+        return replace(linearization, graph=of_one_device(graph, split, shape))
 
     def _problem(self, s: int, capacity: float, items: Items | None = None) -> Problem:
         """A stage's problem; with swaps, unless its items are given.

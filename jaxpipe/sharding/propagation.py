@@ -9,9 +9,10 @@ are certain: dimensions that an operator hands on stay split, contracted ones le
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
@@ -73,6 +74,23 @@ def propagate(graph: Graph, given: Mapping[int, P], shape: Mapping[str, int]) ->
                 products[k] = tuple(axis for axis in shape if axis in inside)
         splits.update(zip(op.outputs, results, strict=True))
     return Propagated({t: spec_of(split) for t, split in splits.items() if any(split)}, products)
+
+
+def of_one_device(graph: Graph, specs: Mapping[int, P], shape: Mapping[str, int]) -> Graph:
+    """Return a graph whose tensors are as large as their parts on one device; for counting bytes, not for running.
+
+    Args:
+      graph: the program.
+      specs: by tensor number, how it is split.
+      shape: the mesh axes, and their sizes.
+    """
+    tensors = list(graph.tensors)
+    for t, spec in specs.items():
+        aval, sizes = tensors[t].aval, list(tensors[t].aval.shape)
+        for d, axes in enumerate(tuple(spec)):
+            sizes[d] //= math.prod(shape[axis] for axis in axis_names(axes))
+        tensors[t] = replace(tensors[t], aval=jax.ShapeDtypeStruct(tuple(sizes), aval.dtype))
+    return replace(graph, tensors=tuple(tensors))
 
 
 @dataclass(frozen=True)

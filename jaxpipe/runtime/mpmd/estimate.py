@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.graph import Graph, live, read_graph
+from jaxpipe.graph import live, read_graph
 from jaxpipe.planning.liveness import temporary_bytes
 from jaxpipe.runtime.mpmd.calls import CallList, Program
 from jaxpipe.runtime.mpmd.compile import TracedWork
 from jaxpipe.runtime.mpmd.instructions import Call, Place
 from jaxpipe.runtime.mpmd.memory import Needs, Peak, array_bytes, walk
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.sharding.propagation import propagate
+from jaxpipe.sharding.propagation import of_one_device, propagate
 from jaxpipe.sharding.submesh import axis_names
 
 
@@ -58,25 +57,14 @@ def working_bytes(traced: TracedWork, specs: Sequence[P], shape: Mapping[str, in
     several = any(size > 1 for size in shape.values())
     key = "bytes", tuple(specs) if several else ()
     if key not in traced.estimate:
-        graph = read_graph(traced.program.closed)
+        graph = read_graph(traced.program.closed, inline_shards=True)
         outputs = tuple(graph.outputs[k] for k in traced.writes)
         graph = replace(graph, operators=live(graph.operators, outputs), outputs=outputs)
         if several:
             given = dict(zip((graph.inputs[k] for k in traced.reads), specs, strict=True))
-            graph = _of_one_device(graph, propagate(graph, given, shape).specs, shape)
+            graph = of_one_device(graph, propagate(graph, given, shape).specs, shape)
         traced.estimate[key] = temporary_bytes(graph)
     return traced.estimate[key]
-
-
-def _of_one_device(graph: Graph, specs: Mapping[int, P], shape: Mapping[str, int]) -> Graph:
-    """Return a graph whose tensors are as large as their parts on one device."""
-    tensors = list(graph.tensors)
-    for t, spec in specs.items():
-        aval, sizes = tensors[t].aval, list(tensors[t].aval.shape)
-        for d, axes in enumerate(tuple(spec)):
-            sizes[d] //= math.prod(shape[axis] for axis in axis_names(axes))
-        tensors[t] = replace(tensors[t], aval=jax.ShapeDtypeStruct(tuple(sizes), aval.dtype))
-    return replace(graph, tensors=tuple(tensors))
 
 
 def _parts(spec: P, shape: Mapping[str, int]) -> int:

@@ -44,8 +44,8 @@ def check_mesh(mesh: Mesh) -> tuple[int, int]:
     if STAGE not in mesh.axis_names:
         raise PartitionError(
             f"The mesh has the axes {mesh.axis_names}. A pipeline uses {STAGE!r} (required); {DATA!r} makes replicas, "
-            f"and any other axis shards within a stage. Make it with jax.make_mesh((2, 4), ({DATA!r}, {STAGE!r})), or say "
-            "which axis is which: options=jaxpipe.PlanOptions(stage_axis=...). Names that are taken for them: "
+            f"and any other axis shards within a stage. Make it with jax.make_mesh((2, 4), ({DATA!r}, {STAGE!r})), or "
+            "say which axis is which: options=jaxpipe.PlanOptions(stage_axis=...). Names that are taken for them: "
             f"{', '.join(map(repr, COMMON_NAMES[STAGE][1:]))}; {', '.join(map(repr, COMMON_NAMES[DATA][1:]))}."
         )
     for axis, names in COMMON_NAMES.items():
@@ -53,8 +53,8 @@ def check_mesh(mesh: Mesh) -> tuple[int, int]:
         if len(twice) > 1:
             raise PartitionError(
                 f"The mesh has the axes {mesh.axis_names}, of which {' and '.join(map(repr, twice))} are both taken "
-                f"for {axis!r}. Give one of them another name: a mesh has one axis of stages, at most one of replicas, and "
-                "others that shard within a stage."
+                f"for {axis!r}. Give one of them another name: a mesh has one axis of stages, at most one of replicas, "
+                "and others that shard within a stage."
             )
     without = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
     if without:

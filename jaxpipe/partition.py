@@ -56,7 +56,7 @@ from jaxpipe.schedules.table import without_backward
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.sharding.costs import divided, groups_of
 from jaxpipe.sharding.submesh import joined_mesh, split_mesh
-from jaxpipe.sharding.variables import check_exchanged, shardings_of
+from jaxpipe.sharding.variables import Shardings, check_exchanged, shardings_of
 from jaxpipe.target import building_for
 from jaxpipe.units import parse_bytes, whole_number
 
@@ -261,14 +261,8 @@ def partition(
     )
     planned = None if batch is None or needs_variables(model) else make_plan(request, batch)
     functions = {"evaluate": evaluate, "predict": predict}
-    return Pipeline(
-        joined_mesh(mesh, submesh),
-        functions,
-        optimizer,
-        functools.partial(make_plan, request),
-        planned,
-        (batch, *others),
-    )
+    plan = functools.partial(make_plan, request)
+    return Pipeline(joined_mesh(mesh, submesh), functions, optimizer, plan, planned, (batch, *others))
 
 
 @progress("Tracing the model")
@@ -293,14 +287,7 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     one = microbatch_shapes(batch, request.replicas * m)
 
-    model = bind(
-        request.model,
-        request.loss,
-        one,
-        variables,
-        stage_shape=request.submesh.shape,
-        axis_rules=request.options.axis_rules,
-    )
+    model = bind(request.model, request.loss, one, variables, request.submesh.shape, request.options.axis_rules)
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
     model, objective = trace_unrolled(model, request.loss, one, request.unroll_scans)
     warn_unused(request.policy, (op.path for op in objective.graph.operators), "storage")
@@ -318,14 +305,7 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     objective = objective.training(update.trained)
     shardings = shardings_of(model, update, objective, request.submesh, request.replicas, request.options)
     profile = _profile(request, objective, frozen_names(model, update.trained))
-    links = request.network
-    whole = joined_mesh(request.mesh, request.submesh)
-    if links is None:
-        links = assumed_links(whole, rates_in(profile).bytes, request.profile == "measured")
-    if request.submesh.size > 1:
-        links, within = groups_of(links, whole, request.mesh, request.submesh)
-        request = request if request.network is None else replace(request, network=links)
-        profile = divided(profile, objective, shardings.propagated(objective), request.submesh, within)
+    request, profile, links = _for_groups(request, objective, shardings, profile)
     traced = Traced(objective, model, update, profile, links, batch, one, batching, local, shardings)
 
     def cut_again(before: Draft, charged: Profile) -> Draft:
@@ -349,6 +329,20 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     planned = choose(request, traced, drafts, cut_again)
     hosts.agree("The plan", planned.plan.to_json())
     return planned
+
+
+def _for_groups(
+    request: Request, objective: Objective, shardings: Shardings, profile: Profile
+) -> tuple[Request, Profile, Network]:
+    """Return the request and the profile for groups of devices that share a stage, and the links between groups."""
+    links, whole = request.network, joined_mesh(request.mesh, request.submesh)
+    if links is None:
+        links = assumed_links(whole, rates_in(profile).bytes, request.profile == "measured")
+    if request.submesh.size == 1:
+        return request, profile, links
+    links, within = groups_of(links, whole, request.mesh, request.submesh)
+    profile = divided(profile, objective, shardings.propagated(objective), request.submesh, within)
+    return request if request.network is None else replace(request, network=links), profile, links
 
 
 def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...]) -> list[Draft]:

@@ -152,6 +152,12 @@ def pipeline_of(model, mesh, *, batch=None, optimizer=None, microbatches=8, loss
     )
 
 
+def squares_of(apply, params, batch, mesh, **options):
+    """A pipeline that minimizes the squares of a function's results."""
+    model = jax.tree_util.Partial(apply, params)
+    return pipeline_of(model, mesh, batch=batch, microbatches=2, loss=lambda f, x: jnp.square(f(x)).mean(), **options)
+
+
 def trained(pipeline, batch=None, steps=3, state=None):
     batch = batch_of() if batch is None else batch
     state = pipeline.init(jax.random.key(0)) if state is None else state
@@ -296,8 +302,7 @@ class NnxModel(nnx.Module):
 
 def test_metadata_of_nnx():
     pipelines = [pipeline_of(NnxModel, mesh) for mesh in (mesh_of(stage=1), mesh_of(stage=2, model=4))]
-    one, several = (pipeline.parameters(trained(pipeline)) for pipeline in pipelines)
-    assert_close(one, several)
+    assert_close(*(pipeline.parameters(trained(pipeline)) for pipeline in pipelines))
     assert pipelines[1].plan.axes == {"model": 4}
     kernels = [x for x in trained(pipelines[1], steps=1).parameters if x.ndim == 2]
     assert sum("model" in str(x.sharding.spec) for x in kernels) == 3
@@ -316,13 +321,7 @@ def test_shards_of_a_shard_map_over_a_stages_own_axis():
 
     params = [jax.random.normal(jax.random.key(k), (8, 8)) / 3 for k in range(2)]
     batch = jax.random.normal(jax.random.key(3), (8, 8))
-    pipeline = pipeline_of(
-        jax.tree_util.Partial(apply, params),
-        mesh_of(stage=2, model=2),
-        batch=batch,
-        microbatches=2,
-        loss=lambda f, x: jnp.square(f(x)).mean(),
-    )
+    pipeline = squares_of(apply, params, batch, mesh_of(stage=2, model=2))
     assert not pipeline.plan.notes
     _, gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch)
     plain = jax.grad(lambda p: jnp.square((jnp.tanh(batch @ p[0]) @ p[0].T) @ p[1]).mean())(params)
@@ -345,17 +344,11 @@ def test_experts_that_exchange_tokens_over_an_axis_of_their_stage():
     shapes = {"before": (8, 8), "experts": (2, 8, 8), "after": (8, 8)}
     params = {name: jax.random.normal(jax.random.key(len(name)), shape) / 3 for name, shape in shapes.items()}
     batch = jax.random.normal(jax.random.key(3), (16, 8))
-    pipeline = pipeline_of(
-        jax.tree_util.Partial(apply, params),
-        mesh_of(stage=2, expert=2),
-        batch=batch,
-        microbatches=2,
-        loss=lambda f, x: jnp.square(f(x)).mean(),
-        options=PlanOptions(shardings={"*/experts": P("expert")}),
-    )
+    options = PlanOptions(shardings={"*/experts": P("expert")})
+    pipeline = squares_of(apply, params, batch, mesh_of(stage=2, expert=2), options=options)
 
     def plain(params):
-        """Of each device's rows, the first half goes to the first expert."""
+        """Send the first half of each device's rows to the first expert."""
         rows = (batch @ params["before"]).reshape(2, 2, 2, 2, 8)
         out = jnp.tanh(jnp.einsum("mderi,eio->mdero", rows, params["experts"]))
         return jnp.square(out.reshape(16, 8) @ params["after"]).mean()
@@ -371,13 +364,7 @@ def test_a_constraint_over_an_axis_of_the_stage_stays_and_others_are_dropped_wit
 
     params = [jax.random.normal(jax.random.key(k), (8, 8)) / 3 for k in range(2)]
     batch = jax.random.normal(jax.random.key(3), (8, 8))
-    pipeline = pipeline_of(
-        jax.tree_util.Partial(apply, params),
-        mesh_of(stage=2, model=2),
-        batch=batch,
-        microbatches=2,
-        loss=lambda f, x: jnp.square(f(x)).mean(),
-    )
+    pipeline = squares_of(apply, params, batch, mesh_of(stage=2, model=2))
     (note,) = pipeline.plan.notes
     assert "'data', 'rows' are dropped" in note and "'model'" not in note.split("dropped")[0]
     _, gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch)
@@ -389,11 +376,11 @@ def test_evaluation_and_prediction_of_sharded_stages():
     pipeline = pipeline_of(
         GPT(), mesh_of(stage=2, data=2, model=2), evaluate=loss, predict=lambda model, batch: model(batch["x"])
     )
-    one = pipeline_of(GPT(), mesh_of(stage=1), evaluate=loss, predict=lambda model, batch: model(batch["x"]))
-    states = [p.init(jax.random.key(0)) for p in (pipeline, one)]
-    values = [p.evaluate(s, batch_of())["loss"] for p, s in zip((pipeline, one), states, strict=True)]
+    plain = pipeline_of(GPT(), mesh_of(stage=1), evaluate=loss, predict=lambda model, batch: model(batch["x"]))
+    states = [p.init(jax.random.key(0)) for p in (pipeline, plain)]
+    values = [p.evaluate(s, batch_of())["loss"] for p, s in zip((pipeline, plain), states, strict=True)]
     assert float(values[0]) == pytest.approx(float(values[1]), rel=ORDER)
-    rows = [p.predict(s, batch_of()) for p, s in zip((pipeline, one), states, strict=True)]
+    rows = [p.predict(s, batch_of()) for p, s in zip((pipeline, plain), states, strict=True)]
     assert relative_l2(*rows) < ORDER
 
 

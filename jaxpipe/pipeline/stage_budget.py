@@ -280,8 +280,8 @@ class StageFitter:
             price = functools.partial(prices.seconds, built.linearization.graph)
             summed = {*section.parameters, *section.borrowed}
             sized = self._of_one_device(built.linearization)
-            found = stage_items(sized, built.storage, price, prices.bytes_per_second, section.used, released=summed)
-            items.append(replace(found, linearization=built.linearization))
+            of_device = stage_items(sized, built.storage, price, prices.bytes_per_second, section.used, released=summed)
+            items.append(replace(of_device, linearization=built.linearization))
         return items
 
     def _of_one_device(self, linearization: Linearization) -> Linearization:

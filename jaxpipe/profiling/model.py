@@ -154,7 +154,7 @@ def without_frozen_work(profile: Profile, objective: Objective, frozen: Sequence
 
 
 def _program(objective: Objective) -> tuple[Linearization, tuple[int, ...]]:
-    """A micro-batch's program of one device with its derivative, and the inputs that are at hand everywhere."""
+    """Return a micro-batch's program of one device with its derivative, and the inputs that every stage has."""
     graph = objective.graph
     if graph.stage_shape:
         avals = [tensor.aval for tensor in graph.tensors]

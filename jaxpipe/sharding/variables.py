@@ -31,7 +31,7 @@ BATCH_AXES = ("fsdp",)
 
 @dataclass(frozen=True, eq=False)
 class Shardings:
-    """How a plan splits the variables of a model.
+    """Partition specs of a model's variables in a plan.
 
     Attributes:
       submesh: the axes over which the programs of a stage are sharded.

@@ -160,8 +160,8 @@ class ListBuilder:
         writes = []
         for name, aval in zip(traced.written_names, traced.written_avals, strict=True):
             spec, free = self.context.spec(stage, name), self.context.is_free(name)
-            own = place.is_whole and name.role is Role.RESIDUAL
-            writes.append(self.register(aval, side_by_side(spec, DATA) if own else spec, free))
+            is_split = place.is_whole and name.role is Role.RESIDUAL
+            writes.append(self.register(aval, side_by_side(spec, DATA) if is_split else spec, free))
         self.instructions.append(Call(number, place, tuple(reads), tuple(writes)))
         results = dict(zip(traced.written_names, writes, strict=True))
         for name, source in traced.same.items():  # a result, or else an operand

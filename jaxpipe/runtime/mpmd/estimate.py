@@ -37,8 +37,8 @@ def predicted_bytes(calls: CallList, devices: StageDevices) -> dict[Any, Peak]:
         if key not in estimates:
             specs = [calls.specs[register] for register in call.reads]
             estimates[key] = _estimate(calls.programs[number], specs, shape)
-    found = {at: estimates[at[0], tuple(devices.mesh_shape(at[1]).values())] for at in calls_of}
-    return walk(calls, devices, found)
+    needs = {at: estimates[at[0], tuple(devices.mesh_shape(at[1]).values())] for at in calls_of}
+    return walk(calls, devices, needs)
 
 
 def _estimate(program: Program, specs: Sequence[P], shape: Mapping[str, int]) -> Needs:

@@ -1,7 +1,7 @@
 """The command ``jaxpipe``: plan, profile and report from a shell, on any machine.
 
     jaxpipe plan my_model:task --devices 4 --memory 8GiB
-    jaxpipe plan my_model:task --devices 4 --replicate 3 1 --unroll-scans True
+    jaxpipe plan my_model:task --devices 4 --devices-per-stage 3 1 --unroll-scans True
     jaxpipe report my_model:task --devices 4 --output report.html
     jaxpipe profile my_model:task --device H100 --output profile.json
     jaxpipe convert-profile graph.txt --output profile.json
@@ -27,6 +27,7 @@ import tyro
 
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.network import Network
+from jaxpipe.options import PlanOptions
 from jaxpipe.partition import partition
 from jaxpipe.pipeline.pipeline import Pipeline
 from jaxpipe.plain_table import printable
@@ -51,8 +52,8 @@ class Job:
       devices: how many there are; left out, as many as the network has.
       network: JSON file with the links between them.
       replicas: copies of the pipeline; the devices are shared among them.
-      replicate: devices of each stage: one number for all, or one for each stage, as in 3 1; True, as the planner finds
-        best.
+      devices_per_stage: devices of each stage: one number for all, or one for each stage, as in 3 1; True, as the
+        planner finds best.
       memory: most bytes on a device, such as 8GiB.
       host_memory: most bytes of its host's memory that each device may keep stashes in.
       num_microbatches: of each replica; left out, enough for a small bubble.
@@ -68,7 +69,7 @@ class Job:
     devices: int | None = None
     network: Path | None = None
     replicas: int = 1
-    replicate: bool | int | tuple[int, ...] = False
+    devices_per_stage: bool | int | tuple[int, ...] = False
     memory: str | None = None
     host_memory: str | None = None
     num_microbatches: int | None = None
@@ -192,10 +193,10 @@ def planned(job: Job) -> Pipeline:
         raise UsageError(f"--devices is {job.devices}{known}; pass --devices, or a file with --network.")
     if job.replicas < 1 or count % job.replicas:
         raise UsageError(f"--replicas {job.replicas} does not divide {count} devices.")
-    if job.replicas > 1 and job.replicate is not False:
+    if job.replicas > 1 and job.devices_per_stage is not False:
         raise UsageError(
-            f"--replicas {job.replicas} copies the whole pipeline, --replicate gives its stages several devices; there "
-            "can be one of the two."
+            f"--replicas {job.replicas} copies the whole pipeline, --devices-per-stage gives its stages several "
+            "devices; there can be one of the two."
         )
     if job.profile is not None and job.device is not None:
         raise UsageError("--profile has the costs of operators, so there is nothing to estimate for --device.")
@@ -217,7 +218,7 @@ def planned(job: Job) -> Pipeline:
             schedule=job.schedule,
             profile=profile,
             network=network,
-            replicate=job.replicate,
+            options=PlanOptions(devices_per_stage=job.devices_per_stage),
             unroll_scans=job.unroll_scans,
             gradient_dtype=job.gradient_dtype,
             time_limit=job.time_limit,

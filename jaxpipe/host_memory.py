@@ -8,7 +8,7 @@ from jaxpipe.units import parse_bytes
 
 
 def check_host_memory(
-    given: int | str | None, budget: int | None, mesh: Mesh, replicate: bool | tuple[int, ...]
+    given: int | str | None, budget: int | None, mesh: Mesh, devices_per_stage: bool | tuple[int, ...]
 ) -> HostPlan | None:
     """Return what becomes of ``partition(host_memory=...)``, of which nothing is used yet; None if it was left out.
 
@@ -16,7 +16,7 @@ def check_host_memory(
       given: as the caller passed it.
       budget: bytes of a device; None if they are not limited.
       mesh: with devices that may have no such memory.
-      replicate: how many devices each stage has.
+      devices_per_stage: how many devices each stage has.
 
     Raises:
       PartitionError: if there is no budget, or a stage has several devices.
@@ -30,10 +30,10 @@ def check_host_memory(
             f"host_memory={given!r} without memory=: stashes go to the host only where the memory of a device is "
             "limited. Pass memory= too, the most bytes on a device, or leave host_memory= out."
         )
-    if isinstance(replicate, tuple) and max(replicate) > 1:
+    if isinstance(devices_per_stage, tuple) and max(devices_per_stage) > 1:
         raise PartitionError(
-            f"host_memory={given!r} with replicate={replicate}: stashes go to the host only from stages with one "
-            "device each. Leave out one of the two."
+            f"host_memory={given!r} with devices_per_stage={devices_per_stage}: stashes go to the host only from "
+            "stages with one device each. Leave out one of the two."
         )
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]  # none of devices that are not here

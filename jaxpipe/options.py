@@ -16,6 +16,10 @@ class PlanOptions:
 
     Attributes:
       stage_axis, data_axis: names of the mesh axes of stages and of replicas, if they are none of the usual ones.
+      devices_per_stage: how many devices of the axis of stages each stage has: one (False), a number for all, or one
+        for each stage that add up to all devices, as ``(3, 1)``. True: as many stages and as many devices in each as
+        make the step the shortest, by prediction. Micro-batch j goes to device j mod k of a stage with k devices, the
+        schedule is a table of such deals (``jaxpipe.schedules.teams``), and gradients are added up within each stage.
       shardings: by name of a variable, or a pattern with ``*``, the partition spec of its dimensions over the mesh axes
         beside those two. It counts instead of the model's own annotations; the first pattern that fits does.
       axis_rules: the mesh axes that logical ones of the model stand for, as ``flax.linen.logical_axis_rules`` takes
@@ -34,6 +38,7 @@ class PlanOptions:
 
     stage_axis: str | None = None
     data_axis: str | None = None
+    devices_per_stage: bool | int | Sequence[int] = False
     shardings: Mapping[str, Any] = field(default_factory=dict)
     axis_rules: AxisRules = ()
     batch_axes: Sequence[str] | None = None

@@ -91,7 +91,6 @@ def partition(
     compile: bool = True,
     gradient_exchange: BlockSparse | Literal["dense"] = "dense",
     on_nonfinite: OnNonFinite = None,
-    replicate: bool | int | Sequence[int] = False,
     unroll_scans: int = False,
     gradient_dtype: jax.typing.DTypeLike | None = None,
     runtime: Literal["auto", "mpmd", "spmd"] = "auto",
@@ -136,7 +135,7 @@ def partition(
         integer programme chooses for every tensor whether it is stored, in which form, or computed again.
       host_memory: most bytes of its host's memory that each device may keep stashes in, as ``memory``; used where that
         makes a step within ``memory`` shorter. Devices that have no memory of the kind ``pinned_host`` do without,
-        and the plan says so. Stages with several devices each (``replicate``) keep theirs on the device.
+        and the plan says so. Stages with several devices each keep theirs on the device.
       allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth, and, for a model that normalizes
         over examples (BatchNorm), so few that each has 4 of them. A ``FewExamplesWarning`` tells of fewer.
@@ -167,10 +166,6 @@ def partition(
       on_nonfinite: what to do if the loss or a gradient is not finite. ``"skip"``: parameters, state and optimizer
         state stay as they are, and the metrics count it. ``"raise"``: so do they, and ``NonFiniteError`` says in which
         stage it began; each step then waits for its result. None: not looked at.
-      replicate: how many devices of the axis ``stage`` each stage has: one (False), a number for all, or one for each
-        stage that add up to all devices, as ``(3, 1)``. True: as many stages and as many devices in each as make the
-        step the shortest, by prediction. Micro-batches are dealt round-robin to the devices of a stage, the schedule is
-        a table of such deals (``jaxpipe.schedules.teams``), and gradients are added up within each stage.
       unroll_scans: whether layers that are one ``scan`` over stacked parameters ``[layers, ...]`` may be in several
         stages. They are one operator otherwise, which no stage shares. A number: so many iterations stay together as
         a scan, which compiles faster than ``True``, one iteration each. A stage holds only its own layers' rows of the
@@ -181,11 +176,11 @@ def partition(
         optimizer gets it. ``jnp.bfloat16`` saves 2 bytes for each bfloat16 parameter, and rounds every sum.
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
-        Asynchronous schedules, ``replicate``, ``memory``, ``host_memory`` and batches of several sizes need
-        ``"mpmd"``. ``"auto"``: the one that has what is asked for; of the two, ``"spmd"`` only if the
+        Asynchronous schedules, several devices in a stage, ``memory``, ``host_memory`` and batches of several sizes
+        need ``"mpmd"``. ``"auto"``: the one that has what is asked for; of the two, ``"spmd"`` only if the
         longest stage's work on a micro-batch is shorter than the host's calls and sends for it (25 and 40 us each)
         and its step is predicted to be shorter. The plan says which, and why.
-      options: ``jaxpipe.PlanOptions(...)``: names of mesh axes, shardings within a stage, ZeRO-1.
+      options: ``jaxpipe.PlanOptions(...)``: devices per stage, names of mesh axes, shardings within a stage, ZeRO-1.
 
     Raises:
       NetworkError: if the network has another number of devices than the mesh.
@@ -227,7 +222,9 @@ def partition(
     if on_nonfinite not in (None, "raise", "skip"):
         raise checks.PartitionError(f"on_nonfinite={on_nonfinite!r}; it must be 'raise', 'skip' or None.")
     exchange = check_exchange(gradient_exchange, DATA)
-    replicate = checks.check_replicate(replicate, num_stages, mesh, exchange is not None)
+    devices_per_stage = checks.check_devices_per_stage(
+        options.devices_per_stage, num_stages, mesh, exchange is not None
+    )
     budget = None if memory is None else parse_bytes(memory)
     batch, *others = [None if x is None else checks.batch_shapes(x) for x in checks.listed_batches(batch)]
     check_exchanged(exchange is not None, submesh, options)
@@ -250,8 +247,8 @@ def partition(
         unroll_scans=checks.check_unroll(unroll_scans, gradient_exchange != "dense"),
         num_stages=num_stages,
         replicas=replicas,
-        replicate=replicate,
-        host=check_host_memory(host_memory, budget, mesh, replicate),
+        devices_per_stage=devices_per_stage,
+        host=check_host_memory(host_memory, budget, mesh, devices_per_stage),
         gradient_dtype=check_gradient_dtype(gradient_dtype),
         compile=compile,
         runtime=checks.check_runtime(runtime),
@@ -279,9 +276,9 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
         m = _default_microbatches(size, request)
     checks.check_microbatches(size, request.replicas, m)
     schedules = []
-    if isinstance(request.replicate, tuple):
-        schedules = checks.make_team_schedules(request.schedules, Teams(request.replicate), m)
-    elif not request.replicate:
+    if isinstance(request.devices_per_stage, tuple):
+        schedules = checks.make_team_schedules(request.schedules, Teams(request.devices_per_stage), m)
+    elif not request.devices_per_stage:
         schedules = checks.make_schedules(request.schedules, request.num_stages, m)
     check_runtime_features(request, schedules)
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
@@ -315,7 +312,7 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
         other = replace(other, profile=traced.profile, lower_bound_seconds=bound)
         return draft(request, traced, other, schedule, *sections_for(request, traced, other), before.maker)
 
-    ways = (request.replicate,) if request.replicate is not True else (False, True)
+    ways = (request.devices_per_stage,) if request.devices_per_stage is not True else (False, True)
     drafts: list[Draft] = []
     errors: list[checks.PartitionError | checks.ScheduleError] = []
     for replicate in ways:
@@ -450,8 +447,8 @@ def _default_microbatches(size: int, request: Request) -> int:
     """
     counts = _counts(size, request.replicas)
     num_stages, deal = request.num_stages, 1
-    if isinstance(request.replicate, tuple):
-        num_stages, deal = len(request.replicate), Teams(request.replicate).deal
+    if isinstance(request.devices_per_stage, tuple):
+        num_stages, deal = len(request.devices_per_stage), Teams(request.devices_per_stage).deal
     if not counts:
         return 1
     wanted = deal * (1 if num_stages == 1 else MICROBATCHES_PER_STAGE * num_stages)

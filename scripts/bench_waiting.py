@@ -11,7 +11,7 @@ XLA:CPU runs programs with Python callbacks one after the other, on all devices.
 
   swaps      four stages whose first is over its budget: stashes go to a peer and come back
   replicas   a layer as heavy as all others: a device for each of four stages, and three for one stage and one for the
-             other (``replicate=(3, 1)``), with the cuts that the plan chooses
+             other (``devices_per_stage=(3, 1)``), with the cuts that the plan chooses
 
   predicted  seconds of a step in the plan
   measured   quartiles; ratio: their median over what was predicted
@@ -141,7 +141,7 @@ def swapping() -> jaxpipe.Pipeline:
 
 def replicated(replicate: tuple[int, ...]) -> jaxpipe.Pipeline:
     """A layer as heavy as all others together, on stages with so many devices each."""
-    return pipeline((len(LIGHT), *LIGHT), schedule="1f1b", replicate=replicate)
+    return pipeline((len(LIGHT), *LIGHT), schedule="1f1b", options=jaxpipe.PlanOptions(devices_per_stage=replicate))
 
 
 def stepper(trained: jaxpipe.Pipeline) -> Callable[[], Any]:

@@ -70,7 +70,7 @@ def test_sums_are_totals_of_the_batch_and_the_rest_are_means(mesh):
 
 
 def test_sums_of_stages_on_several_devices():
-    pipeline = partition(mesh=mesh_of(3), replicate=(2, 1))
+    pipeline = partition(mesh=mesh_of(3), options=jaxpipe.PlanOptions(devices_per_stage=(2, 1)))
     _, metrics = pipeline.step(pipeline.init(jax.random.key(0)), BATCH)
     assert int(metrics["right"]) == RIGHT.sum() and float(metrics["accuracy"]) == RIGHT.mean()
 

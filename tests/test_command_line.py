@@ -83,14 +83,14 @@ def test_plan_takes_a_network_and_a_kind_of_device(folder, capsys):
 
 @pytest.mark.parametrize(("replicate", "widths"), [("3 1", (3, 1)), ("2", (2, 2)), ("False", (1, 1, 1, 1))])
 def test_plan_gives_stages_several_devices(folder, capsys, replicate, widths):
-    arguments = f"plan command_line_task:task --devices 4 --replicate {replicate} --output plan.json"
+    arguments = f"plan command_line_task:task --devices 4 --devices-per-stage {replicate} --output plan.json"
     assert main(arguments.split()) == 0
     plan = jaxpipe.Plan.from_json((folder / "plan.json").read_text())
     assert tuple(len(stage.devices) for stage in plan.stages) == widths
 
 
 def test_the_planner_may_choose_how_many_devices_a_stage_has(folder, capsys):
-    arguments = "plan command_line_task:task --devices 4 --replicate True --output plan.json"
+    arguments = "plan command_line_task:task --devices 4 --devices-per-stage True --output plan.json"
     assert main(arguments.split()) == 0
     plan = jaxpipe.Plan.from_json((folder / "plan.json").read_text())
     assert sum(len(stage.devices) for stage in plan.stages) == 4
@@ -146,8 +146,16 @@ def test_published_profiles_are_converted(folder, capsys):
         ("plan no_such_module:task --devices 2", 2, "'no_such_module' .* cannot be imported"),
         ("plan command_line_task --devices 2", 2, "is not module:function"),
         ("plan command_line_task:task --devices 99", 2, "99 devices are needed"),
-        ("plan command_line_task:task --devices 4 --replicas 2 --replicate 2", 2, "there can be one of the two"),
-        ("plan command_line_task:task --devices 4 --replicate 3 2", 1, r"replicate=\(3, 2\).*add up to the 4 device"),
+        (
+            "plan command_line_task:task --devices 4 --replicas 2 --devices-per-stage 2",
+            2,
+            "there can be one of the two",
+        ),
+        (
+            "plan command_line_task:task --devices 4 --devices-per-stage 3 2",
+            1,
+            r"devices_per_stage=\(3, 2\).*add up to the 4 device",
+        ),
         ("plan command_line_task:task --devices 2 --unroll-scans True", 1, "no scan over stacked parameters"),
         ("plan command_line_task:task --devices 2 --memory 1KiB", 1, "smallest budget"),
         ("plan command_line_task:task --devices 2 --schedule fast", 1, "schedule='fast'"),

@@ -29,8 +29,18 @@ def mesh_of(*kinds):
     ("given", "options", "error", "message"),
     [
         ("64GiB", {"memory": None}, PartitionError, r"host_memory='64GiB' without memory=.*Pass memory= too"),
-        ("1KiB", {"replicate": 2}, PartitionError, r"host_memory='1KiB' with replicate=\(2, 2\): .*Leave out one"),
-        ("1KiB", {"replicate": (3, 1)}, PartitionError, r"host_memory='1KiB' with replicate=\(3, 1\): .*Leave out one"),
+        (
+            "1KiB",
+            {"options": jaxpipe.PlanOptions(devices_per_stage=2)},
+            PartitionError,
+            r"host_memory='1KiB' with devices_per_stage=\(2, 2\): .*Leave out one",
+        ),
+        (
+            "1KiB",
+            {"options": jaxpipe.PlanOptions(devices_per_stage=(3, 1))},
+            PartitionError,
+            r"host_memory='1KiB' with devices_per_stage=\(3, 1\): .*Leave out one",
+        ),
         ("much", {}, MemoryBudgetError, "host_memory='much' is not a size"),
         (0, {}, MemoryBudgetError, "host_memory=0 is not a size"),
     ],

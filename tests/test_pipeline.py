@@ -449,7 +449,14 @@ def test_metrics_may_be_variables_as_they_are(key):
     assert_same_bits(np.asarray(metrics["weight"]), np.asarray(model.first.kernel.get_value()))
     assert float(pipeline.evaluate(state, batch)["calls"]) == 1.5
     with pytest.raises(PartitionError, match=r"on 2 devices .* what the loss returns depends on .*calls"):
-        jaxpipe.partition(model, mesh_of(2, None), batch, num_microbatches=4, replicate=2, **options)
+        jaxpipe.partition(
+            model,
+            mesh_of(2, None),
+            batch,
+            num_microbatches=4,
+            options=jaxpipe.PlanOptions(devices_per_stage=2),
+            **options,
+        )
 
 
 def test_numpy_batches_of_64_bits_are_those_of_32(key):

@@ -113,7 +113,9 @@ def test_replicas_are_added_up_in_float32():
 def test_devices_that_share_a_stage_are_added_up_in_float32():
     """Each takes every other micro-batch."""
     each, _ = plain_gradients(jnp.bfloat16, 32, 8)
-    gradients = gradients_of(pipeline_of(jnp.bfloat16, 32, mesh_of(4), 8, replicate=2), jnp.bfloat16, 32)
+    gradients = gradients_of(
+        pipeline_of(jnp.bfloat16, 32, mesh_of(4), 8, options=jaxpipe.PlanOptions(devices_per_stage=2)), jnp.bfloat16, 32
+    )
     assert_same_bits(gradients, rounded(add([add(each[::2]), add(each[1::2])]), 8, jnp.bfloat16))
 
 

@@ -498,3 +498,12 @@ def test_sharding_of_the_state():
     sharded = [x for x in state.parameters if x.sharding.spec != P()]
     assert all(isinstance(x.sharding, NamedSharding) and len(x.sharding.device_set) == 4 for x in sharded)
     assert all(x.addressable_shards[0].data.size == x.size // 2 for x in sharded)
+
+
+def test_stages_of_unequal_numbers_of_groups():
+    """Two groups share the micro-batches of the first stage; each is sharded over ``model``."""
+    pipeline = pipeline_of(
+        Plain(), mesh_of(stage=3, model=2), options=PlanOptions(devices_per_stage=(2, 1)), schedule="1f1b"
+    )
+    state = trained(pipeline)
+    assert_close(nn.unbox(pipeline.parameters(state))["params"], plain_training(Plain(), batch_of()))

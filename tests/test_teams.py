@@ -86,7 +86,9 @@ def of_stages(pipeline, gradients):
 def check_exactly(widths, m=M, steps=3, **options):
     """Parameters after some steps have the bits of plain accumulation."""
     case = case_of("mlp")
-    pipeline = planned_of("mlp", sum(widths), m, None, optimizer=EXACT, replicate=widths, **options)
+    pipeline = planned_of(
+        "mlp", sum(widths), m, None, optimizer=EXACT, options=jaxpipe.PlanOptions(devices_per_stage=widths), **options
+    )
     assert tuple(len(stage.devices) for stage in pipeline.plan.stages) == widths
     state, (params, _) = pipeline.init(jax.random.key(3)), case.start(None)
     slots, update = EXACT.init(params), jax.jit(EXACT.update)
@@ -115,7 +117,7 @@ def test_parameters_after_three_steps_are_those_of_plain_accumulation(widths):
 
 def test_a_smaller_batch_is_shared_like_a_whole_one():
     case = case_of("mlp")
-    pipeline = planned_of("mlp", 4, M, None, optimizer=EXACT, replicate=(3, 1))
+    pipeline = planned_of("mlp", 4, M, None, optimizer=EXACT, options=jaxpipe.PlanOptions(devices_per_stage=(3, 1)))
     state, (params, _) = pipeline.init(jax.random.key(3)), case.start(None)
     half = jax.tree.map(lambda x: x[: len(x) // 2], case.batch)
     keys = [pipeline.microbatch_key(state, j) for j in range(M // 2)]
@@ -188,7 +190,7 @@ def normalised_pipeline(widths, convolutions=False):
         predict=lambda model, batch: model(batch["x"], train=False),
         num_microbatches=M,
         profile="analytic",
-        replicate=widths,
+        options=jaxpipe.PlanOptions(devices_per_stage=widths),
     )
 
 
@@ -279,7 +281,7 @@ def halving(read, widths):
         optimizer=optax.sgd(0.5),
         num_microbatches=7,
         profile="analytic",
-        replicate=widths,
+        options=jaxpipe.PlanOptions(devices_per_stage=widths),
     )
 
 
@@ -303,7 +305,9 @@ def test_state_is_folded_in_the_order_of_the_micro_batches():
 
 
 def test_state_that_the_next_micro_batch_reads_needs_one_device():
-    with pytest.raises(PartitionError, match=r"on 3 devices .* depends on seen/mean, .* one device \(replicate=\)"):
+    with pytest.raises(
+        PartitionError, match=r"on 3 devices .* depends on seen/mean, .* one device \(devices_per_stage=\)"
+    ):
         halving(True, (3, 1))
 
 
@@ -327,7 +331,14 @@ def test_a_tied_parameter_a_clipped_adam_and_a_guard():
     optimizer = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
     model = jax.tree_util.Partial(lambda params, x: None, params)
     options = {"loss": tied_loss, "optimizer": optimizer, "num_microbatches": 6, "profile": "analytic"}
-    pipeline = jaxpipe.partition(model, mesh_of(3, None), batch, replicate=(1, 2), on_nonfinite="skip", **options)
+    pipeline = jaxpipe.partition(
+        model,
+        mesh_of(3, None),
+        batch,
+        options=jaxpipe.PlanOptions(devices_per_stage=(1, 2)),
+        on_nonfinite="skip",
+        **options,
+    )
     state, slots = pipeline.init(jax.random.key(0)), optimizer.init(params)
     wanted = params
     for _ in range(3):
@@ -375,7 +386,9 @@ def layers(widths, m=12, rows=24, **options):
     options = {"loss": lambda model, x: model(x).sum(), "optimizer": optax.sgd(0.1), "profile": "analytic", **options}
     mesh = options.pop("mesh", None) or mesh_of(4, None)
     batch = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
-    return jaxpipe.partition(CHAIN, mesh, batch, num_microbatches=m, replicate=widths, **options)
+    return jaxpipe.partition(
+        CHAIN, mesh, batch, num_microbatches=m, options=jaxpipe.PlanOptions(devices_per_stage=widths), **options
+    )
 
 
 @functools.cache
@@ -427,10 +440,18 @@ def test_widths_on_paper():
 @pytest.mark.parametrize(
     ("replicate", "options", "message"),
     [
-        ((3, 2), {}, r"replicate=\(3, 2\); it must be .* add up to the 4 device\(s\) along 'stage', such as \(3, 1\)"),
+        (
+            (3, 2),
+            {},
+            r"devices_per_stage=\(3, 2\); it must be .* add up to the 4 device\(s\) along 'stage', such as \(3, 1\)",
+        ),
         ((4, 0), {}, "numbers above 0"),
-        ("auto", {}, "replicate='auto'; it must be True"),
-        (3, {}, "replicate=3: each stage would have 3 of the 4 devices along 'stage'"),
+        ("auto", {}, "devices_per_stage='auto'; it must be True"),
+        (
+            3,
+            {},
+            "devices_per_stage=3: each stage would have 3 of the 4 devices along 'stage'",
+        ),
         ((3, 1), {"schedule": "interleaved"}, r"interleaved-2, which has several stages on a device; with .* 3 \+ 1"),
         ((3, 1), {"schedule": "pipedream"}, "gave pipedream, which changes weights on the way"),
         ((3, 1), {"gradient_exchange": jaxpipe.gradients.block_sparse(k=1)}, "between the replicas of a whole"),
@@ -438,10 +459,14 @@ def test_widths_on_paper():
             (3, 1),
             {"schedule": lambda p, m: one_f_one_b(p, 12)},
             r"num_microbatches=4\) gave 1f1b for 2 stages and 12 micro-batches\. Pass num_microbatches=36, or another "
-            r"table\. With stages on 3 \+ 1 devices \(replicate=\) a micro-batch of a schedule is a deal of 3, .* so "
-            "num_microbatches=12 are 4 for it",
+            r"table\. With stages on 3 \+ 1 devices \(devices_per_stage=\) a micro-batch of a schedule is a deal of 3, "
+            ".* so num_microbatches=12 are 4 for it",
         ),
-        ((3, 1), {"schedule": lambda p, m: one_f_one_b(4, m)}, r"Pass replicate= for 4 stages, or .* a deal of 3"),
+        (
+            (3, 1),
+            {"schedule": lambda p, m: one_f_one_b(4, m)},
+            r"Pass devices_per_stage= for 4 stages, or .* a deal of 3",
+        ),
         ((1, 1, 2), {"rows": 1, "m": 1}, None),
     ],
 )
@@ -474,10 +499,12 @@ def test_one_program_has_one_device_in_each_stage(widths):
     def loss(model, x):
         pytest.fail("traced")
 
-    with pytest.raises(PartitionError, match=r"runtime='spmd' with replicate=.*: .* one device\. Pass runtime='mpmd'"):
+    with pytest.raises(
+        PartitionError, match=r"runtime='spmd' with devices_per_stage=.*: .* one device\. Pass runtime='mpmd'"
+    ):
         layers(widths, loss=loss, runtime="spmd")
     plan = layers(widths).plan
-    assert plan.runtime == "mpmd" and "have replicate=" in plan.runtime_reason
+    assert plan.runtime == "mpmd" and "have devices_per_stage=" in plan.runtime_reason
 
 
 def test_teams_beside_a_data_axis_are_refused():

@@ -166,7 +166,7 @@ def test_scans_train_in_stages(name, rows, schedule):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "widths"), [("residual", (2, 1)), ("stateful", (3, 1)), ("nnx", (1, 3))])
 def test_scans_train_in_stages_on_several_devices(name, widths):
-    check(name, sum(widths), optax.sgd(0.1, momentum=0.9), replicate=widths)
+    check(name, sum(widths), optax.sgd(0.1, momentum=0.9), options=jaxpipe.PlanOptions(devices_per_stage=widths))
 
 
 def test_inner_stages_are_alike():
@@ -183,7 +183,7 @@ def wide(width: int = 32) -> Case:
 @pytest.mark.parametrize(("replicate", "widths"), [((2, 1), (2, 1)), (True, None)])
 def test_stages_on_several_devices_have_their_own_layers(replicate, widths):
     # With layers as narrow as 32, one stage on all three devices is the fastest.
-    pipeline = pipeline_of(wide(64), 3, replicate=replicate)
+    pipeline = pipeline_of(wide(64), 3, options=jaxpipe.PlanOptions(devices_per_stage=replicate))
     assert widths in (None, pipeline.plan.teams.widths)
     names, stages = (v.name for v in pipeline._planned.model.parameters), pipeline._planned.stages.parameters
     home = {name: stage for name, stage in zip(names, stages, strict=True) if "Dense_0/kernel[" in name}
@@ -198,14 +198,16 @@ def within_a_budget(share: float, **options) -> tuple[jaxpipe.Pipeline, int]:
     return pipeline_of(wide(), 3, memory=budget, **options), budget
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"replicate": (2, 1)}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"options": jaxpipe.PlanOptions(devices_per_stage=(2, 1))}]
+)
 def test_unrolled_scans_are_planned_within_a_budget(options):
     small, budget = within_a_budget(0.9, compile=False, **options)
     assert small.plan.predicted_bytes <= budget and any(stage.added_seconds > 0 for stage in small.plan.stages)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"replicate": (2, 1)}])
+@pytest.mark.parametrize("options", [{}, {"options": jaxpipe.PlanOptions(devices_per_stage=(2, 1))}])
 def test_unrolled_scans_train_within_a_budget(options):
     """What is computed again may be fused in another way."""
     small, budget = within_a_budget(0.95, **options)

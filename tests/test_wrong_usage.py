@@ -168,7 +168,11 @@ ARGUMENTS = {
     "time below 0": (PartitionError, {"time_limit": -1}, ["time_limit=-1", "seconds, 0 or more"]),
     "exchange": (PartitionError, {"gradient_exchange": "sparse"}, ["gradient_exchange='sparse'", "block_sparse"]),
     "not finite": (PartitionError, {"on_nonfinite": "warn"}, ["on_nonfinite='warn'", "'raise', 'skip'"]),
-    "replicate": (PartitionError, {"replicate": "2"}, ["replicate='2'", "a number of devices for every stage"]),
+    "replicate": (
+        PartitionError,
+        {"options": jaxpipe.PlanOptions(devices_per_stage="2")},
+        ["devices_per_stage='2'", "a number of devices for every stage"],
+    ),
     "unroll": (PartitionError, {"unroll_scans": "yes"}, ["unroll_scans='yes'", "the number of iterations"]),
     "mesh a list": (PartitionError, {"mesh": ["cpu"]}, ["mesh is list", "jax.make_mesh((4,), ('stage',))"]),
     "mesh of other axes": (

@@ -65,11 +65,11 @@ def check_mesh(mesh: Mesh) -> tuple[int, int]:
     return mesh.shape[STAGE], mesh.shape.get(DATA, 1)
 
 
-def check_replicate(replicate: Any, num_devices: int, mesh: Mesh, exchanged: bool) -> bool | tuple[int, ...]:
-    """How many devices each stage has; or whether that may be chosen.
+def check_devices_per_stage(given: Any, num_devices: int, mesh: Mesh, exchanged: bool) -> bool | tuple[int, ...]:
+    """Return how many devices each stage has, or whether that may be chosen.
 
     Args:
-      replicate: as given.
+      given: ``PlanOptions.devices_per_stage``.
       num_devices: along the stage axis.
       mesh: the devices.
       exchanged: whether gradients are exchanged by blocks.
@@ -77,35 +77,35 @@ def check_replicate(replicate: Any, num_devices: int, mesh: Mesh, exchanged: boo
     Raises:
       PartitionError: if it does not fit the mesh.
     """
-    widths = replicate
-    if isinstance(replicate, int) and not isinstance(replicate, bool):
-        if replicate < 1 or num_devices % replicate:
+    widths = given
+    if isinstance(given, int) and not isinstance(given, bool):
+        if given < 1 or num_devices % given:
             raise PartitionError(
-                f"replicate={replicate}: each stage would have {replicate} of the {num_devices} devices along "
+                f"devices_per_stage={given}: each stage would have {given} of the {num_devices} devices along "
                 f"{STAGE!r}, which is no multiple of that. Pass a divisor of {num_devices}, or a number for each stage "
                 "that add up to it."
             )
-        widths = (replicate,) * (num_devices // replicate)
-    if not isinstance(replicate, bool | int):
-        good = isinstance(replicate, Sequence) and all(type(k) is int and k > 0 for k in replicate)
-        if not good or sum(replicate) != num_devices:
+        widths = (given,) * (num_devices // given)
+    if not isinstance(given, bool | int):
+        good = isinstance(given, Sequence) and all(type(k) is int and k > 0 for k in given)
+        if not good or sum(given) != num_devices:
             raise PartitionError(
-                f"replicate={replicate!r}; it must be True (the planner chooses), False, a number of devices for every "
-                f"stage, or a sequence of numbers above 0, one for each stage, that add up to the {num_devices} "
+                f"devices_per_stage={given!r}; it must be True (the planner chooses), False, a number of devices for "
+                f"every stage, or a sequence of numbers above 0, one for each stage, that add up to the {num_devices} "
                 f"device(s) along {STAGE!r}, such as {(num_devices - 1, 1) if num_devices > 1 else (1,)}."
             )
-        widths = tuple(replicate)
+        widths = tuple(given)
     if not widths or num_devices == 1 or (isinstance(widths, tuple) and max(widths) == 1):
         return False
     if DATA in mesh.axis_names:
         raise PartitionError(
-            f"replicate={replicate!r} gives stages several devices along {STAGE!r}, and the mesh has an axis {DATA!r} "
-            f"for replicas of the whole pipeline; there can be one of the two. Make a mesh with the axis {STAGE!r} "
-            "alone, or leave replicate= out."
+            f"devices_per_stage={given!r} gives stages several devices along {STAGE!r}, and the mesh has an axis "
+            f"{DATA!r} for replicas of the whole pipeline; there can be one of the two. Make a mesh with the axis "
+            f"{STAGE!r} alone, or leave devices_per_stage= out."
         )
     if exchanged:
         raise PartitionError(
-            f"replicate={replicate!r} with gradient_exchange=block_sparse(...): blocks are exchanged between the "
+            f"devices_per_stage={given!r} with gradient_exchange=block_sparse(...): blocks are exchanged between the "
             f"replicas of a whole pipeline only. Use a mesh axis {DATA!r}, or 'dense'."
         )
     return widths
@@ -210,7 +210,7 @@ def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_micro
         found = make_schedules(makers, len(teams.widths), deals, teams)
     except (PartitionError, ScheduleError) as error:
         raise type(error)(
-            f"{error} With stages on {widths} devices (replicate=) a micro-batch of a schedule is a deal of "
+            f"{error} With stages on {widths} devices (devices_per_stage=) a micro-batch of a schedule is a deal of "
             f"{teams.deal}, the least common multiple of these numbers; so num_microbatches={num_microbatches} are "
             f"{deals} for it."
         ) from None
@@ -218,9 +218,9 @@ def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_micro
     if not runs:
         how = "changes weights on the way" if found[0].versions is not None else "has several stages on a device"
         raise PartitionError(
-            f"schedule= gave {found[0].name}, which {how}; with stages on {widths} devices (replicate=) a schedule "
-            "must have one stage for each of them, and update at the end of a step. Use 'auto', 'one_f_one_b', "
-            "'gpipe' or 'zero_bubble'."
+            f"schedule= gave {found[0].name}, which {how}; with stages on {widths} devices (devices_per_stage=) a "
+            "schedule must have one stage for each of them, and update at the end of a step. Use 'auto', "
+            "'one_f_one_b', 'gpipe' or 'zero_bubble'."
         )
     return runs
 
@@ -249,7 +249,7 @@ def check_schedule(schedule: Any, num_stages: int, num_microbatches: int, teams:
         elif found[0] == num_stages:
             fix = f"num_microbatches={found[1] * teams.deal}"
         else:
-            fix = f"replicate= for {found[0]} stages"
+            fix = f"devices_per_stage= for {found[0]} stages"
         raise PartitionError(
             f"schedule(num_stages={num_stages}, num_microbatches={num_microbatches}) gave {schedule.name} for "
             f"{found[0]} stages and {found[1]} micro-batches. Pass {fix}, or another table."

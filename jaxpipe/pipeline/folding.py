@@ -87,7 +87,7 @@ def separate(objective: Objective, section: "Section", width: int, names: Mappin
                 f"A stage on {width} devices would share its micro-batches among them, but {what} depends on "
                 f"{names[source[t]]}, which every micro-batch changes: it would need what "
                 "the micro-batch before it has left on another device. Only the new state may depend on the old one, "
-                "as with running statistics. Give this stage one device (replicate=)."
+                "as with running statistics. Give this stage one device (devices_per_stage=)."
             )
     behind = live(behind, new)
     made = {t for op in behind for t in op.outputs}

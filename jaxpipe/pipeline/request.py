@@ -25,9 +25,9 @@ class Request:
     """What the caller of ``partition`` asked for, checked; of several ``schedules``, the fastest is wanted.
 
     ``mesh`` has the axes ``stage`` and perhaps ``data``, and the first device of each group of ``submesh``.
-    ``num_stages`` is what the mesh has along its stage axis. ``replicate`` is how many of these devices each stage has,
-    or whether that may be chosen. ``host`` is what becomes of ``host_memory``. ``compile`` is whether a plan near its
-    budget is compiled at once. ``several_sizes``: batches of several sizes are listed.
+    ``num_stages`` is what the mesh has along its stage axis. ``devices_per_stage`` is how many of these devices each
+    stage has, or whether that may be chosen. ``host`` is what becomes of ``host_memory``. ``compile`` is whether a plan
+    near its budget is compiled at once. ``several_sizes``: batches of several sizes are listed.
     """
 
     model: Any
@@ -48,7 +48,7 @@ class Request:
     unroll_scans: int
     num_stages: int
     replicas: int
-    replicate: bool | tuple[int, ...]
+    devices_per_stage: bool | tuple[int, ...]
     host: HostPlan | None = None
     gradient_dtype: np.dtype[Any] | None = None
     compile: bool = True

@@ -29,8 +29,10 @@ def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> 
         for schedule in schedules
         if schedule.versions is not None
     }
-    if request.replicate:
-        features[f"replicate={request.replicate}"] = "in one program each stage of a pipeline is on one device"
+    if request.devices_per_stage:
+        features[f"devices_per_stage={request.devices_per_stage}"] = (
+            "in one program each stage of a pipeline is on one device"
+        )
     if request.host is not None:
         features["host_memory="] = "one program keeps stashes in the devices' own memory"
     if request.submesh.shape:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpipe.graph import Graph, Operator
-from jaxpipe.rules import max_pool, relu
+from jaxpipe.rules import max_pool, pick, relu
 from jaxpipe.vjp import Cut, differentiate
 
 
@@ -56,6 +56,8 @@ def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator,
 def derive(
     op: Operator, avals: list[Any], moving: tuple[int, ...], heard: tuple[int, ...], on_one_device: bool = False
 ) -> Cut:
-    """The cut of any other operator: JAX's VJP, with a ReLU's predicate read off its output."""
+    """The cut of any other operator: JAX's VJP, but for a ReLU's predicate and for picks of one element of a row."""
     cut = differentiate(op, avals, moving, heard, on_one_device)
+    if pick.applies(op):
+        return pick.as_comparison(op, cut)
     return relu.from_output(cut) if relu.applies(op) else cut

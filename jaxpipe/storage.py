@@ -5,9 +5,8 @@ planner may set it otherwise, ``jaxpipe.stage`` runs it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -24,6 +23,9 @@ from jaxpipe.work import ELEMENTWISE, VIEWS, contraction, gpu_product_work, is_p
 
 #: A tensor is recomputed only if that reads and writes at most this many elements for each of its own.
 RECOMPUTE_WORK_LIMIT = 24
+
+#: The same on a GPU, which does some eighty operations in the time in which it moves an element.
+GPU_RECOMPUTE_WORK_LIMIT = 96
 
 #: All products that may run again together take at most this fraction of the time of all products.
 RERUN_SHARE = 0.07
@@ -367,6 +369,7 @@ def _cheap_derivations(
     behind_product: set[int] = set()
     on_cpu = _compat.runs_breadth_first()
     products = _short_products(graph) if on_cpu else _products_that_free_most(graph)
+    limit = RECOMPUTE_WORK_LIMIT if on_cpu else GPU_RECOMPUTE_WORK_LIMIT
     for op in graph.operators:
         cost, codec = rerun_work(op), "alias" if op.name in VIEWS else "recompute"
         if cost is None or op.has_effects or codec not in codecs[op.outputs[0]]:
@@ -379,7 +382,7 @@ def _cheap_derivations(
         for t in sources:
             work |= needed_work.get(t, {})
         for t in op.outputs:
-            if t not in at_hand and sum(work.values()) <= RECOMPUTE_WORK_LIMIT * max(1, graph.tensors[t].size):
+            if t not in at_hand and sum(work.values()) <= limit * max(1, graph.tensors[t].size):
                 derivation[t] = op
                 if t not in roots:
                     needed_work[t] = {} if is_product(op) else work
@@ -390,7 +393,16 @@ def _cheap_derivations(
 
 def _short_products(graph: Graph) -> set[Operator]:
     """The products with the shortest contractions, as many as take ``RERUN_SHARE`` of the time of all."""
-    return _within_share(graph, RERUN_SHARE, product_work, lambda op: contraction(op.equation))
+    products = [op for op in graph.operators if is_product(op)]
+    work = {op: product_work(op) for op in products}
+    left = RERUN_SHARE * sum(work.values())
+    chosen = set()
+    for op in sorted(products, key=lambda op: contraction(op.equation)):
+        left -= work[op]
+        if left < 0:
+            break
+        chosen.add(op)
+    return chosen
 
 
 def _products_that_free_most(graph: Graph) -> set[Operator]:
@@ -399,26 +411,15 @@ def _products_that_free_most(graph: Graph) -> set[Operator]:
     Of equals the largest, so that few are run again, and then the first of the program, which are run again last, when
     most else has been freed.
     """
-
-    def rank(op: Operator) -> tuple[float, int]:
-        size = sum(graph.tensors[t].bytes for t in op.outputs)
-        return gpu_product_work(op) / max(1, size), -size
-
-    return _within_share(graph, GPU_RERUN_SHARE, gpu_product_work, rank)
-
-
-def _within_share(
-    graph: Graph, share: float, time: Callable[[Operator], int], rank: Callable[[Operator], Any]
-) -> set[Operator]:
-    """Return the products of the lowest ranks that together take at most a share of the time of all."""
     products = [op for op in graph.operators if is_product(op)]
-    left = share * sum(map(time, products))
+    work = {op: gpu_product_work(op) for op in products}
+    size = {op: sum(graph.tensors[t].bytes for t in op.outputs) for op in products}
+    left = GPU_RERUN_SHARE * sum(work.values())
     chosen = set()
-    for op in sorted((op for op in products if time(op) <= left), key=rank):
-        left -= time(op)
-        if left < 0:
-            break
-        chosen.add(op)
+    for op in sorted(products, key=lambda op: (work[op] / max(1, size[op]), -size[op])):
+        if work[op] <= left:
+            left -= work[op]
+            chosen.add(op)
     return chosen
 
 

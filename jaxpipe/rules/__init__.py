@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpipe import _compat
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.rules import max_pool, pick, relu
 from jaxpipe.vjp import Cut, differentiate
@@ -56,8 +57,11 @@ def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator,
 def derive(
     op: Operator, avals: list[Any], moving: tuple[int, ...], heard: tuple[int, ...], on_one_device: bool = False
 ) -> Cut:
-    """The cut of any other operator: JAX's VJP, but for a ReLU's predicate and for picks of one element of a row."""
+    """The cut of any other operator: JAX's VJP, but for a ReLU's predicate, and on GPUs for picks of one element a row.
+
+    XLA:CPU adds up the rows of what is fused with a comparison in another order.
+    """
     cut = differentiate(op, avals, moving, heard, on_one_device)
-    if pick.applies(op):
+    if pick.applies(op) and not _compat.runs_breadth_first():
         return pick.as_comparison(op, cut)
     return relu.from_output(cut) if relu.applies(op) else cut

@@ -24,8 +24,9 @@ from jaxpipe.work import ELEMENTWISE, VIEWS, contraction, gpu_product_work, is_p
 #: A tensor is recomputed only if that reads and writes at most this many elements for each of its own.
 RECOMPUTE_WORK_LIMIT = 24
 
-#: The same on a GPU, which does some eighty operations in the time in which it moves an element.
-GPU_RECOMPUTE_WORK_LIMIT = 96
+#: On a GPU a function of one element, however long, counts for so much: it does some eighty operations in the time in
+#: which it moves an element.
+GPU_FUNCTION_WORK = 4
 
 #: All products that may run again together take at most this fraction of the time of all products.
 RERUN_SHARE = 0.07
@@ -369,7 +370,6 @@ def _cheap_derivations(
     behind_product: set[int] = set()
     on_cpu = _compat.runs_breadth_first()
     products = _short_products(graph) if on_cpu else _products_that_free_most(graph)
-    limit = RECOMPUTE_WORK_LIMIT if on_cpu else GPU_RECOMPUTE_WORK_LIMIT
     for op in graph.operators:
         cost, codec = rerun_work(op), "alias" if op.name in VIEWS else "recompute"
         if cost is None or op.has_effects or codec not in codecs[op.outputs[0]]:
@@ -378,11 +378,15 @@ def _cheap_derivations(
         after_product = not behind_product.isdisjoint(sources)
         if is_product(op) and (op not in products or (on_cpu and after_product)):
             continue
-        work = {op: cost if on_cpu or not is_product(op) else 0}
+        if not on_cpu and is_product(op):
+            cost = 0
+        elif not on_cpu and op.name == "custom_jvp_call":
+            cost = min(cost, GPU_FUNCTION_WORK * max(graph.tensors[t].size for t in op.outputs))
+        work = {op: cost}
         for t in sources:
             work |= needed_work.get(t, {})
         for t in op.outputs:
-            if t not in at_hand and sum(work.values()) <= limit * max(1, graph.tensors[t].size):
+            if t not in at_hand and sum(work.values()) <= RECOMPUTE_WORK_LIMIT * max(1, graph.tensors[t].size):
                 derivation[t] = op
                 if t not in roots:
                     needed_work[t] = {} if is_product(op) else work

@@ -222,17 +222,17 @@ class _Written:
 
     def _add_barriers(self, graph: Graph, readers: Mapping[int, Sequence[Operator]]) -> None:
         """Add what a GPU writes besides: before barriers, and of reductions; matrix products read turned operands."""
-        made = set(graph.outputs)
+        written = set(graph.outputs)
         for op in graph.operators:
             if op.name == "optimization_barrier":
-                made.update(self.resolve(t) for t in op.inputs)
+                written.update(self.resolve(t) for t in op.inputs)
             elif op.name in _REDUCTIONS:
-                made.update(op.outputs)
+                written.update(op.outputs)
             elif op.name == "transpose" and all(
                 reader.name == "dot_general" for reader in readers.get(op.outputs[0], ())
             ):
-                self.tensors -= set(op.outputs) - made
-        self.tensors |= made - set(graph.inputs)
+                self.tensors -= set(op.outputs) - written
+        self.tensors |= written - set(graph.inputs)
 
     def resolve(self, t: int) -> int:
         """The tensor that a tensor is another name of."""

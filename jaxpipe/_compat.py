@@ -210,6 +210,28 @@ def tie(values: Sequence[jax.Array], after: jax.Array) -> list[jax.Array]:
     return tied
 
 
+def join(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return arrays unchanged, none of them before all have been computed that vary over the same manual mesh axes."""
+    joined = list(values)
+    alike: dict[frozenset[str], list[int]] = {}
+    for k, value in enumerate(joined):
+        alike.setdefault(manual_axes(value), []).append(k)
+    for places in alike.values():
+        for k, value in zip(places, jax.lax.optimization_barrier([joined[k] for k in places]), strict=True):
+            joined[k] = value
+    return joined
+
+
+def wait(value: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return ``value`` unchanged, but not before ``arrays`` have been computed, where XLA does things late.
+
+    XLA:CPU computes everything as early as it can. Inside ``shard_map``, arrays that vary over other mesh axes than
+    ``value`` are not waited for.
+    """
+    alike = [] if runs_breadth_first() else [x for x in arrays if _varies_alike(x, value)]
+    return jax.lax.optimization_barrier((value, alike))[0] if alike else value
+
+
 def _varies_alike(value: jax.Array, after: jax.Array) -> bool:
     """Whether two arrays vary over the same manual mesh axes."""
     return _manual_axes(jax.typeof(value)) == _manual_axes(jax.typeof(after))
@@ -474,6 +496,7 @@ __all__ = [
     "is_in_cluster",
     "is_literal",
     "isolate",
+    "join",
     "literal_without_mesh",
     "literals_as_arguments",
     "loaded_on",
@@ -489,6 +512,7 @@ __all__ = [
     "trace_without_scope",
     "variable",
     "vary_as",
+    "wait",
     "wait_at_barrier",
     "without_scope",
     "zeros",

@@ -9,6 +9,7 @@ nor together with what is outside.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -100,6 +101,44 @@ class Recall:
         first = self._loaded if step.name in _UNFUSED else {}
         return [first.get(t, self.values[t]) for t in step.needs]
 
+    def load(self, steps: Iterable[Backward], cotangents: Sequence[Any]) -> Sequence[Any]:
+        """Load from the stash what some steps need, together with cotangents that are written to memory anyway.
+
+        Returns:
+          The cotangents. Whoever reads them makes XLA keep to the order: it drops what nobody reads from a barrier.
+        """
+        known = set(self.values)
+        loads: dict[int, None] = {}
+        for step in steps:
+            program, read = self.sources(step, known)
+            loads.update(dict.fromkeys(read))
+            known |= {*read, *(t for op in program for t in op.outputs)}
+        if not loads:
+            return cotangents
+        parts = [part for t in loads for part in self._stash[t]]
+        flat = [jax.lax.reshape(part, self._as_written(t, part)) for t in loads for part in self._stash[t]]
+        tied = _compat.join([*flat, *cotangents])
+        restored = iter([jax.lax.reshape(x, part.shape) for x, part in zip(tied, parts, strict=False)])
+        for t in loads:
+            self.values[t] = self._restore(t, [next(restored) for _ in self._stash[t]])
+        return tied[len(parts) :]
+
+    def _as_written(self, t: int, part: Any) -> Sequence[int]:
+        """Return the shape in which a GPU's matrix product writes a part of a stored tensor.
+
+        XLA multiplies matrices, and takes any other shape for another name of the matrix. Behind a barrier it would not
+        write over such a name what is computed from it element by element.
+        """
+        producer = self._derivations.producer(t)
+        whole = part.shape == self._graph.tensors[t].shape and not any(_compat.split_dimensions(jax.typeof(part)))
+        if not whole or producer is None or producer.name != "dot_general":
+            return part.shape
+        lhs = producer.equation.invars[0].aval
+        (contracted, _), (batch, _) = producer.params["dimension_numbers"]
+        first, second = len(batch), lhs.ndim - len(contracted)
+        sides = part.shape[:first], part.shape[first:second], part.shape[second:]
+        return [math.prod(side) for side in sides[0 if first else 1 :]]
+
     def _restore(self, t: int, parts: Sequence[Any]) -> Any:
         """A stored tensor from its parts; one that did not fit, from tensors that are stored whole."""
         tensor, form = self._graph.tensors[t], self._storage.forms[t]
@@ -142,8 +181,8 @@ def groups(steps: Iterable[Backward]) -> list[list[Backward]]:
     return [group for group in found if group]
 
 
-def is_heavy(step: Backward) -> bool:
-    """Whether what a step reads is written to memory first, and nothing before it runs together with it."""
+def is_heavy(step: Backward | Operator) -> bool:
+    """Whether what a step or an operator reads is written to memory first, and nothing runs together with it."""
     return step.name in _HEAVY
 
 

@@ -10,6 +10,7 @@ The backward pass can be had in two parts, so that a schedule may delay the seco
 """
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,9 @@ import jax.numpy as jnp
 
 from jaxpipe import _compat
 from jaxpipe.demand import Backward, Linearization, linearize, restricted
-from jaxpipe.graph import Graph, live, ordered, run
+from jaxpipe.graph import Graph, live, ordered
 from jaxpipe.policy import FAST, Policy
-from jaxpipe.recall import Recall, groups
+from jaxpipe.recall import Recall, groups, is_heavy
 from jaxpipe.stash import encode, has_overflowed, part_avals
 from jaxpipe.storage import Choices, check_plan, default_plan
 
@@ -108,14 +109,31 @@ def assemble(linearization: Linearization, storage: Choices) -> Stage:
 
 
 def forward(stage: Stage, inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """Run the stage; returns its outputs and the stash, the parts of each of ``stage.storage.stored``."""
-    graph = stage.graph
+    """Run the stage; returns its outputs and the stash, the parts of each of ``stage.storage.stored``.
+
+    A GPU's scheduler puts off what nobody waits for: left alone, it would pack a tensor just before the backward pass
+    unpacks it, and keep it whole until then. So each product waits for all that was to be packed before it; its
+    operands are written to memory in any case, which keeps elementwise chains in one kernel.
+    """
+    graph, stored = stage.graph, stage.storage.stored
     env = dict(graph.constants)
     env.update(zip(graph.inputs, inputs, strict=True))
-    stored = stage.storage.stored
-    run(live(graph.operators, [*graph.outputs, *stored]), env)
-    stash = [encode(env[t], graph.tensors[t], stage.storage.forms[t]) for t in stored]
-    return [env[t] for t in graph.outputs], stash
+    stash: dict[int, tuple[Any, ...]] = {}
+    packed: list[Any] = []
+    at_hand = graph.derived_from_parameters()
+    for op in live(graph.operators, [*graph.outputs, *stored]):
+        late = {t: _compat.wait(env[t], packed) for t in op.inputs if t not in at_hand} if is_heavy(op) else {}
+        if late:
+            packed = []
+        env.update(zip(op.outputs, op.evaluate(*(late.get(t, env[t]) for t in op.inputs)), strict=True))
+        for t in op.outputs:
+            if stage.storage.is_stored(t):
+                stash[t] = encode(env[t], graph.tensors[t], stage.storage.forms[t])
+                packed += [part for part in stash[t] if part is not env[t]]
+    for t in stored:
+        if t not in stash:
+            stash[t] = encode(env[t], graph.tensors[t], stage.storage.forms[t])
+    return [_compat.wait(env[t], packed) for t in graph.outputs], [stash[t] for t in stored]
 
 
 def overflows(stage: Stage, stash: Sequence[Sequence[Any]]) -> jax.Array:
@@ -275,11 +293,23 @@ class _Outline:
 def _run_steps(
     stage: Stage, steps: Sequence[Backward], received: dict[int, Any], recall: Recall, keep: frozenset[int]
 ) -> None:
+    """Run backward steps in the order given.
+
+    XLA:CPU runs whatever it can as early as it can: there each step's values wait for its cotangent. On a GPU a
+    product's values wait for its cotangents, and those of all steps up to the next product for its results, which are
+    in memory in any case: a barrier amid an elementwise chain would cut its kernel in two.
+    """
     tensors = stage.linearization.source.tensors
-    for step in steps:
+    early = _compat.runs_breadth_first()
+    if not early:
+        ready = list(received)
+        received.update(zip(ready, recall.load(_light(steps), [received[t] for t in ready]), strict=True))
+    for place, step in enumerate(steps):
         present = [t for t in step.cotangents_in if t in received]
         if not present:
             continue
+        if not early and is_heavy(step):
+            received.update(zip(present, recall.load([step], [received[t] for t in present]), strict=True))
         needs = recall.fetch(step, received[present[0]])
         seeds = [received[t] if t in received else _compat.zeros(tensors[t].aval) for t in step.cotangents_in]
         for t in present:
@@ -287,8 +317,15 @@ def _run_steps(
                 del received[t]
         with jax.named_scope(step.path or step.name):
             results = step.program.evaluate([*needs, *seeds])
+        if not early and is_heavy(step):
+            results = recall.load(_light(steps[place + 1 :]), results)
         for t, value in zip(step.cotangents_out, results, strict=True):
             received[t] = value if t not in received else jnp.add(received[t], value)
+
+
+def _light(steps: Iterable[Backward]) -> Iterable[Backward]:
+    """The steps before the first product."""
+    return itertools.takewhile(lambda step: not is_heavy(step), steps)
 
 
 def _split(linearization: Linearization) -> tuple[frozenset[int], tuple[Backward, ...], tuple[Backward, ...]]:

@@ -17,14 +17,24 @@ from jaxpipe.graph import Graph, Operator
 from jaxpipe.minimum_cut import minimum_cut
 from jaxpipe.policy import FAST, Policy
 from jaxpipe.stash import Form, Storage, stored_bytes
-from jaxpipe.work import VIEWS, contraction, is_product, product_work, rerun_work
+from jaxpipe.work import ELEMENTWISE, VIEWS, contraction, gpu_product_work, is_product, product_work, rerun_work
 
 
 #: A tensor is recomputed only if that reads and writes at most this many elements for each of its own.
 RECOMPUTE_WORK_LIMIT = 24
 
+#: On a GPU a function of one element, however long, counts for so much: it does some eighty operations in the time in
+#: which it moves an element.
+GPU_FUNCTION_WORK = 4
+
 #: All products that may run again together take at most this fraction of the time of all products.
 RERUN_SHARE = 0.07
+
+#: On a GPU they take at most this fraction: a fifth of the forward pass, a fifteenth of the products of a step.
+GPU_RERUN_SHARE = 0.2
+
+#: Of two ways to store as many bytes, one that writes an array more counts as larger by this power of a half.
+_ANOTHER_ARRAY = 6
 
 #: A sparse format must bring the bytes down at least to this fraction, or its arithmetic is not worth it.
 WORTH_PACKING = 0.8
@@ -251,16 +261,35 @@ def _cut_plan(
     at_hand = graph.derived_from_parameters()
     needs = [t for t in linearization.needs if t not in at_hand]
     price = {}
+    extra = frozenset() if _compat.runs_breadth_first() else _behind_products(graph, at_hand)
     pending = list(needs)
     while pending:
         t = pending.pop()
         if t not in price:
-            price[t] = 0 if t in held else stored_bytes(graph.tensors[t], forms[t])
+            size = stored_bytes(graph.tensors[t], forms[t])
+            price[t] = 0 if t in held else size + (size >> _ANOTHER_ARRAY if t in extra else 0)
             pending.extend(_sources(derivation.get(t), at_hand))
     cut = minimum_cut(price, {t: _sources(derivation.get(t), at_hand) for t in price if t in derivation}, needs)
     stored = {_input_seen(t, graph, derivation, price) for t in cut}
 
     return derived_from(linearization, {t: forms[t] for t in stored}, derivation)
+
+
+def _behind_products(graph: Graph, at_hand: frozenset[int]) -> frozenset[int]:
+    """Return the tensors that follow, element by element, from the result of one product and from small tensors.
+
+    That result is written to memory in any case, they are not.
+    """
+    producers = {t: op for op in graph.operators for t in op.outputs}
+    found: set[int] = set()
+    for op in graph.operators:
+        if op.name not in ELEMENTWISE:
+            continue
+        least = max(graph.tensors[t].bytes for t in op.outputs) >> 3
+        large = {t for t in op.inputs if t not in at_hand and graph.tensors[t].bytes > least}
+        if len(large) == 1 and all(t in found or (t in producers and is_product(producers[t])) for t in large):
+            found.update(op.outputs)
+    return frozenset(found)
 
 
 def derived_from(
@@ -332,24 +361,29 @@ def _cheap_derivations(
     """The operator that gives each tensor back cheaply, for the tensors that have one.
 
     The work of a derivation counts every operator in it once, down to ``roots``, to tensors that have no cheap
-    derivation and to products. A product may be run again if that by itself is cheap, if no other product has to be
-    run before it, and if it is a small part of the program.
+    derivation and to products. A product may be run again if it is one of a small part of the program; on a CPU only if
+    that by itself is cheap, too, and if no other product has to be run before it.
     """
     derivation: dict[int, Operator] = {}
     needed_work: dict[int, dict[Operator, int]] = {}
     behind_product: set[int] = set()
-    products = _products_to_rerun(graph)
+    on_cpu = _compat.runs_breadth_first()
+    products = _short_products(graph) if on_cpu else _products_that_free_most(graph)
     for op in graph.operators:
         cost, codec = rerun_work(op), "alias" if op.name in VIEWS else "recompute"
         if cost is None or op.has_effects or codec not in codecs[op.outputs[0]]:
             continue
         sources = _sources(op, at_hand)
+        after_product = not behind_product.isdisjoint(sources)
+        if is_product(op) and (op not in products or (on_cpu and after_product)):
+            continue
+        if not on_cpu and is_product(op):
+            cost = 0
+        elif not on_cpu and op.name == "custom_jvp_call":
+            cost = min(cost, GPU_FUNCTION_WORK * max(graph.tensors[t].size for t in op.outputs))
         work = {op: cost}
         for t in sources:
             work |= needed_work.get(t, {})
-        after_product = not behind_product.isdisjoint(sources)
-        if is_product(op) and (after_product or op not in products):
-            continue
         for t in op.outputs:
             if t not in at_hand and sum(work.values()) <= RECOMPUTE_WORK_LIMIT * max(1, graph.tensors[t].size):
                 derivation[t] = op
@@ -360,7 +394,7 @@ def _cheap_derivations(
     return derivation
 
 
-def _products_to_rerun(graph: Graph) -> set[Operator]:
+def _short_products(graph: Graph) -> set[Operator]:
     """The products with the shortest contractions, as many as take ``RERUN_SHARE`` of the time of all."""
     products = [op for op in graph.operators if is_product(op)]
     work = {op: product_work(op) for op in products}
@@ -371,4 +405,22 @@ def _products_to_rerun(graph: Graph) -> set[Operator]:
         if left < 0:
             break
         chosen.add(op)
+    return chosen
+
+
+def _products_that_free_most(graph: Graph) -> set[Operator]:
+    """The products that take a GPU least time for each byte of their results, as many as ``GPU_RERUN_SHARE`` allows.
+
+    Of equals the largest, so that few are run again, and then the first of the program, which are run again last, when
+    most else has been freed.
+    """
+    products = [op for op in graph.operators if is_product(op)]
+    work = {op: gpu_product_work(op) for op in products}
+    size = {op: sum(graph.tensors[t].bytes for t in op.outputs) for op in products}
+    left = GPU_RERUN_SHARE * sum(work.values())
+    chosen = set()
+    for op in sorted(products, key=lambda op: (work[op] / max(1, size[op]), -size[op])):
+        if work[op] <= left:
+            left -= work[op]
+            chosen.add(op)
     return chosen

@@ -201,6 +201,19 @@ def product_work(op: Operator) -> int:
     return max(multiplications(op), _PIXEL * pixels)
 
 
+def gpu_product_work(op: Operator) -> int:
+    """The time that a product takes on a GPU, in multiplications: those it does, or what it reads and writes.
+
+    A GPU multiplies and adds some 230 pairs of numbers in the time in which it moves one to or from memory: an H100
+    those of float32 on its tensor cores, and twice as many of half the bytes. Attention's products are far below that.
+    """
+    arrays = [math.prod(atom.aval.shape) for atom in (*op.equation.invars, *op.equation.outvars)]
+    return max(multiplications(op), GPU_PRODUCTS_PER_ELEMENT * sum(arrays))
+
+
+#: See ``gpu_product_work``; ``jaxpipe.rates`` has the numbers.
+GPU_PRODUCTS_PER_ELEMENT = 230
+
 #: A convolution takes at least the time of this many multiplications for each pixel that it makes.
 _PIXEL = 2000
 

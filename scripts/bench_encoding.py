@@ -15,6 +15,9 @@ Variants, all compared with ``plain``:
                 ``jax.checkpoint`` of the whole model with the policies ``nothing_saveable``, ``dots_saveable`` and
                 ``dots_with_no_batch_dims_saveable``
   blocks        each block of the model under ``nn.remat``, where the model offers it
+  blocks-dots, blocks-dots-no-batch
+                the same with the policies ``dots_saveable`` and ``dots_with_no_batch_dims_saveable``
+  fast-step     ``memory_encoded`` of the whole loss; ``dots-step``, ``dots-no-batch-step``: ``jax.checkpoint`` of it
   barrier       plain, with an ``optimization_barrier`` between the passes: how far gradients of one and the same
                 program differ as soon as XLA does not fuse the backward pass with the forward pass
 
@@ -59,6 +62,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 from rich.console import Console
 from rich.table import Table
 
@@ -81,6 +85,11 @@ def checkpoint(policy: Callable[..., Any]) -> Wrap:
     return functools.partial(jax.checkpoint, policy=policy)
 
 
+def blocks(policy: Callable[..., Any] | None) -> Wrap:
+    """The blocks of a model under ``nn.remat``, with a policy."""
+    return lambda cls: functools.partial(cls, remat=True, remat_policy=policy)
+
+
 def with_barrier(apply: Apply) -> Apply:
     """The same, with a barrier between what its forward pass saves and its backward pass."""
 
@@ -99,15 +108,16 @@ def with_barrier(apply: Apply) -> Apply:
 
 @dataclass(frozen=True)
 class Variant:
-    """How the model is wrapped, how its ``apply``, and whether densities are measured before it is traced."""
+    """How the model is wrapped, its ``apply`` and its loss; and whether densities are measured before it is traced."""
 
     wrap: Wrap = identity
     wrap_apply: Wrap = identity
+    wrap_loss: Wrap = identity
     measured: bool = False
 
     def loss(self, problem: Problem) -> Callable[..., tuple[jax.Array, Any]]:
         """A fresh loss."""
-        return problem.loss(self.wrap, self.wrap_apply)
+        return problem.loss(self.wrap, self.wrap_apply, self.wrap_loss)
 
     def tracing(self, density: jaxpipe.Density | None) -> contextlib.AbstractContextManager[None]:
         """What has to be in force while it is traced."""
@@ -116,26 +126,36 @@ class Variant:
 
 PLAIN = Variant()
 SMALLEST = Variant(jaxpipe.memory_encoded(codecs="smallest"), measured=True)
+DOTS = jax.checkpoint_policies.dots_saveable
+DOTS_NO_BATCH = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 VARIANTS = {
     "encoded": Variant(jaxpipe.memory_encoded(codecs=("mask", "index", "alias"))),
     "fast": Variant(jaxpipe.memory_encoded),
+    "fast-step": Variant(wrap_loss=jaxpipe.memory_encoded),
     "smallest": SMALLEST,
     "nothing": Variant(wrap_apply=checkpoint(jax.checkpoint_policies.nothing_saveable)),
-    "dots": Variant(wrap_apply=checkpoint(jax.checkpoint_policies.dots_saveable)),
-    "dots-no-batch": Variant(wrap_apply=checkpoint(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)),
-    "blocks": Variant(lambda cls: functools.partial(cls, remat=True)),
+    "dots": Variant(wrap_apply=checkpoint(DOTS)),
+    "dots-no-batch": Variant(wrap_apply=checkpoint(DOTS_NO_BATCH)),
+    "dots-step": Variant(wrap_loss=checkpoint(DOTS)),
+    "dots-no-batch-step": Variant(wrap_loss=checkpoint(DOTS_NO_BATCH)),
+    "blocks": Variant(blocks(None)),
+    "blocks-dots": Variant(blocks(DOTS)),
+    "blocks-dots-no-batch": Variant(blocks(DOTS_NO_BATCH)),
     "barrier": Variant(wrap_apply=with_barrier),
 }
-DEFAULT = [name for name in VARIANTS if name not in ("encoded", "blocks", "barrier")]
+#: Those that only some models have.
+BLOCKS = tuple(name for name in VARIANTS if name.startswith("blocks"))
+DEFAULT = ["fast", "smallest", "nothing", "dots", "dots-no-batch"]
 
 
 @dataclass(frozen=True)
 class Build:
-    """A compiled step, and the seconds it took to get there."""
+    """A compiled step, the seconds it took to get there, and how many products it runs."""
 
     lower: float
     compile: float
     step: jax.stages.Compiled
+    products: int
 
 
 @dataclass(frozen=True)
@@ -184,10 +204,21 @@ def build(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -
     step = jax.jit(jax.value_and_grad(variant.loss(problem), has_aux=True))
     start = time.perf_counter()
     with variant.tracing(density):
-        lowered = step.lower(*problem.arguments)
+        traced = step.trace(*problem.arguments)
+        lowered = traced.lower()
     middle = time.perf_counter()
     compiled = lowered.compile()
-    return Build(middle - start, time.perf_counter() - middle, compiled)
+    return Build(middle - start, time.perf_counter() - middle, compiled, count_products(traced.jaxpr))
+
+
+def count_products(jaxpr: Any) -> int:
+    """Return how many matrix products and convolutions a traced program runs, those of a loop once for each turn."""
+    total = 0
+    for equation in jaxpr.eqns:
+        total += equation.primitive.name in ("conv_general_dilated", "dot_general")
+        inner = sum(map(count_products, jaxprs_in_params(equation.params)))
+        total += inner * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+    return total
 
 
 def build_all(problem: Problem, chosen: Mapping[str, Variant], density: Any, builds: int) -> dict[str, Build]:
@@ -200,7 +231,7 @@ def build_all(problem: Problem, chosen: Mapping[str, Variant], density: Any, bui
             times[name].append((last[name].lower, last[name].compile))
     lower = {name: min(seconds for seconds, _ in found) for name, found in times.items()}
     compiling = {name: min(seconds for _, seconds in found) for name, found in times.items()}
-    return {name: Build(lower[name], compiling[name], made.step) for name, made in last.items()}
+    return {name: Build(lower[name], compiling[name], made.step, made.products) for name, made in last.items()}
 
 
 def report_of(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -> tuple[int, int]:
@@ -208,7 +239,8 @@ def report_of(problem: Problem, variant: Variant, density: jaxpipe.Density | Non
     loss = variant.loss(problem)
     with variant.tracing(density):
         report = jaxpipe.residual_report(lambda *args: loss(*args)[0], *problem.arguments)
-    return report.plain_bytes if variant.wrap is identity else report.total_bytes, report.plain_bytes_raw
+    undecorated = variant.wrap is identity and variant.wrap_loss is not jaxpipe.memory_encoded
+    return report.plain_bytes if undecorated else report.total_bytes, report.plain_bytes_raw
 
 
 def compare(plain: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[float, float, bool]:

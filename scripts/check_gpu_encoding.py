@@ -1,10 +1,11 @@
-"""Temporaries of training steps with encoded feature maps, compiled ahead of time for an H100.
+"""Temporaries and products of training steps that store less, compiled ahead of time for an H100.
 
     JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.check_gpu_encoding
     ... python -m scripts.check_gpu_encoding --models UNet --variants fast --out out/some.json
 
 The models, steps and variants of ``scripts.bench_encoding``, and the same at sizes that keep a GPU busy; see
-``scripts.absent_gpu`` for the requirements. Nothing runs: the workspace of library kernels is known on a GPU only.
+``scripts.absent_gpu`` for the requirements. A product is a matrix product or a convolution of the traced step: what a
+variant has more than plain, it computes again. Nothing runs: the workspace of library kernels is known on a GPU only.
 """
 
 import argparse
@@ -23,34 +24,39 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe
 from scripts.absent_gpu import h100s
-from scripts.bench_encoding import PLAIN, SMALLEST, VARIANTS, Variant, build
+from scripts.bench_encoding import BLOCKS, PLAIN, SMALLEST, VARIANTS, Variant, build
 from scripts.encoding_cases import CASES, GPU_CASES, WITH_BLOCKS, Case, Problem
 from scripts.measuring import header
 
 
-DEFAULT = ("fast", "smallest", "nothing", "dots", "dots-no-batch", "blocks")
+DEFAULT = [name for name in VARIANTS if name not in ("encoded", "smallest", "barrier")]
 
 
-def temporaries(problem: Problem, variant: Variant, density: jaxpipe.Density | None, device: Any) -> int:
-    """Return the bytes of the compiled step. The arguments' mesh tells what it is built for."""
+def compiled(problem: Problem, variant: Variant, density: jaxpipe.Density | None, device: Any) -> tuple[int, int]:
+    """Return the temporary bytes of a step, and its products. The arguments' mesh tells what it is built for."""
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), problem.arguments)
-    step = build(replace(problem, arguments=arguments), variant, density).step
-    return step.memory_analysis().temp_size_in_bytes
+    made = build(replace(problem, arguments=arguments), variant, density)
+    return made.step.memory_analysis().temp_size_in_bytes, made.products
 
 
 def measure(case: Case, names: Sequence[str], device: Any) -> dict[str, Any]:
     """Measure one model; its densities on the CPU."""
     if not case.name.startswith(WITH_BLOCKS):
-        names = [name for name in names if name != "blocks"]
+        names = [name for name in names if name not in BLOCKS]
     with jax.default_device(jax.devices("cpu")[0]):
         problem = case.make(case.batch)
         density = None
         if any(VARIANTS[name].measured for name in names):
             density = jaxpipe.measure_density(SMALLEST.loss(problem), *problem.arguments)
     variants = {"plain": PLAIN, **{name: VARIANTS[name] for name in names}}
-    sizes = {name: temporaries(problem, variant, density, device) for name, variant in variants.items()}
-    return {"name": case.name, "batch": case.batch, "temporaries": sizes}
+    found = {name: compiled(problem, variant, density, device) for name, variant in variants.items()}
+    return {
+        "name": case.name,
+        "batch": case.batch,
+        "temporaries": {name: size for name, (size, _) in found.items()},
+        "products": {name: count for name, (_, count) in found.items()},
+    }
 
 
 def mean_ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -75,8 +81,9 @@ def main() -> None:
     rows = []
     for name in arguments.models:
         rows.append(measure(by_name[name], arguments.variants, device))
-        sizes = rows[-1]["temporaries"]
-        print(name, {key: f"{value / 2**20:.1f} MiB" for key, value in sizes.items()}, file=sys.stderr, flush=True)
+        sizes, products = rows[-1]["temporaries"], rows[-1]["products"]
+        text = {key: f"{value / 2**20:.1f} MiB, {products[key]} products" for key, value in sizes.items()}
+        print(name, text, file=sys.stderr, flush=True)
         means = mean_ratios([row for row in rows if row["name"] in {case.name for case in CASES}] or rows)
         result = {**header(), "device": device.device_kind, "plain_over_variant": means, "rows": rows}
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -25,8 +25,10 @@ class Problem:
     apply: Callable[[Wrap], Apply]
     arguments: tuple[Any, ...]
 
-    def loss(self, wrap: Wrap, wrap_apply: Wrap) -> Callable[..., tuple[jax.Array, Any]]:
-        """A fresh loss of the wrapped model, whose ``apply`` is wrapped as well."""
+    def loss(
+        self, wrap: Wrap, wrap_apply: Wrap, wrap_loss: Wrap = lambda loss: loss
+    ) -> Callable[..., tuple[jax.Array, Any]]:
+        """A fresh, wrapped loss of the wrapped model, whose ``apply`` is wrapped as well."""
         apply = wrap_apply(self.apply(wrap))
 
         def loss(params: Any, x: jax.Array, state: Any, labels: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
@@ -34,7 +36,7 @@ class Problem:
             chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
             return -chosen.mean(), new_state
 
-        return loss
+        return wrap_loss(loss)
 
 
 @dataclass(frozen=True)
@@ -121,17 +123,19 @@ CASES = (
     Case("GPT-2", 1, lambda n: language(models.GPT2, n, 256, 50257)),
 )
 
-#: Networks at sizes that keep a GPU busy, only compiled on other machines. Llama is one that nothing was tuned to.
+#: Networks at sizes that keep a GPU busy, only compiled on other machines. Nothing was tuned to Llama, BERT and Mixer.
 GPU_CASES = (
     Case("GPT-2 8x512", 8, lambda n: language(models.GPT2, n, 512, 50257)),
     Case("Llama 8x512", 8, lambda n: language(models.Llama, n, 512, 32000)),
     Case("Llama bf16 8x512", 8, lambda n: language(models.Llama, n, 512, 32000, dtype=jnp.bfloat16)),
+    Case("BERT 8x512", 8, lambda n: language(models.Bert, n, 512, 30522)),
+    Case("Mixer 32x224", 32, lambda n: linen(models.Mixer, normal(n, 224, 224, 3), TRAIN)),
     Case("ViT-B 16x224", 16, lambda n: linen(models.ViT, normal(n, 224, 224, 3), TRAIN)),
     Case("ResNet50 32x224", 32, lambda n: linen(models.ResNet50, normal(n, 224, 224, 3), TRAIN)),
 )
 
 #: The models that take ``remat=True``.
-WITH_BLOCKS = ("GPT-2", "Llama", "ViT-B", "ResNet50")
+WITH_BLOCKS = ("GPT-2", "Llama", "BERT", "Mixer", "ViT-B", "ResNet50")
 
 #: Small ones, which differ in how they are written.
 SMALL_CASES = (

@@ -13,6 +13,7 @@ import jaxpipe
 from examples import models as zoo
 from jaxpipe import _compat
 from jaxpipe.planning.liveness import peak_bytes
+from jaxpipe.target import building_for
 
 
 def pipeline_of(model, batch, loss, stages, m, **options):
@@ -175,6 +176,22 @@ def test_loops_need_their_results_to_the_end(function):
 
 
 @pytest.mark.core
+def in_pieces(x, w):
+    """Logits, their normalizer behind a barrier, and a gradient that may be written over them."""
+    logits = x @ w
+    total = jnp.exp(logits).sum(-1, keepdims=True)
+    logits, total, scale = jax.lax.optimization_barrier((logits, total, 2.0))
+    return (scale * jnp.exp(logits) / total) @ w.T
+
+
+@pytest.mark.core
+def test_on_a_gpu_arrays_end_at_barriers_and_are_written_over():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 64), (64, 4096)))
+    logits, result = 256 * 4096 * 4, 256 * 64 * 4
+    with building_for("gpu"):
+        assert peak_bytes(in_pieces, x, w) == pytest.approx(logits + result, rel=1e-3)
+
+
 def test_gradients_of_pooling_need_positions():
     """XLA's select-and-scatter is a reduction over the positions in every dimension, all of them in memory."""
 

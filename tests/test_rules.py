@@ -8,7 +8,8 @@ from jax import lax
 
 from jaxpipe import demand, memory_encoded, rules, stage, storage
 from jaxpipe.graph import trace
-from jaxpipe.rules import max_pool, relu
+from jaxpipe.rules import max_pool, pick, relu
+from jaxpipe.target import building_for
 
 
 def pool(x, window, strides, padding):
@@ -233,3 +234,40 @@ def test_a_straight_through_relu_before_a_pool_keeps_its_derivative():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, 4, 2)), jnp.float32) - 2
     expected, pullback = jax.vjp(function, x)
     assert_same_bits(encoded_vjp(function, x, jnp.ones_like(expected))[1], pullback(jnp.ones_like(expected))[0])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_the_gradient_of_a_pick_is_that_of_jax_bit_for_bit(axis):
+    rng = np.random.default_rng(axis)
+    x = special(rng, (3, 4, 5), jnp.float32)
+    shape = [1 if d == axis else n for d, n in enumerate(x.shape)]
+    index = jnp.asarray(rng.integers(-7, 8, shape))  # some beyond either end
+    cotangent = special(rng, shape, jnp.float32)
+
+    def function(x):
+        return jnp.take_along_axis(x, index, axis)
+
+    (picked,) = (op for op in trace(function, x).operators if op.name == "gather")
+    assert pick.applies(picked)
+    expected, pullback = jax.vjp(function, x)
+    with building_for("gpu"):
+        output, gradient = encoded_vjp(function, x, cotangent)
+    assert_same_bits((output, gradient), (expected, pullback(cotangent)[0]))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, i: jnp.take_along_axis(x, jnp.concatenate([i, i], 1), 1),  # two of a row: may be the same one
+        lambda x, i: x[i[:, 0]],
+        lambda x, i: jnp.take(x, i[0], axis=1),
+    ],
+    ids=["two of a row", "rows", "columns"],
+)
+def test_other_gathers_keep_the_gradient_of_jax(function):
+    x, index = jnp.arange(12.0).reshape(3, 4), jnp.array([[1], [1], [0]])
+    graph = trace(lambda x: [function(x, index)], x)
+    assert not any(pick.applies(op) for op in graph.operators)
+    expected, pullback = jax.vjp(lambda x: function(x, index), x)
+    assert_same_bits(encoded_vjp(lambda x: function(x, index), x, expected), (expected, pullback(expected)[0]))

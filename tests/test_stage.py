@@ -11,6 +11,8 @@ from models import LINEN
 
 from jaxpipe import stage
 from jaxpipe.graph import trace
+from jaxpipe.stash import Storage
+from jaxpipe.target import building_for
 
 
 @functools.cache
@@ -44,6 +46,61 @@ def test_the_split_backward_pass_is_the_whole_one(name):
     parts = dict(zip(built.input_part, early, strict=True)) | dict(zip(built.weight_part, late, strict=True))
     assert_same_bits([parts[t] for t in graph.inputs], list(gradients))
     assert built.weight_part and built.input_part
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_the_programs_for_a_gpu_give_the_same_gradients(name):
+    graph, leaves, (value, gradients) = traced(name)
+    with building_for("gpu"):
+        built = stage.build(graph, graph.inputs)
+    parameters = [leaves[graph.inputs.index(t)] for t in built.parameters]
+    with jax.disable_jit(), building_for("gpu"):
+        (output,), stash = stage.forward(built, leaves)
+        whole = stage.backward(built, parameters, stash, [jnp.ones(())])
+    assert output == value
+    assert_same_bits(whole, list(gradients))
+
+
+def equations(jaxpr):
+    return [equation.primitive.name for equation in jaxpr.eqns]
+
+
+def test_on_a_gpu_a_product_waits_for_what_is_packed_before_it():
+    def loss(v, w, x):
+        return jnp.tanh(jnp.where(x @ v > 0, x, 0.5) @ w).sum()
+
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (16, 16), (8, 16))]
+    graph = trace(lambda *values: [loss(*values)], *arguments).with_parameters([True, True, False])
+    built = stage.build(graph, graph.inputs, held=graph.inputs)
+    assert [built.storage.forms[t].storage for t in built.storage.stored].count(Storage.MASK) == 1
+    by_platform = {}
+    for platform in ("cpu", "gpu"):
+        with building_for(platform):
+            by_platform[platform] = equations(jax.make_jaxpr(functools.partial(stage.forward, built))(arguments).jaxpr)
+    assert "optimization_barrier" not in by_platform["cpu"]
+    barrier, products = (
+        [k for k, name in enumerate(by_platform["gpu"]) if name == wanted]
+        for wanted in ("optimization_barrier", "dot_general")
+    )
+    assert products[0] < barrier[0] < products[1]
+
+
+def test_on_a_gpu_no_barrier_stands_amid_elementwise_work():
+    def loss(v, w, x):
+        return jnp.tanh(jnp.sin(jnp.exp(x @ v))).sum() + (x @ w).sum()
+
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (16, 16), (8, 16))]
+    graph = trace(lambda *values: [loss(*values)], *arguments).with_parameters([True, True, False])
+    with building_for("gpu"):
+        built = stage.build(graph, graph.inputs, held=graph.inputs)
+        _, stash = jax.eval_shape(functools.partial(stage.forward, built), arguments)
+        parameters = [arguments[graph.inputs.index(t)] for t in built.parameters]
+        backward = functools.partial(stage.backward, built)
+        names = equations(jax.make_jaxpr(backward)(parameters, stash, [jnp.ones(())]).jaxpr)
+    elementwise = [k for k, name in enumerate(names) if name in ("exp", "cos", "sin", "tanh", "mul")]
+    assert "optimization_barrier" in names[: elementwise[0]]
+    assert "optimization_barrier" not in names[elementwise[0] : elementwise[-1]]
 
 
 @pytest.mark.core

@@ -12,6 +12,7 @@ from jaxpipe.graph import trace
 from jaxpipe.policy import parse
 from jaxpipe.stash import Form, Storage
 from jaxpipe.storage import Choices
+from jaxpipe.target import building_for
 from jaxpipe.work import is_product, rerun_work, weight
 
 
@@ -214,3 +215,40 @@ def test_a_narrow_convolution_counts_for_the_time_that_it_takes():
 
     # Of 432 + 6 * 2304 multiplications for each pixel 3 %, but with as much time as 2000 of them 13 %.
     assert is_stored(16) and not is_stored(64)
+
+
+@pytest.mark.core
+def test_on_a_gpu_products_run_again_by_what_they_free_up_to_a_fifth_of_their_time():
+    depth, width = 10, 512
+
+    def mlp(*values):
+        *weights, x = values
+        for up, down in zip(weights[::2], weights[1::2], strict=True):
+            x = jnp.tanh(jnp.tanh(x @ up) @ down)
+        return x.sum()
+
+    shapes = [shape for _ in range(depth) for shape in ((width, 4 * width), (4 * width, width))]
+    linearization = linearized(mlp, *shapes, (4096, width), parameters=range(2 * depth), wrt=range(2 * depth))
+    with building_for("gpu"):
+        plan = storage.default_plan(linearization, held=linearization.graph.inputs)
+    by_default = storage.default_plan(linearization, held=linearization.graph.inputs)
+    graph = linearization.graph
+    wide = [op.outputs[0] for op in graph.operators if is_product(op) and op.equation.outvars[0].aval.shape[1] > width]
+    narrow = [op.outputs[0] for op in graph.operators if is_product(op) and op.outputs[0] not in wide]
+    again = [t for t, form in plan.forms.items() if form.storage is Storage.RECOMPUTE]
+    # Wide results are four times the bytes for the same multiplications; 20 equal products, of which 4 are a fifth.
+    assert [t for t in again if t in (*wide, *narrow)] == wide[:4]
+    saved = by_default.stash_bytes(graph) - plan.stash_bytes(graph)
+    assert saved == 4 * 4096 * 4 * width * 4
+
+
+def test_on_a_gpu_the_result_of_a_product_is_stored_rather_than_what_follows_from_it():
+    def loss(w, v, x):
+        return (jnp.exp(x @ w) @ v).sum()
+
+    linearization = linearized(loss, (512, 512), (512, 512), (64, 512), parameters=(0, 1))
+    graph = linearization.graph
+    (product, _) = (op.outputs[0] for op in graph.operators if is_product(op))
+    assert product not in storage.default_plan(linearization).stored
+    with building_for("gpu"):
+        assert product in storage.default_plan(linearization).stored

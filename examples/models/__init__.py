@@ -1,12 +1,14 @@
 """A small zoo of plain Flax models, shared by the tests (tiny) and the benchmark (real size)."""
 
 from .alexnet import AlexNet
+from .bert import Bert
 from .cnn_linen import DigitsCNN as LinenDigitsCNN
 from .cnn_nnx import DigitsCNN as NNXDigitsCNN
 from .custom import SoftplusMLP
 from .gpt2 import GPT2
 from .inception import Inception
 from .llama import Llama
+from .mixer import Mixer
 from .mlp import init_mlp, mlp
 from .nin import NiN
 from .overfeat import OverFeat
@@ -23,9 +25,11 @@ __all__ = [
     "GPT2",
     "VGG16",
     "AlexNet",
+    "Bert",
     "Inception",
     "LinenDigitsCNN",
     "Llama",
+    "Mixer",
     "NNXDigitsCNN",
     "NiN",
     "OverFeat",

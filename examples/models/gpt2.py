@@ -3,6 +3,9 @@
 Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -58,7 +61,7 @@ class GPT2(nn.Module):
     """Decoder with learned positions, whose output layer is the token embedding.
 
     Dropout draws from the `dropout` stream while `train` is true. `remat` computes each block again in the backward
-    pass.
+    pass, but for what `remat_policy` saves.
 
     Input: integer tokens [batch, length], length at most `max_length`.
     Output: next-token logits [batch, length, vocab].
@@ -71,6 +74,7 @@ class GPT2(nn.Module):
     max_length: int = 1024
     dropout_rate: float = 0.1
     remat: bool = False
+    remat_policy: Callable[..., Any] | None = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
@@ -80,7 +84,7 @@ class GPT2(nn.Module):
         x = embed(tokens) + positions(jnp.arange(tokens.shape[1]))
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
         output_scale = 0.02 / (2 * self.num_layers) ** 0.5
-        block = nn.remat(GPT2Block, static_argnums=(2,)) if self.remat else GPT2Block
+        block = nn.remat(GPT2Block, policy=self.remat_policy, static_argnums=(2,)) if self.remat else GPT2Block
         for i in range(self.num_layers):
             x = block(self.num_heads, self.dropout_rate, output_scale, name=f"GPT2Block_{i}")(x, train)
         return embed.attend(nn.LayerNorm(epsilon=1e-5)(x))

@@ -3,6 +3,9 @@
 Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models" (2023), arXiv:2307.09288.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -57,7 +60,8 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """Decoder-only language model without dropout; computes in `dtype`, with float32 parameters and logits.
 
-    `remat` computes each block again in the backward pass. `max_length` is not used: positions are rotations.
+    `remat` computes each block again in the backward pass, but for what `remat_policy` saves. `max_length` is not used:
+    positions are rotations.
 
     Input: integer tokens [batch, length]. Output: next-token logits [batch, length, vocab].
     """
@@ -71,12 +75,13 @@ class Llama(nn.Module):
     dtype: jnp.dtype = jnp.float32
     max_length: int = 0
     remat: bool = False
+    remat_policy: Callable[..., Any] | None = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
         del train  # nothing is random
         x = nn.Embed(self.vocab, self.width, dtype=self.dtype)(tokens)
-        block = nn.remat(LlamaBlock) if self.remat else LlamaBlock
+        block = nn.remat(LlamaBlock, policy=self.remat_policy) if self.remat else LlamaBlock
         for i in range(self.num_layers):
             x = block(self.num_heads, self.num_kv_heads, self.hidden, self.dtype, name=f"LlamaBlock_{i}")(x)
         x = nn.RMSNorm(dtype=self.dtype)(x)

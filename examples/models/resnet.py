@@ -3,6 +3,9 @@
 He et al., "Deep Residual Learning for Image Recognition" (2015), arXiv:1512.03385.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.linen as nn
 import jax
 
@@ -90,7 +93,7 @@ class ResNet50(nn.Module):
 
     Stage `i` has `stage_sizes[i]` blocks of `4 * 2**i * width` channels.
     Training updates the `batch_stats` collection, which the caller makes mutable. `remat` computes each block again in
-    the backward pass.
+    the backward pass, but for what `remat_policy` saves.
 
     Input: images [batch, 224, 224, 3], or of other sides from 32. Output: logits [batch, num_classes].
     """
@@ -99,6 +102,7 @@ class ResNet50(nn.Module):
     width: int = 64
     stage_sizes: tuple[int, ...] = (3, 4, 6, 3)
     remat: bool = False
+    remat_policy: Callable[..., Any] | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
@@ -106,7 +110,9 @@ class ResNet50(nn.Module):
         x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
         x = nn.relu(x)
         x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
-        block = nn.remat(BottleneckBlock, static_argnums=(2,)) if self.remat else BottleneckBlock
+        block = (
+            nn.remat(BottleneckBlock, policy=self.remat_policy, static_argnums=(2,)) if self.remat else BottleneckBlock
+        )
         strides = [2 if stage and i == 0 else 1 for stage, count in enumerate(self.stage_sizes) for i in range(count)]
         widths = [2**stage * self.width for stage, count in enumerate(self.stage_sizes) for _ in range(count)]
         for i, (width, stride) in enumerate(zip(widths, strides, strict=True)):

@@ -4,6 +4,9 @@ Dosovitskiy et al., "An Image is Worth 16x16 Words: Transformers for Image Recog
 arXiv:2010.11929.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ class ViT(nn.Module):
     """Encoder of patches with a class token and learned positions; the class token is classified.
 
     Dropout, if there is any, draws from the `dropout` stream while `train` is true. `remat` computes each block again
-    in the backward pass.
+    in the backward pass, but for what `remat_policy` saves.
 
     Input: images [batch, height, width, channels], both sides divisible by `patch`.
     Output: logits [batch, num_classes].
@@ -28,6 +31,7 @@ class ViT(nn.Module):
     num_heads: int = 12
     dropout_rate: float = 0.0
     remat: bool = False
+    remat_policy: Callable[..., Any] | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
@@ -38,7 +42,7 @@ class ViT(nn.Module):
         x = jnp.concatenate([jnp.broadcast_to(token, (x.shape[0], 1, self.width)), x], axis=1)
         x = x + self.param("positions", nn.initializers.normal(0.02), (1, *x.shape[1:]))
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
-        block = nn.remat(Block, static_argnums=(3,)) if self.remat else Block
+        block = nn.remat(Block, policy=self.remat_policy, static_argnums=(3,)) if self.remat else Block
         for i in range(self.num_layers):
             x = block(self.num_heads, self.dropout_rate, name=f"Block_{i}")(x, None, train)
         return nn.Dense(self.num_classes)(nn.LayerNorm()(x)[:, 0])

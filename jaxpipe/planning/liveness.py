@@ -1,7 +1,7 @@
 """The most memory that a program needs at once, from its operators alone."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -185,12 +185,23 @@ class _Written:
 
     def __init__(self, graph: Graph, donated: Sequence[int] = ()):
         self._root: dict[int, int] = {}
+        turned = frozenset() if _compat.runs_breadth_first() else _turned_products(graph)
         for op in graph.operators:
+            if op in turned:
+                self._root[op.outputs[0]] = op.inputs[0]
             if op.equation is None or op.name in _ALIASES:
                 sources = [t for t in op.inputs if graph.tensors[t].size == graph.tensors[op.outputs[0]].size]
-                named = op.inputs if len(op.outputs) == len(op.inputs) else sources
-                for out, source in zip(op.outputs, named, strict=False):
-                    self._root[out] = self._root.get(source, source)
+                pairs = zip(op.outputs, sources, strict=False)
+                if op.equation is None:
+                    pairs = zip(op.outputs, op.inputs, strict=True)
+                elif op.name == "optimization_barrier":  # some of its operands may be numbers
+                    operands = iter(op.inputs)
+                    pairs = [
+                        (out, next(operands))
+                        for out, atom in zip(op.outputs, op.equation.invars, strict=True)
+                        if not _compat.is_literal(atom)
+                    ]
+                self._root.update((out, self._root.get(source, source)) for out, source in pairs)
         readers: dict[int, list[Operator]] = {}
         self.tensors = {self.resolve(t) for t in (*graph.outputs, *donated)}
         operators = [op for op in graph.operators if self._root.keys().isdisjoint(op.outputs)]
@@ -199,6 +210,8 @@ class _Written:
                 readers.setdefault(t, []).append(op)
             if op.name not in _FUSED | _REDUCTIONS:
                 self.tensors.update(self.resolve(t) for t in op.inputs)
+        if not _compat.runs_breadth_first():
+            self._add_barriers(graph, readers)
         for op in operators:
             for t in op.outputs:
                 several = len(readers.get(t, ())) > 1
@@ -206,6 +219,20 @@ class _Written:
                 if op.name not in _FUSED - {"concatenate"} or (several and (op.name in COSTLY or stopped)):
                     self.tensors.add(t)
         self._follow(graph)
+
+    def _add_barriers(self, graph: Graph, readers: Mapping[int, Sequence[Operator]]) -> None:
+        """Add what a GPU writes besides: before barriers, and of reductions; matrix products read turned operands."""
+        written = set(graph.outputs)
+        for op in graph.operators:
+            if op.name == "optimization_barrier":
+                written.update(self.resolve(t) for t in op.inputs)
+            elif op.name in _REDUCTIONS:
+                written.update(op.outputs)
+            elif op.name == "transpose" and all(
+                reader.name == "dot_general" for reader in readers.get(op.outputs[0], ())
+            ):
+                self.tensors -= set(op.outputs) - written
+        self.tensors |= written - set(graph.inputs)
 
     def resolve(self, t: int) -> int:
         """The tensor that a tensor is another name of."""
@@ -242,7 +269,8 @@ class _Written:
         nothing: frozenset[int] = frozenset()
         for op in graph.operators:
             here, still, moved = set(), set(), set()
-            for t in map(self.resolve, op.inputs):
+            # What of a barrier is no other name of an operand is a number.
+            for t in map(self.resolve, () if op.name == "optimization_barrier" else op.inputs):
                 if t in self.tensors:
                     here.add(t)
                     still.add(t)
@@ -255,6 +283,18 @@ class _Written:
             for t in op.outputs:
                 if self.resolve(t) == t:
                     self.sources[t], self.in_place[t] = frozenset(here), frozenset(still - moved)
+
+
+def _turned_products(graph: Graph) -> frozenset[Operator]:
+    """Return the transposes of matrix products that nothing else reads: a GPU writes these in the other order."""
+    producers = {t: op for op in graph.operators for t in op.outputs}
+    reads = Counter(t for op in graph.operators for t in op.inputs) + Counter(graph.outputs)
+
+    def is_one(op: Operator) -> bool:
+        source = producers.get(op.inputs[0]) if op.name == "transpose" else None
+        return source is not None and source.name == "dot_general" and reads[op.inputs[0]] == 1
+
+    return frozenset(filter(is_one, graph.operators))
 
 
 def _positions(op: Operator, graph: Graph) -> int:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpipe import _compat
 from jaxpipe.graph import Graph, Operator
-from jaxpipe.rules import max_pool, relu
+from jaxpipe.rules import max_pool, pick, relu
 from jaxpipe.vjp import Cut, differentiate
 
 
@@ -60,6 +61,11 @@ def derive(
     heard: tuple[int, ...],
     shape: Mapping[str, int] | None = None,
 ) -> Cut:
-    """The cut of any other operator: JAX's VJP, with a ReLU's predicate read off its output."""
+    """The cut of any other operator: JAX's VJP, but for a ReLU's predicate, and on GPUs for picks of one element a row.
+
+    XLA:CPU adds up the rows of what is fused with a comparison in another order.
+    """
     cut = differentiate(op, avals, moving, heard, shape)
+    if pick.applies(op) and not _compat.runs_breadth_first():
+        return pick.as_comparison(op, cut)
     return relu.from_output(cut) if relu.applies(op) else cut

@@ -1,0 +1,59 @@
+"""Picking one element of each row (``jnp.take_along_axis`` of labels): its derivative is a comparison.
+
+JAX writes zeros over the whole map and then scatters one cotangent into each row: on a GPU two kernels, and an array
+that nothing can be fused with. Comparing every position of a row with the row's index gives the same elements, and
+fuses with whatever reads it: the gradient of a cross entropy is then written over the logits.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.graph import Operator, trace
+from jaxpipe.vjp import Cut
+
+
+def applies(op: Operator) -> bool:
+    """Return whether ``op`` picks at most one element of each row: a gather with a batch of rows and one index each."""
+    if op.name != "gather" or len(op.inputs) != 2:
+        return False
+    operand, indices = (atom.aval for atom in op.equation.invars)
+    numbers = op.params["dimension_numbers"]
+    rest = [n for d, n in enumerate(indices.shape) if d not in numbers.start_indices_batching_dims]
+    return (
+        op.params["mode"] in (lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+        and not numbers.offset_dims
+        and len(numbers.start_index_map) == 1
+        and numbers.collapsed_slice_dims == numbers.start_index_map
+        and len(numbers.operand_batching_dims) == operand.ndim - 1
+        and all(n == 1 for n in rest)
+    )
+
+
+def as_comparison(op: Operator, cut: Cut) -> Cut:
+    """Return the cut of a pick with a backward program that compares positions."""
+    operand, indices = (atom.aval for atom in op.equation.invars)
+    (result,) = (var.aval for var in op.equation.outvars)
+    if cut.inputs[1] not in cut.needs or cut.cotangents_in != (0,) or cut.cotangents_out != (0,):
+        return cut
+    numbers = op.params["dimension_numbers"]
+    (axis,) = numbers.start_index_map
+    # Dimensions of the indices and of the result that stand for the operand's rows, in the operand's order.
+    pairs = sorted(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    rows = tuple(d for d, _ in pairs)
+    order = [d for _, d in pairs]
+
+    def spread(x: Any) -> Any:
+        x = lax.transpose(x, [*order, *(d for d in range(x.ndim) if d not in order)])
+        x = lax.reshape(x, [operand.shape[d] for d in rows])
+        return lax.broadcast_in_dim(x, operand.shape, rows)
+
+    def backward(index: Any, cotangent: Any) -> Any:
+        position = lax.broadcasted_iota(index.dtype, operand.shape, axis)
+        # Scattering adds to a zero, which never gives -0.0.
+        picked = spread(cotangent) + jnp.zeros((), cotangent.dtype)
+        return lax.select(position == spread(index), picked, jnp.zeros(operand.shape, cotangent.dtype))
+
+    return replace(cut, needs=(cut.inputs[1],), program=trace(backward, indices, result.to_tangent_aval()))

@@ -138,8 +138,8 @@ def with_axes(function: Callable[[], Any], shape: Mapping[str, int] | None = Non
 
 
 _EXPLICIT = (
-    "The model calls jax.sharding.reshard, which needs a mesh with explicit axes. In a pipeline a stage's program runs "
-    "on one device and has none. Use jax.lax.with_sharding_constraint, which is dropped there."
+    "The model calls jax.sharding.reshard, which needs a mesh with explicit axes. In a pipeline the axes "
+    "of a stage are automatic. Use jax.lax.with_sharding_constraint, which is kept over these and dropped over others."
 )
 
 #: Parts of errors that models raise only in the context of a mesh: Flax's own layers for annotations of kernels that

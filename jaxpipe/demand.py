@@ -136,6 +136,7 @@ def linearize(
         builder.build(graph.inputs, results),
         operators=live(builder.operators, [*results, *(t for step in steps for t in step.needs)]),
         parameters=graph.parameters,
+        stage_shape=graph.stage_shape,
     )
     return Linearization(graph, forward, steps, wrt)
 

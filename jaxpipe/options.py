@@ -26,7 +26,8 @@ class PlanOptions:
         them; left out: the rules in whose context ``partition`` is called.
       batch_axes: mesh axes over which the examples of a micro-batch are split within a stage; left out: ``fsdp``, if
         the mesh has such an axis.
-      zero: 1 splits the optimizer state over the replicas of the axis ``data`` (ZeRO-1; Rajbhandari et al., 2020).
+      zero: 1 splits the optimizer state over the replicas of the axis ``data`` (ZeRO-1; Rajbhandari et al., 2020);
+        without replicas it changes nothing.
 
     Raises:
       PartitionError: if a field has a value that is none of these.

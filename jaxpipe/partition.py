@@ -202,7 +202,9 @@ def partition(
       >>> float(metrics["loss"])
       3.0
     """
-    options = options or PlanOptions()
+    options = PlanOptions() if options is None else options
+    if not isinstance(options, PlanOptions):
+        raise checks.PartitionError(f"options={options!r}; pass jaxpipe.PlanOptions(...), or leave it out.")
     mesh = with_own_names(mesh, options.stage_axis, options.data_axis)
     num_stages, replicas = checks.check_mesh(mesh)
     check_model(model)

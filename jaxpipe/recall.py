@@ -127,8 +127,11 @@ class Recall:
         """Return the shape in which a GPU's matrix product writes a part of a stored tensor.
 
         XLA multiplies matrices, and takes any other shape for another name of the matrix. Behind a barrier it would not
-        write over such a name what is computed from it element by element.
+        write over such a name what is computed from it element by element. Where a stage is sharded the shape stays: to
+        merge a dimension that is split, devices would have to gather the array.
         """
+        if self._graph.stage_shape:
+            return part.shape
         producer = self._derivations.producer(t)
         whole = part.shape == self._graph.tensors[t].shape and not any(_compat.split_dimensions(jax.typeof(part)))
         if not whole or producer is None or producer.name != "dot_general":

@@ -212,7 +212,7 @@ def test_optimizer_state_split_over_replicas_gives_the_same_bits(optimizer):
         results.append((pipeline.parameters(state), pipeline.plan.memory["optimizer"]))
     (whole, all_bytes), (split, bytes_each) = results
     assert_same_bits(whole, split)
-    assert bytes_each == pytest.approx(all_bytes / 4, rel=0.02)
+    assert bytes_each == pytest.approx(all_bytes / 4, rel=0.02)  # the count of steps is whole on each
     assert {x.sharding.spec for x in state.optimizer} >= {P("data")}
 
 
@@ -224,7 +224,7 @@ def test_bytes_of_adam_with_its_state_split_over_replicas():
     memory = pipeline.plan.memory
     count = sum(x.size for x in jax.tree.leaves(pipeline.parameters(pipeline.init(jax.random.key(0)))))
     held = memory["parameters"] + memory["gradients"] + memory["optimizer"]
-    assert held == pytest.approx((8 + 8 / 4) * count, rel=0.02)
+    assert held == pytest.approx((8 + 8 / 4) * count, rel=0.02)  # besides, the count of steps
 
 
 @pytest.mark.parametrize("make", [optax.contrib.muon, optax.adafactor, optax.lamb])
@@ -236,7 +236,7 @@ def test_an_optimizer_of_whole_matrices_with_its_state_split(make):
         results.append((pipeline.parameters(trained(pipeline)), pipeline.plan.memory["optimizer"]))
     (whole, all_bytes), (split, bytes_each) = results
     assert_close(whole, split)
-    assert bytes_each == pytest.approx(all_bytes / 2, rel=0.02)
+    assert bytes_each == pytest.approx(all_bytes / 2, rel=0.02)  # factors of odd length are whole on each
 
 
 def test_fully_sharded_parameters_and_examples():
@@ -430,6 +430,7 @@ def test_arrays_of_sharded_stages_take_the_predicted_bytes():
     sizes = zip(report.predicted_bytes, report.compiled_bytes, report.temporary_bytes, strict=True)
     first = pipeline.plan.stage_memory[0]
     for predicted, compiled, temporary in list(sizes)[:4]:
+        # The peak may be in another call, with a counter more or less.
         assert predicted - first["temporaries"] == pytest.approx(compiled - temporary, rel=0.02)
 
 
@@ -461,6 +462,8 @@ def test_wrong_axes_are_refused():
     refuse("over which nothing is split", mesh=mesh_of(stage=2, expert=2))
     refuse("no multiple of 3", mesh=mesh_of(stage=2, model=3))
     refuse("stage_axis='pipes'", options=PlanOptions(stage_axis="pipes"))
+    with pytest.raises(PartitionError, match=r"options=.*PlanOptions"):
+        pipeline_of(GPT(), mesh_of(stage=2), options={"zero": 1})
     with pytest.raises(PartitionError, match="zero=3"):
         PlanOptions(zero=3)
 

@@ -189,3 +189,21 @@ def test_cotangents_of_an_output_returned_twice_add_up():
     (gradient,) = stage.backward(built, [], stash, [jnp.ones(3), 2 * jnp.ones(3)])
     assert np.array_equal(gradient, 3 * jnp.cos(x))
     assert stage.backward(built, [], stash, [None, None]) == [None]
+
+
+def test_on_a_gpu_stored_products_are_matrices_only_where_no_device_would_gather_them():
+    """A sharded stage leaves them their dimensions, one of which may be split."""
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 2, 16, 16), (2, 2, 8, 16))]
+    whole = trace(lambda v, x: [jnp.sin(jnp.matmul(x, v)).sum()], *arguments)
+    reshapes = []
+    for shape in ({}, {"model": 2}):
+        graph = replace(whole.with_parameters([True, False]), stage_shape=shape)
+        with building_for("gpu"):
+            built = stage.build(graph, graph.inputs, held=graph.inputs)
+            _, stash = jax.eval_shape(functools.partial(stage.forward, built), arguments)
+            backward = functools.partial(stage.backward, built)
+            parameters = [arguments[graph.inputs.index(t)] for t in built.parameters]
+            names = equations(jax.make_jaxpr(backward)(parameters, stash, [jnp.ones(())]).jaxpr)
+        assert [built.graph.tensors[t].shape for t in built.storage.stored if t not in graph.inputs] == [(2, 2, 8, 16)]
+        reshapes.append(names.count("reshape"))
+    assert reshapes[0] and not reshapes[1]

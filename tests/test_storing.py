@@ -73,8 +73,7 @@ class AllAtOnce:
                 self.bytes[e] += here + (after * sizes if problem.frees else 0)
         self.bytes += problem.held * self.stash
         self.peak = self.bytes.max(0)
-        self.allowed = self.possible & (True if problem.most_stored is None else self.stash <= problem.most_stored)
-        self.fits = self.allowed & (self.peak <= problem.capacity)
+        self.fits = self.possible & (self.peak <= problem.capacity)
 
     def fastest(self):
         """Seconds of the best choice within the limits; infinite if there is none."""
@@ -82,7 +81,7 @@ class AllAtOnce:
 
     def lowest_peak(self):
         """The least bytes that any choice needs; None if nothing can be had."""
-        return int(self.peak[self.allowed].min()) if self.allowed.any() else None
+        return int(self.peak[self.possible].min()) if self.possible.any() else None
 
 
 def instance(seed, count=None, forms=None):
@@ -107,8 +106,7 @@ def instance(seed, count=None, forms=None):
             )
         )
     base = tuple(int(b) for b in r.integers(0, 5, events))
-    most = float(r.integers(0, 30)) if r.random() < 0.3 else None
-    return Problem(tuple(items), base, float(r.integers(3, 40)), int(r.integers(0, 3)), bool(r.random() < 0.6), most)
+    return Problem(tuple(items), base, float(r.integers(3, 40)), int(r.integers(0, 3)), bool(r.random() < 0.6))
 
 
 def check_instance(seed):
@@ -121,7 +119,7 @@ def check_instance(seed):
         found = simulate(problem, answer.choice)
         assert found is not None and found.fits(problem), seed
         assert answer.optimal and found.seconds == best, seed
-    unlimited = Problem(problem.items, problem.base, math.inf, problem.held, problem.frees, problem.most_stored)
+    unlimited = Problem(problem.items, problem.base, math.inf, problem.held, problem.frees)
     lowest = min((f.peak_bytes for _, f in all_choices(unlimited) if f.fits(unlimited)), default=None)
     least = solve(unlimited, least_peak=True)
     if lowest is None:
@@ -208,7 +206,7 @@ def test_the_lowest_peak_with_and_without_a_solver():
     """Without time the greedy rule goes on to its end: it may stop early, but what it returns can be run."""
     met = possible = 0
     for seed in range(60):
-        problem = replace(instance(seed), capacity=math.inf, most_stored=None)
+        problem = replace(instance(seed), capacity=math.inf)
         least = AllAtOnce(problem).lowest_peak()
         solved, greedy = lowest_peak(problem), lowest_peak(problem, time_limit=0.0)
         if least is None:

@@ -6,7 +6,7 @@ drafts ──choose──▶ the fastest that keeps the budget ──settle─�
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -86,7 +86,7 @@ class Traced:
     microbatch: Any
     batching: Batching
     local: Sequence[Any]
-    shardings: Shardings = field(default_factory=Shardings)
+    shardings: Shardings
 
 
 @dataclass(frozen=True, eq=False)

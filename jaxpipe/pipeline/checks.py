@@ -34,7 +34,7 @@ def check_mesh(mesh: Mesh) -> tuple[int, int]:
     """Stages and replicas of a mesh, whose axes have the names of ``with_own_names``.
 
     Raises:
-      PartitionError: unless it has an axis ``stage``.
+      PartitionError: unless it has one axis ``stage`` and at most one of replicas.
     """
     if not isinstance(mesh, Mesh):
         raise PartitionError(

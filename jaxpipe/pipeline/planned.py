@@ -61,6 +61,7 @@ class Planned:
       policy: the codecs that may be used where a module is not decorated.
       schedules: makers of the schedules that were asked for.
       retrace: traces the loss for the shapes of one micro-batch.
+      shardings: how variables are split within a stage.
       budget: what else could be planned; None if there is no budget.
       compiled: with stage programs, the training step once it has been compiled for a budget.
       calls: with stage programs, the list of the training step (``jaxpipe.runtime.mpmd.calls``), traced.
@@ -83,8 +84,8 @@ class Planned:
     policy: Policy
     schedules: tuple[ScheduleMaker, ...]
     retrace: Callable[[Any], Objective]
+    shardings: Shardings
     budget: Budget | None = None
     compiled: Compiled | None = None
     calls: Any = None
-    shardings: Shardings = field(default_factory=Shardings)
     traces: dict[Any, Any] = field(default_factory=dict)

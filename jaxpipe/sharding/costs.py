@@ -14,7 +14,7 @@ from jaxpipe.network import Network
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.profile import Profile
 from jaxpipe.sharding.propagation import Propagated
-from jaxpipe.sharding.submesh import Submesh, axis_names
+from jaxpipe.sharding.submesh import Submesh, axes_by_dimension
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def _sums(op: Operator, graph: Graph, specs: Mapping[int, P], shape: Mapping[str
     (left, right), (left_batch, right_batch) = op.params["dimension_numbers"]
     (a, b), (out,) = op.inputs, op.outputs
     ndims = [len(graph.tensors[t].shape) for t in (a, b)]
-    axes = [_by_dimension(specs.get(t, P()), n) for t, n in zip((a, b), ndims, strict=True)]
-    result = _all(_by_dimension(specs.get(out, P()), len(graph.tensors[out].shape)))
+    axes = [axes_by_dimension(specs.get(t, P()), n) for t, n in zip((a, b), ndims, strict=True)]
+    result = _all(axes_by_dimension(specs.get(out, P()), len(graph.tensors[out].shape)))
     contracted = _all([axes[0][d] for d in left]) | _all([axes[1][d] for d in right])
     free = [
         _all([axes[0][d] for d in range(ndims[0]) if d not in (*left, *left_batch)]),
@@ -133,10 +133,6 @@ def _sums(op: Operator, graph: Graph, specs: Mapping[int, P], shape: Mapping[str
         (b, (free[0] & result) - _all(axes[1])),
     ]
     return [(t, graph.tensors[t].bytes, math.prod(shape[x] for x in over)) for t, over in summed if over]
-
-
-def _by_dimension(spec: P, ndim: int) -> list[tuple[str, ...]]:
-    return [axis_names(axes) for axes in spec] + [()] * (ndim - len(spec))
 
 
 def _all(dimensions: Iterable[tuple[str, ...]]) -> set[str]:

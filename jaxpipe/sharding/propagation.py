@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
 from jaxpipe.graph import Graph
-from jaxpipe.sharding.submesh import axis_names, spec_of
+from jaxpipe.sharding.submesh import axes_by_dimension, spec_of
 from jaxpipe.work import ELEMENTWISE
 
 
@@ -57,7 +57,7 @@ def propagate(graph: Graph, given: Mapping[int, P], shape: Mapping[str, int]) ->
     if not shape:
         return Propagated({}, {})
     rules = _Rules(shape)
-    splits = {t: _padded(given.get(t, P()), len(graph.tensors[t].shape)) for t in graph.inputs}
+    splits = {t: axes_by_dimension(given.get(t, P()), len(graph.tensors[t].shape)) for t in graph.inputs}
     splits |= {t: _unsplit(graph.tensors[t].shape) for t in graph.constants}
     products = {}
     for k, op in enumerate(graph.operators):
@@ -87,8 +87,8 @@ def of_one_device(graph: Graph, specs: Mapping[int, P], shape: Mapping[str, int]
     tensors = list(graph.tensors)
     for t, spec in specs.items():
         aval, sizes = tensors[t].aval, list(tensors[t].aval.shape)
-        for d, axes in enumerate(tuple(spec)):
-            sizes[d] //= math.prod(shape[axis] for axis in axis_names(axes))
+        for d, axes in enumerate(axes_by_dimension(spec, len(sizes))):
+            sizes[d] //= math.prod(shape[axis] for axis in axes)
         tensors[t] = replace(tensors[t], aval=jax.ShapeDtypeStruct(tuple(sizes), aval.dtype))
     return replace(graph, tensors=tuple(tensors))
 
@@ -166,11 +166,6 @@ class _Rules:
             used.update(fresh)
             valid.append(fresh)
         return tuple(valid)
-
-
-def _padded(spec: P, ndim: int) -> Split:
-    named = [axis_names(axes) for axes in tuple(spec)]
-    return (*named, *((),) * (ndim - len(named)))
 
 
 def _unsplit(shape: Sequence[int]) -> Split:
@@ -280,12 +275,12 @@ def _gather(eqn: Any, operands: Sequence[Split]) -> list[Split]:
 
 
 def _constraint(eqn: Any, _: Sequence[Split]) -> list[Split]:
-    return [_padded(eqn.params["sharding"].spec, len(eqn.outvars[0].aval.shape))]
+    return [axes_by_dimension(eqn.params["sharding"].spec, len(eqn.outvars[0].aval.shape))]
 
 
 def _shard_map(eqn: Any, _: Sequence[Split]) -> list[Split]:
     pairs = zip(eqn.params["out_specs"], eqn.outvars, strict=True)
-    return [_padded(spec, len(v.aval.shape)) for spec, v in pairs]
+    return [axes_by_dimension(spec, len(v.aval.shape)) for spec, v in pairs]
 
 
 def _ragged_dot(eqn: Any, operands: Sequence[Split]) -> list[Split]:

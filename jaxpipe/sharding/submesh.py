@@ -30,11 +30,6 @@ class Submesh:
     groups: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """Names of the axes."""
-        return tuple(self.shape)
-
-    @property
     def size(self) -> int:
         """Devices of a group."""
         return math.prod(self.shape.values())
@@ -57,8 +52,7 @@ class Submesh:
 
     def shards(self, spec: P, groups: int = 1) -> int:
         """Return the number of parts that arrays of a spec are in, over so many groups."""
-        sizes = {DATA: groups, **self.shape}
-        return math.prod(sizes[axis] for axes in spec for axis in axis_names(axes))
+        return count_parts(spec, {DATA: groups, **self.shape})
 
 
 def axis_names(axes: Any) -> tuple[str, ...]:
@@ -71,6 +65,27 @@ def axis_names(axes: Any) -> tuple[str, ...]:
     if isinstance(axes, str):
         return (axes,)
     return tuple(axes) if isinstance(axes, tuple) else ()
+
+
+def axes_by_dimension(spec: P, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """Return the mesh axes that split each of an array's dimensions.
+
+    Example:
+      >>> axes_by_dimension(P(None, "model"), 3)
+      ((), ('model',), ())
+    """
+    named = [axis_names(axes) for axes in tuple(spec)]
+    return (*named, *((),) * (ndim - len(named)))
+
+
+def count_parts(spec: P, shape: Mapping[str, int]) -> int:
+    """Return the number of parts that an array of a spec is in, over mesh axes of some sizes.
+
+    Example:
+      >>> count_parts(P(("data", "model"), None), {"data": 2, "model": 4})
+      8
+    """
+    return math.prod(shape[axis] for axes in tuple(spec) for axis in axis_names(axes))
 
 
 def kept_spec(spec: P, axes: Collection[str]) -> P:

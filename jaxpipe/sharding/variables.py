@@ -22,7 +22,7 @@ from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.trace_update import TracedUpdate
 from jaxpipe.sharding.propagation import Propagated, propagate
 from jaxpipe.sharding.specs import Specs
-from jaxpipe.sharding.submesh import Submesh, axis_names, spec_of
+from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, spec_of
 
 
 #: Mesh axes over which examples are split, if the caller does not say which.
@@ -40,19 +40,19 @@ class Shardings:
       batch_axes: over which the examples of a micro-batch are split.
     """
 
-    submesh: Submesh = field(default_factory=Submesh)
-    parameters: tuple[P, ...] = ()
-    state: tuple[P, ...] = ()
-    optimizer: tuple[P, ...] = ()
-    batch_axes: tuple[str, ...] = ()
+    submesh: Submesh
+    parameters: tuple[P, ...]
+    state: tuple[P, ...]
+    optimizer: tuple[P, ...]
+    batch_axes: tuple[str, ...]
     _propagated: dict[int, Any] = field(default_factory=dict)
 
     def propagated(self, objective: Objective) -> Propagated:
         """Return how the arrays of a program of these variables are split."""
         graph = objective.graph
         if id(graph) not in self._propagated:  # with the graph, so that its number stays its own
-            pairs = [*zip(objective.parameters, self.parameters, strict=False)]
-            pairs += [*zip(objective.state, self.state, strict=False)]
+            pairs = [*zip(objective.parameters, self.parameters, strict=True)]
+            pairs += [*zip(objective.state, self.state, strict=True)]
             given = dict(pairs) | {t: self.batch_spec(graph.tensors[t].shape) for t in objective.batch}
             self._propagated[id(graph)] = graph, propagate(graph, given, self.submesh.shape)
         return self._propagated[id(graph)][1]
@@ -174,7 +174,7 @@ def _optimizer_specs(
     replicas: int,
     options: PlanOptions,
 ) -> tuple[P, ...]:
-    """By leaf of the optimizer state: as its parameter, if it has its shape, and with ZeRO over replicas, too."""
+    """Return specs by leaf of the optimizer state, those of its parameters; with ZeRO over replicas, too."""
     specs = []
     spec_by_leaf = dict(zip(model.stacks[0].leaf_of, parameters, strict=True))
     shapes = {leaf: v.aval.shape for leaf, v in zip(model.stacks[0].leaf_of, model.parameters, strict=True)}
@@ -190,7 +190,7 @@ def _optimizer_specs(
 
 def _over_replicas(spec: P, shape: Sequence[int], submesh: Submesh, replicas: int) -> P:
     """Split the largest dimension that can be over the replicas, too."""
-    entries = [axis_names(entry) for entry in tuple(spec)] + [()] * (len(shape) - len(spec))
+    entries = list(axes_by_dimension(spec, len(shape)))
     parts = [math.prod(submesh.shape[axis] for axis in axes) for axes in entries]
     fitting = [d for d in range(len(shape)) if shape[d] % (parts[d] * replicas) == 0 and shape[d]]
     if not fitting:
@@ -228,8 +228,8 @@ def _check_axes(what: str, axes: Sequence[str], resolver: _Resolver) -> None:
 
 
 def _check_divides(variable: Variable, spec: P, shape: Mapping[str, int]) -> None:
-    for size, entry in zip(variable.aval.shape, tuple(spec), strict=False):
-        axes = axis_names(entry)
+    sizes = variable.aval.shape
+    for size, axes in zip(sizes, axes_by_dimension(spec, len(sizes)), strict=True):
         parts = math.prod(shape[axis] for axis in axes)
         if size % parts:
             raise PartitionError(

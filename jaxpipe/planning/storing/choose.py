@@ -61,9 +61,8 @@ def choose(problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0,
     if solved.choice is not None:
         found = simulate(problem, solved.choice)
         if found is not None and not found.fits(problem):
-            # Once more, with the limits lowered by what the solver's arithmetic leaves open.
-            stash = None if problem.most_stored is None else problem.most_stored * (1 - ACCURACY)
-            strict = replace(problem, capacity=problem.capacity * (1 - ACCURACY), most_stored=stash)
+            # Once more, with the capacity lowered by what the solver's arithmetic leaves open.
+            strict = replace(problem, capacity=problem.capacity * (1 - ACCURACY))
             solved = solve(strict, solver=solver, time_limit=time_limit, gap=gap)
             found = None if solved.choice is None else simulate(problem, solved.choice)
         if solved.choice is not None and found is not None and found.fits(problem):

@@ -59,11 +59,9 @@ def _fastest(problem: Problem, k: int) -> int:
 
 
 def _excess(problem: Problem, outcome: Outcome) -> tuple[float, float]:
-    """By how much the limits are exceeded; and, where several events are equally bad, by how much in all."""
-    limit = problem.most_stored
+    """Return by how much the capacity is exceeded; and, where several events are equally bad, by how much in all."""
     over = max(0.0, outcome.peak_bytes - problem.capacity)
-    stash = 0.0 if limit is None else max(0.0, outcome.stash_bytes - limit)
-    return over + stash, sum(max(0.0, b - problem.capacity) for b in outcome.bytes) + stash
+    return over, sum(max(0.0, b - problem.capacity) for b in outcome.bytes)
 
 
 def _best_step(problem: Problem, choice: Sequence[int], now: Outcome | None) -> tuple[int, int] | None:

@@ -251,9 +251,6 @@ def limited(
     *,
     held: int = 0,
     frees: bool = True,
-    most_stored: float | None = None,
-    extra: int = 0,
 ) -> Problem:
-    """The problem under limits; ``extra`` bytes are needed in every event besides, or are not if negative."""
-    base = tuple(b + extra for b in found.problem.base)
-    return replace(found.problem, base=base, capacity=capacity, held=held, frees=frees, most_stored=most_stored)
+    """Return the problem under limits."""
+    return replace(found.problem, capacity=capacity, held=held, frees=frees)

@@ -74,7 +74,6 @@ class Problem:
       capacity: bytes in memory at most.
       held: how many times the stash is there all the time: other micro-batches in flight, a copy out of an arena.
       frees: whether the stash of the micro-batch at work is given back piece by piece.
-      most_stored: bytes of one stash at most, if that is limited.
       most_swapped: bytes of one stash at most that are in other memory between the passes.
       overlap: seconds of a micro-batch's work, with which what is on its way overlaps.
     """
@@ -84,7 +83,6 @@ class Problem:
     capacity: float
     held: int = 0
     frees: bool = True
-    most_stored: float | None = None
     most_swapped: float = math.inf
     overlap: float = 0.0
 
@@ -133,10 +131,8 @@ class Outcome:
         return max(self.bytes, default=0)
 
     def fits(self, problem: Problem) -> bool:
-        """Whether the limits of a problem hold."""
-        limit = problem.most_stored
-        swaps = self.swapped_bytes <= problem.most_swapped
-        return swaps and self.peak_bytes <= problem.capacity and (limit is None or self.stash_bytes <= limit)
+        """Return whether the limits of a problem hold."""
+        return self.swapped_bytes <= problem.most_swapped and self.peak_bytes <= problem.capacity
 
 
 def simulate(problem: Problem, choice: Sequence[int]) -> Outcome | None:

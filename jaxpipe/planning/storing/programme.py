@@ -227,8 +227,6 @@ def solve(
         for item, variables in zip(problem.items, model.stored, strict=True)
         for option, v in zip(item.options, variables, strict=True)
     ]
-    if problem.most_stored is not None:
-        rows.add(stash, problem.most_stored / model.unit)
     swapped, late, longest = _swaps(model)
     cost = np.zeros(len(rows.binary))
     scale = 1.0

@@ -135,6 +135,7 @@ def _compile_programs(
     executables: dict[tuple[int, Place], Executable] = {}
     while first:
         ready = {key: call for key, call in first.items() if open_registers.isdisjoint(call.reads)}
+        assert ready, "a program reads what no program before it has written"
         jobs = [
             Job(
                 calls.programs[number].traced,

@@ -1,6 +1,5 @@
 """Bytes that a list needs on each device, before anything is compiled: the same walk, with estimated temporaries."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from jaxpipe.runtime.mpmd.instructions import Call, Place
 from jaxpipe.runtime.mpmd.memory import Needs, Peak, array_bytes, walk
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.sharding.propagation import of_one_device, propagate
-from jaxpipe.sharding.submesh import axis_names
+from jaxpipe.sharding.submesh import count_parts
 
 
 def predicted_bytes(calls: CallList, devices: StageDevices) -> dict[Any, Peak]:
@@ -42,7 +41,7 @@ def predicted_bytes(calls: CallList, devices: StageDevices) -> dict[Any, Peak]:
 
 
 def _estimate(program: Program, specs: Sequence[P], shape: Mapping[str, int]) -> Needs:
-    parts = [_parts(spec, shape) for spec in specs]
+    parts = [count_parts(spec, shape) for spec in specs]
     return Needs(program.traced.work.label, working_bytes(program.traced, specs, shape), reused_bytes(program, parts))
 
 
@@ -65,10 +64,6 @@ def working_bytes(traced: TracedWork, specs: Sequence[P], shape: Mapping[str, in
             graph = of_one_device(graph, propagate(graph, given, shape).specs, shape)
         traced.estimate[key] = temporary_bytes(graph)
     return traced.estimate[key]
-
-
-def _parts(spec: P, shape: Mapping[str, int]) -> int:
-    return math.prod(shape[axis] for axes in tuple(spec) for axis in axis_names(axes))
 
 
 def reused_bytes(program: Program, parts: Sequence[int]) -> int:

@@ -20,10 +20,11 @@ _ALIASES = frozenset(["bitcast_convert_type", "expand_dims", "name", "optimizati
 _REDUCTIONS = frozenset(["argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"])
 
 #: Elementwise operators whose result has its elements in another order than an operand.
-_MOVING = (VIEWS - _ALIASES) | {"concatenate", "dynamic_slice", "pad", "stack"}
+_MOVING = (VIEWS - _ALIASES) | {"concatenate", "dynamic_slice", "gather", "pad", "stack"}
 
-#: Operators that XLA fuses with what they read.
+#: Operators that XLA fuses with what they read, and those that it does on a GPU.
 _FUSED = ELEMENTWISE | {"dynamic_slice"}
+_FUSED_ON_GPU = _FUSED | {"gather"}
 
 #: A concatenation of more arrays than this does not take in what others read too; XLA's limit is a matter of size.
 _FUSED_PIECES = 4
@@ -185,6 +186,7 @@ class _Written:
 
     def __init__(self, graph: Graph, donated: Sequence[int] = ()):
         self._root: dict[int, int] = {}
+        fused = _fused()
         turned = frozenset() if _compat.runs_breadth_first() else _turned_products(graph)
         for op in graph.operators:
             if op in turned:
@@ -208,7 +210,7 @@ class _Written:
         for op in operators:
             for t in {self.resolve(t) for t in op.inputs}:
                 readers.setdefault(t, []).append(op)
-            if op.name not in _FUSED | _REDUCTIONS:
+            if op.name not in fused | _REDUCTIONS:
                 self.tensors.update(self.resolve(t) for t in op.inputs)
         if not _compat.runs_breadth_first():
             self._add_barriers(graph, readers)
@@ -216,7 +218,7 @@ class _Written:
             for t in op.outputs:
                 several = len(readers.get(t, ())) > 1
                 stopped = any(_takes_values(reader) for reader in readers.get(t, ()))
-                if op.name not in _FUSED - {"concatenate"} or (several and (op.name in COSTLY or stopped)):
+                if op.name not in fused - {"concatenate"} or (several and (op.name in COSTLY or stopped)):
                     self.tensors.add(t)
         self._follow(graph)
 
@@ -278,11 +280,16 @@ class _Written:
                     here |= self.sources.get(t, nothing)
                     still |= self.in_place.get(t, nothing)
                     moved |= self.sources.get(t, nothing) - self.in_place.get(t, nothing)
-            if op.name not in _FUSED or op.name in _MOVING:
+            if op.name not in _fused() or op.name in _MOVING:
                 still = set()
             for t in op.outputs:
                 if self.resolve(t) == t:
                     self.sources[t], self.in_place[t] = frozenset(here), frozenset(still - moved)
+
+
+def _fused() -> frozenset[str]:
+    """Return the operators that XLA fuses with what they read, on the platform that is built for."""
+    return _FUSED if _compat.runs_breadth_first() else _FUSED_ON_GPU
 
 
 def _turned_products(graph: Graph) -> frozenset[Operator]:

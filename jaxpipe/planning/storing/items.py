@@ -5,12 +5,14 @@ given up: what products, reductions, windows and lookups make, and sums of branc
 fuses with what reads it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from jaxpipe import _compat
 from jaxpipe.demand import Backward, Linearization
 from jaxpipe.graph import Graph, Operator, Tensor
 from jaxpipe.planning.liveness import lifetimes
@@ -193,6 +195,23 @@ def _starting_points(linearization: Linearization, there: frozenset[int]) -> lis
     return [t for t in needed if is_one(t)]
 
 
+@dataclass(frozen=True)
+class _Event:
+    """Backward steps that run as one: on a GPU a product and what follows it element by element.
+
+    Attributes:
+      reads: the items that they need.
+      running: bytes of cotangents and workspace while the product runs.
+      left: bytes of the cotangents behind them.
+      made: shape and type of those that elementwise steps made.
+    """
+
+    reads: frozenset[int]
+    running: int
+    left: int
+    made: tuple[Any, ...]
+
+
 def _events(
     linearization: Linearization,
     derivations: Derivations,
@@ -201,24 +220,31 @@ def _events(
     position: Mapping[int, int],
     released: Container[int],
 ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
-    """The events that read each item, and the bytes in each of cotangents and of what a step needs while it runs."""
-    reads: list[set[int]] = []
-    base: list[int] = []
-    tensors = linearization.source.tensors
+    """Return the events that read each item, and the bytes in each of cotangents and of what a step needs besides."""
+    events: list[_Event] = []
+    tensors, available = linearization.source.tensors, {*position, *at_hand}
     cotangents: set[int] = set()
-    for step in reversed(linearization.backward):
-        _, leaves = derivations.of(step.needs, everything, at_hand)
-        cotangents.update(step.cotangents_in)
-        before = sum(tensors[t].bytes for t in cotangents)
-        cotangents.update(step.cotangents_out)
-        after = sum(tensors[t].bytes for t in cotangents)
-        base.append(max(after, before + _while_running(linearization.graph, step, {*position, *at_hand})))
-        cotangents -= {t for t in step.cotangents_in if t not in linearization.wrt}
-        cotangents = {t for t in cotangents if t not in released}
-        reads.append({t for t in leaves if t in position})
+    for chain in _chains(linearization.backward[::-1]):
+        before, running = set(cotangents), 0
+        leaves: set[int] = set()
+        for step in chain:
+            leaves.update(derivations.of(step.needs, everything, at_hand)[1])
+            cotangents.update(step.cotangents_in)
+            given = sum(tensors[t].bytes for t in cotangents)
+            cotangents.update(step.cotangents_out)
+            if len(chain) == 1 or is_heavy(step):
+                after = sum(tensors[t].bytes for t in cotangents)
+                running = max(running, after, given + _while_running(linearization.graph, step, available))
+                before = set(cotangents)
+            cotangents -= {t for t in step.cotangents_in if t not in linearization.wrt}
+            cotangents = {t for t in cotangents if t not in released}
+        left = sum(tensors[t].bytes for t in cotangents)
+        made = tuple((tensors[t].shape, tensors[t].dtype) for t in cotangents - before)
+        events.append(_Event(frozenset(leaves & position.keys()), running, left, made))
+    base = _base_bytes(events, linearization.graph)
     joined_reads: list[set[int]] = []
     joined_base: list[int] = []
-    for here, size in zip(reads, base, strict=True):
+    for here, size in zip((event.reads for event in events), base, strict=True):
         if joined_reads and (not here or here == joined_reads[-1]):
             joined_base[-1] = max(joined_base[-1], size)
         else:
@@ -232,6 +258,28 @@ def _events(
             uses.setdefault(t, []).append(len(total))
         total.append(max(joined_base[e : e + per_event]))
     return {t: tuple(events) for t, events in uses.items()}, tuple(total) or (0,)
+
+
+def _chains(steps: Sequence[Backward]) -> list[list[Backward]]:
+    """Return the steps that run as one: each by itself on a CPU; on a GPU a product with the steps before the next."""
+    chains: list[list[Backward]] = []
+    for step in steps:
+        if not chains or _compat.runs_breadth_first() or is_heavy(step):
+            chains.append([])
+        chains[-1].append(step)
+    return chains
+
+
+def _base_bytes(events: Sequence[_Event], graph: Graph) -> list[int]:
+    """Return the bytes of each event. What elementwise steps make of an item that is read last is written over it."""
+    last = {t: e for e, event in enumerate(events) for t in event.reads}
+    base = []
+    for e, event in enumerate(events):
+        ending = [graph.tensors[t] for t in event.reads if last[t] == e]
+        over = Counter(event.made) & Counter((tensor.shape, tensor.dtype) for tensor in ending)
+        sizes = {(tensor.shape, tensor.dtype): tensor.bytes for tensor in ending}
+        base.append(max(event.running, event.left - sum(sizes[kind] * n for kind, n in over.items())))
+    return base
 
 
 def _while_running(graph: Graph, step: Backward, there: Container[int]) -> int:

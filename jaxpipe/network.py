@@ -16,7 +16,7 @@ from jaxpipe.errors import NetworkError
 from jaxpipe.link_speed import SIZES, measure_host_links, measure_links, measure_speeds, memory_limits
 from jaxpipe.network_table import network_table
 from jaxpipe.plain_table import table_text
-from jaxpipe.reading import LARGEST, read_dataclass, read_json
+from jaxpipe.reading import LARGEST, read_json
 from jaxpipe.topology import PCIE_3_X16, Node
 from jaxpipe.units import whole_number
 
@@ -264,21 +264,7 @@ class Network:
         Raises:
           NetworkError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
-        return cls.from_data(read_json(text, "The network", NetworkError), "the network")
-
-    @classmethod
-    def from_data(cls, data: Any, where: str) -> "Network":
-        """The same from what ``json.loads`` gives; ``where`` is its place, for errors."""
-        found = read_dataclass(_File, data, where, NetworkError)
-        return cls(
-            found.bandwidth_bytes_per_second,
-            found.latency_seconds,
-            speed=tuple(device.speed for device in found.devices),
-            memory_bytes=tuple(math.inf if (m := device.memory_bytes) is None else m for device in found.devices),
-            names=tuple(f"device {k}" if d.name is None else d.name for k, d in enumerate(found.devices)),
-            host_bandwidth_bytes_per_second=tuple(device.host_bandwidth_bytes_per_second for device in found.devices),
-            host_latency_seconds=tuple(device.host_latency_seconds for device in found.devices) or 0.0,
-        )
+        return read_json(text, NetworkFile, "The network", NetworkError).network()
 
 
 @dataclass(frozen=True)
@@ -293,12 +279,24 @@ class _Device:
 
 
 @dataclass(frozen=True)
-class _File:
+class NetworkFile:
     """A network as JSON has it."""
 
     bandwidth_bytes_per_second: tuple[tuple[float, ...], ...]
     latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0
     devices: tuple[_Device, ...] = ()
+
+    def network(self) -> Network:
+        """Return the network."""
+        return Network(
+            self.bandwidth_bytes_per_second,
+            self.latency_seconds,
+            speed=tuple(device.speed for device in self.devices),
+            memory_bytes=tuple(math.inf if (m := device.memory_bytes) is None else m for device in self.devices),
+            names=tuple(f"device {k}" if d.name is None else d.name for k, d in enumerate(self.devices)),
+            host_bandwidth_bytes_per_second=tuple(device.host_bandwidth_bytes_per_second for device in self.devices),
+            host_latency_seconds=tuple(device.host_latency_seconds for device in self.devices) or 0.0,
+        )
 
 
 def _with_diagonal(rows: Sequence[Sequence[float]], value: float) -> np.ndarray:

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxpipe.errors import ProfileError
 from jaxpipe.rates import Rates
-from jaxpipe.reading import LARGEST, read_as, read_dataclass, read_json
+from jaxpipe.reading import LARGEST, read_json
 
 
 class Edge(NamedTuple):
@@ -180,35 +180,28 @@ class Profile:
         Raises:
           ProfileError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
-        return cls.from_data(read_json(text, "The profile", ProfileError), "the profile")
-
-    @classmethod
-    def from_data(cls, data: Any, where: str) -> "Profile":
-        """The same from what ``json.loads`` gives; ``where`` is its place, for errors."""
-        found = read_dataclass(_File, data, where, ProfileError)
-        given = [
-            field for field in ("names", *NUMBERS) if field in REQUIRED or field in next(iter(found.operators), ())
-        ]
-        columns: dict[str, list[Any]] = {field: [] for field in given}
-        for k, row in enumerate(found.operators):
-            place = f"{where}.operators[{k}]"
-            if set(row) != set(given):
-                raise ProfileError(f"{place} has the fields {_list(row)}; those of operators[0] are {_list(given)}.")
-            for field in given:
-                kind = str if field == "names" else float
-                columns[field].append(read_as(kind, row[field], f"{place}.{field}", ProfileError))
-        named = {field: tuple(column) for field, column in columns.items()}
-        rest = {
-            name: getattr(found, name) for name in ("edges", "together", "source", "device_kind", "rates", "frozen")
-        }
-        return cls(**named, **rest)
+        return read_json(text, ProfileFile, "The profile", ProfileError).profile()
 
 
 @dataclass(frozen=True)
-class _File:
+class _Operator:
+    """An operator as JSON has it."""
+
+    names: str
+    forward_seconds: float
+    backward_seconds: float
+    parameter_bytes: float
+    residual_bytes: float
+    forward_spread: float | None = None
+    backward_spread: float | None = None
+    forward_flops: float | None = None
+
+
+@dataclass(frozen=True)
+class ProfileFile:
     """A profile as JSON has it: a row for each operator."""
 
-    operators: tuple[dict[str, float | str], ...]
+    operators: tuple[_Operator, ...]
     edges: tuple[Edge, ...]
     together: tuple[tuple[int, ...], ...] = ()
     source: str = "given"
@@ -216,9 +209,18 @@ class _File:
     rates: Rates | None = None
     frozen: tuple[str, ...] = ()
 
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(sorted(name[:40] for name in names))
+    def profile(self) -> Profile:
+        """Return the profile."""
+        columns: dict[str, Any] = {}
+        for field in ("names", *NUMBERS):
+            column = tuple(getattr(row, field) for row in self.operators)
+            if None in column and column.count(None) < len(column):
+                raise ProfileError(
+                    f"operators[{column.index(None)}] of the profile lacks {field!r}, which others have."
+                )
+            columns[field] = () if None in column else column
+        rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
+        return Profile(**columns, **rest)
 
 
 #: Fields with one number for each operator.

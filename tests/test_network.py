@@ -106,7 +106,7 @@ def test_json_with_what_is_needed_only():
     ("text", "message"),
     [
         ('{\n "devices": [],\n nonsense', "line 3"),
-        ("[]", "must be an object"),
+        ("[]", "Expected `object`"),
         ('{"devices": []}', "bandwidth_bytes_per_second"),
         ('{"bandwidth_bytes_per_second": [[0, 1], [2, 0]]}', "not symmetric"),
     ],

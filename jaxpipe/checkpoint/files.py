@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 import jaxpipe
@@ -29,7 +30,6 @@ from jaxpipe import hosts
 from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, Leaf, checksum, describe
 from jaxpipe.checkpoint.tree import Path, nest, pick
 from jaxpipe.errors import CheckpointError
-from jaxpipe.reading import read_as
 
 
 #: Number of the format that is written; higher ones are not read.
@@ -238,13 +238,10 @@ def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
                 f"The checkpoint {folder} has the format {about['format']}, written by jaxpipe {about['jaxpipe']}; "
                 f"this is jaxpipe {jaxpipe.__version__}, which reads formats up to {FORMAT}. Install a newer one."
             )
-        damage = f"The checkpoint {folder} is damaged: {_ABOUT}"
-        rows = read_as(dict[str, tuple[_Row, ...]], about["leaves"], f"{damage}.leaves", CheckpointError)
+        rows = msgspec.convert(about["leaves"], dict[str, tuple[_Row, ...]])
         leaves = {group: _leaves(rows[group]) for group in (VARIABLES, OPTIMIZER, RESIDUALS)}
         key = jax.random.wrap_key_data(jnp.array(about["key"], jnp.uint32), impl=str(about["key_impl"]))
-        taken, skipped = (
-            read_as(int, about[name], f"{damage}.{name}", CheckpointError) for name in ("step", "skipped")
-        )
+        taken, skipped = (msgspec.convert(about[name], int) for name in ("step", "skipped"))
         if taken != int(folder.name):
             raise damaged(folder, f"it holds step {taken}, so it was copied or renamed")
         if not 0 <= skipped <= taken < 2**31:

@@ -10,7 +10,7 @@ from jaxpipe.units import parse_bytes
 def check_host_memory(
     given: int | str | None, budget: int | None, mesh: Mesh, devices_per_stage: bool | tuple[int, ...]
 ) -> HostPlan | None:
-    """Return what becomes of ``partition(host_memory=...)``, of which nothing is used yet; None if it was left out.
+    """Return what becomes of ``PlanOptions(host_memory=...)``, of which nothing is used yet; None if it was left out.
 
     Args:
       given: as the caller passed it.

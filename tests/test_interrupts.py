@@ -47,7 +47,7 @@ def pipeline_of(on_nonfinite=None):
         optimizer=optax.adam(1e-3),
         num_microbatches=2,
         profile="analytic",
-        on_nonfinite=on_nonfinite,
+        options=jaxpipe.PlanOptions(on_nonfinite=on_nonfinite),
         runtime="mpmd",
     )
 

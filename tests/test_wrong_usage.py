@@ -144,8 +144,16 @@ ARGUMENTS = {
     "count a flag": (BatchError, {"num_microbatches": True}, ["num_microbatches=True (bool)", "whole number"]),
     "memory a list": (MemoryBudgetError, {"memory": [1]}, ["memory=[1]", "'8GiB' or '500MB'"]),
     "memory a flag": (MemoryBudgetError, {"memory": True}, ["memory=True", "'8GiB' or '500MB'"]),
-    "host memory": (MemoryBudgetError, {"host_memory": "many"}, ["host_memory='many'", "'8GiB' or '500MB'"]),
-    "raise a text": (PartitionError, {"allow_over_budget": "yes"}, ["allow_over_budget='yes'", "True or False"]),
+    "host memory": (
+        MemoryBudgetError,
+        {"options": jaxpipe.PlanOptions(host_memory="many")},
+        ["host_memory='many'", "'8GiB' or '500MB'"],
+    ),
+    "raise a text": (
+        PartitionError,
+        {"options": jaxpipe.PlanOptions(allow_over_budget="yes")},
+        ["allow_over_budget='yes'", "True or False"],
+    ),
     "schedule unknown": (PartitionError, {"schedule": "dualpipe"}, ["schedule='dualpipe'", "'one_f_one_b'", "'gpipe'"]),
     "schedule none": (PartitionError, {"schedule": None}, ["schedule=None", "'auto'"]),
     "schedule a table": (
@@ -163,17 +171,33 @@ ARGUMENTS = {
     "storage unknown": (CodecError, {"storage": "best"}, ["storage='best'", "'smallest'"]),
     "storage none": (CodecError, {"storage": None}, ["storage=None", "'fast'"]),
     "storage a number": (CodecError, {"storage": {"Net": 3}}, ["storage=3", "'fast'"]),
-    "solver": (PartitionError, {"solver": "foo"}, ["solver='foo'", "solver='HIGHS'"]),
-    "time a text": (PartitionError, {"time_limit": "10"}, ["time_limit='10'", "seconds, 0 or more", "time_limit=10.0"]),
-    "time below 0": (PartitionError, {"time_limit": -1}, ["time_limit=-1", "seconds, 0 or more"]),
+    "solver": (PartitionError, {"options": jaxpipe.PlanOptions(solver="foo")}, ["solver='foo'", "solver='HIGHS'"]),
+    "time a text": (
+        PartitionError,
+        {"options": jaxpipe.PlanOptions(time_limit="10")},
+        ["time_limit='10'", "seconds, 0 or more", "time_limit=10.0"],
+    ),
+    "time below 0": (
+        PartitionError,
+        {"options": jaxpipe.PlanOptions(time_limit=-1)},
+        ["time_limit=-1", "seconds, 0 or more"],
+    ),
     "exchange": (PartitionError, {"gradient_exchange": "sparse"}, ["gradient_exchange='sparse'", "block_sparse"]),
-    "not finite": (PartitionError, {"on_nonfinite": "warn"}, ["on_nonfinite='warn'", "'raise', 'skip'"]),
+    "not finite": (
+        PartitionError,
+        {"options": jaxpipe.PlanOptions(on_nonfinite="warn")},
+        ["on_nonfinite='warn'", "'raise', 'skip'"],
+    ),
     "replicate": (
         PartitionError,
         {"options": jaxpipe.PlanOptions(devices_per_stage="2")},
         ["devices_per_stage='2'", "a number of devices for every stage"],
     ),
-    "unroll": (PartitionError, {"unroll_scans": "yes"}, ["unroll_scans='yes'", "the number of iterations"]),
+    "unroll": (
+        PartitionError,
+        {"options": jaxpipe.PlanOptions(unroll_scans="yes")},
+        ["unroll_scans='yes'", "the number of iterations"],
+    ),
     "mesh a list": (PartitionError, {"mesh": ["cpu"]}, ["mesh is list", "jax.make_mesh((4,), ('stage',))"]),
     "mesh of other axes": (
         PartitionError,
@@ -579,7 +603,9 @@ def test_a_module_with_an_optimizer_in_it_trains_as_without():
 
 
 def test_numbers_of_numpy_are_numbers():
-    plan = partition(num_microbatches=np.int64(2), memory=np.int64(10**9), time_limit=np.float32(3.0)).plan
+    plan = partition(
+        num_microbatches=np.int64(2), memory=np.int64(10**9), options=jaxpipe.PlanOptions(time_limit=np.float32(3.0))
+    ).plan
     assert (plan.num_microbatches, plan.budget) == (2, 10**9)
     assert jaxpipe.Plan.from_json(plan.to_json()) == plan
     assert jaxpipe.Network.uniform(np.int32(2), 1e9).num_devices == 2

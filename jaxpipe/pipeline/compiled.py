@@ -124,7 +124,7 @@ def refusal(budget: int, smallest: Planned, default: dict[str, int]) -> MemoryBu
     needed = predicted if smallest.compiled is None else smallest.compiled.reserved_bytes
     parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in default.items())
     source = (
-        "as predicted; XLA may reserve more, which compile=True finds out"
+        "as predicted; XLA may reserve more, which PlanOptions(compile=True) finds out"
         if smallest.compiled is None
         else f"which XLA reserves for its compiled step ({bytes_text(predicted)} predicted)"
     )

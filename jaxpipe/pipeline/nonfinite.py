@@ -57,7 +57,7 @@ def error(
     return NonFiniteError(
         f"The loss of step {int(state.step)} is {loss}, the norm of its gradient {norm}; it began {where}. The state "
         "was left as it was before the step, and is the error's state=. Lower the learning rate, scale the loss, look "
-        'at the batch, or leave such steps out with on_nonfinite="skip".',
+        'at the batch, or leave such steps out with PlanOptions(on_nonfinite="skip").',
         state,
         stage,
     )

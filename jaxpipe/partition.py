@@ -153,15 +153,12 @@ def partition(
         finite, the solver, shardings within a stage, ZeRO-1, names of mesh axes.
 
     Raises:
-      NetworkError: if the network has another number of devices than the mesh.
-      PartitionError: if the mesh, the loss, the optimizer or the number of stages does not fit, the host's memory
-        cannot be used, or ``gradient_dtype`` is no type for sums of gradients.
+      PartitionError: if the mesh, the network, the loss, the optimizer, the gradient exchange or the number of stages
+        does not fit, the host's memory cannot be used, or ``gradient_dtype`` is no type for sums of gradients.
       ScheduleError: if the schedule is not valid, or there is none of this size.
-      ModelError: if the model is none of the above.
+      ModelError: if the model is none of the above, or ``storage`` names an unknown codec.
       BatchError: if the batch cannot be cut into micro-batches.
       MemoryBudgetError: if no plan within ``memory`` is found; its ``smallest`` is a budget that is kept.
-      CodecError: if ``storage`` names an unknown codec.
-      ExchangeError: if ``gradient_exchange`` does not fit the parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.errors import NetworkError
+from jaxpipe.errors import PartitionError
 from jaxpipe.network import Network
 from jaxpipe.network_table import short
 from jaxpipe.pictures import BLUE, COMPONENT_COLORS, ORANGE, VERMILION, WIDTH_INCHES, load_figure_class
@@ -46,13 +46,13 @@ def draw_cluster(partition: "Partition", network: Network | None = None) -> "Fig
 
     Raises:
       ImportError: if matplotlib is not installed.
-      NetworkError: if the network lacks a device of the partition.
+      PartitionError: if the network lacks a device of the partition.
     """
     figure_class = load_figure_class("draw_cluster")
     network = partition.network if network is None else network
     stage_of = {device: s for s, stage in enumerate(partition.stages) for device in stage.devices}
     if max(stage_of) >= network.num_devices:
-        raise NetworkError(
+        raise PartitionError(
             f"The partition places stage {stage_of[max(stage_of)]} on device {max(stage_of)}; the network has devices "
             f"0..{network.num_devices - 1}. Pass the network that the partition was made for."
         )

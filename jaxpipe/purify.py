@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxpipe.errors import DifferentiationError, TargetError
+from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.messages import shown
 from jaxpipe.twin import twin_class
 
@@ -80,7 +80,7 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
 
     Raises:
       DifferentiationError: if an argument is a NumPy array of objects or strings.
-      TargetError: if ``function`` cannot be called with arrays.
+      ModelError: if ``function`` cannot be called with arrays.
 
     Example:
       >>> import jax.numpy as jnp
@@ -131,16 +131,16 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
 
 
 def _check_target(function: Any) -> None:
-    """Raise ``TargetError`` unless a call of ``function`` computes something: a function, or an NNX module."""
+    """Raise ``ModelError`` unless a call of ``function`` computes something: a function, or an NNX module."""
     if isinstance(function, nn.Module) and function.scope is None:
-        raise TargetError(
+        raise ModelError(
             f"The Linen module {type(function).__name__} was given as a function, but it has no variables by itself. "
             "Pass a function that applies it: lambda variables, x: module.apply(variables, x), and its variables."
         )
     if inspect.isclass(function) and issubclass(function, nn.Module | nnx.Module):
-        raise TargetError(f"The class {function.__name__} was given as a function. Pass a module of it, or a function.")
+        raise ModelError(f"The class {function.__name__} was given as a function. Pass a module of it, or a function.")
     if not callable(function):
-        raise TargetError(f"{shown(function)} was given as a function. Pass a function or an NNX module.")
+        raise ModelError(f"{shown(function)} was given as a function. Pass a function or an NNX module.")
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:

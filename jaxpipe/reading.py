@@ -9,6 +9,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from jaxpipe.errors import PartitionError
+
 
 #: Longer texts are refused, and those of more values, before they are parsed: parsed, a value takes up to 150 bytes
 #: and 3 us. A network of 512 devices has 530,000, the profile of a program of 5,000 operators 60,000.
@@ -25,34 +27,34 @@ Amount = Annotated[float, msgspec.Meta(ge=0)]
 T = TypeVar("T")
 
 
-def read_json(text: str, kind: type[T], what: str, error: type[Exception]) -> T:
+def read_json(text: str, kind: type[T], what: str) -> T:
     """Return the dataclass that a JSON text holds; fields with a default may be missing.
 
     Args:
       text: of at most ``MOST_CHARACTERS``, with at most ``MOST_VALUES`` commas and opening brackets.
       kind: the dataclass. A ``range`` in it is a list of its two ends, a named tuple a list.
       what: name of the text, for errors.
-      error: class of the exception.
 
     Raises:
-      error: naming the line, if the text is not JSON, or the place of a value that does not fit its annotation; if a
-        field is missing or unknown, or an object has a name twice; if the text is too long or nested too deeply.
+      PartitionError: naming the line, if the text is not JSON, or the place of a value that does not fit its
+        annotation; if a field is missing or unknown, or an object has a name twice; if the text is too long or nested
+        too deeply.
     """
     if not isinstance(text, str):
-        raise error(f"{what} is to be read from a {type(text).__name__}; pass the text of the file.")
+        raise PartitionError(f"{what} is to be read from a {type(text).__name__}; pass the text of the file.")
     if len(text) > MOST_CHARACTERS:
-        raise error(f"{what} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are read.")
+        raise PartitionError(f"{what} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are read.")
     values = sum(map(text.count, ",[{"))
     if values > MOST_VALUES:
-        raise error(f"{what} has {values:,} commas and opening brackets; at most {MOST_VALUES:,} are read.")
+        raise PartitionError(f"{what} has {values:,} commas and opening brackets; at most {MOST_VALUES:,} are read.")
     try:
         data = json.loads(text, object_pairs_hook=_object)  # msgspec does not name lines, and takes the last of equals
         value = msgspec.json.decode(text, type=kind, dec_hook=_range)
         _refuse_unknown(value, data, "$")
     except RecursionError:
-        raise error(f"{what} cannot be read: it is nested too deeply.") from None
+        raise PartitionError(f"{what} cannot be read: it is nested too deeply.") from None
     except ValueError as problem:  # of all three
-        raise error(f"{what} cannot be read: {problem}.") from None
+        raise PartitionError(f"{what} cannot be read: {problem}.") from None
     return value
 
 

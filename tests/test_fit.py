@@ -12,7 +12,7 @@ import pytest
 
 import jaxpipe
 from examples import models as zoo
-from jaxpipe.errors import CodecError, MemoryBudgetError, PartitionError
+from jaxpipe.errors import MemoryBudgetError, ModelError, PartitionError
 from jaxpipe.graph import trace
 from jaxpipe.pipeline.balance import balanced
 from jaxpipe.planning import plan_storage
@@ -209,7 +209,7 @@ def test_a_plan_for_one_function():
             PartitionError,
             "solver='OSQP' is none of the mixed-integer solvers .*HIGHS",
         ),
-        ({"storage": "smalest"}, CodecError, "unknown codec 'smalest'"),
+        ({"storage": "smalest"}, ModelError, "unknown codec 'smalest'"),
         ({"memory": 1000}, MemoryBudgetError, "by default each device needs .* The smallest budget"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxpipe
-from jaxpipe import BatchError, MemoryBudgetError, ModelError, PartitionError, ScheduleError, StateError
+from jaxpipe import BatchError, MemoryBudgetError, ModelError, PartitionError, ScheduleError
 from jaxpipe.schedules import Action, Kind, Schedule
 from jaxpipe.units import parse_bytes
 
@@ -301,15 +301,15 @@ def test_a_state_of_another_plan(pipeline, state):
     assert other.plan.identity != pipeline.plan.identity
     message = f"belongs to the plan {pipeline.plan.identity}, this pipeline has the plan {other.plan.identity}"
     for call in (other.step, other.value_and_grad):
-        with pytest.raises(StateError, match=message + r".*init\(key, variables=other\.parameters\(state\)\)"):
+        with pytest.raises(ModelError, match=message + r".*init\(key, variables=other\.parameters\(state\)\)"):
             call(state, jnp.ones((8, 3)))
-    with pytest.raises(StateError, match=message):
+    with pytest.raises(ModelError, match=message):
         other.parameters(state)
     # The same model cut elsewhere is another plan too.
     fixed = [timed(times) for times in ((9, 1, 1, 1, 1), (1, 1, 1, 1, 9))]
     first, second = (partition(profile=profile) for profile in fixed)
     assert first.plan.identity != second.plan.identity
-    with pytest.raises(StateError, match=f"plan {first.plan.identity}"):
+    with pytest.raises(ModelError, match=f"plan {first.plan.identity}"):
         second.step(first.init(KEY), jnp.ones((8, 3)))
 
 

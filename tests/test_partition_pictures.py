@@ -11,7 +11,7 @@ from matplotlib.patches import FancyBboxPatch
 from matplotlib.text import Annotation
 
 from jaxpipe import Network, Node
-from jaxpipe.errors import NetworkError
+from jaxpipe.errors import PartitionError
 from jaxpipe.partition_pictures import IDLE, MOST_LETTERS, draw_cluster, draw_stages
 from jaxpipe.pictures import COMPONENT_COLORS, VERMILION
 
@@ -118,7 +118,7 @@ def test_nothing_is_drawn_on_top_of_another(count):
 def test_another_network_in_place_of_the_partitions_own():
     figure = draw_cluster(make_partition([[0], [1]]), Network.uniform(2, 7e9))
     assert words(figure)[-1] == "2.00 KiB\n7 GB/s"
-    with pytest.raises(NetworkError, match=r"stage 1 on device 3; the network has devices 0\.\.1"):
+    with pytest.raises(PartitionError, match=r"stage 1 on device 3; the network has devices 0\.\.1"):
         draw_cluster(make_partition([[0], [3]]), Network.uniform(2, 7e9))
 
 

@@ -20,14 +20,10 @@ from jax.sharding import PartitionSpec as P
 import jaxpipe
 from jaxpipe import (
     BatchError,
-    CodecError,
     MemoryBudgetError,
     ModelError,
-    NetworkError,
     PartitionError,
-    ProfileError,
     ScheduleError,
-    TargetError,
     schedules,
 )
 from jaxpipe.pipeline.axes import with_own_names
@@ -167,10 +163,10 @@ ARGUMENTS = {
         ["(p)", "schedule(num_stages, num_microbatches)"],
     ),
     "profile a file": (PartitionError, {"profile": "profile.json"}, ["profile='profile.json'", "jaxpipe.Profile"]),
-    "network a matrix": (NetworkError, {"network": np.ones((2, 2))}, ["network is ndarray", "jaxpipe.Network"]),
-    "storage unknown": (CodecError, {"storage": "best"}, ["storage='best'", "'smallest'"]),
-    "storage none": (CodecError, {"storage": None}, ["storage=None", "'fast'"]),
-    "storage a number": (CodecError, {"storage": {"Net": 3}}, ["storage=3", "'fast'"]),
+    "network a matrix": (PartitionError, {"network": np.ones((2, 2))}, ["network is ndarray", "jaxpipe.Network"]),
+    "storage unknown": (ModelError, {"storage": "best"}, ["storage='best'", "'smallest'"]),
+    "storage none": (ModelError, {"storage": None}, ["storage=None", "'fast'"]),
+    "storage a number": (ModelError, {"storage": {"Net": 3}}, ["storage=3", "'fast'"]),
     "solver": (PartitionError, {"options": jaxpipe.PlanOptions(solver="foo")}, ["solver='foo'", "solver='HIGHS'"]),
     "time a text": (
         PartitionError,
@@ -417,24 +413,24 @@ def test_a_prediction_of_nothing():
 
 OTHERS = {
     "decorated a name": (
-        TargetError,
+        ModelError,
         lambda: jaxpipe.memory_encoded("smallest"),
         ["@memory_encoded(codecs='smallest')"],
     ),
-    "codecs a number": (CodecError, lambda: jaxpipe.memory_encoded(mean, codecs=3), ["codecs=3", "'fast'"]),
+    "codecs a number": (ModelError, lambda: jaxpipe.memory_encoded(mean, codecs=3), ["codecs=3", "'fast'"]),
     "codecs of numbers": (
-        CodecError,
+        ModelError,
         lambda: jaxpipe.memory_encoded(mean, codecs=[3, "mask"]),
         ["unknown codec 3", "'mask'"],
     ),
     "report of linen": (
-        TargetError,
+        ModelError,
         lambda: jaxpipe.residual_report(NET, X),
         ["Linen module Net", "apply(variables, x)"],
     ),
-    "report of a class": (TargetError, lambda: jaxpipe.residual_report(Wide, X), ["The class Wide", "a function"]),
-    "density of a number": (TargetError, lambda: jaxpipe.measure_density(3, X), ["3 (int)", "Pass a function"]),
-    "overflows of a number": (TargetError, lambda: jaxpipe.count_overflows(3, X), ["3 (int)", "Pass a function"]),
+    "report of a class": (ModelError, lambda: jaxpipe.residual_report(Wide, X), ["The class Wide", "a function"]),
+    "density of a number": (ModelError, lambda: jaxpipe.measure_density(3, X), ["3 (int)", "Pass a function"]),
+    "overflows of a number": (ModelError, lambda: jaxpipe.count_overflows(3, X), ["3 (int)", "Pass a function"]),
     "profile a loss": (PartitionError, lambda: jaxpipe.profile_model(FUNCTION, X, loss=None), ["loss= is None"]),
     "profile a count": (
         BatchError,
@@ -442,13 +438,13 @@ OTHERS = {
         ["num_microbatches='2' (str)", "num_microbatches=2."],
     ),
     "network a text": (
-        NetworkError,
+        PartitionError,
         lambda: jaxpipe.Network.uniform("2", 1e9),
         ["num_devices='2' (str)", "num_devices=2."],
     ),
-    "node a text": (NetworkError, lambda: jaxpipe.Node("two"), ["devices='two' (str)", "whole number"]),
+    "node a text": (PartitionError, lambda: jaxpipe.Node("two"), ["devices='two' (str)", "whole number"]),
     "chain of numbers": (
-        ProfileError,
+        PartitionError,
         lambda: jaxpipe.Profile.chain(1, [1], [1], [1], [1], [1]),
         ["names=1", "a sequence"],
     ),

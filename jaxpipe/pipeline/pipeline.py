@@ -250,7 +250,7 @@ class Pipeline:
           ``nonfinite_stages``, a flag for each stage: whether its gradients were not finite.
 
         Raises:
-          BatchError, StateError: if an argument does not fit the plan, or the state was passed to a step before.
+          BatchError, ModelError: if an argument does not fit the plan, or the state was passed to a step before.
           NonFiniteError: if a loss or a gradient is not finite, with ``on_nonfinite="raise"``.
         """
         check_outside_jit("step")  # no decorator: Ctrl-C in it, after the step, would lose the new state
@@ -414,7 +414,7 @@ class Pipeline:
           state: of a pipeline with ``runtime="mpmd"``, as this one.
 
         Raises:
-          StateError: if it is of another model or optimizer, or was passed to a step before.
+          ModelError: if it is of another model or optimizer, or was passed to a step before.
           PartitionError: if this pipeline has one program for all devices, or in several processes.
         """
         return self._runtime.adopt(state)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from jaxpipe.errors import PlanError
+from jaxpipe.errors import PartitionError
 from jaxpipe.network import Network, NetworkFile
 from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.planning.costs import CostModel, Stages, Team
@@ -97,20 +97,19 @@ class Partition:
         """The partition that ``to_json`` has written.
 
         Raises:
-          PlanError: naming the line, if it is not JSON; or what is missing or wrong in it.
-          ProfileError, NetworkError: if the profile or the network in it is wrong.
+          PartitionError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
-        file = read_json(text, _File, "The partition", PlanError)
+        file = read_json(text, _File, "The partition")
         found = cls(**{**vars(file), "profile": file.profile.profile(), "network": file.network.network()})
         count = len(found.profile.names)
         if sorted(found.order) != list(range(count)):
-            raise PlanError(f"the partition.order has not each of {count} operators once.")
+            raise PartitionError(f"the partition.order has not each of {count} operators once.")
         for k, stage in enumerate(found.stages):
             ends = stage.operators
             if not 0 <= ends.start < ends.stop <= count:
-                raise PlanError(f"the partition.stages[{k}].operators is {ends}; it must be within 0..{count}.")
+                raise PartitionError(f"the partition.stages[{k}].operators is {ends}; it must be within 0..{count}.")
             if not stage.devices or not all(0 <= d < found.network.num_devices for d in stage.devices):
-                raise PlanError(
+                raise PartitionError(
                     f"the partition.stages[{k}].devices is {list(stage.devices)[:8]}; they must be of the network's "
                     f"0..{found.network.num_devices - 1}."
                 )

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from rich.table import Table
 
-from jaxpipe.errors import PlanError
+from jaxpipe.errors import PartitionError
 from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.reading import Amount, Count, Positive, read_json
 from jaxpipe.schedules.swap_points import HOST
@@ -258,13 +258,13 @@ class Plan:
         """The plan that ``to_json`` has written.
 
         Raises:
-          PlanError: naming the line, if it is not JSON; or what is missing or wrong in it.
+          PartitionError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
-        file = read_json(text, _File, "The plan", PlanError)
+        file = read_json(text, _File, "The plan")
         found = cls(**{field.name: getattr(file, field.name) for field in dataclasses.fields(cls)})
         counts = [len(stage.devices) for stage in found.stages]
         if not counts or min(counts) < found.replicas:
-            raise PlanError(
+            raise PartitionError(
                 f"the plan: replicas={found.replicas} and stages on {counts} devices; there must be a stage, and every "
                 "stage must have a device for each replica."
             )

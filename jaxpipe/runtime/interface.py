@@ -89,7 +89,7 @@ class Runtime(Protocol):
         ...
 
     def check_state(self, state: TrainState) -> None:
-        """Raise ``StateError`` if a state does not fit."""
+        """Raise ``ModelError`` if a state does not fit."""
         ...
 
     def bytes(self) -> Bytes:

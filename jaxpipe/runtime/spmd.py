@@ -153,7 +153,7 @@ class SpmdRuntime:
         )
 
     def check_state(self, state: TrainState) -> None:
-        """Raise ``StateError`` if a state has residuals of other replicas."""
+        """Raise ``ModelError`` if a state has residuals of other replicas."""
         residual = self._abstract_state.residual
         checks.check_residual([x.shape for x in state.residual], [x.shape for x in residual])
 

@@ -235,7 +235,7 @@ class MpmdRuntime:
         return adopt(self.planned, self._where, state)
 
     def check_state(self, state: TrainState) -> None:
-        """Raise ``StateError`` if a state has residuals of other replicas."""
+        """Raise ``ModelError`` if a state has residuals of other replicas."""
         expected = [x.shape for x in self._residual_avals]
         checks.check_residual([x.shape for x in state.residual], expected)
 

@@ -2,7 +2,6 @@
 
 from . import checkpoint as checkpoint
 from . import gradients as gradients
-from . import partition_pictures as partition_pictures
 from . import pictures as pictures
 from . import planning as planning
 from . import schedules as schedules

@@ -13,7 +13,7 @@ import jaxpipe
 
 #: Packages whose every name is public, and modules of which those that are made in them are.
 PUBLIC = ("jaxpipe", "jaxpipe.checkpoint", "jaxpipe.gradients", "jaxpipe.planning", "jaxpipe.schedules")
-MODULES = ("jaxpipe.partition_pictures", "jaxpipe.topology", "jaxpipe.traces")
+MODULES = ("jaxpipe.topology", "jaxpipe.traces")
 
 
 def public_names(module):

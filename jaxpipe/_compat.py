@@ -80,7 +80,6 @@ def literals_as_arguments(closed: Any, places: Sequence[tuple[int, int]]) -> Any
     """A traced program that gets some of its literals as its first arguments.
 
     Args:
-      closed: the program.
       places: of each such literal, the equation's and the operand's position.
     """
     jaxpr, consts = open_jaxpr(closed)
@@ -362,12 +361,7 @@ def num_processes() -> int:
 
 
 def wait_at_barrier(name: str, seconds: float) -> bool:
-    """Wait until all processes have come to a barrier; returns False if one has not within some seconds.
-
-    Args:
-      name: not used for a barrier before.
-      seconds: to wait.
-    """
+    """Wait until all processes have come to a barrier of a new name; returns False if one has not within some seconds."""
     client: Any = global_state.client
     try:
         client.wait_at_barrier(name, round(1000 * seconds))

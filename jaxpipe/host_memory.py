@@ -13,7 +13,6 @@ def check_host_memory(
     """Return what becomes of ``PlanOptions(host_memory=...)``, of which nothing is used yet; None if it was left out.
 
     Args:
-      given: as the caller passed it.
       budget: bytes of a device; None if they are not limited.
       mesh: with devices that may have no such memory.
       devices_per_stage: how many devices each stage has.

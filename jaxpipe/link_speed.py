@@ -100,7 +100,6 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, flo
 
     Args:
       sizes: in bytes.
-      seconds: of one message of each size.
 
     Returns:
       The latency in seconds and the bandwidth in bytes per second.

@@ -187,7 +187,6 @@ def bind(
         be called with ``rngs=``; ``jax.tree_util.Partial(f, params)``; or a function ``f(variables, *args)``, for
         which ``variables`` must be given.
       function: how the model is called: ``function(model, batch)``. Linen variables are those it touches.
-      batch: shapes of one micro-batch.
       variables: values to use instead of initialising, in the model's own layout.
       stage_shape: the mesh axes over which stages are sharded, and their sizes.
       axis_rules: the mesh axes of logical ones, for a model that names such (``flax.linen.logical_axis_rules``).

@@ -66,8 +66,6 @@ def warn_unused(policy: Policy, paths: Iterable[str], argument: str) -> None:
     """Give a ``CodecWarning`` for each pattern that no module path fits.
 
     Args:
-      policy: its patterns.
-      paths: of the modules of a program.
       argument: the name under which the caller passed the patterns.
     """
     known = list(dict.fromkeys(paths))

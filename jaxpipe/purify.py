@@ -75,7 +75,6 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
     split into parameters, state and keys, and receive their new state in ``finish``.
 
     Args:
-      function: an NNX module or any callable.
       *args, **kwargs: its arguments; arrays, ``jax.ShapeDtypeStruct``, NNX modules, or static values.
 
     Raises:

@@ -33,7 +33,6 @@ def read_json(text: str, kind: type[T], what: str) -> T:
     Args:
       text: of at most ``MOST_CHARACTERS``, with at most ``MOST_VALUES`` commas and opening brackets.
       kind: the dataclass. A ``range`` in it is a list of its two ends, a named tuple a list.
-      what: name of the text, for errors.
 
     Raises:
       PartitionError: naming the line, if the text is not JSON, or the place of a value that does not fit its

@@ -217,7 +217,6 @@ def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
     """Find a checkpoint, and read what is in it.
 
     Args:
-      directory: that it was saved to.
       step: which; left out: the last.
 
     Raises:

@@ -187,8 +187,6 @@ def choose(
     """The plan with the shortest step that keeps the budget.
 
     Args:
-      request, traced: what is planned.
-      drafts: with different schedules.
       cut_again: another draft with the schedule of one, for another profile.
 
     Raises:

@@ -69,8 +69,6 @@ def check_devices_per_stage(given: Any, num_devices: int, mesh: Mesh, exchanged:
 
     Args:
       given: ``PlanOptions.devices_per_stage``.
-      num_devices: along the stage axis.
-      mesh: the devices.
       exchanged: whether gradients are exchanged by blocks.
 
     Raises:
@@ -228,8 +226,6 @@ def check_schedule(schedule: Any, num_stages: int, num_microbatches: int, teams:
     """What ``schedule(num_stages, num_microbatches)`` has given, if it is a valid table of this size.
 
     Args:
-      schedule: what was given.
-      num_stages, num_microbatches: the size that was asked for.
       teams: the devices of the stages, where they have several; a micro-batch of the table is then a deal.
 
     Raises:
@@ -327,9 +323,6 @@ def warn_few_examples(modules: Sequence[str], size: int, replicas: int, num_micr
     """Warn that a model normalizes over the few examples of a micro-batch.
 
     Args:
-      modules: that do.
-      size: of the batch.
-      replicas, num_microbatches: how it is cut.
       fewer: a number of micro-batches that leaves more examples to each, if it is a smaller one.
     """
     unit = replicas * num_microbatches
@@ -348,9 +341,7 @@ def warn_training_mode(name: str, drawn: Sequence[str], updated: Sequence[str]) 
     """Warn that an evaluation or a prediction runs as training does.
 
     Args:
-      name: of the function.
       drawn: module paths where random numbers are drawn.
-      updated: batch statistics that would be updated.
     """
     signs = [
         f"{verb} {', '.join(items[:3])}{' and others' if len(items) > 3 else ''}"

@@ -62,7 +62,6 @@ def within_budget(planned: Planned, *, any_cuts: bool = False) -> Planned:
     """Compile the training step of a plan, and of smaller ones until one keeps the budget.
 
     Args:
-      planned: to start with.
       any_cuts: whether the plan may be replaced by one with other cuts, as long as there is no training state.
 
     Raises:
@@ -116,7 +115,6 @@ def refusal(budget: int, smallest: Planned, default: dict[str, int]) -> MemoryBu
     """Return the error for a budget that no plan keeps, which offers what the smallest plan needs.
 
     Args:
-      budget: the one that was passed.
       smallest: the plan; compiled if XLA's bytes count, else its predicted bytes do.
       default: predicted bytes with default storage, by component.
     """

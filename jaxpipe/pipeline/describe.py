@@ -73,7 +73,6 @@ def stage_seconds(
     """Seconds of every stage.
 
     Args:
-      program, found: the stages.
       added: by what storage within a budget costs.
       own_sums: whether backward work adds a stage's gradients to their sums, at the rate of memory; where one program
         does so for all stages, its timeline counts that by tick.
@@ -155,7 +154,6 @@ def stage_timeline(
     """A step of stage programs, of which each device runs its own as soon as it has what they need.
 
     Args:
-      program, found, seconds: the stages.
       processes: by device along the stage axis, the process of each replica.
     """
     return dispatched_timeline(
@@ -169,7 +167,6 @@ def stage_search_arguments(program: Program, found: Partition, added: Sequence[f
     """Return the arguments of a search for a schedule of stage programs (``jaxpipe.schedules.list_schedule``).
 
     Args:
-      program, found: the stages.
       added: by what storage within a budget costs.
     """
     seconds = stage_seconds(program, found, added, own_sums=True, splits=True)
@@ -412,7 +409,6 @@ def stage_links(found: Partition, host_bytes: int = 0) -> Links:
     """The direct links between the devices of two stages, and to their host's memory; of all replicas the slowest.
 
     Args:
-      found: the stages.
       host_bytes: that each device may use of its host's memory.
     """
     network = found.network

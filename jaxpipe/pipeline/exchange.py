@@ -97,8 +97,6 @@ def run_exchange(
     """One exchange, inside ``shard_map``.
 
     Args:
-      plan: what is sent.
-      step: steps taken.
       gradients: buffers with this replica's share of the batch's gradient, times the number of replicas.
       residuals: buffers with what it has not sent.
 

@@ -68,8 +68,6 @@ def color_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence[int
 
     Args:
       update: the optimizer as it was traced for these stages, or for any if it does not look at them.
-      model: the whole model.
-      stage_of: the stage of each parameter.
 
     Raises:
       PartitionError: if values of several stages meet that are too large to be exchanged.
@@ -118,7 +116,6 @@ def _stage_of_state(
     Args:
       owner: by leaf, its parameter.
       stages: by parameter, the stages of its pieces.
-      stacks: how the state is cut.
     """
     found: list[int | None] = []
     for k, cuts in zip(owner, stacks.bounds, strict=True):
@@ -187,7 +184,6 @@ def exchanged_values(
     """What all stages know before each of them computes its new parameters, by tensor number; inside ``shard_map``.
 
     Args:
-      update: the colored program.
       read: for a stage, its parameters, gradients and state out of this device's buffers.
       shared_state: the state of which every stage has a copy.
       num_stages: number of stages.

@@ -117,11 +117,6 @@ def follow(
     """Cuts of another program over the same variables, so that each is used where it is placed.
 
     Args:
-      objective: the program.
-      placement: the stage of every variable.
-      num_stages: of the pipeline.
-      names: of the variables.
-      what: the program is called.
       shared: positions of parameters that later stages may use, too.
 
     Raises:

@@ -27,9 +27,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     Gradients of a single micro-batch are not added up, and count as working memory.
 
     Args:
-      program: the training program.
       update: the optimizer, and where its state lives.
-      shared: optimizer state that every device has.
       batch: one replica's part of the batch.
     """
     held = {

@@ -67,7 +67,6 @@ def load(key: str, estimate: Profile) -> Profile | None:
     """Return a kept profile or None; warn of one that cannot be read or is of another program.
 
     Args:
-      key: of the program and the device.
       estimate: an analytic profile of the program, which has all but the seconds of a measured one.
     """
     path = _path(key)

@@ -26,7 +26,6 @@ def cut_groups(graph: Graph, estimates: Sequence[float]) -> list[range]:
     """Ranges of operators; every operator is in exactly one.
 
     Args:
-      graph: the program.
       estimates: seconds of each operator, of which only the proportions count.
     """
     least = SMALLEST_SHARE * sum(estimates)
@@ -62,8 +61,6 @@ def group_stage(linearization: Linearization, operators: range, held: Sequence[i
     """A group as a stage.
 
     Args:
-      linearization: the whole program.
-      operators: the group.
       held: inputs of the whole program that are kept alive anyway.
     """
     graph = linearization.source

@@ -130,8 +130,6 @@ def without_frozen_work(profile: Profile, objective: Objective, frozen: Sequence
 
     Args:
       profile: as it was given; nothing changes if these parameters are frozen in it, too.
-      objective: the program, with its frozen parameters.
-      frozen: their names.
     """
     if profile.frozen == tuple(frozen):
         return profile

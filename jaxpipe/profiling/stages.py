@@ -23,7 +23,6 @@ def measure_timeline(program: Program, mesh: Mesh) -> Timeline:
     and what devices that work at the same time take from each other.
 
     Args:
-      program: its stages are run.
       mesh: with an axis ``stage``; the first replica is measured.
     """
     schedule = program.schedule

@@ -208,8 +208,6 @@ class MpmdRuntime:
 
         Args:
           owners: by array, its stage.
-          arrays: on the devices of their stages.
-          avals: their shapes.
           r: the replica that has them; None for all.
         """
         every = self.devices.processes

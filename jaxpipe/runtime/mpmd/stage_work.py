@@ -300,8 +300,6 @@ def stage_work(context: Context, s: int, kinds: Sequence[Kind]) -> Work:
     """Return what a stage does with a micro-batch, several kinds of work in one.
 
     Args:
-      context: the pipeline.
-      s: the stage.
       kinds: in order; what one makes for the next, and nobody else reads, is not among the results.
     """
     reads = _operands(context, s, kinds)

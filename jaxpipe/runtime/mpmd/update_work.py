@@ -317,8 +317,6 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
     """Return the last round of the optimizer in a stage: new parameters and new optimizer state.
 
     Args:
-      context: the pipeline.
-      s: the stage.
       counts: whether it also writes what every device has: shared optimizer state and the numbers of steps.
     """
     operands = optimizer_operands(context, s, len(context.colored.exchanged))
@@ -348,8 +346,6 @@ def end_operands(context: UpdateContext, s: int, counts: bool) -> tuple[Operands
     """Return what a stage reads and writes at the end of a step besides the optimizer.
 
     Args:
-      context: the pipeline.
-      s: the stage.
       counts: whether it writes the numbers of steps.
 
     Returns:
@@ -392,7 +388,6 @@ def renew(
     """Run the optimizer of a stage.
 
     Args:
-      context, s, values: the stage and its operands.
       names: by tensor number in the optimizer, what is written.
       settled: gives the value that is written, of the old and the new one.
 
@@ -419,7 +414,6 @@ def _renew(
     """Write a stage's parameters and state one after the other, each over the old one (``overwriting.renewals``).
 
     Args:
-      context, s, values: the stage and its operands.
       gradients: of its parameters, by tensor number.
       settled: gives the value that is written, of the old and the new one.
 

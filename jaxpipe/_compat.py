@@ -361,7 +361,7 @@ def num_processes() -> int:
 
 
 def wait_at_barrier(name: str, seconds: float) -> bool:
-    """Wait until all processes have come to a barrier of a new name; returns False if one has not within some seconds."""
+    """Wait for all processes at a barrier of a new name; returns False if one has not come within some seconds."""
     client: Any = global_state.client
     try:
         client.wait_at_barrier(name, round(1000 * seconds))

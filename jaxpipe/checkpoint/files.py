@@ -155,11 +155,12 @@ class Writer:
                 f"steps from {contents.step} on if they are not wanted."
             )
         arrays = nest({(g, *path): x for g, group in contents.arrays.items() for path, x in group.items() if x.size})
+        about = _about(contents)
         # orbax is given one array at least.
         saved = self._args.Composite(
             **{
                 _ARRAYS: self._args.PyTreeSave({**arrays, "step": np.asarray(contents.step)}),
-                _ABOUT: self._args.JsonSave(_sealed(_about(contents))),
+                _ABOUT: self._args.JsonSave({"about": about, "crc32": _crc_of_json(json.loads(json.dumps(about)))}),
             }
         )
         self._begun = contents.step
@@ -327,10 +328,6 @@ def _about(contents: Contents) -> dict[str, Any]:
             for group, leaves in describe(contents).items()
         },
     }
-
-
-def _sealed(about: dict[str, Any]) -> dict[str, Any]:
-    return {"about": about, "crc32": _crc_of_json(json.loads(json.dumps(about)))}
 
 
 def _unsealed(found: dict[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,26 @@ def given_avals(program: Program) -> tuple[Rows, Kept]:
     return Rows(batch, number), Kept(jax.ShapeDtypeStruct((pages, PAGE), jnp.uint32), number)
 
 
+def stage_programs(program: Program, s: int) -> dict[Kind, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Return a stage's work by kind, each with the shapes of its operands."""
+    parameters, state = (
+        [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
+        for layout in (program.parameters, program.state)
+    )
+    parameters += program.avals(program.shared)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    forward, backward = (jax.ShapeDtypeStruct((n,), jnp.uint32) for n in program.message_words)
+    rows, kept = given_avals(program)
+    stash: Any = program.stash_avals(program.sections[s]) if program.alone else kept
+    work: dict[Kind, Any] = {
+        Kind.FORWARD: (forward_branch(program, s), (parameters, state, key, rows, forward)),
+        program.schedule.backward_kind: (backward_branch(program, s), (parameters, key, rows, stash, backward)),
+    }
+    if program.schedule.splits_backward:
+        work[Kind.BACKWARD_WEIGHT] = weight_branch(program, s), (parameters, key, rows, stash, kept)
+    return work
+
+
 def made_avals(program: Program) -> list[Any]:
     """What a forward branch hands out of each micro-batch: the results, and how many tensors overflowed."""
     return [*program.avals(program.objective.results), jax.ShapeDtypeStruct((), jnp.int32)]

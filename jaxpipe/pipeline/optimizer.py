@@ -21,7 +21,7 @@ from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.axes import STAGE
 from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.trace_update import TracedUpdate, transformation_of
-from jaxpipe.pipeline.words import from_words, to_words, word_count
+from jaxpipe.pipeline.words import pack_words, unpack_words, word_count
 from jaxpipe.stacks import Stacks
 
 
@@ -199,29 +199,17 @@ def exchanged_values(
 
     advance(0)
     for number, tensors in enumerate(update.exchanged):
-        length = sum(word_count(graph.tensors[t].aval) for t in tensors)
+        avals = {t: graph.tensors[t].aval for t in tensors}
 
-        def send(s: int, tensors: Sequence[int] = tensors) -> jax.Array:
+        def send(s: int, avals: dict[int, Any] = avals) -> jax.Array:
             env = _environment(update, s, everywhere, read(s))
-            mine = [t for t in tensors if update.color[t] == s]
+            mine = [t for t in avals if update.color[t] == s]
             run(_needed(operators_of(update, s), mine, env), env)
-            return jnp.concatenate(
-                [
-                    to_words(env[t])
-                    if t in env and t in mine
-                    else jnp.zeros(word_count(graph.tensors[t].aval), jnp.uint32)
-                    for t in tensors
-                ]
-            )
+            values = [env[t] if t in mine else jnp.zeros(aval.shape, aval.dtype) for t, aval in avals.items()]
+            return pack_words(values, sum(map(word_count, values)))
 
         words = lax.psum(switch(lax.axis_index(STAGE), [lambda s=s: send(s) for s in range(num_stages)]), STAGE)
-        assert words.shape == (length,)
-        start = 0
-        for t in tensors:
-            aval = graph.tensors[t].aval
-            count = word_count(aval)
-            everywhere[t] = from_words(words[start : start + count], aval)
-            start += count
+        everywhere.update(zip(tensors, unpack_words(words, list(avals.values())), strict=True))
         advance(number + 1)
     return everywhere
 
@@ -238,11 +226,7 @@ def _environment(
 
 def operators_of(update: ColoredUpdate, s: int) -> list[Operator]:
     """The operators that run in a stage."""
-    return [op for op in update.graph.operators if _belongs(op, update.color, s)]
-
-
-def _belongs(op: Operator, color: dict[int, int], stage: int) -> bool:
-    return any(color.get(t) == stage for t in op.outputs)
+    return [op for op in update.graph.operators if any(update.color.get(t) == s for t in op.outputs)]
 
 
 def held_by(update: ColoredUpdate, stage: int) -> tuple[list[int], list[int], list[int]]:

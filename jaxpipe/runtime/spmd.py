@@ -122,7 +122,8 @@ class SpmdRuntime:
         if key not in self._forward_steps:
             self._forward_steps[key] = self._build_forward(name, objective, shapes, batching)
         leaves = feed.place(self.planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
-        return hosts.settled(self._forward_steps[key](state, leaves))
+        results = hosts.settled(self._forward_steps[key](state, leaves))
+        return results[:2] if name == "evaluate" else results
 
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it."""
@@ -209,7 +210,7 @@ class SpmdRuntime:
             schedule=forward_only(before.num_stages, batching.num_microbatches, before.num_chunks),
             num_microbatches=batching.num_microbatches,
         )
-        build = steps.evaluation_step if name == "evaluate" else steps.prediction_step
+        build = steps.gradient_step if name == "evaluate" else steps.prediction_step
         function = build(planned.mesh, program, batching, self._abstract_state)
         return lower(planned, function, shapes, batching).compile()
 

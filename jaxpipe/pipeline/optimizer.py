@@ -204,7 +204,7 @@ def exchanged_values(
         def send(s: int, avals: dict[int, Any] = avals) -> jax.Array:
             env = _environment(update, s, everywhere, read(s))
             mine = [t for t in avals if update.color[t] == s]
-            run(_needed(operators_of(update, s), mine, env), env)
+            run(needed_operators(operators_of(update, s), mine, env), env)
             values = [env[t] if t in mine else jnp.zeros(aval.shape, aval.dtype) for t, aval in avals.items()]
             return pack_words(values, sum(map(word_count, values)))
 
@@ -238,8 +238,8 @@ def held_by(update: ColoredUpdate, stage: int) -> tuple[list[int], list[int], li
     )
 
 
-def _needed(operators: Sequence[Operator], wanted: Sequence[int], known: dict[int, Any]) -> list[Operator]:
-    """The operators that make ``wanted`` from what is known."""
+def needed_operators(operators: Sequence[Operator], wanted: Sequence[int], known: dict[int, Any]) -> list[Operator]:
+    """Return the operators that make ``wanted`` from what is known."""
     needed = {t for t in wanted if t not in known}
     kept = []
     for op in reversed(operators):

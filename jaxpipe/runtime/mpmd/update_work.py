@@ -24,9 +24,9 @@ from jaxpipe import _compat
 from jaxpipe.gradients.block_sparse import Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.gradients.exchange import Averaged, exchange
-from jaxpipe.graph import Operator, run
+from jaxpipe.graph import run
 from jaxpipe.pipeline.axes import DATA
-from jaxpipe.pipeline.optimizer import ColoredUpdate, held_by, operators_of
+from jaxpipe.pipeline.optimizer import ColoredUpdate, held_by, needed_operators, operators_of
 from jaxpipe.pipeline.overwriting import renewals
 from jaxpipe.runtime.mpmd.stage_work import STEP, Context, Name, Role, Work
 
@@ -524,13 +524,7 @@ def _compute(context: UpdateContext, s: int, wanted: Sequence[int], env: dict[in
     colored = context.colored
     common = [op for op in colored.graph.operators if not any(t in colored.color for t in op.outputs)]
     allowed = {op.outputs for op in (*common, *operators_of(colored, s))}
-    needed = {t for t in wanted if t not in env}
-    kept: list[Operator] = []
-    for op in reversed(colored.graph.operators):
-        if op.outputs in allowed and not needed.isdisjoint(op.outputs):
-            kept.append(op)
-            needed.update(t for t in op.inputs if t not in env)
-    run(kept[::-1], env)
+    run(needed_operators([op for op in colored.graph.operators if op.outputs in allowed], wanted, env), env)
 
 
 def zeros_work(label: str, avals: dict[Name, Any]) -> Work:

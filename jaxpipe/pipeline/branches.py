@@ -114,18 +114,11 @@ def touched(program: Program, kind: Kind) -> tuple[int, ...]:
     for s, section in enumerate(program.sections):
         device = program.device(s)
         places = zip(program.trained(device), program.gradients.places[device], strict=True)
-        given = differentiated(section, kind)
+        given = section.differentiated(kind)
         own = {t: buffer for t, (buffer, _) in places}
         lent = {t: len(program.gradients.buffers) + k for k, t in enumerate(program.lent)}
         found.update(own.get(t, lent.get(t, -1)) for t in given)
     return tuple(sorted(found - {-1}))
-
-
-def differentiated(section: Section, kind: Kind) -> frozenset[int]:
-    """The inputs of a section whose cotangent is ready after backward work of a kind."""
-    assert section.stage is not None
-    parts = {Kind.BACKWARD_INPUT: section.stage.input_part, Kind.BACKWARD_WEIGHT: section.stage.weight_part}
-    return frozenset(parts.get(kind, section.stage.linearization.wrt))
 
 
 def idle_forward(program: Program) -> Callable[..., Any]:
@@ -288,7 +281,7 @@ def _steps(program: Program, s: int, kind: Kind, gradients: dict[int, Any]) -> l
     """The buffers that work of a kind adds to, with a stage's gradients in them and zeros elsewhere."""
     device = program.device(s)
     own = program.trained(device)
-    given = differentiated(program.sections[s], kind)
+    given = program.sections[s].differentiated(kind)
     values = [
         gradients[t] if t in given and gradients.get(t) is not None else jnp.zeros(a.shape, a.dtype)
         for t, a in zip(own, program.avals(own), strict=True)

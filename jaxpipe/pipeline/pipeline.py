@@ -82,7 +82,7 @@ class Pipeline:
         self._make_plan = make_plan
         self._maybe_runtime = None if planned is None else runtime_of(planned)
         self._batch, *self._ahead = batches
-        self._forward_objectives: dict[Any, tuple[Objective, Batching]] = {}
+        self._forwards: dict[Any, tuple[Objective, Callable[[TrainState, Any], Any]]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -484,10 +484,10 @@ class Pipeline:
         shapes = feed.whole_shapes(self.mesh, checks.batch_shapes(batch), batch)
         leaves, treedef = jax.tree.flatten(shapes)
         key = name, treedef, tuple((x.shape, x.dtype) for x in leaves)
-        if key not in self._forward_objectives:
-            self._forward_objectives[key] = self._trace_forward(name, shapes)
-        objective, batching = self._forward_objectives[key]
-        return objective, functools.partial(self._runtime.forward, name, objective, shapes, batching)
+        if key not in self._forwards:
+            objective, batching = self._trace_forward(name, shapes)
+            self._forwards[key] = objective, self._runtime.forward(name, objective, shapes, batching)
+        return self._forwards[key]
 
     def _trace_forward(self, name: str, shapes: Any) -> tuple[Objective, Batching]:
         function = self._functions[name]
@@ -504,7 +504,7 @@ class Pipeline:
         one = with_rows(shapes, rows)
         trace = trace_loss if name == "evaluate" else trace_prediction
         objective = trace(planned.model, function, one, name)
-        if not any(known == name for known, *_ in self._forward_objectives):
+        if not any(known == name for known, *_ in self._forwards):
             retrace = functools.partial(trace, planned.model, function, name=name)
             warn_if_training(objective, planned.model, name, rows, lambda n: retrace(with_rows(one, n)))
         return objective, batching

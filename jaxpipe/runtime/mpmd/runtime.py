@@ -61,7 +61,6 @@ class MpmdRuntime:
 
     def __init__(self, planned: Planned):
         self.planned = planned
-        self._forward: dict[Any, Compiled] = {}
         self._compiled_steps: dict[Any, Compiled] = {}
 
     @property
@@ -161,20 +160,30 @@ class MpmdRuntime:
             gradients[k] = x
         return loss, metrics, gradients
 
-    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching, state: Any, batch: Any) -> Any:
-        """Run a forward pass: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
-        key = name, _shape_key(shapes)
-        if key not in self._forward:
-            self._forward[key] = self._build_forward(name, objective, shapes, batching)
-        compiled = self._forward[key]
-        outputs = self._run(compiled, state, batch)
-        if name == "evaluate":
-            reports = self._reports(compiled, outputs)
-            loss, *metrics = [reports[Name(Role.REPORT, k)] for k in range(len(objective.results) - 1)]
-            return loss, metrics
-        results = range(len(objective.results))
-        parts = [[x for key, x in outputs.items() if key.name == Name(Role.REPORT, k)] for k in results]
-        return [self._by_replica_rows(compiled.layout, rows) for rows in parts]
+    @progress("Compiling the forward pass")
+    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Callable[[Any, Any], Any]:
+        """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
+        planned = self.planned
+        before = planned.program.schedule
+        sections = cut_sections(objective, followed_cuts(planned, objective, name), planned.stages)
+        deals = planned.program.teams.deals(batching.num_microbatches)
+        schedule = forward_only(before.num_stages, deals, before.num_chunks)
+        with self._building():
+            layout = self._layout_of(objective, sections, schedule, shapes, batching, name == "predict")
+            calls = evaluation_list(layout) if name == "evaluate" else prediction_list(layout)
+            compiled = self._compile(layout, calls)
+
+        def run(state: TrainState, batch: Any) -> Any:
+            outputs = self._run(compiled, state, batch)
+            results = range(len(objective.results))
+            if name == "evaluate":
+                reports = self._reports(compiled, outputs)
+                loss, *metrics = [reports[Name(Role.REPORT, k)] for k in results[:-1]]
+                return loss, metrics
+            parts = [[x for key, x in outputs.items() if key.name == Name(Role.REPORT, k)] for k in results]
+            return [self._by_replica_rows(layout, rows) for rows in parts]
+
+        return run
 
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it."""
@@ -383,18 +392,6 @@ class MpmdRuntime:
             layout = self._shaped_layout(shaped)
             update = dataclasses.replace(self._update, stages=layout.context)
         return self._compile(layout, make(layout, update))
-
-    @progress("Compiling the forward pass")
-    def _build_forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Compiled:
-        planned = self.planned
-        before = planned.program.schedule
-        sections = cut_sections(objective, followed_cuts(planned, objective, name), planned.stages)
-        deals = planned.program.teams.deals(batching.num_microbatches)
-        schedule = forward_only(before.num_stages, deals, before.num_chunks)
-        with self._building():
-            layout = self._layout_of(objective, sections, schedule, shapes, batching, name == "predict")
-            calls = evaluation_list(layout) if name == "evaluate" else prediction_list(layout)
-            return self._compile(layout, calls)
 
     def _building(self) -> Any:
         return building_for(self.planned.mesh.devices.flat[0].platform)

@@ -145,8 +145,8 @@ def partition(
         blocks of their gradients. Without replicas, nothing is sent and nothing left out.
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
-        Asynchronous schedules, several devices in a stage, ``memory``, ``host_memory`` and batches of several sizes
-        need ``"mpmd"``. ``"auto"``: the one that has what is asked for; of the two, ``"spmd"`` only if the
+        Asynchronous schedules, several devices in a stage, ``memory``, the host's memory and batches of several
+        sizes need ``"mpmd"``. ``"auto"``: the one that has what is asked for; of the two, ``"spmd"`` only if the
         longest stage's work on a micro-batch is shorter than the host's calls and sends for it (25 and 40 us each)
         and its step is predicted to be shorter. The plan says which, and why.
       options: ``jaxpipe.PlanOptions(...)``: devices per stage, scans over layers, the host's memory, steps that are not

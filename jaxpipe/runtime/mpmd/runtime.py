@@ -145,7 +145,7 @@ class MpmdRuntime:
 
     def gradients(self, state: TrainState, batch: Any, shapes: Any) -> tuple[Any, Sequence[Any], list[Any]]:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
-        compiled = self._gradient(shapes)
+        compiled = self._for_shapes(shapes, gradient_list, "Compiling the gradient")
         outputs = self._run(compiled, state, batch)
         reports = self._reports(compiled, outputs)
         objective = compiled.layout.context.objective
@@ -358,9 +358,6 @@ class MpmdRuntime:
         """The most bytes that each device needs in a step, in the order of the mesh, before anything is compiled."""
         peaks = predicted_bytes(self.calls, self.devices)
         return {d: peaks[d] for d in self._where.all_devices.devices.flat}
-
-    def _gradient(self, shapes: Any) -> Compiled:
-        return self._for_shapes(shapes, gradient_list, "Compiling the gradient")
 
     def _for_shapes(self, shapes: Any, make: Callable[[Layout, UpdateContext], CallList], text: str) -> Compiled:
         key = make, _shape_key(shapes)

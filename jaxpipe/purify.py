@@ -47,7 +47,6 @@ class PureCall:
       held: leaves that their owner keeps alive anyway (variables, and arrays inside a container such as a tree of
         parameters), so that to store them costs nothing.
       finish: ``list of arrays -> the model's result``.
-      tied: groups of names that are one and the same parameter; the first of each group is a leaf.
     """
 
     function: Callable[..., list[Any]]
@@ -56,16 +55,11 @@ class PureCall:
     names: tuple[str, ...]
     held: tuple[bool, ...]
     finish: Callable[[Sequence[Any]], Any]
-    tied: tuple[tuple[str, ...], ...] = ()
 
     @property
     def parameters(self) -> tuple[bool, ...]:
         """Which leaves are parameters."""
         return tuple(role is Role.PARAMETER for role in self.roles)
-
-    def select(self, role: Role) -> dict[str, Any]:
-        """The leaves of one role, by name."""
-        return {n: x for n, x, r in zip(self.names, self.leaves, self.roles, strict=True) if r is role}
 
 
 def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
@@ -125,7 +119,6 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
         names=(*variables.names, *inputs.names),
         held=(*(True for _ in variables.values), *in_container),
         finish=finish,
-        tied=variables.tied,
     )
 
 
@@ -207,10 +200,6 @@ class _Variables:
         self.names = tuple(_variable_name(path, len(modules)) for path, _ in flat)
         self.values = tuple(value for _, value in flat)
         self.roles = tuple(kinds[_variable_path(path, kinds)] for path, _ in flat)
-        self.tied = tuple(
-            tuple(_variable_name(tuple(map(jax.tree_util.DictKey, path)), len(modules)) for path in group)
-            for group in nnx.find_duplicates(self._modules, only=nnx.Variable)
-        )
         self._changed: list[tuple[Any, Any]] = []
 
     def build(self, values: Sequence[Any]) -> Sequence[Any]:

@@ -125,7 +125,7 @@ def test_report_is_written(folder, capsys):
     arguments = "report command_line_task:task --devices 4 --replicas 2 --output report.html"
     assert main(arguments.split()) == 0
     text = (folder / "report.html").read_text()
-    assert "2 stages x 2 replicas" in text and text.count("<img ") == 4
+    assert "2 stages x 2 replicas" in text and text.count("<img ") == 3
     assert "wrote report.html" in capsys.readouterr().out
 
 

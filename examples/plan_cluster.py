@@ -1,7 +1,7 @@
 """Plan a training run on paper: sixteen GPUs of two kinds in three nodes, none of which is here.
 
 An OverFeat, whose dense layers hold nearly all parameters, is traced from shapes alone and priced by the peak rates of
-an A100. Where should it be cut, which GPUs should run which part, and how far from the best possible is that? Pictures
+an A100. Where should it be cut, which GPUs should run which part, and how far from the best possible is that? A picture
 of the plan with one GPU for each stage, and the better of two plans as JSON, are written to ``--out``.
 """
 
@@ -16,7 +16,7 @@ import tyro
 import jaxpipe
 from examples.models.overfeat import OverFeat
 from jaxpipe import Network, Node, topology
-from jaxpipe.partition_pictures import draw_cluster, draw_stages
+from jaxpipe.pictures import draw_stages
 from jaxpipe.planning import partition_layers
 
 
@@ -76,9 +76,8 @@ def main(options: Options) -> jaxpipe.planning.Partition:
     best = min(plans, key=lambda plan: plan.bottleneck_seconds)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "partition.json").write_text(best.to_json())
-    draw_cluster(plans[0]).savefig(options.out / "cluster.png", bbox_inches="tight")
     draw_stages(plans[0]).savefig(options.out / "stages.png", bbox_inches="tight")
-    print(f"partition.json, cluster.png and stages.png are in {options.out}/")
+    print(f"partition.json and stages.png are in {options.out}/")
     return best
 
 

@@ -64,7 +64,7 @@ def plan(options: Options) -> jaxpipe.Pipeline:
         loss=loss,
         optimizer=optax.adam(1e-3),
         num_microbatches=8,
-        on_nonfinite="skip",
+        options=jaxpipe.PlanOptions(on_nonfinite="skip"),
     )
 
 

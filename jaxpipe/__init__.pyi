@@ -2,7 +2,6 @@
 
 from . import checkpoint as checkpoint
 from . import gradients as gradients
-from . import partition_pictures as partition_pictures
 from . import pictures as pictures
 from . import planning as planning
 from . import schedules as schedules
@@ -17,23 +16,16 @@ from .encode import memory_encoded as memory_encoded
 from .encode import without_encoding as without_encoding
 from .errors import BatchError as BatchError
 from .errors import CheckpointError as CheckpointError
-from .errors import CodecError as CodecError
 from .errors import CodecWarning as CodecWarning
 from .errors import DifferentiationError as DifferentiationError
-from .errors import ExchangeError as ExchangeError
 from .errors import FewExamplesWarning as FewExamplesWarning
 from .errors import JaxpipeError as JaxpipeError
 from .errors import JaxpipeWarning as JaxpipeWarning
 from .errors import MemoryBudgetError as MemoryBudgetError
 from .errors import ModelError as ModelError
-from .errors import NetworkError as NetworkError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import PartitionError as PartitionError
-from .errors import PlanError as PlanError
-from .errors import ProfileError as ProfileError
 from .errors import ScheduleError as ScheduleError
-from .errors import StateError as StateError
-from .errors import TargetError as TargetError
 from .errors import TrainingModeWarning as TrainingModeWarning
 from .network import Network as Network
 from .options import PlanOptions as PlanOptions

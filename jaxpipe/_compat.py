@@ -80,7 +80,6 @@ def literals_as_arguments(closed: Any, places: Sequence[tuple[int, int]]) -> Any
     """A traced program that gets some of its literals as its first arguments.
 
     Args:
-      closed: the program.
       places: of each such literal, the equation's and the operand's position.
     """
     jaxpr, consts = open_jaxpr(closed)
@@ -334,16 +333,12 @@ def hidden_zero(arrays: Iterable[Any]) -> jax.Array | None:
 
 def run_time_zero(after: jax.Array) -> jax.Array | None:
     """A zero made of an element of ``after``, so that XLA cannot know it; None where there is no such element."""
-    if not _is_number(after) or after.size == 0 or after.dtype.itemsize == 8 or _is_sharded(after):
+    one_piece = not any(split_dimensions(jax.typeof(after)))  # of others no element can be sliced out
+    if not _is_number(after) or after.size == 0 or after.dtype.itemsize == 8 or not one_piece:
         return None
     first = jax.lax.reshape(jax.lax.slice(after, [0] * after.ndim, [1] * after.ndim), ())
     seen = jax.lax.bitcast_convert_type(first, _WORDS[after.dtype.itemsize]).astype(jnp.uint32)
     return jax.lax.clz(seen) >> 6
-
-
-def _is_sharded(value: jax.Array) -> bool:
-    """Whether a dimension is split over an explicit mesh axis, so that one element cannot be sliced out."""
-    return any(split_dimensions(jax.typeof(value)))
 
 
 def split_dimensions(aval: Any) -> list[bool]:
@@ -362,12 +357,7 @@ def num_processes() -> int:
 
 
 def wait_at_barrier(name: str, seconds: float) -> bool:
-    """Wait until all processes have come to a barrier; returns False if one has not within some seconds.
-
-    Args:
-      name: not used for a barrier before.
-      seconds: to wait.
-    """
+    """Wait for all processes at a barrier of a new name; returns False if one has not come within some seconds."""
     client: Any = global_state.client
     try:
         client.wait_at_barrier(name, round(1000 * seconds))
@@ -474,46 +464,3 @@ def in_default_layout(x: Any) -> Any:
     if layout is None or layout.major_to_minor == order:
         return x
     return jax.device_put(x, Format(Layout(order), x.sharding))
-
-
-__all__ = [
-    "JAX_VERSION",
-    "direct_call",
-    "disguise",
-    "evaluate_equation",
-    "evaluate_jaxpr",
-    "function_name",
-    "functions_behind",
-    "has_default_sharding",
-    "has_mesh_in_context",
-    "hoist_constants",
-    "in_current_mesh",
-    "in_default_layout",
-    "inner_programs",
-    "inside_transformation",
-    "is_closed_over_tracer",
-    "is_forward_mode",
-    "is_in_cluster",
-    "is_literal",
-    "isolate",
-    "join",
-    "literal_without_mesh",
-    "literals_as_arguments",
-    "loaded_on",
-    "manual_axes",
-    "mapped_axes",
-    "materialize",
-    "named_scope_of",
-    "num_processes",
-    "open_jaxpr",
-    "register_nnx_class",
-    "split_dimensions",
-    "tie",
-    "trace_without_scope",
-    "variable",
-    "vary_as",
-    "wait",
-    "wait_at_barrier",
-    "without_scope",
-    "zeros",
-]

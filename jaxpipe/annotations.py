@@ -213,7 +213,6 @@ def within_stage(closed: Any, shape: Mapping[str, int]) -> Any:
     """A traced program with the annotations of a stage alone; itself if it has none.
 
     Args:
-      closed: the program.
       shape: the axes over which stages are sharded, and their sizes.
 
     Raises:

@@ -213,16 +213,18 @@ def planned(job: Job) -> Pipeline:
             loss=loss,
             optimizer=optimizer,
             memory=job.memory,
-            host_memory=job.host_memory,
             num_microbatches=num_microbatches,
             schedule=job.schedule,
             profile=profile,
             network=network,
-            options=PlanOptions(devices_per_stage=job.devices_per_stage),
-            unroll_scans=job.unroll_scans,
-            gradient_dtype=job.gradient_dtype,
-            time_limit=job.time_limit,
-            compile=False,
+            options=PlanOptions(
+                devices_per_stage=job.devices_per_stage,
+                host_memory=job.host_memory,
+                unroll_scans=job.unroll_scans,
+                gradient_dtype=job.gradient_dtype,
+                time_limit=job.time_limit,
+                compile=False,
+            ),
         )
 
     if job.profile is not None:

@@ -73,7 +73,6 @@ def linearize(
     """Find what the backward pass of ``graph`` needs.
 
     Args:
-      graph: a traced program.
       wrt: tensor numbers of the inputs that receive cotangents.
       policy: where max-pooling may remember window positions instead of its input (codec ``"index"``).
       seeds: the outputs that will be given a cotangent; all if left out.
@@ -160,8 +159,6 @@ def equality_key(
     """Equal for operators that compute the same; unique where the operator's parameters cannot be hashed.
 
     Args:
-      op: the operator.
-      avals: its operands.
       moving: positions of the operands that are differentiated.
       heard: positions of the results that may have a cotangent.
       match: the rule that stands for it, if there is one.

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxpipe import _compat, linen
-from jaxpipe.errors import DifferentiationError, TargetError
+from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.explain import label
 from jaxpipe.graph import ENCODED_MARK, Graph, read_graph
 from jaxpipe.policy import Codecs, Policy, parse, warn_unused
@@ -67,8 +67,7 @@ def memory_encoded(target: Any = None, *, codecs: Codecs = "fast") -> Any:
       left them. Methods that Linen does not wrap (``nn.nowrap``) stay as they are.
 
     Raises:
-      TargetError: if ``target`` is neither a module class nor a function.
-      CodecError: if a codec name is unknown.
+      ModelError: if ``target`` is neither a module class nor a function, or a codec name is unknown.
       DifferentiationError: on ``jax.jvp``, ``jax.hessian`` and other derivatives than the first in reverse mode.
 
     The method: feature-map encoding, after A. Jain et al., "Gist: Efficient data encoding for deep neural network
@@ -94,7 +93,7 @@ def memory_encoded(target: Any = None, *, codecs: Codecs = "fast") -> Any:
     if inspect.isclass(target) and issubclass(target, nnx.Module):
         return _encode_nnx_class(target, policy)
     if isinstance(target, (nn.Module, nnx.Module)):
-        raise TargetError(
+        raise ModelError(
             f"memory_encoded was given an instance of {type(target).__name__}; it decorates classes and functions. "
             f"Decorate the class (memory_encoded({type(target).__name__})), or a function that calls the instance."
         )
@@ -103,7 +102,7 @@ def memory_encoded(target: Any = None, *, codecs: Codecs = "fast") -> Any:
         fix = "Decorate the model's class, or wrap the computation in a function."
         if isinstance(target, str):
             fix = f"Codecs are named with codecs=: @memory_encoded(codecs={target!r})."
-        raise TargetError(
+        raise ModelError(
             f"memory_encoded was given {what}; it decorates a flax.linen.Module class, a flax.nnx.Module class or a "
             f"function. {fix}"
         )
@@ -127,7 +126,7 @@ def _encode_function(function: Callable[..., Any], policy: Policy) -> Callable[.
 
 def _encode_nnx_class(cls: type[nnx.Module], policy: Policy) -> type[nnx.Module]:
     if not any("__call__" in vars(base) for base in cls.__mro__):
-        raise TargetError(
+        raise ModelError(
             f"memory_encoded was given the NNX module {cls.__name__}, which has no __call__. Define __call__, or "
             "decorate the method that computes."
         )

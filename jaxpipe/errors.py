@@ -11,24 +11,12 @@ class JaxpipeError(Exception):
     """Base of every error that jaxpipe raises on purpose."""
 
 
-class TargetError(JaxpipeError, TypeError):
-    """Something was decorated that is neither a Flax module class nor a function."""
-
-
-class CodecError(JaxpipeError, ValueError):
-    """An unknown codec name."""
-
-
 class DifferentiationError(JaxpipeError, TypeError):
     """A derivative was asked for that a memory-encoded function does not have."""
 
 
 class ModelError(JaxpipeError, TypeError):
-    """A model that cannot be bound, or variables that do not fit it."""
-
-
-class ModelAttributeError(ModelError, AttributeError):
-    """An attribute that the model of a loss does not have."""
+    """A model that cannot be used as asked, or variables, codecs or a training state that do not fit it."""
 
 
 class ScheduleError(JaxpipeError, ValueError):
@@ -36,15 +24,11 @@ class ScheduleError(JaxpipeError, ValueError):
 
 
 class PartitionError(JaxpipeError, ValueError):
-    """A model that cannot be cut, placed or trained as asked."""
+    """A plan that cannot be made or read: of its model, network, profile, gradient exchange or file."""
 
 
 class BatchError(JaxpipeError, ValueError):
     """A batch that does not fit the plan."""
-
-
-class StateError(JaxpipeError, ValueError):
-    """Something that is no training state, or one of another plan, or one that a step has donated."""
 
 
 class CheckpointError(JaxpipeError, ValueError):
@@ -75,22 +59,6 @@ class MemoryBudgetError(JaxpipeError, ValueError):
     def __init__(self, message: str, smallest: int | None = None):
         super().__init__(message)
         self.smallest = smallest
-
-
-class ExchangeError(JaxpipeError, ValueError):
-    """A gradient exchange that does not make sense, or does not fit the gradients."""
-
-
-class ProfileError(JaxpipeError, ValueError):
-    """A profile that cannot be read or does not make sense."""
-
-
-class PlanError(JaxpipeError, ValueError):
-    """A plan or a partition that cannot be read."""
-
-
-class NetworkError(JaxpipeError, ValueError):
-    """A network that does not make sense, or does not fit the devices."""
 
 
 class JaxpipeWarning(UserWarning):

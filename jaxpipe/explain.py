@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 from jaxpipe.graph import Operator
 from jaxpipe.stage import Stage
 from jaxpipe.stash import Form, Storage, stored_bytes
@@ -10,7 +12,7 @@ from jaxpipe.work import contraction, is_product, rerun_work
 
 
 #: Stash leaves carry a ``checkpoint_name`` that starts with this.
-MARK = "jaxpipe"
+MARK = "jaxpipe stores "
 
 
 @dataclass(frozen=True)
@@ -38,34 +40,17 @@ class Label:
 
 
 def label(stage: Stage, number: int, part: int) -> str:
-    """The label of one array of a stash, as text."""
+    """Return the label of one array of a stash as text."""
     producer = next(op for op in stage.graph.operators if number in op.outputs)
     tensor, form = stage.graph.tensors[number], stage.storage.forms[number]
-    fields = (
-        MARK,
-        number,
-        part,
-        form.storage.value,
-        form.capacity or 0,
-        _name(producer),
-        tensor.dtype,
-        ",".join(map(str, tensor.shape)),
-        ";".join(_readers(stage, number)),
-        _instead(stage, number, producer),
-    )
-    return "|".join(map(str, fields))
+    readers, instead = tuple(_readers(stage, number)), _instead(stage, number, producer)
+    known = Label(number, part, form, _name(producer), str(tensor.dtype), tensor.shape, readers, instead)
+    return MARK + msgspec.json.encode(known).decode()
 
 
 def parse_label(text: str) -> Label | None:
-    """The label that a text is, if it is one."""
-    mark, *fields = text.split("|")
-    if mark != MARK or len(fields) != 9:
-        return None
-    number, part, storage, room, producer, dtype, shape, readers, instead = fields
-    form = Form(Storage(storage), int(room) if Storage(storage).is_sparse else None)
-    dims = tuple(int(n) for n in shape.split(",") if n)
-    by = tuple(filter(None, readers.split(";")))
-    return Label(int(number), int(part), form, producer, dtype, dims, by, instead)
+    """Return the label that a text is, if it is one."""
+    return msgspec.json.decode(text.removeprefix(MARK), type=Label) if text.startswith(MARK) else None
 
 
 def _name(op: Operator) -> str:

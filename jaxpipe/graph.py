@@ -228,11 +228,6 @@ def position_bits(equation: Any, avals: Sequence[Any], operands: Sequence[int]) 
     """Bits that hold an element of each output that counts positions along an axis: 8 or 16; None for the others.
 
     The derivative of a sort takes its positions from an ``iota`` that is sorted beside the operand.
-
-    Args:
-      equation: what is read.
-      avals: its outputs.
-      operands: bits of its operands.
     """
     if equation is None:
         return [None] * len(avals)

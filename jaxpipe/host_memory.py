@@ -10,10 +10,9 @@ from jaxpipe.units import parse_bytes
 def check_host_memory(
     given: int | str | None, budget: int | None, mesh: Mesh, devices_per_stage: bool | tuple[int, ...]
 ) -> HostPlan | None:
-    """Return what becomes of ``partition(host_memory=...)``, of which nothing is used yet; None if it was left out.
+    """Return what becomes of ``PlanOptions(host_memory=...)``, of which nothing is used yet; None if it was left out.
 
     Args:
-      given: as the caller passed it.
       budget: bytes of a device; None if they are not limited.
       mesh: with devices that may have no such memory.
       devices_per_stage: how many devices each stage has.

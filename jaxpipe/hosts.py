@@ -92,9 +92,7 @@ def from_owner(device: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list
     """Copy arrays from the process of a device to all, bit for bit; as host arrays in memory of their own.
 
     Args:
-      device: the device.
       arrays: in its process, host arrays or those of one device.
-      avals: their shapes, known to all.
     """
     if device.process_index == jax.process_index():
         held = [np.array(x) for x in arrays]

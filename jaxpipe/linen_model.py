@@ -9,7 +9,11 @@ import flax.linen as nn
 import jax
 from flax.errors import ApplyScopeInvalidVariablesTypeError
 
-from jaxpipe.errors import ModelAttributeError, ModelError
+from jaxpipe.errors import ModelError
+
+
+class _MissingAttributeError(ModelError, AttributeError):
+    """An attribute that the model of a loss does not have; ``hasattr`` and ``getattr`` take it as any other."""
 
 
 class LinenModel:
@@ -55,7 +59,7 @@ class LinenModel:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise ModelAttributeError(_missing_attribute(self.module, name))
+        raise _MissingAttributeError(_missing_attribute(self.module, name))
 
     def __contains__(self, name: Any) -> bool:
         raise ModelError(_NO_VARIABLES)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxpipe.errors import NetworkError
+from jaxpipe.errors import PartitionError
 
 
 #: 64 KiB to 16 MiB: what a stage sends on for a micro-batch.
@@ -34,12 +34,12 @@ def measure_links(devices: Sequence[Any], sizes: Sequence[int], repeats: int) ->
     """
     sizes = sorted(set(sizes))
     if len(sizes) < 2 or sizes[0] < 1 or repeats < 1:
-        raise NetworkError(
+        raise PartitionError(
             f"sizes is {tuple(sizes)} and repeats {repeats}; latency and bandwidth need at least two different sizes "
             "of 1 byte or more, each run once or more."
         )
     if len(set(devices)) != len(devices):
-        raise NetworkError("devices names a device twice; a link is between two different ones.")
+        raise PartitionError("devices names a device twice; a link is between two different ones.")
     pairs = list(itertools.combinations(range(len(devices)), 2))
     mine = np.array([[_exchange_seconds(devices[a], devices[b], n, repeats) for n in sizes] for a, b in pairs])
     bandwidth, latency = np.zeros((2, len(devices), len(devices)))
@@ -100,7 +100,6 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, flo
 
     Args:
       sizes: in bytes.
-      seconds: of one message of each size.
 
     Returns:
       The latency in seconds and the bandwidth in bytes per second.

@@ -11,9 +11,7 @@ def minimum_cut(price: Mapping[int, int], sources: Mapping[int, list[int]], need
     """Return the cheapest set of tensors from which all ``needs`` follow; of equals, the one nearest to them.
 
     Args:
-      price: of each tensor.
       sources: what a tensor follows from; those without an entry follow from nothing.
-      needs: tensors.
 
     Example:
       >>> minimum_cut({0: 3, 1: 1, 2: 2}, {1: [0], 2: [1]}, [2])

@@ -187,7 +187,6 @@ def bind(
         be called with ``rngs=``; ``jax.tree_util.Partial(f, params)``; or a function ``f(variables, *args)``, for
         which ``variables`` must be given.
       function: how the model is called: ``function(model, batch)``. Linen variables are those it touches.
-      batch: shapes of one micro-batch.
       variables: values to use instead of initialising, in the model's own layout.
       stage_shape: the mesh axes over which stages are sharded, and their sizes.
       axis_rules: the mesh axes of logical ones, for a model that names such (``flax.linen.logical_axis_rules``).
@@ -222,13 +221,13 @@ def _bind(model: Any, function: UserFunction, batch: Any, variables: Any) -> Bou
         _check_factory(factory)
         return _bind_nnx(with_axes(lambda: nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0)))), factory)
     if isinstance(model, jax.tree_util.Partial):
-        return _bind_partial(model)
+        return _bind_tree(model, lambda tree: tree)
     if variables is None:
         raise ModelError(
             f"The model is {shown(model)}, and its variables are not known. Pass them to pipeline.init(key, batch, "
             "variables=...), or give partition jax.tree_util.Partial(function, variables)."
         )
-    return _bind_function(model, variables)
+    return _bind_tree(variables, lambda tree: functools.partial(model, tree))
 
 
 def with_values(bound: BoundModel, variables: Any) -> BoundModel:
@@ -346,15 +345,11 @@ def _warn_of_optimizers(model: nnx.Module) -> None:
         size = sum(math.prod(x.shape) * x.dtype.itemsize for _, variable in kept for x in jax.tree.leaves(variable))
         warnings.warn(
             f"The model {type(model).__name__} holds an optimizer: {len(kept)} variables of its state, as "
-            f"{_dotted(kept[0][0])}, {bytes_text(size)} in all. partition(optimizer=...) keeps optimizer state of its "
-            "own; this one is not used, but takes memory on the devices beside the model's other state. Leave the "
-            "nnx.Optimizer out of the module.",
+            f"{'.'.join(map(str, kept[0][0]))}, {bytes_text(size)} in all. partition(optimizer=...) keeps optimizer "
+            "state of its own; this one is not used, but takes memory on the devices beside the model's other state. "
+            "Leave the nnx.Optimizer out of the module.",
             stacklevel=2,
         )
-
-
-def _dotted(path: Sequence[Any]) -> str:
-    return ".".join(map(str, path))
 
 
 def reseed(streams: Any, key: Any) -> Any:
@@ -432,14 +427,6 @@ def _nnx_annotated(state: Any) -> tuple[P, ...]:
 
 
 # Functions
-
-
-def _bind_partial(model: jax.tree_util.Partial) -> BoundModel:
-    return _bind_tree(model, lambda tree: tree)
-
-
-def _bind_function(function: Callable[..., Any], variables: Any) -> BoundModel:
-    return _bind_tree(variables, lambda tree: functools.partial(function, tree))
 
 
 def _bind_tree(tree: Any, model_of: Callable[[Any], Any]) -> BoundModel:

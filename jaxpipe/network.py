@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.table import Table
 
-from jaxpipe.errors import NetworkError
+from jaxpipe.errors import PartitionError
 from jaxpipe.link_speed import SIZES, measure_host_links, measure_links, measure_speeds, memory_limits
 from jaxpipe.network_table import network_table
 from jaxpipe.plain_table import table_text
-from jaxpipe.reading import LARGEST, read_dataclass, read_json
+from jaxpipe.reading import LARGEST, read_json
 from jaxpipe.topology import PCIE_3_X16, Node
 from jaxpipe.units import whole_number
 
@@ -39,7 +39,7 @@ class Network:
       host_latency_seconds: the same, or one number for all.
 
     Raises:
-      NetworkError: if a matrix is not square, not symmetric, negative or not a number, or a device has no link.
+      PartitionError: if a matrix is not square, not symmetric, negative or not a number, or a device has no link.
 
     Example:
       >>> network = Network([[0, 50e9, 12e9], [50e9, 0, 12e9], [12e9, 12e9, 0]])
@@ -60,7 +60,7 @@ class Network:
         count = len(bandwidth)
         latency = _matrix(self.latency_seconds, "latency_seconds", count)
         if latency.shape != bandwidth.shape:
-            raise NetworkError(f"latency_seconds is for {len(latency)} devices, the bandwidth for {count}.")
+            raise PartitionError(f"latency_seconds is for {len(latency)} devices, the bandwidth for {count}.")
         _check_linked(bandwidth, "device")
         settle = object.__setattr__
         settle(self, "bandwidth_bytes_per_second", tuple(map(tuple, bandwidth.tolist())))
@@ -69,21 +69,21 @@ class Network:
         for field, default in rates:
             values = tuple(float(v) for v in getattr(self, field)) or (default,) * count
             if len(values) != count or not all(v >= 1 / LARGEST and (v < LARGEST or v == default) for v in values):
-                raise NetworkError(
+                raise PartitionError(
                     f"{field} is {values}; it needs a positive number for each of {count} devices, between 2**-63 and "
                     "2**63."
                 )
             settle(self, field, values)
         given = np.array(self.host_latency_seconds, np.float64)
         if given.shape not in ((), (count,)) or not np.all((given >= 0) & (given < LARGEST)):
-            raise NetworkError(
+            raise PartitionError(
                 f"host_latency_seconds is {self.host_latency_seconds}; it needs a finite number that is not negative "
                 f"for each of {count} devices, or one for all."
             )
         settle(self, "host_latency_seconds", tuple(np.broadcast_to(given, count).tolist()))
         names = tuple(map(str, self.names)) or tuple(f"device {k}" for k in range(count))
         if len(names) != count:
-            raise NetworkError(f"names has {len(names)} entries for {count} devices.")
+            raise PartitionError(f"names has {len(names)} entries for {count} devices.")
         settle(self, "names", names)
 
     @property
@@ -120,9 +120,9 @@ class Network:
           >>> Network.uniform(2, 1e9).bandwidth_bytes_per_second
           ((0.0, 1000000000.0), (1000000000.0, 0.0))
         """
-        num_devices = whole_number(num_devices, "num_devices", NetworkError)
+        num_devices = whole_number(num_devices, "num_devices", PartitionError)
         if num_devices < 1:
-            raise NetworkError(f"num_devices={num_devices}; a network has at least one device.")
+            raise PartitionError(f"num_devices={num_devices}; a network has at least one device.")
         return cls(np.full((num_devices, num_devices), bandwidth_bytes_per_second), latency_seconds)  # type: ignore[arg-type]
 
     @classmethod
@@ -138,8 +138,8 @@ class Network:
           latency_seconds: the same.
 
         Raises:
-          NetworkError: if there is no node, a matrix is not symmetric, negative, or not of the nodes' number, or a node
-            or a device has no link.
+          PartitionError: if there is no node, a matrix is not symmetric, negative, or not of the nodes' number, or a
+            node or a device has no link.
 
         Example:
           Two machines, each with two pairs of GPUs; and sixteen GPUs of three kinds.
@@ -157,12 +157,12 @@ class Network:
           (16, 'a100/7', 'node 1/0', (2.5, 1.0, 1.0, 0.5))
         """
         if not nodes:
-            raise NetworkError("nodes is empty; a network has at least one device.")
+            raise PartitionError("nodes is empty; a network has at least one device.")
         between = []
         for value, name in ((bandwidth_bytes_per_second, "bandwidth"), (latency_seconds, "latency")):
             matrix = _matrix(value, f"{name} between nodes", len(nodes))
             if len(matrix) != len(nodes):
-                raise NetworkError(f"The {name} between nodes is for {len(matrix)} nodes; there are {len(nodes)}.")
+                raise PartitionError(f"The {name} between nodes is for {len(matrix)} nodes; there are {len(nodes)}.")
             between.append(matrix)
         _check_linked(between[0], "node")
         owner = np.repeat(np.arange(len(nodes)), [node.devices for node in nodes])
@@ -204,7 +204,7 @@ class Network:
           speed: whether to compare how fast the devices multiply matrices; else all count as equal.
 
         Raises:
-          NetworkError: if there are fewer than two sizes, or a device occurs twice.
+          PartitionError: if there are fewer than two sizes, or a device occurs twice.
 
         Warns:
           UserWarning: with the numbers, if a link's time does not follow latency + bytes / bandwidth.
@@ -262,23 +262,9 @@ class Network:
         """The network that ``to_json`` has written; ``latency_seconds`` and what a device lacks may be left out.
 
         Raises:
-          NetworkError: naming the line, if it is not JSON; or what is missing or wrong in it.
+          PartitionError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
-        return cls.from_data(read_json(text, "The network", NetworkError), "the network")
-
-    @classmethod
-    def from_data(cls, data: Any, where: str) -> "Network":
-        """The same from what ``json.loads`` gives; ``where`` is its place, for errors."""
-        found = read_dataclass(_File, data, where, NetworkError)
-        return cls(
-            found.bandwidth_bytes_per_second,
-            found.latency_seconds,
-            speed=tuple(device.speed for device in found.devices),
-            memory_bytes=tuple(math.inf if (m := device.memory_bytes) is None else m for device in found.devices),
-            names=tuple(f"device {k}" if d.name is None else d.name for k, d in enumerate(found.devices)),
-            host_bandwidth_bytes_per_second=tuple(device.host_bandwidth_bytes_per_second for device in found.devices),
-            host_latency_seconds=tuple(device.host_latency_seconds for device in found.devices) or 0.0,
-        )
+        return read_json(text, NetworkFile, "The network").network()
 
 
 @dataclass(frozen=True)
@@ -293,12 +279,24 @@ class _Device:
 
 
 @dataclass(frozen=True)
-class _File:
+class NetworkFile:
     """A network as JSON has it."""
 
     bandwidth_bytes_per_second: tuple[tuple[float, ...], ...]
     latency_seconds: float | tuple[tuple[float, ...], ...] = 0.0
     devices: tuple[_Device, ...] = ()
+
+    def network(self) -> Network:
+        """Return the network."""
+        return Network(
+            self.bandwidth_bytes_per_second,
+            self.latency_seconds,
+            speed=tuple(device.speed for device in self.devices),
+            memory_bytes=tuple(math.inf if (m := device.memory_bytes) is None else m for device in self.devices),
+            names=tuple(f"device {k}" if d.name is None else d.name for k, d in enumerate(self.devices)),
+            host_bandwidth_bytes_per_second=tuple(device.host_bandwidth_bytes_per_second for device in self.devices),
+            host_latency_seconds=tuple(device.host_latency_seconds for device in self.devices) or 0.0,
+        )
 
 
 def _with_diagonal(rows: Sequence[Sequence[float]], value: float) -> np.ndarray:
@@ -312,19 +310,19 @@ def _matrix(values: Any, name: str, count: int = 0) -> np.ndarray:
     try:
         matrix = np.array(values, np.float64)
     except (TypeError, ValueError):
-        raise NetworkError(f"{name} must be a square matrix of numbers; its rows differ or hold others.") from None
+        raise PartitionError(f"{name} must be a square matrix of numbers; its rows differ or hold others.") from None
     if matrix.ndim == 0 and count:
         matrix = np.full((count, count), float(matrix))
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-        raise NetworkError(f"{name} has the shape {matrix.shape}; it must be a square matrix.")
+        raise PartitionError(f"{name} has the shape {matrix.shape}; it must be a square matrix.")
     np.fill_diagonal(matrix, 0.0)
     for a, b in np.argwhere(~((matrix == 0) | (matrix >= 1 / LARGEST) & (matrix < LARGEST))):
-        raise NetworkError(
+        raise PartitionError(
             f"{name} holds {matrix[a, b]:g} at [{a}][{b}]; every entry must be a finite number that is not negative: "
             "0, or between 2**-63 and 2**63."
         )
     for a, b in np.argwhere(matrix != matrix.T):
-        raise NetworkError(
+        raise PartitionError(
             f"{name} is not symmetric: [{a}][{b}] is {matrix[a, b]:g}, [{b}][{a}] is {matrix[b, a]:g}. A pipeline "
             "sends both ways over a link; give the slower rate twice."
         )
@@ -335,7 +333,7 @@ def _check_linked(bandwidth: np.ndarray, what: str) -> None:
     """Every row of the matrix, one for each device or node, has an entry beside the diagonal."""
     for k, row in enumerate(bandwidth):
         if len(row) > 1 and not np.delete(row, k).any():
-            raise NetworkError(
+            raise PartitionError(
                 f"{what.capitalize()} {k} has no link: row {k} of the bandwidth between {what}s is zero. Leave the "
                 f"{what} out, or give its bandwidth to at least one other."
             )

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.model import AxisRules
@@ -28,6 +29,28 @@ class PlanOptions:
         the mesh has such an axis.
       zero: 1 splits the optimizer state over the replicas of the axis ``data`` (ZeRO-1; Rajbhandari et al., 2020);
         without replicas it changes nothing.
+      host_memory: most bytes of its host's memory that each device may keep stashes in, as ``memory``; used where that
+        makes a step within ``memory`` shorter. Devices that have no memory of the kind ``pinned_host`` do without,
+        and the plan says so. Stages with several devices each keep theirs on the device.
+      allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
+      solver: a mixed-integer solver that cvxpy finds, used if there is a budget.
+      time_limit: seconds that it may take for the whole plan: all stages, rounds and schedules share them. Once they
+        are used up, a greedy rule chooses, and the plan says so. Compilation and tracing are not counted.
+      compile: whether a plan that comes near ``memory`` is compiled here, so that XLA's own bytes are known: if it
+        reserves more, a smaller plan is made, and a budget that no plan keeps is refused here and not in the first
+        ``step``, which does not compile again then. False: what is predicted counts until the first step, for plans
+        on paper.
+      on_nonfinite: what to do if the loss or a gradient is not finite. ``"skip"``: parameters, state and optimizer
+        state stay as they are, and the metrics count it. ``"raise"``: so do they, and ``NonFiniteError`` says in which
+        stage it began; each step then waits for its result. None: not looked at.
+      unroll_scans: whether layers that are one ``scan`` over stacked parameters ``[layers, ...]`` may be in several
+        stages. They are one operator otherwise, which no stage shares. A number: so many iterations stay together as
+        a scan, which compiles faster than ``True``, one iteration each. A stage holds only its own layers' rows of the
+        parameters, their gradients and optimizer state; ``Pipeline.parameters``, ``value_and_grad`` and checkpoints
+        stack them again. Norms over a stacked parameter are sums of those of its groups, rounded otherwise.
+      gradient_dtype: in which gradients are added up over micro-batches, stages and replicas, where that is wider than
+        the type of their parameter; left out: float32. The mean is rounded once to the parameter's type, in which the
+        optimizer gets it. ``jnp.bfloat16`` saves 2 bytes for each bfloat16 parameter, and rounds every sum.
 
     Raises:
       PartitionError: if a field has a value that is none of these.
@@ -40,10 +63,18 @@ class PlanOptions:
     stage_axis: str | None = None
     data_axis: str | None = None
     devices_per_stage: bool | int | Sequence[int] = False
-    shardings: Mapping[str, Any] = field(default_factory=dict)
+    shardings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     axis_rules: AxisRules = ()
     batch_axes: Sequence[str] | None = None
     zero: int = 0
+    host_memory: int | str | None = None
+    allow_over_budget: bool = False
+    solver: str = "HIGHS"
+    time_limit: float = 60.0
+    compile: bool = True
+    on_nonfinite: Literal["raise", "skip"] | None = None
+    unroll_scans: int = False
+    gradient_dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1):

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from jaxpipe.partition_pictures import draw_cluster, draw_stages
-from jaxpipe.pictures import draw_memory, draw_timeline, load_figure_class
+from jaxpipe.pictures import draw_memory, draw_stages, draw_timeline, load_figure_class
 from jaxpipe.plain_table import PlainTable, printable
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
@@ -81,7 +80,6 @@ def page(contents: Contents) -> str:
             html_table(plan.__rich__()),
             _heading("Stages and devices"),
             html_table(contents.partition.__rich__()),
-            _picture(draw_cluster(contents.partition), "stages on their devices"),
             _picture(draw_stages(contents.partition), "compute and communication of each stage"),
             _heading("Timeline"),
         ]

@@ -25,7 +25,6 @@ from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, frozen_stage
 from jaxpipe.pipeline.axes import with_own_names
 from jaxpipe.pipeline.describe import least_seconds, rates_in
 from jaxpipe.pipeline.exchange import check_exchange
-from jaxpipe.pipeline.guard import OnNonFinite
 from jaxpipe.pipeline.links import assumed_links, slowest_used
 from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_results, with_rows
 from jaxpipe.pipeline.pipeline import Pipeline
@@ -79,20 +78,12 @@ def partition(
     evaluate: UserFunction | None = None,
     predict: UserFunction | None = None,
     memory: int | str | None = None,
-    host_memory: int | str | None = None,
-    allow_over_budget: bool = False,
     num_microbatches: int | None = None,
     schedule: checks.ScheduleMaker | str = "auto",
     profile: Profile | Source | None = None,
     network: Network | None = None,
     storage: Codecs | Literal["auto"] = "auto",
-    solver: str = "HIGHS",
-    time_limit: float = 60.0,
-    compile: bool = True,
     gradient_exchange: BlockSparse | Literal["dense"] = "dense",
-    on_nonfinite: OnNonFinite = None,
-    unroll_scans: int = False,
-    gradient_dtype: jax.typing.DTypeLike | None = None,
     runtime: Literal["auto", "mpmd", "spmd"] = "auto",
     options: PlanOptions | None = None,
 ) -> Pipeline:
@@ -133,10 +124,6 @@ def partition(
       predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``; it sets the mode as ``evaluate`` does.
       memory: most bytes on a device, as an int or a text such as ``"8GiB"``. If the default storage needs more, an
         integer programme chooses for every tensor whether it is stored, in which form, or computed again.
-      host_memory: most bytes of its host's memory that each device may keep stashes in, as ``memory``; used where that
-        makes a step within ``memory`` shorter. Devices that have no memory of the kind ``pinned_host`` do without,
-        and the plan says so. Stages with several devices each keep theirs on the device.
-      allow_over_budget: raise ``memory`` by a tenth at a time if no plan keeps it; the plan tells.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth, and, for a model that normalizes
         over examples (BatchNorm), so few that each has 4 of them. A ``FewExamplesWarning`` tells of fewer.
       schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
@@ -154,44 +141,24 @@ def partition(
         taken for all of them.
       storage: the codecs that may be used where a module is not decorated, as ``memory_encoded(codecs=...)`` takes
         them; ``"auto"`` is ``"fast"``, ``()`` stores what ``jax.grad`` does.
-      solver: a mixed-integer solver that cvxpy finds, used if there is a budget.
-      time_limit: seconds that it may take for the whole plan: all stages, rounds and schedules share them. Once they
-        are used up, a greedy rule chooses, and the plan says so. Compilation and tracing are not counted.
-      compile: whether a plan that comes near ``memory`` is compiled here, so that XLA's own bytes are known: if it
-        reserves more, a smaller plan is made, and a budget that no plan keeps is refused here and not in the first
-        ``step``, which does not compile again then. False: what is predicted counts until the first step, for plans
-        on paper.
       gradient_exchange: ``jaxpipe.gradients.block_sparse(...)``: replicas of a stage send each other only the best
         blocks of their gradients. Without replicas, nothing is sent and nothing left out.
-      on_nonfinite: what to do if the loss or a gradient is not finite. ``"skip"``: parameters, state and optimizer
-        state stay as they are, and the metrics count it. ``"raise"``: so do they, and ``NonFiniteError`` says in which
-        stage it began; each step then waits for its result. None: not looked at.
-      unroll_scans: whether layers that are one ``scan`` over stacked parameters ``[layers, ...]`` may be in several
-        stages. They are one operator otherwise, which no stage shares. A number: so many iterations stay together as
-        a scan, which compiles faster than ``True``, one iteration each. A stage holds only its own layers' rows of the
-        parameters, their gradients and optimizer state; ``Pipeline.parameters``, ``value_and_grad`` and checkpoints
-        stack them again. Norms over a stacked parameter are sums of those of its groups, rounded otherwise.
-      gradient_dtype: in which gradients are added up over micro-batches, stages and replicas, where that is wider than
-        the type of their parameter; left out: float32. The mean is rounded once to the parameter's type, in which the
-        optimizer gets it. ``jnp.bfloat16`` saves 2 bytes for each bfloat16 parameter, and rounds every sum.
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
-        Asynchronous schedules, several devices in a stage, ``memory``, ``host_memory`` and batches of several sizes
-        need ``"mpmd"``. ``"auto"``: the one that has what is asked for; of the two, ``"spmd"`` only if the
+        Asynchronous schedules, several devices in a stage, ``memory``, the host's memory and batches of several
+        sizes need ``"mpmd"``. ``"auto"``: the one that has what is asked for; of the two, ``"spmd"`` only if the
         longest stage's work on a micro-batch is shorter than the host's calls and sends for it (25 and 40 us each)
         and its step is predicted to be shorter. The plan says which, and why.
-      options: ``jaxpipe.PlanOptions(...)``: devices per stage, names of mesh axes, shardings within a stage, ZeRO-1.
+      options: ``jaxpipe.PlanOptions(...)``: devices per stage, scans over layers, the host's memory, steps that are not
+        finite, the solver, shardings within a stage, ZeRO-1, names of mesh axes.
 
     Raises:
-      NetworkError: if the network has another number of devices than the mesh.
-      PartitionError: if the mesh, the loss, the optimizer or the number of stages does not fit, the host's memory
-        cannot be used, or ``gradient_dtype`` is no type for sums of gradients.
+      PartitionError: if the mesh, the network, the loss, the optimizer, the gradient exchange or the number of stages
+        does not fit, the host's memory cannot be used, or ``gradient_dtype`` is no type for sums of gradients.
       ScheduleError: if the schedule is not valid, or there is none of this size.
-      ModelError: if the model is none of the above.
+      ModelError: if the model is none of the above, or ``storage`` names an unknown codec.
       BatchError: if the batch cannot be cut into micro-batches.
       MemoryBudgetError: if no plan within ``memory`` is found; its ``smallest`` is a budget that is kept.
-      CodecError: if ``storage`` names an unknown codec.
-      ExchangeError: if ``gradient_exchange`` does not fit the parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -212,8 +179,9 @@ def partition(
     for function, name in ((loss, "loss"), (evaluate, "evaluate"), (predict, "predict")):
         if function is not None or name == "loss":
             arguments.check_function(function, name)
-    arguments.check_flag(allow_over_budget, "allow_over_budget")
-    arguments.check_seconds(time_limit, "time_limit")
+    arguments.check_flag(options.allow_over_budget, "allow_over_budget")
+    arguments.check_seconds(options.time_limit, "time_limit")
+    check_solver(options.solver)
     if num_microbatches is not None:
         num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     profile = "measured" if profile is None else profile
@@ -221,8 +189,8 @@ def partition(
         raise checks.PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
     checks.check_network(network, mesh)
     mesh, submesh = split_mesh(mesh)
-    if on_nonfinite not in (None, "raise", "skip"):
-        raise checks.PartitionError(f"on_nonfinite={on_nonfinite!r}; it must be 'raise', 'skip' or None.")
+    if options.on_nonfinite not in (None, "raise", "skip"):
+        raise checks.PartitionError(f"on_nonfinite={options.on_nonfinite!r}; it must be 'raise', 'skip' or None.")
     exchange = check_exchange(gradient_exchange, DATA)
     devices_per_stage = checks.check_devices_per_stage(
         options.devices_per_stage, num_stages, mesh, exchange is not None
@@ -236,23 +204,18 @@ def partition(
         loss=loss,
         optimizer=optimizer,
         budget=budget,
-        allow_over_budget=allow_over_budget,
         num_microbatches=num_microbatches,
         schedules=checks.schedule_makers(schedule),
         profile=profile,
         network=network,
         policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage, "storage"),
-        solver=check_solver(solver),
-        time_limit=time_limit,
         exchange=exchange,
-        on_nonfinite=on_nonfinite,
-        unroll_scans=checks.check_unroll(unroll_scans, gradient_exchange != "dense"),
+        unroll_scans=checks.check_unroll(options.unroll_scans, gradient_exchange != "dense"),
         num_stages=num_stages,
         replicas=replicas,
         devices_per_stage=devices_per_stage,
-        host=check_host_memory(host_memory, budget, mesh, devices_per_stage),
-        gradient_dtype=check_gradient_dtype(gradient_dtype),
-        compile=compile,
+        host=check_host_memory(options.host_memory, budget, mesh, devices_per_stage),
+        gradient_dtype=check_gradient_dtype(options.gradient_dtype),
         runtime=checks.check_runtime(runtime),
         several_sizes=bool(others),
         submesh=submesh,
@@ -522,7 +485,8 @@ def _place(
 def _scan(request: Request, objective: Objective) -> str:
     """How to cut layers that are one operator."""
     lengths = () if request.unroll_scans else scanned_variables(objective).values()
-    return f"Its {max(lengths)} layers are one scan: unroll_scans=True cuts between them." if lengths else ""
+    fix = "PlanOptions(unroll_scans=True) cuts between them"
+    return f"Its {max(lengths)} layers are one scan: {fix}." if lengths else ""
 
 
 def _widest(objective: Objective, model: BoundModel) -> str:

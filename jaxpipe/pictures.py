@@ -1,4 +1,4 @@
-"""Pictures of a plan: who computes what when, and what each device holds. They need matplotlib."""
+"""Pictures of a plan: who computes what when, what each device holds, what each stage costs; by matplotlib."""
 
 import textwrap
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from jaxpipe.planning.timeline import check_size, plan_timeline
 from jaxpipe.schedules import Kind, Schedule, Timeline
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.traces import KIND_NAMES
-from jaxpipe.units import bytes_text
+from jaxpipe.units import bytes_text, seconds_text
 
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jaxpipe.pipeline.pipeline import MemoryReport
+    from jaxpipe.planning.placed import Partition
 
 # After M. Okabe and K. Ito, "Color universal design", 2002: distinct for color-blind readers too.
 BLUE, ORANGE, GREEN, YELLOW = "#0072B2", "#E69F00", "#009E73", "#F0E442"
@@ -110,6 +111,53 @@ def draw_memory(plan: Plan, schedule: Schedule, report: "MemoryReport | None" = 
     return figure
 
 
+def draw_stages(partition: "Partition") -> "Figure":
+    """Draw compute and communication of each stage, the bottleneck, and the bound below which no partition gets.
+
+    The synchronous cost model has these two for a whole step, so they are not drawn beside times for one micro-batch
+    but stand in the title.
+
+    Args:
+      partition: its predicted seconds for one micro-batch are drawn.
+
+    Returns:
+      A matplotlib figure; ``figure.savefig(path)`` writes it.
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+    """
+    figure_class = load_figure_class("draw_stages")
+    stages, worst, whole = partition.stages, _bottleneck(partition), partition.cost_model == "synchronous"
+    figure = figure_class(figsize=(WIDTH_INCHES, 4.8), layout="constrained")
+    axes = figure.subplots()
+    axes.axvspan(worst - 0.5, worst + 0.5, color=VERMILION, alpha=0.12, linewidth=0, label="bottleneck stage")
+    for shift, label, color, seconds in (
+        (-0.2, "compute", BLUE, [stage.compute_seconds for stage in stages]),
+        (0.2, "communication", ORANGE, [stage.communication_seconds for stage in stages]),
+    ):
+        places = [s + shift for s in range(len(stages))]
+        axes.bar(places, [1e3 * value for value in seconds], width=0.4, color=color, label=label)
+    limits = partition.bottleneck_seconds, partition.lower_bound_seconds
+    title = f"Cost of each stage ({partition.cost_model})"
+    if whole:
+        title += f"; all micro-batches of a step take {seconds_text(limits[0])}, at least {seconds_text(limits[1])}"
+    else:
+        for name, seconds, color, style in zip(
+            ("bottleneck", "lower bound"), limits, (VERMILION, "black"), ("-", "--"), strict=True
+        ):
+            axes.axhline(1e3 * seconds, color=color, linestyle=style, label=f"{name}, {seconds_text(seconds)}")
+    labels = [f"stage {s}\n{shorten(tuple(map(str, stage.devices)))}" for s, stage in enumerate(stages)]
+    axes.set_xticks(range(len(stages)), labels)
+    axes.set_xlim(-0.5, len(stages) - 0.5)
+    axes.set_xlabel("devices")
+    axes.set_ylabel("ms for one micro-batch")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="x", length=0)
+    figure.suptitle(title)
+    figure.legend(loc="outside lower right", ncols=5, frameon=False)
+    return figure
+
+
 def load_figure_class(name: str) -> Any:
     """``matplotlib.figure.Figure``, for the picture of that name."""
     try:
@@ -117,6 +165,19 @@ def load_figure_class(name: str) -> Any:
     except ImportError as error:
         raise ImportError(f"{name} draws with matplotlib, which is not installed: pip install matplotlib") from error
     return Figure
+
+
+def _bottleneck(partition: "Partition") -> int:
+    """Return the stage whose time is the bottleneck's, be it the sum or the larger of its parts, by the cost model.
+
+    If the bottleneck is a whole step, the stage with most work.
+    """
+    stages = range(len(partition.stages))
+    parts = [(stage.compute_seconds, stage.communication_seconds) for stage in partition.stages]
+    if partition.cost_model == "synchronous":
+        return max(stages, key=lambda s: parts[s][0])
+    target = partition.bottleneck_seconds
+    return min(stages, key=lambda s: min(abs(time - target) for time in (sum(parts[s]), max(parts[s]))))
 
 
 def _draw_spans(axes: "Axes", timeline: Timeline) -> None:

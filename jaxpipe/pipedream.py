@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from jaxpipe.errors import ProfileError
+from jaxpipe.errors import PartitionError
 from jaxpipe.profile import Edge, Profile
 from jaxpipe.reading import MOST_CHARACTERS
 
@@ -24,7 +24,7 @@ def read(path: str | os.PathLike[str]) -> Profile:
     keeps its activation for the backward pass.
 
     Raises:
-      ProfileError: naming the file and the line.
+      PartitionError: naming the file and the line.
     """
     path = Path(path)
     rows: dict[str, tuple[str, dict[str, float]]] = {}
@@ -32,9 +32,9 @@ def read(path: str | os.PathLike[str]) -> Profile:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ProfileError(f"{path} is not a text file.") from None
+        raise PartitionError(f"{path} is not a text file.") from None
     if len(text) > MOST_CHARACTERS:
-        raise ProfileError(f"{path} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are read.")
+        raise PartitionError(f"{path} has {len(text):,} characters; at most {MOST_CHARACTERS:,} are read.")
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -43,17 +43,17 @@ def read(path: str | os.PathLike[str]) -> Profile:
             arrows.append((edge[1], edge[2], number))
         elif node := _NODE.fullmatch(line.strip()):
             if node[1] in rows:
-                raise ProfileError(f"{path}, line {number}: {node[1]} is there twice.")
+                raise PartitionError(f"{path}, line {number}: {node[1]} is there twice.")
             rows[node[1]] = (node[2], _costs(node[3], f"{path}, line {number}"))
         else:
-            raise ProfileError(
+            raise PartitionError(
                 f"{path}, line {number}: {line[:60]!r} is neither an operator (name -- description -- costs) nor an "
                 "edge (a tab, then name -- name)."
             )
     for source, target, number in arrows:
         for name in (source, target):
             if name not in rows:
-                raise ProfileError(f"{path}, line {number}: there is no operator {name}.")
+                raise PartitionError(f"{path}, line {number}: there is no operator {name}.")
     kept = [name for name in rows if not rows[name][0].startswith("Input")]
     edges = list(dict.fromkeys((a, b) for a, b, _ in arrows if a in set(kept) and b in set(kept)))
     order = _sorted(kept, edges, path)
@@ -80,7 +80,7 @@ def _costs(text: str, where: str) -> dict[str, float]:
         try:
             found[field] = sum(map(float, parts))
         except ValueError:
-            raise ProfileError(
+            raise PartitionError(
                 f"{where}: {field} is {given.get(field)!r:.80}; it must be a number or [a; b]."
             ) from None
     return found
@@ -109,5 +109,5 @@ def _sorted(names: list[str], edges: list[tuple[str, str]], path: Path) -> list[
             if not waiting[reader]:
                 heapq.heappush(ready, key(reader))
     if len(order) < len(names):
-        raise ProfileError(f"{path}: operators {sorted(set(names) - set(order), key=key)[:4]} wait for each other.")
+        raise PartitionError(f"{path}: operators {sorted(set(names) - set(order), key=key)[:4]} wait for each other.")
     return order

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jaxpipe.errors import CodecError, CodecWarning, warn
+from jaxpipe.errors import CodecWarning, ModelError, warn
 
 
 #: Codec names, and what each lets a plan do.
@@ -66,8 +66,6 @@ def warn_unused(policy: Policy, paths: Iterable[str], argument: str) -> None:
     """Give a ``CodecWarning`` for each pattern that no module path fits.
 
     Args:
-      policy: its patterns.
-      paths: of the modules of a program.
       argument: the name under which the caller passed the patterns.
     """
     known = list(dict.fromkeys(paths))
@@ -86,7 +84,7 @@ def parse(codecs: Codecs, argument: str = "codecs") -> Policy:
     """The policy that an argument stands for, called ``codecs`` or ``argument``.
 
     Raises:
-      CodecError: if a codec name is unknown.
+      ModelError: if a codec name is unknown.
     """
     if isinstance(codecs, Mapping):
         policy = Policy(tuple((str(pattern), codec_set(chosen, argument)) for pattern, chosen in codecs.items()))
@@ -111,7 +109,7 @@ def codec_set(codecs: str | Iterable[str], argument: str = "codecs") -> frozense
     names = list(codecs) if isinstance(codecs, Iterable) and not isinstance(codecs, str) else [codecs]
     unknown = [name for name in names if not isinstance(name, str) or name not in CODECS]
     if unknown:
-        raise CodecError(
+        raise ModelError(
             f"{argument}={codecs!r}: unknown codec {', '.join(sorted(map(repr, unknown)))}. Use one of the sets "
             f"{', '.join(map(repr, CODEC_SETS))}, a set of {', '.join(map(repr, CODECS))}, or a mapping from module "
             "path patterns to either."

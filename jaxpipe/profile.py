@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxpipe.errors import ProfileError
+from jaxpipe.errors import PartitionError
 from jaxpipe.rates import Rates
-from jaxpipe.reading import LARGEST, read_as, read_dataclass, read_json
+from jaxpipe.reading import LARGEST, read_json
 
 
 class Edge(NamedTuple):
@@ -49,7 +49,7 @@ class Profile:
       frozen: names of the parameters that are not trained: the work for their gradients is not in it.
 
     Raises:
-      ProfileError: if lengths differ, a number is negative or not finite, or an edge leads backwards.
+      PartitionError: if lengths differ, a number is negative or not finite, or an edge leads backwards.
 
     Example:
       >>> profile = Profile.chain(["conv", "dense"], [1, 2], [2, 4], [36, 40], [8, 8], [16, 4])
@@ -77,11 +77,13 @@ class Profile:
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(map(str, self.names)))
         if not self.names:
-            raise ProfileError("The profile has no operators; there is nothing to plan.")
+            raise PartitionError("The profile has no operators; there is nothing to plan.")
         for field in NUMBERS:
             values = tuple(getattr(self, field))
             if len(values) != len(self.names) and (values or field in REQUIRED):
-                raise ProfileError(f"{field} has {len(values)} entries, names has {len(self.names)}; give one of each.")
+                raise PartitionError(
+                    f"{field} has {len(values)} entries, names has {len(self.names)}; give one of each."
+                )
             for k, value in enumerate(values):
                 _check_number(value, f"{field}[{k}] ({self.names[k]})")
             object.__setattr__(self, field, tuple(map(float, values)))
@@ -89,7 +91,7 @@ class Profile:
         for k, edge in enumerate(self.edges):
             source, target, size, *output = edge
             if not 0 <= source < target < len(self.names):
-                raise ProfileError(
+                raise PartitionError(
                     f"edges[{k}] leads from operator {source} to {target}; an edge leads from an operator to a later "
                     f"one, of 0..{len(self.names) - 1}. Sort the operators so that each comes after those it reads."
                 )
@@ -99,7 +101,7 @@ class Profile:
         groups = tuple(tuple(sorted(set(map(int, group)))) for group in self.together)
         for k, group in enumerate(groups):
             if any(not 0 <= v < len(self.names) for v in group):
-                raise ProfileError(f"together[{k}] is {group}; operators are numbered 0..{len(self.names) - 1}.")
+                raise PartitionError(f"together[{k}] is {group}; operators are numbered 0..{len(self.names) - 1}.")
         object.__setattr__(self, "together", tuple(group for group in groups if len(group) > 1))
 
     @property
@@ -124,7 +126,7 @@ class Profile:
           boundary_bytes: what each sends to the next; an entry for the last operator may be given and is not used.
 
         Raises:
-          ProfileError: if lengths differ or a number is negative or not finite.
+          PartitionError: if lengths differ or a number is negative or not finite.
         """
         given = {
             "names": names,
@@ -136,10 +138,10 @@ class Profile:
         }
         for name, values in given.items():
             if not hasattr(values, "__len__"):
-                raise ProfileError(f"{name}={values!r}; it must be a sequence with one entry for each operator.")
+                raise PartitionError(f"{name}={values!r}; it must be a sequence with one entry for each operator.")
         count = len(names)
         if len(boundary_bytes) not in (count, count - 1):
-            raise ProfileError(
+            raise PartitionError(
                 f"boundary_bytes has {len(boundary_bytes)} entries for {count} operators; give one for each operator "
                 "that has another after it."
             )
@@ -178,37 +180,30 @@ class Profile:
         """The profile that ``to_json`` has written.
 
         Raises:
-          ProfileError: naming the line, if it is not JSON; or what is missing or wrong in it.
+          PartitionError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
-        return cls.from_data(read_json(text, "The profile", ProfileError), "the profile")
-
-    @classmethod
-    def from_data(cls, data: Any, where: str) -> "Profile":
-        """The same from what ``json.loads`` gives; ``where`` is its place, for errors."""
-        found = read_dataclass(_File, data, where, ProfileError)
-        given = [
-            field for field in ("names", *NUMBERS) if field in REQUIRED or field in next(iter(found.operators), ())
-        ]
-        columns: dict[str, list[Any]] = {field: [] for field in given}
-        for k, row in enumerate(found.operators):
-            place = f"{where}.operators[{k}]"
-            if set(row) != set(given):
-                raise ProfileError(f"{place} has the fields {_list(row)}; those of operators[0] are {_list(given)}.")
-            for field in given:
-                kind = str if field == "names" else float
-                columns[field].append(read_as(kind, row[field], f"{place}.{field}", ProfileError))
-        named = {field: tuple(column) for field, column in columns.items()}
-        rest = {
-            name: getattr(found, name) for name in ("edges", "together", "source", "device_kind", "rates", "frozen")
-        }
-        return cls(**named, **rest)
+        return read_json(text, ProfileFile, "The profile").profile()
 
 
 @dataclass(frozen=True)
-class _File:
+class _Operator:
+    """An operator as JSON has it."""
+
+    names: str
+    forward_seconds: float
+    backward_seconds: float
+    parameter_bytes: float
+    residual_bytes: float
+    forward_spread: float | None = None
+    backward_spread: float | None = None
+    forward_flops: float | None = None
+
+
+@dataclass(frozen=True)
+class ProfileFile:
     """A profile as JSON has it: a row for each operator."""
 
-    operators: tuple[dict[str, float | str], ...]
+    operators: tuple[_Operator, ...]
     edges: tuple[Edge, ...]
     together: tuple[tuple[int, ...], ...] = ()
     source: str = "given"
@@ -216,9 +211,18 @@ class _File:
     rates: Rates | None = None
     frozen: tuple[str, ...] = ()
 
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(sorted(name[:40] for name in names))
+    def profile(self) -> Profile:
+        """Return the profile."""
+        columns: dict[str, Any] = {}
+        for field in ("names", *NUMBERS):
+            column = tuple(getattr(row, field) for row in self.operators)
+            if None in column and column.count(None) < len(column):
+                raise PartitionError(
+                    f"operators[{column.index(None)}] of the profile lacks {field!r}, which others have."
+                )
+            columns[field] = () if None in column else column
+        rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
+        return Profile(**columns, **rest)
 
 
 #: Fields with one number for each operator.
@@ -237,4 +241,4 @@ def _check_number(value: Any, name: str) -> None:
     except TypeError:
         good = False
     if not good:
-        raise ProfileError(f"{name} is {value!r}; it must be a finite number that is not negative, below 2**63.")
+        raise PartitionError(f"{name} is {value!r}; it must be a finite number that is not negative, below 2**63.")

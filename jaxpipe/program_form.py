@@ -36,7 +36,6 @@ def trace_program(function: Callable[..., Any], operands: Sequence[Any]) -> Trac
 
     Args:
       function: takes the operands, returns a tree of arrays.
-      operands: arrays or their shapes.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
     jaxpr, consts = _compat.open_jaxpr(closed)

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxpipe.errors import DifferentiationError, TargetError
+from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.messages import shown
 from jaxpipe.twin import twin_class
 
@@ -47,7 +47,6 @@ class PureCall:
       held: leaves that their owner keeps alive anyway (variables, and arrays inside a container such as a tree of
         parameters), so that to store them costs nothing.
       finish: ``list of arrays -> the model's result``.
-      tied: groups of names that are one and the same parameter; the first of each group is a leaf.
     """
 
     function: Callable[..., list[Any]]
@@ -56,16 +55,11 @@ class PureCall:
     names: tuple[str, ...]
     held: tuple[bool, ...]
     finish: Callable[[Sequence[Any]], Any]
-    tied: tuple[tuple[str, ...], ...] = ()
 
     @property
     def parameters(self) -> tuple[bool, ...]:
         """Which leaves are parameters."""
         return tuple(role is Role.PARAMETER for role in self.roles)
-
-    def select(self, role: Role) -> dict[str, Any]:
-        """The leaves of one role, by name."""
-        return {n: x for n, x, r in zip(self.names, self.leaves, self.roles, strict=True) if r is role}
 
 
 def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
@@ -75,12 +69,11 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
     split into parameters, state and keys, and receive their new state in ``finish``.
 
     Args:
-      function: an NNX module or any callable.
       *args, **kwargs: its arguments; arrays, ``jax.ShapeDtypeStruct``, NNX modules, or static values.
 
     Raises:
       DifferentiationError: if an argument is a NumPy array of objects or strings.
-      TargetError: if ``function`` cannot be called with arrays.
+      ModelError: if ``function`` cannot be called with arrays.
 
     Example:
       >>> import jax.numpy as jnp
@@ -126,21 +119,20 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
         names=(*variables.names, *inputs.names),
         held=(*(True for _ in variables.values), *in_container),
         finish=finish,
-        tied=variables.tied,
     )
 
 
 def _check_target(function: Any) -> None:
-    """Raise ``TargetError`` unless a call of ``function`` computes something: a function, or an NNX module."""
+    """Raise ``ModelError`` unless a call of ``function`` computes something: a function, or an NNX module."""
     if isinstance(function, nn.Module) and function.scope is None:
-        raise TargetError(
+        raise ModelError(
             f"The Linen module {type(function).__name__} was given as a function, but it has no variables by itself. "
             "Pass a function that applies it: lambda variables, x: module.apply(variables, x), and its variables."
         )
     if inspect.isclass(function) and issubclass(function, nn.Module | nnx.Module):
-        raise TargetError(f"The class {function.__name__} was given as a function. Pass a module of it, or a function.")
+        raise ModelError(f"The class {function.__name__} was given as a function. Pass a module of it, or a function.")
     if not callable(function):
-        raise TargetError(f"{shown(function)} was given as a function. Pass a function or an NNX module.")
+        raise ModelError(f"{shown(function)} was given as a function. Pass a function or an NNX module.")
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -208,10 +200,6 @@ class _Variables:
         self.names = tuple(_variable_name(path, len(modules)) for path, _ in flat)
         self.values = tuple(value for _, value in flat)
         self.roles = tuple(kinds[_variable_path(path, kinds)] for path, _ in flat)
-        self.tied = tuple(
-            tuple(_variable_name(tuple(map(jax.tree_util.DictKey, path)), len(modules)) for path in group)
-            for group in nnx.find_duplicates(self._modules, only=nnx.Variable)
-        )
         self._changed: list[tuple[Any, Any]] = []
 
     def build(self, values: Sequence[Any]) -> Sequence[Any]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpipe.errors import ProfileError
+from jaxpipe.errors import PartitionError
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Rates:
       kernel_seconds: from the end of one kernel to the work of the next. What XLA fuses is one kernel.
 
     Raises:
-      ProfileError: if a rate is not a positive number, or ``kernel_seconds`` is negative.
+      PartitionError: if a rate is not a positive number, or ``kernel_seconds`` is negative.
 
     Example:
       >>> Rates(flops=1e12, bytes=1e11).half_flops
@@ -43,7 +43,7 @@ class Rates:
             value = getattr(self, field.name)
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not number or value < 0 or (value == 0 and field.name != "kernel_seconds"):
-                raise ProfileError(
+                raise PartitionError(
                     f"Rates({field.name}={value!r}): it must be a finite number above zero; kernel_seconds may be zero."
                 )
             object.__setattr__(self, field.name, float(value))
@@ -111,7 +111,7 @@ def rates_of_kind(kind: str) -> Rates:
     """Return the rates of the devices of a kind, such as ``"H100"`` or ``"cpu"``.
 
     Raises:
-      ProfileError: if they are not known.
+      PartitionError: if they are not known.
 
     Example:
       >>> rates_of_kind("V100").element_flops
@@ -119,7 +119,7 @@ def rates_of_kind(kind: str) -> Rates:
     """
     rates = {**RATES, "cpu": OTHER}
     if kind not in rates:
-        raise ProfileError(
+        raise PartitionError(
             f"device={kind!r}: its peak rates are not known, only those of {', '.join(rates)}. Use the nearest of them "
             "and edit the profile, or give a jax.Device."
         )

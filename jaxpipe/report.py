@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 
 from jaxpipe import _compat
 from jaxpipe.encode import run_encoded, without_encoding
-from jaxpipe.errors import DifferentiationError, TargetError
+from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.explain import Label, parse_label
 from jaxpipe.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
 from jaxpipe.plain_table import PlainTable, table_text
@@ -128,7 +128,7 @@ def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
     Raises:
       DifferentiationError: if no argument is a floating-point array.
-      TargetError: if the function is a Linen module, or a model that does not take these arguments.
+      ModelError: if the function is a Linen module, or a model that does not take these arguments.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -138,7 +138,7 @@ def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """
     if isinstance(function, nn.Module) and function.scope is None:
         name = type(function).__name__
-        raise TargetError(
+        raise ModelError(
             f"residual_report was given the Linen module {name}, which has no variables of its own. Pass a function of "
             f"them: residual_report(lambda variables, x: {name}(...).apply(variables, x), variables, x)."
         )
@@ -156,7 +156,7 @@ def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         if not isinstance(function, nnx.Module):
             raise
         given = ", ".join([*map(_kind, args), *(f"{name}={_kind(x)}" for name, x in kwargs.items())])
-        raise TargetError(
+        raise ModelError(
             f"residual_report called the model {type(function).__name__}({given}), which raised "
             f"{type(error).__name__}: {error}. The arguments behind a model are those of its own call, as in "
             "residual_report(model, batch['x']); for a loss, pass it first: residual_report(loss, model, batch)."

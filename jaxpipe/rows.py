@@ -67,7 +67,6 @@ def split_rows(graph: Graph, inputs: Stacks, outputs: Stacks) -> Graph:
     """The same program, whose inputs and outputs are pieces.
 
     Args:
-      graph: the program.
       inputs, outputs: how its inputs and outputs are cut. Inputs with as many rows are cut alike.
 
     Raises:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxpipe.errors import NetworkError
+from jaxpipe.errors import PartitionError
 from jaxpipe.units import whole_number
 
 
@@ -44,7 +44,7 @@ class Node:
       name: for tables and pictures; ``Network.from_nodes`` numbers nodes that have none, or one in common.
 
     Raises:
-      NetworkError: if a number is negative or not finite, a link is not between two of the devices, or ``speed`` or
+      PartitionError: if a number is negative or not finite, a link is not between two of the devices, or ``speed`` or
         ``memory_bytes`` has not one entry for each device.
 
     Example:
@@ -64,8 +64,8 @@ class Node:
 
     def __post_init__(self) -> None:
         label = f"Node {self.name!r}" if self.name else "A node"
-        if whole_number(self.devices, "devices", NetworkError) < 1:
-            raise NetworkError(f"{label} has devices={self.devices}; it needs at least one.")
+        if whole_number(self.devices, "devices", PartitionError) < 1:
+            raise PartitionError(f"{label} has devices={self.devices}; it needs at least one.")
         settle = object.__setattr__
         for name in ("bandwidth_bytes_per_second", "latency_seconds", "host_bandwidth_bytes_per_second"):
             settle(self, name, _rate(getattr(self, name), f"{label} has {name}"))
@@ -73,17 +73,19 @@ class Node:
         for pair, bandwidth in self.links.items():
             ends = tuple(sorted(pair))
             if len(ends) != 2 or not 0 <= ends[0] < ends[1] < self.devices:
-                raise NetworkError(
+                raise PartitionError(
                     f"{label} has a link {pair}; a link is between two different devices of 0..{self.devices - 1}."
                 )
             if ends in links:
-                raise NetworkError(f"{label} has the link {ends} twice; give it once, with the rate of one direction.")
+                raise PartitionError(
+                    f"{label} has the link {ends} twice; give it once, with the rate of one direction."
+                )
             links[ends] = _rate(bandwidth, f"{label} has a link {pair} with the bandwidth")
         settle(self, "links", links)
         for name in ("speed", "memory_bytes"):
             shape = np.shape(getattr(self, name))
             if shape not in ((), (self.devices,)):
-                raise NetworkError(
+                raise PartitionError(
                     f"{label} has {name} of the shape {shape} for {self.devices} devices; give one number, or one for "
                     "each device."
                 )
@@ -100,5 +102,5 @@ class Node:
 
 def _rate(value: float, what: str) -> float:
     if not 0 <= value < math.inf:
-        raise NetworkError(f"{what} {value}; it must be a finite number that is not negative.")
+        raise PartitionError(f"{what} {value}; it must be a finite number that is not negative.")
     return float(value)

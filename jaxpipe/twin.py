@@ -43,7 +43,6 @@ def twin_class(original: T, methods: Mapping[str, Any]) -> T:
     """A subclass that has other methods, and else is what ``original`` is.
 
     Args:
-      original: a class.
       methods: by name.
 
     Example:

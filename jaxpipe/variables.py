@@ -73,7 +73,6 @@ def select(
       variables: a tree of the model's variables, in any containers.
       expected: by path, the shape and dtype of each variable.
       levels: the outermost keys, any of which the tree may lack.
-      ignored: paths that it may have besides.
 
     Raises:
       ModelError: if a variable is missing, unexpected, or of another shape or dtype; it lists their paths.

@@ -124,7 +124,6 @@ def from_rule(
     Args:
       forward: ``operand -> (result, residuals)``.
       backward: ``(residuals, cotangent) -> operand cotangent``.
-      aval: the operand.
       bits: bits that an element of each residual needs.
     """
     builder = GraphBuilder()

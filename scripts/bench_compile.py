@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
-from jaxpipe.profiling.stages import stage_work
+from jaxpipe.pipeline.branches import stage_programs
 from scripts.bench_pipeline import CASES, MICROBATCHES, OPTIMIZER
 from scripts.measuring import Quartiles, header, quartiles
 
@@ -56,8 +56,8 @@ def compile_stages(pipeline: jaxpipe.Pipeline) -> None:
     """Each stage's own programs, from the start."""
     program = pipeline._planned.program
     for s in range(len(program.sections)):
-        for timed in stage_work(program, s).values():
-            jax.jit(timed.function).lower(*timed.arguments).compile()
+        for function, operands in stage_programs(program, s).values():
+            jax.jit(function).lower(*operands).compile()
 
 
 def timed(function: Callable[[jaxpipe.Pipeline], None], pipeline: jaxpipe.Pipeline) -> tuple[float, float]:

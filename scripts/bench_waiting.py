@@ -134,14 +134,20 @@ def pipeline(heavy: tuple[int, ...], **options: Any) -> jaxpipe.Pipeline:
 
 def swapping() -> jaxpipe.Pipeline:
     """Four equal stages of which the first may keep one stash less than it has in flight."""
-    options = {"schedule": "1f1b", "network": jaxpipe.Network.uniform(DEVICES, BANDWIDTH), "compile": False}
+    options = {
+        "schedule": "1f1b",
+        "network": jaxpipe.Network.uniform(DEVICES, BANDWIDTH),
+        "options": jaxpipe.PlanOptions(compile=False),
+    }
     plan = pipeline(LIGHT, **options).plan
     return pipeline(LIGHT, memory=plan.predicted_bytes - plan.stages[0].stash_bytes, **options)
 
 
 def replicated(replicate: tuple[int, ...]) -> jaxpipe.Pipeline:
     """A layer as heavy as all others together, on stages with so many devices each."""
-    return pipeline((len(LIGHT), *LIGHT), schedule="1f1b", options=jaxpipe.PlanOptions(devices_per_stage=replicate))
+    return pipeline(
+        (len(LIGHT), *LIGHT), schedule="1f1b", options=jaxpipe.PlanOptions(devices_per_stage=replicate, compile=False)
+    )
 
 
 def stepper(trained: jaxpipe.Pipeline) -> Callable[[], Any]:

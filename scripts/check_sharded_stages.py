@@ -69,8 +69,7 @@ def pipeline_of(devices: Any, zero: int) -> jaxpipe.Pipeline:
         num_microbatches=MICROBATCHES,
         schedule="1f1b-textbook",
         profile="analytic",
-        compile=False,
-        options=jaxpipe.PlanOptions(shardings=SHARDINGS, zero=zero),
+        options=jaxpipe.PlanOptions(shardings=SHARDINGS, zero=zero, compile=False),
     )
 
 

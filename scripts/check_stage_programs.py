@@ -97,8 +97,7 @@ def pipeline_of(case: Case, devices: Any, runtime: str, options: argparse.Namesp
         num_microbatches=MICROBATCHES,
         schedule=options.schedule,
         memory=options.memory if runtime == "mpmd" else None,  # one program has no budget
-        host_memory=options.host_memory if runtime == "mpmd" else None,
-        compile=False,
+        options=jaxpipe.PlanOptions(host_memory=options.host_memory if runtime == "mpmd" else None, compile=False),
         profile="analytic",
         runtime=runtime,
     )

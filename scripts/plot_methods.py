@@ -11,8 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from jaxpipe import Network, Node, Profile, topology
-from jaxpipe.partition_pictures import draw_cluster
-from jaxpipe.pictures import BLUE, GREEN, GREY, KIND_COLORS, ORANGE, SKY
+from jaxpipe.pictures import BLUE, GREEN, GREY, KIND_COLORS, ORANGE, SKY, draw_stages
 from jaxpipe.planning import partition_layers
 from jaxpipe.schedules import Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.swap_points import swap_points
@@ -153,7 +152,7 @@ def blocks() -> Figure:
     return figure
 
 
-def cluster() -> Figure:
+def placement() -> Figure:
     """Sixteen layers on two nodes of unlike devices."""
     count = 16
     sizes = np.geomspace(64e6, 1e6, count)  # early layers send much
@@ -168,14 +167,14 @@ def cluster() -> Figure:
     new = Node(4, topology.NVLINK_A100, speed=2.0, name="new")
     old = Node(4, topology.PCIE_3_X16, links={(0, 1): 50e9, (2, 3): 50e9}, name="old")
     network = Network.from_nodes([old, new], topology.ETHERNET_25G, latency_seconds=1e-5)
-    return draw_cluster(partition_layers(profile, network, replicate=False, num_stages=8, num_microbatches=32))
+    return draw_stages(partition_layers(profile, network, replicate=False, num_stages=8, num_microbatches=32))
 
 
 def main() -> None:
     """Write all of them."""
     OUT.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.hashsalt": "jaxpipe"}):
-        for draw in (schedules, encoding, swaps, blocks, cluster):
+        for draw in (schedules, encoding, swaps, blocks, placement):
             draw().savefig(OUT / f"{draw.__name__}.svg", metadata={"Date": None}, bbox_inches="tight")
             print(f"wrote {OUT / draw.__name__}.svg")
 

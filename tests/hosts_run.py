@@ -34,20 +34,20 @@ CASES = {
     "data": (((2, 2), ("data", "stage")), {}),
     "both": (((2, 2), ("stage", "data")), {}),
     "three": (((3,), ("stage",)), {}),
-    "six": (((2, 3), ("data", "stage")), {"on_nonfinite": "skip"}),
+    "six": (((2, 3), ("data", "stage")), {"options": jaxpipe.PlanOptions(on_nonfinite="skip")}),
     "spmd": (((4,), ("stage",)), {"runtime": "spmd"}),
     "spmd data": (((2, 2), ("data", "stage")), {"runtime": "spmd"}),
-    "budget": (((4,), ("stage",)), {"memory": "36KiB", "allow_over_budget": True}),
+    "budget": (((4,), ("stage",)), {"memory": "36KiB", "options": jaxpipe.PlanOptions(allow_over_budget=True)}),
     "sparse": (
         ((2, 2), ("data", "stage")),
         {"gradient_exchange": jaxpipe.gradients.block_sparse(k=2), "optimizer": optax.sgd(0.1, momentum=0.9)},
     ),
-    "skip": (((4,), ("stage",)), {"on_nonfinite": "skip", "schedule": "zero_bubble"}),
+    "skip": (((4,), ("stage",)), {"options": jaxpipe.PlanOptions(on_nonfinite="skip"), "schedule": "zero_bubble"}),
     "pipedream": (
         ((4,), ("stage",)),
         {"schedule": "pipedream", "optimizer": optax.sgd(0.01, momentum=0.9)},
     ),
-    "unrolled": (((4,), ("stage",)), {"unroll_scans": True}),
+    "unrolled": (((4,), ("stage",)), {"options": jaxpipe.PlanOptions(unroll_scans=True)}),
     "model within": (((2, 2), ("stage", "model")), {"options": KERNELS}),
     "model across": (((2, 2), ("model", "stage")), {"options": KERNELS}),
     "zero": (((2, 2), ("data", "stage")), {"options": jaxpipe.PlanOptions(zero=1)}),
@@ -224,10 +224,11 @@ def swapped(elsewhere: str) -> dict[str, np.ndarray]:
     model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jax.numpy.tanh(x @ w), ws, x), weights)
     batch = np.asarray(jax.random.normal(jax.random.key(99), (16 * 64, 64)))
     mesh = Mesh(np.array(jax.devices()[:4]), ("stage",))
-    options = {"loss": lambda f, x: jax.numpy.square(f(x)).mean(), "optimizer": optax.sgd(0.125), "compile": False}
+    options = {"loss": lambda f, x: jax.numpy.square(f(x)).mean(), "optimizer": optax.sgd(0.125)}
     options |= {"num_microbatches": 16, "profile": "analytic", "schedule": "1f1b-textbook", "runtime": "mpmd"}
     plan = jaxpipe.partition(model, mesh, batch, **options).plan
-    options |= {"host": {"host_memory": "1GiB"}, "peers": {"network": jaxpipe.Network.uniform(4, 1e12)}}[elsewhere]
+    options["options"] = jaxpipe.PlanOptions(compile=False, host_memory="1GiB" if elsewhere == "host" else None)
+    options |= {"network": jaxpipe.Network.uniform(4, 1e12)} if elsewhere == "peers" else {}
     budget = plan.predicted_bytes - plan.stages[0].stash_bytes
     pipeline = jaxpipe.partition(model, mesh, batch, memory=budget, **options)
     state = pipeline.init(jax.random.key(0))

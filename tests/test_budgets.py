@@ -104,9 +104,9 @@ def test_what_an_error_offers_runs(build, stages):
 def test_a_budget_below_what_is_offered_is_refused_before_a_step():
     """By prediction it would be kept; the offer does not depend on the budget."""
     with pytest.raises(MemoryBudgetError) as error:
-        make(chain, 2, memory=1000, compile=False)
+        make(chain, 2, memory=1000, options=jaxpipe.PlanOptions(compile=False))
     below = error.value.smallest
-    assert make(chain, 2, memory=below, compile=False)[0].plan.predicted_bytes <= below
+    assert make(chain, 2, memory=below, options=jaxpipe.PlanOptions(compile=False))[0].plan.predicted_bytes <= below
     with pytest.raises(MemoryBudgetError) as error:
         make(chain, 2, memory=below)
     assert error.value.smallest == refused(chain, 2).smallest > below
@@ -146,7 +146,7 @@ def test_a_step_that_was_compiled_for_its_bytes_is_not_compiled_again(monkeypatc
     assert len(count) == 1
     pipeline.step(pipeline.init(KEY), batch)
     assert len(count) == 1
-    paper, _ = make(chain, 2, memory=budget, compile=False)
+    paper, _ = make(chain, 2, memory=budget, options=jaxpipe.PlanOptions(compile=False))
     assert len(count) == 1 and paper.plan.predicted_bytes == pipeline.plan.predicted_bytes
 
 
@@ -154,10 +154,10 @@ def test_a_first_step_that_is_refused_offers_what_runs(monkeypatch):
     """Planned by prediction alone; XLA then reserves more than was predicted."""
     offered = refused(chain, 2).smallest
     with pytest.raises(MemoryBudgetError) as error:
-        make(chain, 2, memory=1000, compile=False)
+        make(chain, 2, memory=1000, options=jaxpipe.PlanOptions(compile=False))
     predicted = error.value.smallest
     assert predicted < offered and "as predicted; XLA may reserve more" in str(error.value)
-    pipeline, batch = make(chain, 2, memory=predicted, compile=False)
+    pipeline, batch = make(chain, 2, memory=predicted, options=jaxpipe.PlanOptions(compile=False))
     assert pipeline.plan.predicted_bytes <= predicted
     state = pipeline.init(KEY)
     with pytest.raises(MemoryBudgetError, match=rf"^memory=.*is {offered} bytes .*Pass memory={offered} or") as error:
@@ -166,7 +166,9 @@ def test_a_first_step_that_is_refused_offers_what_runs(monkeypatch):
 
 
 def test_a_budget_that_is_raised_is_kept_by_the_compiled_step():
-    pipeline, _ = make(chain, 2, memory=refused(chain, 2).smallest // 2, allow_over_budget=True)
+    pipeline, _ = make(
+        chain, 2, memory=refused(chain, 2).smallest // 2, options=jaxpipe.PlanOptions(allow_over_budget=True)
+    )
     plan = pipeline.plan
     assert plan.raised_from == refused(chain, 2).smallest // 2 < plan.budget
     assert max(pipeline.memory_report().compiled_bytes) <= plan.budget
@@ -201,7 +203,9 @@ def test_a_plan_without_time_is_greedy_and_says_so(monkeypatch):
     usual, _ = make(chain, 2, runtime="mpmd", schedule="gpipe")
     budget = int(0.97 * usual.plan.predicted_bytes)
     monkeypatch.setattr(choose, "solve", never)
-    plan = make(chain, 2, memory=budget, time_limit=0.0, compile=False, schedule="gpipe")[0].plan
+    plan = make(chain, 2, memory=budget, options=jaxpipe.PlanOptions(time_limit=0.0, compile=False), schedule="gpipe")[
+        0
+    ].plan
     assert plan.predicted_bytes <= budget
     storage = {stage.storage for stage in plan.stages}
     assert storage - {"default"} and storage <= {"default", "greedy", "optimal", "lowest peak"}

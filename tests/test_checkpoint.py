@@ -462,7 +462,7 @@ def test_a_save_does_not_replace_another(saved_mlp, tmp_path):
         pipeline.save(state, saved_mlp)
     with pytest.raises(jaxpipe.CheckpointError, match="data= must be what JSON can hold"):
         pipeline.save(state, tmp_path, data=np.zeros(3))
-    with pytest.raises(jaxpipe.StateError, match="belongs to the plan"):
+    with pytest.raises(jaxpipe.ModelError, match="belongs to the plan"):
         compiled("mlp", 4).save(state, tmp_path)
     assert steps(tmp_path) == []
 

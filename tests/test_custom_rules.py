@@ -364,7 +364,7 @@ def test_pipelines_keep_rules_as_they_are_written(schedule, scan):
         num_microbatches=m,
         schedule=schedule,
         profile="analytic",
-        unroll_scans=scan,
+        options=jaxpipe.PlanOptions(unroll_scans=scan),
     )
     (value, _), gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch)
 

@@ -354,11 +354,11 @@ def test_rates_are_in_the_json_of_a_profile_and_may_be_missing():
     ],
 )
 def test_rates_that_cannot_be(field, value, message):
-    with pytest.raises(jaxpipe.ProfileError, match=message):
+    with pytest.raises(jaxpipe.PartitionError, match=message):
         replace(Rates(flops=1.0, bytes=1.0), **{field: value})
     text = chain(rates=Rates(flops=1.0, bytes=2.0, kernel_seconds=3.0)).to_json()
     old = {"flops": "1.0", "bytes": "2.0", "kernel_seconds": "3.0"}[field]
-    with pytest.raises(jaxpipe.ProfileError, match=message):
+    with pytest.raises(jaxpipe.PartitionError, match=message):
         Profile.from_json(text.replace(f'"{field}": {old}', f'"{field}": {value}', 1))
 
 

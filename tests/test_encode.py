@@ -340,12 +340,12 @@ def test_jvp_of_a_jitted_function_is_refused_by_jax():
 
 @pytest.mark.parametrize("target", [3, "net", [jnp.sin], dict])
 def test_neither_module_nor_function(target):
-    with pytest.raises(jaxpipe.TargetError, match=r"decorates a flax.linen.Module class, a flax.nnx.Module class or"):
+    with pytest.raises(jaxpipe.ModelError, match=r"decorates a flax.linen.Module class, a flax.nnx.Module class or"):
         memory_encoded(target)
 
 
 def test_an_instance_is_not_a_class():
-    with pytest.raises(jaxpipe.TargetError, match=r"instance of DigitsCNN.*Decorate the class"):
+    with pytest.raises(jaxpipe.ModelError, match=r"instance of DigitsCNN.*Decorate the class"):
         memory_encoded(NNXDigitsCNN(nnx.Rngs(0)))
 
 
@@ -353,13 +353,13 @@ def test_an_nnx_module_without_call():
     class Silent(nnx.Module):
         pass
 
-    with pytest.raises(jaxpipe.TargetError, match="Silent, which has no __call__"):
+    with pytest.raises(jaxpipe.ModelError, match="Silent, which has no __call__"):
         memory_encoded(Silent)
 
 
 @pytest.mark.parametrize("codecs", ["zip", {"mask", "zip"}, ["mask", 3]])
 def test_unknown_codecs(codecs):
-    with pytest.raises(jaxpipe.CodecError, match=r"unknown codec .*Use one of the sets 'fast', 'smallest'"):
+    with pytest.raises(jaxpipe.ModelError, match=r"unknown codec .*Use one of the sets 'fast', 'smallest'"):
         memory_encoded(lambda x: x, codecs=codecs)
 
 

@@ -41,7 +41,7 @@ def test_plan_cluster_answers_on_paper(capsys, tmp_path):
     printed = capsys.readouterr().out
     assert "of 16 devices, synchronous" in printed and "new 0/0" in printed
     assert best.lower_bound_seconds <= best.bottleneck_seconds
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.png", "partition.json", "stages.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["partition.json", "stages.png"]
 
 
 @pytest.mark.slow

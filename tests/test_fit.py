@@ -12,7 +12,7 @@ import pytest
 
 import jaxpipe
 from examples import models as zoo
-from jaxpipe.errors import CodecError, MemoryBudgetError, PartitionError
+from jaxpipe.errors import MemoryBudgetError, ModelError, PartitionError
 from jaxpipe.graph import trace
 from jaxpipe.pipeline.balance import balanced
 from jaxpipe.planning import plan_storage
@@ -55,7 +55,13 @@ def resnet(m):
 def make(build, stages, m, **options):
     model, batch, loss = build(m)
     mesh = jax.make_mesh((stages,), ("stage",), devices=jax.devices()[:stages])
-    options = {"optimizer": optax.sgd(0.1), "num_microbatches": m, "profile": "analytic", "compile": False, **options}
+    options = {
+        "optimizer": optax.sgd(0.1),
+        "num_microbatches": m,
+        "profile": "analytic",
+        "options": jaxpipe.PlanOptions(compile=False),
+        **options,
+    }
     return jaxpipe.partition(model, mesh, batch, loss=loss, **{"runtime": "mpmd", **options}), batch
 
 
@@ -130,7 +136,7 @@ def test_gradients_within_a_budget(build, stages, m, off):
 def test_compiled_bytes_keep_the_budget():
     usual, state, batch, _ = unlimited(mlp, 2, 4)
     budget = int(0.85 * usual.memory_report().compiled_bytes[0])
-    pipeline, _ = make(mlp, 2, 4, memory=budget, compile=True)
+    pipeline, _ = make(mlp, 2, 4, memory=budget, options=None)
     report = pipeline.memory_report()
     assert max(report.compiled_bytes) <= budget
     assert report.predicted_bytes[0] == pipeline.plan.predicted_bytes
@@ -193,9 +199,17 @@ def test_a_plan_for_one_function():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"solver": "NONE"}, PartitionError, "solver='NONE' is none of the mixed-integer solvers .*HIGHS"),
-        ({"solver": "OSQP"}, PartitionError, "solver='OSQP' is none of the mixed-integer solvers .*HIGHS"),
-        ({"storage": "smalest"}, CodecError, "unknown codec 'smalest'"),
+        (
+            {"options": jaxpipe.PlanOptions(solver="NONE")},
+            PartitionError,
+            "solver='NONE' is none of the mixed-integer solvers .*HIGHS",
+        ),
+        (
+            {"options": jaxpipe.PlanOptions(solver="OSQP")},
+            PartitionError,
+            "solver='OSQP' is none of the mixed-integer solvers .*HIGHS",
+        ),
+        ({"storage": "smalest"}, ModelError, "unknown codec 'smalest'"),
         ({"memory": 1000}, MemoryBudgetError, "by default each device needs .* The smallest budget"),
     ],
 )
@@ -209,14 +223,16 @@ def test_a_budget_that_nothing_keeps_may_be_raised():
     """By tenths of it, no further than needed; the compiled step keeps the raised one."""
     smallest = smallest_budget(mlp, 2, 4)
     asked = smallest // 2
-    pipeline, batch = make(mlp, 2, 4, memory=asked, allow_over_budget=True)
+    pipeline, batch = make(mlp, 2, 4, memory=asked, options=jaxpipe.PlanOptions(allow_over_budget=True, compile=False))
     plan = pipeline.plan
     assert plan.raised_from == asked and smallest <= plan.budget < smallest + 0.1 * asked + 2
     assert "raised from" in str(plan) and jaxpipe.Plan.from_json(plan.to_json()) == plan
     _, state, batch, expected = unlimited(mlp, 2, 4)
     assert relative_l2(gradients(pipeline, state, batch), expected) <= FUSION
     assert max(pipeline.memory_report().compiled_bytes) <= pipeline.plan.budget
-    unchanged, _ = make(mlp, 2, 4, memory=2 * smallest, allow_over_budget=True)
+    unchanged, _ = make(
+        mlp, 2, 4, memory=2 * smallest, options=jaxpipe.PlanOptions(allow_over_budget=True, compile=False)
+    )
     assert unchanged.plan.raised_from is None and unchanged.plan.budget == 2 * smallest
 
 
@@ -227,7 +243,7 @@ def test_a_budget_that_xla_exceeds_may_be_raised(monkeypatch):
     reserved = iter([budget + 1, budget + 2, budget + 3])
     peaks = lambda *_: {0: Peak(next(reserved, budget + 1), 0, "")}  # noqa: E731
     monkeypatch.setattr("jaxpipe.runtime.mpmd.memory.peak_bytes", peaks)
-    pipeline, _ = make(mlp, 2, 4, memory=budget, allow_over_budget=True)
+    pipeline, _ = make(mlp, 2, 4, memory=budget, options=jaxpipe.PlanOptions(allow_over_budget=True, compile=False))
     before = pipeline.plan
     pipeline.memory_report()
     assert before.raised_from is None and pipeline.plan.raised_from == budget < pipeline.plan.budget
@@ -259,7 +275,7 @@ def test_a_solver_without_time():
     """Then the greedy choice is there."""
     usual, state, batch, expected = unlimited(mlp, 2, 4)
     budget = (smallest_budget(mlp, 2, 4) + usual.plan.predicted_bytes) // 2
-    pipeline, _ = make(mlp, 2, 4, memory=budget, time_limit=1e-9)
+    pipeline, _ = make(mlp, 2, 4, memory=budget, options=jaxpipe.PlanOptions(time_limit=1e-9, compile=False))
     assert pipeline.plan.predicted_bytes <= budget
     assert relative_l2(gradients(pipeline, moved(usual, state, pipeline), batch), expected) <= FUSION
 

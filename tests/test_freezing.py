@@ -312,7 +312,7 @@ def test_every_schedule_trains_alike(schedule, stages):
 
 def test_within_a_budget():
     default = pipeline(True).plan
-    pipe = partition(HALF, memory=int(0.9 * default.predicted_bytes), compile=False)
+    pipe = partition(HALF, memory=int(0.9 * default.predicted_bytes), options=jaxpipe.PlanOptions(compile=False))
     assert pipe.plan.predicted_bytes <= pipe.plan.budget < default.predicted_bytes
     assert pipe.plan.stages[0].stash_bytes == 0
 

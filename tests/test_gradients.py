@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.errors import ExchangeError
+from jaxpipe.errors import PartitionError
 from jaxpipe.gradients import block_sparse, run_length, state_specs
 from jaxpipe.gradients.blocks import find_blocks
 from tests.compare import assert_same_bits
@@ -441,7 +441,7 @@ def test_a_state_made_of_varying_parameters_is_a_carry():
 
 def test_momentum_before_the_exchange_is_refused():
     chain = optax.chain(optax.trace(0.9), block_sparse("data"))
-    with pytest.raises(ExchangeError, match="comes before block_sparse"):
+    with pytest.raises(PartitionError, match="comes before block_sparse"):
         state_specs(jax.eval_shape(chain.init, PARAMETERS), "data")
     state_specs(jax.eval_shape(optax.chain(optax.clip(1.0), block_sparse("data")).init, PARAMETERS), "data")
 
@@ -479,7 +479,7 @@ def test_without_checked_types_the_result_is_the_same():
     ],
 )
 def test_bad_arguments(options, message):
-    with pytest.raises(ExchangeError, match=message):
+    with pytest.raises(PartitionError, match=message):
         block_sparse(**options).init(jax.tree.map(lambda x: jnp.zeros(x.shape), PARAMETERS))
 
 
@@ -490,5 +490,5 @@ def test_gradients_that_jax_has_summed_are_refused():
     def step(w, x):
         return transformation.update(jax.grad(lambda w: (x @ w).sum())(w), transformation.init(w))[0]
 
-    with pytest.raises(ExchangeError, match="pcast"):
+    with pytest.raises(PartitionError, match="pcast"):
         jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(jnp.ones((4, 3)), jnp.ones((2, 4)))

@@ -28,16 +28,16 @@ def mesh_of(*kinds):
 @pytest.mark.parametrize(
     ("given", "options", "error", "message"),
     [
-        ("64GiB", {"memory": None}, PartitionError, r"host_memory='64GiB' without memory=.*Pass memory= too"),
+        ("64GiB", {}, PartitionError, r"host_memory='64GiB' without memory=.*Pass memory= too"),
         (
             "1KiB",
-            {"options": jaxpipe.PlanOptions(devices_per_stage=2)},
+            {"devices_per_stage": 2},
             PartitionError,
             r"host_memory='1KiB' with devices_per_stage=\(2, 2\): .*Leave out one",
         ),
         (
             "1KiB",
-            {"options": jaxpipe.PlanOptions(devices_per_stage=(3, 1))},
+            {"devices_per_stage": (3, 1)},
             PartitionError,
             r"host_memory='1KiB' with devices_per_stage=\(3, 1\): .*Leave out one",
         ),
@@ -50,9 +50,10 @@ def test_misuse_is_refused_before_anything_is_traced(given, options, error, mess
         raise AssertionError("traced")
 
     mesh = jax.make_mesh((4,), ("stage",), devices=jax.devices()[:4])
-    options = {"memory": 2**30, "host_memory": given, **options}
+    arguments = {"memory": None if given == "64GiB" else 2**30, "loss": loss, "optimizer": optax.sgd(1)}
+    arguments["options"] = jaxpipe.PlanOptions(host_memory=given, **options)
     with pytest.raises(error, match=message):
-        jaxpipe.partition(lambda v, x: x, mesh, np.ones((4, 3)), loss=loss, optimizer=optax.sgd(1), **options)
+        jaxpipe.partition(lambda v, x: x, mesh, np.ones((4, 3)), **arguments)
 
 
 def test_devices_need_memory_of_a_kind():
@@ -81,7 +82,11 @@ def plan_with(memory, host_memory, network=None) -> Plan:
     model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x), weights)
     mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
     options = {"optimizer": optax.sgd(0.1), "num_microbatches": 8, "profile": "analytic", "schedule": "gpipe"}
-    options |= {"memory": memory, "host_memory": host_memory, "network": network, "compile": False}
+    options |= {
+        "memory": memory,
+        "options": jaxpipe.PlanOptions(host_memory=host_memory, compile=False),
+        "network": network,
+    }
     x = jax.ShapeDtypeStruct((512, 64), np.float32)
     return jaxpipe.partition(model, mesh, x, loss=lambda f, x: f(x).sum(), runtime="mpmd", **options).plan
 

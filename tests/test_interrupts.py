@@ -47,7 +47,7 @@ def pipeline_of(on_nonfinite=None):
         optimizer=optax.adam(1e-3),
         num_microbatches=2,
         profile="analytic",
-        on_nonfinite=on_nonfinite,
+        options=jaxpipe.PlanOptions(on_nonfinite=on_nonfinite),
         runtime="mpmd",
     )
 
@@ -206,20 +206,20 @@ def test_a_state_used_twice_is_refused(call, tmp_path):
     pipeline = pipeline_of()
     state = pipeline.init(jax.random.key(0))
     pipeline.step(state, BATCHES[0])
-    with pytest.raises(jaxpipe.StateError, match=r"was passed to pipeline\.step before, which used its memory"):
+    with pytest.raises(jaxpipe.ModelError, match=r"was passed to pipeline\.step before, which used its memory"):
         call(pipeline, state, tmp_path)
 
 
 @pytest.mark.parametrize("call", [c for name, c in CALLS.items() if name not in ("after_step", "microbatch_key")])
 @pytest.mark.parametrize("wrong", [None, BATCHES[0], {"x": BATCHES[0]}], ids=["None", "an array", "a batch"])
 def test_something_else_than_a_state_is_refused(call, wrong, tmp_path):
-    with pytest.raises(jaxpipe.StateError, match=rf"state is of type {type(wrong).__name__}; .*step\(state, batch\)"):
+    with pytest.raises(jaxpipe.ModelError, match=rf"state is of type {type(wrong).__name__}; .*step\(state, batch\)"):
         call(pipeline_of(), wrong, tmp_path)
 
 
 def test_exchanged_arguments_are_told():
     pipeline = pipeline_of()
-    with pytest.raises(jaxpipe.StateError, match="The state comes first, then the batch"):
+    with pytest.raises(jaxpipe.ModelError, match="The state comes first, then the batch"):
         pipeline.step(BATCHES[0], pipeline.init(jax.random.key(0)))
 
 
@@ -233,7 +233,7 @@ def test_of_two_threads_with_one_state_one_gets_it():
             barrier.wait()
             try:
                 results.append(pipeline.step(state, BATCHES[0]))
-            except jaxpipe.StateError as error:
+            except jaxpipe.ModelError as error:
                 errors.append(error)
 
         threads = [threading.Thread(target=train) for _ in range(2)]

@@ -116,9 +116,9 @@ def unequal(stages, optimizer=None, **options):
     [
         (4, "adam", {}),
         (1, "momentum", {}),
-        pytest.param(4, "clipped adamw", {"on_nonfinite": "skip"}, marks=pytest.mark.core),
+        pytest.param(4, "clipped adamw", {"options": jaxpipe.PlanOptions(on_nonfinite="skip")}, marks=pytest.mark.core),
         pytest.param(4, "momentum", {}, marks=pytest.mark.slow),
-        pytest.param(1, "adam", {"on_nonfinite": "skip"}, marks=pytest.mark.slow),
+        pytest.param(1, "adam", {"options": jaxpipe.PlanOptions(on_nonfinite="skip")}, marks=pytest.mark.slow),
         pytest.param(1, "clipped adamw", {}, marks=pytest.mark.slow),
     ],
 )

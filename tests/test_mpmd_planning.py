@@ -170,7 +170,7 @@ def test_only_the_stages_of_a_device_over_the_budget_store_less(default):
     needs = default.plan.each_device
     assert needs[0] > needs[1]
     budget = needs[0] - 1000
-    plan = planned(memory=budget, compile=False).plan
+    plan = planned(memory=budget, options=jaxpipe.PlanOptions(compile=False)).plan
     assert plan.predicted_bytes <= budget
     assert plan.stages[0].storage != "default" and plan.stages[1].storage == "default"
     assert plan.each_device[1] == needs[1]
@@ -179,14 +179,14 @@ def test_only_the_stages_of_a_device_over_the_budget_store_less(default):
 def test_a_budget_is_kept_by_the_first_step_where_nothing_was_compiled_before():
     needs = planned(schedule=gpipe).memory_report().compiled_bytes
     budget = max(needs) - 20_000
-    pipeline = planned(memory=budget, compile=False, schedule=gpipe)
+    pipeline = planned(memory=budget, options=jaxpipe.PlanOptions(compile=False), schedule=gpipe)
     state, _ = pipeline.step(pipeline.init(jax.random.key(0)), BATCH)
     pipeline.step(state, BATCH)
     assert max(pipeline.memory_report().compiled_bytes) <= budget
 
 
 def test_a_budget_that_no_plan_keeps_is_raised_if_allowed():
-    plan = planned(memory=100_000, allow_over_budget=True).plan
+    plan = planned(memory=100_000, options=jaxpipe.PlanOptions(allow_over_budget=True)).plan
     assert plan.raised_from == 100_000 and plan.budget is not None
     assert plan.predicted_bytes <= plan.budget
 
@@ -229,7 +229,7 @@ def uneven(**options):
 def test_a_budget_without_room_for_zero_bubble_takes_a_searched_schedule():
     fixed = uneven().plan
     assert uneven(schedule="zero_bubble").plan.predicted_bytes > 1.3 * fixed.predicted_bytes
-    pipeline = uneven(schedule="auto", memory=fixed.predicted_bytes, compile=False)
+    pipeline = uneven(schedule="auto", memory=fixed.predicted_bytes, options=jaxpipe.PlanOptions(compile=False))
     plan, table = pipeline.plan, pipeline.schedule
     assert plan.schedule == table.name == "list-schedule"
     assert plan.step_seconds < 0.97 * fixed.step_seconds

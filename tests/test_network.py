@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxpipe import Network, Node, link_speed
-from jaxpipe.errors import NetworkError
+from jaxpipe.errors import PartitionError
 from jaxpipe.link_speed import best_seconds, fit_link
 from jaxpipe.topology import NVLINK_H100, PCIE_3_X16, PCIE_4_X16, PCIE_5_X16
 
@@ -83,12 +83,12 @@ def test_uniform():
     ],
 )
 def test_bad_input(arguments, message):
-    with pytest.raises(NetworkError, match=message):
+    with pytest.raises(PartitionError, match=message):
         Network(**{"bandwidth_bytes_per_second": PAIR, **arguments})
 
 
 def test_uniform_needs_devices():
-    with pytest.raises(NetworkError, match="num_devices=0"):
+    with pytest.raises(PartitionError, match="num_devices=0"):
         Network.uniform(0, 1)
 
 
@@ -106,13 +106,13 @@ def test_json_with_what_is_needed_only():
     ("text", "message"),
     [
         ('{\n "devices": [],\n nonsense', "line 3"),
-        ("[]", "must be an object"),
+        ("[]", "Expected `object`"),
         ('{"devices": []}', "bandwidth_bytes_per_second"),
         ('{"bandwidth_bytes_per_second": [[0, 1], [2, 0]]}', "not symmetric"),
     ],
 )
 def test_bad_json(text, message):
-    with pytest.raises(NetworkError, match=message):
+    with pytest.raises(PartitionError, match=message):
         Network.from_json(text)
 
 
@@ -165,7 +165,7 @@ def test_nodes_with_different_links_between_them():
     ],
 )
 def test_bad_node(arguments, message):
-    with pytest.raises(NetworkError, match=f"Node 'big' has .*{message}"):
+    with pytest.raises(PartitionError, match=f"Node 'big' has .*{message}"):
         Node(**{"devices": 2, "name": "big", **arguments})
 
 
@@ -183,7 +183,7 @@ def test_bad_node(arguments, message):
     ],
 )
 def test_bad_nodes(nodes, arguments, message):
-    with pytest.raises(NetworkError, match=message):
+    with pytest.raises(PartitionError, match=message):
         Network.from_nodes(nodes, **arguments)
 
 
@@ -305,7 +305,7 @@ def test_a_poor_fit_is_reported(synthetic, monkeypatch):
     ],
 )
 def test_bad_measurement(arguments, message):
-    with pytest.raises(NetworkError, match=message):
+    with pytest.raises(PartitionError, match=message):
         Network.measure(jax.devices()[:2], **arguments)
 
 
@@ -321,7 +321,7 @@ def test_a_transfer_to_the_host_and_back_takes_time():
 
 
 def test_a_device_has_no_link_to_itself():
-    with pytest.raises(NetworkError, match="names a device twice"):
+    with pytest.raises(PartitionError, match="names a device twice"):
         Network.measure(jax.devices()[:1] * 2)
 
 

@@ -70,7 +70,7 @@ def pipeline_of(on_nonfinite, replicas=None, exchange="dense", stages=2, schedul
         num_microbatches=4 if replicas is None else 2,
         profile="analytic",
         gradient_exchange=exchange,
-        on_nonfinite=on_nonfinite,
+        options=jaxpipe.PlanOptions(on_nonfinite=on_nonfinite),
         schedule=schedule,
         runtime="mpmd",
     )

@@ -55,7 +55,6 @@ def test_report_is_complete_and_stands_alone(pipeline, tmp_path):
     assert outline.open == []
     images = [attributes for tag, attributes in outline.elements if tag == "img"]
     assert [image["alt"].split(",")[0] for image in images] == [
-        "stages on their devices",
         "compute and communication of each stage",
         "timeline",
         "bytes by component",

@@ -153,7 +153,7 @@ def test_the_plan_says_what_it_was_made_from():
 @pytest.mark.core
 def test_a_network_of_another_size():
     mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
-    with pytest.raises(jaxpipe.NetworkError, match=r"network= has 4 devices, the mesh 2; it must have one for each"):
+    with pytest.raises(jaxpipe.PartitionError, match=r"network= has 4 devices, the mesh 2; it must have one for each"):
         make(mesh, PATH)
-    with pytest.raises(jaxpipe.NetworkError, match=r"network is list; it must be a jaxpipe.Network"):
+    with pytest.raises(jaxpipe.PartitionError, match=r"network is list; it must be a jaxpipe.Network"):
         make(mesh, [[0, 1], [1, 0]])

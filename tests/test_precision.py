@@ -135,7 +135,7 @@ def test_the_sum_of_many_micro_batches_is_as_exact_as_one_rounding():
     wide = gradients_of(pipeline_of(jnp.bfloat16, 128, mesh_of(2), 64), jnp.bfloat16, 128)
     # Sums of 64 numbers in float32 that cancel to a thousandth of the largest are right to 64 * 2**-24 * 1000 at worst.
     assert relative_errors(wide, exact).max() < HALF_ULP + 64 * 2.0**-24 * 1000
-    narrow = pipeline_of(jnp.bfloat16, 128, mesh_of(2), 64, gradient_dtype="bfloat16")
+    narrow = pipeline_of(jnp.bfloat16, 128, mesh_of(2), 64, options=jaxpipe.PlanOptions(gradient_dtype="bfloat16"))
     assert relative_errors(gradients_of(narrow, jnp.bfloat16, 128), exact).max() > 8 * HALF_ULP
 
 
@@ -164,7 +164,7 @@ def test_updates_on_the_way_have_gradients_rounded_once():
             num_microbatches=4,
             schedule=functools.partial(double_buffered, group=4),
             profile="analytic",
-            gradient_dtype=gradient_dtype,
+            options=jaxpipe.PlanOptions(gradient_dtype=gradient_dtype),
         )
         state, _ = pipeline.step(pipeline.init(jax.random.key(0)), rows)
         assert np.float32(pipeline.parameters(state).args[0]) == -mean
@@ -226,7 +226,7 @@ def test_blocks_and_whole_gradients_of_an_exchange_are_added_up_in_float32():
     ],
 )
 def test_the_plan_counts_the_bytes_of_the_sums_and_says_their_type(dtype, gradient_dtype, ratio, text):
-    plan = pipeline_of(dtype, 32, mesh_of(2), 8, gradient_dtype=gradient_dtype).plan
+    plan = pipeline_of(dtype, 32, mesh_of(2), 8, options=jaxpipe.PlanOptions(gradient_dtype=gradient_dtype)).plan
     assert plan.memory["gradients"] == ratio * plan.memory["parameters"]
     assert ("added up in" in str(plan)) == (text is not None)
     assert text is None or text in str(plan)
@@ -234,7 +234,10 @@ def test_the_plan_counts_the_bytes_of_the_sums_and_says_their_type(dtype, gradie
 
 
 def test_a_state_is_taken_by_a_pipeline_that_adds_up_otherwise():
-    wide, narrow = (pipeline_of(jnp.bfloat16, 32, mesh_of(2), 8, gradient_dtype=d) for d in (None, "bfloat16"))
+    wide, narrow = (
+        pipeline_of(jnp.bfloat16, 32, mesh_of(2), 8, options=jaxpipe.PlanOptions(gradient_dtype=d))
+        for d in (None, "bfloat16")
+    )
     assert wide.plan.identity == narrow.plan.identity
 
 
@@ -252,4 +255,4 @@ def test_a_state_is_taken_by_a_pipeline_that_adds_up_otherwise():
 )
 def test_types_that_are_none_for_sums_are_refused(gradient_dtype, message):
     with pytest.raises(PartitionError, match=message):
-        pipeline_of(jnp.float32, 32, mesh_of(2), 8, gradient_dtype=gradient_dtype)
+        pipeline_of(jnp.float32, 32, mesh_of(2), 8, options=jaxpipe.PlanOptions(gradient_dtype=gradient_dtype))

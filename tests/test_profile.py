@@ -177,6 +177,6 @@ LARGE = {
 @pytest.mark.parametrize(("text", "message"), LARGE.values(), ids=LARGE)
 def test_graphs_beyond_all_limits_are_refused(text, message, tmp_path):
     (tmp_path / "graph.txt").write_text(text)
-    with pytest.raises(jaxpipe.errors.ProfileError, match=message) as raised:
+    with pytest.raises(jaxpipe.errors.PartitionError, match=message) as raised:
         Profile.from_pipedream(tmp_path / "graph.txt")
     assert len(str(raised.value)) < 1000

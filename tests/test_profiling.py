@@ -306,11 +306,11 @@ def test_an_estimate_needs_no_device(monkeypatch):
 
 def test_wrong_requests():
     case = mlp(8)
-    with pytest.raises(jaxpipe.ProfileError, match=r"source='fast'; it must be 'measured' or 'analytic'"):
+    with pytest.raises(jaxpipe.PartitionError, match=r"source='fast'; it must be 'measured' or 'analytic'"):
         profile_of(case, source="fast")
-    with pytest.raises(jaxpipe.ProfileError, match=r"device='H100' is the name of a kind .* source='analytic'"):
+    with pytest.raises(jaxpipe.PartitionError, match=r"device='H100' is the name of a kind .* source='analytic'"):
         profile_of(case, source="measured", device="H100")
-    with pytest.raises(jaxpipe.ProfileError, match=r"device='abacus': its peak rates are not known, only .*H100"):
+    with pytest.raises(jaxpipe.PartitionError, match=r"device='abacus': its peak rates are not known, only .*H100"):
         profile_of(case, device="abacus")
     with pytest.raises(jaxpipe.BatchError, match="num_microbatches=3"):
         profile_of(case, num_microbatches=3)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 import jaxpipe
+import jaxpipe.errors
 
 
 #: Packages whose every name is public, and modules of which those that are made in them are.
 PUBLIC = ("jaxpipe", "jaxpipe.checkpoint", "jaxpipe.gradients", "jaxpipe.planning", "jaxpipe.schedules")
-MODULES = ("jaxpipe.partition_pictures", "jaxpipe.topology", "jaxpipe.traces")
+MODULES = ("jaxpipe.topology", "jaxpipe.traces")
 
 
 def public_names(module):
@@ -48,6 +49,13 @@ def test_the_reference_names_nothing_else():
 def test_every_public_name_is_documented():
     assert {"memory_encoded", "residual_report", "without_encoding"} <= set(jaxpipe.__all__)
     assert [name for name in jaxpipe.__all__ if not inspect.getdoc(getattr(jaxpipe, name))] == []
+
+
+def test_the_public_face_is_small():
+    assert len(inspect.signature(jaxpipe.partition).parameters) <= 16
+    assert len([name for name in vars(jaxpipe.errors) if name.endswith("Error")]) <= 9
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unroll_scans'"):
+        jaxpipe.partition(None, None, loss=None, optimizer=None, unroll_scans=True)
 
 
 def run(code):

@@ -137,9 +137,9 @@ def test_a_model_that_is_given_a_whole_batch():
     message = (
         r"called the model Linear\(a dict of 'x', 'y'\), which raised .* as in residual_report\(model, batch\['x'\]\)"
     )
-    with pytest.raises(jaxpipe.TargetError, match=message):
+    with pytest.raises(jaxpipe.ModelError, match=message):
         residual_report(model, {"x": jnp.ones((2, 3)), "y": jnp.ones(2)})
     with pytest.raises(
-        jaxpipe.TargetError, match=r"the Linen module VGG16, .*lambda variables, x: VGG16\(\.\.\.\)\.apply"
+        jaxpipe.ModelError, match=r"the Linen module VGG16, .*lambda variables, x: VGG16\(\.\.\.\)\.apply"
     ):
         residual_report(VGG16(), jnp.ones((1, 32, 32, 3)))

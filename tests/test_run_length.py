@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpipe.errors import ExchangeError
+from jaxpipe.errors import PartitionError
 from jaxpipe.gradients import run_length
 
 
@@ -41,5 +41,5 @@ def test_one_block_is_one_run():
 )
 def test_parts_that_do_not_belong_together(change):
     code = run_length.encode(np.array([0, 0, 0, 7, 3, 0, 0, 9], np.float32))
-    with pytest.raises(ExchangeError, match="do not fit"):
+    with pytest.raises(PartitionError, match="do not fit"):
         run_length.decode(dataclasses.replace(code, **change))

@@ -14,7 +14,7 @@ from pipeline_models import CASES, plain_gradients
 from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
 
 import jaxpipe
-from jaxpipe.errors import BatchError, PartitionError, StateError
+from jaxpipe.errors import BatchError, ModelError, PartitionError
 from jaxpipe.runtime.mpmd.instructions import Call, Send
 from jaxpipe.runtime.mpmd.lists import program_kinds, training_list
 from jaxpipe.runtime.mpmd.stage_work import Role
@@ -272,7 +272,7 @@ def test_a_state_moves_into_a_pipeline_with_other_cuts():
 def test_a_state_of_another_optimizer_or_runtime_is_refused():
     first = stages_of("mlp", 2, 4, None, optimizer=optax.adam(1e-2))
     state = first.init(jax.random.key(3))
-    with pytest.raises(StateError, match="optimizer"):
+    with pytest.raises(ModelError, match="optimizer"):
         stages_of("mlp", 2, 4, None, optimizer=optax.sgd(0.1)).adopt(state)
     with pytest.raises(PartitionError, match="runtime"):
         stages_of("mlp", 2, 4, None, optimizer=optax.adam(1e-2), runtime="spmd").adopt(state)

@@ -59,7 +59,7 @@ def check_gradients(pipeline, replicas: int = 1, schedule="1f1b") -> None:
 @pytest.mark.core
 def test_stashes_go_to_the_memory_of_the_host():
     plan = usual()[0]
-    pipeline = chain(memory=budget_of(plan), host_memory="1GiB", compile=False)
+    pipeline = chain(memory=budget_of(plan), options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False))
     first = pipeline.plan.stages[0]
     assert pipeline.plan.runtime == "mpmd" and pipeline.plan.predicted_bytes <= budget_of(plan)
     assert [piece.stage for piece in first.pieces] == [HOST]
@@ -72,7 +72,7 @@ def test_stashes_go_to_the_memory_of_the_host():
 
 
 def test_arrays_in_the_host_s_memory_are_there():
-    pipeline = chain(memory=budget_of(usual()[0]), host_memory="1GiB", compile=False)
+    pipeline = chain(memory=budget_of(usual()[0]), options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False))
     runtime = pipeline._runtime
     list_of_calls = runtime.calls
     sends = [i for i in list_of_calls.instructions if isinstance(i, Send) and i.to_host]
@@ -92,7 +92,7 @@ def test_stashes_go_to_peers_with_room():
     plan, _ = usual()
     network = np.full((4, 4), 1e12)
     network[0, 3] = network[3, 0] = 2e12
-    pipeline = chain(memory=budget_of(plan), network=Network(network), compile=False)
+    pipeline = chain(memory=budget_of(plan), network=Network(network), options=jaxpipe.PlanOptions(compile=False))
     first, *others = pipeline.plan.stages
     assert {piece.stage for piece in first.pieces} <= {1, 2, 3} and len(first.pieces) > 1
     rates = [network[first.devices[0], piece.devices[0]] for piece in first.pieces]
@@ -108,7 +108,7 @@ def test_stages_are_on_the_devices_whose_link_takes_most_stashes():
     """All links are alike but that of devices 1 and 2: the stage with most stashes has one, a late one the other."""
     network = np.full((4, 4), 1e9)
     network[1, 2] = network[2, 1] = 1e11
-    pipeline = chain(memory=budget_of(usual()[0]), network=Network(network), compile=False)
+    pipeline = chain(memory=budget_of(usual()[0]), network=Network(network), options=jaxpipe.PlanOptions(compile=False))
     first, _, *late = pipeline.plan.stages
     assert "for swaps" in pipeline.partition.searched
     assert first.devices[0] in (1, 2) and {1, 2} <= {first.devices[0], *(stage.devices[0] for stage in late)}
@@ -117,7 +117,7 @@ def test_stages_are_on_the_devices_whose_link_takes_most_stashes():
 
 
 def test_without_a_network_nothing_goes_to_peers():
-    pipeline = chain(memory=budget_of(usual()[0]), compile=False)
+    pipeline = chain(memory=budget_of(usual()[0]), options=jaxpipe.PlanOptions(compile=False))
     assert not any(stage.away for stage in pipeline.plan.stages)
 
 
@@ -126,7 +126,7 @@ def test_without_a_network_nothing_goes_to_peers():
 def test_swaps_under_other_schedules_and_with_replicas(replicas, schedule):
     plan, _ = usual(replicas, schedule)
     budget = plan.predicted_bytes - plan.stages[0].stash_bytes
-    pipeline = chain(replicas, schedule, memory=budget, host_memory="1GiB", compile=False)
+    pipeline = chain(replicas, schedule, memory=budget, options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False))
     assert any(stage.away for stage in pipeline.plan.stages)
     assert max(pipeline.memory_report().compiled_bytes) <= budget
     check_gradients(pipeline, replicas, schedule)
@@ -213,7 +213,7 @@ def test_one_program_has_no_memory_of_the_host():
         model = jax.tree_util.Partial(lambda w, x: jnp.tanh(x @ w[0]) @ w[1], WEIGHTS[:2])
         mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
         options = {"loss": lambda f, x: f(x).sum(), "optimizer": optax.sgd(0.1), "profile": "analytic"}
-        options |= {"memory": "1GiB", "host_memory": "1GiB", "num_microbatches": 4}
+        options |= {"memory": "1GiB", "options": jaxpipe.PlanOptions(host_memory="1GiB"), "num_microbatches": 4}
         jaxpipe.partition(model, mesh, BATCH, runtime="spmd", **options)
 
 
@@ -221,7 +221,9 @@ def test_a_plan_that_is_made_smaller_when_it_is_compiled_takes_steps():
     """XLA needs more than was predicted: other tensors leave, and the list has other registers."""
     plain = chain(schedule="1f1b-textbook")
     budget = budget_of(plain.plan)
-    pipeline = chain(schedule="1f1b-textbook", memory=budget, host_memory="1GiB", compile=False)
+    pipeline = chain(
+        schedule="1f1b-textbook", memory=budget, options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False)
+    )
     planned = pipeline._runtime.calls
     state, metrics = pipeline.step(pipeline.init(jax.random.key(0)), BATCH)
     assert pipeline._runtime.compiled_step.calls is not planned

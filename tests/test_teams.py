@@ -335,8 +335,7 @@ def test_a_tied_parameter_a_clipped_adam_and_a_guard():
         model,
         mesh_of(3, None),
         batch,
-        options=jaxpipe.PlanOptions(devices_per_stage=(1, 2)),
-        on_nonfinite="skip",
+        options=jaxpipe.PlanOptions(devices_per_stage=(1, 2), on_nonfinite="skip"),
         **options,
     )
     state, slots = pipeline.init(jax.random.key(0)), optimizer.init(params)

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -73,6 +74,18 @@ def test_pipelines_have_a_timeline(schedule):
     actions = [[(span.stage, span.action) for span in found.spans] for found in (timeline, measured)]
     assert actions[0] == actions[1]
     assert all(span.end > span.start for span in measured.spans if span.action.kind.value in "FB")
+
+
+def test_stages_that_share_a_parameter_are_measured():
+    def tied(table, tokens):
+        return jnp.tanh(table[tokens] @ jnp.ones((8, 64))) @ jnp.ones((64, 8)) @ table.T
+
+    model, tokens = jax.tree_util.Partial(tied, jnp.ones((16, 8))), jnp.zeros((8, 4), int)
+    mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
+    options = {"optimizer": optax.sgd(0.1), "num_microbatches": 2, "profile": "analytic"}
+    pipeline = jaxpipe.partition(model, mesh, tokens, loss=lambda f, x: f(x).sum(), **options)
+    measured = pipeline.timeline(measured=True)
+    assert "shared" in pipeline.plan.memory and len(measured.spans) == len(pipeline.timeline().spans)
 
 
 def test_devices_of_unequal_speed_have_their_own_times():

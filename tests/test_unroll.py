@@ -118,7 +118,7 @@ def case_of(name: str) -> Case:
 
 def pipeline_of(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
     defaults = {"schedule": one_f_one_b, "optimizer": optax.sgd(0.1), "profile": "analytic", "num_microbatches": 4}
-    options = {**defaults, "unroll_scans": True, **options}
+    options = {**defaults, "options": jaxpipe.PlanOptions(unroll_scans=True), **options}
     return jaxpipe.partition(case.model, mesh_of(stages, None), case.batch, loss=case.loss, **options)
 
 
@@ -152,7 +152,7 @@ def test_a_scan_with_state_and_random_numbers_trains_in_stages():
 
 @pytest.mark.slow
 def test_nnx_layers_in_a_scan_train_in_stages_in_groups():
-    check("nnx", 2, optax.adam(1e-2), unroll_scans=2)
+    check("nnx", 2, optax.adam(1e-2), options=jaxpipe.PlanOptions(unroll_scans=2))
 
 
 @pytest.mark.slow
@@ -160,13 +160,18 @@ def test_nnx_layers_in_a_scan_train_in_stages_in_groups():
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_scans_train_in_stages(name, rows, schedule):
-    check(name, 2, optax.sgd(0.1, momentum=0.9), unroll_scans=rows, schedule=schedule)
+    check(name, 2, optax.sgd(0.1, momentum=0.9), options=jaxpipe.PlanOptions(unroll_scans=rows), schedule=schedule)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "widths"), [("residual", (2, 1)), ("stateful", (3, 1)), ("nnx", (1, 3))])
 def test_scans_train_in_stages_on_several_devices(name, widths):
-    check(name, sum(widths), optax.sgd(0.1, momentum=0.9), options=jaxpipe.PlanOptions(devices_per_stage=widths))
+    check(
+        name,
+        sum(widths),
+        optax.sgd(0.1, momentum=0.9),
+        options=jaxpipe.PlanOptions(unroll_scans=True, devices_per_stage=widths),
+    )
 
 
 def test_inner_stages_are_alike():
@@ -183,7 +188,7 @@ def wide(width: int = 32) -> Case:
 @pytest.mark.parametrize(("replicate", "widths"), [((2, 1), (2, 1)), (True, None)])
 def test_stages_on_several_devices_have_their_own_layers(replicate, widths):
     # With layers as narrow as 32, one stage on all three devices is the fastest.
-    pipeline = pipeline_of(wide(64), 3, options=jaxpipe.PlanOptions(devices_per_stage=replicate))
+    pipeline = pipeline_of(wide(64), 3, options=jaxpipe.PlanOptions(unroll_scans=True, devices_per_stage=replicate))
     assert widths in (None, pipeline.plan.teams.widths)
     names, stages = (v.name for v in pipeline._planned.model.parameters), pipeline._planned.stages.parameters
     home = {name: stage for name, stage in zip(names, stages, strict=True) if "Dense_0/kernel[" in name}
@@ -198,16 +203,14 @@ def within_a_budget(share: float, **options) -> tuple[jaxpipe.Pipeline, int]:
     return pipeline_of(wide(), 3, memory=budget, **options), budget
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), {"options": jaxpipe.PlanOptions(devices_per_stage=(2, 1))}]
-)
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"devices_per_stage": (2, 1)}])
 def test_unrolled_scans_are_planned_within_a_budget(options):
-    small, budget = within_a_budget(0.9, compile=False, **options)
+    small, budget = within_a_budget(0.9, options=jaxpipe.PlanOptions(unroll_scans=True, compile=False, **options))
     assert small.plan.predicted_bytes <= budget and any(stage.added_seconds > 0 for stage in small.plan.stages)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"options": jaxpipe.PlanOptions(devices_per_stage=(2, 1))}])
+@pytest.mark.parametrize("options", [{}, {"options": jaxpipe.PlanOptions(unroll_scans=True, devices_per_stage=(2, 1))}])
 def test_unrolled_scans_train_within_a_budget(options):
     """What is computed again may be fused in another way."""
     small, budget = within_a_budget(0.95, **options)
@@ -324,7 +327,7 @@ def test_updates_of_pieces_are_those_of_whole_parameters(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_update_stacks(name):
-    check("residual", 3, OPTIMIZERS[name], unroll_scans=2)
+    check("residual", 3, OPTIMIZERS[name], options=jaxpipe.PlanOptions(unroll_scans=2))
 
 
 def test_an_optimizer_that_mixes_layers_is_refused():
@@ -341,7 +344,10 @@ def test_an_optimizer_that_mixes_layers_is_refused():
 
 def test_stages_hold_their_own_layers_only():
     case = linen(zoo.ScannedMLP(num_layers=8, width=16), images(16, rows=8), classifier())
-    whole, cut = (pipeline_of(case, 4, unroll_scans=rows, optimizer=optax.adam(1e-2)) for rows in (False, 2))
+    whole, cut = (
+        pipeline_of(case, 4, options=jaxpipe.PlanOptions(unroll_scans=rows), optimizer=optax.adam(1e-2))
+        for rows in (False, 2)
+    )
     layer = 4 * (16 * 16 + 3 * 16)
     assert whole.plan.memory["parameters"] >= 8 * layer
     assert cut.plan.memory["parameters"] < 4 * layer
@@ -353,7 +359,10 @@ def test_stages_hold_their_own_layers_only():
 def test_checkpoints_go_from_unrolled_stages_to_whole_scans_and_back(tmp_path):
     case = case_of("residual")
     options = {"optimizer": optax.adam(1e-2), "num_microbatches": 2}
-    cut, whole = pipeline_of(case, 3, **options), pipeline_of(case, 1, unroll_scans=False, **options)
+    cut, whole = (
+        pipeline_of(case, 3, **options),
+        pipeline_of(case, 1, options=jaxpipe.PlanOptions(unroll_scans=False), **options),
+    )
     state, _ = cut.step(cut.init(jax.random.key(3)), case.batch)
     expected = cut.parameters(state)
     cut.save(state, tmp_path / "cut")
@@ -371,13 +380,15 @@ def test_a_profile_of_the_unrolled_model_fits_it():
     profile = jaxpipe.profile_model(
         case.model, case.batch, loss=case.loss, source="analytic", num_microbatches=4, unroll_scans=2
     )
-    assert pipeline_of(case, 2, unroll_scans=2, profile=profile).plan.stages[1].operators[1] == len(profile.names)
+    assert pipeline_of(case, 2, options=jaxpipe.PlanOptions(unroll_scans=2), profile=profile).plan.stages[1].operators[
+        1
+    ] == len(profile.names)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"unroll_scans": -1}, r"unroll_scans=-1; it must be True"),
+        ({"options": jaxpipe.PlanOptions(unroll_scans=-1)}, r"unroll_scans=-1; it must be True"),
         ({"gradient_exchange": jaxpipe.gradients.block_sparse(k=1)}, r"unroll_scans: gradient_exchange"),
     ],
 )
@@ -390,8 +401,8 @@ def test_too_many_stages_for_a_scan_that_is_not_unrolled():
     apply = jax.tree_util.Partial(lambda w, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0], STACK["w"])
     batch = images(3, rows=8)
     case = Case(apply, lambda model, batch: model(batch["x"]).mean(), batch, *[None] * 3)
-    with pytest.raises(PartitionError, match=r"Its 5 layers are one scan: unroll_scans=True"):
-        pipeline_of(case, 8, unroll_scans=False)
+    with pytest.raises(PartitionError, match=r"Its 5 layers are one scan: PlanOptions\(unroll_scans=True\)"):
+        pipeline_of(case, 8, options=jaxpipe.PlanOptions(unroll_scans=False))
 
 
 def test_without_a_scan_there_is_nothing_to_unroll():

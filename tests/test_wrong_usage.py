@@ -20,14 +20,10 @@ from jax.sharding import PartitionSpec as P
 import jaxpipe
 from jaxpipe import (
     BatchError,
-    CodecError,
     MemoryBudgetError,
     ModelError,
-    NetworkError,
     PartitionError,
-    ProfileError,
     ScheduleError,
-    TargetError,
     schedules,
 )
 from jaxpipe.pipeline.axes import with_own_names
@@ -144,8 +140,16 @@ ARGUMENTS = {
     "count a flag": (BatchError, {"num_microbatches": True}, ["num_microbatches=True (bool)", "whole number"]),
     "memory a list": (MemoryBudgetError, {"memory": [1]}, ["memory=[1]", "'8GiB' or '500MB'"]),
     "memory a flag": (MemoryBudgetError, {"memory": True}, ["memory=True", "'8GiB' or '500MB'"]),
-    "host memory": (MemoryBudgetError, {"host_memory": "many"}, ["host_memory='many'", "'8GiB' or '500MB'"]),
-    "raise a text": (PartitionError, {"allow_over_budget": "yes"}, ["allow_over_budget='yes'", "True or False"]),
+    "host memory": (
+        MemoryBudgetError,
+        {"options": jaxpipe.PlanOptions(host_memory="many")},
+        ["host_memory='many'", "'8GiB' or '500MB'"],
+    ),
+    "raise a text": (
+        PartitionError,
+        {"options": jaxpipe.PlanOptions(allow_over_budget="yes")},
+        ["allow_over_budget='yes'", "True or False"],
+    ),
     "schedule unknown": (PartitionError, {"schedule": "dualpipe"}, ["schedule='dualpipe'", "'one_f_one_b'", "'gpipe'"]),
     "schedule none": (PartitionError, {"schedule": None}, ["schedule=None", "'auto'"]),
     "schedule a table": (
@@ -159,21 +163,37 @@ ARGUMENTS = {
         ["(p)", "schedule(num_stages, num_microbatches)"],
     ),
     "profile a file": (PartitionError, {"profile": "profile.json"}, ["profile='profile.json'", "jaxpipe.Profile"]),
-    "network a matrix": (NetworkError, {"network": np.ones((2, 2))}, ["network is ndarray", "jaxpipe.Network"]),
-    "storage unknown": (CodecError, {"storage": "best"}, ["storage='best'", "'smallest'"]),
-    "storage none": (CodecError, {"storage": None}, ["storage=None", "'fast'"]),
-    "storage a number": (CodecError, {"storage": {"Net": 3}}, ["storage=3", "'fast'"]),
-    "solver": (PartitionError, {"solver": "foo"}, ["solver='foo'", "solver='HIGHS'"]),
-    "time a text": (PartitionError, {"time_limit": "10"}, ["time_limit='10'", "seconds, 0 or more", "time_limit=10.0"]),
-    "time below 0": (PartitionError, {"time_limit": -1}, ["time_limit=-1", "seconds, 0 or more"]),
+    "network a matrix": (PartitionError, {"network": np.ones((2, 2))}, ["network is ndarray", "jaxpipe.Network"]),
+    "storage unknown": (ModelError, {"storage": "best"}, ["storage='best'", "'smallest'"]),
+    "storage none": (ModelError, {"storage": None}, ["storage=None", "'fast'"]),
+    "storage a number": (ModelError, {"storage": {"Net": 3}}, ["storage=3", "'fast'"]),
+    "solver": (PartitionError, {"options": jaxpipe.PlanOptions(solver="foo")}, ["solver='foo'", "solver='HIGHS'"]),
+    "time a text": (
+        PartitionError,
+        {"options": jaxpipe.PlanOptions(time_limit="10")},
+        ["time_limit='10'", "seconds, 0 or more", "time_limit=10.0"],
+    ),
+    "time below 0": (
+        PartitionError,
+        {"options": jaxpipe.PlanOptions(time_limit=-1)},
+        ["time_limit=-1", "seconds, 0 or more"],
+    ),
     "exchange": (PartitionError, {"gradient_exchange": "sparse"}, ["gradient_exchange='sparse'", "block_sparse"]),
-    "not finite": (PartitionError, {"on_nonfinite": "warn"}, ["on_nonfinite='warn'", "'raise', 'skip'"]),
+    "not finite": (
+        PartitionError,
+        {"options": jaxpipe.PlanOptions(on_nonfinite="warn")},
+        ["on_nonfinite='warn'", "'raise', 'skip'"],
+    ),
     "replicate": (
         PartitionError,
         {"options": jaxpipe.PlanOptions(devices_per_stage="2")},
         ["devices_per_stage='2'", "a number of devices for every stage"],
     ),
-    "unroll": (PartitionError, {"unroll_scans": "yes"}, ["unroll_scans='yes'", "the number of iterations"]),
+    "unroll": (
+        PartitionError,
+        {"options": jaxpipe.PlanOptions(unroll_scans="yes")},
+        ["unroll_scans='yes'", "the number of iterations"],
+    ),
     "mesh a list": (PartitionError, {"mesh": ["cpu"]}, ["mesh is list", "jax.make_mesh((4,), ('stage',))"]),
     "mesh of other axes": (
         PartitionError,
@@ -393,24 +413,24 @@ def test_a_prediction_of_nothing():
 
 OTHERS = {
     "decorated a name": (
-        TargetError,
+        ModelError,
         lambda: jaxpipe.memory_encoded("smallest"),
         ["@memory_encoded(codecs='smallest')"],
     ),
-    "codecs a number": (CodecError, lambda: jaxpipe.memory_encoded(mean, codecs=3), ["codecs=3", "'fast'"]),
+    "codecs a number": (ModelError, lambda: jaxpipe.memory_encoded(mean, codecs=3), ["codecs=3", "'fast'"]),
     "codecs of numbers": (
-        CodecError,
+        ModelError,
         lambda: jaxpipe.memory_encoded(mean, codecs=[3, "mask"]),
         ["unknown codec 3", "'mask'"],
     ),
     "report of linen": (
-        TargetError,
+        ModelError,
         lambda: jaxpipe.residual_report(NET, X),
         ["Linen module Net", "apply(variables, x)"],
     ),
-    "report of a class": (TargetError, lambda: jaxpipe.residual_report(Wide, X), ["The class Wide", "a function"]),
-    "density of a number": (TargetError, lambda: jaxpipe.measure_density(3, X), ["3 (int)", "Pass a function"]),
-    "overflows of a number": (TargetError, lambda: jaxpipe.count_overflows(3, X), ["3 (int)", "Pass a function"]),
+    "report of a class": (ModelError, lambda: jaxpipe.residual_report(Wide, X), ["The class Wide", "a function"]),
+    "density of a number": (ModelError, lambda: jaxpipe.measure_density(3, X), ["3 (int)", "Pass a function"]),
+    "overflows of a number": (ModelError, lambda: jaxpipe.count_overflows(3, X), ["3 (int)", "Pass a function"]),
     "profile a loss": (PartitionError, lambda: jaxpipe.profile_model(FUNCTION, X, loss=None), ["loss= is None"]),
     "profile a count": (
         BatchError,
@@ -418,13 +438,13 @@ OTHERS = {
         ["num_microbatches='2' (str)", "num_microbatches=2."],
     ),
     "network a text": (
-        NetworkError,
+        PartitionError,
         lambda: jaxpipe.Network.uniform("2", 1e9),
         ["num_devices='2' (str)", "num_devices=2."],
     ),
-    "node a text": (NetworkError, lambda: jaxpipe.Node("two"), ["devices='two' (str)", "whole number"]),
+    "node a text": (PartitionError, lambda: jaxpipe.Node("two"), ["devices='two' (str)", "whole number"]),
     "chain of numbers": (
-        ProfileError,
+        PartitionError,
         lambda: jaxpipe.Profile.chain(1, [1], [1], [1], [1], [1]),
         ["names=1", "a sequence"],
     ),
@@ -579,7 +599,9 @@ def test_a_module_with_an_optimizer_in_it_trains_as_without():
 
 
 def test_numbers_of_numpy_are_numbers():
-    plan = partition(num_microbatches=np.int64(2), memory=np.int64(10**9), time_limit=np.float32(3.0)).plan
+    plan = partition(
+        num_microbatches=np.int64(2), memory=np.int64(10**9), options=jaxpipe.PlanOptions(time_limit=np.float32(3.0))
+    ).plan
     assert (plan.num_microbatches, plan.budget) == (2, 10**9)
     assert jaxpipe.Plan.from_json(plan.to_json()) == plan
     assert jaxpipe.Network.uniform(np.int32(2), 1e9).num_devices == 2

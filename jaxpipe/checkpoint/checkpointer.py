@@ -102,7 +102,7 @@ class Checkpointer:
 
         Raises:
           CheckpointError: if a save that was begun before has failed; one that is due now is begun nevertheless.
-          StateError: if ``state`` was passed to ``step``.
+          ModelError: if ``state`` was passed to ``step``.
         """
         checks.check_unused(state)
         self._step = int(state.step) if self._step is None else self._step + 1

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 import jaxpipe
@@ -29,7 +30,6 @@ from jaxpipe import hosts
 from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, Leaf, checksum, describe
 from jaxpipe.checkpoint.tree import Path, nest, pick
 from jaxpipe.errors import CheckpointError
-from jaxpipe.reading import read_as
 
 
 #: Number of the format that is written; higher ones are not read.
@@ -155,11 +155,12 @@ class Writer:
                 f"steps from {contents.step} on if they are not wanted."
             )
         arrays = nest({(g, *path): x for g, group in contents.arrays.items() for path, x in group.items() if x.size})
+        about = _about(contents)
         # orbax is given one array at least.
         saved = self._args.Composite(
             **{
                 _ARRAYS: self._args.PyTreeSave({**arrays, "step": np.asarray(contents.step)}),
-                _ABOUT: self._args.JsonSave(_sealed(_about(contents))),
+                _ABOUT: self._args.JsonSave({"about": about, "crc32": _crc_of_json(json.loads(json.dumps(about)))}),
             }
         )
         self._begun = contents.step
@@ -217,7 +218,6 @@ def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
     """Find a checkpoint, and read what is in it.
 
     Args:
-      directory: that it was saved to.
       step: which; left out: the last.
 
     Raises:
@@ -238,13 +238,10 @@ def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
                 f"The checkpoint {folder} has the format {about['format']}, written by jaxpipe {about['jaxpipe']}; "
                 f"this is jaxpipe {jaxpipe.__version__}, which reads formats up to {FORMAT}. Install a newer one."
             )
-        damage = f"The checkpoint {folder} is damaged: {_ABOUT}"
-        rows = read_as(dict[str, tuple[_Row, ...]], about["leaves"], f"{damage}.leaves", CheckpointError)
+        rows = msgspec.convert(about["leaves"], dict[str, tuple[_Row, ...]])
         leaves = {group: _leaves(rows[group]) for group in (VARIABLES, OPTIMIZER, RESIDUALS)}
         key = jax.random.wrap_key_data(jnp.array(about["key"], jnp.uint32), impl=str(about["key_impl"]))
-        taken, skipped = (
-            read_as(int, about[name], f"{damage}.{name}", CheckpointError) for name in ("step", "skipped")
-        )
+        taken, skipped = (msgspec.convert(about[name], int) for name in ("step", "skipped"))
         if taken != int(folder.name):
             raise damaged(folder, f"it holds step {taken}, so it was copied or renamed")
         if not 0 <= skipped <= taken < 2**31:
@@ -331,10 +328,6 @@ def _about(contents: Contents) -> dict[str, Any]:
             for group, leaves in describe(contents).items()
         },
     }
-
-
-def _sealed(about: dict[str, Any]) -> dict[str, Any]:
-    return {"about": about, "crc32": _crc_of_json(json.loads(json.dumps(about)))}
 
 
 def _unsealed(found: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
-from jaxpipe.errors import ExchangeError
+from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.blocks import BlockRules, Blocks, Count, find_blocks
 from jaxpipe.gradients.exchange import Averaged, Rule, Traffic, exchange, sent_share, traffic
 
@@ -111,7 +111,7 @@ def block_sparse(
       replicas. ``.traffic(params)`` counts what is sent.
 
     Raises:
-      ExchangeError: if an argument has no meaning or fits no parameter; in ``update``, if gradients were summed over
+      PartitionError: if an argument has no meaning or fits no parameter; in ``update``, if gradients were summed over
         the axis before.
 
     The method: error feedback after F. Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; choice by
@@ -176,7 +176,7 @@ def state_specs(state: Any, axis_name: str) -> Any:
       axis_name: the mesh axis of the replicas, along which residuals are put one after the other.
 
     Raises:
-      ExchangeError: if something that keeps arrays comes before ``block_sparse``.
+      PartitionError: if something that keeps arrays comes before ``block_sparse``.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -191,7 +191,7 @@ def state_specs(state: Any, axis_name: str) -> Any:
         if isinstance(part, BlockSparseState):
             break
         if part.ndim:
-            raise ExchangeError(
+            raise PartitionError(
                 f"state_specs: a state of shape {part.shape} comes before block_sparse in the chain, so it would "
                 "differ from replica to replica. Put block_sparse first, or after what keeps no arrays."
             )
@@ -208,14 +208,14 @@ def state_specs(state: Any, axis_name: str) -> Any:
 
 def _check(axis_name: Any, k: Any, norm: Any, dense_1d: Any, mode: Any, blocks: Any, warmup: Any) -> Settings:
     if norm not in ("l1", "l2"):
-        raise ExchangeError(f"norm={norm!r}; it must be 'l1' or 'l2'.")
+        raise PartitionError(f"norm={norm!r}; it must be 'l1' or 'l2'.")
     if mode not in ("own", "consensus"):
-        raise ExchangeError(f"mode={mode!r}; it must be 'own' or 'consensus'.")
+        raise PartitionError(f"mode={mode!r}; it must be 'own' or 'consensus'.")
     if axis_name is not None and not isinstance(axis_name, str):
-        raise ExchangeError(f"axis_name={axis_name!r}; it must be the name of one mesh axis, or None.")
+        raise PartitionError(f"axis_name={axis_name!r}; it must be the name of one mesh axis, or None.")
     for phase in warmup:
         if not isinstance(phase, (tuple, list)) or len(phase) != 2 or not isinstance(phase[0], int) or phase[0] < 1:
-            raise ExchangeError(f"warmup: {phase!r}; each entry must be (steps, k) with 1 or more steps.")
+            raise PartitionError(f"warmup: {phase!r}; each entry must be (steps, k) with 1 or more steps.")
     phases = (*((steps, count) for steps, count in warmup), (None, k))
     return Settings(axis_name, phases, dense_1d, dict(blocks or {}), Rule(mode, norm))
 
@@ -225,7 +225,7 @@ def _check_local(gradients: Sequence[Any], axis_name: str | None) -> None:
     if axis_name is None or axis_name not in _compat.manual_axes(lax.axis_index(axis_name)):
         return
     if not all(axis_name in _compat.manual_axes(g) for g in gradients):
-        raise ExchangeError(
+        raise PartitionError(
             f"block_sparse was given gradients that are the same on all replicas along {axis_name!r}: JAX has summed "
             "them when it differentiated by parameters that do not vary over the axis. Differentiate by "
             f"jax.lax.pcast(params, {axis_name!r}, to='varying')."

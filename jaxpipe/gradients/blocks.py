@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.errors import ExchangeError
+from jaxpipe.errors import PartitionError
 from jaxpipe.policy import fits
 
 
@@ -131,14 +131,14 @@ def find_blocks(
     their numbers or, by consensus, the norms of all, take no fewer bytes than all of it.
 
     Raises:
-      ExchangeError: if ``k`` or a rule does not fit a leaf, or a pattern fits none.
+      PartitionError: if ``k`` or a rule does not fit a leaf, or a pattern fits none.
     """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     for name, patterns in (("k", k if isinstance(k, Mapping) else {}), ("blocks", rules)):
         unused = [p for p in patterns if not any(fits(path, p) for path in paths)]
         if unused:
-            raise ExchangeError(
+            raise PartitionError(
                 f"{name}: the pattern {unused[0]!r} fits no parameter. There are {', '.join(paths[:8])}"
                 f"{', ...' if len(paths) > 8 else ''}; patterns are those of a shell."
             )
@@ -162,13 +162,13 @@ def _blocks(path: str, leaf: Any, k: Count, dense_1d: bool, rules: BlockRules, m
 def _axes(path: str, shape: tuple[int, ...], rule: Any) -> list[int]:
     axes = [rule] if isinstance(rule, int) else list(rule) if isinstance(rule, (tuple, list)) else [None]
     if not axes or not all(isinstance(a, int) and -len(shape) <= a < len(shape) for a in axes):
-        raise ExchangeError(
+        raise PartitionError(
             f"blocks: {rule!r} for {path} of shape {shape}; it must be the axis that numbers blocks, axes of stacked "
             "layers and then that axis, or 'whole'."
         )
     axes = [a % len(shape) for a in axes]
     if len(set(axes)) < len(axes):
-        raise ExchangeError(f"blocks: {rule!r} for {path} of shape {shape} names an axis twice.")
+        raise PartitionError(f"blocks: {rule!r} for {path} of shape {shape} names an axis twice.")
     return axes
 
 
@@ -177,7 +177,7 @@ def _number(path: str, k: Any, count: int) -> int:
     value = k.item() if isinstance(k, np.generic) else k
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if not is_count and not (isinstance(value, float) and 0 < value <= 1):
-        raise ExchangeError(
+        raise PartitionError(
             f"k={k!r} for {path}; it must be a number of blocks, 1 or more, or a fraction of them: a float above 0.0 "
             "and no more than 1.0."
         )

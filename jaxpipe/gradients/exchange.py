@@ -124,11 +124,9 @@ def exchange(
 
     Args:
       plans: by stage, the blocks of each gradient.
-      rule: how blocks are chosen.
       axis_name: the axis; None if there is but one replica.
       by_stage: runs a function for the stage of this device.
       read: a stage's gradients with their residuals added.
-      write: what is made of the result.
     """
     wire = _Wire(plans, rule.mode)
     replicas = 1 if axis_name is None else lax.axis_size(axis_name)

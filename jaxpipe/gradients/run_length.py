@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.errors import ExchangeError
+from jaxpipe.errors import PartitionError
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def decode(code: RunLength) -> np.ndarray:
     """The array of a code.
 
     Raises:
-      ExchangeError: if runs, values and shape do not belong together.
+      PartitionError: if runs, values and shape do not belong together.
 
     Example:
       >>> decode(encode(np.eye(2))).tolist()
@@ -66,7 +66,7 @@ def decode(code: RunLength) -> np.ndarray:
     runs, size = code.runs.astype(np.int64), math.prod(code.shape)
     covered = int(runs.sum())
     if runs.ndim != 2 or runs.shape[1:] != (2,) or covered > size or int(runs[:, 1].sum()) != code.values.size:
-        raise ExchangeError(
+        raise PartitionError(
             f"run-length code: {len(runs)} runs that cover {covered} elements with {code.values.size} values do not "
             f"fit an array of shape {code.shape}, {size} elements."
         )

@@ -187,8 +187,6 @@ def choose(
     """The plan with the shortest step that keeps the budget.
 
     Args:
-      request, traced: what is planned.
-      drafts: with different schedules.
       cut_again: another draft with the schedule of one, for another profile.
 
     Raises:
@@ -198,9 +196,9 @@ def choose(
     budget = request.budget
     if budget is None:
         return settle(traced, _leanest(drafts), None).default
-    time = SolverTime(request.time_limit)
+    time = SolverTime(request.options.time_limit)
     solutions = sum(len(candidate.program.sections) for candidate in drafts)
-    solving = Solving(request.solver, time, time.for_smallest(solutions))
+    solving = Solving(request.options.solver, time, time.for_smallest(solutions))
     settled = [settle(traced, candidate, solving) for candidate in drafts]
 
     @functools.cache
@@ -210,7 +208,7 @@ def choose(
     def for_budget(planned: Planned, budget: int) -> Planned:
         assert planned.budget is not None
         asked = request.budget if budget != request.budget else None
-        others = replace(planned.budget, smallest=smallest, may_raise=request.allow_over_budget)
+        others = replace(planned.budget, smallest=smallest, may_raise=request.options.allow_over_budget)
         return replace(planned, plan=replace(planned.plan, budget=budget, raised_from=asked), budget=others)
 
     def fastest(budget: int) -> Planned | None:
@@ -226,15 +224,15 @@ def choose(
     best = fastest(budget)
     if best is None:
         least = for_budget(smallest(), budget)
-        least = with_step(least) if request.compile else least
+        least = with_step(least) if request.options.compile else least
         needed = least.plan.predicted_bytes if least.compiled is None else least.compiled.reserved_bytes
         if needed <= budget:
             return least
-        if not request.allow_over_budget:
+        if not request.options.allow_over_budget:
             raise refusal(budget, least, settled[0].default.plan.memory)
         budget = raised(budget, needed)
         best = fastest(budget) or for_budget(least, budget)
-    if request.compile and is_near_budget(best.plan):
+    if request.options.compile and is_near_budget(best.plan):
         best = within_budget(best, any_cuts=True)
     return best
 
@@ -321,7 +319,7 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
         layouts = program.gradients, program.sums
         exchange = stage_exchange(request.exchange, model, placement, *layouts, request.replicas)
     state_layout = lay_out([[a for a, owner in owned if owner == d] for d in devices])
-    update = Update(colored, state_layout, exchange, request.on_nonfinite)
+    update = Update(colored, state_layout, exchange, request.options.on_nonfinite)
     shared = [a for a, owner in owned if owner is None]
     lists = StageLists()
 

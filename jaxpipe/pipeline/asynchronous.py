@@ -9,8 +9,6 @@ def check_asynchronous(program: Program, colored: ColoredUpdate, exchanged: bool
     """Raise ``PartitionError`` if a schedule updates weights during a step, and the update cannot be made then.
 
     Args:
-      program: what is trained.
-      colored: the optimizer.
       exchanged: whether gradients are exchanged by blocks.
       zero: whether the optimizer state is split over replicas (``PlanOptions.zero``).
     """

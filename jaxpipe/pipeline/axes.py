@@ -30,7 +30,6 @@ def with_own_names(mesh: Any, stage_axis: str | None = None, data_axis: str | No
     """Return a mesh whose axes of stages and replicas are called ``stage`` and ``data``; or anything else unchanged.
 
     Args:
-      mesh: the mesh.
       stage_axis, data_axis: what the caller calls them; left out: any of the usual names.
 
     Raises:

@@ -73,6 +73,26 @@ def given_avals(program: Program) -> tuple[Rows, Kept]:
     return Rows(batch, number), Kept(jax.ShapeDtypeStruct((pages, PAGE), jnp.uint32), number)
 
 
+def stage_programs(program: Program, s: int) -> dict[Kind, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Return a stage's work by kind, each with the shapes of its operands."""
+    parameters, state = (
+        [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
+        for layout in (program.parameters, program.state)
+    )
+    parameters += program.avals(program.shared)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    forward, backward = (jax.ShapeDtypeStruct((n,), jnp.uint32) for n in program.message_words)
+    rows, kept = given_avals(program)
+    stash: Any = program.stash_avals(program.sections[s]) if program.alone else kept
+    work: dict[Kind, Any] = {
+        Kind.FORWARD: (forward_branch(program, s), (parameters, state, key, rows, forward)),
+        program.schedule.backward_kind: (backward_branch(program, s), (parameters, key, rows, stash, backward)),
+    }
+    if program.schedule.splits_backward:
+        work[Kind.BACKWARD_WEIGHT] = weight_branch(program, s), (parameters, key, rows, stash, kept)
+    return work
+
+
 def made_avals(program: Program) -> list[Any]:
     """What a forward branch hands out of each micro-batch: the results, and how many tensors overflowed."""
     return [*program.avals(program.objective.results), jax.ShapeDtypeStruct((), jnp.int32)]
@@ -94,18 +114,11 @@ def touched(program: Program, kind: Kind) -> tuple[int, ...]:
     for s, section in enumerate(program.sections):
         device = program.device(s)
         places = zip(program.trained(device), program.gradients.places[device], strict=True)
-        given = differentiated(section, kind)
+        given = section.differentiated(kind)
         own = {t: buffer for t, (buffer, _) in places}
         lent = {t: len(program.gradients.buffers) + k for k, t in enumerate(program.lent)}
         found.update(own.get(t, lent.get(t, -1)) for t in given)
     return tuple(sorted(found - {-1}))
-
-
-def differentiated(section: Section, kind: Kind) -> frozenset[int]:
-    """The inputs of a section whose cotangent is ready after backward work of a kind."""
-    assert section.stage is not None
-    parts = {Kind.BACKWARD_INPUT: section.stage.input_part, Kind.BACKWARD_WEIGHT: section.stage.weight_part}
-    return frozenset(parts.get(kind, section.stage.linearization.wrt))
 
 
 def idle_forward(program: Program) -> Callable[..., Any]:
@@ -268,7 +281,7 @@ def _steps(program: Program, s: int, kind: Kind, gradients: dict[int, Any]) -> l
     """The buffers that work of a kind adds to, with a stage's gradients in them and zeros elsewhere."""
     device = program.device(s)
     own = program.trained(device)
-    given = differentiated(program.sections[s], kind)
+    given = program.sections[s].differentiated(kind)
     values = [
         gradients[t] if t in given and gradients.get(t) is not None else jnp.zeros(a.shape, a.dtype)
         for t, a in zip(own, program.avals(own), strict=True)

@@ -11,10 +11,9 @@ from jax.sharding import Mesh
 from jaxpipe.errors import (
     BatchError,
     FewExamplesWarning,
-    NetworkError,
+    ModelError,
     PartitionError,
     ScheduleError,
-    StateError,
     TrainingModeWarning,
     warn,
 )
@@ -70,8 +69,6 @@ def check_devices_per_stage(given: Any, num_devices: int, mesh: Mesh, exchanged:
 
     Args:
       given: ``PlanOptions.devices_per_stage``.
-      num_devices: along the stage axis.
-      mesh: the devices.
       exchanged: whether gradients are exchanged by blocks.
 
     Raises:
@@ -130,13 +127,13 @@ def check_unroll(rows: int, exchanged: bool) -> int:
 
 
 def check_network(network: Any, mesh: Mesh) -> None:
-    """Raise ``NetworkError`` unless a network is that of the mesh."""
+    """Raise ``PartitionError`` unless a network is that of the mesh."""
     if network is None:
         return
     if not isinstance(network, Network):
-        raise NetworkError(f"network is {type(network).__name__}; it must be a jaxpipe.Network.")
+        raise PartitionError(f"network is {type(network).__name__}; it must be a jaxpipe.Network.")
     if network.num_devices != mesh.devices.size:
-        raise NetworkError(
+        raise PartitionError(
             f"network= has {network.num_devices} devices, the mesh {mesh.devices.size}; it must have one for each, in "
             "the order of mesh.devices.flat."
         )
@@ -229,8 +226,6 @@ def check_schedule(schedule: Any, num_stages: int, num_microbatches: int, teams:
     """What ``schedule(num_stages, num_microbatches)`` has given, if it is a valid table of this size.
 
     Args:
-      schedule: what was given.
-      num_stages, num_microbatches: the size that was asked for.
       teams: the devices of the stages, where they have several; a micro-batch of the table is then a deal.
 
     Raises:
@@ -328,9 +323,6 @@ def warn_few_examples(modules: Sequence[str], size: int, replicas: int, num_micr
     """Warn that a model normalizes over the few examples of a micro-batch.
 
     Args:
-      modules: that do.
-      size: of the batch.
-      replicas, num_microbatches: how it is cut.
       fewer: a number of micro-batches that leaves more examples to each, if it is a smaller one.
     """
     unit = replicas * num_microbatches
@@ -349,9 +341,7 @@ def warn_training_mode(name: str, drawn: Sequence[str], updated: Sequence[str]) 
     """Warn that an evaluation or a prediction runs as training does.
 
     Args:
-      name: of the function.
       drawn: module paths where random numbers are drawn.
-      updated: batch statistics that would be updated.
     """
     signs = [
         f"{verb} {', '.join(items[:3])}{' and others' if len(items) > 3 else ''}"
@@ -416,9 +406,9 @@ def check_runtime(runtime: Any) -> Any:
 
 
 def check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:
-    """Raise ``StateError`` if a state has residuals of another gradient exchange."""
+    """Raise ``ModelError`` if a state has residuals of another gradient exchange."""
     if list(given) != list(expected):
-        raise StateError(
+        raise ModelError(
             f"The state has residuals of a gradient exchange of shapes {list(given)}, this pipeline expects "
             f"{list(expected)}: the exchange, or the number of replicas, is another. Pass the state's variables to "
             "init(key, variables=other.parameters(state))."
@@ -426,14 +416,14 @@ def check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[in
 
 
 def check_state(state: Any, expected: str) -> None:
-    """Raise ``StateError`` if something is no state, or one of another plan or one that was used."""
+    """Raise ``ModelError`` if something is no state, or one of another plan or one that was used."""
     if not isinstance(state, TrainState):
-        raise StateError(
+        raise ModelError(
             f"state is of type {type(state).__name__}; it must be the TrainState that init, step or restore returned. "
             "The state comes first, then the batch: pipeline.step(state, batch)."
         )
     if state.plan != expected:
-        raise StateError(
+        raise ModelError(
             f"The state belongs to the plan {state.plan}, this pipeline has the plan {expected}: variables are placed "
             "differently. Use the pipeline that made the state, or pass its variables to "
             "init(key, variables=other.parameters(state))."
@@ -442,9 +432,9 @@ def check_state(state: Any, expected: str) -> None:
 
 
 def check_unused(state: TrainState) -> None:
-    """Raise ``StateError`` if a step has donated a state."""
+    """Raise ``ModelError`` if a step has donated a state."""
     if state.is_donated:
-        raise StateError(
+        raise ModelError(
             "This state was passed to pipeline.step before, which used its memory for the state that it returned. Go "
             "on with that one: state, metrics = pipeline.step(state, batch). To go on from one state twice, save it "
             "with pipeline.save and restore it for each."

@@ -58,7 +58,6 @@ def arena(schedule: Schedule, stash_pages: Sequence[int], saved_pages: Sequence[
     """A place for every stash from forward to the end of backward work, and for cotangents that wait in between.
 
     Args:
-      schedule: the table.
       stash_pages, saved_pages: by stage.
     """
     stashes, saved = {}, {}

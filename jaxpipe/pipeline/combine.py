@@ -59,8 +59,6 @@ def flatten_metrics(metrics: Any, name: str, weighted: bool) -> tuple[list[Metri
     """Return the arrays among some metrics, as they are added up, and the structure of the result.
 
     Args:
-      metrics: as a function returned them.
-      name: the function's name.
       weighted: whether the function returned a weight, by the total of which its metrics are divided.
 
     Raises:
@@ -92,7 +90,6 @@ def check_reduced(
     Args:
       metrics: names, and shapes for a micro-batch of ``rows[0]`` examples.
       others: the shapes for one of ``rows[1]``.
-      name: of the function that returned them.
       rows: both numbers of examples.
     """
     for (path, shape), other in zip(metrics, others, strict=True):

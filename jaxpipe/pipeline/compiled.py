@@ -62,7 +62,6 @@ def within_budget(planned: Planned, *, any_cuts: bool = False) -> Planned:
     """Compile the training step of a plan, and of smaller ones until one keeps the budget.
 
     Args:
-      planned: to start with.
       any_cuts: whether the plan may be replaced by one with other cuts, as long as there is no training state.
 
     Raises:
@@ -116,7 +115,6 @@ def refusal(budget: int, smallest: Planned, default: dict[str, int]) -> MemoryBu
     """Return the error for a budget that no plan keeps, which offers what the smallest plan needs.
 
     Args:
-      budget: the one that was passed.
       smallest: the plan; compiled if XLA's bytes count, else its predicted bytes do.
       default: predicted bytes with default storage, by component.
     """
@@ -124,7 +122,7 @@ def refusal(budget: int, smallest: Planned, default: dict[str, int]) -> MemoryBu
     needed = predicted if smallest.compiled is None else smallest.compiled.reserved_bytes
     parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in default.items())
     source = (
-        "as predicted; XLA may reserve more, which compile=True finds out"
+        "as predicted; XLA may reserve more, which PlanOptions(compile=True) finds out"
         if smallest.compiled is None
         else f"which XLA reserves for its compiled step ({bytes_text(predicted)} predicted)"
     )

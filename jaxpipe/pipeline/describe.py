@@ -73,7 +73,6 @@ def stage_seconds(
     """Seconds of every stage.
 
     Args:
-      program, found: the stages.
       added: by what storage within a budget costs.
       own_sums: whether backward work adds a stage's gradients to their sums, at the rate of memory; where one program
         does so for all stages, its timeline counts that by tick.
@@ -107,7 +106,8 @@ def runtime_timeline(
     """A step in one of the runtimes."""
     if runtime == "mpmd":
         processes = processes_of(request.mesh, found, program.num_devices)
-        return stage_timeline(program, found, seconds, processes)
+        dispatching = Dispatching(message_seconds(program, found), processes, program.teams)
+        return dispatched_timeline(program.schedule, *_seconds_on_devices(found, seconds), dispatching)
     return step_timeline(program, found, seconds)
 
 
@@ -137,31 +137,15 @@ def step_seconds(program: Program, found: Partition, timeline: Timeline) -> floa
 
 def step_timeline(program: Program, found: Partition, seconds: Sequence[StageSeconds]) -> Timeline:
     """A step as the executor walks through it, what every tick costs besides its work included."""
-    speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
+    forward, backward_input, backward_weight = _seconds_on_devices(found, seconds)
     each = _exchange_seconds(found, [4 * n for n in program.message_words])
     each += handled_bytes(program) / rates_in(found.profile).bytes
     return simulate(
         program.schedule,
-        forward=[stage.forward / s for stage, s in zip(seconds, speed, strict=True)],
-        backward_input=[(stage.backward - stage.weight) / s for stage, s in zip(seconds, speed, strict=True)],
-        backward_weight=[stage.weight / s for stage, s in zip(seconds, speed, strict=True)],
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
         communication=each,
-    )
-
-
-def stage_timeline(
-    program: Program, found: Partition, seconds: Sequence[StageSeconds], processes: Sequence[Sequence[int]]
-) -> Timeline:
-    """A step of stage programs, of which each device runs its own as soon as it has what they need.
-
-    Args:
-      program, found, seconds: the stages.
-      processes: by device along the stage axis, the process of each replica.
-    """
-    return dispatched_timeline(
-        program.schedule,
-        *_seconds_on_devices(found, seconds),
-        Dispatching(message_seconds(program, found), processes, program.teams),
     )
 
 
@@ -169,7 +153,6 @@ def stage_search_arguments(program: Program, found: Partition, added: Sequence[f
     """Return the arguments of a search for a schedule of stage programs (``jaxpipe.schedules.list_schedule``).
 
     Args:
-      program, found: the stages.
       added: by what storage within a budget costs.
     """
     seconds = stage_seconds(program, found, added, own_sums=True, splits=True)
@@ -248,7 +231,7 @@ def describe(
     chosen: RuntimeChoice,
 ) -> Plan:
     """The plan of a program."""
-    graph, runtime = program.objective.graph, chosen.name
+    graph, runtime, shape = program.objective.graph, chosen.name, request.submesh.shape
     seconds = stage_seconds(program, found, [fit.added_seconds for fit in fitted], own_sums=runtime == "mpmd")
     messages = message_seconds(program, found) if runtime == "mpmd" else [(0.0, 0.0)] * len(seconds)
     stages = []
@@ -296,11 +279,11 @@ def describe(
         memory=memory,
         host=request.host,
         staleness=program.schedule.staleness if program.schedule.versions is not None else (),
-        notes=(*_annotation_notes(request, program), *_sum_notes(program)),
+        notes=(*program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape), *_sum_notes(program)),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
         runtime=runtime,
         runtime_reason=chosen.reason,
-        axes=dict(request.submesh.shape),
+        axes=dict(shape),
     )
 
 
@@ -309,11 +292,6 @@ def _schedule_bound(program: Program, found: Partition, fitted: Sequence[Fitted]
     schedule = program.schedule
     arguments = stage_search_arguments(program, found, [fit.added_seconds for fit in fitted])
     return makespan_bound(schedule.num_stages, schedule.num_microbatches, **arguments)
-
-
-def _annotation_notes(request: Request, program: Program) -> Sequence[str]:
-    shape = request.submesh.shape
-    return program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape)
 
 
 def _sum_notes(program: Program) -> list[str]:
@@ -412,7 +390,6 @@ def stage_links(found: Partition, host_bytes: int = 0) -> Links:
     """The direct links between the devices of two stages, and to their host's memory; of all replicas the slowest.
 
     Args:
-      found: the stages.
       host_bytes: that each device may use of its host's memory.
     """
     network = found.network

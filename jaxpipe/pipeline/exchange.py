@@ -76,7 +76,7 @@ def stage_exchange(
     """The exchange that ``block_sparse(...)`` asks for, cut up for the stages.
 
     Raises:
-      ExchangeError: if its arguments do not fit the model's parameters.
+      PartitionError: if its arguments do not fit the model's parameters.
     """
     avals = [v.aval for v in model.parameters]
     order = jax.tree.leaves(model.parameter_tree(list(range(len(avals)))))
@@ -97,8 +97,6 @@ def run_exchange(
     """One exchange, inside ``shard_map``.
 
     Args:
-      plan: what is sent.
-      step: steps taken.
       gradients: buffers with this replica's share of the batch's gradient, times the number of replicas.
       residuals: buffers with what it has not sent.
 

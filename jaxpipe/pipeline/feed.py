@@ -32,13 +32,7 @@ def local_rows(mesh: Mesh, size: int) -> np.ndarray:
 
 
 def whole_shapes(mesh: Mesh, shapes: Any, batch: Any) -> Any:
-    """The shapes of the whole batch, of which this process passes its rows, or a global array.
-
-    Args:
-      mesh: the devices.
-      shapes: of what is passed.
-      batch: what is passed.
-    """
+    """The shapes of the whole batch, of which this process passes its rows, or a global array."""
     own, replicas = len(own_replicas(mesh)), mesh.shape.get(DATA, 1)
 
     def whole(path: Any, shape: Any, x: Any) -> Any:
@@ -58,10 +52,7 @@ def place(mesh: Mesh, leaves: Sequence[Any], shapes: Sequence[Any], batching: Ba
     """A batch's leaves on the devices.
 
     Args:
-      mesh: the devices.
       leaves: this process's rows, or global arrays.
-      shapes: of the whole batch.
-      batching: how it is cut.
     """
     return [
         _place(x, shape.shape, NamedSharding(mesh, spec))

@@ -58,9 +58,6 @@ def separate(objective: Objective, section: "Section", width: int, names: Mappin
     """The section without what follows from its state, which becomes its fold.
 
     Args:
-      objective: what is computed for a micro-batch.
-      section: of a stage.
-      width: devices of the stage.
       names: of state variables, by tensor number.
 
     Raises:

@@ -27,7 +27,6 @@ def stage_arrays(
     """Arrays in the model's order, as host arrays in memory of their own. Every process calls it.
 
     Args:
-      mesh: the devices.
       layout: where each stage keeps its arrays.
       owners: by array, its stage.
       buffers: ``[devices, length]``, or ``[devices, replicas, length]``, which gives arrays ``[replicas, ...]``.

@@ -43,7 +43,6 @@ def guard(old: TrainState, new: TrainState, found: NonFinite, skip: bool) -> tup
 
     Args:
       old, new: the state before and after the step; ``run_update`` has left what the optimizer writes as it was.
-      found: what is not finite.
       skip: whether to skip the step, rather than raise.
 
     Returns:

@@ -20,10 +20,6 @@ def warn_if_training(
     """Give a ``TrainingModeWarning`` if a function draws from the model's random streams, or updates statistics.
 
     Args:
-      objective: the function of one micro-batch.
-      model: whose variables it has.
-      name: of the function.
-      rows: examples of the micro-batch.
       trace: traces the function for another number of examples.
     """
     drawn = random_draws(objective)

@@ -42,11 +42,7 @@ def error(
     """The error for a step that was stopped: where it began, as far as that can be told.
 
     Args:
-      runtime: what ran.
-      state: before the step.
-      batch: of the step.
       loss, norm: of the batch, and of its gradient.
-      stages: whose gradients are not finite.
     """
     origin = find(runtime, state, batch) if jax.process_count() == 1 else None
     # A forward pass that is finite: cotangents went wrong in the last of the stages, and all before got them.
@@ -57,7 +53,7 @@ def error(
     return NonFiniteError(
         f"The loss of step {int(state.step)} is {loss}, the norm of its gradient {norm}; it began {where}. The state "
         "was left as it was before the step, and is the error's state=. Lower the learning rate, scale the loss, look "
-        'at the batch, or leave such steps out with on_nonfinite="skip".',
+        'at the batch, or leave such steps out with PlanOptions(on_nonfinite="skip").',
         state,
         stage,
     )

@@ -21,7 +21,7 @@ from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.axes import STAGE
 from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.trace_update import TracedUpdate, transformation_of
-from jaxpipe.pipeline.words import from_words, to_words, word_count
+from jaxpipe.pipeline.words import pack_words, unpack_words, word_count
 from jaxpipe.stacks import Stacks
 
 
@@ -68,8 +68,6 @@ def color_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence[int
 
     Args:
       update: the optimizer as it was traced for these stages, or for any if it does not look at them.
-      model: the whole model.
-      stage_of: the stage of each parameter.
 
     Raises:
       PartitionError: if values of several stages meet that are too large to be exchanged.
@@ -118,7 +116,6 @@ def _stage_of_state(
     Args:
       owner: by leaf, its parameter.
       stages: by parameter, the stages of its pieces.
-      stacks: how the state is cut.
     """
     found: list[int | None] = []
     for k, cuts in zip(owner, stacks.bounds, strict=True):
@@ -187,7 +184,6 @@ def exchanged_values(
     """What all stages know before each of them computes its new parameters, by tensor number; inside ``shard_map``.
 
     Args:
-      update: the colored program.
       read: for a stage, its parameters, gradients and state out of this device's buffers.
       shared_state: the state of which every stage has a copy.
       num_stages: number of stages.
@@ -203,29 +199,17 @@ def exchanged_values(
 
     advance(0)
     for number, tensors in enumerate(update.exchanged):
-        length = sum(word_count(graph.tensors[t].aval) for t in tensors)
+        avals = {t: graph.tensors[t].aval for t in tensors}
 
-        def send(s: int, tensors: Sequence[int] = tensors) -> jax.Array:
+        def send(s: int, avals: dict[int, Any] = avals) -> jax.Array:
             env = _environment(update, s, everywhere, read(s))
-            mine = [t for t in tensors if update.color[t] == s]
-            run(_needed(operators_of(update, s), mine, env), env)
-            return jnp.concatenate(
-                [
-                    to_words(env[t])
-                    if t in env and t in mine
-                    else jnp.zeros(word_count(graph.tensors[t].aval), jnp.uint32)
-                    for t in tensors
-                ]
-            )
+            mine = [t for t in avals if update.color[t] == s]
+            run(needed_operators(operators_of(update, s), mine, env), env)
+            values = [env[t] if t in mine else jnp.zeros(aval.shape, aval.dtype) for t, aval in avals.items()]
+            return pack_words(values, sum(map(word_count, values)))
 
         words = lax.psum(switch(lax.axis_index(STAGE), [lambda s=s: send(s) for s in range(num_stages)]), STAGE)
-        assert words.shape == (length,)
-        start = 0
-        for t in tensors:
-            aval = graph.tensors[t].aval
-            count = word_count(aval)
-            everywhere[t] = from_words(words[start : start + count], aval)
-            start += count
+        everywhere.update(zip(tensors, unpack_words(words, list(avals.values())), strict=True))
         advance(number + 1)
     return everywhere
 
@@ -242,11 +226,7 @@ def _environment(
 
 def operators_of(update: ColoredUpdate, s: int) -> list[Operator]:
     """The operators that run in a stage."""
-    return [op for op in update.graph.operators if _belongs(op, update.color, s)]
-
-
-def _belongs(op: Operator, color: dict[int, int], stage: int) -> bool:
-    return any(color.get(t) == stage for t in op.outputs)
+    return [op for op in update.graph.operators if any(update.color.get(t) == s for t in op.outputs)]
 
 
 def held_by(update: ColoredUpdate, stage: int) -> tuple[list[int], list[int], list[int]]:
@@ -258,8 +238,8 @@ def held_by(update: ColoredUpdate, stage: int) -> tuple[list[int], list[int], li
     )
 
 
-def _needed(operators: Sequence[Operator], wanted: Sequence[int], known: dict[int, Any]) -> list[Operator]:
-    """The operators that make ``wanted`` from what is known."""
+def needed_operators(operators: Sequence[Operator], wanted: Sequence[int], known: dict[int, Any]) -> list[Operator]:
+    """Return the operators that make ``wanted`` from what is known."""
     needed = {t for t in wanted if t not in known}
     kept = []
     for op in reversed(operators):

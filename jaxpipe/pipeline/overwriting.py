@@ -43,13 +43,7 @@ class Renewal:
 
 
 def renewals(update: ColoredUpdate, s: int, everywhere: Collection[int]) -> list[Renewal]:
-    """What a stage writes, in order: the state that a new parameter is computed from, then that parameter.
-
-    Args:
-      update: the colored program.
-      s: the stage.
-      everywhere: tensors that all stages have.
-    """
+    """What a stage writes, in order: the state that a new parameter is computed from, then that parameter."""
     parameters, _, state = held_by(update, s)
     olds, news = (*update.parameters, *update.state), (*update.new_parameters, *update.new_state)
     new = dict(zip(olds, news, strict=True))
@@ -101,10 +95,7 @@ def run_update(
     """One update, inside ``shard_map``.
 
     Args:
-      update: the colored program.
-      layouts: of parameters, gradients and state.
       own: this device's buffers of parameters and of state.
-      gradients: its buffers of those.
       shared: the state of which every stage has a copy.
       unless: whether nothing changes.
 
@@ -139,12 +130,7 @@ def _overwrite_stage(
     """A stage's new parameters and state in place of the old ones.
 
     Args:
-      update: the colored program.
-      s: the stage.
       everywhere: values by tensor number that all stages have, those that were exchanged included.
-      layouts: of parameters, gradients and state.
-      own: buffers of parameters and of state.
-      gradients: buffers of those.
       after: an integer before which nothing is done.
     """
     numbers = held_by(update, s)

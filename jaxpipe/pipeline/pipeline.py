@@ -82,7 +82,7 @@ class Pipeline:
         self._make_plan = make_plan
         self._maybe_runtime = None if planned is None else runtime_of(planned)
         self._batch, *self._ahead = batches
-        self._forward_objectives: dict[Any, tuple[Objective, Batching]] = {}
+        self._forwards: dict[Any, tuple[Objective, Callable[[TrainState, Any], Any]]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -250,7 +250,7 @@ class Pipeline:
           ``nonfinite_stages``, a flag for each stage: whether its gradients were not finite.
 
         Raises:
-          BatchError, StateError: if an argument does not fit the plan, or the state was passed to a step before.
+          BatchError, ModelError: if an argument does not fit the plan, or the state was passed to a step before.
           NonFiniteError: if a loss or a gradient is not finite, with ``on_nonfinite="raise"``.
         """
         check_outside_jit("step")  # no decorator: Ctrl-C in it, after the step, would lose the new state
@@ -414,7 +414,7 @@ class Pipeline:
           state: of a pipeline with ``runtime="mpmd"``, as this one.
 
         Raises:
-          StateError: if it is of another model or optimizer, or was passed to a step before.
+          ModelError: if it is of another model or optimizer, or was passed to a step before.
           PartitionError: if this pipeline has one program for all devices, or in several processes.
         """
         return self._runtime.adopt(state)
@@ -484,10 +484,10 @@ class Pipeline:
         shapes = feed.whole_shapes(self.mesh, checks.batch_shapes(batch), batch)
         leaves, treedef = jax.tree.flatten(shapes)
         key = name, treedef, tuple((x.shape, x.dtype) for x in leaves)
-        if key not in self._forward_objectives:
-            self._forward_objectives[key] = self._trace_forward(name, shapes)
-        objective, batching = self._forward_objectives[key]
-        return objective, functools.partial(self._runtime.forward, name, objective, shapes, batching)
+        if key not in self._forwards:
+            objective, batching = self._trace_forward(name, shapes)
+            self._forwards[key] = objective, self._runtime.forward(name, objective, shapes, batching)
+        return self._forwards[key]
 
     def _trace_forward(self, name: str, shapes: Any) -> tuple[Objective, Batching]:
         function = self._functions[name]
@@ -504,7 +504,7 @@ class Pipeline:
         one = with_rows(shapes, rows)
         trace = trace_loss if name == "evaluate" else trace_prediction
         objective = trace(planned.model, function, one, name)
-        if not any(known == name for known, *_ in self._forward_objectives):
+        if not any(known == name for known, *_ in self._forwards):
             retrace = functools.partial(trace, planned.model, function, name=name)
             warn_if_training(objective, planned.model, name, rows, lambda n: retrace(with_rows(one, n)))
         return objective, batching

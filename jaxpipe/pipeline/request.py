@@ -12,7 +12,6 @@ from jaxpipe.model import UserFunction
 from jaxpipe.network import Network
 from jaxpipe.options import PlanOptions
 from jaxpipe.pipeline.checks import ScheduleMaker
-from jaxpipe.pipeline.guard import OnNonFinite
 from jaxpipe.planning.plan import HostPlan
 from jaxpipe.policy import Policy
 from jaxpipe.profile import Profile
@@ -26,8 +25,8 @@ class Request:
 
     ``mesh`` has the axes ``stage`` and perhaps ``data``, and the first device of each group of ``submesh``.
     ``num_stages`` is what the mesh has along its stage axis. ``devices_per_stage`` is how many of these devices each
-    stage has, or whether that may be chosen. ``host`` is what becomes of ``host_memory``. ``compile`` is whether a plan
-    near its budget is compiled at once. ``several_sizes``: batches of several sizes are listed.
+    stage has, or whether that may be chosen. ``host`` is what becomes of ``PlanOptions.host_memory``.
+    ``several_sizes``: batches of several sizes are listed.
     """
 
     model: Any
@@ -35,23 +34,18 @@ class Request:
     loss: UserFunction
     optimizer: optax.GradientTransformation
     budget: int | None
-    allow_over_budget: bool
     num_microbatches: int | None
     schedules: tuple[ScheduleMaker, ...]
     profile: Source | Profile
     network: Network | None
     policy: Policy
-    solver: str
-    time_limit: float
     exchange: BlockSparse | None
-    on_nonfinite: OnNonFinite
     unroll_scans: int
     num_stages: int
     replicas: int
     devices_per_stage: bool | tuple[int, ...]
     host: HostPlan | None = None
     gradient_dtype: np.dtype[Any] | None = None
-    compile: bool = True
     runtime: Literal["auto", "mpmd", "spmd"] = "auto"
     several_sizes: bool = False
     submesh: Submesh = field(default_factory=Submesh)

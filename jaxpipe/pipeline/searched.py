@@ -18,8 +18,6 @@ def searched_drafts(traced: Traced, drafts: Sequence[Draft], sources: Sequence[D
     """Return stage programs with searched schedules that are shorter than others, or hold fewer bytes of stashes.
 
     Args:
-      traced: what is planned.
-      drafts: stage programs with fixed tables.
       sources: these and others, of which the fastest for each number of stages on a device gives cuts and seconds.
     """
     best = list(drafts)

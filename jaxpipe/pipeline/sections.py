@@ -12,6 +12,7 @@ from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.stash_swap import StashSwap
 from jaxpipe.planning.order import allowed_cuts, spans, uses_apart
 from jaxpipe.policy import FAST, Policy
+from jaxpipe.schedules import Kind
 from jaxpipe.stage import Stage
 
 
@@ -61,9 +62,12 @@ class Section:
         """True if there is backward work here."""
         return self.stage is not None and bool(self.stage.linearization.wrt)
 
-    def differentiated(self) -> tuple[int, ...]:
-        """The parameters that receive a gradient here."""
-        return () if self.stage is None else tuple(t for t in self.parameters if t in self.stage.linearization.wrt)
+    def differentiated(self, kind: Kind) -> frozenset[int]:
+        """Return the inputs whose cotangent is ready after work of a kind."""
+        if self.stage is None or kind is Kind.FORWARD:
+            return frozenset()
+        parts = {Kind.BACKWARD_INPUT: self.stage.input_part, Kind.BACKWARD_WEIGHT: self.stage.weight_part}
+        return frozenset(parts.get(kind, self.stage.linearization.wrt))
 
 
 @dataclass(frozen=True)
@@ -117,11 +121,6 @@ def follow(
     """Cuts of another program over the same variables, so that each is used where it is placed.
 
     Args:
-      objective: the program.
-      placement: the stage of every variable.
-      num_stages: of the pipeline.
-      names: of the variables.
-      what: the program is called.
       shared: positions of parameters that later stages may use, too.
 
     Raises:

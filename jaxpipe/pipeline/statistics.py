@@ -67,8 +67,6 @@ def find_statistics(objective: Objective, rows: int, trace: Callable[[int], Obje
     """Return the statistics over examples in the program of a micro-batch.
 
     Args:
-      objective: the program.
-      rows: examples of the micro-batch.
       trace: traces the same function for another number of examples.
     """
     nothing = Statistics((), ())
@@ -107,8 +105,6 @@ def _walk(graph: Graph, other: Graph, marks: _Marks, search: _Search) -> _Marks:
 
     Args:
       graph, other: a program, and the same for more examples.
-      marks: of the inputs; extended.
-      search: what is looked for, and found.
     """
     trained, statistic = marks
     axes = search.axes_of(graph, other)

@@ -141,7 +141,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
 
 
 def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:
-    """``(state, batch leaves) -> (loss, metrics, gradient buffers)``."""
+    """``(state, batch leaves) -> (loss, metrics, gradient buffers)``; none of the latter if all work is forward."""
 
     def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
         parameters, variables = _own(state.parameters), _own(state.variables)
@@ -150,18 +150,6 @@ def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: Train
         return loss, metrics, _rows(gradients)
 
     return _compile(mesh, device_step, (state_specs(state), batching.specs()), (P(), P(), P(STAGE)))
-
-
-def evaluation_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:
-    """``(state, batch leaves) -> (loss, metrics)``, forward only."""
-
-    def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
-        parameters, variables = _own(state.parameters), _own(state.variables)
-        totals = _train(program, batching, parameters, variables, state, batch)
-        loss, _, metrics = _mean(program, totals)
-        return loss, metrics
-
-    return _compile(mesh, device_step, (state_specs(state), batching.specs()), (P(), P()))
 
 
 def prediction_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:

@@ -68,7 +68,6 @@ def choose_targets(links: Mapping[int, Link], away: int, needed: float) -> Targe
 
     Args:
       links: by stage, or ``HOST``; those without bandwidth or room are not used.
-      away: stashes that are away at once.
       needed: bytes of each stash that have to leave.
 
     Returns:

@@ -39,9 +39,7 @@ def overwrite(
     loop carries, so each branch is a loop of one turn or of none.
 
     Args:
-      index: which branch.
       branches: what they return has the shapes of ``own``.
-      own: arrays that are written over.
       arrays: others that all branches read. XLA takes out of a loop what is computed from them alone, in every branch:
         a branch lets it all depend on the number of the turn.
       unless: whether ``own`` stays as it is.

@@ -89,9 +89,7 @@ def run_ticks(
     """All micro-batches of one device through its stages, inside ``shard_map``.
 
     Args:
-      program: what to run.
       parameters, state: this device's buffers; behind those of the parameters, the shared ones.
-      key: random key of the step.
       batch: the micro-batches of this replica: leaves ``[num_microbatches, ...]``.
       collect: keep the results of each micro-batch apart, instead of adding them up.
     """
@@ -178,8 +176,6 @@ def _exchange(program: Program, message: Any, inbox: Any, slot: Any, direct: boo
     """The inbox after every device has sent a message to the next, or to the one before.
 
     Args:
-      program: what is run.
-      message: of this device.
       inbox: ``[slots, words]``.
       slot: for what arrives; -1 if nothing does that is needed.
       direct: whether all that arrives is read in the next tick, so that nothing else is in the inbox.

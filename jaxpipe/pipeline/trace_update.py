@@ -62,8 +62,6 @@ def trace_update(
     """Trace an optimizer.
 
     Args:
-      optimizer: any optax transformation.
-      model: the whole model.
       stage_of: the stage of each parameter; left out: all are in one.
 
     Raises:
@@ -287,7 +285,6 @@ def _without_conditionals(graph: Graph, owner: Sequence[int | None]) -> Graph:
     """Replace each conditional on several parameters by its branches and a selection of each result.
 
     Args:
-      graph: the program.
       owner: the parameter that each input belongs to, if it does to one.
     """
     builder = GraphBuilder(graph.tensors, graph.constants)

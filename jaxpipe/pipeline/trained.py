@@ -20,7 +20,6 @@ def without_frozen(update: TracedUpdate, trained: Sequence[bool] | None = None) 
     """Leave out of an update the gradients that it does not need.
 
     Args:
-      update: an optimizer that takes all gradients.
       trained: by parameter, whether its gradient is an input nevertheless; left out: it is if it is needed.
     """
     graph, count = update.graph, len(update.trained)

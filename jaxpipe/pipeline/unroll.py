@@ -17,11 +17,6 @@ from jaxpipe.stacks import Stacks, groups_of_rows
 def unroll(model: BoundModel, objective: Objective, rows: int) -> BoundModel:
     """The model with the variables of its scans cut into groups of ``rows`` layers.
 
-    Args:
-      model: in its own layout.
-      objective: its loss.
-      rows: iterations that stay together.
-
     Raises:
       PartitionError: if the loss has no scan over stacked parameters, or something else needs several layers at once.
     """

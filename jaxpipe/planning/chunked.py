@@ -20,8 +20,6 @@ def chunked(whole: Partition, num_chunks: int, **asked: Any) -> Partition:
     Cuts are those for devices that are all alike, as every device has stages from each part of the program.
 
     Args:
-      whole: one stage on each device.
-      num_chunks: stages on each device.
       asked: further arguments of ``partition_layers``.
     """
     p, network = len(whole.stages), whole.network

@@ -55,9 +55,7 @@ def dispatched_timeline(
     forward and a backward pass that are one program are one call.
 
     Args:
-      schedule: the table.
       forward, backward_input, backward_weight: seconds of a micro-batch, by stage.
-      dispatching: messages and processes.
     """
     count = schedule.total_stages
     first = {s: {kinds[0] for kinds in program_kinds(schedule, s)} for s in range(count)}
@@ -116,9 +114,7 @@ def search_arguments(
     shorter timeline than the bound for these arguments.
 
     Args:
-      schedule: the table.
       forward, backward_input, backward_weight: seconds of a micro-batch, by stage, as if it split the backward pass.
-      dispatching: messages and processes.
     """
     stages = range(schedule.total_stages)
     turns = [dispatching.teams.turns(s % schedule.num_stages) for s in stages]

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxpipe.errors import MemoryBudgetError, NetworkError, PartitionError, ProfileError
+from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.network import Network
 from jaxpipe.planning import orders
 from jaxpipe.planning.assign import Limits, Search, device_classes, in_order, work
@@ -79,9 +79,9 @@ def partition_layers(
       ([(range(0, 2), (0,)), (range(2, 4), (1,))], 6.0)
     """
     if not isinstance(profile, Profile):
-        raise ProfileError(f"profile is {type(profile).__name__}; it must be a jaxpipe.Profile.")
+        raise PartitionError(f"profile is {type(profile).__name__}; it must be a jaxpipe.Profile.")
     if not isinstance(network, Network):
-        raise NetworkError(f"network is {type(network).__name__}; it must be a jaxpipe.Network.")
+        raise PartitionError(f"network is {type(network).__name__}; it must be a jaxpipe.Network.")
     if cost_model not in MODELS:
         raise PartitionError(f"cost_model={cost_model!r}; it must be one of {', '.join(map(repr, MODELS))}.")
     if num_microbatches is not None and num_microbatches < 1:

@@ -100,8 +100,6 @@ def best_mapping(
     with more devices, pairs are exchanged as long as that helps. ``Partition.searched`` tells which.
 
     Args:
-      found: the partitioner's answer.
-      schedule: of the stages.
       stash_bytes: by stage, of one micro-batch.
       period: seconds of a micro-batch on the slowest stage.
       messages: bytes that neighbors send each other for a micro-batch; no mapping may take longer for them.

@@ -4,12 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxpipe import _compat
 from jaxpipe.graph import Graph, itemsize, run
-from jaxpipe.pipeline.branches import backward_branch, forward_branch, given_avals, touched, weight_branch
+from jaxpipe.pipeline.branches import stage_programs, touched
 from jaxpipe.pipeline.overwriting import Renewal, renewals
 from jaxpipe.pipeline.precision import add_gradient
 from jaxpipe.pipeline.program import PAGE, Program
@@ -27,9 +26,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
     Gradients of a single micro-batch are not added up, and count as working memory.
 
     Args:
-      program: the training program.
       update: the optimizer, and where its state lives.
-      shared: optimizer state that every device has.
       batch: one replica's part of the batch.
     """
     held = {
@@ -68,36 +65,26 @@ def working_bytes(program: Program, s: int) -> int:
     The forward pass returns its stash packed, the backward pass reads it out of the arena; a stage that is alone goes
     through both at once. A message that has been made and not yet been sent waits besides.
     """
-    parameters, state = (
-        [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
-        for layout in (program.parameters, program.state)
-    )
-    parameters += program.avals(program.shared)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    rows, kept = given_avals(program)
-    forward, backward = (jax.ShapeDtypeStruct((n,), np.uint32) for n in program.message_words)
+    work = stage_programs(program, s)
+    (forward, ahead), (backward, behind) = work[Kind.FORWARD], work[program.schedule.backward_kind]
     if program.alone:
 
-        def both(
-            parameters: Any, state: Any, key: Any, rows: Any, forward: Any, backward: Any, sums: Any = None
-        ) -> Any:
-            message, stash, state, made = forward_branch(program, s)(parameters, state, key, rows, forward)
-            back, _, steps = backward_branch(program, s)(parameters, key, rows, stash, backward)
+        def both(ahead: Any, message: Any, sums: Any = None) -> Any:
+            sent, stash, state, made = forward(*ahead)
+            parameters, _, key, rows, _ = ahead
+            back, _, steps = backward(parameters, key, rows, stash, message)
             if sums is not None:
                 added = zip(touched(program, Kind.BACKWARD), steps, strict=True)
                 steps = [add_gradient(sums[k], step) for k, step in added]
-            return message, state, made, back, steps
+            return sent, state, made, back, steps
 
-        operands = parameters, state, key, rows, forward, backward
-        return peak_bytes(both, *operands, donated=program.sum_avals if _adds_up(program) else ())
-    ahead, behind = (4 * n for n in program.message_words)
-    waiting = 0 if program.sends_early else ahead
-    computing = peak_bytes(forward_branch(program, s), parameters, state, key, rows, forward)
-    returning = waiting + peak_bytes(backward_branch(program, s), parameters, key, rows, kept, backward)
-    needed = max(computing, returning)
+        return peak_bytes(both, ahead, behind[-1], donated=program.sum_avals if _adds_up(program) else ())
+    sizes = [4 * n for n in program.message_words]
+    waiting = 0 if program.sends_early else sizes[0]
+    needed = max(peak_bytes(forward, *ahead), waiting + peak_bytes(backward, *behind))
     if program.schedule.splits_backward:
-        waiting += behind
-        needed = max(needed, waiting + peak_bytes(weight_branch(program, s), parameters, key, rows, kept, kept))
+        late, operands = work[Kind.BACKWARD_WEIGHT]
+        needed = max(needed, waiting + sizes[1] + peak_bytes(late, *operands))
     return needed
 
 

@@ -11,7 +11,6 @@ def parameter_work_in_place(graph: Graph, everywhere: Iterable[int] = ()) -> Gra
     """The same graph, with what depends on parameters alone moved to where those parameters are used.
 
     Args:
-      graph: the program.
       everywhere: other inputs that every stage has (the random key): what is made of them waits for its reader.
 
     A scalar made of parameters (the squared norm of a weight decay term in the loss) is computed right after its
@@ -62,7 +61,6 @@ def spans(graph: Graph, inputs: Iterable[int], together: Mapping[int, int]) -> d
     """The first and the last operator that use each of some inputs; no cut may fall between the two.
 
     Args:
-      graph: the program.
       inputs: tensor numbers of parameters and state variables.
       together: for an input, a tensor that must be made in the same stage (a state variable's new value).
     """

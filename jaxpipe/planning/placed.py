@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from jaxpipe.errors import PlanError
-from jaxpipe.network import Network
+from jaxpipe.errors import PartitionError
+from jaxpipe.network import Network, NetworkFile
 from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.planning.costs import CostModel, Stages, Team
 from jaxpipe.planning.cut_space import CutSpace
-from jaxpipe.profile import Profile
-from jaxpipe.reading import read_dataclass, read_json, refuse_negative
+from jaxpipe.profile import Profile, ProfileFile
+from jaxpipe.reading import Amount, Count, read_json
 from jaxpipe.units import bytes_text, seconds_text
 
 
@@ -34,14 +34,14 @@ class StageCost:
     """
 
     operators: range
-    devices: tuple[int, ...]
-    compute_seconds: float
-    communication_seconds: float
-    sent_bytes: float
-    parameter_bytes: float
-    residual_bytes: float
-    in_flight: int
-    memory_bytes: float
+    devices: tuple[Count, ...]
+    compute_seconds: Amount
+    communication_seconds: Amount
+    sent_bytes: Amount
+    parameter_bytes: Amount
+    residual_bytes: Amount
+    in_flight: Count
+    memory_bytes: Amount
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ class Partition:
     """
 
     stages: tuple[StageCost, ...]
-    order: tuple[int, ...]
-    bottleneck_seconds: float
-    lower_bound_seconds: float
-    ties: int
+    order: tuple[Count, ...]
+    bottleneck_seconds: Amount
+    lower_bound_seconds: Amount
+    ties: Count
     searched: str
     cost_model: str
-    num_microbatches: int | None
-    memory: tuple[float | None, ...]
-    replicate: bool | int | tuple[int, ...]
-    num_stages: int | None
+    num_microbatches: Count | None
+    memory: tuple[Amount | None, ...]
+    replicate: bool | Count | tuple[Count, ...]
+    num_stages: Count | None
     reorder: bool
-    slack: float
+    slack: Amount
     profile: Profile
     network: Network
     idle: bool = True
@@ -97,22 +97,19 @@ class Partition:
         """The partition that ``to_json`` has written.
 
         Raises:
-          PlanError: naming the line, if it is not JSON; or what is missing or wrong in it.
-          ProfileError, NetworkError: if the profile or the network in it is wrong.
+          PartitionError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
-        data = read_json(text, "The partition", PlanError)
-        parts = {"profile": Profile.from_data, "network": Network.from_data}
-        found = read_dataclass(cls, data, "the partition", PlanError, parts)
-        refuse_negative(found, "the partition", PlanError, signed=("profile", "network"))
+        file = read_json(text, _File, "The partition")
+        found = cls(**{**vars(file), "profile": file.profile.profile(), "network": file.network.network()})
         count = len(found.profile.names)
         if sorted(found.order) != list(range(count)):
-            raise PlanError(f"the partition.order has not each of {count} operators once.")
+            raise PartitionError(f"the partition.order has not each of {count} operators once.")
         for k, stage in enumerate(found.stages):
             ends = stage.operators
             if not 0 <= ends.start < ends.stop <= count:
-                raise PlanError(f"the partition.stages[{k}].operators is {ends}; it must be within 0..{count}.")
+                raise PartitionError(f"the partition.stages[{k}].operators is {ends}; it must be within 0..{count}.")
             if not stage.devices or not all(0 <= d < found.network.num_devices for d in stage.devices):
-                raise PlanError(
+                raise PartitionError(
                     f"the partition.stages[{k}].devices is {list(stage.devices)[:8]}; they must be of the network's "
                     f"0..{found.network.num_devices - 1}."
                 )
@@ -154,6 +151,14 @@ class Partition:
             f"{seconds_text(self.lower_bound_seconds)}{ties}\nsearched: {self.searched}"
         )
         return table
+
+
+@dataclass(frozen=True)
+class _File(Partition):
+    """A partition as JSON has it."""
+
+    profile: ProfileFile  # type: ignore[assignment]
+    network: NetworkFile  # type: ignore[assignment]
 
 
 def describe(

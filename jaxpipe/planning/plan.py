@@ -6,19 +6,17 @@ import itertools
 import json
 import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
+import msgspec
 from rich.table import Table
 
-from jaxpipe.errors import PlanError
+from jaxpipe.errors import PartitionError
 from jaxpipe.plain_table import PlainTable, table_text
-from jaxpipe.reading import read_dataclass, read_json, refuse_negative
+from jaxpipe.reading import Amount, Count, Positive, read_json
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.schedules.teams import Teams
 from jaxpipe.units import bytes_text
-
-
-#: Numbers in a plan that may be below zero: differences and rounded shares, and a stage that is the host.
-_SIGNED = ("added_seconds", "bubble_fraction", "storage_gap", "stage")
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,9 @@ class StashPiece:
       bytes: of one stash.
     """
 
-    stage: int
-    devices: tuple[int, ...]
-    bytes: int
+    stage: Annotated[int, msgspec.Meta(ge=HOST)]
+    devices: tuple[Count, ...]
+    bytes: Count
 
 
 @dataclass(frozen=True)
@@ -65,26 +63,26 @@ class StagePlan:
       sent_bytes: what it sends on to the next stage for one micro-batch.
     """
 
-    operators: tuple[int, int]
-    devices: tuple[int, ...]
+    operators: tuple[Count, Count]
+    devices: tuple[Count, ...]
     modules: tuple[str, ...]
-    forward_seconds: float
-    backward_seconds: float
-    parameter_bytes: int
-    stash_bytes: int
-    in_flight: int
-    sent_bytes: int
-    away: int = 0
-    away_ticks: int = 0
+    forward_seconds: Amount
+    backward_seconds: Amount
+    parameter_bytes: Count
+    stash_bytes: Count
+    in_flight: Count
+    sent_bytes: Count
+    away: Count = 0
+    away_ticks: Count = 0
     pieces: tuple[StashPiece, ...] = ()
-    stored: dict[str, int] = field(default_factory=dict)
+    stored: dict[str, Count] = field(default_factory=dict)
     storage: str = "default"
     added_seconds: float = 0.0
     storage_gap: float = 0.0
-    solve_seconds: float = 0.0
-    weight_seconds: float = 0.0
+    solve_seconds: Amount = 0.0
+    weight_seconds: Amount = 0.0
     recomputed: tuple[str, ...] = ()
-    message_seconds: tuple[float, float] = (0.0, 0.0)
+    message_seconds: tuple[Amount, Amount] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -97,9 +95,9 @@ class BalanceRound:
       step_seconds: predicted.
     """
 
-    cuts: tuple[int, ...]
-    stage_seconds: tuple[float, ...]
-    step_seconds: float
+    cuts: tuple[Count, ...]
+    stage_seconds: tuple[Amount, ...]
+    step_seconds: Amount
 
     @property
     def rate(self) -> float:
@@ -117,8 +115,8 @@ class HostPlan:
       refused: why the devices cannot use any, if so.
     """
 
-    budget: int
-    bytes: int
+    budget: Count
+    bytes: Count
     refused: str = ""
 
 
@@ -135,10 +133,10 @@ class FrozenPlan:
     """
 
     parameters: tuple[str, ...]
-    trained: int
-    bytes: int
-    gradient_bytes: int
-    stages: tuple[int, ...]
+    trained: Count
+    bytes: Count
+    gradient_bytes: Count
+    stages: tuple[Count, ...]
 
 
 @dataclass(frozen=True)
@@ -191,21 +189,21 @@ class Plan:
     """
 
     stages: tuple[StagePlan, ...]
-    replicas: int
-    num_microbatches: int
-    microbatch_size: int
+    replicas: Positive
+    num_microbatches: Positive
+    microbatch_size: Positive
     schedule: str
     profile: str
-    step_seconds: float
-    lower_bound_seconds: float
+    step_seconds: Amount
+    lower_bound_seconds: Amount
     bubble_fraction: float
-    budget: int | None
-    memory: dict[str, int]
+    budget: Count | None
+    memory: dict[str, Count]
     fingerprint: str
     rounds: tuple[BalanceRound, ...] = ()
-    raised_from: int | None = None
-    exchange_bytes: int | None = None
-    staleness: tuple[int, ...] = ()
+    raised_from: Count | None = None
+    exchange_bytes: Count | None = None
+    staleness: tuple[Count, ...] = ()
     per_stage: bool = False
     host: HostPlan | None = None
     rates: str = ""
@@ -213,10 +211,10 @@ class Plan:
     frozen: FrozenPlan | None = None
     runtime: str = "spmd"
     runtime_reason: str = ""
-    each_device: tuple[int, ...] = ()
-    stage_memory: tuple[dict[str, int], ...] = ()
-    schedule_bound_seconds: float = 0.0
-    axes: dict[str, int] = dataclasses.field(default_factory=dict)
+    each_device: tuple[Count, ...] = ()
+    stage_memory: tuple[dict[str, Count], ...] = ()
+    schedule_bound_seconds: Amount = 0.0
+    axes: dict[str, Count] = dataclasses.field(default_factory=dict)
 
     @property
     def schedule_gap(self) -> float | None:
@@ -260,20 +258,13 @@ class Plan:
         """The plan that ``to_json`` has written.
 
         Raises:
-          PlanError: naming the line, if it is not JSON; or what is missing or wrong in it.
+          PartitionError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
-        data = read_json(text, "The plan", PlanError)
-        data.pop("predicted_bytes", None)
-        found = read_dataclass(cls, data, "the plan", PlanError)
-        refuse_negative(found, "the plan", PlanError, signed=_SIGNED)
-        for name in ("num_microbatches", "microbatch_size"):
-            refuse_negative(getattr(found, name), f"the plan.{name}", PlanError, least=1)
-        for k, stage in enumerate(found.stages):
-            for piece in stage.pieces:
-                refuse_negative(piece.stage, f"the plan.stages[{k}].pieces.stage", PlanError, least=HOST)
+        file = read_json(text, _File, "The plan")
+        found = cls(**{field.name: getattr(file, field.name) for field in dataclasses.fields(cls)})
         counts = [len(stage.devices) for stage in found.stages]
-        if found.replicas < 1 or not counts or min(counts) < found.replicas:
-            raise PlanError(
+        if not counts or min(counts) < found.replicas:
+            raise PartitionError(
                 f"the plan: replicas={found.replicas} and stages on {counts} devices; there must be a stage, and every "
                 "stage must have a device for each replica."
             )
@@ -317,6 +308,13 @@ class Plan:
             )
         table.caption = "\n".join(_caption(self, prefix))
         return table
+
+
+@dataclass(frozen=True)
+class _File(Plan):
+    """A plan as JSON has it."""
+
+    predicted_bytes: int = 0  # type: ignore[assignment]
 
 
 def _caption(plan: Plan, prefix: str) -> list[str]:

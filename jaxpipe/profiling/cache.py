@@ -23,7 +23,7 @@ import jaxpipe
 from jaxpipe import _compat
 from jaxpipe.demand import Linearization
 from jaxpipe.density import room
-from jaxpipe.errors import ProfileError
+from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, Operator
 from jaxpipe.profile import Profile
 from jaxpipe.rates import rates_of
@@ -67,7 +67,6 @@ def load(key: str, estimate: Profile) -> Profile | None:
     """Return a kept profile or None; warn of one that cannot be read or is of another program.
 
     Args:
-      key: of the program and the device.
       estimate: an analytic profile of the program, which has all but the seconds of a measured one.
     """
     path = _path(key)
@@ -77,19 +76,19 @@ def load(key: str, estimate: Profile) -> Profile | None:
         return profile
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ProfileError, OSError, UnicodeDecodeError) as error:
+    except (PartitionError, OSError, UnicodeDecodeError) as error:
         warnings.warn(f"The kept profile {path} cannot be used ({error}); measuring again.", stacklevel=2)
         return None
 
 
 def _check_same_program(profile: Profile, estimate: Profile) -> None:
-    """Raise ``ProfileError`` unless a profile differs from an estimate in its seconds only, and has sensible ones."""
+    """Raise ``PartitionError`` unless a profile differs from an estimate in its seconds only, and has sensible ones."""
     for field in dataclasses.fields(Profile):
         if field.name not in MEASURED and getattr(profile, field.name) != getattr(estimate, field.name):
-            raise ProfileError(f"its {field.name} are those of another program or device")
+            raise PartitionError(f"its {field.name} are those of another program or device")
     slowest = max(profile.seconds)
     if slowest > MOST_SECONDS:
-        raise ProfileError(f"an operator takes {slowest:g} s in it")
+        raise PartitionError(f"an operator takes {slowest:g} s in it")
 
 
 def save(key: str, profile: Profile) -> None:

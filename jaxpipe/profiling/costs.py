@@ -13,7 +13,6 @@ def count_costs(linearization: Linearization, plan: Choices, held: Iterable[int]
 
     Args:
       linearization: the program and what its backward pass needs.
-      plan: what it stores.
       held: inputs that are kept alive anyway (tensor numbers): they are no residuals.
     """
     graph = linearization.source

@@ -12,7 +12,7 @@ from typing import Any
 from jaxpipe import _compat
 from jaxpipe import stage as stages
 from jaxpipe.demand import Linearization
-from jaxpipe.graph import Graph, Operator
+from jaxpipe.graph import Graph
 from jaxpipe.stage import Stage
 from jaxpipe.stash import Storage
 from jaxpipe.work import is_product, weight
@@ -26,7 +26,6 @@ def cut_groups(graph: Graph, estimates: Sequence[float]) -> list[range]:
     """Ranges of operators; every operator is in exactly one.
 
     Args:
-      graph: the program.
       estimates: seconds of each operator, of which only the proportions count.
     """
     least = SMALLEST_SHARE * sum(estimates)
@@ -36,7 +35,8 @@ def cut_groups(graph: Graph, estimates: Sequence[float]) -> list[range]:
             groups.append(range(start, k))
             start = k
         spent += estimates[k]
-        if op.has_effects or (_ends_group(op) and spent >= least):
+        ends = is_product(op) or (weight(op) is None and bool(_compat.inner_programs(op.equation)))
+        if op.has_effects or (ends and spent >= least):
             groups.append(range(start, k + 1))
             start, spent = k + 1, 0.0
     if start < len(graph.operators):
@@ -44,10 +44,6 @@ def cut_groups(graph: Graph, estimates: Sequence[float]) -> list[range]:
             start = groups.pop().start
         groups.append(range(start, len(graph.operators)))
     return groups
-
-
-def _ends_group(op: Operator) -> bool:
-    return is_product(op) or (weight(op) is None and bool(_compat.inner_programs(op.equation)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +58,6 @@ def group_stage(linearization: Linearization, operators: range, held: Sequence[i
     """A group as a stage.
 
     Args:
-      linearization: the whole program.
-      operators: the group.
       held: inputs of the whole program that are kept alive anyway.
     """
     graph = linearization.source

@@ -97,8 +97,6 @@ class Body:
         """Append an operator.
 
         Args:
-          op: of the graph.
-          graph: with its tensors.
           number: values by tensor; those of its results are put into it, and those of unknown operands.
           owner: whose seconds are to count it.
         """
@@ -219,11 +217,6 @@ def owner_seconds(body: Body, results: Iterable[int], count: int) -> list[float]
 
     Of a kernel, who reads an array first and who makes what is written have the seconds of these bytes; or, if its
     arithmetic takes longer, everyone has those of his own.
-
-    Args:
-      body: the program.
-      results: values that are written.
-      count: owners.
     """
     total = [0.0] * count
     results = [body.whole(v) for v in results]

@@ -29,7 +29,6 @@ def measure(linearization: Linearization, device: Any, *, held: Iterable[int] = 
     effects are not run, only estimated. No more than the operands of one group are on the device at a time.
 
     Args:
-      linearization: the program and its derivative.
       device: where to run it.
       held: inputs that are kept alive anyway (tensor numbers).
     """

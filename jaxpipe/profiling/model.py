@@ -9,7 +9,7 @@ import optax
 
 from jaxpipe.annotations import outside_mesh, without_annotations
 from jaxpipe.demand import Linearization, linearize
-from jaxpipe.errors import BatchError, ProfileError
+from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.model import BoundModel, UserFunction, bind
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arguments import check_function
@@ -64,7 +64,7 @@ def profile_model(
       unroll_scans: as for ``partition``.
 
     Raises:
-      ProfileError: if the source or the kind of device is not known.
+      PartitionError: if the source or the kind of device is not known.
       ModelError, BatchError, PartitionError: as ``partition``.
 
     Example:
@@ -76,11 +76,11 @@ def profile_model(
       (('dot_general', 'reduce_sum', 'div'), 24.0, 12.0)
     """
     if source not in ("measured", "analytic"):
-        raise ProfileError(f"source={source!r}; it must be 'measured' or 'analytic'.")
+        raise PartitionError(f"source={source!r}; it must be 'measured' or 'analytic'.")
     check_function(loss, "loss")
     kind = isinstance(device, str)
     if kind and source == "measured":
-        raise ProfileError(
+        raise PartitionError(
             f"device={device!r} is the name of a kind of device; to measure, pass a jax.Device, or source='analytic'."
         )
     rates = rates_of_kind(device) if kind else None
@@ -130,8 +130,6 @@ def without_frozen_work(profile: Profile, objective: Objective, frozen: Sequence
 
     Args:
       profile: as it was given; nothing changes if these parameters are frozen in it, too.
-      objective: the program, with its frozen parameters.
-      frozen: their names.
     """
     if profile.frozen == tuple(frozen):
         return profile

@@ -21,10 +21,7 @@ def analytic(linearization: Linearization, rates: Rates, *, held: Iterable[int] 
     """A roofline estimate of every operator of a graph and of its backward program.
 
     Args:
-      linearization: the program.
-      rates: of the device.
       held: inputs that are kept alive anyway (tensor numbers).
-      device_kind: for the record.
     """
     held = tuple(held)
     plan = default_plan(linearization, held=held)

@@ -1,6 +1,6 @@
 """Interface of a runtime: a plan as programs on devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,8 +76,8 @@ class Runtime(Protocol):
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
         ...
 
-    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching, state: Any, batch: Any) -> Any:
-        """Run a forward pass: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
+    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Callable[[Any, Any], Any]:
+        """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
         ...
 
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
@@ -89,7 +89,7 @@ class Runtime(Protocol):
         ...
 
     def check_state(self, state: TrainState) -> None:
-        """Raise ``StateError`` if a state does not fit."""
+        """Raise ``ModelError`` if a state does not fit."""
         ...
 
     def bytes(self) -> Bytes:

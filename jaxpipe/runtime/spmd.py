@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -36,7 +36,6 @@ class SpmdRuntime:
 
     def __init__(self, planned: Planned):
         self.planned = planned
-        self._forward_steps: dict[Any, Any] = {}
 
     @property
     def places(self) -> range:
@@ -116,13 +115,29 @@ class SpmdRuntime:
         gradients = stage_arrays(self.planned.mesh, program.gradients, owners, buffers, lambda: None)
         return loss, metrics, gradients
 
-    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching, state: Any, batch: Any) -> Any:
-        """Run a forward pass: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
-        key = name, str(jax.tree.structure(shapes)), tuple((x.shape, x.dtype) for x in jax.tree.leaves(shapes))
-        if key not in self._forward_steps:
-            self._forward_steps[key] = self._build_forward(name, objective, shapes, batching)
-        leaves = feed.place(self.planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
-        return hosts.settled(self._forward_steps[key](state, leaves))
+    @progress("Compiling the forward pass")
+    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Callable[[Any, Any], Any]:
+        """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
+        planned = self.planned
+        before = planned.program.schedule
+        cuts = followed_cuts(planned, objective, name)
+        program = dataclasses.replace(
+            planned.program,
+            objective=objective,
+            sections=tuple(cut_sections(objective, cuts, planned.stages)),
+            schedule=forward_only(before.num_stages, batching.num_microbatches, before.num_chunks),
+            num_microbatches=batching.num_microbatches,
+        )
+        build = steps.gradient_step if name == "evaluate" else steps.prediction_step
+        function = build(planned.mesh, program, batching, self._abstract_state)
+        compiled = lower(planned, function, shapes, batching).compile()
+
+        def run(state: TrainState, batch: Any) -> Any:
+            leaves = feed.place(planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
+            results = hosts.settled(compiled(state, leaves))
+            return results[:2] if name == "evaluate" else results
+
+        return run
 
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it."""
@@ -153,7 +168,7 @@ class SpmdRuntime:
         )
 
     def check_state(self, state: TrainState) -> None:
-        """Raise ``StateError`` if a state has residuals of other replicas."""
+        """Raise ``ModelError`` if a state has residuals of other replicas."""
         residual = self._abstract_state.residual
         checks.check_residual([x.shape for x in state.residual], [x.shape for x in residual])
 
@@ -196,22 +211,6 @@ class SpmdRuntime:
     def _placed(self, batch: Any) -> list[jax.Array]:
         leaves, shapes = jax.tree.leaves(batch), jax.tree.leaves(self.planned.batch)
         return feed.place(self.planned.mesh, leaves, shapes, self.planned.batching)
-
-    @progress("Compiling the forward pass")
-    def _build_forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Any:
-        planned = self.planned
-        before = planned.program.schedule
-        cuts = followed_cuts(planned, objective, name)
-        program = dataclasses.replace(
-            planned.program,
-            objective=objective,
-            sections=tuple(cut_sections(objective, cuts, planned.stages)),
-            schedule=forward_only(before.num_stages, batching.num_microbatches, before.num_chunks),
-            num_microbatches=batching.num_microbatches,
-        )
-        build = steps.evaluation_step if name == "evaluate" else steps.prediction_step
-        function = build(planned.mesh, program, batching, self._abstract_state)
-        return lower(planned, function, shapes, batching).compile()
 
 
 def abstract_state(planned: Planned) -> TrainState:

@@ -43,7 +43,6 @@ def swap_points(schedule: Schedule, stage: int) -> SwapPoints:
     """Return the swaps of a stage; a stash whose backward pass follows too soon stays.
 
     Args:
-      schedule: with backward passes.
       stage: its number, chunk after chunk.
 
     Example:

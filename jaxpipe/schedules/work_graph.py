@@ -105,8 +105,6 @@ def list_scheduled(graph: WorkGraph, ranks: Ranks, patience: float) -> Sequenced
     """Return the schedule in which a free device begins the ready operation with the smallest rank.
 
     Args:
-      graph: the work.
-      ranks: priorities.
       patience: between 0 and 1. A device waits for the message of an operation with a smaller rank where the ready one
         would delay that by more than so much of its seconds: 1 never waits, 0 always.
 

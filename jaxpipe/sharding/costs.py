@@ -75,11 +75,7 @@ def divided(profile: Profile, objective: Objective, split: Propagated, submesh: 
     """Return a profile of groups of devices that share each operator's work.
 
     Args:
-      profile: of one device.
-      objective: the program.
       split: how its arrays are split over a group.
-      submesh: the group.
-      link: within it.
     """
     graph, shape = objective.graph, submesh.shape
 

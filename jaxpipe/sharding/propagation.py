@@ -42,7 +42,6 @@ def propagate(graph: Graph, given: Mapping[int, P], shape: Mapping[str, int]) ->
     """Return how the tensors of a graph are split.
 
     Args:
-      graph: the program.
       given: the specs of its inputs; others are not split.
       shape: the mesh axes, and their sizes.
 
@@ -80,7 +79,6 @@ def of_one_device(graph: Graph, specs: Mapping[int, P], shape: Mapping[str, int]
     """Return a graph whose tensors are as large as their parts on one device; for counting bytes, not for running.
 
     Args:
-      graph: the program.
       specs: by tensor number, how it is split.
       shape: the mesh axes, and their sizes.
     """

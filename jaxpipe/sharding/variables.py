@@ -114,12 +114,7 @@ def shardings_of(
     """Return how a plan splits the variables of a model and its optimizer state.
 
     Args:
-      model: with annotations.
-      update: the optimizer.
-      objective: what is computed for a micro-batch.
       submesh: the axes over which a stage may be sharded.
-      replicas: of the pipeline.
-      options: what the caller says of it.
 
     Raises:
       PartitionError: if an axis is unknown, splits nothing, or does not divide a dimension.

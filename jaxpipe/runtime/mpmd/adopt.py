@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpipe.errors import StateError
+from jaxpipe.errors import ModelError
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.state import TrainState
@@ -21,7 +21,7 @@ def adopt(planned: Planned, where: StateLayout, state: TrainState) -> TrainState
     With another number of replicas, each gets the mean of the residuals of a block-sparse exchange.
 
     Raises:
-      StateError: if the state is of another model or optimizer, or of ``runtime="spmd"``.
+      ModelError: if the state is of another model or optimizer, or of ``runtime="spmd"``.
     """
     checks.check_unused(state)
     model, colored = planned.model, planned.update.colored
@@ -64,11 +64,11 @@ def _residuals(planned: Planned, where: StateLayout, state: TrainState) -> tuple
 
 
 def _check(name: str, given: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Raise ``StateError`` unless arrays have the shapes and dtypes that are expected."""
+    """Raise ``ModelError`` unless arrays have the shapes and dtypes that are expected."""
     have, wanted = ([(tuple(x.shape), x.dtype) for x in arrays] for arrays in (given, expected))
     if have != wanted:
         pair = next(((a, b) for a, b in zip(have, wanted, strict=False) if a != b), (len(have), len(wanted)))
-        raise StateError(
+        raise ModelError(
             f"adopt: the state's {name} are {pair[0]} where this pipeline has {pair[1]}. A state moves between "
             'pipelines of one model and one optimizer with runtime="mpmd"; for others, pass the state\'s variables to '
             "init(key, variables=other.parameters(state)), or save and restore it."

@@ -116,8 +116,6 @@ class ListBuilder:
         """Take note of an array that is there at the beginning.
 
         Args:
-          place, name, j: its key.
-          aval: its shape.
           keep: whether no program may write over it.
           own: whether each member has its own part of it.
         """
@@ -137,7 +135,6 @@ class ListBuilder:
         """Add a program.
 
         Args:
-          traced: what it computes.
           whole: whether it runs on all replicas of a stage together.
           consumes: whether it may use the memory of what is there at the beginning.
         """
@@ -175,8 +172,6 @@ class ListBuilder:
 
         Args:
           source, target: where they are, and where they go.
-          names: of each, there and here.
-          j: the micro-batch that they are of.
           to: that they are of at the target, if it is another.
         """
         pairs = [(self.now[self.key(source, a, j)], self.key(target, b, j if to is None else to)) for a, b in names]
@@ -227,8 +222,6 @@ class ListBuilder:
         """Put the replicas' arrays of a name together.
 
         Args:
-          stage, name: what.
-          aval: the shape of the result.
           own: whether they are put side by side, as each has its own; they are equal otherwise.
         """
         reads = tuple(self.now[Key(Place(stage, r), name)] for r in self.members(stage))

@@ -69,7 +69,6 @@ def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True) -> T
     """Trace some work.
 
     Args:
-      work: what to trace.
       wanted: returns whether any other work needs a result.
     """
     program = trace_program(lambda *operands: work.function(operands), work.avals)

@@ -29,10 +29,6 @@ def join_messages(instructions: Sequence[Instruction], devices: StageDevices) ->
 
     A message may wait for a later one between the same devices as long as nobody reads it before that. Of messages in
     one direction it waits only if neither device calls a program in between, as it would come late.
-
-    Args:
-      instructions: a list.
-      devices: of the stages.
     """
     results: list[Instruction | None] = []
     for instruction in instructions:

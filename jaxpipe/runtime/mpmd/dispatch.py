@@ -100,12 +100,7 @@ def _runs(registers: Sequence[int]) -> list[slice]:
 
 
 def compile_list(calls: CallList, devices: StageDevices) -> Dispatch:
-    """Compile the programs of a list for this process's devices.
-
-    Args:
-      calls: the list.
-      devices: of the stages.
-    """
+    """Compile the programs of a list for this process's devices."""
     executables, specs = _compile_programs(calls, devices)
     if len(devices.processes) > 1:
         hosts.agree("The list of calls", repr((calls.instructions, calls.avals)))
@@ -163,8 +158,6 @@ def _follow_specs(
     """Take note of how the results of compiled programs are split, and with them their copies.
 
     Args:
-      calls: the list.
-      specs, open_registers: what is known; changed.
       known: by program and place, how its results are split.
     """
     for instruction in calls.instructions:

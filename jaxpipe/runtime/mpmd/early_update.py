@@ -31,8 +31,6 @@ def early_update_work(context: UpdateContext, s: int, group: int) -> Work:
     """Return the update of a stage by the gradient of a group of micro-batches; adds up its squared norm.
 
     Args:
-      context: the pipeline.
-      s: the stage.
       group: micro-batches of a replica that the gradient is the mean of.
     """
     operands = optimizer_operands(context, s, 0)
@@ -69,8 +67,6 @@ def end_work(context: UpdateContext, s: int, counts: bool) -> Work:
     Under a guard it also writes parameters and optimizer state, those from before the step if it is stopped.
 
     Args:
-      context: the pipeline.
-      s: the stage.
       counts: whether it writes the numbers of steps.
     """
     ends, results_at_end = end_operands(context, s, counts)

@@ -19,12 +19,7 @@ from jaxpipe.sharding.submesh import count_parts
 
 
 def predicted_bytes(calls: CallList, devices: StageDevices) -> dict[Any, Peak]:
-    """Return the most bytes that each device is predicted to hold at once while a list is followed.
-
-    Args:
-      calls: the list.
-      devices: of the stages.
-    """
+    """Return the most bytes that each device is predicted to hold at once while a list is followed."""
     calls_of: dict[tuple[int, Place], Call] = {}
     for call in calls.instructions:
         if isinstance(call, Call):
@@ -49,7 +44,6 @@ def working_bytes(traced: TracedWork, specs: Sequence[P], shape: Mapping[str, in
     """Return the estimated bytes of some work's temporaries on each device: what it needs besides operands and results.
 
     Args:
-      traced: the work.
       specs: by operand that it reads, how it is split.
       shape: the mesh axes of its devices, and their sizes.
     """
@@ -70,7 +64,6 @@ def reused_bytes(program: Program, parts: Sequence[int]) -> int:
     """Return the bytes of donated operands that results are written over: those of their shape and type.
 
     Args:
-      program: the program.
       parts: by operand, in how many parts its devices have it.
     """
     traced = program.traced

@@ -89,8 +89,6 @@ def walk(calls: CallList, devices: StageDevices, needs: Mapping[tuple[int, Place
     """Return the most bytes that each device holds at once.
 
     Args:
-      calls: the list.
-      devices: of the stages.
       needs: of each program at each place; those that are left out need nothing besides their arrays.
     """
     memory = _Memory(calls, devices)

@@ -59,8 +59,6 @@ def shaped_for(planned: Planned, batch: Any, retrace: Callable[[Any], Objective]
     """Return the step for batches of other shapes.
 
     Args:
-      planned: the plan.
-      batch: shapes of the whole batch.
       retrace: traces the loss for the shapes of one micro-batch.
 
     Raises:

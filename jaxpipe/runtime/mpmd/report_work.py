@@ -40,7 +40,6 @@ def results_work(context: Context, members: Sequence[int], stages: int, guarded:
     """Return the work that makes a batch's loss and metrics of the totals of all members of their stages.
 
     Args:
-      context: the pipeline.
       members: by result, those of its stage.
       stages: how many of them say whether their gradients are finite, if a step is guarded.
       guarded: whether they do.

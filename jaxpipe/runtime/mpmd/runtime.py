@@ -61,7 +61,6 @@ class MpmdRuntime:
 
     def __init__(self, planned: Planned):
         self.planned = planned
-        self._forward: dict[Any, Compiled] = {}
         self._compiled_steps: dict[Any, Compiled] = {}
 
     @property
@@ -146,7 +145,7 @@ class MpmdRuntime:
 
     def gradients(self, state: TrainState, batch: Any, shapes: Any) -> tuple[Any, Sequence[Any], list[Any]]:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
-        compiled = self._gradient(shapes)
+        compiled = self._for_shapes(shapes, gradient_list, "Compiling the gradient")
         outputs = self._run(compiled, state, batch)
         reports = self._reports(compiled, outputs)
         objective = compiled.layout.context.objective
@@ -161,20 +160,30 @@ class MpmdRuntime:
             gradients[k] = x
         return loss, metrics, gradients
 
-    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching, state: Any, batch: Any) -> Any:
-        """Run a forward pass: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
-        key = name, _shape_key(shapes)
-        if key not in self._forward:
-            self._forward[key] = self._build_forward(name, objective, shapes, batching)
-        compiled = self._forward[key]
-        outputs = self._run(compiled, state, batch)
-        if name == "evaluate":
-            reports = self._reports(compiled, outputs)
-            loss, *metrics = [reports[Name(Role.REPORT, k)] for k in range(len(objective.results) - 1)]
-            return loss, metrics
-        results = range(len(objective.results))
-        parts = [[x for key, x in outputs.items() if key.name == Name(Role.REPORT, k)] for k in results]
-        return [self._by_replica_rows(compiled.layout, rows) for rows in parts]
+    @progress("Compiling the forward pass")
+    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Callable[[Any, Any], Any]:
+        """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
+        planned = self.planned
+        before = planned.program.schedule
+        sections = cut_sections(objective, followed_cuts(planned, objective, name), planned.stages)
+        deals = planned.program.teams.deals(batching.num_microbatches)
+        schedule = forward_only(before.num_stages, deals, before.num_chunks)
+        with self._building():
+            layout = self._layout_of(objective, sections, schedule, shapes, batching, name == "predict")
+            calls = evaluation_list(layout) if name == "evaluate" else prediction_list(layout)
+            compiled = self._compile(layout, calls)
+
+        def run(state: TrainState, batch: Any) -> Any:
+            outputs = self._run(compiled, state, batch)
+            results = range(len(objective.results))
+            if name == "evaluate":
+                reports = self._reports(compiled, outputs)
+                loss, *metrics = [reports[Name(Role.REPORT, k)] for k in results[:-1]]
+                return loss, metrics
+            parts = [[x for key, x in outputs.items() if key.name == Name(Role.REPORT, k)] for k in results]
+            return [self._by_replica_rows(layout, rows) for rows in parts]
+
+        return run
 
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it."""
@@ -208,8 +217,6 @@ class MpmdRuntime:
 
         Args:
           owners: by array, its stage.
-          arrays: on the devices of their stages.
-          avals: their shapes.
           r: the replica that has them; None for all.
         """
         every = self.devices.processes
@@ -235,7 +242,7 @@ class MpmdRuntime:
         return adopt(self.planned, self._where, state)
 
     def check_state(self, state: TrainState) -> None:
-        """Raise ``StateError`` if a state has residuals of other replicas."""
+        """Raise ``ModelError`` if a state has residuals of other replicas."""
         expected = [x.shape for x in self._residual_avals]
         checks.check_residual([x.shape for x in state.residual], expected)
 
@@ -352,9 +359,6 @@ class MpmdRuntime:
         peaks = predicted_bytes(self.calls, self.devices)
         return {d: peaks[d] for d in self._where.all_devices.devices.flat}
 
-    def _gradient(self, shapes: Any) -> Compiled:
-        return self._for_shapes(shapes, gradient_list, "Compiling the gradient")
-
     def _for_shapes(self, shapes: Any, make: Callable[[Layout, UpdateContext], CallList], text: str) -> Compiled:
         key = make, _shape_key(shapes)
         if key not in self._compiled_steps:
@@ -385,18 +389,6 @@ class MpmdRuntime:
             layout = self._shaped_layout(shaped)
             update = dataclasses.replace(self._update, stages=layout.context)
         return self._compile(layout, make(layout, update))
-
-    @progress("Compiling the forward pass")
-    def _build_forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Compiled:
-        planned = self.planned
-        before = planned.program.schedule
-        sections = cut_sections(objective, followed_cuts(planned, objective, name), planned.stages)
-        deals = planned.program.teams.deals(batching.num_microbatches)
-        schedule = forward_only(before.num_stages, deals, before.num_chunks)
-        with self._building():
-            layout = self._layout_of(objective, sections, schedule, shapes, batching, name == "predict")
-            calls = evaluation_list(layout) if name == "evaluate" else prediction_list(layout)
-            return self._compile(layout, calls)
 
     def _building(self) -> Any:
         return building_for(self.planned.mesh.devices.flat[0].platform)

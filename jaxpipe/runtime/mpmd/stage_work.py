@@ -300,8 +300,6 @@ def stage_work(context: Context, s: int, kinds: Sequence[Kind]) -> Work:
     """Return what a stage does with a micro-batch, several kinds of work in one.
 
     Args:
-      context: the pipeline.
-      s: the stage.
       kinds: in order; what one makes for the next, and nobody else reads, is not among the results.
     """
     reads = _operands(context, s, kinds)
@@ -348,7 +346,7 @@ def _operands(context: Context, s: int, kinds: Sequence[Kind]) -> dict[Name, Any
         operands |= {Name(Role.COTANGENT, t): _tangent(context, t) for t in _following(context, s)}
     elif Kind.BACKWARD_WEIGHT in kinds:
         operands |= {Name(Role.SAVED, t): _tangent(context, t) for t in section.saved}
-    given = {t for kind in kinds for t in _differentiated(section, kind)}
+    given = {t for kind in kinds for t in section.differentiated(kind)}
     return operands | context.sums(s, [t for t in context.trained(s) if t in given])
 
 
@@ -366,11 +364,9 @@ def _results(context: Context, s: int, kinds: Sequence[Kind]) -> list[Name]:
             writes += [name for name in _stash_avals(section) if name not in writes]
     if Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds:
         writes += [Name(Role.COTANGENT, t) for t in section.returning]
-        if Kind.BACKWARD in kinds or Kind.BACKWARD_WEIGHT in kinds:
-            pass
-        else:
+        if Kind.BACKWARD not in kinds and Kind.BACKWARD_WEIGHT not in kinds:
             writes += [Name(Role.SAVED, t) for t in section.saved]
-    given = {t for kind in kinds for t in _differentiated(section, kind)}
+    given = {t for kind in kinds for t in section.differentiated(kind)}
     return [*writes, *context.sums(s, [t for t in context.trained(s) if t in given])]
 
 
@@ -412,15 +408,6 @@ def _stash_names(section: Section, t: int, count: int) -> list[Name]:
     if section.stage.storage.forms[t].storage is Storage.KEEP:
         return [Name(Role.ACTIVATION, t)]
     return [Name(Role.STASH, t, part) for part in range(count)]
-
-
-def _differentiated(section: Section, kind: Kind) -> tuple[int, ...]:
-    """The inputs of a stage whose cotangent is ready after work of a kind."""
-    built = section.stage
-    if built is None or kind is Kind.FORWARD:
-        return ()
-    parts = {Kind.BACKWARD_INPUT: built.input_part, Kind.BACKWARD_WEIGHT: built.weight_part}
-    return parts.get(kind, built.linearization.wrt)
 
 
 def _at_hand(context: Context, section: Section, arrays: _Arrays) -> dict[int, Any]:

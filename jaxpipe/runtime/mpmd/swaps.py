@@ -43,7 +43,6 @@ def cut_arrays(avals: Sequence[Any], targets: Sequence[SwapTarget]) -> list[list
     """Return the pieces of each array, so that each target gets its share of all bytes, to a row.
 
     Args:
-      avals: shapes of the arrays.
       targets: their shares are compared with each other.
     """
     total, shares = sum(map(array_bytes, avals)), [target.share for target in targets]
@@ -63,12 +62,7 @@ class StashMover:
     """Writes the swaps of all stages into a list."""
 
     def __init__(self, builder: ListBuilder, layout: Layout):
-        """Find out what leaves and returns when.
-
-        Args:
-          builder: of the list.
-          layout: its stages and their schedule.
-        """
+        """Find out what leaves and returns when."""
         self._builder, self._layout = builder, layout
         self._leaving: set[tuple[int, int]] = set()
         self._returning: dict[tuple[int, int], list[tuple[int, int]]] = {}

@@ -155,12 +155,7 @@ class Loader:
     """The arrays of a training state, and constants, by register of a list."""
 
     def __init__(self, where: StateLayout, calls: CallList):
-        """Find out what goes where.
-
-        Args:
-          where: the state's arrays.
-          calls: the list.
-        """
+        """Find out what goes where."""
         self._where = where
         keys = calls.inputs
         self._leaves: list[tuple[str, int, int]] = []

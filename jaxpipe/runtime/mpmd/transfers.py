@@ -90,7 +90,6 @@ class Transfers:
 
         Args:
           message: between two places.
-          devices: of the stages.
         """
         slots = pair_slots(message, self._avals, self._specs)
         registers = [next(k for k in slot.sent if k is not None) for slot in slots]
@@ -139,7 +138,6 @@ class Transfers:
 
         Args:
           instruction: from where.
-          devices: of the stages.
         """
         source, every = devices.at(instruction.source), devices.of_replicas(instruction.replicas)
         avals = [self._avals[k] for k in instruction.reads]

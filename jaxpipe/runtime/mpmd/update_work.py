@@ -24,9 +24,9 @@ from jaxpipe import _compat
 from jaxpipe.gradients.block_sparse import Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.gradients.exchange import Averaged, exchange
-from jaxpipe.graph import Operator, run
+from jaxpipe.graph import run
 from jaxpipe.pipeline.axes import DATA
-from jaxpipe.pipeline.optimizer import ColoredUpdate, held_by, operators_of
+from jaxpipe.pipeline.optimizer import ColoredUpdate, held_by, needed_operators, operators_of
 from jaxpipe.pipeline.overwriting import renewals
 from jaxpipe.runtime.mpmd.stage_work import STEP, Context, Name, Role, Work
 
@@ -317,8 +317,6 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
     """Return the last round of the optimizer in a stage: new parameters and new optimizer state.
 
     Args:
-      context: the pipeline.
-      s: the stage.
       counts: whether it also writes what every device has: shared optimizer state and the numbers of steps.
     """
     operands = optimizer_operands(context, s, len(context.colored.exchanged))
@@ -348,8 +346,6 @@ def end_operands(context: UpdateContext, s: int, counts: bool) -> tuple[Operands
     """Return what a stage reads and writes at the end of a step besides the optimizer.
 
     Args:
-      context: the pipeline.
-      s: the stage.
       counts: whether it writes the numbers of steps.
 
     Returns:
@@ -392,7 +388,6 @@ def renew(
     """Run the optimizer of a stage.
 
     Args:
-      context, s, values: the stage and its operands.
       names: by tensor number in the optimizer, what is written.
       settled: gives the value that is written, of the old and the new one.
 
@@ -419,7 +414,6 @@ def _renew(
     """Write a stage's parameters and state one after the other, each over the old one (``overwriting.renewals``).
 
     Args:
-      context, s, values: the stage and its operands.
       gradients: of its parameters, by tensor number.
       settled: gives the value that is written, of the old and the new one.
 
@@ -530,13 +524,7 @@ def _compute(context: UpdateContext, s: int, wanted: Sequence[int], env: dict[in
     colored = context.colored
     common = [op for op in colored.graph.operators if not any(t in colored.color for t in op.outputs)]
     allowed = {op.outputs for op in (*common, *operators_of(colored, s))}
-    needed = {t for t in wanted if t not in env}
-    kept: list[Operator] = []
-    for op in reversed(colored.graph.operators):
-        if op.outputs in allowed and not needed.isdisjoint(op.outputs):
-            kept.append(op)
-            needed.update(t for t in op.inputs if t not in env)
-    run(kept[::-1], env)
+    run(needed_operators([op for op in colored.graph.operators if op.outputs in allowed], wanted, env), env)
 
 
 def zeros_work(label: str, avals: dict[Name, Any]) -> Work:

@@ -173,7 +173,8 @@ def partition(
         stack them again. Norms over a stacked parameter are sums of those of its groups, rounded otherwise.
       gradient_dtype: in which gradients are added up over micro-batches, stages and replicas, where that is wider than
         the type of their parameter; left out: float32. The mean is rounded once to the parameter's type, in which the
-        optimizer gets it. ``jnp.bfloat16`` saves 2 bytes for each bfloat16 parameter, and rounds every sum.
+        optimizer gets it; ``gradients.master_weights`` gets it as it is. ``jnp.bfloat16`` saves 2 bytes for each
+        bfloat16 parameter, and rounds every sum.
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
         Asynchronous schedules, several devices in a stage, ``memory``, ``host_memory`` and batches of several sizes

@@ -24,6 +24,7 @@ FAMILIES = {
     "jaxpipe": ("#1f6fb4", "o", "jaxpipe: encoded, and budgets"),
 }
 MIB = 2**20
+COLUMNS = 4
 
 Row = Mapping[str, Any]
 
@@ -63,18 +64,24 @@ def draw_model(axes: Axes, rows: Sequence[Row], height: Mapping[int, float], nam
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
-    """A column for each model, from the content of the JSON file: operations, and times if there are any."""
+    """A panel for each model, from the content of the JSON file, and one of times below it if there are any."""
     models: Mapping[str, Sequence[Row]] = result["models"]
     timed = any(row["time_ratio"] is not None for rows in models.values() for row in rows)
-    figure = Figure(figsize=(4.2 * len(models), 4 + 3.5 * timed), layout="constrained")
-    grid = figure.subplots(1 + timed, len(models), squeeze=False)
-    for column, (name, rows) in enumerate(models.items()):
+    columns, each = min(COLUMNS, len(models)), 1 + timed
+    lines = -(-len(models) // columns) * each
+    figure = Figure(figsize=(4.2 * columns, 0.6 + 3.6 * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
+    for unused in range(len(models), columns * lines // each):
+        for line in range(each):
+            grid[unused // columns * each + line, unused % columns].set_axis_off()
+    for number, (name, rows) in enumerate(models.items()):
+        line, column = number // columns * each, number % columns
         first = rows[0]["flops"] or 1.0
         again = {k: 100 * (row["flops"] / first - 1) for k, row in enumerate(rows) if "bytes" in row}
-        draw_model(grid[0, column], rows, again, name, "operations of products run again, % of plain")
+        draw_model(grid[line, column], rows, again, name, "operations of products run again, % of plain")
         if timed:
             times = {k: row["time_ratio"] for k, row in enumerate(rows) if "bytes" in row}
-            draw_model(grid[1, column], rows, times, name, "step time, of plain")
+            draw_model(grid[line + 1, column], rows, times, name, "step time, of plain")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
     figure.suptitle(f"Bytes of a training step and their price (jax {result['versions']['jax']}, {result['device']})")

@@ -141,6 +141,7 @@ def compare_stages(name, parameters):
         optimizer=optax.sgd(0.5),
         num_microbatches=4,
         profile="analytic",
+        runtime="mpmd",
     )
     actual = pipeline.value_and_grad(pipeline.init(jax.random.key(3)), batch)[1].args[0]
     step = jax.jit(lambda v, part: gradient(apply, part)(v)[1])

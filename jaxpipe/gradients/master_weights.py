@@ -58,7 +58,7 @@ def master_weights(optimizer: optax.GradientTransformation) -> optax.GradientTra
         masters = jax.tree.map(lambda p: p.astype(jnp.float32) if is_narrow(p) else optax.MaskedNode(), params)
         return MasterWeightsState(masters, inner.init(_wide(params, masters)))
 
-    def update(updates: Any, state: MasterWeightsState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, MasterWeightsState]:
         if params is None:
             raise ValueError("master_weights: update(updates, state, params) needs the parameters, and got none.")
         wide = _wide(params, state.masters)
@@ -85,7 +85,12 @@ def _wide(params: Any, masters: Any) -> Any:
 def _difference(param: Any, master: Any) -> Any:
     """The float32 difference between a parameter and its master weight rounded to the parameter's type.
 
-    XLA may take a rounding and the widening behind it for nothing; not across a barrier.
+    XLA may leave out a cast and the cast back; neither ``reduce_precision``, which stays in one kernel but makes
+    subnormal float16 numbers zero, nor casts on both sides of a barrier.
     """
-    rounded = jax.lax.optimization_barrier(master.astype(param.dtype))
-    return rounded.astype(jnp.float32) - param.astype(jnp.float32)
+    kind = jnp.finfo(param.dtype)
+    if kind.nexp == jnp.finfo(jnp.float32).nexp:
+        rounded = jax.lax.reduce_precision(master, kind.nexp, kind.nmant)
+    else:
+        rounded = jax.lax.optimization_barrier(master.astype(param.dtype)).astype(jnp.float32)
+    return rounded - param.astype(jnp.float32)

@@ -34,7 +34,7 @@ Kernel = tuple[Callable[..., Any], Sequence[Any]]
 
 
 def mask_kernels(x: Any, cotangent: Any) -> dict[str, Kernel]:
-    """Whether elements are positive, a bit for each, and the cotangent where they are."""
+    """Return kernels of masks: a bit for each positive element, and the cotangent where it is set."""
     packed = jax.jit(lambda x: bits.pack(x > 0, 1))(x)
 
     def decode(packed: Any, cotangent: Any) -> Any:
@@ -45,7 +45,7 @@ def mask_kernels(x: Any, cotangent: Any) -> dict[str, Kernel]:
 
 
 def pool_kernels(x: Any, window: int, stride: int) -> dict[str, Kernel]:
-    """The maxima of windows with their packed positions, and cotangents sent back to these."""
+    """Return kernels of pools: maxima of windows with packed positions, and cotangents sent back to these."""
     no_padding, ones = ((0, 0),) * 4, (1, 1, 1, 1)
     windows = Windows((1, window, window, 1), (1, stride, stride, 1), no_padding, ones, ones)
     width = position_bits(windows.shape)
@@ -64,7 +64,7 @@ def pool_kernels(x: Any, window: int, stride: int) -> dict[str, Kernel]:
 
 
 def sparse_kernels(x: Any) -> dict[str, Kernel]:
-    """Bitmap and CSR of a map with some values, and back."""
+    """Return kernels of sparse formats: bitmap and CSR of a map, and back."""
     capacity = int(DENSITY * x.size)
     kernels: dict[str, Kernel] = {}
     for name, codec in (("bitmap", bitmap), ("CSR", csr)):

@@ -53,8 +53,8 @@ def variant_point(problem: Problem, variant: Variant, device: Any, timed: bool) 
     """Compile a variant; returns what is known of it, and the step if it can be run."""
     if not timed:
         return compiled(problem, variant, None, device), None
-    compiled_step = build(problem, variant, None)
-    return summary(compiled_step), lambda: compiled_step.step(*problem.arguments)
+    built = build(problem, variant, None)
+    return summary(built), lambda: built.step(*problem.arguments)
 
 
 def budget_point(problem: Problem, memory: int, device: Any, timed: bool) -> tuple[Row, Step | None]:

@@ -92,7 +92,7 @@ def gradient(apply, batch):
 @pytest.mark.parametrize("parameters", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", MODELS)
 def test_encoded_gradients_have_the_bits_of_plain_ones(name, parameters):
-    """Where every operator runs alone."""
+    """Operator by operator."""
     apply, variables, batch = case_of(name, parameters=parameters)
     with jax.disable_jit():
         actual, expected = (gradient(f, batch)(variables) for f in (jaxpipe.memory_encoded(apply), apply))

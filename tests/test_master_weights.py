@@ -61,8 +61,8 @@ def steps_of(dtype, optimizer, steps, microbatches=1, replicas=1):
             gradient_of(narrow(masters, dtype), jax.tree.map(lambda x, j=j: x[j], parts)) for j in range(microbatches)
         ]
         wide = [jax.tree.map(lambda g: np.asarray(g).astype(np.float32), g) for g in each]
-        own = microbatches // replicas
-        sums = [functools.reduce(add, wide[r * own : (r + 1) * own]) for r in range(replicas)]
+        share = microbatches // replicas
+        sums = [functools.reduce(add, wide[r * share : (r + 1) * share]) for r in range(replicas)]
         mean = jax.tree.map(lambda g: jnp.asarray(g / np.float32(microbatches)), functools.reduce(add, sums))
         updates, state = optimizer.update(mean, state, masters)
         masters = optax.apply_updates(masters, updates)

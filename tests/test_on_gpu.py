@@ -34,8 +34,8 @@ def test_a_rehearsal_measures_all_kinds(tmp_path):
     assert all(row["seconds"][0] <= row["seconds"][1] <= row["seconds"][2] for row in steps.values())
     assert steps["plain"]["products"] == 5 + 4 + 5  # forward, by activations, by weights
     (budget,) = (row for row in rows if row["kind"] == "budget")
-    assert budget["memory"] == int(0.75 * steps["plain"]["bytes"])
-    assert "refused" in budget or budget["bytes"] <= budget["memory"]
+    assert budget["memory"] == int(1.5 * steps["plain"]["bytes"]) >= budget["bytes"]
+    assert budget["seconds"][1] > 0 and budget["products"] == steps["plain"]["products"]
     assert all(row["variant"] in done.stdout for row in rows)
 
 

@@ -12,19 +12,72 @@ import functools
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh
 
 import jaxpipe
 from jaxpipe.runtime.mpmd.dispatch import follow
 from jaxpipe.runtime.mpmd.instructions import Call, Send
+from jaxpipe.schedules import interleaved
 from scripts.measuring import header
 
 
 STAGES, MICROBATCHES, LEAVES, WIDTH = 4, 16, 40, 8
+
+
+def measure(devices: Sequence[Any], steps: int) -> dict[str, Any]:
+    """Time calls, sends and steps; on a single device that has all stages, there are no sends."""
+    model = jax.tree_util.Partial(_apply, [jnp.zeros(WIDTH)] * (STAGES * LEAVES))
+    batch = jnp.ones((2 * MICROBATCHES, WIDTH))
+    pipeline = jaxpipe.partition(
+        model,
+        Mesh(np.array(devices), ("stage",)),
+        batch,
+        loss=lambda f, x: jnp.mean(f(x)),
+        optimizer=optax.sgd(1e-3),
+        num_microbatches=MICROBATCHES,
+        schedule="1f1b" if len(devices) > 1 else functools.partial(interleaved, num_chunks=STAGES),
+        profile="analytic",
+        runtime="mpmd",
+    )
+    state = pipeline.init(jax.random.key(0))
+    state, _ = pipeline.step(state, batch)
+    runtime = pipeline._runtime
+    compiled = runtime._training(pipeline._planned.batch)
+    spent: dict[str, list[float]] = {}
+    for _ in range(steps):
+        given = compiled.loader.load(state) | compiled.loader.place_batch([batch])
+        made = _timed(compiled.dispatch, given, spent)
+        state = runtime._where.state_of(state, made)
+        jax.block_until_ready(state)
+    seconds = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        state, _ = pipeline.step(state, batch)
+        seconds.append(time.perf_counter() - begin)
+        jax.block_until_ready(state)
+    sends = {"microseconds of a send, median": 1e6 * statistics.median(spent["send"])} if "send" in spent else {}
+    return {
+        "devices": len(devices),
+        "leaves of a stage": LEAVES,
+        "microseconds of a call, median": 1e6 * statistics.median(spent["call"]),
+        **sends,
+        "microseconds of calls by kind, median": {
+            kind: round(1e6 * statistics.median(values), 1)
+            for kind, values in spent.items()
+            if kind in ("forward", "backward", "forward and backward", "update")
+        },
+        "calls of a step": len(spent["call"]) // steps,
+        "sends of a step": len(spent.get("send", ())) // steps,
+        "milliseconds of a step until the host goes on, median": 1e3 * statistics.median(seconds),
+    }
 
 
 def main() -> None:
@@ -35,48 +88,7 @@ def main() -> None:
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", STAGES)
-    model = jax.tree_util.Partial(_apply, [jnp.zeros(WIDTH)] * (STAGES * LEAVES))
-    batch = jnp.ones((2 * MICROBATCHES, WIDTH))
-    pipeline = jaxpipe.partition(
-        model,
-        jax.make_mesh((STAGES,), ("stage",)),
-        batch,
-        loss=lambda f, x: jnp.mean(f(x)),
-        optimizer=optax.sgd(1e-3),
-        num_microbatches=MICROBATCHES,
-        schedule="1f1b",
-        profile="analytic",
-        runtime="mpmd",
-    )
-    state = pipeline.init(jax.random.key(0))
-    state, _ = pipeline.step(state, batch)
-    runtime = pipeline._runtime
-    compiled = runtime._training(pipeline._planned.batch)
-    spent: dict[str, list[float]] = {}
-    for _ in range(arguments.steps):
-        given = compiled.loader.load(state) | compiled.loader.place_batch([batch])
-        made = _timed(compiled.dispatch, given, spent)
-        state = runtime._where.state_of(state, made)
-        jax.block_until_ready(state)
-    steps = []
-    for _ in range(arguments.steps):
-        begin = time.perf_counter()
-        state, _ = pipeline.step(state, batch)
-        steps.append(time.perf_counter() - begin)
-        jax.block_until_ready(state)
-    results = {
-        "leaves of a stage": LEAVES,
-        "microseconds of a call, median": 1e6 * statistics.median(spent["call"]),
-        "microseconds of a send, median": 1e6 * statistics.median(spent["send"]),
-        "microseconds of calls by kind, median": {
-            kind: round(1e6 * statistics.median(values), 1)
-            for kind, values in spent.items()
-            if kind in ("forward", "backward", "forward and backward", "update")
-        },
-        "calls of a step": len(spent["call"]) // arguments.steps,
-        "sends of a step": len(spent["send"]) // arguments.steps,
-        "milliseconds of a step until the host goes on, median": 1e3 * statistics.median(steps),
-    }
+    results = measure(jax.devices(), arguments.steps)
     for name, value in results.items():
         print(f"{name}: {value:.1f}" if isinstance(value, float) else f"{name}: {value}")
     if arguments.out:

@@ -17,6 +17,8 @@ Variants, all compared with ``plain``:
   blocks        each block of the model under ``nn.remat``, where the model offers it
   blocks-dots, blocks-dots-no-batch
                 the same with the policies ``dots_saveable`` and ``dots_with_no_batch_dims_saveable``
+  blocks-second, blocks-second-dots, blocks-second-dots-no-batch
+                the same for every second block
   fast-step     ``memory_encoded`` of the whole loss; ``dots-step``, ``dots-no-batch-step``: ``jax.checkpoint`` of it
   barrier       plain, with an ``optimization_barrier`` between the passes: how far gradients of one and the same
                 program differ as soon as XLA does not fuse the backward pass with the forward pass
@@ -56,7 +58,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
+from jaxpipe.profiling.kernels import product_flops
 from scripts.encoding_cases import CASES, SMALL_CASES, Apply, Case, Problem, Wrap
 from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
 
@@ -85,9 +88,9 @@ def checkpoint(policy: Callable[..., Any]) -> Wrap:
     return functools.partial(jax.checkpoint, policy=policy)
 
 
-def blocks(policy: Callable[..., Any] | None) -> Wrap:
-    """The blocks of a model under ``nn.remat``, with a policy."""
-    return lambda cls: functools.partial(cls, remat=True, remat_policy=policy)
+def blocks(policy: Callable[..., Any] | None, every: int = 1) -> Wrap:
+    """The blocks of a model under ``nn.remat``, with a policy; or every so manieth."""
+    return lambda cls: functools.partial(cls, remat=True, remat_policy=policy, remat_every=every)
 
 
 def with_barrier(apply: Apply) -> Apply:
@@ -141,6 +144,9 @@ VARIANTS = {
     "blocks": Variant(blocks(None)),
     "blocks-dots": Variant(blocks(DOTS)),
     "blocks-dots-no-batch": Variant(blocks(DOTS_NO_BATCH)),
+    "blocks-second": Variant(blocks(None, 2)),
+    "blocks-second-dots": Variant(blocks(DOTS, 2)),
+    "blocks-second-dots-no-batch": Variant(blocks(DOTS_NO_BATCH, 2)),
     "barrier": Variant(wrap_apply=with_barrier),
 }
 #: Those that only some models have.
@@ -150,12 +156,13 @@ DEFAULT = ["fast", "smallest", "nothing", "dots", "dots-no-batch"]
 
 @dataclass(frozen=True)
 class Build:
-    """A compiled step, the seconds it took to get there, and how many products it runs."""
+    """A compiled step, the seconds it took to get there, how many products it runs, and their operations."""
 
     lower: float
     compile: float
     step: jax.stages.Compiled
     products: int
+    flops: float
 
 
 @dataclass(frozen=True)
@@ -199,6 +206,18 @@ class Options:
     cap: int | None
 
 
+def summary(made: Build) -> dict[str, Any]:
+    """Return what is known of a step before it is run: its bytes with arguments and results, products, operations."""
+    memory = made.step.memory_analysis()
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "bytes": kept + memory.temp_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "products": made.products,
+        "flops": made.flops,
+    }
+
+
 def build(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -> Build:
     """Trace, lower and compile a step."""
     step = jax.jit(jax.value_and_grad(variant.loss(problem), has_aux=True))
@@ -208,17 +227,22 @@ def build(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -
         lowered = traced.lower()
     middle = time.perf_counter()
     compiled = lowered.compile()
-    return Build(middle - start, time.perf_counter() - middle, compiled, count_products(traced.jaxpr))
+    return Build(middle - start, time.perf_counter() - middle, compiled, *count_products(traced.jaxpr))
 
 
-def count_products(jaxpr: Any) -> int:
-    """Return how many matrix products and convolutions a traced program runs, those of a loop once for each turn."""
-    total = 0
+def count_products(jaxpr: Any) -> tuple[int, float]:
+    """Return how many matrix products and convolutions a traced program runs, and their floating-point operations.
+
+    Those of a loop count once for each turn.
+    """
+    count, flops = 0, 0.0
     for equation in jaxpr.eqns:
-        total += equation.primitive.name in ("conv_general_dilated", "dot_general")
-        inner = sum(map(count_products, jaxprs_in_params(equation.params)))
-        total += inner * (equation.params["length"] if equation.primitive.name == "scan" else 1)
-    return total
+        if equation.primitive.name in ("conv_general_dilated", "dot_general"):
+            count, flops = count + 1, flops + product_flops(equation)
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in map(count_products, jaxprs_in_params(equation.params)):
+            count, flops = count + turns * inner[0], flops + turns * inner[1]
+    return count, flops
 
 
 def build_all(problem: Problem, chosen: Mapping[str, Variant], density: Any, builds: int) -> dict[str, Build]:
@@ -231,7 +255,7 @@ def build_all(problem: Problem, chosen: Mapping[str, Variant], density: Any, bui
             times[name].append((last[name].lower, last[name].compile))
     lower = {name: min(seconds for seconds, _ in found) for name, found in times.items()}
     compiling = {name: min(seconds for _, seconds in found) for name, found in times.items()}
-    return {name: Build(lower[name], compiling[name], made.step, made.products) for name, made in last.items()}
+    return {name: replace(made, lower=lower[name], compile=compiling[name]) for name, made in last.items()}
 
 
 def report_of(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -> tuple[int, int]:
@@ -285,13 +309,11 @@ def peaks(cases: Sequence[Case], variants: Sequence[str]) -> dict[str, int]:
 def needed(case: Case, batch: int, variant: Variant, density: jaxpipe.Density | None) -> float:
     """Bytes of a compiled step with its arguments and results; infinite if it does not fit the device."""
     try:
-        memory = build(case.make(batch), variant, density).step.memory_analysis()
+        return summary(build(case.make(batch), variant, density))["bytes"]
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return float("inf")
-    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return kept + memory.temp_size_in_bytes
 
 
 def largest_batch(case: Case, variant: Variant, density: jaxpipe.Density | None, cap: int) -> int:

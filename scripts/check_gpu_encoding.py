@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe
 from scripts.absent_gpu import h100s
-from scripts.bench_encoding import BLOCKS, PLAIN, SMALLEST, VARIANTS, Variant, build
+from scripts.bench_encoding import BLOCKS, PLAIN, SMALLEST, VARIANTS, Variant, build, summary
 from scripts.encoding_cases import CASES, GPU_CASES, WITH_BLOCKS, Case, Problem
 from scripts.measuring import header
 
@@ -32,12 +32,11 @@ from scripts.measuring import header
 DEFAULT = [name for name in VARIANTS if name not in ("encoded", "smallest", "barrier")]
 
 
-def compiled(problem: Problem, variant: Variant, density: jaxpipe.Density | None, device: Any) -> tuple[int, int]:
-    """Return the temporary bytes of a step, and its products. The arguments' mesh tells what it is built for."""
+def compiled(problem: Problem, variant: Variant, density: jaxpipe.Density | None, device: Any) -> dict[str, Any]:
+    """Return what is known of a step. The arguments' mesh tells what it is built for."""
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), problem.arguments)
-    made = build(replace(problem, arguments=arguments), variant, density)
-    return made.step.memory_analysis().temp_size_in_bytes, made.products
+    return summary(build(replace(problem, arguments=arguments), variant, density))
 
 
 def measure(case: Case, names: Sequence[str], device: Any) -> dict[str, Any]:
@@ -54,8 +53,7 @@ def measure(case: Case, names: Sequence[str], device: Any) -> dict[str, Any]:
     return {
         "name": case.name,
         "batch": case.batch,
-        "temporaries": {name: size for name, (size, _) in found.items()},
-        "products": {name: count for name, (_, count) in found.items()},
+        **{key: {name: row[key] for name, row in found.items()} for key in ("temporaries", "products", "flops")},
     }
 
 

@@ -28,10 +28,13 @@ import optax
 
 import jaxpipe
 from examples import models
+from jaxpipe import _compat
+from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.memory import peak_bytes
 from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
 from jaxpipe.schedules.joined import program_kinds
 from scripts.absent_gpu import h100s
+from scripts.bench_encoding import count_products
 from scripts.measuring import header
 
 
@@ -113,8 +116,12 @@ def measure(pipeline: Any) -> list[dict[str, Any]]:
         here = [s for s in runtime.places if runtime.devices.rows[s][0] == device]
         estimated = plan.stage_memory[here[0]]
         programs = {
-            run.label: {"temporaries": run.temporary_bytes, "reused": run.alias_bytes}
-            for (_, place), run in dispatch.executables.items()
+            run.label: {
+                "temporaries": run.temporary_bytes,
+                "reused": run.alias_bytes,
+                **dict(zip(("products", "flops"), count_products(traced_program(dispatch, number)), strict=True)),
+            }
+            for (number, place), run in dispatch.executables.items()
             if place.stage in here
         }
         arrays = {k: n for k, n in estimated.items() if k not in ("stash", "temporaries")}
@@ -142,6 +149,11 @@ def measure(pipeline: Any) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def traced_program(dispatch: Dispatch, number: int) -> Any:
+    """Return the jaxpr of one of the programs."""
+    return _compat.open_jaxpr(dispatch.calls.programs[number].traced.program.closed)[0]
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The models that ``scripts.bench_encoding`` measures, each as a training loss with its arguments."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import flax.linen as nn
@@ -20,10 +20,15 @@ TRAIN = {"train": True}
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, for which ``apply(wrap)`` makes a fresh function, and the arguments of its loss."""
+    """A model, for which ``apply(wrap)`` makes a fresh function, and the arguments of its loss.
+
+    ``model`` is the same for ``jaxpipe.partition``, which calls it with ``call``.
+    """
 
     apply: Callable[[Wrap], Apply]
     arguments: tuple[Any, ...]
+    model: Any = None
+    call: Mapping[str, Any] = field(default_factory=dict)
 
     def loss(
         self, wrap: Wrap, wrap_apply: Wrap, wrap_loss: Wrap = lambda loss: loss
@@ -33,10 +38,14 @@ class Problem:
 
         def loss(params: Any, x: jax.Array, state: Any, labels: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
             logits, new_state = apply(params, x, state, key)
-            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
-            return -chosen.mean(), new_state
+            return cross_entropy(logits, labels), new_state
 
         return wrap_loss(loss)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean over all labels."""
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1).mean()
 
 
 @dataclass(frozen=True)
@@ -53,12 +62,14 @@ def normal(*shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(1), shape)
 
 
-def problem(apply: Callable[[Wrap], Apply], params: Any, x: jax.Array, state: Any) -> Problem:
+def problem(
+    apply: Callable[[Wrap], Apply], params: Any, x: jax.Array, state: Any, model: Any, call: Mapping[str, Any]
+) -> Problem:
     """With random labels in the shape of the model's logits."""
     key = jax.random.key(2)
     logits, _ = jax.eval_shape(apply(lambda target: target), params, x, state, key)
     labels = jax.random.randint(jax.random.key(3), logits.shape[:-1], 0, logits.shape[-1])
-    return Problem(apply, (params, x, state, labels, key))
+    return Problem(apply, (params, x, state, labels, key), model, call)
 
 
 def linen(cls: type[nn.Module], x: jax.Array, call: dict[str, Any], **fields: Any) -> Problem:
@@ -75,7 +86,7 @@ def linen(cls: type[nn.Module], x: jax.Array, call: dict[str, Any], **fields: An
 
         return run
 
-    return problem(apply, params, x, state)
+    return problem(apply, params, x, state, cls(**fields), call)
 
 
 def nnx_module(cls: type[nnx.Module], x: jax.Array, **fields: Any) -> Problem:
@@ -91,7 +102,7 @@ def nnx_module(cls: type[nnx.Module], x: jax.Array, **fields: Any) -> Problem:
 
         return run
 
-    return problem(apply, params, x, state)
+    return problem(apply, params, x, state, cls(nnx.Rngs(0), **fields), {})
 
 
 def mlp(x: jax.Array, sizes: Sequence[int]) -> Problem:
@@ -101,7 +112,8 @@ def mlp(x: jax.Array, sizes: Sequence[int]) -> Problem:
         function = wrap(models.mlp)
         return lambda params, x, state, _: (function(params, x), state)
 
-    return problem(apply, models.init_mlp(jax.random.key(0), sizes), x, {})
+    params = models.init_mlp(jax.random.key(0), sizes)
+    return problem(apply, params, x, {}, jax.tree_util.Partial(models.mlp, params), {})
 
 
 def language(cls: type[nn.Module], batch: int, length: int, vocab: int, **fields: Any) -> Problem:
@@ -144,6 +156,7 @@ SMALL_CASES = (
     Case("UNet-small", 8, lambda n: linen(models.UNet, normal(n, 64, 64, 3), {}, width=32, depth=3)),
     Case("Inception-small", 16, lambda n: linen(models.Inception, normal(n, 32, 32, 3), {}, width=32)),
     Case("Transformer", 8, lambda n: language(models.Transformer, n, 64, 256, num_layers=4, width=128, num_heads=4)),
+    Case("GPT-2 tiny", 2, lambda n: language(models.GPT2, n, 16, 64, num_layers=2, width=32, num_heads=2)),
     Case("DigitsCNN-Linen", 128, lambda n: linen(models.LinenDigitsCNN, normal(n, 8, 8, 1), TRAIN, width=64)),
     Case("DigitsCNN-NNX", 128, lambda n: nnx_module(models.NNXDigitsCNN, normal(n, 8, 8, 1), width=64)),
     Case("MLP", 256, lambda n: mlp(normal(n, 1024), [1024] * 5 + [10])),
@@ -151,3 +164,5 @@ SMALL_CASES = (
     Case("RematCNN", 16, lambda n: linen(models.RematCNN, normal(n, 32, 32, 3), {}, width=32)),
     Case("SoftplusMLP", 1024, lambda n: linen(models.SoftplusMLP, normal(n, 512), {}, width=512)),
 )
+
+CASES_BY_NAME = {case.name: case for case in CASES + GPU_CASES + SMALL_CASES}

@@ -97,16 +97,18 @@ def rounded(sums, weight, dtype):
         (jnp.bfloat16, 2, weighted),
     ],
 )
-def test_micro_batches_are_added_up_in_float32_and_rounded_once(dtype, stages, function):
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+def test_micro_batches_are_added_up_in_float32_and_rounded_once(dtype, stages, function, runtime):
     each, weight = plain_gradients(dtype, 32, 8, function)
-    gradients = gradients_of(pipeline_of(dtype, 32, mesh_of(stages), 8, function), dtype, 32)
+    gradients = gradients_of(pipeline_of(dtype, 32, mesh_of(stages), 8, function, runtime=runtime), dtype, 32)
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {np.dtype(dtype)}
     assert_same_bits(gradients, rounded(add(each), weight, dtype))
 
 
-def test_replicas_are_added_up_in_float32():
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+def test_replicas_are_added_up_in_float32(runtime):
     each, _ = plain_gradients(jnp.bfloat16, 32, 8)
-    gradients = gradients_of(pipeline_of(jnp.bfloat16, 32, mesh_of(2, 2), 4), jnp.bfloat16, 32)
+    gradients = gradients_of(pipeline_of(jnp.bfloat16, 32, mesh_of(2, 2), 4, runtime=runtime), jnp.bfloat16, 32)
     assert_same_bits(gradients, rounded(add([add(each[:4]), add(each[4:])]), 8, jnp.bfloat16))
 
 

@@ -36,8 +36,8 @@ class BertBlock(nn.Module):
 class Bert(nn.Module):
     """Bidirectional encoder whose output layer reuses the token embedding; token 0 is padding.
 
-    Dropout draws from the `dropout` stream while `train` is true. `remat` computes each block again in the backward
-    pass, but for what `remat_policy` saves.
+    Dropout draws from the `dropout` stream while `train` is true. `remat` computes each block, or every
+    `remat_every`-th, again in the backward pass, but for what `remat_policy` saves.
 
     Input: integer tokens [batch, length], length at most `max_length`.
     Output: token logits [batch, length, vocab].
@@ -51,6 +51,7 @@ class Bert(nn.Module):
     dropout_rate: float = 0.1
     remat: bool = False
     remat_policy: Callable[..., Any] | None = None
+    remat_every: int = 1
 
     @nn.compact
     def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
@@ -58,8 +59,9 @@ class Bert(nn.Module):
         x = embed(tokens) + nn.Embed(self.max_length, self.width)(jnp.arange(tokens.shape[1]))
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(nn.LayerNorm()(x))
         mask = nn.make_attention_mask(jnp.ones_like(tokens, bool), tokens > 0)
-        block = nn.remat(BertBlock, policy=self.remat_policy, static_argnums=(3,)) if self.remat else BertBlock
+        rematted = nn.remat(BertBlock, policy=self.remat_policy, static_argnums=(3,))
         for i in range(self.num_layers):
+            block = rematted if self.remat and i % self.remat_every == 0 else BertBlock
             x = block(self.num_heads, self.dropout_rate, name=f"BertBlock_{i}")(x, mask, train)
         x = nn.LayerNorm()(nn.gelu(nn.Dense(self.width)(x), approximate=False))
         return embed.attend(x) + self.param("bias", nn.initializers.zeros, (self.vocab,))

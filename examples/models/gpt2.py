@@ -60,8 +60,8 @@ class GPT2Block(nn.Module):
 class GPT2(nn.Module):
     """Decoder with learned positions, whose output layer is the token embedding.
 
-    Dropout draws from the `dropout` stream while `train` is true. `remat` computes each block again in the backward
-    pass, but for what `remat_policy` saves.
+    Dropout draws from the `dropout` stream while `train` is true. `remat` computes each block, or every
+    `remat_every`-th, again in the backward pass, but for what `remat_policy` saves.
 
     Input: integer tokens [batch, length], length at most `max_length`.
     Output: next-token logits [batch, length, vocab].
@@ -75,6 +75,7 @@ class GPT2(nn.Module):
     dropout_rate: float = 0.1
     remat: bool = False
     remat_policy: Callable[..., Any] | None = None
+    remat_every: int = 1
 
     @nn.compact
     def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
@@ -84,7 +85,8 @@ class GPT2(nn.Module):
         x = embed(tokens) + positions(jnp.arange(tokens.shape[1]))
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
         output_scale = 0.02 / (2 * self.num_layers) ** 0.5
-        block = nn.remat(GPT2Block, policy=self.remat_policy, static_argnums=(2,)) if self.remat else GPT2Block
+        rematted = nn.remat(GPT2Block, policy=self.remat_policy, static_argnums=(2,))
         for i in range(self.num_layers):
+            block = rematted if self.remat and i % self.remat_every == 0 else GPT2Block
             x = block(self.num_heads, self.dropout_rate, output_scale, name=f"GPT2Block_{i}")(x, train)
         return embed.attend(nn.LayerNorm(epsilon=1e-5)(x))

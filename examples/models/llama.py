@@ -60,8 +60,8 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """Decoder-only language model without dropout; computes in `dtype`, with float32 parameters and logits.
 
-    `remat` computes each block again in the backward pass, but for what `remat_policy` saves. `max_length` is not used:
-    positions are rotations.
+    `remat` computes each block, or every `remat_every`-th, again in the backward pass, but for what `remat_policy`
+    saves. `max_length` is not used: positions are rotations.
 
     Input: integer tokens [batch, length]. Output: next-token logits [batch, length, vocab].
     """
@@ -76,13 +76,15 @@ class Llama(nn.Module):
     max_length: int = 0
     remat: bool = False
     remat_policy: Callable[..., Any] | None = None
+    remat_every: int = 1
 
     @nn.compact
     def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
         del train  # nothing is random
         x = nn.Embed(self.vocab, self.width, dtype=self.dtype)(tokens)
-        block = nn.remat(LlamaBlock, policy=self.remat_policy) if self.remat else LlamaBlock
+        rematted = nn.remat(LlamaBlock, policy=self.remat_policy)
         for i in range(self.num_layers):
+            block = rematted if self.remat and i % self.remat_every == 0 else LlamaBlock
             x = block(self.num_heads, self.num_kv_heads, self.hidden, self.dtype, name=f"LlamaBlock_{i}")(x)
         x = nn.RMSNorm(dtype=self.dtype)(x)
         return nn.Dense(self.vocab, use_bias=False, dtype=self.dtype)(x).astype(jnp.float32)

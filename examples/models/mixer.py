@@ -31,7 +31,8 @@ class MixerBlock(nn.Module):
 class Mixer(nn.Module):
     """Patches, mixed along both axes in turn; their mean is classified.
 
-    `remat` computes each block again in the backward pass, but for what `remat_policy` saves.
+    `remat` computes each block, or every `remat_every`-th, again in the backward pass, but for what `remat_policy`
+    saves.
 
     Input: images [batch, height, width, channels], both sides divisible by `patch`.
     Output: logits [batch, num_classes].
@@ -45,13 +46,15 @@ class Mixer(nn.Module):
     channels_hidden: int = 3072
     remat: bool = False
     remat_policy: Callable[..., Any] | None = None
+    remat_every: int = 1
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
         del train  # nothing is random
         x = nn.Conv(self.width, (self.patch, self.patch), strides=(self.patch, self.patch), padding="VALID")(x)
         x = x.reshape(x.shape[0], -1, self.width)
-        block = nn.remat(MixerBlock, policy=self.remat_policy) if self.remat else MixerBlock
+        rematted = nn.remat(MixerBlock, policy=self.remat_policy)
         for i in range(self.num_layers):
+            block = rematted if self.remat and i % self.remat_every == 0 else MixerBlock
             x = block(self.patches_hidden, self.channels_hidden, name=f"MixerBlock_{i}")(x)
         return nn.Dense(self.num_classes)(nn.LayerNorm()(x).mean(axis=1))

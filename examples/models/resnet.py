@@ -92,8 +92,8 @@ class ResNet50(nn.Module):
     """Residual network of bottleneck blocks with a 7x7 stem of stride 2 and an overlapping 3x3/2 max pool.
 
     Stage `i` has `stage_sizes[i]` blocks of `4 * 2**i * width` channels.
-    Training updates the `batch_stats` collection, which the caller makes mutable. `remat` computes each block again in
-    the backward pass, but for what `remat_policy` saves.
+    Training updates the `batch_stats` collection, which the caller makes mutable. `remat` computes each block, or
+    every `remat_every`-th, again in the backward pass, but for what `remat_policy` saves.
 
     Input: images [batch, 224, 224, 3], or of other sides from 32. Output: logits [batch, num_classes].
     """
@@ -103,6 +103,7 @@ class ResNet50(nn.Module):
     stage_sizes: tuple[int, ...] = (3, 4, 6, 3)
     remat: bool = False
     remat_policy: Callable[..., Any] | None = None
+    remat_every: int = 1
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
@@ -110,11 +111,10 @@ class ResNet50(nn.Module):
         x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
         x = nn.relu(x)
         x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
-        block = (
-            nn.remat(BottleneckBlock, policy=self.remat_policy, static_argnums=(2,)) if self.remat else BottleneckBlock
-        )
+        rematted = nn.remat(BottleneckBlock, policy=self.remat_policy, static_argnums=(2,))
         strides = [2 if stage and i == 0 else 1 for stage, count in enumerate(self.stage_sizes) for i in range(count)]
         widths = [2**stage * self.width for stage, count in enumerate(self.stage_sizes) for _ in range(count)]
         for i, (width, stride) in enumerate(zip(widths, strides, strict=True)):
+            block = rematted if self.remat and i % self.remat_every == 0 else BottleneckBlock
             x = block(width, stride, name=f"BottleneckBlock_{i}")(x, train)
         return nn.Dense(self.num_classes)(x.mean(axis=(1, 2)))

@@ -17,8 +17,8 @@ from .transformer import Block
 class ViT(nn.Module):
     """Encoder of patches with a class token and learned positions; the class token is classified.
 
-    Dropout, if there is any, draws from the `dropout` stream while `train` is true. `remat` computes each block again
-    in the backward pass, but for what `remat_policy` saves.
+    Dropout, if there is any, draws from the `dropout` stream while `train` is true. `remat` computes each block, or
+    every `remat_every`-th, again in the backward pass, but for what `remat_policy` saves.
 
     Input: images [batch, height, width, channels], both sides divisible by `patch`.
     Output: logits [batch, num_classes].
@@ -32,6 +32,7 @@ class ViT(nn.Module):
     dropout_rate: float = 0.0
     remat: bool = False
     remat_policy: Callable[..., Any] | None = None
+    remat_every: int = 1
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
@@ -42,7 +43,8 @@ class ViT(nn.Module):
         x = jnp.concatenate([jnp.broadcast_to(token, (x.shape[0], 1, self.width)), x], axis=1)
         x = x + self.param("positions", nn.initializers.normal(0.02), (1, *x.shape[1:]))
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
-        block = nn.remat(Block, policy=self.remat_policy, static_argnums=(3,)) if self.remat else Block
+        rematted = nn.remat(Block, policy=self.remat_policy, static_argnums=(3,))
         for i in range(self.num_layers):
+            block = rematted if self.remat and i % self.remat_every == 0 else Block
             x = block(self.num_heads, self.dropout_rate, name=f"Block_{i}")(x, None, train)
         return nn.Dense(self.num_classes)(nn.LayerNorm()(x)[:, 0])

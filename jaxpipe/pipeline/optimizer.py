@@ -35,7 +35,7 @@ class ColoredUpdate:
 
     Attributes:
       graph: ``(parameters, gradients, optimizer state) -> (new parameters, new optimizer state)``, flat; with the
-        gradients of trained parameters only.
+        gradients of trained parameters only, in the types in which the optimizer takes them.
       color: by tensor number, the stage that has it; absent where every stage has it.
       round: by tensor number, after how many exchanges it can be known.
       exchanged: by round, the tensors sent to all stages after it.

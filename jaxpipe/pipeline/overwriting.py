@@ -95,6 +95,7 @@ def run_update(
     """One update, inside ``shard_map``.
 
     Args:
+      layouts: of parameters, gradients and state; gradients are cast to the types in which the optimizer takes them.
       own: this device's buffers of parameters and of state.
       shared: the state of which every stage has a copy.
       unless: whether nothing changes.
@@ -105,8 +106,11 @@ def run_update(
     stages = range(len(layouts[0].avals))
 
     def read(s: int) -> Any:
-        held = own[0], gradients, own[1]
-        return tuple(x.read(s, buffers) for x, buffers in zip(layouts, held, strict=True))
+        parameters, sums, state = (
+            x.read(s, buffers) for x, buffers in zip(layouts, (own[0], gradients, own[1]), strict=True)
+        )
+        taken = zip(held_by(update, s)[1], sums, strict=True)
+        return parameters, [x.astype(update.graph.tensors[t].dtype) for t, x in taken], state
 
     everywhere = exchanged_values(update, read, shared, len(stages))
 
@@ -148,7 +152,7 @@ def _overwrite_stage(
             if t in written:
                 known[t] = buffers.read(written[t])  # not to be computed again from what was there before
             elif t in numbers[1]:
-                value = buffers.read(t)
+                value = buffers.read(t).astype(update.graph.tensors[t].dtype)
                 known[t] = value if before is None else _compat.disguise(value, buffers.read(before))
             elif t not in known:
                 known[t] = buffers.read(t)

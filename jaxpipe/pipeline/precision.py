@@ -4,7 +4,8 @@
     sums ──divided by the total weight──▶ mean, float32 ──rounded──▶ gradient, bfloat16 ──▶ optimizer
 
 A sum of n terms in bfloat16 is rounded n times, to 8 bits: that of 64 micro-batches is wrong by 0.8 %. The optimizer
-gets gradients of the parameters' own types, as from ``jax.grad``, so that its state has the types that optax gives it.
+gets gradients of the parameters' own types, as from ``jax.grad``, so that its state has the types that optax gives it;
+for a parameter that has a float32 copy (``jaxpipe.gradients.master_weights``) it gets the float32 mean.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,7 @@
 """The compiled functions of a pipeline: training step, gradients, evaluation, prediction."""
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from jaxpipe.pipeline.combine import combine
 from jaxpipe.pipeline.exchange import StageExchange, run_exchange
 from jaxpipe.pipeline.guard import OnNonFinite, guard, look
 from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.optimizer import ColoredUpdate
+from jaxpipe.pipeline.optimizer import ColoredUpdate, held_by
 from jaxpipe.pipeline.overwriting import run_update
 from jaxpipe.pipeline.precision import round_to
 from jaxpipe.pipeline.program import DATA, STAGE, Program
@@ -96,13 +97,14 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
     norm that was sent, and the norm of the residuals.
     """
     specs = state_specs(state)
+    rounded = update.exchange is not None or not takes_sums(program, update.colored)
 
     def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
         parameters, variables, optimizer = map(_own, (state.parameters, state.variables, state.optimizer))
         totals = _train(program, batching, parameters, variables, state, batch)
         residual, counters = (), {}
         if update.exchange is None:
-            loss, gradients, metrics = _mean(program, totals)
+            loss, gradients, metrics = _mean(program, totals, rounded=rounded)
             own = gradients
         else:
             loss, own, metrics = _mean(program, totals, summed=False)
@@ -114,7 +116,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
         found = None if update.on_nonfinite is None else look(loss, own, program)
         parameters, optimizer, shared = run_update(
             update.colored,
-            (program.parameters, program.gradients, update.layout),
+            (program.parameters, program.gradients if rounded else program.sums, update.layout),
             (parameters, optimizer),
             gradients,
             state.shared,
@@ -138,6 +140,13 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
         return new, loss, counters, metrics
 
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
+
+
+def takes_sums(program: Program, colored: ColoredUpdate) -> bool:
+    """Return whether an optimizer takes some gradients in the types of their sums, not of their parameters."""
+    held = [held_by(colored, s)[1] for s in range(len(program.gradients.avals))]
+    pairs = zip(itertools.chain(*held), itertools.chain(*program.gradients.avals), strict=True)
+    return any(colored.graph.tensors[t].dtype != aval.dtype for t, aval in pairs)
 
 
 def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:
@@ -199,11 +208,13 @@ def _train(
     return replace(totals, gradients=give_back(program, totals.gradients) if totals.gradients else [])
 
 
-def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, list[Any], list[Any]]:
+def _mean(
+    program: Program, totals: Totals, summed: bool = True, rounded: bool = True
+) -> tuple[Any, list[Any], list[Any]]:
     """Loss, gradients and metrics, from the results of all devices and the sums of gradients of this one.
 
-    With ``summed=False``, gradients are this replica's own, of which the mean over the replicas is the gradient, not
-    yet rounded to the types of their parameters.
+    With ``summed=False``, gradients are this replica's own, of which the mean over the replicas is the gradient. Only
+    with ``summed`` and ``rounded`` they are rounded to the types of their parameters.
     """
     loss, weight, *metrics = totals.results
     gradients = totals.gradients
@@ -211,7 +222,7 @@ def _mean(program: Program, totals: Totals, summed: bool = True) -> tuple[Any, l
         gradients = lax.psum(gradients, DATA)
     share = weight if summed else weight / lax.axis_size(DATA)
     gradients = [g / share.astype(g.dtype) for g in gradients]
-    if summed and gradients:
+    if summed and rounded and gradients:
         gradients = round_to(gradients, program.gradients.buffers)
     return loss / weight.astype(loss.dtype), gradients, combine(metrics, weight, program.objective.summed)
 

@@ -20,6 +20,7 @@ import optax
 
 from jaxpipe import _compat
 from jaxpipe.errors import PartitionError
+from jaxpipe.gradients.master_weights import MasterWeightsState
 from jaxpipe.gradients.per_stage import known_stages
 from jaxpipe.graph import Graph, GraphBuilder, Operator, trace
 from jaxpipe.model import BoundModel
@@ -33,7 +34,8 @@ class TracedUpdate:
     """``optimizer.update`` and ``apply_updates`` on the whole tree.
 
     Attributes:
-      graph: ``(parameters, gradients, optimizer state) -> (new parameters, new optimizer state)``, flat.
+      graph: ``(parameters, gradients, optimizer state) -> (new parameters, new optimizer state)``, flat. The gradient
+        of a parameter that has a float32 master weight is float32, any other of its parameter's type.
       owner: the parameter of the model's own that each leaf of the state belongs to, None if to none.
       state_avals: the leaves of the state, those that belong to a cut parameter cut as that is.
       state_shape, state_stacks: the state as optax has it, and how its leaves are cut.
@@ -75,7 +77,8 @@ def trace_update(
     owner = _owners(optimizer, state_shape, whole)
     assert len(owner) == len(state_avals)
     state_stacks = Stacks(tuple(map(functools.partial(_cut_as, stacks), owner, state_avals)))
-    count = len(avals)
+    count, mastered = len(avals), _with_masters(state_shape, owner)
+    gradients = [jax.ShapeDtypeStruct(a.shape, jnp.float32) if k in mastered else a for k, a in enumerate(avals)]
 
     def update(*leaves: Any) -> list[Any]:
         parameters, gradients = (
@@ -90,7 +93,7 @@ def trace_update(
     # Leaves of the tree may come in another order than the model's parameters.
     first = [pieces[0] for pieces in stacks.groups([0] * len(model.parameters) if stage_of is None else stage_of)]
     with known_stages(jax.tree.leaves(whole.parameter_tree(first))) as stages:
-        graph = _named(optimizer, lambda: trace(update, *avals, *avals, *state_avals))
+        graph = _named(optimizer, lambda: trace(update, *avals, *gradients, *state_avals))
     graph = _without_conditionals(graph, (*range(count), *range(count), *owner))
     if model.cut is not None:
         if stages.asked:
@@ -135,6 +138,14 @@ def _check(
                 "for each example (optax.contrib.differentially_private_aggregate, dpsgd) needs others. Use one that "
                 "works with the mean gradient."
             )
+    types = [(a.dtype.name, b.dtype.name) for a, b in zip(before, map(jnp.asarray, after), strict=False)]
+    changed = next((pair for pair in types if pair[0] != pair[1]), None)
+    if changed:
+        raise PartitionError(
+            f"optimizer: the state of {who} has an array of type {changed[0]} that is {changed[1]} after an update. A "
+            "compiled step needs a state that keeps its form. Gradients of parameters with master weights are float32: "
+            "put what keeps a state of their size inside, gradients.master_weights(optax.chain(...))."
+        )
     if [x.shape for x in before] != [jnp.shape(x) for x in after]:
         raise PartitionError(
             f"optimizer: the state of {who} has {len(after)} arrays after an update and {len(before)} before, or their "
@@ -225,6 +236,18 @@ def _owners(optimizer: optax.GradientTransformation, shape: Any, model: BoundMod
     for part in jax.tree.leaves(marked, is_leaf=lambda x: isinstance(x, _Owned)):
         numbers_of_leaves += [part.number] * len(jax.tree.leaves(part.value)) if isinstance(part, _Owned) else [None]
     return tuple(numbers_of_leaves)
+
+
+def _with_masters(state_shape: Any, owner: Sequence[int | None]) -> set[int | None]:
+    """The parameters that have a master weight."""
+
+    def mark(part: Any) -> Any:
+        if isinstance(part, MasterWeightsState):
+            return jax.tree.map(lambda _: True, part.masters), jax.tree.map(lambda _: False, part.inner)
+        return False
+
+    marks = jax.tree.map(mark, state_shape, is_leaf=lambda part: isinstance(part, MasterWeightsState))
+    return {k for k, marked in zip(owner, jax.tree.leaves(marks), strict=True) if marked}
 
 
 @jax.tree_util.register_pytree_node_class

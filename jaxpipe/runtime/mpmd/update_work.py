@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -85,6 +86,11 @@ class UpdateContext:
         pairs = zip(self.colored.parameters, objective.parameters, strict=True)
         return dict(pairs) | dict(zip(self.colored.gradients, trained, strict=True))
 
+    @functools.cached_property
+    def taken_dtype(self) -> dict[int, np.dtype[Any]]:
+        """By trained parameter of the objective, the type in which the optimizer takes its gradient."""
+        return {self.tensor_of[t]: self.colored.graph.tensors[t].dtype for t in self.colored.gradients}
+
     def is_alone(self, s: int) -> bool:
         """Return whether a stage has one device."""
         return self.stages.members[s] == 1
@@ -146,17 +152,16 @@ def _gradient_operands(context: UpdateContext, s: int) -> Operands:
 
 
 def _mean(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
-    """The gradients of a stage's parameters, by tensor number, in the types of the parameters."""
+    """The gradients of a stage's parameters, by tensor number, in the types of their sums."""
     sums = {t: _over_members(context, s, g) for t, g in _own_sums(context, s, values).items()}
     sums = {t: _with_returned(context, s, values, t, g) for t, g in sums.items()}
-    weight = values[WEIGHT]
-    return {t: (g / weight.astype(g.dtype)).astype(context.stages.aval(t).dtype) for t, g in sums.items()}
+    return {t: g / values[WEIGHT].astype(g.dtype) for t, g in sums.items()}
 
 
 def _mean_of(context: UpdateContext, s: int, values: dict[Name, Any], t: int) -> Any:
-    """The gradient of one parameter in a stage with one device."""
+    """The gradient of one parameter in a stage with one device, as the optimizer takes it."""
     total = _with_returned(context, s, values, t, _own_sum(context, s, values, t))
-    return (total / values[WEIGHT].astype(total.dtype)).astype(context.stages.aval(t).dtype)
+    return (total / values[WEIGHT].astype(total.dtype)).astype(context.taken_dtype[t])
 
 
 def _own_sums(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
@@ -285,8 +290,9 @@ def look_work(context: UpdateContext, s: int) -> Work:
     operands = _gradient_operands(context, s)
 
     def function(values: dict[Name, Any]) -> list[Any]:
-        gradients = _mean(context, s, values).values()
-        if context.exchange is not None:
+        if context.exchange is None:
+            gradients = _gradients(context, s, values).values()
+        else:
             share = values[WEIGHT]
             gradients = [g / share.astype(g.dtype) for g in _own_sums(context, s, values).values()]
         here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0))
@@ -468,15 +474,18 @@ def gradient_work(context: UpdateContext, s: int) -> Work:
 
     def function(values: dict[Name, Any]) -> list[Any]:
         mean = _mean(context, s, values)
-        return [mean[t] for t in held]
+        return [mean[t].astype(context.stages.aval(t).dtype) for t in held]
 
     return named_work(f"stage {s}: gradient", operands, [Name(Role.MEAN, t) for t in held], function)
 
 
 def _gradients(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
+    """The gradients of a stage's parameters, by tensor number, as the optimizer takes them."""
     if context.exchange is None:
-        return _mean(context, s, values)
-    return {t: values[Name(Role.EXCHANGED, t, 1)] for t in context.stages.held(s)}
+        gradients = _mean(context, s, values)
+    else:
+        gradients = {t: values[Name(Role.EXCHANGED, t, 1)] for t in context.stages.held(s)}
+    return {t: g.astype(context.taken_dtype[t]) for t, g in gradients.items()}
 
 
 def _state_places(context: UpdateContext, s: int) -> dict[int, Name]:

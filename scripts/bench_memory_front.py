@@ -1,0 +1,151 @@
+"""Bytes of a training step against what is computed again for them, and the time that takes: budgets and checkpoints.
+
+    JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.bench_memory_front
+    python -m scripts.bench_memory_front --cpu --models GPT-2 ResNet50 --out docs/results/memory-front-cpu-jax0.12.json
+    python -m scripts.plot_memory_front
+
+Compiled for an H100 that is not here (``scripts.absent_gpu``), or with ``--cpu`` for this machine, where steps are also
+timed: each alternates with the plain one. Of each model of ``scripts.encoding_cases``:
+
+  plain    ``jit(value_and_grad(loss))``
+  whole    ``jax.checkpoint`` of the model: everything again, and with the policies ``dots_saveable`` and
+           ``dots_with_no_batch_dims_saveable``
+  blocks   ``nn.remat`` around every block, or every second one, likewise
+  jaxpipe  ``memory_encoded`` of the model ("fast"), of the loss ("fast-step"), and pipelines of one stage and one
+           micro-batch, whose ``memory=`` is a share of the plain step's bytes, planned without compiling
+
+``bytes`` are those of arguments, results and temporaries, ``flops`` those of the matrix products and convolutions of
+the traced step. What these are more than plain's is computed again. Pipelines also update the parameters.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxpipe
+from scripts.absent_gpu import h100s
+from scripts.bench_encoding import BLOCKS, PLAIN, VARIANTS, Variant, build, summary
+from scripts.check_gpu_encoding import compiled
+from scripts.encoding_cases import CASES, CASES_BY_NAME, GPU_CASES, WITH_BLOCKS, Case, Problem
+from scripts.measuring import alternate, header, keep_freed_memory
+from scripts.one_stage import batch_of, one_stage, stage_summary
+
+
+SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2)
+FAMILIES = {
+    "whole": ("nothing", "dots", "dots-no-batch"),
+    "blocks": BLOCKS,
+    "jaxpipe": ("fast", "fast-step"),
+}
+MIB = 2**20
+
+Row = dict[str, Any]
+Step = Callable[[], Any]
+
+
+def variant_point(problem: Problem, variant: Variant, device: Any, timed: bool) -> tuple[Row, Step | None]:
+    """Compile a variant; returns what is known of it, and the step if it can be run."""
+    if not timed:
+        return compiled(problem, variant, None, device), None
+    built = build(problem, variant, None)
+    return summary(built), lambda: built.step(*problem.arguments)
+
+
+def budget_point(problem: Problem, memory: int, device: Any, timed: bool) -> tuple[Row, Step | None]:
+    """Plan and compile within a budget; a row that says so if it is refused."""
+    try:
+        pipeline = one_stage(problem, device, memory, compile=False)
+    except jaxpipe.MemoryBudgetError as error:
+        return {"refused": str(error), "smallest": error.smallest}, None
+    row = stage_summary(pipeline) | {"memory": memory}
+    if not timed:
+        return row, None
+    _, x, _, labels, _ = problem.arguments
+    batch, states = batch_of(x, labels), [pipeline.init(jax.random.key(0))]
+
+    def step() -> Any:
+        states[0], metrics = pipeline.step(states[0], batch)
+        return states[0], metrics
+
+    return row, step
+
+
+def points(case: Case, shares: Sequence[float], device: Any, timed: bool, rounds: int) -> Iterator[Row]:
+    """Measure one model."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        problem = case.make(case.batch)
+    plain, plain_step = variant_point(problem, PLAIN, device, timed)
+    yield {"family": "plain", "variant": "plain", **plain, "time_ratio": 1.0 if timed else None}
+    for family, names in FAMILIES.items():
+        if family != "blocks" or case.name.startswith(WITH_BLOCKS):
+            for name in names:
+                row, step = variant_point(problem, VARIANTS[name], device, timed)
+                yield {"family": family, "variant": name, **row, "time_ratio": time_ratio(plain_step, step, rounds)}
+    for share in shares:
+        row, step = budget_point(problem, int(share * plain["bytes"]), device, timed)
+        ratio = time_ratio(plain_step, step, rounds)
+        yield {"family": "jaxpipe", "variant": f"{share:.0%}", "share": share, **row, "time_ratio": ratio}
+
+
+def time_ratio(plain: Step | None, step: Step | None, rounds: int) -> float | None:
+    """Return the median of a step over plain in the same round; None for what is not run."""
+    if plain is None or step is None:
+        return None
+    times = alternate({"plain": plain, "other": step}, rounds, seconds=120)
+    return statistics.median(b / a for a, b in zip(times["plain"], times["other"], strict=True))
+
+
+def text_of(name: str, row: Row, plain: Row) -> str:
+    """A line to read."""
+    head = f"{name} {row['family']} {row['variant']}: "
+    if "refused" in row:
+        return f"{head}refused, smallest {row['smallest'] / MIB:.1f} MiB"
+    again = row["flops"] / plain["flops"] - 1 if plain["flops"] else 0.0
+    ratio = "" if row["time_ratio"] is None else f", {row['time_ratio']:.3f} of the time"
+    return (
+        f"{head}{row['bytes'] / MIB:.1f} MiB, of these temporaries {row['temporaries'] / MIB:.1f}; {row['products']} "
+        f"products, {again:+.1%} operations{ratio}"
+    )
+
+
+def save(path: Path, device: Any, models: Mapping[str, Sequence[Row]]) -> None:
+    """Write the JSON file."""
+    result = {**header(), "device": device.device_kind, "models": models}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> None:
+    """Compile, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--models", nargs="+", choices=CASES_BY_NAME, metavar="NAME", help="default: GPU sizes; with --cpu, the nine"
+    )
+    parser.add_argument("--shares", nargs="*", type=float, default=SHARES, help="budgets, of the plain step's bytes")
+    parser.add_argument("--cpu", action="store_true", help="compile for this machine, and time the steps")
+    parser.add_argument("--rounds", type=int, default=10, help="most rounds of a timing (default 10)")
+    parser.add_argument("--out", type=Path, default=Path("out/bench_memory_front.json"))
+    options = parser.parse_args()
+    if options.cpu:
+        keep_freed_memory()
+    device = jax.devices("cpu")[0] if options.cpu else h100s(1).devices[0]
+    names = options.models or [case.name for case in (CASES if options.cpu else GPU_CASES)]
+    models: dict[str, list[Row]] = {}
+    for name in names:
+        rows = models.setdefault(name, [])
+        for row in points(CASES_BY_NAME[name], options.shares, device, options.cpu, options.rounds):
+            rows.append(row)
+            save(options.out, device, models)
+            print(text_of(name, row, rows[0]), flush=True)
+            gc.collect()
+        jax.clear_caches()
+
+
+if __name__ == "__main__":
+    main()

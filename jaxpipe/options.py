@@ -50,7 +50,8 @@ class PlanOptions:
         stack them again. Norms over a stacked parameter are sums of those of its groups, rounded otherwise.
       gradient_dtype: in which gradients are added up over micro-batches, stages and replicas, where that is wider than
         the type of their parameter; left out: float32. The mean is rounded once to the parameter's type, in which the
-        optimizer gets it; ``gradients.master_weights`` gets it as it is. ``jnp.bfloat16`` saves 2 bytes for each bfloat16 parameter, and rounds every sum.
+        optimizer gets it; ``gradients.master_weights`` gets it as it is. ``jnp.bfloat16`` saves 2 bytes for each
+        bfloat16 parameter, and rounds every sum.
 
     Raises:
       PartitionError: if a field has a value that is none of these.

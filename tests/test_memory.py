@@ -192,6 +192,20 @@ def test_on_a_gpu_arrays_end_at_barriers_and_are_written_over():
         assert peak_bytes(in_pieces, x, w) == pytest.approx(logits + result, rel=1e-3)
 
 
+def picked(x, w, labels):
+    """The mean logit of some labels, each above the row's largest."""
+    logits = x @ w
+    shifted = logits - logits.max(-1, keepdims=True)
+    return jnp.take_along_axis(shifted, labels[:, None], axis=-1).mean() + jnp.exp(shifted).sum()
+
+
+def test_a_gpu_picks_elements_of_what_is_not_written():
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 64), (64, 4096))]
+    labels = jax.ShapeDtypeStruct((256,), jnp.int32)
+    with building_for("gpu"):
+        assert peak_bytes(picked, *avals, labels) == pytest.approx(256 * 4096 * 4, rel=1e-2)  # logits, and row maxima
+
+
 def test_gradients_of_pooling_need_positions():
     """XLA's select-and-scatter is a reduction over the positions in every dimension, all of them in memory."""
 

@@ -5,13 +5,19 @@ import itertools
 import math
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpipe.graph import is_differentiable, trace
 from jaxpipe.planning.storing.choose import lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
+from jaxpipe.planning.storing.items import stage_items
 from jaxpipe.planning.storing.problem import NOT_STORED, Item, Option, Problem, simulate
 from jaxpipe.planning.storing.programme import solve
+from jaxpipe.stage import build
+from jaxpipe.target import building_for
 
 
 def all_choices(problem):
@@ -270,3 +276,37 @@ def test_a_chain_that_needs_a_tensor_three_times():
     assert all(not found.fits(chain(6, 4)) for _, found in all_choices(chain(6, 4)))
     assert solve(chain(6, 4)).infeasible
     assert solve(chain(6, 4), least_peak=True).choice is not None
+
+
+ROWS, WIDTH, CLASSES = 64, 16, 1000
+
+
+def events_of(platform):
+    """Base bytes of the events of a cross entropy behind two products, and the item of its logits."""
+
+    def loss(x, first, second, labels):
+        picked = jnp.take_along_axis(jax.nn.log_softmax(x @ first @ second), labels[:, None], axis=-1)
+        return -picked.mean()
+
+    weights = jnp.ones((WIDTH, WIDTH)), jnp.ones((WIDTH, CLASSES))
+    with building_for(platform):
+        graph = trace(loss, jnp.ones((ROWS, WIDTH)), *weights, jnp.zeros(ROWS, jnp.int32))
+        stage = build(graph, [t for t in graph.inputs if is_differentiable(graph.tensors[t].aval)], held=graph.inputs)
+        problem = stage_items(stage.linearization, stage.storage, lambda op: 1.0, 1e9, graph.inputs).problem
+    return problem.base, max(problem.items, key=lambda item: item.bytes)
+
+
+def test_a_gpu_writes_the_gradient_of_a_loss_over_its_logits():
+    logits = 4 * ROWS * CLASSES
+    base, item = events_of("gpu")
+    assert item.bytes == logits
+    assert item.uses == (0,)
+    assert base[0] < 0.01 * logits
+    gradients = 4 * WIDTH * (ROWS + CLASSES)  # of the second product's operands, beside the logits' cotangent
+    assert base[1:] == (logits + gradients,)
+
+
+def test_a_cpu_writes_the_cotangents_of_each_step():
+    base, item = events_of("cpu")
+    assert len(base) > 2
+    assert max(base) >= 2 * item.bytes

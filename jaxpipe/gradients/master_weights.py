@@ -31,7 +31,8 @@ def master_weights(optimizer: optax.GradientTransformation) -> optax.GradientTra
     Inside ``partition`` the optimizer gets the mean gradient in float32, not rounded to the parameters' type.
 
     Parameters are set by adding a float32 difference, as optax does: exactly, unless a weight shrinks to less than
-    2**-15 of itself in one step and is not zero; then it may be off by 2**-23 of what it was, until the next step.
+    2**-15 of itself (2**-12 in float16) in one step and is not zero; then it may be off by 2**-23 of what it was, until
+    the next step.
 
     Args:
       optimizer: any optax transformation, with all that belongs to it (clipping, schedules, weight decay).

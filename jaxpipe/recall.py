@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe import _compat
 from jaxpipe.demand import Backward, restricted
@@ -51,6 +52,7 @@ class Recall:
         self._derivations = Derivations(graph)
         self._given: dict[int, Any] = {**graph.constants, **parameters}
         self._loaded: dict[int, Any] = {}
+        self._rerun: set[int] = set()
         self.values = dict(self._given)
         apart = fenced and _compat.runs_breadth_first()
         self._zero = _compat.hidden_zero(parameters.values()) if apart else None
@@ -99,7 +101,10 @@ class Recall:
             run(program, self.values)
         # What does not fuse with its operands would have to copy a disguised one.
         first = self._loaded if step.name in _UNFUSED else {}
-        return [first.get(t, self.values[t]) for t in step.needs]
+        needs = [first.get(t, self.values[t]) for t in step.needs]
+        if missing and not _compat.runs_breadth_first():
+            self._forget(program)
+        return needs
 
     def load(self, steps: Iterable[Backward], cotangents: Sequence[Any]) -> Sequence[Any]:
         """Load from the stash what some steps need, together with cotangents that are written to memory anyway.
@@ -109,19 +114,39 @@ class Recall:
         """
         known = set(self.values)
         loads: dict[int, None] = {}
+        again: dict[int, None] = {}
         for step in steps:
             program, read = self.sources(step, known)
             loads.update(dict.fromkeys(read))
+            inputs = (*step.needs, *(t for op in program for t in op.inputs))
+            again.update(dict.fromkeys(t for t in inputs if t in self._rerun))
             known |= {*read, *(t for op in program for t in op.outputs)}
-        if not loads:
+        if not loads and not again:
             return cotangents
-        parts = [part for t in loads for part in self._stash[t]]
-        flat = [jax.lax.reshape(part, self._as_written(t, part)) for t in loads for part in self._stash[t]]
+        named = [(t, part) for t in loads for part in self._stash[t]] + [(t, self.values[t]) for t in again]
+        parts = [part for _, part in named]
+        flat = [jax.lax.reshape(part, self._as_written(t, part)) for t, part in named]
         tied = _compat.join([*flat, *cotangents])
         restored = iter([jax.lax.reshape(x, part.shape) for x, part in zip(tied, parts, strict=False)])
         for t in loads:
             self.values[t] = self._restore(t, [next(restored) for _ in self._stash[t]])
+        self.values.update(zip(again, restored, strict=True))
         return tied[len(parts) :]
+
+    def _forget(self, program: Sequence[Operator]) -> None:
+        """Forget what follows element by element from products that were run again, and keep their results.
+
+        Each product's steps compute it from these anew, which fuses with them; kept, it would be in memory until the
+        last of them.
+        """
+        if sum(op.name in _PRODUCTS for op in program) < 2:
+            return  # attention scores by themselves: XLA keeps less if both of their readers share the softmax
+        for op in program:
+            for t in op.outputs:
+                if op.name in ELEMENTWISE and t not in self._derivations.sums_of_branches:
+                    del self.values[t]
+                elif jax.dtypes.issubdtype(jax.typeof(self.values[t]).dtype, np.inexact):
+                    self._rerun.add(t)
 
     def _as_written(self, t: int, part: Any) -> Sequence[int]:
         """Return the shape in which a GPU's matrix product writes a part of a stored tensor.

@@ -5,8 +5,10 @@ planner may set it otherwise, ``jaxpipe.stage`` runs it.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -110,6 +112,15 @@ class Derivations:
     def __init__(self, graph: Graph):
         self._producers = {t: op for op in graph.operators for t in op.outputs}
         self._order = {op: k for k, op in enumerate(graph.operators)}
+        self._graph = graph
+
+    @cached_property
+    def sums_of_branches(self) -> frozenset[int]:
+        """The sums that several operators read, of two tensors that no parameter alone gives: residual connections."""
+        readers = Counter(t for op in self._graph.operators for t in op.inputs)
+        at_hand = self._graph.derived_from_parameters()
+        sums = [op for op in self._graph.operators if op.name in ("add", "add_any")]
+        return frozenset(op.outputs[0] for op in sums if readers[op.outputs[0]] > 1 and len({*op.inputs} - at_hand) > 1)
 
     def producer(self, t: int) -> Operator | None:
         """The operator that makes a tensor; None for an input."""

@@ -24,8 +24,8 @@ from jaxpipe.storage import Choices, Derivations, derived_from, not_at_hand, wit
 from jaxpipe.work import weight
 
 
-#: Events of a problem at most; steps of the backward pass next to each other are joined.
-MOST_EVENTS = 48
+#: Events of a problem at most, on a CPU and on a GPU, where an event has several steps; neighbors are joined.
+MOST_EVENTS, MOST_GPU_EVENTS = 48, 96
 
 #: How often the bytes of a tensor are moved to pack and unpack it; sparse formats move single elements, too.
 PACKING, COMPACTION = 2.0, 12.0
@@ -225,8 +225,7 @@ def _events(
     tensors, available = linearization.source.tensors, {*position, *at_hand}
     cotangents: set[int] = set()
     for chain in _chains(linearization.backward[::-1]):
-        before, running = set(cotangents), 0
-        leaves: set[int] = set()
+        before, leaves, running = set(cotangents), set[int](), 0
         for step in chain:
             leaves.update(derivations.of(step.needs, everything, at_hand)[1])
             cotangents.update(step.cotangents_in)
@@ -250,7 +249,8 @@ def _events(
         else:
             joined_reads.append(set(here))
             joined_base.append(size)
-    per_event = -(-len(joined_reads) // MOST_EVENTS)
+    most = MOST_EVENTS if _compat.runs_breadth_first() else MOST_GPU_EVENTS
+    per_event = -(-len(joined_reads) // most)
     uses: dict[int, list[int]] = {}
     total: list[int] = []
     for e in range(0, len(joined_reads), max(1, per_event)):

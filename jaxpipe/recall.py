@@ -87,6 +87,7 @@ class Recall:
     def fetch(self, step: Backward, after: Any) -> list[Any]:
         """Values of the tensors that a backward step needs, not before the cotangent ``after``."""
         missing = [t for t in step.needs if t not in self.values]
+        program: list[Operator] = []
         if missing:
             program, loads = self.sources(step, self.values)
             parts = {t: list(self._stash[t]) for t in loads}
@@ -102,7 +103,7 @@ class Recall:
         # What does not fuse with its operands would have to copy a disguised one.
         first = self._loaded if step.name in _UNFUSED else {}
         needs = [first.get(t, self.values[t]) for t in step.needs]
-        if missing and not _compat.runs_breadth_first():
+        if not _compat.runs_breadth_first():
             self._forget(program)
         return needs
 

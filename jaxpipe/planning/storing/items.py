@@ -203,13 +203,13 @@ class _Event:
       reads: the items that they need.
       running: bytes of cotangents and workspace while the product runs.
       left: bytes of the cotangents behind them.
-      made: shape and type of those that elementwise steps made.
+      fresh: shape and type of those that elementwise steps wrote.
     """
 
     reads: frozenset[int]
     running: int
     left: int
-    made: tuple[Any, ...]
+    fresh: tuple[Any, ...]
 
 
 def _events(
@@ -238,8 +238,8 @@ def _events(
             cotangents -= {t for t in step.cotangents_in if t not in linearization.wrt}
             cotangents = {t for t in cotangents if t not in released}
         left = sum(tensors[t].bytes for t in cotangents)
-        made = tuple((tensors[t].shape, tensors[t].dtype) for t in cotangents - before)
-        events.append(_Event(frozenset(leaves & position.keys()), running, left, made))
+        fresh = tuple((tensors[t].shape, tensors[t].dtype) for t in cotangents - before)
+        events.append(_Event(frozenset(leaves & position.keys()), running, left, fresh))
     base = _base_bytes(events, linearization.graph)
     joined_reads: list[set[int]] = []
     joined_base: list[int] = []
@@ -276,7 +276,7 @@ def _base_bytes(events: Sequence[_Event], graph: Graph) -> list[int]:
     base = []
     for e, event in enumerate(events):
         ending = [graph.tensors[t] for t in event.reads if last[t] == e]
-        over = Counter(event.made) & Counter((tensor.shape, tensor.dtype) for tensor in ending)
+        over = Counter(event.fresh) & Counter((tensor.shape, tensor.dtype) for tensor in ending)
         sizes = {(tensor.shape, tensor.dtype): tensor.bytes for tensor in ending}
         base.append(max(event.running, event.left - sum(sizes[kind] * n for kind, n in over.items())))
     return base

@@ -3,7 +3,7 @@
     python -m examples.train_resnet
     python -m examples.train_resnet --stages 2 --epochs 20 --memory 4MiB
 
-BatchNorm normalises each micro-batch by itself, and its running statistics follow from one micro-batch to the next; the
+BatchNorm normalizes each micro-batch by itself, and its running statistics follow from one micro-batch to the next; the
 test runs with these, through the same pipeline. The data are the 1,797 digits that ship with scikit-learn. Without
 enough accelerators the stages are simulated CPU devices. At the end: test accuracy, against that of a linear
 classifier (scikit-learn's logistic regression) on the same split.

@@ -127,7 +127,7 @@ def is_forward_mode(value: Any) -> bool:
 
 
 def is_closed_over_tracer(value: Any) -> bool:
-    """Whether a constant of a traced program belongs to an outer transformation."""
+    """Return whether a constant of a traced program belongs to an outer transformation."""
     return isinstance(value, core.Tracer)
 
 
@@ -232,7 +232,7 @@ def wait(value: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _varies_alike(value: jax.Array, after: jax.Array) -> bool:
-    """Whether two arrays vary over the same manual mesh axes."""
+    """Return whether two arrays vary over the same manual mesh axes."""
     return _manual_axes(jax.typeof(value)) == _manual_axes(jax.typeof(after))
 
 
@@ -277,7 +277,7 @@ def needs_devices(program: Any) -> bool:
 
 
 def fences_hold() -> bool:
-    """Whether XLA keeps barriers until it has fused operators."""
+    """Return whether XLA keeps barriers until it has fused operators."""
     return JAX_VERSION >= (0, 11) or platform() != "cpu"
 
 
@@ -317,12 +317,12 @@ def _is_number(value: jax.Array) -> bool:
 
 
 def versions() -> list[str]:
-    """Of what compiles programs."""
+    """Return the versions of what compiles programs."""
     return [jax.__version__, jaxlib.__version__]
 
 
 def runs_breadth_first() -> bool:
-    """Whether XLA runs operators as early as it can, as XLA:CPU does, and not so that little memory is needed."""
+    """Return whether XLA runs operators as early as it can, as XLA:CPU does, not so that little memory is needed."""
     return platform() == "cpu"
 
 
@@ -347,7 +347,7 @@ def split_dimensions(aval: Any) -> list[bool]:
 
 
 def is_in_cluster() -> bool:
-    """Whether JAX knows how to find the other processes of this run: under SLURM, Open MPI, Kubernetes and others."""
+    """Return whether JAX can find the other processes of this run: under SLURM, Open MPI, Kubernetes and others."""
     return any(kind.is_env_present() for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method)
 
 

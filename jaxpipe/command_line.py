@@ -45,7 +45,7 @@ Target = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNC
 
 @dataclass(frozen=True)
 class Job:
-    """What to plan, and for which devices.
+    """A model to plan, and the devices to plan it for.
 
     Attributes:
       model: a function that returns (model, batch, loss, optimizer).
@@ -253,7 +253,7 @@ def simulate_devices(count: int) -> list[Any]:
 
 
 def load(target: str) -> tuple[Any, Any, Callable[..., Any], Any]:
-    """What the function that ``module:function`` names returns.
+    """Return what the function that ``module:function`` names returns.
 
     Raises:
       UsageError: if there is no such function, or it returns something else.

@@ -1,4 +1,4 @@
-"""What the backward pass needs of the forward pass, operator by operator.
+"""The demand of the backward pass on the forward pass, operator by operator.
 
 For every operator on a path from a differentiated input to an output, its own VJP is traced and cut in two:
 
@@ -25,11 +25,11 @@ from jaxpipe.vjp import Cut, writes_zeros
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """How the cotangents of one operator's inputs follow from those of its outputs.
+    """The program from the cotangents of one operator's outputs to those of its inputs.
 
     Attributes:
       name, path: the operator.
-      label: a name for it that a person recognises.
+      label: a name for it that a person recognizes.
       needs: tensors of the forward graph that ``program`` reads.
       cotangents_in: tensors whose cotangents it reads (numbers of the graph that was linearized).
       cotangents_out: tensors that receive one cotangent each, in the order in which JAX adds them up.

@@ -1,4 +1,4 @@
-"""How many elements of each tensor are not zero: measured on data, or assumed.
+"""The share of elements of each tensor that are not zero: measured on data, or assumed.
 
 The sparse formats hold a number of values that is fixed when a program is traced. A wrong guess costs bytes or time,
 never exactness.
@@ -100,7 +100,7 @@ def measure_density(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def can_be_sparse(graph: Graph, t: int) -> bool:
-    """Whether a tensor may be stored in a sparse format: floats, not too few, not split over an explicit mesh axis."""
+    """Return whether a sparse format may store a tensor: floats, not too few, not split over an explicit mesh axis."""
     tensor = graph.tensors[t]
     split = any(axis is not None for axis in tensor.aval.sharding.spec)
     return (

@@ -156,7 +156,7 @@ def run_encoded(call: PureCall, *, policy: Policy) -> Any:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["parameters", "stash"], meta_fields=["stage"])
 @dataclass(frozen=True)
 class _Residuals:
-    """What crosses from the forward to the backward pass."""
+    """The residuals between the forward and the backward pass."""
 
     parameters: Sequence[Any]
     stash: Sequence[Sequence[Any]]

@@ -17,7 +17,7 @@ MARK = "jaxpipe stores "
 
 @dataclass(frozen=True)
 class Label:
-    """What is known of a stored tensor.
+    """The name and the origin of a stored tensor.
 
     Attributes:
       number: of the tensor in its graph.

@@ -57,7 +57,7 @@ class Tensor:
 
     @property
     def bytes(self) -> int:
-        """That it takes as it is."""
+        """The bytes of the tensor as it is."""
         return self.size * itemsize(self.dtype)
 
 
@@ -84,7 +84,7 @@ class Operator:
 
     @property
     def label(self) -> str:
-        """A name that a person recognises: ``relu`` rather than ``custom_jvp_call``."""
+        """A name that a person recognizes: ``relu`` rather than ``custom_jvp_call``."""
         if self.origin:
             return self.origin
         named = self.name in ("custom_jvp_call", "custom_vjp_call")
@@ -103,7 +103,7 @@ class Operator:
 
     @property
     def has_effects(self) -> bool:
-        """Whether running it does more than compute."""
+        """Return whether running it does more than compute."""
         return self.equation is not None and bool(self.equation.effects)
 
     @functools.cached_property
@@ -151,7 +151,7 @@ class Graph:
         return [env[t] for t in self.outputs]
 
     def with_parameters(self, flags: Sequence[bool]) -> "Graph":
-        """The same graph, with the flagged inputs known to be parameters."""
+        """Return the same graph, with the flagged inputs known to be parameters."""
         chosen = [t for t, flag in zip(self.inputs, flags, strict=True) if flag]
         return replace(self, parameters=frozenset(chosen))
 
@@ -404,7 +404,7 @@ def live(operators: Sequence[Operator], wanted: Iterable[int]) -> tuple[Operator
 
 
 def is_differentiable(aval: Any) -> bool:
-    """Whether an array can carry a cotangent."""
+    """Return whether an array can carry a cotangent."""
     return jax.dtypes.issubdtype(aval.dtype, np.inexact)
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a run settle among themselves: choices, errors, and values that all of them hold.
+"""Agreement between the processes of a run: choices, errors, and values that all of them hold.
 
 Every function is called by all processes, in the same order. In one process each does the plain thing.
 """
@@ -30,12 +30,12 @@ _meetings: Counter[str] = Counter()
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes files."""
+    """Return whether this is the process that writes files."""
     return jax.process_index() == 0
 
 
 def from_first(function: Callable[[], _T]) -> _T:
-    """What ``function()`` gives, or raises, in the first process; the others do not call it.
+    """Return what ``function()`` gives, or raises, in the first process; the others do not call it.
 
     For all that may come out differently when it is done again: measurements, solvers with a time limit, directories.
 
@@ -62,7 +62,7 @@ def from_first(function: Callable[[], _T]) -> _T:
 
 
 def on_all(function: Callable[[], _T]) -> _T:
-    """What ``function()`` gives here, once it is done everywhere; if it fails in one process, it fails in all.
+    """Return what ``function()`` gives here, once it is done everywhere; if it fails in one process, it fails in all.
 
     Without this, those that have not failed would wait for the one that has.
     """
@@ -163,7 +163,7 @@ def settled(results: _T) -> _T:
 
 
 def mine(devices: Sequence[Any]) -> list[Any]:
-    """Those of some devices that are this process's own."""
+    """Return those of some devices that are this process's own."""
     return [device for device in devices if device.process_index == jax.process_index()]
 
 
@@ -178,7 +178,7 @@ def _pickled(error: Exception) -> bytes:
 
 
 def _gather_bytes(text: bytes) -> list[bytes]:
-    """What each process has given, by process."""
+    """Return what each process has given, by process."""
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(text)))).reshape(-1).tolist()
     padded = np.frombuffer(text.ljust(max(*sizes, 1), b"\0"), np.uint8)
     found = np.asarray(multihost_utils.process_allgather(padded), np.uint8)

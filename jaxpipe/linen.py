@@ -25,7 +25,7 @@ def transform_class(cls: type[nn.Module], runner: Runner, enabled: Callable[[], 
     """Return a class whose public methods are run by ``runner``, and which else is like ``cls``.
 
     Only a call from outside is given to ``runner``: what a method then calls on its own module is part of that
-    call. Initialisation runs as it always did, so parameters and their names stay the same.
+    call. Initialization runs as it always did, so parameters and their names stay the same.
     """
     methods = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)]):
@@ -42,7 +42,7 @@ def transform_class(cls: type[nn.Module], runner: Runner, enabled: Callable[[], 
 def transform_method(
     method: Callable[..., Any], runner: Runner, enabled: Callable[[], bool], owner: type | None = None
 ) -> Callable[..., Any]:
-    """A Linen method that is run by ``runner`` when its module is bound and not being initialised."""
+    """A Linen method that is run by ``runner`` when its module is bound and not being initialized."""
     lifted = transforms.decorator_lift_transform(functools.partial(_lift, runner=runner), method)
 
     @functools.wraps(method)

@@ -3,7 +3,7 @@
     Linen module, NNX module or class, function of variables  --bind-->  BoundModel
 
 A bound model holds no array: it knows the name, shape and place of every variable, how to run
-``function(model, batch)`` from flat variables, and how plain initialisation makes them.
+``function(model, batch)`` from flat variables, and how plain initialization makes them.
 """
 
 import contextlib
@@ -58,13 +58,13 @@ class BoundModel:
       parameter_tree: flat parameters -> the tree that plain training would hand to optax.
       variable_tree: flat parameters and state -> the model's own variables.
       flatten: a tree of the model's variables (``jaxpipe.variables.select``) -> flat parameters and state.
-      initialise: ``key -> (parameters, state)`` as plain initialisation would make them; None if values are given.
+      initialize: ``key -> (parameters, state)`` as plain initialization would make them; None if values are given.
       values: given parameters and state, or None.
       annotated: by parameter and by state variable, the axes that its dimensions are annotated with: of a mesh, or
         logical ones; in the model's own layout.
       stage_shape: the mesh axes over which stages are sharded, and their sizes; the model is traced with these.
       cut: of a model whose stacked variables are cut (``unstack``), the model in its own layout, and how they are. All
-        above is about the pieces then, and ``initialise`` and ``values`` are those of the model in its own layout.
+        above is about the pieces then, and ``initialize`` and ``values`` are those of the model in its own layout.
     """
 
     parameters: tuple[Variable, ...]
@@ -73,7 +73,7 @@ class BoundModel:
     parameter_tree: Callable[[Sequence[Any]], Any]
     variable_tree: Callable[[Sequence[Any], Sequence[Any]], Any]
     flatten: Callable[[Any], tuple[list[Any], list[Any]]]
-    initialise: Callable[[Any], tuple[list[Any], list[Any]]] | None = None
+    initialize: Callable[[Any], tuple[list[Any], list[Any]]] | None = None
     values: tuple[list[Any], list[Any]] | None = None
     annotated: tuple[tuple[P, ...], tuple[P, ...]] = ((), ())
     stage_shape: Mapping[str, int] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class BoundModel:
 
     @property
     def stacks(self) -> tuple[Stacks, Stacks]:
-        """How the leaves of the parameters and of the state in their own layout make those of this model."""
+        """Return how the leaves of the parameters and of the state in their own layout make those of this model."""
         if self.cut is None:
             return uncut(len(self.parameters)), uncut(len(self.state))
         return self.cut.parameters, self.cut.state
@@ -94,7 +94,7 @@ class BoundModel:
 
 @dataclass(frozen=True, eq=False)
 class CutModel:
-    """Where the variables of a model are cut.
+    """The places at which the variables of a model are cut.
 
     Attributes:
       own: the model in its own layout.
@@ -107,7 +107,7 @@ class CutModel:
 
 
 def unstack(model: BoundModel, parameters: Stacks, state: Stacks) -> BoundModel:
-    """The same model, some of whose stacked variables ``[layers, ...]`` are several, each with some of the rows."""
+    """Return a model with some stacked variables ``[layers, ...]`` cut into several, each with some of the rows."""
 
     def flatten(tree: Any) -> tuple[list[Any], list[Any]]:
         p, s = model.flatten(tree)
@@ -139,7 +139,7 @@ def _pieces(variables: Sequence[Variable], stacks: Stacks) -> tuple[Variable, ..
 
 
 def needs_variables(model: Any) -> bool:
-    """Whether a model's shapes are only known once its variables are given."""
+    """Return whether a model's shapes are only known once its variables are given."""
     return not isinstance(model, (nn.Module, nnx.Module, jax.tree_util.Partial)) and _nnx_factory(model) is None
 
 
@@ -187,7 +187,7 @@ def bind(
         be called with ``rngs=``; ``jax.tree_util.Partial(f, params)``; or a function ``f(variables, *args)``, for
         which ``variables`` must be given.
       function: how the model is called: ``function(model, batch)``. Linen variables are those it touches.
-      variables: values to use instead of initialising, in the model's own layout.
+      variables: values to use instead of initializing, in the model's own layout.
       stage_shape: the mesh axes over which stages are sharded, and their sizes.
       axis_rules: the mesh axes of logical ones, for a model that names such (``flax.linen.logical_axis_rules``).
 
@@ -231,10 +231,10 @@ def _bind(model: Any, function: UserFunction, batch: Any, variables: Any) -> Bou
 
 
 def with_values(bound: BoundModel, variables: Any) -> BoundModel:
-    """The same model with given values, checked against its variables."""
+    """Return the same model with given values, checked against its variables."""
     if bound.cut is not None:
         return unstack(with_values(bound.own, variables), *bound.stacks)
-    return replace(bound, values=bound.flatten(variables), initialise=None)
+    return replace(bound, values=bound.flatten(variables), initialize=None)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -296,7 +296,7 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
             result = function(model, batch)
         return result, jax.tree.leaves({name: model.variables[name] for name in rest})
 
-    def initialise(key: Any) -> tuple[list[Any], list[Any]]:
+    def initialize(key: Any) -> tuple[list[Any], list[Any]]:
         zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), batch)
         return flatten(make(key, zeros))
 
@@ -307,7 +307,7 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
         parameter_tree=lambda values: jax.tree.unflatten(params_def, values),
         variable_tree=build,
         flatten=flatten,
-        initialise=initialise,
+        initialize=initialize,
         annotated=(_annotated(params), _annotated(rest)),
     )
 
@@ -397,10 +397,10 @@ def _bind_nnx(model: nnx.Module, factory: Callable[..., Any] | None) -> BoundMod
         after = dict(nnx.to_flat_state(nnx.state(model)))
         return result, [x for path in known for x in jax.tree.leaves(after[path])]
 
-    def initialise(key: Any) -> tuple[list[Any], list[Any]]:
+    def initialize(key: Any) -> tuple[list[Any], list[Any]]:
         if factory is None:
             raise ModelError(
-                "The NNX module is abstract, so how to initialise it is not known. Give partition its class (or "
+                "The NNX module is abstract, so how to initialize it is not known. Give partition its class (or "
                 "functools.partial of it), or pass pipeline.init(key, variables=...)."
             )
         return flatten(factory(rngs=nnx.Rngs(key)))
@@ -414,7 +414,7 @@ def _bind_nnx(model: nnx.Module, factory: Callable[..., Any] | None) -> BoundMod
             jax.tree.unflatten(params_def, values), jax.tree.unflatten(rest_def, state)
         ),
         flatten=flatten,
-        initialise=None if concrete else initialise,
+        initialize=None if concrete else initialize,
         annotated=(_nnx_annotated(params), _nnx_annotated(rest)),
         values=(jax.tree.leaves(params), jax.tree.leaves(rest)) if concrete else None,
     )

@@ -23,7 +23,7 @@ from jaxpipe.units import whole_number
 
 @dataclass(frozen=True)
 class Network:
-    """How fast devices compute, how much they hold, and how fast they send to each other.
+    """The speed and memory of devices, and the bandwidth and latency of their links.
 
     Sending ``n`` bytes over a link takes ``latency + n / bandwidth`` seconds. Links are used in both directions at
     that rate; a bandwidth of 0 means that there is no link.
@@ -88,7 +88,7 @@ class Network:
 
     @property
     def num_devices(self) -> int:
-        """How many devices there are."""
+        """Return how many devices there are."""
         return len(self.bandwidth_bytes_per_second)
 
     @cached_property
@@ -103,7 +103,7 @@ class Network:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all links are alike."""
+        """Return whether all links are alike."""
         off = ~np.eye(self.num_devices, dtype=bool)
         return all(len(np.unique(matrix[off])) <= 1 for matrix in (self.bandwidth, self.latency))
 

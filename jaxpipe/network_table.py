@@ -81,7 +81,7 @@ def _cell(network: "Network", row: int, column: int) -> str:
 
 
 def _tells_of_host(network: "Network") -> bool:
-    """Whether something is known of the links to the host."""
+    """Return whether something is known of the links to the host."""
     return any(rate != PCIE_3_X16 for rate in network.host_bandwidth_bytes_per_second)
 
 

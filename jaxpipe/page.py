@@ -42,7 +42,7 @@ img { max-width: 100%; height: auto; display: block; margin: .8rem 0; }
 
 @dataclass(frozen=True)
 class Contents:
-    """What a page shows.
+    """The contents of a page.
 
     Attributes:
       plan, partition, schedule: of a pipeline.
@@ -161,7 +161,7 @@ def _memory_table(contents: Contents) -> Table:
 
 
 def _stash_table(contents: Contents) -> Table:
-    """What each stage keeps, against plain ``jax.grad``."""
+    """Return what each stage keeps, against plain ``jax.grad``."""
     table = _table(
         "stage", "plain jax.grad", "kept", "times less", "in flight", "of them away", "stored as", "time added"
     )

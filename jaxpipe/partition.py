@@ -89,7 +89,7 @@ def partition(
 ) -> Pipeline:
     """Plan how a model is trained as a pipeline over the ``stage`` axis of a mesh.
 
-    The model is traced and its operators are profiled; a min-max dynamic programme cuts them into as many stages as
+    The model is traced and its operators are profiled; a min-max dynamic program cuts them into as many stages as
     the mesh has. The model itself needs no change: any cut is possible but between two uses of one variable.
 
     Several processes (``jax.distributed``) call it alike, with a mesh of all their devices; the first one measures and
@@ -123,7 +123,7 @@ def partition(
         it for Linen. If it draws random numbers all the same, a ``TrainingModeWarning`` says so.
       predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``; it sets the mode as ``evaluate`` does.
       memory: most bytes on a device, as an int or a text such as ``"8GiB"``. If the default storage needs more, an
-        integer programme chooses for every tensor whether it is stored, in which form, or computed again.
+        integer program chooses for every tensor whether it is stored, in which form, or computed again.
       num_microbatches: of each replica; left out: enough for a bubble below a fifth, and, for a model that normalizes
         over examples (BatchNorm), so few that each has 4 of them. A ``FewExamplesWarning`` tells of fewer.
       schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
@@ -483,14 +483,14 @@ def _place(
 
 
 def _scan(request: Request, objective: Objective) -> str:
-    """How to cut layers that are one operator."""
+    """Return how to cut layers that are one operator."""
     lengths = () if request.unroll_scans else scanned_variables(objective).values()
     fix = "PlanOptions(unroll_scans=True) cuts between them"
     return f"Its {max(lengths)} layers are one scan: {fix}." if lengths else ""
 
 
 def _widest(objective: Objective, model: BoundModel) -> str:
-    """Which variable keeps most operators in one stage."""
+    """Return which variable keeps most operators in one stage."""
     found = variable_spans(objective)
     if not found:
         return ""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, YELLOW = "#0072B2", "#E69F00", "#009E73", "#F0E442"
 SKY, VERMILION, PURPLE, GREY = "#56B4E9", "#D55E00", "#CC79A7", "#999999"
 
-#: Neighbours differ in brightness as well.
+#: Neighbors differ in brightness as well.
 COMPONENT_COLORS = (BLUE, SKY, GREEN, YELLOW, VERMILION, ORANGE, PURPLE, GREY)
 
 #: Stashes of other stages, one color after the other.
@@ -41,7 +41,7 @@ WIDTH_INCHES = 12.0
 
 
 def draw_timeline(plan: Plan, schedule: Schedule, timeline: Timeline | None = None, *, source: str = "") -> "Figure":
-    """Who computes what when in one training step: a row for each device, a bar with its micro-batch for each action.
+    """Draw the timeline of one training step: a row for each device, a bar with its micro-batch for each action.
 
     Where a device has several stages, the number of the chunk stands behind that of the micro-batch: ``3'1``.
 
@@ -288,7 +288,7 @@ _Bars = list[tuple[str | None, list[int]]]
 
 
 def _own_stash(plan: Plan, schedule: Schedule, device: int) -> _Bars:
-    """What the stages of a device keep there."""
+    """Return what the stages of a device keep there."""
     found: _Bars = []
     for chunk in range(schedule.num_chunks):
         stage = chunk * schedule.num_stages + device
@@ -301,7 +301,7 @@ def _own_stash(plan: Plan, schedule: Schedule, device: int) -> _Bars:
 
 
 def _guests(plan: Plan, schedule: Schedule, device: int) -> _Bars:
-    """What a device keeps for others."""
+    """Return what a device keeps for others."""
     lenders = [(other, piece) for other, one in enumerate(plan.stages) for piece in one.pieces if piece.stage == device]
     return [(f"of stage {other}", [n * piece.bytes for n in _away(schedule, other)]) for other, piece in lenders]
 
@@ -326,7 +326,7 @@ def _stash_title(plan: Plan, schedule: Schedule, device: int) -> str:
 
 
 def _held(schedule: Schedule, device: int, chunk: int) -> list[int]:
-    """How many micro-batches' stash of a chunk a device holds in each tick; where stages have teams, deals'."""
+    """Return how many micro-batches' stash of a chunk a device holds in each tick; where stages have teams, deals'."""
     last = Kind.BACKWARD_WEIGHT if schedule.splits_backward else Kind.BACKWARD
     starts, ends = schedule.when(device, Kind.FORWARD, chunk), schedule.when(device, last, chunk)
     return [sum(starts[j] <= t <= ends[j] for j in ends) for t in range(len(schedule.ticks))]

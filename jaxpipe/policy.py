@@ -1,4 +1,4 @@
-"""Which codecs may be used where in a model."""
+"""Codecs by module path."""
 
 import fnmatch
 import hashlib
@@ -49,7 +49,7 @@ class Policy:
 
 
 def fits(path: str, pattern: str) -> bool:
-    """Whether a pattern names a module path, a module that it lies in, or either without its outermost module.
+    """Return whether a pattern names a module path, a module that it lies in, or either without its outermost module.
 
     Patterns are those of a shell: ``*``, ``?``, ``[...]``.
 

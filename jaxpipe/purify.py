@@ -28,7 +28,7 @@ from jaxpipe.twin import twin_class
 
 
 class Role(enum.Enum):
-    """What an argument of a pure function is to the model."""
+    """The role of an argument of a pure function in the model."""
 
     PARAMETER = "parameter"
     STATE = "state"
@@ -58,7 +58,7 @@ class PureCall:
 
     @property
     def parameters(self) -> tuple[bool, ...]:
-        """Which leaves are parameters."""
+        """Return which leaves are parameters."""
         return tuple(role is Role.PARAMETER for role in self.roles)
 
 
@@ -140,12 +140,12 @@ def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a leaf of the arguments is data: an array, a tracer or a shape. Python numbers are static."""
+    """Return whether a leaf of the arguments is data: an array, a tracer or a shape. Python numbers are static."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
 def is_module(value: Any) -> bool:
-    """Whether a value holds NNX variables and is to be split: a module, ``nnx.Rngs``, an NNX optimizer."""
+    """Return whether a value holds NNX variables and is to be split: a module, ``nnx.Rngs``, an NNX optimizer."""
     return isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Variable)
 
 

@@ -21,7 +21,7 @@ from jaxpipe import _compat
 from jaxpipe.demand import Backward, restricted
 from jaxpipe.graph import Graph, Operator, run
 from jaxpipe.stash import Storage, decode, has_overflowed
-from jaxpipe.storage import Choices, Derivations
+from jaxpipe.storage import Choices, Derivations, sums_of_branches
 from jaxpipe.work import COSTLY, ELEMENTWISE
 
 
@@ -59,22 +59,22 @@ class Recall:
 
     @property
     def fenced(self) -> bool:
-        """Whether steps run behind fences."""
+        """Return whether steps run behind fences."""
         return self._zero is not None
 
     def copy(self) -> "Recall":
-        """The same, for steps behind a fence: what they recall is lost outside."""
+        """Return the same, for steps behind a fence: what they recall is lost outside."""
         other = copy.copy(self)
         other.values, other._loaded = dict(self.values), {}
         return other
 
     def sources(self, step: Backward, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
-        """What to run and what to load before a step."""
+        """Return what to run and what to load before a step."""
         known = frozenset(known)
         return self._derivations.of([t for t in step.needs if t not in known], self._storage, known)
 
     def is_kept(self, t: int) -> bool:
-        """Whether a tensor that has been recalled is handed on to steps behind other fences.
+        """Return whether a tensor that has been recalled is handed on to steps behind other fences.
 
         What XLA would compute again for each reader is recalled anew, and what is stored as it is is at hand anyway.
         """
@@ -142,9 +142,10 @@ class Recall:
         """
         if sum(op.name in _PRODUCTS for op in program) < 2:
             return  # attention scores by themselves: XLA keeps less if both of their readers share the softmax
+        kept = sums_of_branches(self._graph, self._graph.derived_from_parameters())
         for op in program:
             for t in op.outputs:
-                if op.name in ELEMENTWISE and t not in self._derivations.sums_of_branches:
+                if op.name in ELEMENTWISE and t not in kept:
                     del self.values[t]
                 elif jax.dtypes.issubdtype(jax.typeof(self.values[t]).dtype, np.inexact):
                     self._rerun.add(t)
@@ -184,7 +185,7 @@ class Recall:
         return jax.lax.cond(has_overflowed(parts, form), again, lambda: decode(parts, tensor, form))
 
     def fence(self, function: Callable[[], Any], avals: Any) -> Any:
-        """What a function gives, arrays like ``avals``, in a computation of its own, behind those before it."""
+        """Return what a function gives, arrays like ``avals``, in a computation of its own, behind those before it."""
         assert self._zero is not None
         zero = self._zero
 
@@ -211,7 +212,7 @@ def groups(steps: Iterable[Backward]) -> list[list[Backward]]:
 
 
 def is_heavy(step: Backward | Operator) -> bool:
-    """Whether what a step or an operator reads is written to memory first, and nothing runs together with it."""
+    """Return whether what a step or an operator reads is written to memory first, and nothing runs together with it."""
     return step.name in _HEAVY
 
 

@@ -1,4 +1,4 @@
-"""What a model stores for its backward pass, tensor by tensor, as JAX traces it."""
+"""Reports of what a model stores for its backward pass, tensor by tensor, as JAX traces it."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ResidualReport:
-    """What is stored between the forward and the backward pass. ``str()`` is a table.
+    """The tensors stored between the forward and the backward pass. ``str()`` is a table.
 
     Attributes:
       tensors: one row for each stored tensor; arguments and compile-time constants are not among them.
@@ -179,7 +179,7 @@ def _kind(x: Any) -> str:
 
 
 def count_overflows(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """How many sparse tensors do not fit their room when ``function(*args, **kwargs)`` is differentiated.
+    """Return how many sparse tensors do not fit their room when ``function(*args, **kwargs)`` is differentiated.
 
     Their gradients are exact all the same, but each costs the time to compute the tensor again: if this is not 0 in
     the course of a training, measure again (``measure_density``). A pipeline tells it with the metrics of each step.
@@ -289,7 +289,7 @@ def _label(equation: Any, position: int) -> Label | None:
 
 
 def _has_encoded_part(closed: Any) -> bool:
-    """Whether a traced program has a ``memory_encoded`` call in it, at any depth."""
+    """Return whether a traced program has a ``memory_encoded`` call in it, at any depth."""
     jaxpr, _ = _compat.open_jaxpr(closed)
     return any(
         encoded_policy(eqn) is not None or any(map(_has_encoded_part, _compat.inner_programs(eqn)))

@@ -34,7 +34,7 @@ _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def scan_operands(op: Operator) -> tuple[int, int, list[int | None]]:
-    """How many constants a scan has, how many values it carries, and the tensors of all its operands.
+    """Return how many constants a scan has, how many values it carries, and the tensors of all its operands.
 
     Constants come first, then what is carried, then what is scanned over, of which the body sees one axis less. A
     literal is None.
@@ -64,7 +64,7 @@ class MixedRowsError(Exception):
 
 
 def split_rows(graph: Graph, inputs: Stacks, outputs: Stacks) -> Graph:
-    """The same program, whose inputs and outputs are pieces.
+    """Return the same program, whose inputs and outputs are pieces.
 
     Args:
       inputs, outputs: how its inputs and outputs are cut. Inputs with as many rows are cut alike.

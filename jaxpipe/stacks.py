@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Stacks:
-    """Which leaves are cut, and where.
+    """The leaves that are cut, and the places of the cuts.
 
     Attributes:
       bounds: by leaf, the rows at which pieces begin, and the number of rows; None if it is not cut.
@@ -73,7 +73,7 @@ class Stacks:
         return found
 
     def groups(self, pieces: Sequence[Any]) -> list[list[Any]]:
-        """What belongs to the pieces of each leaf."""
+        """Return what belongs to the pieces of each leaf."""
         found: list[list[Any]] = [[] for _ in self.bounds]
         for k, x in zip(self.leaf_of, pieces, strict=True):
             found[k].append(x)
@@ -86,5 +86,5 @@ def uncut(count: int) -> Stacks:
 
 
 def groups_of_rows(length: int, rows: int) -> tuple[int, ...]:
-    """Where to cut so many rows into groups of ``rows``; the last may be smaller."""
+    """Return where to cut so many rows into groups of ``rows``; the last may be smaller."""
     return (*range(0, length, rows), length)

@@ -137,7 +137,7 @@ def forward(stage: Stage, inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[
 
 
 def overflows(stage: Stage, stash: Sequence[Sequence[Any]]) -> jax.Array:
-    """How many sparse tensors of a stash did not fit and will be computed again, ``int32[]``."""
+    """Return how many sparse tensors of a stash did not fit and will be computed again, ``int32[]``."""
     stored = zip(stage.storage.stored, stash, strict=True)
     flags = [has_overflowed(parts, stage.storage.forms[t]) for t, parts in stored if t in stage.storage.sparse]
     return functools.reduce(jnp.add, (flag.astype(jnp.int32) for flag in flags), jnp.int32(0))
@@ -258,7 +258,7 @@ def _walk(
 
 
 class _Outline:
-    """Which cotangents and forward tensors a group of steps reads and makes, and which cotangents it must keep."""
+    """The cotangents and forward tensors that a group of steps reads and makes, and those that it must keep."""
 
     def __init__(self, steps: Sequence[Backward]):
         self.steps = steps

@@ -18,7 +18,7 @@ from jaxpipe.graph import Tensor, itemsize
 
 
 class Storage(enum.Enum):
-    """How the backward pass gets a tensor."""
+    """The ways in which the backward pass gets a tensor."""
 
     KEEP = "keep"  # stored as it is
     MASK = "mask"  # stored, 1 bit for each boolean
@@ -31,12 +31,12 @@ class Storage(enum.Enum):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the tensor is part of the stash."""
+        """Return whether the tensor is part of the stash."""
         return self not in (Storage.ALIAS, Storage.RECOMPUTE)
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the stash has room for a limited number of values."""
+        """Return whether the stash has room for a limited number of values."""
         return self in _SPARSE
 
 
@@ -45,7 +45,7 @@ _SPARSE = {Storage.BITMAP: bitmap, Storage.CSR: csr}
 
 @dataclass(frozen=True)
 class Form:
-    """How one tensor is had: the storage, and for the sparse ones the number of values there is room for."""
+    """The form of one tensor: its storage, and for the sparse ones the number of values there is room for."""
 
     storage: Storage
     capacity: int | None = None
@@ -75,7 +75,7 @@ def decode(parts: Sequence[Any], tensor: Tensor, form: Form) -> Any:
 
 
 def has_overflowed(parts: Sequence[Any], form: Form) -> Any:
-    """Whether a sparse tensor had more values than there is room for, ``bool[]``."""
+    """Return whether a sparse tensor had more values than there is room for, ``bool[]``."""
     return _SPARSE[form.storage].count(parts) > form.capacity
 
 

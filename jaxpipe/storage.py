@@ -1,4 +1,4 @@
-"""Which tensors a stage stores between its forward and its backward pass, and how it gets the others back.
+"""Tensors that a stage stores between its forward and its backward pass, and ways to get the others back.
 
 A plan gives one form to every tensor that the backward pass touches. It is data: the default below sets it, a
 planner may set it otherwise, ``jaxpipe.stage`` runs it.
@@ -6,9 +6,8 @@ planner may set it otherwise, ``jaxpipe.stage`` runs it.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -68,7 +67,7 @@ class Choices:
         return tuple(t for t in self.stored if self.forms[t].storage.is_sparse)
 
     def is_stored(self, t: int) -> bool:
-        """Whether a tensor is part of the stash."""
+        """Return whether a tensor is part of the stash."""
         return t in self.forms and self.forms[t].storage.is_stored
 
     def without_sparse(self) -> "Choices":
@@ -107,20 +106,11 @@ def smallest_form(graph: Graph, t: int, codecs: Iterable[str], capacity: int | N
 
 
 class Derivations:
-    """Which operators give a tensor back, from what is stored."""
+    """The operators that give a tensor back, from what is stored."""
 
     def __init__(self, graph: Graph):
         self._producers = {t: op for op in graph.operators for t in op.outputs}
         self._order = {op: k for k, op in enumerate(graph.operators)}
-        self._graph = graph
-
-    @cached_property
-    def sums_of_branches(self) -> frozenset[int]:
-        """The sums that several operators read, of two tensors that no parameter alone gives: residual connections."""
-        readers = Counter(t for op in self._graph.operators for t in op.inputs)
-        at_hand = self._graph.derived_from_parameters()
-        sums = [op for op in self._graph.operators if op.name in ("add", "add_any")]
-        return frozenset(op.outputs[0] for op in sums if readers[op.outputs[0]] > 1 and len({*op.inputs} - at_hand) > 1)
 
     def producer(self, t: int) -> Operator | None:
         """The operator that makes a tensor; None for an input."""
@@ -150,14 +140,21 @@ class Derivations:
         return sorted(found, key=self._order.__getitem__), list(leaves)
 
     def fallback(self, t: int, plan: Choices, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
-        """The same for a sparse tensor that has overflowed: from tensors that cannot."""
+        """Return the same for a sparse tensor that has overflowed: from tensors that cannot."""
         producer = self._producers[t]
         program, leaves = self.of(producer.inputs, plan.without_sparse(), known)
         return [*program, producer], leaves
 
 
+def sums_of_branches(graph: Graph, given: Container[int]) -> frozenset[int]:
+    """Return the sums that several operators read, of two tensors that are not given: residual connections."""
+    readers = Counter(t for op in graph.operators for t in op.inputs)
+    sums = [op for op in graph.operators if op.name in ("add", "add_any") and readers[op.outputs[0]] > 1]
+    return frozenset(op.outputs[0] for op in sums if sum(t not in given for t in op.inputs) > 1)
+
+
 def not_at_hand(program: Iterable[Operator], known: Iterable[int]) -> set[int]:
-    """What a program reads that neither it makes nor is known: inputs that nobody stored."""
+    """Return what a program reads that neither it makes nor is known: inputs that nobody stored."""
     operators = list(program)
     made = {t for op in operators for t in op.outputs}
     return {t for op in operators for t in op.inputs} - made - set(known)
@@ -306,7 +303,7 @@ def _behind_products(graph: Graph, at_hand: frozenset[int]) -> frozenset[int]:
 def derived_from(
     linearization: Linearization, stored: Mapping[int, Form], derivation: Mapping[int, Operator]
 ) -> Choices:
-    """What the backward pass needs in the forms given, the rest by the operators given, as far as they are needed."""
+    """Return the forms given, and the rest by the operators given, as far as the backward pass needs them."""
     at_hand = linearization.graph.derived_from_parameters()
     chosen: dict[int, Form] = {}
     pending = [t for t in linearization.needs if t not in at_hand]

@@ -1,4 +1,4 @@
-"""What kind of work an operator is: a view, cheap arithmetic, or something worth keeping the result of."""
+"""Kinds of work: an operator is a view, cheap arithmetic, or something worth keeping the result of."""
 
 import math
 from typing import Any
@@ -178,12 +178,12 @@ def rerun_work(op: Operator) -> int | None:
 
 
 def is_product(op: Operator) -> bool:
-    """Whether an operator is a matrix product or a convolution."""
+    """Return whether an operator is a matrix product or a convolution."""
     return op.name in ("conv_general_dilated", "dot_general")
 
 
 def multiplications(op: Operator) -> int:
-    """How many numbers a matrix product or a convolution multiplies."""
+    """Return how many numbers a matrix product or a convolution multiplies."""
     return math.prod(op.equation.outvars[0].aval.shape) * contraction(op.equation)
 
 
@@ -226,7 +226,7 @@ _LOOKUP = 4
 
 
 def contraction(equation: Any) -> int:
-    """How many products are added up for each element of a matrix product or a convolution."""
+    """Return how many products are added up for each element of a matrix product or a convolution."""
     params, factor = equation.params, equation.invars[1].aval.shape
     if equation.primitive.name == "dot_general":
         (_, contracted), _ = params["dimension_numbers"]

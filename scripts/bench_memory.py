@@ -8,7 +8,7 @@
 A budget is the bytes that do not depend on storage (parameters, gradients, optimizer, state, batch) plus a share of
 what the fullest device reserves besides if nothing is planned: for the pipeline without codecs (``storage=()``, named
 ``plain``), or with one stage for what users have today, one jitted function of gradients and update with donated state
-(``jax``). Beside that ``jax.checkpoint`` of the whole model under JAX's policies; running statistics of normalisations
+(``jax``). Beside that ``jax.checkpoint`` of the whole model under JAX's policies; running statistics of normalizations
 are dropped there. ``default`` is the pipeline without a budget.
 
 What is measured is written after every model and number of stages; a file from the same versions and machine is

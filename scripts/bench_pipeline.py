@@ -75,12 +75,12 @@ def linen(module: nn.Module, batch: Any, call: Callable[[Any, Any], Any]) -> Pro
     def init() -> tuple[Any, Any]:
         found: dict[str, Any] = {}
 
-        def initialise(*args: Any, **kwargs: Any) -> Any:
+        def initialize(*args: Any, **kwargs: Any) -> Any:
             result, variables = module.init_with_output(jax.random.key(0), *args, **kwargs)
             found.update(variables)
             return result
 
-        call(initialise, batch)
+        call(initialize, batch)
         return found.pop("params"), found
 
     def plain(params: Any, state: Any, key: Any, batch: Any) -> tuple[jax.Array, Any]:

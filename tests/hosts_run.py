@@ -89,7 +89,7 @@ def bits(x) -> np.ndarray:
 
 
 class Net(nn.Module):
-    """Dense layers with normalisation and dropout."""
+    """Dense layers with normalization and dropout."""
 
     @nn.compact
     def __call__(self, x, train=True):

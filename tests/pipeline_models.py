@@ -47,12 +47,12 @@ def linen(module: nn.Module, batch: Any, call: Callable[[Any, Any], Any]) -> Cas
         def make() -> Any:
             found: dict[str, Any] = {}
 
-            def initialise(*args: Any, **kwargs: Any) -> Any:
+            def initialize(*args: Any, **kwargs: Any) -> Any:
                 result, variables = module.init_with_output(key, *args, **kwargs)
                 found.update(variables)
                 return result
 
-            call(initialise, jax.tree.map(jnp.zeros_like, batch))
+            call(initialize, jax.tree.map(jnp.zeros_like, batch))
             return found
 
         state = jax.jit(make)()

@@ -103,19 +103,19 @@ def test_what_only_moves_or_adds_elements_stores_nothing(name):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_normalisations_store_their_input_and_the_statistics(norm, expected):
+def test_normalizations_store_their_input_and_the_statistics(norm, expected):
     @memory_encoded
-    class Normalised(nn.Module):
+    class Normalized(nn.Module):
         @nn.compact
         def __call__(self, x):
             return norm.copy()(nn.Dense(64, use_bias=False)(x))
 
     x = jnp.ones((4, PRODUCTS))
-    variables = Normalised().init(jax.random.key(0), x)
+    variables = Normalized().init(jax.random.key(0), x)
     rest = {name: tree for name, tree in variables.items() if name != "params"}
 
     def outputs(params, x):
-        return Normalised().apply({"params": params, **rest}, x, mutable=list(rest))[0]
+        return Normalized().apply({"params": params, **rest}, x, mutable=list(rest))[0]
 
     report = residual_report(outputs, variables["params"], x)
     assert sorted((row.storage, row.bytes) for row in report.tensors) == expected

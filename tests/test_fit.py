@@ -34,7 +34,7 @@ def unet(m):
 
 
 def mlp(m):
-    """Wide rows and few parameters, which need no initialiser."""
+    """Wide rows and few parameters, which need no initializer."""
     sizes = (32,) * 12 + (10,)
     batch = {"x": jax.random.normal(KEY, (m * 512, 32)), "y": jnp.arange(m * 512) % 10}
     model = jax.tree_util.Partial(zoo.mlp, zoo.init_mlp(KEY, list(sizes)))
@@ -67,7 +67,7 @@ def make(build, stages, m, **options):
 
 @functools.cache
 def unlimited(build, stages, m):
-    """The pipeline without a budget, a state, a batch and the gradients: initialisers take long to compile."""
+    """The pipeline without a budget, a state, a batch and the gradients: initializers take long to compile."""
     pipeline, batch = make(build, stages, m)
     state = pipeline.init(KEY)
     return pipeline, state, batch, gradients(pipeline, state, batch)
@@ -96,7 +96,7 @@ def _fixed(build, stages, m):
     return sum(n for name, n in memory.items() if name not in ("stash", "temporaries"))
 
 
-#: How far gradients may be off where XLA fuses normalisations and softmax with what is computed again in another way.
+#: How far gradients may be off where XLA fuses normalizations and softmax with what is computed again in another way.
 FUSION = 1e-6
 
 

@@ -167,7 +167,7 @@ def test_one_replica_sends_or_keeps_every_bit(mode, norm):
 def test_all_blocks_are_dense_sgd_with_momentum(mode, replicas):
     """Bit for bit: a gradient of which all is sent goes by the same all-reduce.
 
-    Momentum runs operator by operator: XLA contracts its product with either neighbour, by what else is in the program.
+    Momentum runs operator by operator: XLA contracts its product with either neighbor, by what else is in the program.
     """
     momentum = optax.chain(optax.trace(0.9), optax.scale(-0.1))
     run = Replicas(block_sparse("data", k=1.0, mode=mode), replicas=replicas)
@@ -341,8 +341,8 @@ def test_bytes_of_the_run_length_code():
     codes = [run_length.encode(np.asarray(x)) for x in kernels]
     whole = 4 * (5 + 7)
     most = exchange.traffic(PARAMETERS).run_length_bytes
-    neighbours = sum(2 - len(code.runs) for code in codes)  # two blocks side by side are one run
-    assert sum(code.bytes for code in codes) + whole + 8 * neighbours == most
+    neighbors = sum(2 - len(code.runs) for code in codes)  # two blocks side by side are one run
+    assert sum(code.bytes for code in codes) + whole + 8 * neighbors == most
 
 
 def test_warm_up_goes_from_dense_to_sparse():

@@ -49,7 +49,7 @@ def test_operators_with_a_derivative_of_their_own_stay_whole():
     assert any(name.startswith(("checkpoint", "remat")) for name in wholes)
 
 
-def test_nested_memory_encoded_is_inlined_and_recognised():
+def test_nested_memory_encoded_is_inlined_and_recognized():
     inner = memory_encoded(lambda x: jnp.sin(x) * 2, codecs={"mask"})
     closed = jax.make_jaxpr(inner)(jnp.ones(3))
     assert encoded_policy(closed.eqns[0]) == parse({"mask"})

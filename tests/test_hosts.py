@@ -312,7 +312,7 @@ def test_the_launcher_wants_a_number_and_a_program():
         assert done.returncode == 2 and "give a number of processes" in done.stderr
 
 
-def test_a_lone_process_needs_no_initialisation(monkeypatch):
+def test_a_lone_process_needs_no_initialization(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: pytest.fail("it is alone"))
     for name in ("JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri"):
         monkeypatch.delenv(name, raising=False)
@@ -326,7 +326,7 @@ def test_a_lone_process_needs_no_initialisation(monkeypatch):
         (SLURM, (None, None, None)),  # JAX finds them itself
     ],
 )
-def test_initialisation_reads_the_environment(monkeypatch, variables, expected):
+def test_initialization_reads_the_environment(monkeypatch, variables, expected):
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

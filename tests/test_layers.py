@@ -283,7 +283,7 @@ def test_layers_that_repeat_are_cut_into_stages_that_are_alike(seed, stages):
     assert price(cuts) == min(alike.values())
 
 
-# Published profiles, and what the published programme makes of them (times; splits are not unique).
+# Published profiles, and what the published program makes of them (times; splits are not unique).
 
 
 @pytest.mark.core

@@ -51,7 +51,7 @@ def gradients(function, variables):
 
 
 @pytest.mark.core
-def test_initialisation_is_that_of_the_plain_model():
+def test_initialization_is_that_of_the_plain_model():
     assert_same_bits(ENCODED().init(KEYS, X), Block().init(KEYS, X))
     plain, encoded = Outer(Block).init(KEYS, X), Outer(ENCODED).init(KEYS, X)
     assert list(plain["params"]) == ["Block_0", "Block_1"]

@@ -1,4 +1,4 @@
-"""Stages on the devices with which swaps can do most: against linear programmes and all permutations."""
+"""Stages on the devices with which swaps can do most: against linear programs and all permutations."""
 
 import itertools
 
@@ -17,7 +17,7 @@ def textbook(p, m):
 
 
 def achievable(held, movable, away, period, bandwidth, latency, teams):
-    """Bytes that stages above the mean can have with those below it, as a linear programme."""
+    """Bytes that stages above the mean can have with those below it, as a linear program."""
     p, mean = len(held), sum(held) / len(held)
     pairs = [(s, t) for s in range(p) for t in range(p) if held[s] > mean > held[t]]
     if not pairs:
@@ -91,7 +91,7 @@ def test_the_best_of_all_mappings_that_are_no_slower(p, k, seed):
         tuple(tuple(sorted(order[i * k : i * k + k])) for i in range(p))
         for order in itertools.permutations(range(p * k))
     }
-    # Stages are alike and have no parameters, so only the slowest link between neighbours decides how long a step is.
+    # Stages are alike and have no parameters, so only the slowest link between neighbors decides how long a step is.
     teams = [team for team in teams if slowest(network, team, 2.0) <= limit]
     chosen = tuple(stage.devices for stage in best.stages)
     assert chosen in teams

@@ -57,7 +57,7 @@ def test_linen_threads_state_and_keys_through_the_calls_of_a_loss():
     assert [v.aval.shape for v in bound.parameters] == [(3,), (3, 3)]
     assert bound.values is None
 
-    parameters, state = bound.initialise(KEY)
+    parameters, state = bound.initialize(KEY)
     plain = module.init(KEY, jnp.zeros(X.shape))
     assert_same_bits(bound.variable_tree(parameters, state), plain)
     assert_same_bits(bound.parameter_tree(parameters), plain["params"])
@@ -114,7 +114,7 @@ def test_linen_methods():
     module = AutoEncoder()
     bound = bind(module, loss, X)
     assert names(bound.parameters) == ["decoder/bias", "decoder/kernel", "encoder/bias", "encoder/kernel"]
-    parameters, _ = bound.initialise(KEY)
+    parameters, _ = bound.initialize(KEY)
     made = bound.parameter_tree(parameters)
     assert_same_bits(made["encoder"], module.init(KEY, rows(), method="encode")["params"]["encoder"])
     result, new = bound.run(loss, parameters, [], KEY, rows())
@@ -135,7 +135,7 @@ def test_linen_given_variables():
     plain = nn.Dense(3).init(KEY, rows())
     bound = bind(nn.Dense(3), once, X, plain)
     assert_same_bits(bound.values, ([plain["params"]["bias"], plain["params"]["kernel"]], []))
-    assert bound.initialise is None
+    assert bound.initialize is None
 
 
 # NNX
@@ -167,7 +167,7 @@ def test_nnx_module_keeps_its_values():
     bound = bind(net, once, X)
     assert names(bound.parameters) == ["first/kernel", "second/bias", "second/kernel"]
     assert names(bound.state) == ["norm/mean", "norm/var"]  # random streams are not state
-    assert bound.initialise is None
+    assert bound.initialize is None
     assert_values(bound, bound.values[0], net)
     assert [x.tolist() for x in bound.values[1]] == [[0, 0], [1, 1]]
 
@@ -189,24 +189,24 @@ def test_nnx_runs_as_the_module_does():
 
 @pytest.mark.core
 @pytest.mark.parametrize(("factory", "width"), [(Net, 2), (functools.partial(Net, width=5), 5)])
-def test_nnx_class_is_initialised_with_the_key(factory, width):
+def test_nnx_class_is_initialized_with_the_key(factory, width):
     assert not needs_variables(factory)
     bound = bind(factory, once, X)
     assert bound.values is None
     assert [v.aval.shape for v in bound.parameters] == [(3, width), (3,), (width, 3)]
-    parameters, state = bound.initialise(KEY)
+    parameters, state = bound.initialize(KEY)
     assert_values(bound, parameters, Net(nnx.Rngs(KEY), width))
     assert [x.shape for x in state] == [(width,), (width,)]
 
 
-def test_abstract_nnx_module_cannot_be_initialised():
+def test_abstract_nnx_module_cannot_be_initialized():
     abstract = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
     bound = bind(abstract, once, X)
     assert bound.values is None
     with pytest.raises(
         ModelError, match=r"abstract.*Give partition its class .* or pass pipeline.init\(key, variables"
     ):
-        bound.initialise(KEY)
+        bound.initialize(KEY)
     given = bind(abstract, once, X, Net(nnx.Rngs(4)))
     assert_values(given, given.values[0], Net(nnx.Rngs(4)))
 

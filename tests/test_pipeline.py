@@ -213,7 +213,7 @@ def test_linen_variables_are_those_of_plain_init_and_given_ones_are_kept(key):
     assert_same_bits(pipeline.parameters(pipeline.init(key, variables=other)), jax.tree.map(np.asarray, other))
 
 
-def test_nnx_class_is_initialised_as_the_class_itself_would(key):
+def test_nnx_class_is_initialized_as_the_class_itself_would(key):
     batch = images(8, 8, 1, rows=8)
     factory = functools.partial(zoo.NNXDigitsCNN, width=4, dropout_rate=0.1)
     pipeline = jaxpipe.partition(

@@ -72,7 +72,7 @@ def test_import_loads_next_to_nothing():
     assert {"cvxpy", "matplotlib", "orbax.checkpoint", "scipy.stats"}.isdisjoint(run(code))
 
 
-def test_import_initialises_no_device():
+def test_import_initializes_no_device():
     code = (
         "import jaxpipe; [getattr(jaxpipe, name) for name in jaxpipe.__all__]; "
         "from jax._src import xla_bridge; assert not xla_bridge._backends"

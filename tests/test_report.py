@@ -32,7 +32,7 @@ def test_vgg16_numbers():
 
 
 @pytest.mark.core
-def test_resnet18_recomputes_its_normalisations():
+def test_resnet18_recomputes_its_normalizations():
     model, x = ResNet18(), jax.ShapeDtypeStruct((32, 32, 32, 3), jnp.float32)
     variables = abstract(model, x, train=True)
     report = residual_report(

@@ -217,7 +217,7 @@ def straight_through():
 
 
 @pytest.mark.core
-def test_relu_is_recognised_by_what_it_computes():
+def test_relu_is_recognized_by_what_it_computes():
     def only(function):
         (op,) = trace(lambda x: [function(x)], jnp.ones((2, 3))).operators[-1:]
         return relu.applies(op)

@@ -192,7 +192,7 @@ def test_targets_with_room_are_chosen_for_their_links():
     assert choose_targets({1: Link(0.0, 0.0, 100)}, 1, 1) is None
 
 
-def test_the_programme_swaps_what_overlaps_and_computes_the_rest_again():
+def test_the_program_swaps_what_overlaps_and_computes_the_rest_again():
     """Three tensors of 10 bytes, 4 in flight, room for 60: without swaps 120; each is 2 seconds away, 4 overlap."""
     kept, swapped = Option("keep", 10), Option("swap keep", 10, held=1, link_seconds=2.0)
     items = tuple(Item(f"t{k}", (kept, swapped), (k,), 10, seconds=price) for k, price in enumerate((5.0, 0.5, 7.0)))

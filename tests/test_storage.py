@@ -95,7 +95,7 @@ def test_of_equal_cuts_the_one_nearest_to_the_backward_pass():
     assert plan.stash_bytes(linearization.graph) == 32
 
 
-def test_swap_store_the_convolution_and_recompute_the_normalisation():
+def test_swap_store_the_convolution_and_recompute_the_normalization():
     def block(x, kernel):
         h = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
         mean, square = h.mean((0, 1, 2)), (h**2).mean((0, 1, 2))

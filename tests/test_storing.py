@@ -1,4 +1,4 @@
-"""Storage under a budget: the integer programme and the greedy search against all choices there are."""
+"""Storage under a budget: the integer program and the greedy search against all choices there are."""
 
 import heapq
 import itertools
@@ -13,9 +13,9 @@ import pytest
 from jaxpipe.graph import is_differentiable, trace
 from jaxpipe.planning.storing.choose import lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
+from jaxpipe.planning.storing.integer_program import solve
 from jaxpipe.planning.storing.items import stage_items
 from jaxpipe.planning.storing.problem import NOT_STORED, Item, Option, Problem, simulate
-from jaxpipe.planning.storing.programme import solve
 from jaxpipe.stage import build
 from jaxpipe.target import building_for
 

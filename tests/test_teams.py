@@ -153,7 +153,7 @@ def test_a_budget_is_kept_with_the_same_gradients():
     assert_same_bits(*(jax.tree.map(np.asarray, one) for one in found))
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     """Layers with running statistics and dropout."""
 
     convolutions: bool
@@ -169,8 +169,8 @@ class Normalised(nn.Module):
 
 
 @functools.cache
-def normalised_case(convolutions):
-    return linen(Normalised(convolutions), images(8, 8, 1, rows=16), classifier(train=True))
+def normalized_case(convolutions):
+    return linen(Normalized(convolutions), images(8, 8, 1, rows=16), classifier(train=True))
 
 
 def accuracy(model, batch):
@@ -178,8 +178,8 @@ def accuracy(model, batch):
 
 
 @functools.cache
-def normalised_pipeline(widths, convolutions=False):
-    case = normalised_case(convolutions)
+def normalized_pipeline(widths, convolutions=False):
+    case = normalized_case(convolutions)
     return jaxpipe.partition(
         case.model,
         mesh_of(sum(widths), None),
@@ -196,7 +196,7 @@ def normalised_pipeline(widths, convolutions=False):
 
 def trained(widths, convolutions, steps=2):
     """A pipeline's state after some steps, and the variables of plain training."""
-    case, pipeline = normalised_case(convolutions), normalised_pipeline(widths, convolutions)
+    case, pipeline = normalized_case(convolutions), normalized_pipeline(widths, convolutions)
     state, (params, variables) = pipeline.init(jax.random.key(3)), case.start(jax.random.key(3))
     optimizer = optax.sgd(0.05, momentum=0.9)
     slots, update = optimizer.init(params), jax.jit(optimizer.update)
@@ -227,7 +227,7 @@ def test_running_statistics_and_dropout_are_those_of_plain_training():
     """And all devices of a stage agree; evaluation and prediction take batches that no deal divides."""
     pipeline, state, variables = check_statistics((2, 1), False)
     batch = images(8, 8, 1, rows=14)
-    logits = jax.jit(lambda v, x: normalised_case(False).model.apply(v, x, train=False))(variables, batch["x"])
+    logits = jax.jit(lambda v, x: normalized_case(False).model.apply(v, x, train=False))(variables, batch["x"])
     predicted = pipeline.predict(state, {"x": batch["x"]})
     assert predicted.shape == logits.shape
     # One batch of 14 or micro-batches of 2: other blocks in the products.
@@ -244,11 +244,11 @@ def test_running_statistics_of_convolutions(widths):
 
 def test_a_checkpoint_goes_on_in_stages_that_are_alike(tmp_path):
     """With the same bits: what is saved knows nothing of teams."""
-    case = normalised_case(False)
-    pipeline = normalised_pipeline((2, 1))
+    case = normalized_case(False)
+    pipeline = normalized_pipeline((2, 1))
     state, _ = pipeline.step(pipeline.init(jax.random.key(3)), case.batch)
     pipeline.save(state, tmp_path)
-    other = normalised_pipeline((1, 1))
+    other = normalized_pipeline((1, 1))
     restored = other.restore(tmp_path)
     assert_same_bits(other.parameters(restored), pipeline.parameters(state))
     other.save(dataclasses.replace(restored, step=restored.step + 1), tmp_path)
@@ -353,13 +353,13 @@ def test_a_tied_parameter_a_clipped_adam_and_a_guard():
 
 
 def test_the_plan_tells_of_teams():
-    pipeline = normalised_pipeline((2, 1))
+    pipeline = normalized_pipeline((2, 1))
     plan = pipeline.plan
     assert [stage.devices for stage in plan.stages] == [(0, 1), (2,)]
     assert plan.num_microbatches == M and pipeline.schedule.num_microbatches == M // 2
     assert "2 stages x 2 + 1 devices, 8 micro-batches of 2" in str(plan)
     assert jaxpipe.Plan.from_json(plan.to_json()) == plan
-    assert plan.identity != normalised_pipeline((1, 1)).plan.identity
+    assert plan.identity != normalized_pipeline((1, 1)).plan.identity
     for stage, n, s in zip(plan.stages, (1, 2), range(2), strict=True):
         assert stage.in_flight == n * pipeline.schedule.in_flight(s)
         spans = [span for span in pipeline.timeline().spans if span.stage == s]

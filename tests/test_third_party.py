@@ -16,7 +16,7 @@ FUSION = 1e-6
 
 
 class EncoderBlock(nn.Module):
-    """Attention over everything, after layer normalisation; then a GELU network."""
+    """Attention over everything, after layer normalization; then a GELU network."""
 
     @nn.compact
     def __call__(self, x, *, train):
@@ -74,7 +74,7 @@ def scanned(layer):
 
 
 class Recurrent(nn.Module):
-    """Convolution up and down with group and batch normalisation, and an LSTM over the columns."""
+    """Convolution up and down with group and batch normalization, and an LSTM over the columns."""
 
     @nn.compact
     def __call__(self, x, *, train):
@@ -111,7 +111,7 @@ def test_linen(name):
     plain, encoded = make(lambda cls: cls)(), make(memory_encoded)()
     x, dropout = inputs(), jax.random.key(2)
     shapes = jax.eval_shape(lambda: plain.init({"params": dropout, "dropout": dropout}, x, train=True))
-    rng = np.random.default_rng(0)  # quicker than to compile the model's initialisation
+    rng = np.random.default_rng(0)  # quicker than to compile the model's initialization
     variables = jax.tree.map(lambda a: jnp.asarray(rng.normal(0.2, 0.2, a.shape), a.dtype), shapes)
     rest = {collection: tree for collection, tree in variables.items() if collection != "params"}
 

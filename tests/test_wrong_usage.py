@@ -115,6 +115,10 @@ def check(raised, *words):
 # Arguments of partition, before the model is traced
 
 
+def options(**settings):
+    return {"options": jaxpipe.PlanOptions(**settings)}
+
+
 ARGUMENTS = {
     "optimizer none": (PartitionError, {"optimizer": None}, ["optimizer= is None", "optax.adam(1e-3)"]),
     "optimizer of nnx": (
@@ -140,16 +144,8 @@ ARGUMENTS = {
     "count a flag": (BatchError, {"num_microbatches": True}, ["num_microbatches=True (bool)", "whole number"]),
     "memory a list": (MemoryBudgetError, {"memory": [1]}, ["memory=[1]", "'8GiB' or '500MB'"]),
     "memory a flag": (MemoryBudgetError, {"memory": True}, ["memory=True", "'8GiB' or '500MB'"]),
-    "host memory": (
-        MemoryBudgetError,
-        {"options": jaxpipe.PlanOptions(host_memory="many")},
-        ["host_memory='many'", "'8GiB' or '500MB'"],
-    ),
-    "raise a text": (
-        PartitionError,
-        {"options": jaxpipe.PlanOptions(allow_over_budget="yes")},
-        ["allow_over_budget='yes'", "True or False"],
-    ),
+    "host memory": (MemoryBudgetError, options(host_memory="many"), ["host_memory='many'", "'8GiB' or '500MB'"]),
+    "raise a text": (PartitionError, options(allow_over_budget="yes"), ["allow_over_budget='yes'", "True or False"]),
     "schedule unknown": (PartitionError, {"schedule": "dualpipe"}, ["schedule='dualpipe'", "'one_f_one_b'", "'gpipe'"]),
     "schedule none": (PartitionError, {"schedule": None}, ["schedule=None", "'auto'"]),
     "schedule a table": (
@@ -167,33 +163,21 @@ ARGUMENTS = {
     "storage unknown": (ModelError, {"storage": "best"}, ["storage='best'", "'smallest'"]),
     "storage none": (ModelError, {"storage": None}, ["storage=None", "'fast'"]),
     "storage a number": (ModelError, {"storage": {"Net": 3}}, ["storage=3", "'fast'"]),
-    "solver": (PartitionError, {"options": jaxpipe.PlanOptions(solver="foo")}, ["solver='foo'", "solver='HIGHS'"]),
+    "solver": (PartitionError, options(solver="foo"), ["solver='foo'", "solver='HIGHS'"]),
     "time a text": (
         PartitionError,
-        {"options": jaxpipe.PlanOptions(time_limit="10")},
+        options(time_limit="10"),
         ["time_limit='10'", "seconds, 0 or more", "time_limit=10.0"],
     ),
-    "time below 0": (
-        PartitionError,
-        {"options": jaxpipe.PlanOptions(time_limit=-1)},
-        ["time_limit=-1", "seconds, 0 or more"],
-    ),
+    "time below 0": (PartitionError, options(time_limit=-1), ["time_limit=-1", "seconds, 0 or more"]),
     "exchange": (PartitionError, {"gradient_exchange": "sparse"}, ["gradient_exchange='sparse'", "block_sparse"]),
-    "not finite": (
-        PartitionError,
-        {"options": jaxpipe.PlanOptions(on_nonfinite="warn")},
-        ["on_nonfinite='warn'", "'raise', 'skip'"],
-    ),
+    "not finite": (PartitionError, options(on_nonfinite="warn"), ["on_nonfinite='warn'", "'raise', 'skip'"]),
     "replicate": (
         PartitionError,
-        {"options": jaxpipe.PlanOptions(devices_per_stage="2")},
+        options(devices_per_stage="2"),
         ["devices_per_stage='2'", "a number of devices for every stage"],
     ),
-    "unroll": (
-        PartitionError,
-        {"options": jaxpipe.PlanOptions(unroll_scans="yes")},
-        ["unroll_scans='yes'", "the number of iterations"],
-    ),
+    "unroll": (PartitionError, options(unroll_scans="yes"), ["unroll_scans='yes'", "the number of iterations"]),
     "mesh a list": (PartitionError, {"mesh": ["cpu"]}, ["mesh is list", "jax.make_mesh((4,), ('stage',))"]),
     "mesh of other axes": (
         PartitionError,

@@ -36,7 +36,7 @@ class CausalAttention(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """Attention and a gelu MLP, each pre-normalised, with dropout and residual.
+    """Attention and a gelu MLP, each pre-normalized, with dropout and residual.
 
     Input and output: [batch, length, width].
     """

@@ -13,7 +13,7 @@ Params = list[dict[str, jax.Array]]
 
 
 def init_mlp(key: jax.Array, sizes: Sequence[int]) -> Params:
-    """He-initialised layers mapping `sizes[i]` to `sizes[i + 1]` features."""
+    """He-initialized layers mapping `sizes[i]` to `sizes[i + 1]` features."""
     init = jax.nn.initializers.he_normal()
     keys = jax.random.split(key, len(sizes) - 1)
     return [

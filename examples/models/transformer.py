@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 class Block(nn.Module):
-    """Self-attention and a gelu MLP, each pre-normalised, with dropout and residual.
+    """Self-attention and a gelu MLP, each pre-normalized, with dropout and residual.
 
     Input and output: [batch, length, width]. The mask, if there is one, is true where a position may look.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how two of them differ."""
+"""The contents of a checkpoint, and their differences from a plan."""
 
 import itertools
 import zlib
@@ -82,7 +82,7 @@ def checksum(x: np.ndarray) -> int:
 
 
 def expected(paths: Sequence[Path], avals: Sequence[Any]) -> dict[Path, Leaf]:
-    """How arrays of some shapes would be described."""
+    """Return how arrays of some shapes would be described."""
     return {path: Leaf(*_stored(aval)) for path, aval in zip(paths, avals, strict=True)}
 
 
@@ -93,7 +93,7 @@ def _stored(aval: Any) -> tuple[tuple[int, ...], str]:
 
 
 def is_key(x: Any) -> bool:
-    """Whether an array holds typed random keys."""
+    """Return whether an array holds typed random keys."""
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

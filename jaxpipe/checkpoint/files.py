@@ -293,7 +293,7 @@ def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[n
 
 
 def _alone() -> Any:
-    """What tells orbax that this process writes or reads without the others."""
+    """Return what tells orbax that this process writes or reads without the others."""
     import orbax.checkpoint as ocp  # see Writer
 
     if jax.process_count() == 1:

@@ -14,7 +14,7 @@ from jaxpipe.checkpoint.tree import leaf_paths, nest
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds, for use without a pipeline. Arrays are on the host.
+    """The contents of a checkpoint, for use without a pipeline. Arrays are on the host.
 
     Attributes:
       step: steps taken.

@@ -38,7 +38,7 @@ class _Names:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a stage wants of an array of a checkpoint: all of it, or some rows."""
+    """The part of an array of a checkpoint that a stage reads: all of it, or some rows."""
 
     group: str
     path: Path

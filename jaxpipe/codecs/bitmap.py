@@ -16,7 +16,7 @@ from jaxpipe.codecs import compaction
 
 
 def encode(x: Any, capacity: int) -> tuple[Any, Any, Any]:
-    """Of ``n`` elements: ``uint32[2 ceil(n / 64)]`` words, ``capacity + 64`` values and their count, ``int32[]``."""
+    """Return ``uint32[2 ceil(n / 64)]`` words of ``n`` elements, ``capacity + 64`` values, their count ``int32[]``."""
     flat = lax.reshape(x, (x.size,))
     words = compaction.occupancy(flat)
     return (words, *compaction.compact(flat, words, capacity))
@@ -29,7 +29,7 @@ def decode(parts: Sequence[Any], shape: Sequence[int]) -> Any:
 
 
 def count(parts: Sequence[Any]) -> Any:
-    """How many elements are not zero, ``int32[]``: more than the capacity if they do not fit."""
+    """Return how many elements are not zero, ``int32[]``: more than the capacity if they do not fit."""
     return parts[2]
 
 

@@ -2,7 +2,7 @@
 
 Elements are packed along one axis: the first after the batch axis that a byte's number of elements divides. Byte
 ``j`` then holds elements ``j, j + width, j + 2 width, ...`` of that axis, where ``width`` is its packed length.
-Packing reads a few contiguous slices, unpacking needs no index arithmetic inside a row; both vectorise and fuse
+Packing reads a few contiguous slices, unpacking needs no index arithmetic inside a row; both vectorize and fuse
 with the operator beside them. Examples are never mixed, so a sharded batch stays sharded. If no axis fits, each
 example is packed as one row.
 

@@ -31,7 +31,7 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def is_occupied(x: Any) -> Any:
-    """Whether elements are something else than +0.0, by their bits."""
+    """Return whether elements are something else than +0.0, by their bits."""
     return lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]) != 0
 
 

@@ -50,7 +50,7 @@ def decode(parts: Sequence[Any], shape: Sequence[int]) -> Any:
 
 
 def count(parts: Sequence[Any]) -> Any:
-    """How many elements are not zero, ``int32[]``: more than the capacity if they do not fit."""
+    """Return how many elements are not zero, ``int32[]``: more than the capacity if they do not fit."""
     return parts[2][..., -1]
 
 

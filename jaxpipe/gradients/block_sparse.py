@@ -17,7 +17,7 @@ from jaxpipe.gradients.exchange import Averaged, Rule, Traffic, exchange, sent_s
 
 
 class BlockSparseState(NamedTuple):
-    """What a replica keeps from step to step.
+    """The residuals that a replica keeps from step to step.
 
     Attributes:
       step: steps taken, ``int32[]``.
@@ -61,7 +61,7 @@ class BlockSparse(optax.GradientTransformationExtraArgs):
     settings: Settings
 
     def traffic(self, params: Any, step: int | None = None) -> Traffic:
-        """What one replica sends in a step: the step of that number, or any after the warm-up.
+        """Return what one replica sends in a step: the step of that number, or any after the warm-up.
 
         Args:
           params: arrays or shapes.

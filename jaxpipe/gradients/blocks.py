@@ -31,7 +31,7 @@ BlockRules = Mapping[str, int | Sequence[int] | str]
 
 @dataclass(frozen=True)
 class Blocks:
-    """How one gradient is cut into blocks.
+    """The blocks of one gradient.
 
     Attributes:
       path: of the parameter.
@@ -50,7 +50,7 @@ class Blocks:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it is sent."""
+        """Return whether all of it is sent."""
         return self.axis is None
 
     @property
@@ -173,7 +173,7 @@ def _axes(path: str, shape: tuple[int, ...], rule: Any) -> list[int]:
 
 
 def _number(path: str, k: Any, count: int) -> int:
-    """How many of ``count`` blocks ``k`` stands for."""
+    """Return how many of ``count`` blocks ``k`` stands for."""
     value = k.item() if isinstance(k, np.generic) else k
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if not is_count and not (isinstance(value, float) and 0 < value <= 1):

@@ -1,4 +1,4 @@
-"""What replicas send each other of their gradients, and what they make of it.
+"""Exchange of blocks of gradients between replicas.
 
     own         each replica picks blocks ──all-gather of numbers and values──▶ every pick is added up
     consensus   norms ──all-reduce──▶ one choice for all ──all-reduce of its values──▶ the sums
@@ -31,7 +31,7 @@ ByStage = Callable[[Callable[[int], Any]], Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """How blocks are chosen.
+    """The rule by which blocks are chosen.
 
     Attributes:
       mode: whether each replica picks for itself.
@@ -44,7 +44,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one replica hands to the collectives in one step.
+    """The arrays that one replica hands to the collectives in one step.
 
     Attributes:
       values: elements of gradients, whole ones included.
@@ -69,12 +69,12 @@ class Traffic:
 
     @property
     def run_length_bytes(self) -> int:
-        """What the gradients take in the code of ``jaxpipe.gradients.run_length``, a run for each block, or less."""
+        """Return the bytes of the gradients in ``jaxpipe.gradients.run_length``, a run for each block, or fewer."""
         return self.value_bytes + 8 * self.blocks
 
 
 def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
-    """What a replica sends of gradients that are cut as given.
+    """Return what a replica sends of gradients that are cut as given.
 
     Example:
       >>> import jax
@@ -266,7 +266,7 @@ def _add_up(b: Blocks, numbers: Any, values: Any) -> Any:
 
 
 def _unsent(b: Blocks, x: Any, numbers: Any) -> Any:
-    """What is left of a gradient when it has been sent whole, or the blocks with some numbers have been.
+    """Return what is left of a gradient when it has been sent whole, or the blocks with some numbers have been.
 
     Nothing of what was sent is left but what its type could not hold, if the residual is wider; of what is not finite,
     nothing.

@@ -12,7 +12,7 @@ from jaxpipe.planning.placed import Partition
 
 
 def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mesh:
-    """The same mesh with other devices in its places.
+    """Return the same mesh with other devices in its places.
 
     Args:
       mesh: with an axis ``stage``, and perhaps one of replicas.
@@ -33,7 +33,7 @@ def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mes
 
 
 def stay(found: Partition, mesh: Mesh) -> Partition:
-    """The same stages, each on the devices at its place in the mesh; for devices and links that are all alike."""
+    """Return the stages, each on the devices at its place in the mesh; for devices and links that are all alike."""
     places = np.moveaxis(np.arange(mesh.devices.size).reshape(mesh.devices.shape), mesh.axis_names.index(STAGE), 0)
     teams = places.reshape(len(places), -1).tolist()
     stages = [replace(stage, devices=tuple(team)) for stage, team in zip(found.stages, teams, strict=True)]

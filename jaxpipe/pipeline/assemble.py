@@ -116,7 +116,7 @@ class Draft:
 
     @property
     def seconds(self) -> float:
-        """Of a step; storage within a budget may add to it."""
+        """The seconds of a step; storage within a budget may add to them."""
         return self.runtime.seconds[self.runtime.name]
 
     @property
@@ -139,7 +139,7 @@ def sections_for(request: Request, traced: Traced, found: Partition) -> tuple[Pl
 
 
 def teams_of(found: Partition, request: Request) -> Teams:
-    """How many devices along the stage axis each stage has."""
+    """Return how many devices along the stage axis each stage has."""
     return Teams(tuple(len(stage.devices) // request.replicas for stage in found.stages))
 
 
@@ -414,7 +414,7 @@ def _slowness(program: Program, found: Partition) -> tuple[float, ...]:
 
 
 def _prices(request: Request, program: Program, found: Partition) -> Prices:
-    """What computing an operator again costs: as profiled where that is known, else in proportion to an estimate."""
+    """Return the seconds to compute an operator again: as profiled if known, else in proportion to an estimate."""
     graph, profile = program.objective.graph, found.profile
     rates = rates_in(profile)
     estimated = sum(graph_seconds(graph, rates))

@@ -1,4 +1,4 @@
-"""What a stage does with a micro-batch, as branches of one conditional: all take and return arrays of the same shapes.
+"""A stage's work on a micro-batch, as branches of one conditional: all take and return arrays of the same shapes.
 
     forward:  parameters, state, key, micro-batch, message      -> message, stash, state, results
     backward: parameters, key, micro-batch, stash, message      -> message, saved, gradients
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Where in the arena a branch finds what was kept for it.
+    """The places in the arena of what was kept for a branch.
 
     Attributes:
       arena: ``[pages, words]``.
@@ -94,7 +94,7 @@ def stage_programs(program: Program, s: int) -> dict[Kind, tuple[Callable[..., A
 
 
 def made_avals(program: Program) -> list[Any]:
-    """What a forward branch hands out of each micro-batch: the results, and how many tensors overflowed."""
+    """Return what a forward branch hands out of each micro-batch: the results, and how many tensors overflowed."""
     return [*program.avals(program.objective.results), jax.ShapeDtypeStruct((), jnp.int32)]
 
 
@@ -104,7 +104,7 @@ def stash_shape(program: Program) -> tuple[int, int]:
 
 
 def saved_shape(program: Program) -> tuple[int, int]:
-    """The same for the cotangents that the weight part of the backward work waits for."""
+    """Return the same for the cotangents that the weight part of the backward work waits for."""
     return (max(program.saved_pages), PAGE)
 
 
@@ -253,7 +253,7 @@ def weight_branch(program: Program, s: int) -> Callable[..., Any]:
 
 
 def _at_hand(program: Program, s: int, parameters: Sequence[Any], key: Any, rows: Rows) -> dict[int, Any]:
-    """What a stage need not be sent: the micro-batch, its key, and the parameters that the device has or borrows."""
+    """Return the inputs that no stage sends: the micro-batch, its key, parameters that the device has or borrows."""
     device = program.device(s)
     known = dict(zip((*program.objective.batch, program.objective.key), (*rows.read(), key), strict=True))
     borrowed = parameters[len(program.parameters.buffers) :]

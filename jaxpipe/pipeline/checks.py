@@ -1,4 +1,4 @@
-"""What can be wrong with a mesh, a batch or a budget, said before anything is traced."""
+"""Checks of a mesh, a batch and a budget, before anything is traced."""
 
 import contextlib
 import functools
@@ -157,7 +157,7 @@ AUTO_FREE: tuple[ScheduleMaker, ...] = (functools.partial(one_f_one_b, paired=Fa
 
 
 def schedule_makers(schedule: Any) -> tuple[ScheduleMaker, ...]:
-    """What makes the tables that were asked for, of which the fastest is wanted.
+    """Return what makes the tables that were asked for, of which the fastest is wanted.
 
     Raises:
       PartitionError: if there is no such name, or it is no function.
@@ -197,7 +197,7 @@ def make_schedules(
 
 
 def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_microbatches: int) -> list[Schedule]:
-    """The same for stages with several devices; a micro-batch of the table is a deal.
+    """Return the same for stages with several devices; a micro-batch of the table is a deal.
 
     Raises:
       PartitionError, ScheduleError: if there is none that they can run.
@@ -223,7 +223,7 @@ def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_micro
 
 
 def check_schedule(schedule: Any, num_stages: int, num_microbatches: int, teams: Teams | None = None) -> Schedule:
-    """What ``schedule(num_stages, num_microbatches)`` has given, if it is a valid table of this size.
+    """Return what ``schedule(num_stages, num_microbatches)`` has given, if it is a valid table of this size.
 
     Args:
       teams: the devices of the stages, where they have several; a micro-batch of the table is then a deal.

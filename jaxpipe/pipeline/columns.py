@@ -28,7 +28,7 @@ class Work(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """What every device does in each tick, ``[devices, ticks]``.
+    """The work of every device in each tick, ``[devices, ticks]``.
 
     Attributes:
       forward, backward, weight: work; ``backward`` as a whole, or its input part where it is split.

@@ -1,4 +1,4 @@
-"""What a plan says of a program: seconds, bytes, and where everything is."""
+"""Description of a program for its plan: seconds, bytes, and devices."""
 
 import hashlib
 import itertools
@@ -50,7 +50,7 @@ class RuntimeChoice:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """What a stage computes for one micro-batch, on a device of the profiled kind; ``weight`` only if it waits."""
+    """The work of a stage on one micro-batch, on a device of the profiled kind; ``weight`` only if it waits."""
 
     forward: float
     backward: float
@@ -112,7 +112,7 @@ def runtime_timeline(
 
 
 def least_seconds(schedule: Schedule, found: Partition, teams: Teams, lockstep: bool = True) -> float:
-    """What a step takes at least with some cuts: its work alone."""
+    """Return what a step takes at least with some cuts: its work alone."""
     work = []
     for s, stage in enumerate(found.stages):
         speed = min(found.network.speed[d] for d in stage.devices) / teams.turns(s)
@@ -370,7 +370,7 @@ def _recomputed(section: Section) -> tuple[str, ...]:
 
 
 def _away(program: Program, found: Partition, s: int) -> dict[str, Any]:
-    """What the plan says of a stage's stashes that are away."""
+    """Return what the plan says of a stage's stashes that are away."""
     section = program.sections[s]
     if section.swap is None:
         return {}
@@ -407,7 +407,7 @@ def stage_links(found: Partition, host_bytes: int = 0) -> Links:
 
 
 def _exchange_seconds(found: Partition, messages: Sequence[float]) -> float:
-    """What sending a message forward and one back takes over the slowest link between neighbors."""
+    """Return what sending a message forward and one back takes over the slowest link between neighbors."""
     stages = itertools.pairwise(found.stages)
     links = [link for one, two in stages for link in itertools.product(one.devices, two.devices)]
     return sum(max((found.network.seconds(*link, size) for link in links), default=0.0) for size in messages)

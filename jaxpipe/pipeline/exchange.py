@@ -28,7 +28,7 @@ from jaxpipe.pipeline.sections import Placement
 
 @dataclass(frozen=True, eq=False)
 class StageExchange:
-    """What the replicas of each stage send each other.
+    """The exchange between the replicas of each stage.
 
     Attributes:
       settings: of ``block_sparse``.
@@ -48,12 +48,12 @@ class StageExchange:
 
     @property
     def sent_bytes(self) -> int:
-        """What a device hands to the collectives in a step after the warm-up."""
+        """Return what a device hands to the collectives in a step after the warm-up."""
         return sum(wire_bytes(self.plans[-1], self.settings.rule.mode))
 
     @property
     def working_bytes(self) -> int:
-        """What is needed besides: the replica's own gradients, averages, new residuals, what is sent and arrives.
+        """Return the bytes needed besides: the replica's own gradients, averages, new residuals, messages both ways.
 
         A conditional over stages does not write into what it reads.
         """

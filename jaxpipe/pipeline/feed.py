@@ -24,7 +24,7 @@ def own_replicas(mesh: Mesh) -> list[int]:
 
 
 def local_rows(mesh: Mesh, size: int) -> np.ndarray:
-    """Which rows of a batch of so many this process passes: those of its replicas."""
+    """Return which rows of a batch of so many this process passes: those of its replicas."""
     size, replicas = whole_number(size, "size", BatchError), mesh.shape.get(DATA, 1)
     if size % replicas:
         raise BatchError(f"size={size} rows cannot be split over {replicas} replicas; it must be a multiple of that.")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """How state follows from the one before, and from what a micro-batch adds.
+    """The fold of a micro-batch's statistics into the state before it.
 
     Attributes:
       graph: ``(old state, statistics) -> new state``.

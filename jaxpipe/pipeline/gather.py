@@ -1,4 +1,4 @@
-"""What the stages hold, on the host of every process, one stage at a time."""
+"""Variables of all stages, gathered on the host of every process, one stage at a time."""
 
 import functools
 from collections.abc import Callable, Sequence

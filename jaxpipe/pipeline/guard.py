@@ -17,7 +17,7 @@ OnNonFinite = Literal["raise", "skip"] | None
 
 
 class NonFinite(NamedTuple):
-    """Where a step met what is not finite.
+    """The place at which a step met a value that is not finite.
 
     Attributes:
       stages: by stage, whether a gradient is not finite.

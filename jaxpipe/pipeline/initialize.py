@@ -28,11 +28,11 @@ def initial_state(
 ) -> TrainState:
     """Make each stage's variables and optimizer state on that stage's devices, in the process that has them.
 
-    Variables that were given are copied there; others are initialised there, by a program from which everything
+    Variables that were given are copied there; others are initialized there, by a program from which everything
     that other stages need has been removed. Of stacked variables that are cut, one at a time is made as a whole.
     """
     own, planned = model.own, runtime.planned
-    values = _pieces(model, _given(own) if own.values is not None else _initialised(own, key))
+    values = _pieces(model, _given(own) if own.values is not None else _initialized(own, key))
     parts = {}
     for place in runtime.places:
         devices = hosts.mine(runtime.devices_of(place))
@@ -87,16 +87,16 @@ def _pieces(model: BoundModel, values: Values) -> Values:
     return pieces
 
 
-def _initialised(model: BoundModel, key: Any) -> Values:
-    """Initialisation, traced once; of its operators only those run that the wanted variables follow from.
+def _initialized(model: BoundModel, key: Any) -> Values:
+    """Initialization, traced once; of its operators only those run that the wanted variables follow from.
 
-    They run one by one, as they do when a model is initialised outside ``jit``: the same bits, and initialisers of
+    They run one by one, as they do when a model is initialized outside ``jit``: the same bits, and initializers of
     equal shape are compiled once.
     """
-    initialise = model.initialise
-    assert initialise is not None
+    initialize = model.initialize
+    assert initialize is not None
     aval = jax.ShapeDtypeStruct(key.shape, key.dtype)
-    closed, _ = annotations.trace(lambda key: [x for part in initialise(key) for x in part], aval)
+    closed, _ = annotations.trace(lambda key: [x for part in initialize(key) for x in part], aval)
     jaxpr, consts = _compat.open_jaxpr(closed)
 
     def values(positions: Sequence[int]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Where each stage keeps its arrays, in buffers that have the same shape on every device.
+"""The layout of each stage's arrays in buffers that have the same shape on every device.
 
 One program runs on all devices, so what stages hold must look alike. Arrays of one size and type that several
 stages have share a buffer, and each stage sees its own array in it, without a copy. What fits nowhere is packed,
@@ -55,7 +55,7 @@ class Layout:
         return lax.reshape(flat, aval.shape)
 
     def is_whole(self, stage: int, n: int) -> bool:
-        """Whether the ``n``-th array of a stage has a buffer for itself."""
+        """Return whether the ``n``-th array of a stage has a buffer for itself."""
         return self.buffers[self.places[stage][n][0]][0] == math.prod(self.avals[stage][n].shape)
 
     def put(self, stage: int, n: int, buffers: Sequence[Any], value: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Where a loss that is not finite began."""
+"""The search for the operator at which a loss that is not finite began."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NonFiniteOrigin:
-    """Where a value first was not finite.
+    """The place at which a value first was not finite.
 
     Attributes:
       stage: of the pipeline.

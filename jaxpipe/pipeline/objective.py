@@ -1,4 +1,4 @@
-"""What a user's function computes for one micro-batch, as a graph."""
+"""A user's function of one micro-batch, as a graph."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -181,7 +181,7 @@ def exchanged_values(
     shared_state: Sequence[Any],
     num_stages: int,
 ) -> dict[int, Any]:
-    """What all stages know before each of them computes its new parameters, by tensor number; inside ``shard_map``.
+    """Return the values that all stages know before they compute new parameters, by tensor; inside ``shard_map``.
 
     Args:
       read: for a stage, its parameters, gradients and state out of this device's buffers.

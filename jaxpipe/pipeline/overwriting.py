@@ -43,7 +43,7 @@ class Renewal:
 
 
 def renewals(update: ColoredUpdate, s: int, everywhere: Collection[int]) -> list[Renewal]:
-    """What a stage writes, in order: the state that a new parameter is computed from, then that parameter."""
+    """Return what a stage writes, in order: the state that a new parameter is computed from, then that parameter."""
     parameters, _, state = held_by(update, s)
     olds, news = (*update.parameters, *update.state), (*update.new_parameters, *update.new_state)
     new = dict(zip(olds, news, strict=True))

@@ -96,7 +96,7 @@ class Pipeline:
 
     @property
     def profile(self) -> Profile:
-        """What each operator was found to cost; the plan's seconds are sums of it. Raises as ``plan``."""
+        """Return what each operator was found to cost; the plan's seconds are sums of it. Raises as ``plan``."""
         return self._planned.profile
 
     @property
@@ -115,7 +115,7 @@ class Pipeline:
 
     @outside_mesh()
     def timeline(self, *, measured: bool = False) -> Timeline:
-        """Who computes what when in a training step, as its runtime walks through the schedule.
+        """Return who computes what when in a training step, as its runtime walks through the schedule.
 
         Args:
           measured: compile each stage's forward and backward work by itself, run it on the stage's own device while
@@ -176,7 +176,7 @@ class Pipeline:
         return f"Pipeline(mesh: {axes}; {cut}, schedule {plan.schedule}, {size}, plan {plan.identity!r})"
 
     def _repr_html_(self) -> str | None:
-        """What notebooks show: the plan, once there is one."""
+        """Return what notebooks show: the plan, once there is one."""
         return None if self._maybe_runtime is None else self.plan._repr_html_()
 
     @property
@@ -203,7 +203,7 @@ class Pipeline:
     def init(self, key: Any, batch: Any = None, *, variables: Any = None) -> TrainState:
         """The first training state.
 
-        Linen modules and NNX classes are initialised stage by stage, with the values that plain initialisation with
+        Linen modules and NNX classes are initialized stage by stage, with the values that plain initialization with
         ``key`` gives; a concrete NNX module, or ``variables``, keep their values.
 
         Args:
@@ -224,8 +224,8 @@ class Pipeline:
                 self._maybe_runtime = runtime_of(self._make_plan(batch, variables))
         planned = self._planned
         model = planned.model if variables is None else with_values(planned.model, variables)
-        if model.own.values is None and model.own.initialise is None:
-            raise PartitionError("The model has no values and cannot be initialised; pass variables= to init.")
+        if model.own.values is None and model.own.initialize is None:
+            raise PartitionError("The model has no values and cannot be initialized; pass variables= to init.")
         return hosts.settled(initial_state(self._runtime, model, self._optimizer, key))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -304,7 +304,7 @@ class Pipeline:
 
     @outside_jit
     def find_nonfinite(self, state: TrainState, batch: Any) -> NonFiniteOrigin | None:
-        """Where the loss of a batch is first not finite: stage, micro-batch and operator; slow, as nothing is compiled.
+        """Find where a loss is first not finite: stage, micro-batch and operator; slow, as nothing is compiled.
 
         Args:
           state: before the step, for the same random numbers.
@@ -354,7 +354,7 @@ class Pipeline:
 
     @outside_jit
     def predict(self, state: TrainState, batch: Any) -> Any:
-        """What ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays.
+        """Return what ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays.
 
         The function sets the mode itself, as for ``evaluate``.
         """
@@ -420,7 +420,7 @@ class Pipeline:
         return self._runtime.adopt(state)
 
     def local_rows(self, size: int) -> np.ndarray:
-        """Which rows of a batch this process passes to ``step`` and the others: those of its replicas, in order.
+        """Return which rows of a batch this process passes to ``step`` and the others: those of its replicas, in order.
 
         All rows in one process, and wherever each replica has a stage in every process.
 
@@ -470,7 +470,7 @@ class Pipeline:
 
     @cached_property
     def _learning_rate(self) -> int | None:
-        """Where in the shared optimizer state ``optax.inject_hyperparams`` keeps its (first) learning rate."""
+        """Return where in the shared optimizer state ``optax.inject_hyperparams`` keeps its (first) learning rate."""
         colored = self._planned.update.colored
         flat, _ = jax.tree_util.tree_flatten_with_path(colored.state_shape)
         paths = [jax.tree_util.keystr(path) for path, _ in flat]
@@ -479,7 +479,7 @@ class Pipeline:
         return next((k for k, path in enumerate(shared) if path.endswith(".hyperparams['learning_rate']")), None)
 
     def _forward(self, name: str, state: TrainState, batch: Any) -> tuple[Objective, Callable[[TrainState, Any], Any]]:
-        """What ``evaluate`` or ``predict`` computes for a batch, and a function that runs it."""
+        """Return what ``evaluate`` or ``predict`` computes for a batch, and a function that runs it."""
         checks.check_state(state, self.plan.identity)
         shapes = feed.whole_shapes(self.mesh, checks.batch_shapes(batch), batch)
         leaves, treedef = jax.tree.flatten(shapes)

@@ -1,4 +1,4 @@
-"""What the stages of a program would keep for their backward pass without any codec."""
+"""Tensors that the stages of a program would keep for their backward pass without any codec."""
 
 from dataclasses import replace
 

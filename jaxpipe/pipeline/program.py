@@ -80,7 +80,7 @@ class Program:
         return self.schedule.num_stages
 
     def device(self, stage: int) -> int:
-        """Where a stage is."""
+        """Return where a stage is."""
         return stage % self.num_devices
 
     def held(self, device: int) -> tuple[list[int], list[int]]:
@@ -128,7 +128,7 @@ class Program:
 
     @cached_property
     def alone(self) -> bool:
-        """Whether one stage does all, both passes of a micro-batch in every tick: nothing waits in an arena."""
+        """Return whether one stage does all, both passes of a micro-batch in every tick: nothing waits in an arena."""
         if len(self.sections) > 1 or not self.schedule.has_backward:
             return False
         ahead, behind = (self.schedule.row(0, kind) for kind in (Kind.FORWARD, Kind.BACKWARD))
@@ -155,7 +155,7 @@ class Program:
 
     @property
     def sends_early(self) -> bool:
-        """Whether messages to the next stage leave before the backward work of a tick, not after all of it.
+        """Return whether messages to the next stage leave before the backward work of a tick, not after all of it.
 
         Kinds of work that share a phase exchange their messages when it is over.
         """
@@ -176,7 +176,7 @@ class Program:
 
     @cached_property
     def columns(self) -> Columns:
-        """What every device does in each tick, as numbers."""
+        """Return what every device does in each tick, as numbers."""
         return columns(self.schedule, self.places)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What the caller of ``partition`` asked for."""
+"""The checked arguments of ``partition``."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from jaxpipe.sharding.submesh import Submesh
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What the caller of ``partition`` asked for, checked; of several ``schedules``, the fastest is wanted.
+    """The checked arguments of ``partition``; of several ``schedules``, the fastest is wanted.
 
     ``mesh`` has the axes ``stage`` and perhaps ``data``, and the first device of each group of ``submesh``.
     ``num_stages`` is what the mesh has along its stage axis. ``devices_per_stage`` is how many of these devices each

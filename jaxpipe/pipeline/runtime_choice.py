@@ -23,7 +23,7 @@ def check_runtime_features(request: Request, schedules: Sequence[Schedule]) -> N
 
 
 def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> dict[str, str]:
-    """What was asked for that one program for all devices does not have, and the rule."""
+    """Return what was asked for that one program for all devices does not have, and the rule."""
     features = {
         f"schedule={schedule.name}": "one program updates weights at the end of a step, not between micro-batches"
         for schedule in schedules

@@ -18,7 +18,7 @@ from jaxpipe.stage import Stage
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """What one stage does with a micro-batch. All fields but the programs are tensor numbers of the whole graph.
+    """One stage's work on a micro-batch. All fields but the programs are tensor numbers of the whole graph.
 
     Attributes:
       graph: the forward program.
@@ -101,7 +101,7 @@ def variable_spans(objective: Objective) -> dict[int, tuple[tuple[int, int], ...
 
 
 def places_to_cut(objective: Objective) -> list[bool]:
-    """Where a stage may begin: not between two uses of one variable that stay together."""
+    """Return where a stage may begin: not between two uses of one variable that stay together."""
     return allowed_cuts(objective.graph, itertools.chain.from_iterable(variable_spans(objective).values()))
 
 
@@ -200,7 +200,7 @@ def count_frozen(sections: Sequence[Section]) -> int:
 
 
 def with_backward(objective: Objective, sections: Sequence[Section], policy: Policy = FAST) -> tuple[Section, ...]:
-    """The same sections with backward programs, by the default storage plan of each under a policy."""
+    """Return the same sections with backward programs, by the default storage plan of each under a policy."""
     active = _active(objective)
     loss = objective.results[0]
     done: list[Section] = []

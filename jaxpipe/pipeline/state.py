@@ -1,4 +1,4 @@
-"""What a training step takes and gives."""
+"""The state and the metrics of a training step."""
 
 import dataclasses
 import math

@@ -31,7 +31,7 @@ from jaxpipe.pipeline.words import from_words, pack_words, to_words, unpack_word
 
 @dataclass(frozen=True, eq=False)
 class Batching:
-    """How a batch is cut into micro-batches.
+    """The cut of a batch into micro-batches.
 
     Attributes:
       shared: by leaf, whether every micro-batch gets it whole (it has no axis of examples).
@@ -44,7 +44,7 @@ class Batching:
     num_microbatches: int
 
     def specs(self) -> list[P]:
-        """How each leaf is sharded."""
+        """Return how each leaf is sharded."""
         return [P() if shared or self.replicas == 1 else P(DATA) for shared in self.shared]
 
     def rows(self, leaves: Sequence[Any]) -> list[Any]:
@@ -251,6 +251,6 @@ def _replicas_agree(program: Program, state: Sequence[Any]) -> list[Any]:
 
 
 def _from_maker(x: Any) -> Any:
-    """What one stage has made and all others have as zeros, on every stage, bit for bit."""
+    """Return what one stage has made and all others have as zeros, on every stage, bit for bit."""
     words = lax.psum(to_words(x), STAGE)
     return from_words(words, jax.ShapeDtypeStruct(x.shape, x.dtype)) if math.prod(x.shape) else x

@@ -66,7 +66,7 @@ def _loop(turns: Any, function: Callable[..., Any], own: Any, arrays: Sequence[A
 def _grouped(
     index: Any, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]
 ) -> tuple[Any, list[Callable[..., Any]], Any]:
-    """Which of the branches that differ it is, these branches, and the numbers that they are given."""
+    """Return which of the branches that differ it is, these branches, and the numbers that they are given."""
     programs = [trace_program(branch, operands) for branch in branches]
     groups: dict[Hashable, list[int]] = {}
     for k, program in enumerate(programs):

@@ -42,7 +42,7 @@ from jaxpipe.schedules import Kind
 
 @dataclass(frozen=True)
 class Totals:
-    """What a device has after the last tick.
+    """The arrays of a device after the last tick.
 
     Attributes:
       gradients: sums over its micro-batches, in the buffers of the parameters; empty without a backward pass.
@@ -58,7 +58,7 @@ class Totals:
 
 
 class Row(NamedTuple):
-    """What a device does in a tick: work of each kind, and slots for messages (-1 for none)."""
+    """The work of a device in a tick: actions of each kind, and slots for messages (-1 for none)."""
 
     forward: Work
     backward: Work
@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What a device takes from tick to tick."""
+    """The arrays that a device carries from tick to tick."""
 
     arena: Any
     forward_inbox: Any

@@ -1,4 +1,4 @@
-"""The search: a dynamic programme over cuts and the devices that are left.
+"""The search: a dynamic program over cuts and the devices that are left.
 
 From the last stage to the first, the best way to run all that lies behind a cut is kept for every set of devices
 that it may use and every team that its first stage may have. Devices that cannot be told apart are counted, not
@@ -31,7 +31,7 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Limits:
-    """What the search may use.
+    """The devices and limits of a search.
 
     Attributes:
       team_sizes: how many devices a stage may have.
@@ -46,7 +46,7 @@ class Limits:
     widths: tuple[int, ...] | None = None
 
     def sizes(self, count: int) -> tuple[int, ...]:
-        """How many devices a stage may have, if it and all stages behind it have ``count``."""
+        """Return how many devices a stage may have, if it and all stages behind it have ``count``."""
         if self.widths is None:
             return self.team_sizes
         return tuple(width for k, width in enumerate(self.widths) if sum(self.widths[k:]) == count)
@@ -111,7 +111,7 @@ class Search:
         return self._run(_Lightest(self, limit * ROUNDING))[1] if limit < math.inf else None
 
     def ties(self, limit: float) -> int:
-        """How many ways there are to stay within ``limit``, exchanges of like devices not counted."""
+        """Return how many ways there are to stay within ``limit``, exchanges of like devices not counted."""
         return int(self._run(_Ways(self, limit * ROUNDING))[0])
 
     def least_memory(self) -> float:
@@ -119,7 +119,7 @@ class Search:
         return self._run(_Memory(self, math.inf))[0]
 
     def fits(self, stages: Stages) -> bool:
-        """Whether every stage has the memory it needs."""
+        """Return whether every stage has the memory it needs."""
         if min(self.limits.memory) == math.inf:
             return True
         followers = 0
@@ -130,15 +130,15 @@ class Search:
         return True
 
     def on(self, space: CutSpace) -> "Search":
-        """The same search over other cuts."""
+        """Return the same search over other cuts."""
         return Search(space, self.model, self.classes, self.limits)
 
     def under(self, model: CostModel) -> "Search":
-        """The same search with another model."""
+        """Return the same search with another model."""
         return Search(self.space, model, self.classes, self.limits)
 
     def unlimited(self) -> "Search":
-        """The same search with all the memory there could be."""
+        """Return the same search with all the memory there could be."""
         limits = replace(self.limits, memory=(math.inf,) * len(self.limits.memory))
         return Search(self.space, self.model, self.classes, limits)
 
@@ -178,11 +178,11 @@ class Search:
         )
 
     def _teams(self, used: Counts) -> Iterator[Counts]:
-        """What the first stage of a suffix may take of the devices it uses."""
+        """Return what the first stage of a suffix may take of the devices it uses."""
         return self._parts(used, self.limits.sizes(sum(used)))
 
     def _parts(self, given: Counts, sizes: Sequence[int]) -> Iterator[Counts]:
-        """As many of some devices as a stage may have."""
+        """Yield the numbers of devices of each kind that a stage may have."""
         if tuple(sizes) == (1,):
             for k, u in enumerate(given):
                 if u:
@@ -265,7 +265,7 @@ class Search:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """Where the stage that begins at each cut ends, and which of the teams ``after`` comes behind a cut."""
+    """The end of the stage that begins at each cut, and the team of ``after`` that comes behind a cut."""
 
     ended: np.ndarray
     chosen: np.ndarray | None
@@ -273,7 +273,7 @@ class _Step:
 
 
 class _Rule(ABC):
-    """How values of stages behind a cut become values of one stage more; no stage or link may cost over a bound."""
+    """The step from values of stages behind a cut to values of one stage more; nothing may cost over a bound."""
 
     nothing, done = np.inf, 0.0
 
@@ -337,7 +337,7 @@ class _Lightest(_Rule):
 
 
 class _Ways(_Rule):
-    """How many ways there are."""
+    """The number of ways."""
 
     nothing, done = 0.0, 1.0
 
@@ -352,7 +352,7 @@ class _Ways(_Rule):
 
 
 def in_order(stages: Stages, classes: Sequence[Sequence[int]]) -> Stages:
-    """The same stages, where of like devices the first stages take the lowest numbers."""
+    """Return the same stages, where of like devices the first stages take the lowest numbers."""
     renamed: dict[int, int] = {}
     for group in classes:
         used = [d for *_, devices in stages for d in devices if d in set(group)]

@@ -40,7 +40,7 @@ class Team:
 
     @property
     def size(self) -> int:
-        """How many replicas."""
+        """Return how many replicas."""
         return len(self.devices)
 
 
@@ -66,7 +66,7 @@ class CostModel(ABC):
         """``[first cuts, last cuts]``: what the stage between two cuts costs on a team, its neighbors left aside."""
 
     def link_seconds(self, crossing: np.ndarray, team: Team, after: Team) -> np.ndarray:
-        """What sending ``crossing`` bytes forward and as many back costs, between a team and the one behind it."""
+        """Return the seconds to send ``crossing`` bytes forward and back, between a team and the one behind it."""
         return np.zeros_like(crossing)
 
     def transfer_seconds(self, count: np.ndarray, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
@@ -87,7 +87,7 @@ class CostModel(ABC):
         return {}
 
     def objective(self, space: CutSpace, stages: Stages) -> float:
-        """What is made small: here the costliest stage or link."""
+        """Return what is made small: here the costliest stage or link."""
         found, followers, behind = 0.0, 0, None
         for first, last, devices in reversed(stages):
             team = Team(devices, followers)
@@ -99,7 +99,7 @@ class CostModel(ABC):
         return found
 
     def memory_bytes(self, residuals: np.ndarray, parameters: np.ndarray, team: Team) -> np.ndarray:
-        """What a stage holds on each device of its team."""
+        """Return what a stage holds on each device of its team."""
         return residuals * self.in_flight(team) + parameters
 
     def in_flight(self, team: Team) -> int:
@@ -264,7 +264,7 @@ class Synchronous(CostModel):
         return total + ticks * together * self.exchange_seconds(space, stages)
 
     def exchange_seconds(self, space: CutSpace, stages: Stages) -> float:
-        """What neighbors need to exchange messages, forward and back, as large as the largest of all.
+        """Return what neighbors need to exchange messages, forward and back, as large as the largest of all.
 
         For one micro-batch: of two teams, every device of the smaller one sends or receives at a time.
         """
@@ -296,7 +296,7 @@ MODELS: dict[str, type[CostModel]] = {model.name: model for model in (PipeDream,
 
 
 def _slowest_links(links: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Those of some links (bandwidth, latency) that no other is slower than for messages of any size."""
+    """Return those of some links (bandwidth, latency) that no other is slower than for messages of any size."""
     kept: list[tuple[float, float]] = []
     for bandwidth, latency in sorted(links, key=lambda link: (link[0], -link[1])):
         if not kept or latency > kept[-1][1]:

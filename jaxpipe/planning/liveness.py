@@ -176,7 +176,7 @@ class _Lifetimes:
 
 
 class _Written:
-    """Which tensors of a program are written to memory.
+    """The tensors of a program that are written to memory.
 
     Attributes:
       tensors: these tensors.
@@ -315,5 +315,5 @@ def _positions(op: Operator, graph: Graph) -> int:
 
 
 def _takes_values(reader: Operator) -> bool:
-    """Whether an operator reads from memory what others read too, rather than to compute it again for itself."""
+    """Return whether an operator reads from memory what others read too, rather than to compute it again for itself."""
     return reader.name in _REDUCTIONS or (reader.name == "concatenate" and len(reader.inputs) > _FUSED_PIECES)

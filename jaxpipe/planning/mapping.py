@@ -1,4 +1,4 @@
-"""Which devices run which stages: of all mappings that make a step no slower, the one with which swaps can do most.
+"""Stages mapped to devices: of all mappings that make a step no slower, the one with which swaps can do most.
 
 The partitioner's cuts stay. A mapping's score is how many bytes of stashes can be with peers at a time, if every stage
 that holds more than the mean sends to those that hold less. For each micro-batch a slice goes out and one comes back
@@ -34,7 +34,7 @@ ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Demand:
-    """What stages would lend and could host.
+    """The bytes that stages would lend and could host.
 
     Attributes:
       excess: by stage, bytes of stashes that it holds beyond the mean and that can be away.
@@ -141,7 +141,7 @@ class _Search:
             self.sends = [self.network.latency + size / self.network.bandwidth for size in messages]
 
     def best(self, own: np.ndarray, mappings: np.ndarray) -> np.ndarray:
-        """Of one mapping and those of some others that are no slower, the one with the best score; of equals the first.
+        """Return the best-scored of one mapping and of some others that are no slower; of equals the first.
 
         Where several let everything be moved, they are compared for half of the seconds, and so on.
         """
@@ -162,11 +162,11 @@ class _Search:
         return mappings[:1]
 
     def scores(self, wanted: Demand, mappings: np.ndarray) -> np.ndarray:
-        """What peers can take with each mapping."""
+        """Return what peers can take with each mapping."""
         return movable_bytes(wanted, self.network.bandwidth, self.network.latency, mappings)
 
     def exchange(self, mappings: np.ndarray) -> np.ndarray:
-        """What neighbors take to exchange the messages, each over the slowest link."""
+        """Return what neighbors take to exchange the messages, each over the slowest link."""
         total = np.zeros(len(mappings))
         for sends in self.sends:
             links = sends[mappings[:, :-1, :, None], mappings[:, 1:, None, :]]

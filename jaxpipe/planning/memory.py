@@ -60,7 +60,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
 
 
 def working_bytes(program: Program, s: int) -> int:
-    """What a stage needs besides while it computes: the larger of its forward and its backward pass.
+    """Return what a stage needs besides while it computes: the larger of its forward and its backward pass.
 
     The forward pass returns its stash packed, the backward pass reads it out of the arena; a stage that is alone goes
     through both at once. A message that has been made and not yet been sent waits besides.
@@ -89,12 +89,12 @@ def working_bytes(program: Program, s: int) -> int:
 
 
 def _adds_up(program: Program) -> bool:
-    """Whether gradients of several micro-batches are added up; XLA takes a loop apart that runs once."""
+    """Return whether gradients of several micro-batches are added up; XLA takes a loop apart that runs once."""
     return not program.alone or program.num_microbatches > 1
 
 
 def updating_bytes(update: Update, s: int) -> int:
-    """What the optimizer needs besides in a stage, while it writes one new value after the other over the old one."""
+    """Return the optimizer's working bytes in a stage, while it writes each new value over the old one."""
     colored = update.colored
     graph = colored.graph
     common = [t for op in graph.operators for t in op.outputs if t not in colored.color]
@@ -121,7 +121,7 @@ def updating_bytes(update: Update, s: int) -> int:
 
 
 def _reads_once(step: Renewal, graph: Graph) -> bool:
-    """Whether operators read each of their arrays once; if not, early XLA computes with other shapes, and copies."""
+    """Return whether operators read each array once; if not, early XLA computes with other shapes, and copies."""
     counts = Counter(t for op in step.operators for t in op.inputs)
     return all(n == 1 or len(graph.tensors[t].shape) < 2 for t, n in counts.items() if t in step.reads)
 

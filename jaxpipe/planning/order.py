@@ -8,7 +8,7 @@ from jaxpipe.work import weight
 
 
 def parameter_work_in_place(graph: Graph, everywhere: Iterable[int] = ()) -> Graph:
-    """The same graph, with what depends on parameters alone moved to where those parameters are used.
+    """Return the same graph, with what depends on parameters alone moved to where those parameters are used.
 
     Args:
       everywhere: other inputs that every stage has (the random key): what is made of them waits for its reader.

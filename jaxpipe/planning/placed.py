@@ -79,7 +79,7 @@ class Partition:
 
     @property
     def ratio(self) -> float:
-        """How many times the lower bound this is; 1 is proven to be the best."""
+        """Return how many times the lower bound this is; 1 is proven to be the best."""
         return self.bottleneck_seconds / self.lower_bound_seconds if self.lower_bound_seconds else 1.0
 
     def to_json(self) -> str:

@@ -107,7 +107,7 @@ class BalanceRound:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """What becomes of the memory of the host that was asked for.
+    """The use of the host's memory, if any was asked for.
 
     Attributes:
       budget: bytes for each device that stashes may use.
@@ -240,7 +240,7 @@ class Plan:
 
     @property
     def teams(self) -> Teams:
-        """How many devices of each replica every stage has."""
+        """Return how many devices of each replica every stage has."""
         return Teams(tuple(len(stage.devices) // self.replicas for stage in self.stages))
 
     @property
@@ -274,7 +274,7 @@ class Plan:
         return table_text(self.__rich__())
 
     def _repr_html_(self) -> str:
-        """What notebooks show."""
+        """Return what notebooks show."""
         from jaxpipe.page import html_table
 
         return html_table(self.__rich__())

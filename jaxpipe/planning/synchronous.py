@@ -125,7 +125,7 @@ class _BranchAndBound:
         self.nodes, self.ties = 0, 0
 
     def run(self) -> bool:
-        """Whether all plans were looked at."""
+        """Return whether all plans were looked at."""
         try:
             self._extend(len(self.search.space.crossing) - 1, (0,) * len(self.search.classes), (), 0.0, (0.0, 0.0, 0.0))
         except _GaveUp:

@@ -12,7 +12,7 @@ from jaxpipe.schedules import Schedule, Teams, Timeline, simulate
 def plan_timeline(
     plan: Plan, schedule: Schedule, speed: Sequence[float] = (), processes: Sequence[Sequence[int]] = ()
 ) -> Timeline:
-    """Who computes what when in one training step.
+    """Return who computes what when in one training step.
 
     Stage programs run as soon as they have what they need (``jaxpipe.planning.dispatched``). In one program for all
     devices these walk through the table in step, and what the plan's step takes beyond the stages' work is shown as the

@@ -40,7 +40,7 @@ MOST_SECONDS = 86_400.0
 
 
 def cache_folder() -> Path:
-    """Where profiles are kept: ``$JAXPIPE_CACHE_DIR/profiles``, or in the user's cache folder."""
+    """Return where profiles are kept: ``$JAXPIPE_CACHE_DIR/profiles``, or in the user's cache folder."""
     chosen = os.environ.get(FOLDER)
     return (Path(chosen) if chosen else platformdirs.user_cache_path("jaxpipe", appauthor=False)) / "profiles"
 

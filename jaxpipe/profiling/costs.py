@@ -1,4 +1,4 @@
-"""What a program's operators cost besides time: parameters, residuals, and what is read of each other's results."""
+"""Costs of a program's operators besides time: parameters, residuals, and what is read of each other's results."""
 
 from collections.abc import Iterable
 

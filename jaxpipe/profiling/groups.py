@@ -2,7 +2,7 @@
 
 One operator alone is not what XLA runs: it fuses cheap arithmetic with what is before and after it. A group ends with
 a product or a loop, whose operand is in memory anyway; what leads from the one before it to this operand (a
-normalisation, an activation) is in the same group, where its backward pass recomputes it.
+normalization, an activation) is in the same group, where its backward pass recomputes it.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline take, by real runs of their own programs."""
+"""Seconds of the stages of a pipeline, by real runs of their own programs."""
 
 from jax.sharding import Mesh
 

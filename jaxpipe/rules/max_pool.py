@@ -27,7 +27,7 @@ from jaxpipe.vjp import Cut, from_rule
 
 @dataclass(frozen=True)
 class Windows:
-    """Where the windows of a pool lie, in the terms of ``lax.reduce_window``; everything by dimension.
+    """The windows of a pool, in the terms of ``lax.reduce_window``; everything by dimension.
 
     Attributes:
       shape: positions in a window.
@@ -50,7 +50,7 @@ class Windows:
 
 
 def applies(op: Operator) -> bool:
-    """Whether ``op`` is a max-pool of floats with at least one window."""
+    """Return whether ``op`` is a max-pool of floats with at least one window."""
     return (
         op.name == "reduce_window_max"
         and is_differentiable(op.equation.invars[0].aval)

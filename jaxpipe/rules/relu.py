@@ -13,9 +13,9 @@ from jaxpipe.vjp import Cut, differentiate
 
 
 def applies(op: Operator) -> bool:
-    """Whether ``op`` is ``max(x, 0)`` whose derivative is ``where(x > 0, dy, 0)``, as ``jax.nn.relu`` is.
+    """Return whether ``op`` is ``max(x, 0)`` whose derivative is ``where(x > 0, dy, 0)``, as ``jax.nn.relu`` is.
 
-    Recognised by what it computes, not by name: ``jnp.maximum(x, 0)`` halves the cotangent at a tie and is no ReLU
+    Recognized by what it computes, not by name: ``jnp.maximum(x, 0)`` halves the cotangent at a tie and is no ReLU
     in this sense; a user's function of the same form is.
     """
     if op.name != "custom_jvp_call" or not rectifies(op):
@@ -36,7 +36,7 @@ def applies(op: Operator) -> bool:
 
 
 def rectifies(op: Operator) -> bool:
-    """Whether ``op`` computes ``max(x, 0)``, whatever its derivative."""
+    """Return whether ``op`` computes ``max(x, 0)``, whatever its derivative."""
     if op.name == "max":
         return _is_zero(op)
     if op.name != "custom_jvp_call" or len(op.equation.invars) != 1:
@@ -57,5 +57,5 @@ def from_output(cut: Cut) -> Cut:
 
 
 def _is_zero(op: Operator) -> bool:
-    """Whether the operator's literal operand is zero."""
+    """Return whether the operator's literal operand is zero."""
     return len(op.literals) == 1 and not np.any(op.literals[0])

@@ -32,7 +32,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int, *, paired: bool = True) 
 
 
 def _order(p: int, m: int, i: int) -> list[Action]:
-    """As many forwards as there are stages behind, then one backward and one forward in turn."""
+    """Return as many forwards as there are stages behind, then one backward and one forward in turn."""
     ahead = min(m, p - i)
     order = [Action(Kind.FORWARD, j) for j in range(ahead)]
     for j in range(m):

@@ -1,4 +1,4 @@
-"""Where what waits for later work is kept: addresses in an arena, slots in an inbox."""
+"""Places of arrays that wait for later work: addresses in an arena, slots in an inbox."""
 
 import heapq
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def addresses(stays: Sequence[Stay]) -> list[int]:
 
 
 def _slots(stays: Sequence[Stay]) -> list[int]:
-    """The same where all are of one size, in far less time; no more slots are used than there are stays at once."""
+    """Return the places if all are of one size, in far less time; no more slots are used than stays at once."""
     found = [0] * len(stays)
     busy: list[tuple[int, int]] = []
     free: list[int] = []
@@ -54,7 +54,7 @@ def _slots(stays: Sequence[Stay]) -> list[int]:
 
 @dataclass(frozen=True)
 class Inbox:
-    """Where messages of one direction wait on each device; all arrive at the end of a tick.
+    """Slots of the messages of one direction that wait on each device; all arrive at the end of a tick.
 
     Attributes:
       slots: the most messages that wait on a device at the same time.
@@ -70,7 +70,7 @@ class Inbox:
 
 
 def inbox(schedule: Schedule, kind: Kind) -> Inbox:
-    """Where the messages of forward or of backward work wait; ``kind`` is what makes and what reads them.
+    """Return where the messages of forward or of backward work wait; ``kind`` is what makes and what reads them.
 
     Example:
       >>> from jaxpipe.schedules import one_f_one_b

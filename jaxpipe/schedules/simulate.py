@@ -24,7 +24,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Who computes what when.
+    """The timeline of a schedule: the device and the time of each action.
 
     Attributes:
       spans: every action; ``stage`` is the device.
@@ -198,7 +198,7 @@ def _way(links: Sequence[tuple[float, float]], source: int, target: int) -> floa
 
 
 def _needs(schedule: Schedule, kind: Kind, stage: int, j: int) -> list[_Work]:
-    """What must be done before an action: kind, stage and micro-batch."""
+    """Return what must be done before an action: kind, stage and micro-batch."""
     if kind is Kind.FORWARD:
         return [(kind, stage - 1, j)] if stage else []
     if kind is Kind.BACKWARD_WEIGHT:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.Enum):
-    """What a stage does with a micro-batch: backward as a whole, or in two parts."""
+    """The kinds of work on a micro-batch: backward as a whole, or in two parts."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -162,12 +162,12 @@ class Schedule:
 
     @cached_property
     def has_backward(self) -> bool:
-        """Whether it trains, rather than only computes forward."""
+        """Return whether it trains, rather than only computes forward."""
         return any(kind is not Kind.FORWARD for _, kind, _ in self._ticks_of)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether backward work comes in two parts."""
+        """Return whether backward work comes in two parts."""
         return any(kind is Kind.BACKWARD_INPUT for _, kind, _ in self._ticks_of)
 
     def simulate(

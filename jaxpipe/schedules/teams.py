@@ -22,7 +22,7 @@ from jaxpipe.errors import ScheduleError
 
 @dataclass(frozen=True)
 class Teams:
-    """How many devices each stage has; those of the first stage come first.
+    """The number of devices of each stage; those of the first stage come first.
 
     Attributes:
       widths: by stage. Where a device has several stages, by device, and all 1.
@@ -47,7 +47,7 @@ class Teams:
 
     @property
     def single(self) -> bool:
-        """Whether every stage has one device."""
+        """Return whether every stage has one device."""
         return set(self.widths) == {1}
 
     @cached_property
@@ -56,16 +56,16 @@ class Teams:
         return math.lcm(*self.widths)
 
     def deals(self, num_microbatches: int) -> int:
-        """How many deals there are, the last of which may be short."""
+        """Return how many deals there are, the last of which may be short."""
         return -(-num_microbatches // self.deal)
 
     def turns(self, stage: int) -> int:
-        """How many micro-batches of a deal each device of a stage works on."""
+        """Return how many micro-batches of a deal each device of a stage works on."""
         return self.deal // self.widths[stage]
 
     @property
     def most_turns(self) -> int:
-        """How many micro-batches of a deal each device of the smallest team works on."""
+        """Return how many micro-batches of a deal each device of the smallest team works on."""
         return self.deal // min(self.widths)
 
     @cached_property

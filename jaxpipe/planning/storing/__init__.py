@@ -1,1 +1,1 @@
-"""What is stored for the backward pass, under a budget: problem, solvers, and their use on a stage."""
+"""Storage for the backward pass under a budget: problem, solvers, and their use on a stage."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.planning.storing.greedy import give_up, give_up_all
+from jaxpipe.planning.storing.integer_program import Solution, solve
 from jaxpipe.planning.storing.problem import NOT_STORED, Outcome, Problem, simulate
-from jaxpipe.planning.storing.programme import Solution, solve
 
 
 #: A solver's numbers are exact to this fraction; an answer that is over the limit by so little is asked for again.
@@ -84,11 +84,11 @@ def check_solver(solver: str) -> str:
     """The name of a mixed-integer solver, as cvxpy spells it.
 
     Raises:
-      PartitionError: if it is not installed, or solves no mixed-integer programmes.
+      PartitionError: if it is not installed, or solves no mixed-integer programs.
     """
     if solver == "HIGHS":  # comes with cvxpy
         return solver
-    from cvxpy.reductions.solvers.defines import INSTALLED_MI_SOLVERS  # see programme
+    from cvxpy.reductions.solvers.defines import INSTALLED_MI_SOLVERS  # see integer_program
 
     if not isinstance(solver, str) or solver.upper() not in INSTALLED_MI_SOLVERS:
         raise PartitionError(
@@ -124,7 +124,7 @@ def lowest_peak(
 
 
 def _tidy(problem: Problem, choice: tuple[int, ...]) -> tuple[tuple[int, ...], Outcome]:
-    """The same choice without what is stored for nobody."""
+    """Return the same choice without what is stored for nobody."""
     outcome = simulate(problem, choice)
     assert outcome is not None
     tidy = tuple(option if k in outcome.read else NOT_STORED for k, option in enumerate(choice))

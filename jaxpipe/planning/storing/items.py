@@ -20,7 +20,7 @@ from jaxpipe.planning.packing import alive_bytes
 from jaxpipe.planning.storing.problem import NOT_STORED, Item, Option, Problem
 from jaxpipe.recall import is_heavy, parts
 from jaxpipe.stash import Form, Storage, stored_bytes
-from jaxpipe.storage import Choices, Derivations, derived_from, not_at_hand, with_fallbacks
+from jaxpipe.storage import Choices, Derivations, derived_from, not_at_hand, sums_of_branches, with_fallbacks
 from jaxpipe.work import weight
 
 
@@ -172,10 +172,6 @@ def _starting_points(linearization: Linearization, there: frozenset[int]) -> lis
     """Tensors from which others can be computed again without looking further back."""
     graph = linearization.graph
     producers = {t: op for op in graph.operators for t in op.outputs}
-    readers: dict[int, int] = {}
-    for op in graph.operators:
-        for t in op.inputs:
-            readers[t] = readers.get(t, 0) + 1
     needed: set[int] = set()
     pending = list(linearization.needs)
     while pending:
@@ -185,12 +181,11 @@ def _starting_points(linearization: Linearization, there: frozenset[int]) -> lis
         needed.add(t)
         if t in producers:
             pending.extend(producers[t].inputs)
+    sums = sums_of_branches(graph, there)
 
     def is_one(t: int) -> bool:
         op = producers.get(t)
-        if op is None or op.has_effects or weight(op) is None:
-            return True
-        return op.name in ("add", "add_any") and readers.get(t, 0) > 1 and sum(u in needed for u in op.inputs) > 1
+        return op is None or op.has_effects or weight(op) is None or t in sums
 
     return [t for t in needed if is_one(t)]
 

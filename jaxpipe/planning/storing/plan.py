@@ -39,7 +39,7 @@ class TensorChoice:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """What a stage stores, and what that costs.
+    """The storage of a stage, and its costs.
 
     Attributes:
       tensors: the choice for each tensor that may be stored.

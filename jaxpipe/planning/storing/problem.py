@@ -1,4 +1,4 @@
-"""What can be chosen for the tensors that a backward pass needs, and what a choice costs: data and its simulation.
+"""Choices for the tensors that a backward pass needs, and their costs: data and its simulation.
 
 A backward pass is a row of events. Each reads some items; an item is stored in one of several forms, or computed
 again from other items when it is first needed, and then kept until it is last read:
@@ -107,7 +107,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a choice leads to.
+    """The seconds and bytes of a choice.
 
     Attributes:
       seconds: of encoding, decoding and computing again, and of swaps beyond the work that they overlap with.

@@ -1,4 +1,4 @@
-"""The mixed-integer programme: one choice for each item, the limits of every event, the fewest seconds.
+"""The mixed-integer program: one choice for each item, the limits of every event, the fewest seconds.
 
 Binary are only the choices. Whether an item has been computed again by an event follows from them: it is, if it is
 not stored and either read or a source of what has been computed again by then.
@@ -101,13 +101,13 @@ class _Model:
         return first, settled
 
     def run(self, k: int, e: int) -> list[tuple[float, int]]:
-        """Whether an item has been computed again by an event, as terms."""
+        """Return whether an item has been computed again by an event, as terms."""
         if e < self._first[k] or not self._run[k]:
             return []
         return [(1.0, self._run[k][min(e, self._settled[k])])]
 
     def ran(self, k: int) -> list[tuple[float, int]]:
-        """Whether an item is computed again at all."""
+        """Return whether an item is computed again at all."""
         return self.run(k, max(self._settled[k], self._first[k]))
 
     def _choices(self) -> None:
@@ -138,7 +138,7 @@ class _Model:
                 rows.add([*mine, *(t for terms in behind for t in _times(-1, terms))], 0)
 
     def _live(self, e: int) -> None:
-        """What is in memory in an event, besides its base bytes."""
+        """Return what is in memory in an event, besides its base bytes."""
         problem, terms = self.problem, self.events[e]
         for k, item in enumerate(problem.items):
             options = [*zip(item.options, self.stored[k], strict=True)]

@@ -140,9 +140,9 @@ class Recall:
         Each product's steps compute it from these anew, which fuses with them; kept, it would be in memory until the
         last of them.
         """
-        # Attention scores by themselves: XLA keeps less if both of their readers share the softmax. Sharded products:
-        # devices would add up some of them twice.
-        if self._graph.stage_shape or sum(op.name in _PRODUCTS for op in program) < 2:
+        # Attention scores by themselves: XLA keeps less if both of their readers share the softmax. Convolutions: their
+        # operands are written to memory, as nothing fuses with them. Sharded products: devices would add some up twice.
+        if self._graph.stage_shape or sum(op.name == "dot_general" for op in program) < 2:
             return
         kept = sums_of_branches(self._graph, self._graph.derived_from_parameters())
         for op in program:

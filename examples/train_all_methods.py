@@ -35,7 +35,7 @@ from sklearn.model_selection import train_test_split
 import jaxpipe
 from jaxpipe import Network, Node
 from jaxpipe.gradients import block_sparse
-from jaxpipe.units import bytes_text
+from jaxpipe.text.units import bytes_text
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from sklearn.model_selection import train_test_split
 
 import jaxpipe
 from jaxpipe.pictures import draw_memory, draw_timeline
-from jaxpipe.units import bytes_text
+from jaxpipe.text.units import bytes_text
 
 
 @dataclass(frozen=True)

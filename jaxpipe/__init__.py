@@ -5,7 +5,7 @@ The public names are listed in ``__init__.pyi``; each is imported when it is fir
 
 import lazy_loader
 
+from jaxpipe._version import __version__ as __version__
 
-__version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

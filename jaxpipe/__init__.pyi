@@ -11,7 +11,6 @@ from .checkpoint import Checkpointer as Checkpointer
 from .density import Density as Density
 from .density import measure_density as measure_density
 from .density import with_density as with_density
-from .distributed import initialize_distributed as initialize_distributed
 from .encode import memory_encoded as memory_encoded
 from .encode import without_encoding as without_encoding
 from .errors import BatchError as BatchError
@@ -27,6 +26,7 @@ from .errors import NonFiniteError as NonFiniteError
 from .errors import PartitionError as PartitionError
 from .errors import ScheduleError as ScheduleError
 from .errors import TrainingModeWarning as TrainingModeWarning
+from .multihost import initialize_distributed as initialize_distributed
 from .network import Network as Network
 from .options import PlanOptions as PlanOptions
 from .partition import partition as partition

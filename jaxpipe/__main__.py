@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxpipe.command_line import main
+from jaxpipe.cli import main
 
 
 sys.exit(main())

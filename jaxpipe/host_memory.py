@@ -4,7 +4,7 @@ from jax.sharding import Mesh
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.planning.plan import HostPlan
-from jaxpipe.units import parse_bytes
+from jaxpipe.text.units import parse_bytes
 
 
 def check_host_memory(

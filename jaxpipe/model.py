@@ -25,10 +25,10 @@ from jaxpipe.annotations import with_axes
 from jaxpipe.errors import ModelError
 from jaxpipe.graph import is_differentiable
 from jaxpipe.linen_model import LinenModel, handed_on, initialized_variables
-from jaxpipe.messages import shown
 from jaxpipe.purify import module_scopes
 from jaxpipe.stacks import Stacks, uncut
-from jaxpipe.units import bytes_text
+from jaxpipe.text.units import bytes_text
+from jaxpipe.text.value_text import shown
 from jaxpipe.variables import by_path, common_level, key_name, plain_tree, random_paths, select
 
 

@@ -15,10 +15,10 @@ from rich.table import Table
 from jaxpipe.errors import PartitionError
 from jaxpipe.link_speed import SIZES, measure_host_links, measure_links, measure_speeds, memory_limits
 from jaxpipe.network_table import network_table
-from jaxpipe.plain_table import table_text
-from jaxpipe.reading import LARGEST, read_json
+from jaxpipe.text.checked_json import LARGEST, read_json
+from jaxpipe.text.plain_table import table_text
+from jaxpipe.text.units import whole_number
 from jaxpipe.topology import PCIE_3_X16, Node
-from jaxpipe.units import whole_number
 
 
 @dataclass(frozen=True)

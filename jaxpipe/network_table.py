@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from jaxpipe.plain_table import PlainTable
+from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.units import bytes_text
 from jaxpipe.topology import PCIE_3_X16
-from jaxpipe.units import bytes_text
 
 
 if TYPE_CHECKING:

@@ -4,20 +4,21 @@ import base64
 import html
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from jaxpipe.pictures import draw_memory, draw_stages, draw_timeline, load_figure_class
-from jaxpipe.plain_table import PlainTable, printable
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.schedules.swap_points import HOST
-from jaxpipe.units import bytes_text, seconds_text
+from jaxpipe.text.html_table import html_table, html_text
+from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.units import bytes_text, seconds_text
 
 
 if TYPE_CHECKING:
@@ -99,34 +100,12 @@ def page(contents: Contents) -> str:
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-            f"<h1>{_text(title)}</h1>",
+            f"<title>{html_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+            f"<h1>{html_text(title)}</h1>",
             *body,
             f'<script id="plan" type="application/json">\n{data}\n</script>\n</body>\n</html>\n',
         ]
     )
-
-
-def html_table(table: Table) -> str:
-    """A rich table as HTML; its cells are taken as plain text."""
-    right = [' class="right"' if column.justify == "right" else "" for column in table.columns]
-    head = _cells("th", right, [column.header for column in table.columns])
-    rows = [_cells("td", right, row) for row in zip(*(column.cells for column in table.columns), strict=True)]
-    title = f"<p><strong>{_text(table.title)}</strong></p>" if table.title else ""
-    caption = f"<caption>{_text(table.caption)}</caption>" if table.caption else ""
-    listed = "\n".join(rows)
-    return (
-        f'{title}<div class="wide"><table>{caption}\n<thead>{head}</thead>\n<tbody>\n{listed}\n</tbody></table></div>'
-    )
-
-
-def _cells(tag: str, attributes: Iterable[str], values: Iterable[Any]) -> str:
-    cells = (f"<{tag}{how}>{_text(value)}</{tag}>" for how, value in zip(attributes, values, strict=True))
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _text(value: Any) -> str:
-    return html.escape(printable(str(value))).replace("\n", "<br>")
 
 
 def _heading(name: str) -> str:

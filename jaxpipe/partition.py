@@ -11,7 +11,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxpipe import hosts
+from jaxpipe import multihost
 from jaxpipe.annotations import outside_mesh
 from jaxpipe.errors import BatchError
 from jaxpipe.gradients.block_sparse import BlockSparse
@@ -48,7 +48,6 @@ from jaxpipe.policy import FAST, Codecs, parse, warn_unused
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.cache import program_text
 from jaxpipe.profiling.model import Source, frozen_names, profile_objective, without_frozen_work
-from jaxpipe.progress import progress, tell
 from jaxpipe.rates import known_rates, rates_of
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.table import without_backward
@@ -57,7 +56,8 @@ from jaxpipe.sharding.costs import divided, groups_of
 from jaxpipe.sharding.submesh import joined_mesh, split_mesh
 from jaxpipe.sharding.variables import Shardings, check_exchanged, shardings_of
 from jaxpipe.target import building_for
-from jaxpipe.units import parse_bytes, whole_number
+from jaxpipe.text.progress import progress, tell
+from jaxpipe.text.units import parse_bytes, whole_number
 
 
 #: Micro-batches for each stage when the caller does not say: the bubble is then below a fifth of the step.
@@ -256,7 +256,7 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     enough = _leaving_examples(request, model, objective, one, size, m)
     if enough != m:
         return make_plan(replace(request, num_microbatches=enough), batch, variables)
-    hosts.agree("The program", program_text(objective.graph))
+    multihost.agree("The program", program_text(objective.graph))
     local = [
         x if shared_leaf else _rows(x, size // request.replicas)
         for x, shared_leaf in zip(jax.tree.leaves(batch), batching.shared, strict=True)
@@ -289,7 +289,7 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     if not drafts:
         raise errors[0]
     planned = choose(request, traced, drafts, cut_again)
-    hosts.agree("The plan", planned.plan.to_json())
+    multihost.agree("The plan", planned.plan.to_json())
     return planned
 
 
@@ -440,8 +440,8 @@ def _profile(request: Request, objective: Objective, frozen: tuple[str, ...]) ->
         return without_frozen_work(profile, objective, frozen)
     source = request.profile
     tell(f"Profiling {len(graph.operators)} operators, {source}")
-    profile = hosts.from_first(
-        lambda: profile_objective(objective, source, hosts.mine(request.mesh.devices.flatten().tolist())[0])
+    profile = multihost.from_first(
+        lambda: profile_objective(objective, source, multihost.mine(request.mesh.devices.flatten().tolist())[0])
     )
     return replace(profile, frozen=frozen)
 

@@ -8,8 +8,8 @@ from jaxpipe.planning.plan import Plan, short_modules, shorten
 from jaxpipe.planning.timeline import check_size, plan_timeline
 from jaxpipe.schedules import Kind, Schedule, Timeline
 from jaxpipe.schedules.swap_points import swap_points
+from jaxpipe.text.units import bytes_text, seconds_text
 from jaxpipe.traces import KIND_NAMES
-from jaxpipe.units import bytes_text, seconds_text
 
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.profile import Edge, Profile
-from jaxpipe.reading import MOST_CHARACTERS
+from jaxpipe.text.checked_json import MOST_CHARACTERS
 
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.rates import Rates
-from jaxpipe.reading import LARGEST, read_json
+from jaxpipe.text.checked_json import LARGEST, read_json
 
 
 class Edge(NamedTuple):

@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpipe.errors import DifferentiationError, ModelError
-from jaxpipe.messages import shown
+from jaxpipe.text.value_text import shown
 from jaxpipe.twin import twin_class
 
 

@@ -17,11 +17,11 @@ from jaxpipe.encode import run_encoded, without_encoding
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.explain import Label, parse_label
 from jaxpipe.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
-from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.policy import FAST
 from jaxpipe.purify import PureCall, purify
 from jaxpipe.stash import has_overflowed
-from jaxpipe.units import bytes_text
+from jaxpipe.text.plain_table import PlainTable, table_text
+from jaxpipe.text.units import bytes_text
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.units import whole_number
+from jaxpipe.text.units import whole_number
 
 
 # Bytes per second in one direction. These are the rates that standards and data sheets state; what a program sees is

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe
-from jaxpipe import hosts
+from jaxpipe import multihost
 from jaxpipe.runtime.mpmd.instructions import Exchange, Place, Send, Spread
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.transfers import Transfers
@@ -303,10 +303,10 @@ def agreement(folder: str) -> None:
     found = {
         "seconds": plan.step_seconds,
         "measured": len(list(Path(folder).glob(f"cache{me}/*/*.json"))),
-        "first": hosts.from_first(lambda: me + 7),
-        "first fails": message(lambda: hosts.from_first(lambda: fail(0))),
-        "all": hosts.on_all(lambda: me),
-        "last fails": message(lambda: hosts.on_all(lambda: fail(1))),
+        "first": multihost.from_first(lambda: me + 7),
+        "first fails": message(lambda: multihost.from_first(lambda: fail(0))),
+        "all": multihost.on_all(lambda: me),
+        "last fails": message(lambda: multihost.on_all(lambda: fail(1))),
         "other program": message(
             lambda: jaxpipe.partition(
                 jax.tree_util.Partial(lambda w, x: x @ w * (2 if me else 3), np.ones((8, 4), np.float32)),
@@ -351,7 +351,7 @@ def train(directory: str, case: str, every: int, until: int) -> None:
 
 def unequal() -> None:
     """Pass batches of other sizes in one of two processes, and print what it is told."""
-    hosts.MEETING_SECONDS = 3.0
+    multihost.MEETING_SECONDS = 3.0
     pipeline = make_pipeline("stage")
     batch = draw(np.random.default_rng(0))
     state, _ = pipeline.step(pipeline.init(jax.random.key(0)), batch)

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxpipe
-from jaxpipe.command_line import main
+from jaxpipe.cli import main
 
 
 TASK = """

@@ -13,7 +13,7 @@ from flax import nnx
 import jaxpipe
 from jaxpipe import BatchError, MemoryBudgetError, ModelError, PartitionError, ScheduleError
 from jaxpipe.schedules import Action, Kind, Schedule
-from jaxpipe.units import parse_bytes
+from jaxpipe.text.units import parse_bytes
 
 
 KEY = jax.random.key(0)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import jaxpipe
-from jaxpipe import progress
+from jaxpipe.text import progress
 
 
 MODEL = jax.tree_util.Partial(

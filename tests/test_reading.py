@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from jaxpipe import Network, Plan, Profile, reading
+from jaxpipe import Network, Plan, Profile
 from jaxpipe.errors import JaxpipeError, PartitionError
 from jaxpipe.planning import Partition, partition_layers
 from jaxpipe.planning.plan import BalanceRound, HostPlan, StagePlan, StashPiece
+from jaxpipe.text import checked_json
 
 
 PROFILE = Profile.chain(["conv", "relu", "dense"], [1e-3, 1e-4, 2e-3], [2e-3] * 3, [36, 0, 40], [8, 8, 8], [16, 4])
@@ -145,7 +146,7 @@ def test_hostile_texts(kind, text):
 def test_long_texts_are_refused_before_they_are_parsed(monkeypatch):
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
     with pytest.raises(PartitionError, match="at most 16,777,216 are read"):
-        Plan.from_json(" " * (reading.MOST_CHARACTERS + 1))
+        Plan.from_json(" " * (checked_json.MOST_CHARACTERS + 1))
 
 
 def listed(item, count):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.experimental import multihost_utils
 
-from jaxpipe import hosts
+from jaxpipe import multihost
 from jaxpipe.checkpoint.files import Writer, open_checkpoint, steps
 from jaxpipe.checkpoint.state import put
 from jaxpipe.errors import CheckpointError
@@ -83,10 +83,10 @@ class Checkpointer:
           CheckpointError: as ``Pipeline.restore``.
         """
         self._writer.wait()
-        there = hosts.from_first(lambda: self.steps)
+        there = multihost.from_first(lambda: self.steps)
         if step is None and not there:
             return None
-        saved = hosts.on_all(lambda: open_checkpoint(self._writer.directory, there[-1] if step is None else step))
+        saved = multihost.on_all(lambda: open_checkpoint(self._writer.directory, there[-1] if step is None else step))
         state = put(self._pipeline._runtime, saved)
         self._step = self._saved = saved.step
         return state, saved.data

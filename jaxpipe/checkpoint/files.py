@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-import jaxpipe
-from jaxpipe import hosts
+from jaxpipe import multihost
+from jaxpipe._version import __version__
 from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, Leaf, checksum, describe
 from jaxpipe.checkpoint.tree import Path, nest, pick
 from jaxpipe.errors import CheckpointError
@@ -87,7 +87,7 @@ class Writer:
         self._manager: Any = None
         self._begun: int | None = None
         self._closed = False
-        hosts.from_first(lambda: self._open(keep))
+        multihost.from_first(lambda: self._open(keep))
 
     def _open(self, keep: int | None) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ class Writer:
         Raises:
           CheckpointError: if there is a checkpoint of this or a later step, or writing fails at once.
         """
-        return hosts.from_first(lambda: self._write(contents))
+        return multihost.from_first(lambda: self._write(contents))
 
     def _write(self, contents: Contents | None) -> CheckpointError | None:
         assert contents is not None
@@ -174,7 +174,7 @@ class Writer:
         Raises:
           CheckpointError: if it has failed.
         """
-        hosts.from_first(self._wait)
+        multihost.from_first(self._wait)
 
     def check(self) -> None:
         """Raise ``CheckpointError`` if what was begun has failed by now. In the first process; does not wait."""
@@ -236,7 +236,7 @@ def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
         if about["format"] > FORMAT:
             raise CheckpointError(
                 f"The checkpoint {folder} has the format {about['format']}, written by jaxpipe {about['jaxpipe']}; "
-                f"this is jaxpipe {jaxpipe.__version__}, which reads formats up to {FORMAT}. Install a newer one."
+                f"this is jaxpipe {__version__}, which reads formats up to {FORMAT}. Install a newer one."
             )
         rows = msgspec.convert(about["leaves"], dict[str, tuple[_Row, ...]])
         leaves = {group: _leaves(rows[group]) for group in (VARIABLES, OPTIMIZER, RESIDUALS)}
@@ -317,7 +317,7 @@ def damaged(folder: FilePath, what: str) -> CheckpointError:
 def _about(contents: Contents) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "jaxpipe": jaxpipe.__version__,
+        "jaxpipe": __version__,
         "step": contents.step,
         "skipped": contents.skipped,
         "key": contents.key.tolist(),

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe import hosts
+from jaxpipe import multihost
 from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, differences, expected, is_key
 from jaxpipe.checkpoint.files import Saved, read
 from jaxpipe.checkpoint.tree import Path, leaf_paths
@@ -71,10 +71,10 @@ def take(runtime: "Runtime", state: TrainState, data: Any = None) -> Contents | 
     Raises:
       CheckpointError: if ``data`` is not JSON.
     """
-    data = hosts.from_first(lambda: _as_json(data))
+    data = multihost.from_first(lambda: _as_json(data))
     planned = runtime.planned
-    names, arrays = _names(planned), runtime.to_host(state, hosts.is_first())
-    if not hosts.is_first():
+    names, arrays = _names(planned), runtime.to_host(state, multihost.is_first())
+    if not multihost.is_first():
         return None
     of_parameters, of_state = planned.model.stacks
     parameters, variables = of_parameters.join(arrays.parameters), of_state.join(arrays.variables)
@@ -127,7 +127,7 @@ def put(runtime: "Runtime", saved: Saved) -> TrainState:
             "exchanges gradients whole: what had not been sent is lost.",
             stacklevel=4,
         )
-    parts, common = hosts.on_all(lambda: _read_stages(runtime, saved, names, has_residuals))
+    parts, common = multihost.on_all(lambda: _read_stages(runtime, saved, names, has_residuals))
     shared = [k for k, owner in enumerate(colored.state_stage) if owner is None]
     values = [typed(x, colored.state_avals[k].dtype) for k, x in zip(shared, common, strict=True)]
     return runtime.assemble(parts, CommonArrays(values, saved.key, np.int32(saved.step), np.int32(saved.skipped)))
@@ -141,7 +141,7 @@ def _read_stages(
     colored, exchange = planned.update.colored, planned.update.exchange
     for place in runtime.places:
         every = runtime.devices_of(place)
-        if not hosts.mine(every):
+        if not multihost.mine(every):
             continue
         parameters, variables = planned.placement.held_by(place)
         own = [k for k, owner in enumerate(colored.state_stage) if owner == place]

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxpipe import _compat
 from jaxpipe.annotations import outside_mesh
 from jaxpipe.errors import BatchError, PartitionError
-from jaxpipe.messages import shown
+from jaxpipe.text.value_text import shown
 
 
 _P = ParamSpec("_P")

@@ -12,7 +12,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.planning.plan import BalanceRound
 from jaxpipe.profile import Profile
-from jaxpipe.progress import tell
+from jaxpipe.text.progress import tell
 
 
 #: Fastest over slowest stage at which no better cut is looked for.

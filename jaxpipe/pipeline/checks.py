@@ -17,7 +17,6 @@ from jaxpipe.errors import (
     TrainingModeWarning,
     warn,
 )
-from jaxpipe.messages import structure_difference
 from jaxpipe.network import Network
 from jaxpipe.pipeline.arguments import check_arrays, check_function
 from jaxpipe.pipeline.axes import COMMON_NAMES
@@ -27,6 +26,7 @@ from jaxpipe.pipeline.statistics import FEW_EXAMPLES
 from jaxpipe.schedules import BY_NAME, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.names import plain_name, schedule_named
 from jaxpipe.schedules.teams import Teams
+from jaxpipe.text.value_text import structure_difference
 
 
 def check_mesh(mesh: Mesh) -> tuple[int, int]:

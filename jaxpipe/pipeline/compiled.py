@@ -13,15 +13,15 @@ from dataclasses import replace
 
 import jax
 
-from jaxpipe import hosts
+from jaxpipe import multihost
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.pipeline.planned import Compiled, Planned
 from jaxpipe.planning.plan import Plan
 from jaxpipe.planning.storing.choose import raised
 from jaxpipe.planning.storing.items import tensor_text
-from jaxpipe.progress import tell
 from jaxpipe.stash import stored_bytes
-from jaxpipe.units import bytes_text
+from jaxpipe.text.progress import tell
+from jaxpipe.text.units import bytes_text
 
 
 #: How many plans with the same cuts are compiled at most until one keeps the budget.
@@ -49,7 +49,7 @@ def with_step(planned: Planned) -> Planned:
 
     if planned.compiled is not None:
         return planned
-    hosts.agree("The plan", planned.plan.to_json())
+    multihost.agree("The plan", planned.plan.to_json())
     tell(f"Compiling the training step, {bytes_text(planned.plan.predicted_bytes)} predicted")
     runtime = MpmdRuntime(planned)
     step = runtime.build()

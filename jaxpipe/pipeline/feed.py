@@ -8,11 +8,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import hosts
+from jaxpipe import multihost
 from jaxpipe.errors import BatchError
 from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.step import Batching
-from jaxpipe.units import whole_number
+from jaxpipe.text.units import whole_number
 
 
 def own_replicas(mesh: Mesh) -> list[int]:
@@ -20,7 +20,7 @@ def own_replicas(mesh: Mesh) -> list[int]:
     if DATA not in mesh.axis_names:
         return [0]
     replicas = np.moveaxis(mesh.devices, mesh.axis_names.index(STAGE), -1)
-    return [r for r, devices in enumerate(replicas) if hosts.mine(devices.flat)]
+    return [r for r, devices in enumerate(replicas) if multihost.mine(devices.flat)]
 
 
 def local_rows(mesh: Mesh, size: int) -> np.ndarray:
@@ -64,7 +64,7 @@ def _place(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array
     if sharding.is_fully_addressable or _is_global(x):
         return jax.device_put(x, sharding)
     if sharding.spec == P():
-        return hosts.place(x, sharding)
+        return multihost.place(x, sharding)
     return jax.make_array_from_process_local_data(sharding, np.asarray(x), shape)
 
 

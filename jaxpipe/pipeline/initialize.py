@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import core
 
-from jaxpipe import _compat, annotations, hosts
+from jaxpipe import _compat, annotations, multihost
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.captures import without_captures
 from jaxpipe.pipeline.sections import Placement
@@ -35,7 +35,7 @@ def initial_state(
     values = _pieces(model, _given(own) if own.values is not None else _initialized(own, key))
     parts = {}
     for place in runtime.places:
-        devices = hosts.mine(runtime.devices_of(place))
+        devices = multihost.mine(runtime.devices_of(place))
         if not devices:
             continue
         parameters, state = planned.placement.held_by(place)

@@ -11,7 +11,7 @@ from jaxpipe import _compat
 from jaxpipe.link_speed import measure_links
 from jaxpipe.network import Network
 from jaxpipe.pipeline.program import STAGE
-from jaxpipe.progress import tell
+from jaxpipe.text.progress import tell
 
 
 #: Bytes of the messages with which a link between processes is measured.

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe import hosts
+from jaxpipe import multihost
 from jaxpipe.annotations import outside_mesh
 from jaxpipe.checkpoint.contents import Contents
 from jaxpipe.checkpoint.files import Writer, open_checkpoint
@@ -41,7 +41,7 @@ from jaxpipe.runtime.interface import Runtime, StepResults
 from jaxpipe.runtime.select import runtime_of
 from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.sharding.submesh import joined_mesh
-from jaxpipe.units import bytes_text, whole_number
+from jaxpipe.text.units import bytes_text, whole_number
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Pipeline:
         model = planned.model if variables is None else with_values(planned.model, variables)
         if model.own.values is None and model.own.initialize is None:
             raise PartitionError("The model has no values and cannot be initialized; pass variables= to init.")
-        return hosts.settled(initial_state(self._runtime, model, self._optimizer, key))
+        return multihost.settled(initial_state(self._runtime, model, self._optimizer, key))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """One training step; donates ``state``.
@@ -401,8 +401,8 @@ class Pipeline:
         Raises:
           CheckpointError: if there is none, it is damaged, or of another model or optimizer.
         """
-        last = step if step is not None else hosts.from_first(lambda: max(steps_of(directory), default=None))
-        return put(self._runtime, hosts.on_all(lambda: open_checkpoint(directory, last)))
+        last = step if step is not None else multihost.from_first(lambda: max(steps_of(directory), default=None))
+        return put(self._runtime, multihost.on_all(lambda: open_checkpoint(directory, last)))
 
     @outside_jit
     def adopt(self, state: TrainState) -> TrainState:

@@ -9,7 +9,7 @@ from jaxpipe.pipeline.request import Request
 from jaxpipe.planning.dispatched import call_seconds
 from jaxpipe.planning.placed import Partition
 from jaxpipe.schedules import Schedule
-from jaxpipe.units import seconds_text
+from jaxpipe.text.units import seconds_text
 
 
 def check_runtime_features(request: Request, schedules: Sequence[Schedule]) -> None:

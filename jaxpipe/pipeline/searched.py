@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.assemble import Draft, Traced, draft
 from jaxpipe.pipeline.describe import stage_search_arguments
-from jaxpipe.progress import tell
 from jaxpipe.schedules import Schedule, list_schedule
+from jaxpipe.text.progress import tell
 
 
 #: By what share of its seconds a step must be shorter than with a fixed table: profiles are no better than this.

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxpipe import hosts
+from jaxpipe import multihost
 from jaxpipe import stage as stages
 from jaxpipe.demand import Linearization
 from jaxpipe.graph import Graph, Operator
@@ -25,12 +25,12 @@ from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, Option, Outcome, Problem, simulate
 from jaxpipe.planning.storing.solver_time import SolverTime
-from jaxpipe.progress import tell
 from jaxpipe.schedules.joined import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.sharding.propagation import of_one_device, propagate
 from jaxpipe.stage import Stage
-from jaxpipe.units import bytes_text
+from jaxpipe.text.progress import tell
+from jaxpipe.text.units import bytes_text
 
 
 #: How often limits are corrected by what the programs really need.
@@ -174,7 +174,7 @@ class StageFitter:
         options = {"solver": self._solving.solver, "time_limit": self._solving.for_smallest, "gap": GAP}
         answers: dict[int, Answer] = {}
         for s in range(len(self.program.sections)):
-            answer = hosts.from_first(
+            answer = multihost.from_first(
                 functools.partial(lowest_peak, self._problem(s, math.inf, self._items[s]), **options)
             )
             if answer is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import core
 
-from jaxpipe.units import bytes_text
+from jaxpipe.text.units import bytes_text
 
 
 @jax.tree_util.register_dataclass

@@ -17,7 +17,7 @@ from jaxpipe.planning.placed import Partition, describe
 from jaxpipe.planning.refine import move_operators
 from jaxpipe.planning.synchronous import shortest_step, step_bound
 from jaxpipe.profile import Profile
-from jaxpipe.units import bytes_text, parse_bytes
+from jaxpipe.text.units import bytes_text, parse_bytes
 
 
 #: Elementary steps that a search over all sets of devices may take; with more, devices are searched in orders.

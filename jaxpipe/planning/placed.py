@@ -10,12 +10,12 @@ from rich.table import Table
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.network import Network, NetworkFile
-from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.planning.costs import CostModel, Stages, Team
 from jaxpipe.planning.cut_space import CutSpace
 from jaxpipe.profile import Profile, ProfileFile
-from jaxpipe.reading import Amount, Count, read_json
-from jaxpipe.units import bytes_text, seconds_text
+from jaxpipe.text.checked_json import Amount, Count, read_json
+from jaxpipe.text.plain_table import PlainTable, table_text
+from jaxpipe.text.units import bytes_text, seconds_text
 
 
 @dataclass(frozen=True)

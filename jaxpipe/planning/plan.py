@@ -12,11 +12,12 @@ import msgspec
 from rich.table import Table
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.plain_table import PlainTable, table_text
-from jaxpipe.reading import Amount, Count, Positive, read_json
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.schedules.teams import Teams
-from jaxpipe.units import bytes_text
+from jaxpipe.text.checked_json import Amount, Count, Positive, read_json
+from jaxpipe.text.html_table import html_table
+from jaxpipe.text.plain_table import PlainTable, table_text
+from jaxpipe.text.units import bytes_text
 
 
 @dataclass(frozen=True)
@@ -275,8 +276,6 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return what notebooks show."""
-        from jaxpipe.page import html_table
-
         return html_table(self.__rich__())
 
     def __rich__(self) -> Table:

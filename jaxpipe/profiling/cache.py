@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import platformdirs
 
-import jaxpipe
 from jaxpipe import _compat
+from jaxpipe._version import __version__
 from jaxpipe.demand import Linearization
 from jaxpipe.density import room
 from jaxpipe.errors import PartitionError
@@ -51,7 +51,7 @@ def cache_key(linearization: Linearization, device: Any, held: Iterable[int] = (
     That is the program with its shapes, dtypes and codecs, what of it is differentiated, the kind of device, and the
     versions of everything that compiles and runs it; on a CPU also how many cores this process may use.
     """
-    versions = [*_compat.versions(), jaxpipe.__version__, device.client.platform_version]
+    versions = [*_compat.versions(), __version__, device.client.platform_version]
     machine = [device.platform, device.device_kind, *dataclasses.astuple(rates_of(device))]
     if device.platform == "cpu":
         affinity = getattr(os, "sched_getaffinity", None)

@@ -12,8 +12,8 @@ from jaxpipe.profile import Profile
 from jaxpipe.profiling.groups import Program, cut_groups, group_stage, stage_programs
 from jaxpipe.profiling.roofline import analytic
 from jaxpipe.profiling.timing import Timing, on_device, time_program
-from jaxpipe.progress import progress, track
 from jaxpipe.rates import rates_of
+from jaxpipe.text.progress import progress, track
 
 
 #: Random keys are folded with a hash of the module path, so that equal layers differ in these constants.

@@ -22,7 +22,7 @@ from jaxpipe.profiling import cache as kept
 from jaxpipe.profiling.measured import measure
 from jaxpipe.profiling.roofline import analytic
 from jaxpipe.rates import OTHER, rates_of, rates_of_kind
-from jaxpipe.units import whole_number
+from jaxpipe.text.units import whole_number
 
 
 #: Where the seconds of a profile come from.

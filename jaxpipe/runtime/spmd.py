@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import hosts
+from jaxpipe import multihost
 from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline import checks, feed
 from jaxpipe.pipeline import step as steps
@@ -23,12 +23,12 @@ from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.sections import cut_sections, follow
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Batching
-from jaxpipe.progress import progress, tell
 from jaxpipe.runtime.interface import Bytes, StepResults
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.target import building_for
-from jaxpipe.units import bytes_text
+from jaxpipe.text.progress import progress, tell
+from jaxpipe.text.units import bytes_text
 
 
 class SpmdRuntime:
@@ -52,7 +52,7 @@ class SpmdRuntime:
         layouts = program.parameters, program.state, update.layout
         held = arrays.parameters, arrays.variables, arrays.optimizer
         every = self.devices_of(place)
-        devices = hosts.mine(every)
+        devices = multihost.mine(every)
         leaves = [x for group in held for x in group]
         if all(isinstance(x, np.ndarray) for x in leaves):
             packed = [layout.pack(place, group) for layout, group in zip(layouts, held, strict=True)]
@@ -80,7 +80,7 @@ class SpmdRuntime:
         mesh, ordered = self.planned.mesh, [parts[place] for place in sorted(parts)]
         specs = P(STAGE), P(STAGE), P(STAGE), P(STAGE, DATA)
         groups = [_assemble(mesh, spec, [part[k] for part in ordered]) for k, spec in enumerate(specs)]
-        everywhere = functools.partial(hosts.place, sharding=NamedSharding(mesh, P()))
+        everywhere = functools.partial(multihost.place, sharding=NamedSharding(mesh, P()))
         return TrainState(
             *groups,
             shared=tuple(map(everywhere, common.shared)),
@@ -102,13 +102,13 @@ class SpmdRuntime:
     def step(self, state: TrainState, batch: Any, shapes: Any) -> StepResults:
         """Run the training step; donates the state."""
         del shapes
-        results = hosts.settled(self.compiled_step(state, self._placed(batch)))
+        results = multihost.settled(self.compiled_step(state, self._placed(batch)))
         return StepResults(*results)
 
     def gradients(self, state: TrainState, batch: Any, shapes: Any) -> tuple[Any, Sequence[Any], list[Any]]:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
         del shapes
-        loss, metrics, buffers = hosts.settled(self._gradient_step(state, self._placed(batch)))
+        loss, metrics, buffers = multihost.settled(self._gradient_step(state, self._placed(batch)))
         program, placement = self.planned.program, self.planned.placement
         trained = [t not in program.objective.frozen for t in program.objective.parameters]
         owners = [owner if kept else None for owner, kept in zip(placement.parameters, trained, strict=True)]
@@ -134,7 +134,7 @@ class SpmdRuntime:
 
         def run(state: TrainState, batch: Any) -> Any:
             leaves = feed.place(planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
-            results = hosts.settled(compiled(state, leaves))
+            results = multihost.settled(compiled(state, leaves))
             return results[:2] if name == "evaluate" else results
 
         return run
@@ -188,7 +188,7 @@ class SpmdRuntime:
     def compiled_step(self) -> Any:
         """The training step."""
         plan = self.planned.plan
-        hosts.agree("The plan", plan.to_json())
+        multihost.agree("The plan", plan.to_json())
         tell(f"Compiling the training step, {bytes_text(plan.predicted_bytes)} predicted")
         step = self.lower_step().compile()
         tell(f"XLA reserves {bytes_text(_reserved_bytes(step))} on each device")

@@ -3,7 +3,7 @@
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules.ordered import from_orders
 from jaxpipe.schedules.table import Action, Kind, Schedule, check_size
-from jaxpipe.units import whole_number
+from jaxpipe.text.units import whole_number
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:

@@ -22,7 +22,7 @@ from jaxpipe.schedules.simulate import Seconds, simulate
 from jaxpipe.schedules.table import Kind, Schedule, check_size
 from jaxpipe.schedules.work_graph import Operation, Ranks, Sequenced, WorkGraph, list_scheduled
 from jaxpipe.schedules.zero_bubble import zero_bubble
-from jaxpipe.units import whole_number
+from jaxpipe.text.units import whole_number
 
 
 #: Actions that a search puts into order, over all schedules that it tries: under a second.

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.units import whole_number
+from jaxpipe.text.units import whole_number
 
 
 if TYPE_CHECKING:

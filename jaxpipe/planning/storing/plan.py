@@ -9,7 +9,6 @@ from rich.table import Table
 from jaxpipe import stage as stages
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph import Graph, Operator, is_differentiable
-from jaxpipe.plain_table import PlainTable, table_text
 from jaxpipe.planning.storing.choose import Answer, check_solver, choose, lowest_peak, raised
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, simulate
@@ -17,7 +16,8 @@ from jaxpipe.profiling.roofline import seconds
 from jaxpipe.rates import OTHER, Rates
 from jaxpipe.stage import Stage
 from jaxpipe.storage import Choices
-from jaxpipe.units import bytes_text, parse_bytes, seconds_text
+from jaxpipe.text.plain_table import PlainTable, table_text
+from jaxpipe.text.units import bytes_text, parse_bytes, seconds_text
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxpipe import hosts
+from jaxpipe import multihost
 
 
 #: The part of what is left that one solution may take at most, so that a hard one leaves something for the others.
@@ -41,7 +41,7 @@ class SolverTime:
     def solve(self, choose: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, float]:
         """``choose(*args, time_limit=..., **options)`` in the first process, and the seconds that it took."""
         limit = SHARE * self.left
-        answer, seconds = hosts.from_first(functools.partial(_timed, choose, *args, time_limit=limit, **options))
+        answer, seconds = multihost.from_first(functools.partial(_timed, choose, *args, time_limit=limit, **options))
         self.spent += seconds
         return answer, seconds
 

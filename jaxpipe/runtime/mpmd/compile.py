@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import _compat, hosts
+from jaxpipe import _compat, multihost
 from jaxpipe.program_form import TracedProgram, shared_program, trace_program
-from jaxpipe.progress import tell
 from jaxpipe.runtime.mpmd.stage_work import Name, Work
+from jaxpipe.text.progress import tell
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +157,7 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
         where = job.devices if job.is_bound else tuple(job.mesh.shape.items())
         key = (traced.program.form, traced.reads, traced.writes, job.donated, where, job.reads, job.writes)
         groups.setdefault(key, []).append(number)
-    own = {number for number, job in enumerate(jobs) if hosts.mine(job.devices)}
+    own = {number for number, job in enumerate(jobs) if multihost.mine(job.devices)}
     own_groups = [numbers for numbers in groups.values() if not own.isdisjoint(numbers)]
     tell(f"Compiling {len(own)} programs, {len(own_groups)} of which differ")
     done = 0
@@ -260,6 +260,6 @@ def _with_row(compiled: Any, row: np.ndarray, mesh: Mesh) -> Callable[..., Any]:
 
     @functools.cache
     def held() -> Any:  # at the first call, as a program may be compiled for devices that are not here
-        return hosts.place(row, NamedSharding(mesh, P()))
+        return multihost.place(row, NamedSharding(mesh, P()))
 
     return lambda *operands: compiled(held(), *operands)

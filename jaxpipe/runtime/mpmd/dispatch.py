@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import hosts
+from jaxpipe import multihost
 from jaxpipe.runtime.mpmd.calls import CallList
 from jaxpipe.runtime.mpmd.compile import Executable, Job, compile_jobs
 from jaxpipe.runtime.mpmd.crossing import crosses, ends
@@ -103,12 +103,12 @@ def compile_list(calls: CallList, devices: StageDevices) -> Dispatch:
     """Compile the programs of a list for this process's devices."""
     executables, specs = _compile_programs(calls, devices)
     if len(devices.processes) > 1:
-        hosts.agree("The list of calls", repr((calls.instructions, calls.avals)))
+        multihost.agree("The list of calls", repr((calls.instructions, calls.avals)))
     steps = _Steps(calls, devices, executables, specs)
     for instruction, left in zip(calls.instructions, calls.dropped, strict=True):
         steps.add(instruction, left)
     steps.end_all()
-    every = {key: program for some in hosts.gathered(_shown(executables)) for key, program in some.items()}
+    every = {key: program for some in multihost.gathered(_shown(executables)) for key, program in some.items()}
     return Dispatch(calls, every | executables, tuple(steps.steps), steps.registers, specs)
 
 
@@ -147,7 +147,9 @@ def _compile_programs(
         first = {key: call for key, call in first.items() if key not in ready}
         if open_registers:
             shown = _shown(here) if first else here
-            known = {key: x.writes for some in (hosts.gathered(shown) if first else [shown]) for key, x in some.items()}
+            known = {
+                key: x.writes for some in (multihost.gathered(shown) if first else [shown]) for key, x in some.items()
+            }
             _follow_specs(calls, specs, open_registers, known)
     return executables, tuple(specs)
 
@@ -231,11 +233,11 @@ class _Steps:
     def _part(self, instruction: Instruction) -> Transfer | None:
         devices = self._devices
         if isinstance(instruction, (Send, Exchange)):
-            takes_part = [d for place in ends(instruction) for d in hosts.mine(devices.of(place))]
+            takes_part = [d for place in ends(instruction) for d in multihost.mine(devices.of(place))]
             if takes_part and crosses(instruction, devices):
                 return self._transfers.between(instruction, devices)
         if isinstance(instruction, Spread):
-            takes_part = hosts.mine(devices.of_replicas(instruction.replicas))
+            takes_part = multihost.mine(devices.of_replicas(instruction.replicas))
             return self._transfers.spread(instruction, devices) if takes_part else None
         action = _action(instruction, self._calls, devices, self._executables, self._specs)
         return None if action is None else Transfer(action, instruction.reads, instruction.writes)
@@ -249,7 +251,7 @@ class _Steps:
         """Return whether other processes take part."""
         if isinstance(instruction, Call):
             row = self._devices.of(instruction.place)
-            return len(hosts.mine(row)) < len(row)
+            return len(multihost.mine(row)) < len(row)
         if isinstance(instruction, Send):
             return crosses(instruction, self._devices)
         return isinstance(instruction, (Exchange, Spread))
@@ -286,7 +288,7 @@ def _action(
     if not isinstance(instruction, (Split, Join)):
         return None
     whole = Place(instruction.stage)
-    mine = [r for r in devices.members(instruction.stage) if hosts.mine(devices.of(Place(instruction.stage, r)))]
+    mine = [r for r in devices.members(instruction.stage) if multihost.mine(devices.of(Place(instruction.stage, r)))]
     if not mine:
         return None
     if isinstance(instruction, Split):
@@ -298,7 +300,7 @@ def _action(
 
 def _send(instruction: Send, devices: StageDevices, specs: Sequence[P]) -> Action | None:
     source, target = devices.of(instruction.source), devices.of(instruction.target)
-    if not hosts.mine(source):
+    if not multihost.mine(source):
         return None
     kind = None
     if source == target:  # between the device's memory and its host's
@@ -306,7 +308,7 @@ def _send(instruction: Send, devices: StageDevices, specs: Sequence[P]) -> Actio
     if len(target) > 1:
         mesh = devices.mesh(instruction.target)
         shardings = tuple(NamedSharding(mesh, specs[k], memory_kind=kind) for k in instruction.writes)
-        if len(hosts.mine(target)) == len(target):
+        if len(multihost.mine(target)) == len(target):
             return lambda *arrays: jax.device_put(arrays, shardings)
         return lambda *arrays: [_moved(x, to) for x, to in zip(arrays, shardings, strict=True)]
     # A device as the target takes half of the time that a sharding takes.

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import hosts
+from jaxpipe import multihost
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.pipeline import checks, compiled
 from jaxpipe.pipeline.axes import DATA, STAGE
@@ -20,7 +20,6 @@ from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.sections import Section, cut_sections
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Batching
-from jaxpipe.progress import progress, tell
 from jaxpipe.runtime.interface import Bytes, StepResults
 from jaxpipe.runtime.mpmd.adopt import adopt
 from jaxpipe.runtime.mpmd.calls import CallList
@@ -41,6 +40,7 @@ from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.target import building_for
+from jaxpipe.text.progress import progress, tell
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class MpmdRuntime:
         groups = arrays.parameters, arrays.variables, arrays.optimizer, residuals
         return StageArrays(
             *(
-                [hosts.place(x, where.sharding(key)) for x, key in zip(group, keys, strict=True)]
+                [multihost.place(x, where.sharding(key)) for x, key in zip(group, keys, strict=True)]
                 for group, keys in zip(groups, where.held_by(place), strict=True)
             )
         )
@@ -115,10 +115,10 @@ class MpmdRuntime:
             gathered("variables", map(where.variable, range(len(model.state))), [v.aval for v in model.state]),
             gathered("optimizer", map(where.optimizer, where.owned), [colored.state_avals[k] for k in where.owned]),
             gathered("residuals", map(where.residual, where.residuals), self._residual_avals),
-            shared=tuple(hosts.place(x, spread) for x in common.shared),
-            key=hosts.place(common.key, spread),
-            step=hosts.place(jnp.int32(common.step), spread),
-            skipped=hosts.place(jnp.int32(common.skipped), spread),
+            shared=tuple(multihost.place(x, spread) for x in common.shared),
+            key=multihost.place(common.key, spread),
+            step=multihost.place(jnp.int32(common.step), spread),
+            skipped=multihost.place(jnp.int32(common.skipped), spread),
             plan=planned.plan.identity,
         )
 
@@ -379,9 +379,9 @@ class MpmdRuntime:
         if not planned:
             sizes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(shapes))
             tell(f"A batch of other shapes than were planned for: {sizes}")
-            if not hosts.meet(f"shapes {sizes}"):
+            if not multihost.meet(f"shapes {sizes}"):
                 raise BatchError(
-                    f"This process has a batch of shapes {sizes}, and within {hosts.MEETING_SECONDS:.0f} s not all "
+                    f"This process has a batch of shapes {sizes}, and within {multihost.MEETING_SECONDS:.0f} s not all "
                     "other processes had one, too. In a step all processes pass batches of the same sizes: give each "
                     "of them as many examples, or leave out what one of them has left over."
                 )
@@ -450,10 +450,10 @@ def _from_owner(device: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> lis
     data = [jax.eval_shape(jax.random.key_data, a) if is_key else a for a, is_key in zip(avals, keys, strict=True)]
     held: list[Any] = []
     here = [_whole(x) for x in arrays if x is not None and x.addressable_shards]
-    if hosts.mine([device]):
+    if multihost.mine([device]):
         local = [x.addressable_data(0) for x in here]
         held = [jax.random.key_data(x) if is_key else x for x, is_key in zip(local, keys, strict=True)]
-    copies = hosts.from_owner(device, held, data)
+    copies = multihost.from_owner(device, held, data)
     return [
         jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(jnp.empty((), aval.dtype))) if is_key else x
         for x, aval, is_key in zip(copies, avals, keys, strict=True)

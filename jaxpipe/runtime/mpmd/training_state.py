@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import _compat, hosts
+from jaxpipe import _compat, multihost
 from jaxpipe.pipeline import feed
 from jaxpipe.pipeline.axes import DATA
 from jaxpipe.pipeline.optimizer import ColoredUpdate
@@ -139,7 +139,7 @@ class StateLayout:
                 parts |= {shard.device: shard.data for shard in x.addressable_shards}
         if not parts:
             return old
-        local = hosts.mine(self.all_devices.devices.flatten().tolist())
+        local = multihost.mine(self.all_devices.devices.flatten().tolist())
         return jax.make_array_from_single_device_arrays(old.shape, self.everywhere, [parts[d] for d in local])
 
 
@@ -176,7 +176,7 @@ class Loader:
         for key, register in keys.items():
             name, mesh = key.name, devices.mesh(key.place)
             sharding = NamedSharding(mesh, P())
-            target = _Target(hosts.mine(list(mesh.devices.flat)), sharding if mesh.size > 1 else None)
+            target = _Target(multihost.mine(list(mesh.devices.flat)), sharding if mesh.size > 1 else None)
             if not target.devices:
                 continue
             if name.role is Role.SHARED:
@@ -188,7 +188,7 @@ class Loader:
             elif name.role is Role.BATCH:
                 self._batch.append((name.number, devices.replica(key.place), sharding, register))
             elif name.role in (Role.INDEX, Role.WEIGHT):
-                self._constants[register] = hosts.place(self._constant(key), sharding)
+                self._constants[register] = multihost.place(self._constant(key), sharding)
         self._key: Any = None
         self._key_data: dict[int, Any] = {}
 
@@ -221,7 +221,9 @@ class Loader:
         """
         shared, mesh = self._where.layout.context.shared, self._where.all_devices
         parts = [_parts(x, common, mesh) for x, common in zip(leaves, shared, strict=True)]
-        return {register: hosts.place(parts[k](replica), sharding) for k, replica, sharding, register in self._batch}
+        return {
+            register: multihost.place(parts[k](replica), sharding) for k, replica, sharding, register in self._batch
+        }
 
 
 def _at(x: Any, target: _Target) -> Any:
@@ -242,7 +244,7 @@ def _parts(x: Any, shared: bool, mesh: Mesh) -> Callable[[int], Any]:
             x = jax.device_put(x, NamedSharding(mesh, P() if shared or replicas == 1 else P(DATA)))
             by_device = {shard.device: shard.data for shard in x.addressable_shards}
             rows = np.moveaxis(mesh.devices, mesh.axis_names.index(DATA), 0) if replicas > 1 else mesh.devices[None]
-            return lambda r: by_device[hosts.mine(list(rows[r].flat))[0]]
+            return lambda r: by_device[multihost.mine(list(rows[r].flat))[0]]
         x, local = x.addressable_data(0), list(range(replicas))
     if shared or len(local) == 1:
         return lambda _: x

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import hosts
+from jaxpipe import multihost
 from jaxpipe.pipeline.words import pack_words, unpack_words, word_count
 from jaxpipe.runtime.mpmd.crossing import ends
 from jaxpipe.runtime.mpmd.instructions import Exchange, Send, Spread
@@ -96,7 +96,7 @@ class Transfers:
         avals, specs = [self._avals[k] for k in registers], [self._specs[k] for k in registers]
         routes = tuple(tuple(side for side in (0, 1) if slot.sent[side] is not None) for slot in slots)
         meshes = [devices.mesh(place) for place in ends(message)]
-        mine = [hosts.mine(mesh.devices.flatten().tolist()) for mesh in meshes]
+        mine = [multihost.mine(mesh.devices.flatten().tolist()) for mesh in meshes]
         sides = [side for side in (0, 1) if mine[side]]
         pair = _pair_mesh(meshes)
         shardings = [
@@ -150,7 +150,7 @@ class Transfers:
             shardings,
             replicated=True,
         )
-        mine = hosts.mine(every)
+        mine = multihost.mine(every)
         unused = {device: [self._unused_array(aval, device) for aval in avals] for device in mine}
 
         def run(*arrays: Any) -> list[Any]:

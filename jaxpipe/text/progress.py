@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from jaxpipe import hosts
+from jaxpipe import multihost
 
 
 #: Its messages of level INFO say what is being done.
@@ -32,7 +32,7 @@ def progress(text: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if _line.get() is None:
             console = Console(stderr=True)
-            if console.is_terminal and hosts.is_first():
+            if console.is_terminal and multihost.is_first():
                 shown = stack.enter_context(contextlib.closing(_Line(console)))
                 stack.callback(_line.reset, _line.set(shown))
         tell(text)

@@ -30,9 +30,9 @@ from jaxpipe.network import Network
 from jaxpipe.options import PlanOptions
 from jaxpipe.partition import partition
 from jaxpipe.pipeline.pipeline import Pipeline
-from jaxpipe.plain_table import printable
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.model import profile_model
+from jaxpipe.text.plain_table import printable
 
 
 class UsageError(JaxpipeError, ValueError):

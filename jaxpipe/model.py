@@ -25,15 +25,13 @@ from jaxpipe.annotations import with_axes
 from jaxpipe.errors import ModelError
 from jaxpipe.graph import is_differentiable
 from jaxpipe.linen_model import LinenModel, handed_on, initialized_variables
+from jaxpipe.options import AxisRules
 from jaxpipe.purify import module_scopes
 from jaxpipe.stacks import Stacks, uncut
 from jaxpipe.text.units import bytes_text
 from jaxpipe.text.value_text import shown
 from jaxpipe.variables import by_path, common_level, key_name, plain_tree, random_paths, select
 
-
-#: Pairs of a logical axis and the axes of a mesh that it stands for, or None; of several for one, the first that fits.
-AxisRules = Sequence[tuple[str, Any]]
 
 #: ``function(model, batch)``: a loss, an evaluation or a prediction.
 UserFunction = Callable[[Any, Any], Any]

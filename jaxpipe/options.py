@@ -8,7 +8,10 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.model import AxisRules
+
+
+#: Pairs of a logical axis and the axes of a mesh that it stands for, or None; of several for one, the first that fits.
+AxisRules = Sequence[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class PlanOptions:
       devices_per_stage: how many devices of the axis of stages each stage has: one (False), a number for all, or one
         for each stage that add up to all devices, as ``(3, 1)``. True: as many stages and as many devices in each as
         make the step the shortest, by prediction. Micro-batch j goes to device j mod k of a stage with k devices, the
-        schedule is a table of such deals (``jaxpipe.schedules.teams``), and gradients are added up within each stage.
+        schedule is a table of such deals (``jaxpipe.schedules.replicas``), and gradients are added up within each
+        stage.
       shardings: by name of a variable, or a pattern with ``*``, the partition spec of its dimensions over the mesh axes
         beside those two. It counts instead of the model's own annotations; the first pattern that fits does.
       axis_rules: the mesh axes that logical ones of the model stand for, as ``flax.linen.logical_axis_rules`` takes

@@ -22,7 +22,6 @@ from jaxpipe.options import PlanOptions
 from jaxpipe.pipeline import arguments, checks
 from jaxpipe.pipeline.arrange import stay
 from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, frozen_stages, sections_for, teams_of
-from jaxpipe.pipeline.axes import with_own_names
 from jaxpipe.pipeline.describe import least_seconds, rates_in
 from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.links import assumed_links, slowest_used
@@ -30,7 +29,6 @@ from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_resul
 from jaxpipe.pipeline.pipeline import Pipeline
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.precision import check_effect, check_gradient_dtype
-from jaxpipe.pipeline.program import DATA
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.runtime_choice import check_runtime_features
 from jaxpipe.pipeline.searched import searched_drafts
@@ -49,10 +47,11 @@ from jaxpipe.profile import Profile
 from jaxpipe.profiling.cache import program_text
 from jaxpipe.profiling.model import Source, frozen_names, profile_objective, without_frozen_work
 from jaxpipe.rates import known_rates, rates_of
-from jaxpipe.schedules import Schedule
+from jaxpipe.schedules import Schedule, candidates
+from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.table import without_backward
-from jaxpipe.schedules.teams import Teams
 from jaxpipe.sharding.costs import divided, groups_of
+from jaxpipe.sharding.mesh_axes import DATA, with_own_names
 from jaxpipe.sharding.submesh import joined_mesh, split_mesh
 from jaxpipe.sharding.variables import Shardings, check_exchanged, shardings_of
 from jaxpipe.target import building_for
@@ -79,7 +78,7 @@ def partition(
     predict: UserFunction | None = None,
     memory: int | str | None = None,
     num_microbatches: int | None = None,
-    schedule: checks.ScheduleMaker | str = "auto",
+    schedule: candidates.ScheduleMaker | str = "auto",
     profile: Profile | Source | None = None,
     network: Network | None = None,
     storage: Codecs | Literal["auto"] = "auto",
@@ -242,9 +241,9 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     checks.check_microbatches(size, request.replicas, m)
     schedules = []
     if isinstance(request.devices_per_stage, tuple):
-        schedules = checks.make_team_schedules(request.schedules, Teams(request.devices_per_stage), m)
+        schedules = candidates.make_team_schedules(request.schedules, Teams(request.devices_per_stage), m)
     elif not request.devices_per_stage:
-        schedules = checks.make_schedules(request.schedules, request.num_stages, m)
+        schedules = candidates.make_schedules(request.schedules, request.num_stages, m)
     check_runtime_features(request, schedules)
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     one = microbatch_shapes(batch, request.replicas * m)
@@ -319,18 +318,18 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
     def sections(num_chunks: int) -> tuple[Placement, tuple[Section, ...]]:
         return sections_for(request, traced, placed(num_chunks))
 
-    def drafts_of(makers: Sequence[checks.ScheduleMaker]) -> list[Draft]:
+    def drafts_of(makers: Sequence[candidates.ScheduleMaker]) -> list[Draft]:
         if replicate:
-            schedules = checks.make_team_schedules(makers, teams_of(placed(1), request), m)
+            schedules = candidates.make_team_schedules(makers, teams_of(placed(1), request), m)
         else:
-            schedules = checks.make_schedules(makers, request.num_stages, m)
+            schedules = candidates.make_schedules(makers, request.num_stages, m)
         return _of_schedules(request, traced, schedules, placed, sections)
 
     if replicate and teams_of(placed(1), request).single:
         return []
-    if request.schedules is checks.AUTO and request.runtime != "spmd":
+    if request.schedules is candidates.AUTO and request.runtime != "spmd":
         # Devices that run free have schedules of their own; where one program is better, it has its own too.
-        drafts = drafts_of(checks.AUTO_FREE)
+        drafts = drafts_of(candidates.AUTO_FREE)
         if drafts and drafts[0].runtime.name == "mpmd":
             drafts = [candidate for candidate in drafts if candidate.runtime.name == "mpmd"]
             if request.num_stages == 1 or replicate:
@@ -338,7 +337,7 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
             sources = list(drafts)
             # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
             if all(candidate.schedule.num_chunks == 1 for candidate in drafts):
-                free = checks.make_schedules(checks.AUTO_FREE, request.num_stages, m)
+                free = candidates.make_schedules(candidates.AUTO_FREE, request.num_stages, m)
                 chunked_tables = [schedule for schedule in free if schedule.num_chunks > 1]
                 with contextlib.suppress(checks.PartitionError):  # too few operators for so many stages
                     sources += _of_schedules(request, traced, chunked_tables, placed, sections)

@@ -32,7 +32,7 @@ from jaxpipe import _compat
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.memory import peak_bytes
 from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
-from jaxpipe.schedules.joined import program_kinds
+from jaxpipe.schedules.joined_work import program_kinds
 from scripts.absent_gpu import h100s
 from scripts.bench_encoding import count_products
 from scripts.measuring import header

@@ -19,7 +19,7 @@ from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
 import jaxpipe
 from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.schedules import Action, Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
-from jaxpipe.schedules.places import inbox
+from jaxpipe.schedules.allocate import inbox
 from jaxpipe.schedules.table import table
 
 

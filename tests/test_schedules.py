@@ -22,8 +22,8 @@ from jaxpipe.schedules import (
     to_csv,
     zero_bubble,
 )
+from jaxpipe.schedules.allocate import Stay, addresses, inbox
 from jaxpipe.schedules.gpipe import forward_only
-from jaxpipe.schedules.places import Stay, addresses, inbox
 
 
 F, B = Kind.FORWARD, Kind.BACKWARD

@@ -25,7 +25,7 @@ from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.planning import partition_layers
 from jaxpipe.planning.dispatched import CALL_SECONDS
 from jaxpipe.schedules import one_f_one_b
-from jaxpipe.schedules.teams import Teams
+from jaxpipe.schedules.replicas import Teams
 
 
 planned_of = functools.partial(pipeline_of, runtime="mpmd")

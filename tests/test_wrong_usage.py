@@ -26,7 +26,7 @@ from jaxpipe import (
     ScheduleError,
     schedules,
 )
-from jaxpipe.pipeline.axes import with_own_names
+from jaxpipe.sharding.mesh_axes import with_own_names
 
 
 KEY = jax.random.key(0)

@@ -7,8 +7,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.network import Network
-from jaxpipe.pipeline.program import STAGE
 from jaxpipe.planning.placed import Partition
+from jaxpipe.sharding.mesh_axes import STAGE
 
 
 def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mesh:

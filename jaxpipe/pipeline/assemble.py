@@ -33,7 +33,7 @@ from jaxpipe.pipeline.links import slowest_used
 from jaxpipe.pipeline.objective import Objective, trace_loss
 from jaxpipe.pipeline.optimizer import color_update
 from jaxpipe.pipeline.planned import Budget, Planned
-from jaxpipe.pipeline.program import DATA, Program
+from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.runtime_choice import choose_runtime
 from jaxpipe.pipeline.sections import Placement, Section, count_frozen, cut_sections, place, with_backward
@@ -51,9 +51,10 @@ from jaxpipe.profiling import roofline
 from jaxpipe.profiling.kernels import graph_seconds
 from jaxpipe.runtime.mpmd.estimate import predicted_bytes
 from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
-from jaxpipe.schedules import Schedule
+from jaxpipe.schedules import Schedule, candidates
+from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.table import without_backward
-from jaxpipe.schedules.teams import Teams
+from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.variables import Shardings
 from jaxpipe.work import weight
 
@@ -107,7 +108,7 @@ class Draft:
     stages: Placement
     program: Program
     schedule: Schedule
-    maker: checks.ScheduleMaker | None = None
+    maker: candidates.ScheduleMaker | None = None
 
     @cached_property
     def runtime(self) -> RuntimeChoice:
@@ -150,7 +151,7 @@ def draft(
     schedule: Schedule,
     stages: Placement,
     sections: tuple[Section, ...],
-    maker: checks.ScheduleMaker | None = None,
+    maker: candidates.ScheduleMaker | None = None,
 ) -> Draft:
     """The program for sections and a schedule, in which all stages are trained; ``maker`` as ``Draft`` has it."""
     model, devices = traced.model, range(schedule.num_stages)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpipe.schedules import Kind, Schedule
-from jaxpipe.schedules.places import Inbox, Stay, addresses, inbox
+from jaxpipe.schedules.allocate import Inbox, Stay, addresses, inbox
 
 
 class Work(NamedTuple):

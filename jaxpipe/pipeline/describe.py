@@ -27,8 +27,8 @@ from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.rates import Rates, known_rates
 from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
+from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.swap_points import HOST, swap_points
-from jaxpipe.schedules.teams import Teams
 from jaxpipe.stash import Storage, stored_bytes
 from jaxpipe.work import weight
 

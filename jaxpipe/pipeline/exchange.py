@@ -21,9 +21,9 @@ from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.gradients.exchange import Averaged, exchange, wire_bytes
 from jaxpipe.model import BoundModel
-from jaxpipe.pipeline.axes import DATA, STAGE, own_name
 from jaxpipe.pipeline.layout import Layout, lay_out
 from jaxpipe.pipeline.sections import Placement
+from jaxpipe.sharding.mesh_axes import DATA, STAGE, own_name
 
 
 @dataclass(frozen=True, eq=False)

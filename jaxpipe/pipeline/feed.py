@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import multihost
 from jaxpipe.errors import BatchError
-from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.step import Batching
+from jaxpipe.sharding.mesh_axes import DATA, STAGE
 from jaxpipe.text.units import whole_number
 
 

@@ -15,7 +15,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, live, ordered
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.objective import Objective
-from jaxpipe.schedules.teams import Teams
+from jaxpipe.schedules.replicas import Teams
 
 
 if TYPE_CHECKING:

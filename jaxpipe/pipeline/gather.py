@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.program import DATA, STAGE
 from jaxpipe.pipeline.words import from_words, to_words
+from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
 
 def stage_arrays(

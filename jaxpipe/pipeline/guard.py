@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.pipeline.program import DATA, STAGE, Program
+from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.state import TrainState
+from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
 
 #: What to do about it: nothing, raise ``NonFiniteError``, or leave the step out.

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxpipe import _compat
 from jaxpipe.link_speed import measure_links
 from jaxpipe.network import Network
-from jaxpipe.pipeline.program import STAGE
+from jaxpipe.sharding.mesh_axes import STAGE
 from jaxpipe.text.progress import tell
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph import Graph
-from jaxpipe.pipeline.axes import stage_devices
 from jaxpipe.pipeline.state import TrainState
+from jaxpipe.sharding.mesh_axes import stage_devices
 
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from jax import lax
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import Graph, Operator, run
 from jaxpipe.model import BoundModel
-from jaxpipe.pipeline.axes import STAGE
 from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.trace_update import TracedUpdate, transformation_of
 from jaxpipe.pipeline.words import pack_words, unpack_words, word_count
+from jaxpipe.sharding.mesh_axes import STAGE
 from jaxpipe.stacks import Stacks
 
 

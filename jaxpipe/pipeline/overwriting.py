@@ -16,10 +16,10 @@ from jax import lax
 
 from jaxpipe import _compat
 from jaxpipe.graph import Operator, ordered, run
-from jaxpipe.pipeline.axes import STAGE
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import ColoredUpdate, exchanged_values, held_by, operators_of
 from jaxpipe.pipeline.switch import overwrite
+from jaxpipe.sharding.mesh_axes import STAGE
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxpipe.model import BoundModel
-from jaxpipe.pipeline.checks import ScheduleMaker
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.sections import Placement
@@ -16,6 +15,7 @@ from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.policy import Policy
 from jaxpipe.profile import Profile
+from jaxpipe.schedules.candidates import ScheduleMaker
 from jaxpipe.sharding.variables import Shardings
 
 

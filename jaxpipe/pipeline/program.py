@@ -13,8 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpipe.pipeline.axes import DATA as DATA
-from jaxpipe.pipeline.axes import STAGE as STAGE
 from jaxpipe.pipeline.columns import Arena, Columns, arena, columns
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.objective import Objective
@@ -22,8 +20,8 @@ from jaxpipe.pipeline.precision import sum_dtype
 from jaxpipe.pipeline.sections import Placement, Section
 from jaxpipe.pipeline.words import word_count
 from jaxpipe.schedules import Kind, Schedule
-from jaxpipe.schedules.teams import Teams
-from jaxpipe.sharding.specs import Specs
+from jaxpipe.schedules.replicas import Teams
+from jaxpipe.sharding.partition_specs import Specs
 
 
 #: 32-bit words of a page of the arena.
@@ -36,7 +34,7 @@ class Program:
 
     Stage ``s`` is on device ``s % schedule.num_stages``. Stage programs (``jaxpipe.runtime.mpmd``) may have several
     devices in a stage: a device of the schedule is then such a team, and a micro-batch of it a deal
-    (``jaxpipe.schedules.teams``).
+    (``jaxpipe.schedules.replicas``).
 
     Attributes:
       objective: what is computed for a micro-batch.

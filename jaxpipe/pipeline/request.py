@@ -11,11 +11,11 @@ from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.model import UserFunction
 from jaxpipe.network import Network
 from jaxpipe.options import PlanOptions
-from jaxpipe.pipeline.checks import ScheduleMaker
 from jaxpipe.planning.plan import HostPlan
 from jaxpipe.policy import Policy
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.model import Source
+from jaxpipe.schedules.candidates import ScheduleMaker
 from jaxpipe.sharding.submesh import Submesh
 
 

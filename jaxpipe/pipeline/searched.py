@@ -3,10 +3,9 @@
 import functools
 from collections.abc import Iterator, Sequence
 
-from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.assemble import Draft, Traced, draft
 from jaxpipe.pipeline.describe import stage_search_arguments
-from jaxpipe.schedules import Schedule, list_schedule
+from jaxpipe.schedules import Schedule, candidates, list_schedule
 from jaxpipe.text.progress import tell
 
 
@@ -30,7 +29,7 @@ def searched_drafts(traced: Traced, drafts: Sequence[Draft], sources: Sequence[D
             tell(f"Searching for a schedule of {size[0] * chunks} stages with {list(limits)} stashes in flight")
             arguments["in_flight"] = list(limits)
             maker = functools.partial(list_schedule, **arguments)
-            schedule = checks.check_schedule(maker(*size), *size)
+            schedule = candidates.check_schedule(maker(*size), *size)
             candidate = draft(
                 fixed.request, traced, fixed.found, schedule, fixed.stages, fixed.program.sections, maker=maker
             )

@@ -13,9 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.pipeline.program import STAGE, Program
+from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.words import from_words, to_words
+from jaxpipe.sharding.mesh_axes import STAGE
 
 
 def borrow(program: Program, buffers: Sequence[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, Option, Outcome, Problem, simulate
 from jaxpipe.planning.storing.solver_time import SolverTime
-from jaxpipe.schedules.joined import program_kinds
+from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.sharding.propagation import of_one_device, propagate
 from jaxpipe.stage import Stage

@@ -22,11 +22,12 @@ from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import ColoredUpdate, held_by
 from jaxpipe.pipeline.overwriting import run_update
 from jaxpipe.pipeline.precision import round_to
-from jaxpipe.pipeline.program import DATA, STAGE, Program
+from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.sharing import borrow, give_back
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.ticks import Totals, run_ticks
 from jaxpipe.pipeline.words import from_words, pack_words, to_words, unpack_words, word_count
+from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,10 +34,11 @@ from jaxpipe.pipeline.branches import (
 )
 from jaxpipe.pipeline.columns import Work
 from jaxpipe.pipeline.precision import add_gradient
-from jaxpipe.pipeline.program import DATA, PAGE, STAGE, Program
+from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.words import POISON
 from jaxpipe.schedules import Kind
+from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
-from jaxpipe.schedules.joined import program_kinds
-from jaxpipe.schedules.teams import Teams
+from jaxpipe.schedules.joined_work import program_kinds
+from jaxpipe.schedules.replicas import Teams
 
 
 #: Seconds of the host for a call of a compiled program with about 40 arrays, and for a send to another device of its

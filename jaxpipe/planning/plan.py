@@ -12,8 +12,8 @@ import msgspec
 from rich.table import Table
 
 from jaxpipe.errors import PartitionError
+from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.swap_points import HOST
-from jaxpipe.schedules.teams import Teams
 from jaxpipe.text.checked_json import Amount, Count, Positive, read_json
 from jaxpipe.text.html_table import html_table
 from jaxpipe.text.plain_table import PlainTable, table_text

@@ -17,7 +17,7 @@ def plan_timeline(
     Stage programs run as soon as they have what they need (``jaxpipe.planning.dispatched``). In one program for all
     devices these walk through the table in step, and what the plan's step takes beyond the stages' work is shown as the
     exchange after each tick. Where stages have several devices, a row is one of them, and an action its work on a deal
-    (``jaxpipe.schedules.teams``).
+    (``jaxpipe.schedules.replicas``).
 
     Args:
       plan: its seconds are predicted for one micro-batch.

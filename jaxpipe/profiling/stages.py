@@ -2,12 +2,12 @@
 
 from jax.sharding import Mesh
 
-from jaxpipe.pipeline.axes import stage_devices
 from jaxpipe.pipeline.branches import stage_programs
 from jaxpipe.pipeline.program import Program
 from jaxpipe.profiling.groups import Program as Timed
 from jaxpipe.profiling.measured import Stopwatch
 from jaxpipe.schedules import Kind, Timeline, simulate
+from jaxpipe.sharding.mesh_axes import stage_devices
 
 
 def measure_timeline(program: Program, mesh: Mesh) -> Timeline:

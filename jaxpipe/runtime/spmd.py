@@ -16,7 +16,6 @@ from jaxpipe import multihost
 from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline import checks, feed
 from jaxpipe.pipeline import step as steps
-from jaxpipe.pipeline.axes import DATA, STAGE, stage_devices
 from jaxpipe.pipeline.gather import stage_arrays
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.planned import Planned
@@ -26,6 +25,7 @@ from jaxpipe.pipeline.step import Batching
 from jaxpipe.runtime.interface import Bytes, StepResults
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.schedules.gpipe import forward_only
+from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices
 from jaxpipe.target import building_for
 from jaxpipe.text.progress import progress, tell
 from jaxpipe.text.units import bytes_text

@@ -7,20 +7,20 @@ from collections.abc import Callable
 
 from jaxpipe.schedules.asynchronous import double_buffered as double_buffered
 from jaxpipe.schedules.asynchronous import pipedream as pipedream
+from jaxpipe.schedules.csv_notation import from_csv as from_csv
+from jaxpipe.schedules.csv_notation import to_csv as to_csv
 from jaxpipe.schedules.gpipe import gpipe as gpipe
 from jaxpipe.schedules.interleaved import interleaved as interleaved
 from jaxpipe.schedules.list_scheduling import list_schedule as list_schedule
 from jaxpipe.schedules.list_scheduling import makespan_bound as makespan_bound
-from jaxpipe.schedules.notation import from_csv as from_csv
-from jaxpipe.schedules.notation import to_csv as to_csv
 from jaxpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b
 from jaxpipe.schedules.ordered import from_orders as from_orders
+from jaxpipe.schedules.replicas import Teams as Teams
 from jaxpipe.schedules.simulate import Timeline as Timeline
 from jaxpipe.schedules.simulate import simulate as simulate
 from jaxpipe.schedules.table import Action as Action
 from jaxpipe.schedules.table import Kind as Kind
 from jaxpipe.schedules.table import Schedule as Schedule
-from jaxpipe.schedules.teams import Teams as Teams
 from jaxpipe.schedules.zero_bubble import zero_bubble as zero_bubble
 
 

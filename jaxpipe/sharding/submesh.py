@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.pipeline.axes import DATA, STAGE
+from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,13 +10,13 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.pipeline.axes import DATA
 from jaxpipe.runtime.mpmd.compile import TracedWork
 from jaxpipe.runtime.mpmd.crossing import join_messages
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Key, Place, Send, Split, Spread
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
-from jaxpipe.sharding.specs import side_by_side
+from jaxpipe.sharding.mesh_axes import DATA
+from jaxpipe.sharding.partition_specs import side_by_side
 
 
 @dataclass(frozen=True, eq=False)

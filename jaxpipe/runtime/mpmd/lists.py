@@ -45,7 +45,7 @@ from jaxpipe.runtime.mpmd.update_work import (
     zeros_work,
 )
 from jaxpipe.schedules import Kind
-from jaxpipe.schedules.joined import Kinds, program_kinds
+from jaxpipe.schedules.joined_work import Kinds, program_kinds
 
 
 def training_list(layout: Layout, update: UpdateContext) -> CallList:

@@ -18,7 +18,7 @@ from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.sections import Section, cut_sections, with_backward
 from jaxpipe.pipeline.step import Batching
 from jaxpipe.runtime.spmd import followed_cuts
-from jaxpipe.schedules import Schedule
+from jaxpipe.schedules import Schedule, candidates
 from jaxpipe.schedules.table import without_backward
 
 
@@ -100,9 +100,9 @@ def _schedule(planned: Planned, m: int) -> Schedule:
     if m == before.num_microbatches:
         return before
     tables = []
-    for maker in (*planned.schedules, *checks.AUTO_FREE):
+    for maker in (*planned.schedules, *candidates.AUTO_FREE):
         with contextlib.suppress(ScheduleError):
-            tables.append(checks.check_schedule(maker(before.num_stages, m), before.num_stages, m))
+            tables.append(candidates.check_schedule(maker(before.num_stages, m), before.num_stages, m))
     fitting = [table for table in tables if table.num_chunks == before.num_chunks]
     if fitting:  # of another kind only if there is none of this
         return min(fitting, key=lambda table: table.name != before.name)

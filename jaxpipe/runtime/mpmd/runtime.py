@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import multihost
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.pipeline import checks, compiled
-from jaxpipe.pipeline.axes import DATA, STAGE
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.sections import Section, cut_sections
@@ -39,6 +38,7 @@ from jaxpipe.runtime.spmd import followed_cuts
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.gpipe import forward_only
+from jaxpipe.sharding.mesh_axes import DATA, STAGE
 from jaxpipe.target import building_for
 from jaxpipe.text.progress import progress, tell
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxpipe.pipeline.axes import DATA
 from jaxpipe.runtime.mpmd.instructions import Place
+from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.submesh import Submesh
 
 

@@ -28,7 +28,7 @@ from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.precision import add_gradient, sum_dtype, widened
 from jaxpipe.pipeline.sections import Section
 from jaxpipe.schedules import Kind
-from jaxpipe.sharding.specs import Specs
+from jaxpipe.sharding.partition_specs import Specs
 from jaxpipe.sharding.submesh import axis_names
 from jaxpipe.stash import Storage
 

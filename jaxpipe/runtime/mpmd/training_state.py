@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat, multihost
 from jaxpipe.pipeline import feed
-from jaxpipe.pipeline.axes import DATA
 from jaxpipe.pipeline.optimizer import ColoredUpdate
 from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.state import TrainState
@@ -26,7 +25,8 @@ from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.layout import Layout
 from jaxpipe.runtime.mpmd.stage_work import Name, Role
 from jaxpipe.runtime.mpmd.update_work import SKIPPED
-from jaxpipe.sharding.specs import side_by_side
+from jaxpipe.sharding.mesh_axes import DATA
+from jaxpipe.sharding.partition_specs import side_by_side
 from jaxpipe.sharding.submesh import joined_mesh
 
 

@@ -22,7 +22,7 @@ from jaxpipe.pipeline.words import pack_words, unpack_words, word_count
 from jaxpipe.runtime.mpmd.crossing import ends
 from jaxpipe.runtime.mpmd.instructions import Exchange, Send, Spread
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.sharding.specs import side_by_side
+from jaxpipe.sharding.partition_specs import side_by_side
 
 
 #: The mesh axis of the devices that take part.

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.schedules.teams import Teams
+from jaxpipe.schedules.replicas import Teams
 
 
 #: Names of the mesh axes.

@@ -1,0 +1,107 @@
+"""The schedules that ``schedule="auto"`` compares, and tables of a given size from functions that make them."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxpipe.errors import PartitionError, ScheduleError
+from jaxpipe.schedules.gpipe import gpipe
+from jaxpipe.schedules.interleaved import interleaved
+from jaxpipe.schedules.one_f_one_b import one_f_one_b
+from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.table import Schedule
+from jaxpipe.schedules.zero_bubble import zero_bubble
+
+
+#: ``(num_stages, num_microbatches) -> Schedule``.
+ScheduleMaker = Callable[[int, int], Schedule]
+
+
+#: What ``schedule="auto"`` chooses from; of two that are as fast, the first.
+AUTO: tuple[ScheduleMaker, ...] = (
+    one_f_one_b,
+    functools.partial(one_f_one_b, paired=False),
+    zero_bubble,
+    interleaved,
+)
+
+
+#: The same for stage programs, whose devices run free: 1F1B in pair ticks would only keep more stashes.
+AUTO_FREE: tuple[ScheduleMaker, ...] = (functools.partial(one_f_one_b, paired=False), zero_bubble, interleaved, gpipe)
+
+
+def make_schedules(
+    makers: Sequence[ScheduleMaker], num_stages: int, num_microbatches: int, teams: Teams | None = None
+) -> list[Schedule]:
+    """Tables of some size, those left out that there are not for this size; one at least.
+
+    Raises:
+      PartitionError, ScheduleError: if the first is none, or not valid.
+    """
+    first, *others = makers
+    size = num_stages, num_microbatches
+    found = [check_schedule(first(*size), *size, teams)]
+    for maker in others if num_stages > 1 else ():
+        with contextlib.suppress(ScheduleError):
+            found.append(check_schedule(maker(*size), *size, teams))
+    return found
+
+
+def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_microbatches: int) -> list[Schedule]:
+    """Return the same for stages with several devices; a micro-batch of the table is a deal.
+
+    Raises:
+      PartitionError, ScheduleError: if there is none that they can run.
+    """
+    widths, deals = " + ".join(map(str, teams.widths)), teams.deals(num_microbatches)
+    try:
+        found = make_schedules(makers, len(teams.widths), deals, teams)
+    except (PartitionError, ScheduleError) as error:
+        raise type(error)(
+            f"{error} With stages on {widths} devices (devices_per_stage=) a micro-batch of a schedule is a deal of "
+            f"{teams.deal}, the least common multiple of these numbers; so num_microbatches={num_microbatches} are "
+            f"{deals} for it."
+        ) from None
+    runs = [schedule for schedule in found if schedule.num_chunks == 1 and schedule.versions is None]
+    if not runs:
+        how = "changes weights on the way" if found[0].versions is not None else "has several stages on a device"
+        raise PartitionError(
+            f"schedule= gave {found[0].name}, which {how}; with stages on {widths} devices (devices_per_stage=) a "
+            "schedule must have one stage for each of them, and update at the end of a step. Use 'auto', "
+            "'one_f_one_b', 'gpipe' or 'zero_bubble'."
+        )
+    return runs
+
+
+def check_schedule(schedule: Any, num_stages: int, num_microbatches: int, teams: Teams | None = None) -> Schedule:
+    """Return what ``schedule(num_stages, num_microbatches)`` has given, if it is a valid table of this size.
+
+    Args:
+      teams: the devices of the stages, where they have several; a micro-batch of the table is then a deal.
+
+    Raises:
+      PartitionError: if it is not a table, or one of another size.
+      ScheduleError: if it is not valid.
+    """
+    if not isinstance(schedule, Schedule):
+        raise PartitionError(
+            f"schedule(num_stages={num_stages}, num_microbatches={num_microbatches}) gave a {type(schedule).__name__}; "
+            "it must give a jaxpipe.schedules.Schedule."
+        )
+    found = schedule.num_stages, schedule.num_microbatches
+    if found != (num_stages, num_microbatches):
+        if teams is None:
+            fix = f"num_microbatches={found[1]} and a mesh with {found[0]} stages"
+        elif found[0] == num_stages:
+            fix = f"num_microbatches={found[1] * teams.deal}"
+        else:
+            fix = f"devices_per_stage= for {found[0]} stages"
+        raise PartitionError(
+            f"schedule(num_stages={num_stages}, num_microbatches={num_microbatches}) gave {schedule.name} for "
+            f"{found[0]} stages and {found[1]} micro-batches. Pass {fix}, or another table."
+        )
+    schedule.validate()
+    if not schedule.has_backward:
+        raise PartitionError(f"schedule= gave {schedule.name}, which has no backward work; it must train.")
+    return schedule

@@ -17,10 +17,11 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpipe import _compat, rules
-from jaxpipe.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
-from jaxpipe.policy import FAST, Policy
-from jaxpipe.vjp import Cut, writes_zeros
+from jaxpipe import _compat
+from jaxpipe.graph import rules
+from jaxpipe.graph.codec_policy import FAST, Policy
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
+from jaxpipe.graph.operator_vjp import Cut, writes_zeros
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from jaxpipe.codecs import compaction
 from jaxpipe.demand import linearize
-from jaxpipe.graph import Graph, Operator, is_differentiable, read_graph
+from jaxpipe.graph.graph import Graph, Operator, is_differentiable, read_graph
+from jaxpipe.graph.op_cost import VIEWS
+from jaxpipe.graph.rules import relu
 from jaxpipe.purify import purify
-from jaxpipe.rules import relu
-from jaxpipe.work import VIEWS
 
 
 #: Room beyond the measured number of values: it differs a little from batch to batch.

@@ -16,8 +16,8 @@ from jax.custom_derivatives import SymbolicZero
 from jaxpipe import _compat, linen
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.explain import label
-from jaxpipe.graph import ENCODED_MARK, Graph, read_graph
-from jaxpipe.policy import Codecs, Policy, parse, warn_unused
+from jaxpipe.graph.codec_policy import Codecs, Policy, parse, warn_unused
+from jaxpipe.graph.graph import ENCODED_MARK, Graph, read_graph
 from jaxpipe.purify import PureCall, purify, root_scope
 from jaxpipe.stage import Stage, backward, build, forward
 from jaxpipe.target import building_for, platform_of

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jaxpipe.graph import Operator
+from jaxpipe.graph.graph import Operator
+from jaxpipe.graph.op_cost import contraction, is_product, rerun_work
 from jaxpipe.stage import Stage
 from jaxpipe.stash import Form, Storage, stored_bytes
 from jaxpipe.storage import Derivations
-from jaxpipe.work import contraction, is_product, rerun_work
 
 
 #: Stash leaves carry a ``checkpoint_name`` that starts with this.

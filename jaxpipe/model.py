@@ -21,13 +21,13 @@ from flax import nnx
 from flax.core import unfreeze
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.annotations import with_axes
 from jaxpipe.errors import ModelError
-from jaxpipe.graph import is_differentiable
+from jaxpipe.graph.graph import is_differentiable
+from jaxpipe.graph.sharding_annotations import with_axes
+from jaxpipe.graph.stacked_layers import Stacks, uncut
 from jaxpipe.linen_model import LinenModel, handed_on, initialized_variables
 from jaxpipe.options import AxisRules
 from jaxpipe.purify import module_scopes
-from jaxpipe.stacks import Stacks, uncut
 from jaxpipe.text.units import bytes_text
 from jaxpipe.text.value_text import shown
 from jaxpipe.variables import by_path, common_level, key_name, plain_tree, random_paths, select

@@ -12,9 +12,10 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe import multihost
-from jaxpipe.annotations import outside_mesh
 from jaxpipe.errors import BatchError
 from jaxpipe.gradients.block_sparse import BlockSparse
+from jaxpipe.graph.codec_policy import FAST, Codecs, parse, warn_unused
+from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.host_memory import check_host_memory
 from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
 from jaxpipe.network import Network
@@ -42,7 +43,6 @@ from jaxpipe.planning.chunked import chunked
 from jaxpipe.planning.layers import partition_layers
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.storing.choose import check_solver
-from jaxpipe.policy import FAST, Codecs, parse, warn_unused
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.cache import program_text
 from jaxpipe.profiling.model import Source, frozen_names, profile_objective, without_frozen_work

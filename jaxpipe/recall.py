@@ -19,10 +19,10 @@ import numpy as np
 
 from jaxpipe import _compat
 from jaxpipe.demand import Backward, restricted
-from jaxpipe.graph import Graph, Operator, run
+from jaxpipe.graph.graph import Graph, Operator, run
+from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE
 from jaxpipe.stash import Storage, decode, has_overflowed
 from jaxpipe.storage import Choices, Derivations, sums_of_branches
-from jaxpipe.work import COSTLY, ELEMENTWISE
 
 
 #: Operators whose backward program takes its operands as whole arrays.

@@ -16,8 +16,8 @@ from jaxpipe import _compat
 from jaxpipe.encode import run_encoded, without_encoding
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.explain import Label, parse_label
-from jaxpipe.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
-from jaxpipe.policy import FAST
+from jaxpipe.graph.codec_policy import FAST
+from jaxpipe.graph.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
 from jaxpipe.purify import PureCall, purify
 from jaxpipe.stash import has_overflowed
 from jaxpipe.text.plain_table import PlainTable, table_text

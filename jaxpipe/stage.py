@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from jaxpipe import _compat
 from jaxpipe.demand import Backward, Linearization, linearize, restricted
-from jaxpipe.graph import Graph, live, ordered
-from jaxpipe.policy import FAST, Policy
+from jaxpipe.graph.codec_policy import FAST, Policy
+from jaxpipe.graph.graph import Graph, live, ordered
 from jaxpipe.recall import Recall, groups, is_heavy
 from jaxpipe.stash import encode, has_overflowed, part_avals
 from jaxpipe.storage import Choices, check_plan, default_plan

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxpipe.codecs import bitmap, bits, csr
-from jaxpipe.graph import Tensor, itemsize
+from jaxpipe.graph.graph import Tensor, itemsize
 
 
 class Storage(enum.Enum):

@@ -14,11 +14,19 @@ import numpy as np
 from jaxpipe import _compat
 from jaxpipe.demand import Linearization
 from jaxpipe.density import room
-from jaxpipe.graph import Graph, Operator
+from jaxpipe.graph.codec_policy import FAST, Policy
+from jaxpipe.graph.graph import Graph, Operator
+from jaxpipe.graph.op_cost import (
+    ELEMENTWISE,
+    VIEWS,
+    contraction,
+    gpu_product_work,
+    is_product,
+    product_work,
+    rerun_work,
+)
 from jaxpipe.minimum_cut import minimum_cut
-from jaxpipe.policy import FAST, Policy
 from jaxpipe.stash import Form, Storage, stored_bytes
-from jaxpipe.work import ELEMENTWISE, VIEWS, contraction, gpu_product_work, is_product, product_work, rerun_work
 
 
 #: A tensor is recomputed only if that reads and writes at most this many elements for each of its own.
@@ -85,7 +93,7 @@ def smallest_form(graph: Graph, t: int, codecs: Iterable[str], capacity: int | N
     Args:
       graph: the tensor's graph.
       t: its number.
-      codecs: names from ``jaxpipe.policy.CODECS``.
+      codecs: names from ``jaxpipe.graph.codec_policy.CODECS``.
       capacity: how many values a sparse form has room for; None if the tensor is dense.
     """
     tensor = graph.tensors[t]

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.codecs import bitmap, bits, csr
-from jaxpipe.rules.max_pool import Windows, find_maxima, position_bits, scatter_to_maxima
+from jaxpipe.graph.rules.max_pool import Windows, find_maxima, position_bits, scatter_to_maxima
 from scripts.measuring import header
 
 

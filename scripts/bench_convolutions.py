@@ -1,4 +1,4 @@
-"""The rate of convolutions by their number of channels: what ``jaxpipe.work.product_work`` rests on.
+"""The rate of convolutions by their number of channels: what ``jaxpipe.graph.op_cost.product_work`` rests on.
 
 python -m scripts.bench_convolutions
 """

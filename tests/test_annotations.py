@@ -15,8 +15,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
-from jaxpipe import annotations, memory_encoded
+from jaxpipe import memory_encoded
 from jaxpipe.errors import PartitionError
+from jaxpipe.graph import sharding_annotations
 
 
 # A few float32 roundings (6e-8): shards are added up in another order than by a collective.
@@ -179,7 +180,7 @@ def test_shards_on_one_device_compute_what_they_compute_on_several(name, check):
         return jnp.cos(mapped(x, w)).sum()
 
     mapped = jax.shard_map(body, mesh=mesh_of("fsdp", "model"), in_specs=inputs, out_specs=output, check_vma=check)
-    closed, mentioned = annotations.trace(mapped, x, w)
+    closed, mentioned = sharding_annotations.trace(mapped, x, w)
     assert "shard_map" not in str(closed) and mentioned.mapped == (("fsdp", 2), ("model", 2))
 
     def local(x, w):
@@ -216,7 +217,7 @@ def test_a_shard_map_over_one_device_leaves_every_bit_as_it_is():
     mapped = jax.shard_map(
         lambda x, w: lax.psum(x @ w, "model"), mesh=mesh_of("model", size=1), in_specs=(P("model"), P()), out_specs=P()
     )
-    closed, _ = annotations.trace(mapped, X, W)
+    closed, _ = sharding_annotations.trace(mapped, X, W)
     actual = jax.core.eval_jaxpr(getattr(closed, "jaxpr", closed), closed.consts, X, W)
     assert_same_bits(actual, [X @ W])
 

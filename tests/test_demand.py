@@ -7,8 +7,8 @@ import pytest
 
 import jaxpipe
 from jaxpipe import demand, memory_encoded
-from jaxpipe.graph import trace
-from jaxpipe.policy import parse
+from jaxpipe.graph.codec_policy import parse
+from jaxpipe.graph.graph import trace
 from tests.compare import assert_same_bits
 
 

@@ -13,7 +13,7 @@ import pytest
 import jaxpipe
 from examples import models
 from jaxpipe import demand
-from jaxpipe.graph import trace
+from jaxpipe.graph.graph import trace
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.roofline import analytic
 from jaxpipe.rates import Rates, rates_of_kind

@@ -13,7 +13,7 @@ import pytest
 import jaxpipe
 from examples import models as zoo
 from jaxpipe.errors import MemoryBudgetError, ModelError, PartitionError
-from jaxpipe.graph import trace
+from jaxpipe.graph.graph import trace
 from jaxpipe.pipeline.balance import balanced
 from jaxpipe.planning import plan_storage
 from jaxpipe.runtime.mpmd.memory import Peak

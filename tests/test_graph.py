@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxpipe import memory_encoded
-from jaxpipe.graph import encoded_policy, trace
-from jaxpipe.policy import parse
+from jaxpipe.graph.codec_policy import parse
+from jaxpipe.graph.graph import encoded_policy, trace
 
 
 def names(graph):

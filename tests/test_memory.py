@@ -12,7 +12,7 @@ import pytest
 import jaxpipe
 from examples import models as zoo
 from jaxpipe import _compat
-from jaxpipe.planning.liveness import peak_bytes
+from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.target import building_for
 
 

@@ -10,8 +10,8 @@ from compare import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.graph import trace
-from jaxpipe.planning.order import allowed_cuts, parameter_work_in_place, spans
+from jaxpipe.graph.graph import trace
+from jaxpipe.graph.operator_order import allowed_cuts, parameter_work_in_place, spans
 
 
 #: What a random program is made of; every array is a scalar or [3, 3].

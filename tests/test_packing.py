@@ -2,7 +2,7 @@
 
 import random
 
-from jaxpipe.planning.packing import Buffer, alive_bytes, reserved_bytes
+from jaxpipe.graph.buffer_packing import Buffer, alive_bytes, reserved_bytes
 
 
 def test_known_places():

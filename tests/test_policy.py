@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxpipe
-from jaxpipe.policy import CODEC_SETS, fits, parse
+from jaxpipe.graph.codec_policy import CODEC_SETS, fits, parse
 
 
 @pytest.mark.parametrize(

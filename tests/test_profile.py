@@ -9,7 +9,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe import demand
-from jaxpipe.graph import trace
+from jaxpipe.graph.graph import trace
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import Rates, rates_of
 from jaxpipe.profiling.roofline import analytic

@@ -16,7 +16,7 @@ from pipeline_models import CASES, cnn_linen, mlp, transformer
 
 import jaxpipe
 from jaxpipe import demand
-from jaxpipe.graph import trace
+from jaxpipe.graph.graph import trace
 from jaxpipe.model import bind
 from jaxpipe.pipeline.objective import trace_loss
 from jaxpipe.profile import NUMBERS

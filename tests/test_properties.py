@@ -19,11 +19,11 @@ from jax import lax
 
 from jaxpipe import memory_encoded, residual_report, stage, without_encoding
 from jaxpipe.demand import Linearization, linearize
-from jaxpipe.graph import Graph, is_differentiable, trace
-from jaxpipe.policy import CODECS, parse
+from jaxpipe.graph.codec_policy import CODECS, parse
+from jaxpipe.graph.graph import Graph, is_differentiable, trace
+from jaxpipe.graph.op_cost import VIEWS
 from jaxpipe.stash import Form, Storage
 from jaxpipe.storage import Choices, Derivations, check_plan, smallest_form
-from jaxpipe.work import VIEWS
 
 
 Array = Any

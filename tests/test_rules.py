@@ -6,9 +6,10 @@ import pytest
 from compare import assert_same_bits, relative_l2
 from jax import lax
 
-from jaxpipe import demand, memory_encoded, rules, stage, storage
-from jaxpipe.graph import trace
-from jaxpipe.rules import max_pool, pick, relu
+from jaxpipe import demand, memory_encoded, stage, storage
+from jaxpipe.graph import rules
+from jaxpipe.graph.graph import trace
+from jaxpipe.graph.rules import max_pool, pick, relu
 from jaxpipe.target import building_for
 
 

@@ -10,8 +10,8 @@ from compare import assert_same_bits
 from models import LINEN
 
 from jaxpipe import stage
-from jaxpipe.graph import trace
-from jaxpipe.planning.liveness import peak_bytes
+from jaxpipe.graph.graph import trace
+from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.stash import Form, Storage
 from jaxpipe.storage import derived_from
 from jaxpipe.target import building_for

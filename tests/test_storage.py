@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jaxpipe import demand, storage
-from jaxpipe.graph import trace
-from jaxpipe.policy import parse
+from jaxpipe.graph.codec_policy import parse
+from jaxpipe.graph.graph import trace
+from jaxpipe.graph.op_cost import is_product, rerun_work, weight
 from jaxpipe.stash import Form, Storage
 from jaxpipe.storage import Choices
 from jaxpipe.target import building_for
-from jaxpipe.work import is_product, rerun_work, weight
 
 
 def linearized(function, *shapes, parameters=(), wrt=None):

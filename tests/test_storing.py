@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.graph import is_differentiable, trace
+from jaxpipe.graph.graph import is_differentiable, trace
 from jaxpipe.planning.storing.choose import lowest_peak
 from jaxpipe.planning.storing.greedy import give_up
 from jaxpipe.planning.storing.integer_program import solve

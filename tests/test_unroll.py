@@ -17,10 +17,10 @@ import jaxpipe
 from examples import models as zoo
 from jaxpipe import stage as stages
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph import is_differentiable, trace
-from jaxpipe.rows import MixedRowsError, split_rows
+from jaxpipe.graph.graph import is_differentiable, trace
+from jaxpipe.graph.split_scan import MixedRowsError, split_rows
+from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
 from jaxpipe.schedules import interleaved, one_f_one_b
-from jaxpipe.stacks import Stacks, groups_of_rows
 
 
 WIDTH, LAYERS = 6, 4

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.policy import fits
+from jaxpipe.graph.codec_policy import fits
 
 
 #: How many blocks are sent of a gradient: a number, or a fraction of all. Or patterns of paths with one for each.

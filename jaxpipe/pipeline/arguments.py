@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 
 from jaxpipe import _compat
-from jaxpipe.annotations import outside_mesh
 from jaxpipe.errors import BatchError, PartitionError
+from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.text.value_text import shown
 
 

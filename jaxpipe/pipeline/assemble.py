@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jaxpipe.graph import Graph, Operator
+from jaxpipe.graph.graph import Graph, Operator
+from jaxpipe.graph.op_cost import weight
 from jaxpipe.model import BoundModel
 from jaxpipe.network import Network
 from jaxpipe.pipeline import checks
@@ -56,7 +57,6 @@ from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.variables import Shardings
-from jaxpipe.work import weight
 
 
 #: How much longer a step may be if stashes take less: profiles are no better than this.

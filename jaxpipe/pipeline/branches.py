@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe import stage as stages
-from jaxpipe.graph import Graph
+from jaxpipe.graph.graph import Graph
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.sections import Section
 from jaxpipe.pipeline.words import POISON, from_words, pack_words, unpack_words, word_count

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpipe.graph.op_cost import weight
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.branches import touched
 from jaxpipe.pipeline.precision import sum_dtype
@@ -30,7 +31,6 @@ from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
 from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.stash import Storage, stored_bytes
-from jaxpipe.work import weight
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph import Graph, live, ordered
+from jaxpipe.graph.graph import Graph, live, ordered
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.schedules.replicas import Teams

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import optax
 from jax import core
 
-from jaxpipe import _compat, annotations, multihost
+from jaxpipe import _compat, multihost
+from jaxpipe.graph import sharding_annotations
+from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.captures import without_captures
 from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Update
 from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays
-from jaxpipe.stacks import Stacks
 
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _initialized(model: BoundModel, key: Any) -> Values:
     initialize = model.initialize
     assert initialize is not None
     aval = jax.ShapeDtypeStruct(key.shape, key.dtype)
-    closed, _ = annotations.trace(lambda key: [x for part in initialize(key) for x in part], aval)
+    closed, _ = sharding_annotations.trace(lambda key: [x for part in initialize(key) for x in part], aval)
     jaxpr, consts = _compat.open_jaxpr(closed)
 
     def values(positions: Sequence[int]) -> list[Any]:

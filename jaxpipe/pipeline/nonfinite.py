@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.errors import NonFiniteError
-from jaxpipe.graph import Graph
+from jaxpipe.graph.graph import Graph
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.sharding.mesh_axes import stage_devices
 

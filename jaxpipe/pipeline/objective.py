@@ -7,16 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe import annotations
-from jaxpipe.annotations import Annotations
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph import Graph, is_differentiable, read_graph
+from jaxpipe.graph import sharding_annotations
+from jaxpipe.graph.graph import Graph, is_differentiable, read_graph
+from jaxpipe.graph.operator_order import parameter_work_in_place
+from jaxpipe.graph.sharding_annotations import Annotations
+from jaxpipe.graph.split_scan import MixedRowsError, split_rows
+from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.model import BoundModel, UserFunction
 from jaxpipe.pipeline.arguments import check_predicted, check_returned
 from jaxpipe.pipeline.combine import check_reduced, flatten_metrics
-from jaxpipe.planning.order import parameter_work_in_place
-from jaxpipe.rows import MixedRowsError, split_rows
-from jaxpipe.stacks import Stacks
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +206,7 @@ def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any, 
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     shape = model.stage_shape
-    closed, mentioned = annotations.trace(body, *parameters, *state, key, *batch_leaves, shape=shape)
+    closed, mentioned = sharding_annotations.trace(body, *parameters, *state, key, *batch_leaves, shape=shape)
     graph = read_graph(closed)
     if model.cut is not None:
         graph = _cut(graph, model, counts, number, name)

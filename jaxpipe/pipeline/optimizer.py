@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph import Graph, Operator, run
+from jaxpipe.graph.graph import Graph, Operator, run
+from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.switch import switch
 from jaxpipe.pipeline.trace_update import TracedUpdate, transformation_of
 from jaxpipe.pipeline.words import pack_words, unpack_words, word_count
 from jaxpipe.sharding.mesh_axes import STAGE
-from jaxpipe.stacks import Stacks
 
 
 #: Elements of the largest value that may be exchanged between stages.

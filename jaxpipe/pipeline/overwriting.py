@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe import _compat
-from jaxpipe.graph import Operator, ordered, run
+from jaxpipe.graph.graph import Operator, ordered, run
 from jaxpipe.pipeline.layout import Layout
 from jaxpipe.pipeline.optimizer import ColoredUpdate, exchanged_values, held_by, operators_of
 from jaxpipe.pipeline.switch import overwrite

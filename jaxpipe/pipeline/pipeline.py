@@ -13,12 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe import multihost
-from jaxpipe.annotations import outside_mesh
 from jaxpipe.checkpoint.contents import Contents
 from jaxpipe.checkpoint.files import Writer, open_checkpoint
 from jaxpipe.checkpoint.files import steps as steps_of
 from jaxpipe.checkpoint.state import put, take
 from jaxpipe.errors import BatchError, PartitionError
+from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.model import UserFunction, with_values
 from jaxpipe.pipeline import checks, feed, nonfinite
 from jaxpipe.pipeline.arguments import check_outside_jit, outside_jit, random_key

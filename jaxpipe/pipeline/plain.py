@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from jaxpipe.graph.codec_policy import parse
 from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.sections import with_backward
 from jaxpipe.pipeline.words import word_count
-from jaxpipe.policy import parse
 
 
 def plain_stash_bytes(program: Program) -> tuple[int, ...]:

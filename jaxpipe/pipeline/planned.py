@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxpipe.graph.codec_policy import Policy
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.program import Program
@@ -13,7 +14,6 @@ from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
-from jaxpipe.policy import Policy
 from jaxpipe.profile import Profile
 from jaxpipe.schedules.candidates import ScheduleMaker
 from jaxpipe.sharding.variables import Shardings

@@ -8,11 +8,11 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe.gradients.block_sparse import BlockSparse
+from jaxpipe.graph.codec_policy import Policy
 from jaxpipe.model import UserFunction
 from jaxpipe.network import Network
 from jaxpipe.options import PlanOptions
 from jaxpipe.planning.plan import HostPlan
-from jaxpipe.policy import Policy
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.model import Source
 from jaxpipe.schedules.candidates import ScheduleMaker

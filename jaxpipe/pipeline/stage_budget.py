@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from jaxpipe import multihost
 from jaxpipe import stage as stages
 from jaxpipe.demand import Linearization
-from jaxpipe.graph import Graph, Operator
+from jaxpipe.graph.graph import Graph, Operator
+from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.stash_swap import StashSwap
 from jaxpipe.pipeline.swap_choice import Link, Links, Targets, choose_targets
@@ -27,7 +28,6 @@ from jaxpipe.planning.storing.problem import NOT_STORED, Option, Outcome, Proble
 from jaxpipe.planning.storing.solver_time import SolverTime
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
-from jaxpipe.sharding.propagation import of_one_device, propagate
 from jaxpipe.stage import Stage
 from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text

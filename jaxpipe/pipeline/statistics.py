@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxpipe import _compat
-from jaxpipe.graph import Graph, Operator, live, read_graph
+from jaxpipe.graph.graph import Graph, Operator, live, read_graph
+from jaxpipe.graph.split_scan import scan_operands
 from jaxpipe.pipeline.objective import Objective
-from jaxpipe.rows import scan_operands
 
 
 #: Fewer examples than this are too few for their mean and variance to say anything of the batch.

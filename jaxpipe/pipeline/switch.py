@@ -2,8 +2,8 @@
 
     each stage's branch ──trace──▶ program ──form──▶ equal forms: one branch ──▶ lax.switch over what is left
 
-Forms are those of ``jaxpipe.program_form``. The numbers that random keys are folded with may differ: they are looked up
-by stage and handed to the shared branch.
+Forms are those of ``jaxpipe.graph.program_form``. The numbers that random keys are folded with may differ: they are
+looked up by stage and handed to the shared branch.
 """
 
 import functools
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxpipe import _compat
-from jaxpipe.program_form import shared_program, trace_program
+from jaxpipe.graph.program_form import shared_program, trace_program
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:

@@ -22,11 +22,11 @@ from jaxpipe import _compat
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.master_weights import MasterWeightsState
 from jaxpipe.gradients.per_stage import known_stages
-from jaxpipe.graph import Graph, GraphBuilder, Operator, trace
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, trace
+from jaxpipe.graph.split_scan import MixedRowsError, split_rows
+from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.captures import without_captures
-from jaxpipe.rows import MixedRowsError, split_rows
-from jaxpipe.stacks import Stacks
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxpipe import _compat
-from jaxpipe.graph import Graph, Operator, live
+from jaxpipe.graph.graph import Graph, Operator, live
 from jaxpipe.pipeline.trace_update import TracedUpdate
 
 

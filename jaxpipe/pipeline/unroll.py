@@ -1,17 +1,17 @@
 """Layers that are one ``scan`` as operators of their own, so that stages may be cut between them.
 
 A scan over stacked parameters ``[layers, ...]`` is found in the traced loss, and the model's variables are cut into the
-rows of each group of iterations (``jaxpipe.model.unstack``). ``jaxpipe.rows`` then makes the programs over the pieces:
-of the loss, of evaluation and prediction, and of the optimizer.
+rows of each group of iterations (``jaxpipe.model.unstack``). ``jaxpipe.graph.split_scan`` then makes the programs over
+the pieces: of the loss, of evaluation and prediction, and of the optimizer.
 """
 
 from typing import Any
 
 from jaxpipe.errors import PartitionError
+from jaxpipe.graph.split_scan import MixedRowsError, scan_operands, split_rows
+from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
 from jaxpipe.model import BoundModel, UserFunction, unstack
 from jaxpipe.pipeline.objective import Objective, trace_loss
-from jaxpipe.rows import MixedRowsError, scan_operands, split_rows
-from jaxpipe.stacks import Stacks, groups_of_rows
 
 
 def unroll(model: BoundModel, objective: Objective, rows: int) -> BoundModel:

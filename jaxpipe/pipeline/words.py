@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.graph import itemsize
+from jaxpipe.graph.graph import itemsize
 
 
 #: Every bit set: a NaN in each floating type. What no stage has written holds it.

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from jaxpipe import _compat
-from jaxpipe.graph import Graph, itemsize, run
+from jaxpipe.graph.graph import Graph, itemsize, run
+from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.pipeline.branches import stage_programs, touched
 from jaxpipe.pipeline.overwriting import Renewal, renewals
 from jaxpipe.pipeline.precision import add_gradient
 from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.step import Update
-from jaxpipe.planning.liveness import peak_bytes
 from jaxpipe.schedules import Kind
 
 

@@ -24,7 +24,7 @@ from jaxpipe._version import __version__
 from jaxpipe.demand import Linearization
 from jaxpipe.density import room
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph import Graph, Operator
+from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.profile import Profile
 from jaxpipe.rates import rates_of
 

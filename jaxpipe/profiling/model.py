@@ -7,9 +7,9 @@ from typing import Any, Literal
 import jax
 import optax
 
-from jaxpipe.annotations import outside_mesh, without_annotations
 from jaxpipe.demand import Linearization, linearize
 from jaxpipe.errors import BatchError, PartitionError
+from jaxpipe.graph.sharding_annotations import outside_mesh, without_annotations
 from jaxpipe.model import BoundModel, UserFunction, bind
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arguments import check_function

@@ -1,6 +1,8 @@
 """Pipeline schedules as tables of data, pure Python: one file per schedule, one table, one simulator.
 
-The executor runs every table that ``Schedule.validate`` lets through: those made here, and your own.
+In: numbers of stages and micro-batches; seconds, where a schedule is searched for or simulated.
+Out: tables that say which device works on which micro-batch when. A runtime runs every table that
+``Schedule.validate`` lets through: those made here, and your own.
 """
 
 from collections.abc import Callable

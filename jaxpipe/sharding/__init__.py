@@ -1,5 +1,5 @@
-"""Shardings inside a stage.
+"""The axes of a mesh: stages, replicas, and those that shard inside a stage.
 
-In: a mesh with more axes than ``stage`` and ``data``, and the partition specs of a model's variables.
+In: a caller's mesh and partition specs.
 Out: a group of devices for each stage and replica, and the partition spec of every array in it.
 """

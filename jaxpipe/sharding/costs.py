@@ -9,11 +9,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.graph import Graph, Operator
+from jaxpipe.graph.graph import Graph, Operator
+from jaxpipe.graph.sharding_propagation import Propagated
 from jaxpipe.network import Network
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.profile import Profile
-from jaxpipe.sharding.propagation import Propagated
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension
 
 

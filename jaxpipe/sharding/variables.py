@@ -15,13 +15,13 @@ from flax.linen import get_logical_axis_rules
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import PartitionError
+from jaxpipe.graph.sharding_propagation import Propagated, propagate
 from jaxpipe.model import BoundModel, Variable
 from jaxpipe.options import AxisRules, PlanOptions
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.trace_update import TracedUpdate
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.partition_specs import Specs
-from jaxpipe.sharding.propagation import Propagated, propagate
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, spec_of
 
 

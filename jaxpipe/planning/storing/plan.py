@@ -8,7 +8,7 @@ from rich.table import Table
 
 from jaxpipe import stage as stages
 from jaxpipe.errors import MemoryBudgetError
-from jaxpipe.graph import Graph, Operator, is_differentiable
+from jaxpipe.graph.graph import Graph, Operator, is_differentiable
 from jaxpipe.planning.storing.choose import Answer, check_solver, choose, lowest_peak, raised
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, simulate
@@ -118,7 +118,7 @@ def plan_storage(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxpipe.graph import trace
+      >>> from jaxpipe.graph.graph import trace
       >>> graph = trace(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).sum(), jnp.ones((8, 8)), jnp.ones((64, 8)))
       >>> plan_storage(graph, "16KiB").status
       'optimal'

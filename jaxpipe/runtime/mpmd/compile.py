@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat, multihost
-from jaxpipe.program_form import TracedProgram, shared_program, trace_program
+from jaxpipe.graph.program_form import TracedProgram, shared_program, trace_program
 from jaxpipe.runtime.mpmd.stage_work import Name, Work
 from jaxpipe.text.progress import tell
 

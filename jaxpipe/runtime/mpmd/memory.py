@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.graph import itemsize
+from jaxpipe.graph.graph import itemsize
 from jaxpipe.runtime.mpmd.calls import CallList
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import stage as stages
-from jaxpipe.graph import Graph
+from jaxpipe.graph.graph import Graph
 from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.precision import add_gradient, sum_dtype, widened
 from jaxpipe.pipeline.sections import Section

@@ -25,7 +25,7 @@ from jaxpipe import _compat
 from jaxpipe.gradients.block_sparse import Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.gradients.exchange import Averaged, exchange
-from jaxpipe.graph import run
+from jaxpipe.graph.graph import run
 from jaxpipe.pipeline.optimizer import ColoredUpdate, held_by, needed_operators, operators_of
 from jaxpipe.pipeline.overwriting import renewals
 from jaxpipe.runtime.mpmd.stage_work import STEP, Context, Name, Role, Work

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from jaxpipe.graph import Graph, Operator
-from jaxpipe.work import weight
+from jaxpipe.graph.graph import Graph, Operator
+from jaxpipe.graph.op_cost import weight
 
 
 def parameter_work_in_place(graph: Graph, everywhere: Iterable[int] = ()) -> Graph:

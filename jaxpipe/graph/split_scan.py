@@ -14,9 +14,9 @@ from typing import Any
 from jax import core, lax
 
 from jaxpipe import _compat
-from jaxpipe.graph import Graph, GraphBuilder, Operator
-from jaxpipe.stacks import Stacks
-from jaxpipe.work import ARITHMETIC, TRANSCENDENTAL
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator
+from jaxpipe.graph.op_cost import ARITHMETIC, TRANSCENDENTAL
+from jaxpipe.graph.stacked_layers import Stacks
 
 
 #: Operators that treat each element by itself.

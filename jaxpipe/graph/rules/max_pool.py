@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 
 from jaxpipe import _compat
-from jaxpipe.graph import Operator, is_differentiable
-from jaxpipe.vjp import Cut, from_rule
+from jaxpipe.graph.graph import Operator, is_differentiable
+from jaxpipe.graph.operator_vjp import Cut, from_rule
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpipe import _compat, annotations, convolution
-from jaxpipe.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
+from jaxpipe import _compat
+from jaxpipe.graph import cpu_convolution, sharding_annotations
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ def differentiate(
     count = len(equation.outvars)
     evaluate = _compat.evaluate_equation
     if shape is not None:
-        evaluate = functools.partial(annotations.evaluate, shape=shape)
+        evaluate = functools.partial(sharding_annotations.evaluate, shape=shape)
     pullback: Any = None
 
     def forward(*inputs: Any) -> list[Any]:
@@ -86,8 +87,8 @@ def differentiate(
         residuals = [atom.aval for atom in _compat.open_jaxpr(first)[0].outvars[count:]]
         return first, _compat.trace_without_scope(backward, residuals, tangents)
 
-    traced = both() if shape is None else annotations.rule_within_stage(op.label, both, shape)
-    first, closed = map(convolution.canonical, traced)
+    traced = both() if shape is None else sharding_annotations.rule_within_stage(op.label, both, shape)
+    first, closed = map(cpu_convolution.canonical, traced)
     builder = GraphBuilder(inline_rules=True)
     inputs = [builder.tensor(aval) for aval in avals]
     results = builder.read(first, inputs)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from jaxpipe import _compat
-from jaxpipe.graph import Graph, Operator, read_graph
-from jaxpipe.planning.packing import Buffer, alive_bytes, reserved_bytes
-from jaxpipe.work import COSTLY, ELEMENTWISE, VIEWS
+from jaxpipe.graph.buffer_packing import Buffer, alive_bytes, reserved_bytes
+from jaxpipe.graph.graph import Graph, Operator, read_graph
+from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE, VIEWS
 
 
 #: Operators that give another name to the same bytes.

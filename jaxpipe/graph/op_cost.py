@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from jaxpipe import _compat
-from jaxpipe.graph import GraphBuilder, Operator
+from jaxpipe.graph.graph import GraphBuilder, Operator
 
 
 #: Operators that move or rename elements and compute nothing.

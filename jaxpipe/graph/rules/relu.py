@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxpipe.graph import GraphBuilder, Operator
-from jaxpipe.vjp import Cut, differentiate
+from jaxpipe.graph.graph import GraphBuilder, Operator
+from jaxpipe.graph.operator_vjp import Cut, differentiate
 
 
 def applies(op: Operator) -> bool:

@@ -24,7 +24,7 @@ from jax.sharding import AxisType
 
 from jaxpipe import _compat
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph import Operator
+from jaxpipe.graph.graph import Operator
 from jaxpipe.sharding.submesh import Submesh, axis_names, kept_spec
 
 

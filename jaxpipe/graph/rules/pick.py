@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.graph import Operator, trace
-from jaxpipe.vjp import Cut
+from jaxpipe.graph.graph import Operator, trace
+from jaxpipe.graph.operator_vjp import Cut
 
 
 def applies(op: Operator) -> bool:

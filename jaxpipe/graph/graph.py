@@ -17,7 +17,7 @@ import numpy as np
 from jax import core
 
 from jaxpipe import _compat
-from jaxpipe.policy import Policy, by_name
+from jaxpipe.graph.codec_policy import Policy, by_name
 
 
 #: A ``jit`` of this name is the body of a ``memory_encoded`` call; its suffix names the policy.
@@ -132,7 +132,7 @@ class Graph:
       constants: values known at trace time, by tensor number.
       parameters: inputs that live outside the program (weights, running statistics, keys): never stored.
       stage_shape: the axes over which a stage is sharded; annotations of others that a derivative brings are dropped
-        (``jaxpipe.annotations``). None outside of pipelines.
+        (``jaxpipe.graph.sharding_annotations``). None outside of pipelines.
     """
 
     tensors: tuple[Tensor, ...]

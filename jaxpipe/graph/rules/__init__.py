@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpipe import _compat
-from jaxpipe.graph import Graph, Operator
-from jaxpipe.rules import max_pool, pick, relu
-from jaxpipe.vjp import Cut, differentiate
+from jaxpipe.graph.graph import Graph, Operator
+from jaxpipe.graph.operator_vjp import Cut, differentiate
+from jaxpipe.graph.rules import max_pool, pick, relu
 
 
 @dataclass(frozen=True)

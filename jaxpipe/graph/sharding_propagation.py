@@ -16,9 +16,9 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
-from jaxpipe.graph import Graph
+from jaxpipe.graph.graph import Graph
+from jaxpipe.graph.op_cost import ELEMENTWISE
 from jaxpipe.sharding.submesh import axes_by_dimension, spec_of
-from jaxpipe.work import ELEMENTWISE
 
 
 #: By dimension, the mesh axes that split it.
@@ -47,7 +47,7 @@ def propagate(graph: Graph, given: Mapping[int, P], shape: Mapping[str, int]) ->
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from jaxpipe.graph import trace
+      >>> from jaxpipe.graph.graph import trace
       >>> x, w = (jax.ShapeDtypeStruct((4, 4), jnp.float32) for _ in range(2))
       >>> graph = trace(lambda x, w: jax.nn.relu(x @ w).T, x, w)
       >>> propagate(graph, {graph.inputs[1]: P(None, "model")}, {"model": 2}).specs[graph.outputs[0]]

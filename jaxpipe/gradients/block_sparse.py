@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
 from jaxpipe.errors import PartitionError
+from jaxpipe.gradients.block_exchange import Averaged, Rule, Traffic, exchange, sent_share, traffic
 from jaxpipe.gradients.blocks import BlockRules, Blocks, Count, find_blocks
-from jaxpipe.gradients.exchange import Averaged, Rule, Traffic, exchange, sent_share, traffic
 
 
 class BlockSparseState(NamedTuple):

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.errors import PartitionError
+from jaxpipe.gradients.block_exchange import Averaged, exchange, wire_bytes
 from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
-from jaxpipe.gradients.exchange import Averaged, exchange, wire_bytes
 from jaxpipe.model import BoundModel
 from jaxpipe.pipeline.layout import Layout, lay_out
 from jaxpipe.pipeline.sections import Placement

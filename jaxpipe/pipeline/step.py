@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.gradients.exchange import sent_share
+from jaxpipe.gradients.block_exchange import sent_share
 from jaxpipe.pipeline.combine import combine
 from jaxpipe.pipeline.exchange import StageExchange, run_exchange
 from jaxpipe.pipeline.guard import OnNonFinite, guard, look

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpipe.gradients.exchange import sent_share
+from jaxpipe.gradients.block_exchange import sent_share
 from jaxpipe.pipeline.combine import combine
 from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, Context, Name, Role, Work
 from jaxpipe.runtime.mpmd.update_work import (

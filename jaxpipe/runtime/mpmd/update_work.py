@@ -22,9 +22,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
+from jaxpipe.gradients.block_exchange import Averaged, exchange
 from jaxpipe.gradients.block_sparse import Settings
 from jaxpipe.gradients.blocks import Blocks
-from jaxpipe.gradients.exchange import Averaged, exchange
 from jaxpipe.graph.graph import run
 from jaxpipe.pipeline.optimizer import ColoredUpdate, held_by, needed_operators, operators_of
 from jaxpipe.pipeline.overwriting import renewals

@@ -26,11 +26,11 @@ from .errors import NonFiniteError as NonFiniteError
 from .errors import PartitionError as PartitionError
 from .errors import ScheduleError as ScheduleError
 from .errors import TrainingModeWarning as TrainingModeWarning
+from .models.combine_metrics import Sum as Sum
 from .multihost import initialize_distributed as initialize_distributed
 from .network import Network as Network
 from .options import PlanOptions as PlanOptions
 from .partition import partition as partition
-from .pipeline.combine import Sum as Sum
 from .pipeline.nonfinite import NonFiniteOrigin as NonFiniteOrigin
 from .pipeline.pipeline import MemoryReport as MemoryReport
 from .pipeline.pipeline import Pipeline as Pipeline

@@ -18,7 +18,7 @@ from jaxpipe.demand import linearize
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable, read_graph
 from jaxpipe.graph.op_cost import VIEWS
 from jaxpipe.graph.rules import relu
-from jaxpipe.purify import purify
+from jaxpipe.models.purify_nnx import purify
 
 
 #: Room beyond the measured number of values: it differs a little from batch to batch.

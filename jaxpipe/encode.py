@@ -13,15 +13,16 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jaxpipe import _compat, linen
+from jaxpipe import _compat
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.explain import label
 from jaxpipe.graph.codec_policy import Codecs, Policy, parse, warn_unused
 from jaxpipe.graph.graph import ENCODED_MARK, Graph, read_graph
-from jaxpipe.purify import PureCall, purify, root_scope
+from jaxpipe.models import purify_linen
+from jaxpipe.models.decorated_class import twin_class
+from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
 from jaxpipe.stage import Stage, backward, build, forward
 from jaxpipe.target import building_for, platform_of
-from jaxpipe.twin import twin_class
 
 
 # A context that JAX's tracing caches know of: a jitted function is traced anew inside `without_encoding`.
@@ -89,7 +90,7 @@ def memory_encoded(target: Any = None, *, codecs: Codecs = "fast") -> Any:
         return functools.partial(memory_encoded, codecs=codecs)
     run = functools.partial(run_encoded, policy=policy)
     if inspect.isclass(target) and issubclass(target, nn.Module):
-        return linen.transform_class(target, run, _is_enabled)
+        return purify_linen.transform_class(target, run, _is_enabled)
     if inspect.isclass(target) and issubclass(target, nnx.Module):
         return _encode_nnx_class(target, policy)
     if isinstance(target, (nn.Module, nnx.Module)):
@@ -111,7 +112,7 @@ def memory_encoded(target: Any = None, *, codecs: Codecs = "fast") -> Any:
 
 def _encode_function(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     run = functools.partial(run_encoded, policy=policy)
-    method = linen.transform_method(function, run, _is_enabled)
+    method = purify_linen.transform_method(function, run, _is_enabled)
 
     @functools.wraps(function)
     def encoded(*args: Any, **kwargs: Any) -> Any:

@@ -17,16 +17,22 @@ from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.graph.codec_policy import FAST, Codecs, parse, warn_unused
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.host_memory import check_host_memory
-from jaxpipe.model import BoundModel, UserFunction, bind, check_model, needs_variables
+from jaxpipe.models import check_arguments, check_batch
+from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics
+from jaxpipe.models.bound_model import BoundModel, UserFunction, bind, check_model, needs_variables
+from jaxpipe.models.microbatch_program import Objective, microbatch_shapes, trace_results, with_rows
+from jaxpipe.models.traced_update import trace_update
+from jaxpipe.models.trained_parameters import without_frozen
+from jaxpipe.models.unroll_layers import check_unroll, scanned_variables, trace_unrolled
+from jaxpipe.models.variable_shardings import Shardings, check_exchanged, shardings_of
 from jaxpipe.network import Network
 from jaxpipe.options import PlanOptions
-from jaxpipe.pipeline import arguments, checks
+from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import stay
 from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, frozen_stages, sections_for, teams_of
 from jaxpipe.pipeline.describe import least_seconds, rates_in
 from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.links import assumed_links, slowest_used
-from jaxpipe.pipeline.objective import Objective, microbatch_shapes, trace_results, with_rows
 from jaxpipe.pipeline.pipeline import Pipeline
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.precision import check_effect, check_gradient_dtype
@@ -34,11 +40,7 @@ from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.runtime_choice import check_runtime_features
 from jaxpipe.pipeline.searched import searched_drafts
 from jaxpipe.pipeline.sections import Placement, Section, places_to_cut, variable_spans
-from jaxpipe.pipeline.statistics import FEW_EXAMPLES, find_statistics
 from jaxpipe.pipeline.step import Batching
-from jaxpipe.pipeline.trace_update import trace_update
-from jaxpipe.pipeline.trained import without_frozen
-from jaxpipe.pipeline.unroll import scanned_variables, trace_unrolled
 from jaxpipe.planning.chunked import chunked
 from jaxpipe.planning.layers import partition_layers
 from jaxpipe.planning.placed import Partition
@@ -53,7 +55,6 @@ from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.costs import divided, groups_of
 from jaxpipe.sharding.mesh_axes import DATA, with_own_names
 from jaxpipe.sharding.submesh import joined_mesh, split_mesh
-from jaxpipe.sharding.variables import Shardings, check_exchanged, shardings_of
 from jaxpipe.target import building_for
 from jaxpipe.text.progress import progress, tell
 from jaxpipe.text.units import parse_bytes, whole_number
@@ -174,12 +175,12 @@ def partition(
     mesh = with_own_names(mesh, options.stage_axis, options.data_axis)
     num_stages, replicas = checks.check_mesh(mesh)
     check_model(model)
-    arguments.check_optimizer(optimizer)
+    check_arguments.check_optimizer(optimizer)
     for function, name in ((loss, "loss"), (evaluate, "evaluate"), (predict, "predict")):
         if function is not None or name == "loss":
-            arguments.check_function(function, name)
-    arguments.check_flag(options.allow_over_budget, "allow_over_budget")
-    arguments.check_seconds(options.time_limit, "time_limit")
+            check_arguments.check_function(function, name)
+    check_arguments.check_flag(options.allow_over_budget, "allow_over_budget")
+    check_arguments.check_seconds(options.time_limit, "time_limit")
     check_solver(options.solver)
     if num_microbatches is not None:
         num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
@@ -195,7 +196,7 @@ def partition(
         options.devices_per_stage, num_stages, mesh, exchange is not None
     )
     budget = None if memory is None else parse_bytes(memory)
-    batch, *others = [None if x is None else checks.batch_shapes(x) for x in checks.listed_batches(batch)]
+    batch, *others = [None if x is None else check_batch.batch_shapes(x) for x in check_batch.listed_batches(batch)]
     check_exchanged(exchange is not None, submesh, options)
     request = Request(
         model=model,
@@ -209,7 +210,7 @@ def partition(
         network=network,
         policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage, "storage"),
         exchange=exchange,
-        unroll_scans=checks.check_unroll(options.unroll_scans, gradient_exchange != "dense"),
+        unroll_scans=check_unroll(options.unroll_scans, gradient_exchange != "dense"),
         num_stages=num_stages,
         replicas=replicas,
         devices_per_stage=devices_per_stage,
@@ -234,11 +235,11 @@ def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
 
 
 def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
-    size = checks.batch_size(batch)
+    size = check_batch.batch_size(batch)
     m = request.num_microbatches
     if m is None:
         m = _default_microbatches(size, request)
-    checks.check_microbatches(size, request.replicas, m)
+    check_batch.check_microbatches(size, request.replicas, m)
     schedules = []
     if isinstance(request.devices_per_stage, tuple):
         schedules = candidates.make_team_schedules(request.schedules, Teams(request.devices_per_stage), m)

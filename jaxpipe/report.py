@@ -18,7 +18,7 @@ from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.explain import Label, parse_label
 from jaxpipe.graph.codec_policy import FAST
 from jaxpipe.graph.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
-from jaxpipe.purify import PureCall, purify
+from jaxpipe.models.purify_nnx import PureCall, purify
 from jaxpipe.stash import has_overflowed
 from jaxpipe.text.plain_table import PlainTable, table_text
 from jaxpipe.text.units import bytes_text

@@ -11,7 +11,7 @@ from compare import assert_same_bits
 from flax import nnx
 
 from jaxpipe.errors import ModelError
-from jaxpipe.model import bind, needs_variables, reseed
+from jaxpipe.models.bound_model import bind, needs_variables, reseed
 
 
 X = jax.ShapeDtypeStruct((4, 3), jnp.float32)

@@ -18,10 +18,10 @@ import pytest
 from compare import assert_same_bits
 
 from jaxpipe import PartitionError
-from jaxpipe.model import bind
+from jaxpipe.models.bound_model import bind
+from jaxpipe.models.traced_update import trace_update
+from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.pipeline import optimizer as by_stages
-from jaxpipe.pipeline.trace_update import trace_update
-from jaxpipe.pipeline.trained import without_frozen
 
 
 contrib = optax.contrib

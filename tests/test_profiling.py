@@ -17,8 +17,8 @@ from pipeline_models import CASES, cnn_linen, mlp, transformer
 import jaxpipe
 from jaxpipe import demand
 from jaxpipe.graph.graph import trace
-from jaxpipe.model import bind
-from jaxpipe.pipeline.objective import trace_loss
+from jaxpipe.models.bound_model import bind
+from jaxpipe.models.microbatch_program import trace_loss
 from jaxpipe.profile import NUMBERS
 from jaxpipe.profiling import measured
 from jaxpipe.profiling.cache import cache_folder, cache_key

@@ -6,7 +6,7 @@ from compare import assert_same_bits, relative_l2
 from flax import nnx
 
 from jaxpipe import memory_encoded
-from jaxpipe.purify import Role, purify
+from jaxpipe.models.purify_nnx import Role, purify
 
 
 class Tied(nnx.Module):

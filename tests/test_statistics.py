@@ -9,9 +9,9 @@ from flax import nnx
 
 import jaxpipe
 from jaxpipe import FewExamplesWarning, TrainingModeWarning
-from jaxpipe.model import bind
-from jaxpipe.pipeline.objective import trace_results, with_rows
-from jaxpipe.pipeline.statistics import find_statistics
+from jaxpipe.models.batch_statistics import find_statistics
+from jaxpipe.models.bound_model import bind
+from jaxpipe.models.microbatch_program import trace_results, with_rows
 
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -12,7 +12,7 @@ from flax.core import freeze
 
 import jaxpipe
 from jaxpipe import ModelError
-from jaxpipe.variables import select
+from jaxpipe.models.variable_trees import select
 
 
 KEY = jax.random.key(0)

@@ -12,9 +12,13 @@ from typing import Any
 
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import weight
-from jaxpipe.model import BoundModel
+from jaxpipe.models import check_batch
+from jaxpipe.models.bound_model import BoundModel
+from jaxpipe.models.microbatch_program import Objective, trace_loss
+from jaxpipe.models.traced_update import TracedUpdate, trace_update
+from jaxpipe.models.trained_parameters import without_frozen
+from jaxpipe.models.variable_shardings import Shardings
 from jaxpipe.network import Network
-from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.asynchronous import check_asynchronous
 from jaxpipe.pipeline.balance import balanced
@@ -31,7 +35,6 @@ from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
 from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.layout import lay_out
 from jaxpipe.pipeline.links import slowest_used
-from jaxpipe.pipeline.objective import Objective, trace_loss
 from jaxpipe.pipeline.optimizer import color_update
 from jaxpipe.pipeline.planned import Budget, Planned
 from jaxpipe.pipeline.program import Program
@@ -40,8 +43,6 @@ from jaxpipe.pipeline.runtime_choice import choose_runtime
 from jaxpipe.pipeline.sections import Placement, Section, count_frozen, cut_sections, place, with_backward
 from jaxpipe.pipeline.stage_budget import Fitted, Prices, Solving, StageFitter
 from jaxpipe.pipeline.step import Batching, Update
-from jaxpipe.pipeline.trace_update import TracedUpdate, trace_update
-from jaxpipe.pipeline.trained import without_frozen
 from jaxpipe.planning.mapping import best_mapping
 from jaxpipe.planning.memory import predict
 from jaxpipe.planning.placed import Partition
@@ -56,7 +57,6 @@ from jaxpipe.schedules import Schedule, candidates
 from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import DATA
-from jaxpipe.sharding.variables import Shardings
 
 
 #: How much longer a step may be if stashes take less: profiles are no better than this.
@@ -325,7 +325,7 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     lists = StageLists()
 
     def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
-        rows = checks.batch_size(traced.microbatch)
+        rows = check_batch.batch_size(traced.microbatch)
         memory = {} if runtime == "mpmd" else predict(chosen, update, shared, traced.local)
         plan = describe(request, chosen, placed, memory, rows, fitted, budget, found.runtime)
         plan = replace(plan, per_stage=colored.per_stage, frozen=describe_frozen(chosen, model))

@@ -7,22 +7,19 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpipe.errors import (
-    BatchError,
     FewExamplesWarning,
     ModelError,
     PartitionError,
-    TrainingModeWarning,
     warn,
 )
+from jaxpipe.models.batch_statistics import FEW_EXAMPLES
+from jaxpipe.models.check_arguments import check_function
 from jaxpipe.network import Network
-from jaxpipe.pipeline.arguments import check_arrays, check_function
 from jaxpipe.pipeline.state import TrainState
-from jaxpipe.pipeline.statistics import FEW_EXAMPLES
 from jaxpipe.schedules import BY_NAME, Schedule
 from jaxpipe.schedules.candidates import AUTO, ScheduleMaker
 from jaxpipe.schedules.names import plain_name, schedule_named
 from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE
-from jaxpipe.text.value_text import structure_difference
 
 
 def check_mesh(mesh: Mesh) -> tuple[int, int]:
@@ -104,24 +101,6 @@ def check_devices_per_stage(given: Any, num_devices: int, mesh: Mesh, exchanged:
     return widths
 
 
-def check_unroll(rows: int, exchanged: bool) -> int:
-    """The iterations that stay together when scans are unrolled; 0 if they are not.
-
-    Raises:
-      PartitionError: if that is no such number, or gradients are exchanged by blocks of whole parameters.
-    """
-    if not isinstance(rows, int) or rows < 0:
-        raise PartitionError(
-            f"unroll_scans={rows!r}; it must be True, the number of iterations that stay together, or False."
-        )
-    if rows and exchanged:
-        raise PartitionError(
-            "unroll_scans: gradient_exchange=block_sparse(...) sends the best blocks of each whole parameter, and a "
-            "stacked one would be in several stages. Use gradient_exchange='dense', or leave out unroll_scans."
-        )
-    return int(rows)
-
-
 def check_network(network: Any, mesh: Mesh) -> None:
     """Raise ``PartitionError`` unless a network is that of the mesh."""
     if network is None:
@@ -158,70 +137,6 @@ def schedule_makers(schedule: Any) -> tuple[ScheduleMaker, ...]:
     return (cast(ScheduleMaker, maker),)
 
 
-def batch_shapes(batch: Any) -> Any:
-    """A batch as shapes, in the dtypes that JAX gives its arrays: 32 bits for NumPy's 64, unless x64 is enabled.
-
-    Raises:
-      BatchError: if it holds anything that is not an array.
-    """
-    check_arrays(batch)
-
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
-
-    return jax.tree.map(shape, batch)
-
-
-def listed_batches(batch: Any) -> list[Any]:
-    """Return the batches of a list of batches, or the one batch.
-
-    A list of batches has several elements of one structure, none of which is an array by itself.
-    """
-    if not isinstance(batch, list) or len(batch) < 2 or any(jax.tree_util.all_leaves([x]) for x in batch):
-        return [batch]
-    structures = {jax.tree.structure(x) for x in batch}
-    return list(batch) if len(structures) == 1 else [batch]
-
-
-def batch_size(batch: Any) -> int:
-    """The number of examples: the first axis of every array that has one.
-
-    Raises:
-      BatchError: if arrays disagree, or there is no example.
-    """
-    sizes = {
-        jax.tree_util.keystr(path): x.shape[0] for path, x in jax.tree_util.tree_flatten_with_path(batch)[0] if x.shape
-    }
-    if not sizes:
-        raise BatchError("In the batch no array has an axis; a batch is a tree of arrays [examples, ...].")
-    if 0 in sizes.values():
-        names = ", ".join(f"batch{name}" for name, n in sizes.items() if not n)
-        raise BatchError(f"The first axis of {names} is 0: the batch has no example. Pass one at least.")
-    if len(set(sizes.values())) != 1:
-        listed = ", ".join(f"batch{name}: {n}" for name, n in sizes.items())
-        raise BatchError(
-            f"The first axis of every array of a batch is its examples, but they differ in size ({listed})."
-        )
-    return next(iter(sizes.values()))
-
-
-def check_microbatches(size: int, replicas: int, num_microbatches: int, what: str = "batch") -> None:
-    """Raise ``BatchError`` unless a batch can be cut into equal micro-batches."""
-    if num_microbatches < 1:
-        raise BatchError(f"num_microbatches={num_microbatches}; it must be at least 1.")
-    if size % (replicas * num_microbatches):
-        fits = [m for m in range(1, size + 1) if size % (replicas * m) == 0]
-        near = sorted(sorted(fits, key=lambda m: abs(m - num_microbatches))[:2])
-        counts = f"num_microbatches={' or '.join(map(str, near))}" if near else f"a multiple of {replicas} examples"
-        unit = replicas * num_microbatches
-        below, above = size // unit * unit, (size // unit + 1) * unit
-        sizes = " or ".join(str(n) for n in (below, above) if n)
-        raise BatchError(
-            f"A {what} of {size} examples cannot be cut into num_microbatches={num_microbatches} equal micro-batches "
-            f"on each of {replicas} replica(s). Use {counts}, or a {what} of {sizes} examples."
-        )
-
-
 def warn_few_examples(modules: Sequence[str], size: int, replicas: int, num_microbatches: int, fewer: int) -> None:
     """Warn that a model normalizes over the few examples of a micro-batch.
 
@@ -237,64 +152,6 @@ def warn_few_examples(modules: Sequence[str], size: int, replicas: int, num_micr
         f"Statistics of fewer than {FEW_EXAMPLES} examples are mostly noise (of one example, a dense layer's output "
         f"becomes the same whatever it was). Use {more}a batch of at least {FEW_EXAMPLES * unit} examples.",
         FewExamplesWarning,
-    )
-
-
-def warn_training_mode(name: str, drawn: Sequence[str], updated: Sequence[str]) -> None:
-    """Warn that an evaluation or a prediction runs as training does.
-
-    Args:
-      drawn: module paths where random numbers are drawn.
-    """
-    signs = [
-        f"{verb} {', '.join(items[:3])}{' and others' if len(items) > 3 else ''}"
-        for verb, items in (("draws random numbers in", drawn), ("computes new batch statistics for", updated))
-        if items
-    ]
-    warn(
-        f"{name} {' and '.join(signs)}, as a model in training mode does. Switch the mode in {name}: model.eval() for "
-        "NNX, the module's own argument for Linen, such as model(x, train=False) or deterministic=True. If it is meant "
-        "so, as for samples, silence this with warnings.simplefilter('ignore', jaxpipe.TrainingModeWarning).",
-        TrainingModeWarning,
-    )
-
-
-def paired_leaves(given: Any, planned: Any) -> list[tuple[str, Any, Any]]:
-    """Return the name of each leaf of a batch, the leaf, and the one that was planned for.
-
-    Raises:
-      BatchError: if the structures differ.
-    """
-    if difference := structure_difference(given, planned):
-        raise BatchError(
-            f"The batch has another structure than the plan was made for: {difference}. Pass batches of one "
-            "structure, or make another pipeline."
-        )
-    pairs = zip(*map(jax.tree_util.tree_leaves_with_path, (given, planned)), strict=True)
-    return [(f"batch{jax.tree_util.keystr(path)}", x, y) for (path, x), (_, y) in pairs]
-
-
-def check_same_structure(given: Any, planned: Any) -> None:
-    """Raise ``BatchError`` unless a batch has the structure, shapes and dtypes that were planned for."""
-    for name, x, y in paired_leaves(given, planned):
-        if (tuple(x.shape), x.dtype) != (tuple(y.shape), y.dtype):
-            raise BatchError(
-                f"{name} is {x.dtype}{list(x.shape)}, the plan was made for {y.dtype}{list(y.shape)}. {_fit(x, y)}"
-            )
-
-
-def _fit(given: Any, planned: Any) -> str:
-    """The way to make an array of a batch fit the plan."""
-    if given.dtype != planned.dtype:
-        return f"Cast it, array.astype({str(planned.dtype)!r}), or plan with a batch of dtype {given.dtype}."
-    if given.shape[1:] != planned.shape[1:] or not given.shape or not planned.shape:
-        return (
-            "The axes behind the examples are planned for as well: pad or cut them to these sizes, or make a pipeline "
-            'with runtime="mpmd", which takes any; evaluate and predict take any sizes.'
-        )
-    return (
-        f"Pad or drop the last examples of an epoch, so that every batch has {planned.shape[0]}, or make a pipeline "
-        'with runtime="mpmd", which takes any number; evaluate and predict take any number of examples.'
     )
 
 

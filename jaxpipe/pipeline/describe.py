@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.graph.op_cost import weight
-from jaxpipe.model import BoundModel
+from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.pipeline.branches import touched
 from jaxpipe.pipeline.precision import sum_dtype
 from jaxpipe.pipeline.program import PAGE, Program

@@ -20,7 +20,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.block_exchange import Averaged, exchange, wire_bytes
 from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
-from jaxpipe.model import BoundModel
+from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.pipeline.layout import Layout, lay_out
 from jaxpipe.pipeline.sections import Placement
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, own_name

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import Graph, live, ordered
-from jaxpipe.model import BoundModel
-from jaxpipe.pipeline.objective import Objective
+from jaxpipe.models.bound_model import BoundModel
+from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.schedules.replicas import Teams
 
 

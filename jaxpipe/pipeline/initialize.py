@@ -12,8 +12,8 @@ from jax import core
 from jaxpipe import _compat, multihost
 from jaxpipe.graph import sharding_annotations
 from jaxpipe.graph.stacked_layers import Stacks
-from jaxpipe.model import BoundModel
-from jaxpipe.pipeline.captures import without_captures
+from jaxpipe.models.bound_model import BoundModel
+from jaxpipe.models.captures import without_captures
 from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Update

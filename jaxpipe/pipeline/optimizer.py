@@ -1,6 +1,6 @@
 """Any optax optimizer, run stage by stage with the result it would have on the whole tree.
 
-    TracedUpdate of the whole tree (jaxpipe.pipeline.trace_update) --color--> one program for each stage
+    TracedUpdate of the whole tree (jaxpipe.models.traced_update) --color--> one program for each stage
 
 An operator whose operands belong to one stage runs in that stage's branch. Where values of several stages meet
 (the sum of squared norms behind a global-norm clipping), they are exchanged and the operator runs everywhere; only
@@ -18,9 +18,9 @@ from jax import lax
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import Graph, Operator, run
 from jaxpipe.graph.stacked_layers import Stacks
-from jaxpipe.model import BoundModel
+from jaxpipe.models.bound_model import BoundModel
+from jaxpipe.models.traced_update import TracedUpdate, transformation_of
 from jaxpipe.pipeline.switch import switch
-from jaxpipe.pipeline.trace_update import TracedUpdate, transformation_of
 from jaxpipe.pipeline.words import pack_words, unpack_words, word_count
 from jaxpipe.sharding.mesh_axes import STAGE
 

@@ -19,16 +19,17 @@ from jaxpipe.checkpoint.files import steps as steps_of
 from jaxpipe.checkpoint.state import put, take
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
-from jaxpipe.model import UserFunction, with_values
+from jaxpipe.models import check_batch
+from jaxpipe.models.bound_model import UserFunction, with_values
+from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
+from jaxpipe.models.microbatch_program import Objective, trace_loss, trace_prediction, with_rows
+from jaxpipe.models.training_mode import warn_if_training
 from jaxpipe.pipeline import checks, feed, nonfinite
-from jaxpipe.pipeline.arguments import check_outside_jit, outside_jit, random_key
 from jaxpipe.pipeline.describe import processes_of
 from jaxpipe.pipeline.gather import off_mesh
 from jaxpipe.pipeline.initialize import initial_state
 from jaxpipe.pipeline.interrupts import hold_interrupts
-from jaxpipe.pipeline.mode import warn_if_training
 from jaxpipe.pipeline.nonfinite import NonFiniteOrigin
-from jaxpipe.pipeline.objective import Objective, trace_loss, trace_prediction, with_rows
 from jaxpipe.pipeline.plain import plain_stash_bytes
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.state import TrainState, take_over
@@ -219,7 +220,7 @@ class Pipeline:
         """
         key = random_key(key)
         if self._maybe_runtime is None:
-            batch = self._batch if batch is None else checks.batch_shapes(batch)
+            batch = self._batch if batch is None else check_batch.batch_shapes(batch)
             if batch is not None:
                 self._maybe_runtime = runtime_of(self._make_plan(batch, variables))
         planned = self._planned
@@ -440,7 +441,8 @@ class Pipeline:
         """Return the random key of micro-batch ``j`` in the step from ``state``; ``j`` counts over replicas.
 
         Linen modules get it as ``rngs``. In NNX modules the i-th random stream, in the order of paths, gets
-        ``fold_in(key, i)`` (``jaxpipe.model.reseed``). The key is on JAX's default device, whatever the mesh is.
+        ``fold_in(key, i)`` (``jaxpipe.models.bound_model.reseed``). The key is on JAX's default device, whatever the
+        mesh is.
 
         Raises:
           BatchError: if ``j`` is no number of a micro-batch.
@@ -464,7 +466,7 @@ class Pipeline:
         """Return the shapes of the whole batch of which this process passes its rows."""
         checks.check_state(state, self.plan.identity)
         self._runtime.check_state(state)
-        shapes = feed.whole_shapes(self.mesh, checks.batch_shapes(batch), batch)
+        shapes = feed.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
         self._runtime.check_batch(shapes)
         return shapes
 
@@ -481,7 +483,7 @@ class Pipeline:
     def _forward(self, name: str, state: TrainState, batch: Any) -> tuple[Objective, Callable[[TrainState, Any], Any]]:
         """Return what ``evaluate`` or ``predict`` computes for a batch, and a function that runs it."""
         checks.check_state(state, self.plan.identity)
-        shapes = feed.whole_shapes(self.mesh, checks.batch_shapes(batch), batch)
+        shapes = feed.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
         leaves, treedef = jax.tree.flatten(shapes)
         key = name, treedef, tuple((x.shape, x.dtype) for x in leaves)
         if key not in self._forwards:
@@ -494,10 +496,10 @@ class Pipeline:
         if function is None:
             raise PartitionError(f"partition was given no {name} function; pass {name}=lambda model, batch: ...")
         planned = self._planned
-        size, replicas = checks.batch_size(shapes), planned.batching.replicas
+        size, replicas = check_batch.batch_size(shapes), planned.batching.replicas
         counts = [m for m in range(1, planned.batching.num_microbatches + 1) if size % (replicas * m) == 0]
         if not counts:
-            checks.check_microbatches(size, replicas, 1, f"batch for {name}")
+            check_batch.check_microbatches(size, replicas, 1, f"batch for {name}")
         m = counts[-1]
         batching = Batching(tuple(not x.shape for x in jax.tree.leaves(shapes)), replicas, m)
         rows = size // (replicas * m)

@@ -7,8 +7,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxpipe.graph.codec_policy import Policy
-from jaxpipe.model import BoundModel
-from jaxpipe.pipeline.objective import Objective
+from jaxpipe.models.bound_model import BoundModel
+from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.variable_shardings import Shardings
 from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.step import Batching, Update
@@ -16,7 +17,6 @@ from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.profile import Profile
 from jaxpipe.schedules.candidates import ScheduleMaker
-from jaxpipe.sharding.variables import Shardings
 
 
 @dataclass(frozen=True, eq=False)

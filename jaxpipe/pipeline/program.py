@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.pipeline.columns import Arena, Columns, arena, columns
 from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.precision import sum_dtype
 from jaxpipe.pipeline.sections import Placement, Section
 from jaxpipe.pipeline.words import word_count

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.graph.codec_policy import Policy
-from jaxpipe.model import UserFunction
+from jaxpipe.models.bound_model import UserFunction
 from jaxpipe.network import Network
 from jaxpipe.options import PlanOptions
 from jaxpipe.planning.plan import HostPlan

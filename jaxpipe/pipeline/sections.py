@@ -9,8 +9,8 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph.codec_policy import FAST, Policy
 from jaxpipe.graph.graph import Graph, is_differentiable
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
+from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.pipeline.folding import Fold
-from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.stash_swap import StashSwap
 from jaxpipe.schedules import Kind
 from jaxpipe.stage import Stage

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.gradients.block_exchange import sent_share
-from jaxpipe.pipeline.combine import combine
+from jaxpipe.models.combine_metrics import combine
 from jaxpipe.pipeline.exchange import StageExchange, run_exchange
 from jaxpipe.pipeline.guard import OnNonFinite, guard, look
 from jaxpipe.pipeline.layout import Layout

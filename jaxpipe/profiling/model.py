@@ -10,13 +10,13 @@ import optax
 from jaxpipe.demand import Linearization, linearize
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh, without_annotations
-from jaxpipe.model import BoundModel, UserFunction, bind
-from jaxpipe.pipeline import checks
-from jaxpipe.pipeline.arguments import check_function
-from jaxpipe.pipeline.objective import Objective, microbatch_shapes
-from jaxpipe.pipeline.trace_update import trace_update
-from jaxpipe.pipeline.trained import without_frozen
-from jaxpipe.pipeline.unroll import trace_unrolled
+from jaxpipe.models import check_batch
+from jaxpipe.models.bound_model import BoundModel, UserFunction, bind
+from jaxpipe.models.check_arguments import check_function
+from jaxpipe.models.microbatch_program import Objective, microbatch_shapes
+from jaxpipe.models.traced_update import trace_update
+from jaxpipe.models.trained_parameters import without_frozen
+from jaxpipe.models.unroll_layers import check_unroll, trace_unrolled
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import cache as kept
 from jaxpipe.profiling.measured import measure
@@ -84,11 +84,11 @@ def profile_model(
             f"device={device!r} is the name of a kind of device; to measure, pass a jax.Device, or source='analytic'."
         )
     rates = rates_of_kind(device) if kind else None
-    shapes = checks.batch_shapes(batch)
+    shapes = check_batch.batch_shapes(batch)
     num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
-    checks.check_microbatches(checks.batch_size(shapes), 1, num_microbatches)
+    check_batch.check_microbatches(check_batch.batch_size(shapes), 1, num_microbatches)
     one = microbatch_shapes(shapes, num_microbatches)
-    rows = checks.check_unroll(unroll_scans, exchanged=False)
+    rows = check_unroll(unroll_scans, exchanged=False)
     bound, objective = trace_unrolled(bind(model, loss, one, variables), loss, one, rows)
     frozen: tuple[str, ...] = ()
     if optimizer is not None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jaxpipe.pipeline.objective import Objective
+from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.pipeline.step import Batching

@@ -14,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import multihost
 from jaxpipe.errors import PartitionError
+from jaxpipe.models import check_batch
+from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.pipeline import checks, feed
 from jaxpipe.pipeline import step as steps
 from jaxpipe.pipeline.gather import stage_arrays
-from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.sections import cut_sections, follow
 from jaxpipe.pipeline.state import TrainState
@@ -92,7 +93,7 @@ class SpmdRuntime:
 
     def check_batch(self, shapes: Any) -> None:
         """Raise ``BatchError`` if a batch has other shapes than were planned for."""
-        checks.check_same_structure(shapes, self.planned.batch)
+        check_batch.check_same_structure(shapes, self.planned.batch)
 
     def prepare(self, shapes: Any) -> None:
         """Compile the training step."""

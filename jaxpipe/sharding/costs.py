@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.sharding_propagation import Propagated
+from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.network import Network
-from jaxpipe.pipeline.objective import Objective
 from jaxpipe.profile import Profile
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension
 

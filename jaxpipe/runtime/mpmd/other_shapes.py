@@ -11,9 +11,9 @@ from typing import Any
 
 from jaxpipe import stage as stages
 from jaxpipe.errors import BatchError, ScheduleError
-from jaxpipe.pipeline import checks
+from jaxpipe.models import check_batch
+from jaxpipe.models.microbatch_program import Objective, microbatch_rows, microbatch_shapes
 from jaxpipe.pipeline.folding import shared_sections
-from jaxpipe.pipeline.objective import Objective, microbatch_rows, microbatch_shapes
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.sections import Section, cut_sections, with_backward
 from jaxpipe.pipeline.step import Batching
@@ -47,7 +47,7 @@ def as_planned(planned: Planned) -> Shaped:
 
 def check_shapes(given: Any, planned: Any) -> None:
     """Raise ``BatchError`` unless shapes differ from those planned for only in their sizes."""
-    for name, x, y in checks.paired_leaves(given, planned):
+    for name, x, y in check_batch.paired_leaves(given, planned):
         if (len(x.shape), x.dtype) != (len(y.shape), y.dtype):
             raise BatchError(
                 f"{name} is {x.dtype}{list(x.shape)}, the plan was made for {y.dtype}{list(y.shape)}. Other sizes are "
@@ -66,7 +66,7 @@ def shaped_for(planned: Planned, batch: Any, retrace: Callable[[Any], Objective]
       ScheduleError: if there is no table for so many micro-batches.
     """
     replicas, before = planned.batching.replicas, planned.program
-    m = _microbatches(checks.batch_size(batch), replicas, planned)
+    m = _microbatches(check_batch.batch_size(batch), replicas, planned)
     batching = Batching(planned.batching.shared, replicas, m)
     objective = retrace(microbatch_shapes(batch, replicas * m))
     schedule = without_backward(_schedule(planned, before.teams.deals(m)), before.schedule.frozen)
@@ -90,7 +90,7 @@ def _microbatches(size: int, replicas: int, planned: Planned) -> int:
     counts = [m for m in range(1, most + 1) if size % (replicas * m) == 0 and size // (replicas * m) <= rows]
     counts = counts or [m for m in range(1, size + 1) if size % (replicas * m) == 0]
     if not counts:
-        checks.check_microbatches(size, replicas, 1)
+        check_batch.check_microbatches(size, replicas, 1)
     return counts[0]
 
 

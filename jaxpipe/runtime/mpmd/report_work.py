@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpipe.gradients.block_exchange import sent_share
-from jaxpipe.pipeline.combine import combine
+from jaxpipe.models.combine_metrics import combine
 from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, Context, Name, Role, Work
 from jaxpipe.runtime.mpmd.update_work import (
     HAD,

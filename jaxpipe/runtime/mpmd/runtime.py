@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import multihost
 from jaxpipe.errors import BatchError, PartitionError
+from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.pipeline import checks, compiled
-from jaxpipe.pipeline.objective import Objective
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.sections import Section, cut_sections
 from jaxpipe.pipeline.state import TrainState

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import stage as stages
 from jaxpipe.graph.graph import Graph
-from jaxpipe.pipeline.objective import Objective
+from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.pipeline.precision import add_gradient, sum_dtype, widened
 from jaxpipe.pipeline.sections import Section
 from jaxpipe.schedules import Kind

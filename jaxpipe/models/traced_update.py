@@ -25,8 +25,8 @@ from jaxpipe.gradients.per_stage import known_stages
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, trace
 from jaxpipe.graph.split_scan import MixedRowsError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks
-from jaxpipe.model import BoundModel
-from jaxpipe.pipeline.captures import without_captures
+from jaxpipe.models.bound_model import BoundModel
+from jaxpipe.models.captures import without_captures
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class TracedUpdate:
       owner: the parameter of the model's own that each leaf of the state belongs to, None if to none.
       state_avals: the leaves of the state, those that belong to a cut parameter cut as that is.
       state_shape, state_stacks: the state as optax has it, and how its leaves are cut.
-      trained: by parameter, whether its gradient is among the inputs (``jaxpipe.pipeline.trained``).
+      trained: by parameter, whether its gradient is among the inputs (``jaxpipe.models.trained_parameters``).
       per_stage: whether some of it looks at each stage apart (``jaxpipe.gradients.per_stage``).
     """
 

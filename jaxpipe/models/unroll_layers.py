@@ -1,8 +1,8 @@
 """Layers that are one ``scan`` as operators of their own, so that stages may be cut between them.
 
 A scan over stacked parameters ``[layers, ...]`` is found in the traced loss, and the model's variables are cut into the
-rows of each group of iterations (``jaxpipe.model.unstack``). ``jaxpipe.graph.split_scan`` then makes the programs over
-the pieces: of the loss, of evaluation and prediction, and of the optimizer.
+rows of each group of iterations (``jaxpipe.models.bound_model.unstack``). ``jaxpipe.graph.split_scan`` then makes the
+programs over the pieces: of the loss, of evaluation and prediction, and of the optimizer.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.split_scan import MixedRowsError, scan_operands, split_rows
 from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
-from jaxpipe.model import BoundModel, UserFunction, unstack
-from jaxpipe.pipeline.objective import Objective, trace_loss
+from jaxpipe.models.bound_model import BoundModel, UserFunction, unstack
+from jaxpipe.models.microbatch_program import Objective, trace_loss
 
 
 def unroll(model: BoundModel, objective: Objective, rows: int) -> BoundModel:
@@ -75,3 +75,21 @@ def scanned_variables(objective: Objective) -> dict[int, int]:
             if same:
                 origin[op.outputs[0]] = origin[op.inputs[0]]
     return found
+
+
+def check_unroll(rows: int, exchanged: bool) -> int:
+    """The iterations that stay together when scans are unrolled; 0 if they are not.
+
+    Raises:
+      PartitionError: if that is no such number, or gradients are exchanged by blocks of whole parameters.
+    """
+    if not isinstance(rows, int) or rows < 0:
+        raise PartitionError(
+            f"unroll_scans={rows!r}; it must be True, the number of iterations that stay together, or False."
+        )
+    if rows and exchanged:
+        raise PartitionError(
+            "unroll_scans: gradient_exchange=block_sparse(...) sends the best blocks of each whole parameter, and a "
+            "stacked one would be in several stages. Use gradient_exchange='dense', or leave out unroll_scans."
+        )
+    return int(rows)

@@ -23,8 +23,8 @@ import numpy as np
 from flax import nnx
 
 from jaxpipe.errors import DifferentiationError, ModelError
+from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.text.value_text import shown
-from jaxpipe.twin import twin_class
 
 
 class Role(enum.Enum):

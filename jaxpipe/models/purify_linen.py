@@ -11,8 +11,8 @@ import jax
 from flax.core import lift
 from flax.linen import transforms
 
-from jaxpipe.purify import Leaves, PureCall, Result, Role, is_array
-from jaxpipe.twin import twin_class
+from jaxpipe.models.decorated_class import twin_class
+from jaxpipe.models.purify_nnx import Leaves, PureCall, Result, Role, is_array
 
 
 #: ``PureCall -> result``; what a decorator does with the call.

@@ -25,12 +25,12 @@ from jaxpipe.errors import ModelError
 from jaxpipe.graph.graph import is_differentiable
 from jaxpipe.graph.sharding_annotations import with_axes
 from jaxpipe.graph.stacked_layers import Stacks, uncut
-from jaxpipe.linen_model import LinenModel, handed_on, initialized_variables
+from jaxpipe.models.linen_facade import LinenModel, handed_on, initialized_variables
+from jaxpipe.models.purify_nnx import module_scopes
+from jaxpipe.models.variable_trees import by_path, common_level, key_name, plain_tree, random_paths, select
 from jaxpipe.options import AxisRules
-from jaxpipe.purify import module_scopes
 from jaxpipe.text.units import bytes_text
 from jaxpipe.text.value_text import shown
-from jaxpipe.variables import by_path, common_level, key_name, plain_tree, random_paths, select
 
 
 #: ``function(model, batch)``: a loss, an evaluation or a prediction.
@@ -55,7 +55,7 @@ class BoundModel:
       run: ``(function, parameters, state, key, batch) -> (result, new state)``; to be traced.
       parameter_tree: flat parameters -> the tree that plain training would hand to optax.
       variable_tree: flat parameters and state -> the model's own variables.
-      flatten: a tree of the model's variables (``jaxpipe.variables.select``) -> flat parameters and state.
+      flatten: a tree of the model's variables (``jaxpipe.models.variable_trees.select``) -> flat parameters and state.
       initialize: ``key -> (parameters, state)`` as plain initialization would make them; None if values are given.
       values: given parameters and state, or None.
       annotated: by parameter and by state variable, the axes that its dimensions are annotated with: of a mesh, or

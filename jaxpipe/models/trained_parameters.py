@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph, Operator, live
-from jaxpipe.pipeline.trace_update import TracedUpdate
+from jaxpipe.models.traced_update import TracedUpdate
 
 
 def without_frozen(update: TracedUpdate, trained: Sequence[bool] | None = None) -> TracedUpdate:

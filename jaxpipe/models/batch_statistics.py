@@ -14,7 +14,7 @@ from typing import Any
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph, Operator, live, read_graph
 from jaxpipe.graph.split_scan import scan_operands
-from jaxpipe.pipeline.objective import Objective
+from jaxpipe.models.microbatch_program import Objective
 
 
 #: Fewer examples than this are too few for their mean and variance to say anything of the batch.

@@ -1,13 +1,13 @@
 """Signs that an evaluation or a prediction runs in training mode: random draws, new batch statistics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxpipe import _compat
-from jaxpipe.model import BoundModel
-from jaxpipe.pipeline import checks
-from jaxpipe.pipeline.objective import Objective
-from jaxpipe.pipeline.statistics import find_statistics
+from jaxpipe.errors import TrainingModeWarning, warn
+from jaxpipe.models.batch_statistics import find_statistics
+from jaxpipe.models.bound_model import BoundModel
+from jaxpipe.models.microbatch_program import Objective
 
 
 #: Primitives that make random numbers; others only make keys.
@@ -25,7 +25,26 @@ def warn_if_training(
     drawn = random_draws(objective)
     updated = [model.state[k].name for k in find_statistics(objective, rows, trace).state]
     if drawn or updated:
-        checks.warn_training_mode(name, drawn, updated)
+        _warn(name, drawn, updated)
+
+
+def _warn(name: str, drawn: Sequence[str], updated: Sequence[str]) -> None:
+    """Warn that an evaluation or a prediction runs as training does.
+
+    Args:
+      drawn: module paths where random numbers are drawn.
+    """
+    signs = [
+        f"{verb} {', '.join(items[:3])}{' and others' if len(items) > 3 else ''}"
+        for verb, items in (("draws random numbers in", drawn), ("computes new batch statistics for", updated))
+        if items
+    ]
+    warn(
+        f"{name} {' and '.join(signs)}, as a model in training mode does. Switch the mode in {name}: model.eval() for "
+        "NNX, the module's own argument for Linen, such as model(x, train=False) or deterministic=True. If it is meant "
+        "so, as for samples, silence this with warnings.simplefilter('ignore', jaxpipe.TrainingModeWarning).",
+        TrainingModeWarning,
+    )
 
 
 def random_draws(objective: Objective) -> list[str]:

@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.sharding_propagation import Propagated, propagate
-from jaxpipe.model import BoundModel, Variable
+from jaxpipe.models.bound_model import BoundModel, Variable
+from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.traced_update import TracedUpdate
 from jaxpipe.options import AxisRules, PlanOptions
-from jaxpipe.pipeline.objective import Objective
-from jaxpipe.pipeline.trace_update import TracedUpdate
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.partition_specs import Specs
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, spec_of

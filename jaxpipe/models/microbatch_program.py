@@ -14,9 +14,9 @@ from jaxpipe.graph.operator_order import parameter_work_in_place
 from jaxpipe.graph.sharding_annotations import Annotations
 from jaxpipe.graph.split_scan import MixedRowsError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks
-from jaxpipe.model import BoundModel, UserFunction
-from jaxpipe.pipeline.arguments import check_predicted, check_returned
-from jaxpipe.pipeline.combine import check_reduced, flatten_metrics
+from jaxpipe.models.bound_model import BoundModel, UserFunction
+from jaxpipe.models.check_arguments import check_predicted, check_returned
+from jaxpipe.models.combine_metrics import check_reduced, flatten_metrics
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,11 +8,6 @@ from . import schedules as schedules
 from . import topology as topology
 from . import traces as traces
 from .checkpoint import Checkpointer as Checkpointer
-from .density import Density as Density
-from .density import measure_density as measure_density
-from .density import with_density as with_density
-from .encode import memory_encoded as memory_encoded
-from .encode import without_encoding as without_encoding
 from .errors import BatchError as BatchError
 from .errors import CheckpointError as CheckpointError
 from .errors import CodecWarning as CodecWarning
@@ -38,9 +33,14 @@ from .pipeline.state import TrainState as TrainState
 from .planning.plan import Plan as Plan
 from .profile import Profile as Profile
 from .profiling.model import profile_model as profile_model
-from .report import ResidualReport as ResidualReport
-from .report import count_overflows as count_overflows
-from .report import residual_report as residual_report
+from .residuals.density import Density as Density
+from .residuals.density import measure_density as measure_density
+from .residuals.density import with_density as with_density
+from .residuals.memory_encoded import memory_encoded as memory_encoded
+from .residuals.memory_encoded import without_encoding as without_encoding
+from .residuals.residual_report import ResidualReport as ResidualReport
+from .residuals.residual_report import count_overflows as count_overflows
+from .residuals.residual_report import residual_report as residual_report
 from .schedules.table import Schedule as Schedule
 from .topology import Node as Node
 

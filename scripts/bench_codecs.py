@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.codecs import bitmap, bits, csr
 from jaxpipe.graph.rules.max_pool import Windows, find_maxima, position_bits, scatter_to_maxima
+from jaxpipe.residuals.codecs import bitmap, bits, csr
 from scripts.measuring import header
 
 

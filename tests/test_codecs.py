@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.codecs import bitmap, bits, compaction, csr
+from jaxpipe.residuals.codecs import bitmap, bits, compaction, csr
 
 
 @pytest.mark.core

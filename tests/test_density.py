@@ -79,7 +79,8 @@ def test_nothing_overflows_at_the_measured_density():
 
 def test_a_long_chain_of_sparse_maps_is_broken_by_a_whole_one(monkeypatch):
     """Otherwise a map at its end could only be computed again from the input, through everything before it."""
-    monkeypatch.setattr("jaxpipe.storage.WORTH_A_KERNEL", 0.0)  # of so many maps each is a small part of the whole
+    # Of so many maps each is a small part of the whole.
+    monkeypatch.setattr("jaxpipe.residuals.choose_formats.WORTH_A_KERNEL", 0.0)
     x, ws = data()
     report = residual_report(encoded, x, ws * 5)
     kinds = [row.storage for row in report.tensors if row.shape == (32, 128)]

@@ -12,11 +12,11 @@ import pytest
 
 import jaxpipe
 from examples import models
-from jaxpipe import demand
 from jaxpipe.graph.graph import trace
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.roofline import analytic
 from jaxpipe.rates import Rates, rates_of_kind
+from jaxpipe.residuals import backward_graph
 
 
 #: Only arithmetic costs time, or only memory, or only starting kernels.
@@ -32,7 +32,7 @@ def estimate(function, *avals, rates=MEMORY):
     """The profile of a function whose arguments are in memory anyway."""
     graph = trace(lambda *a: [function(*a)], *avals)
     wrt = [t for t in graph.inputs if jnp.issubdtype(graph.tensors[t].dtype, jnp.floating)]
-    return analytic(demand.linearize(graph, wrt), rates, held=graph.inputs)
+    return analytic(backward_graph.linearize(graph, wrt), rates, held=graph.inputs)
 
 
 # What is one kernel

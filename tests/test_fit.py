@@ -16,8 +16,8 @@ from jaxpipe.errors import MemoryBudgetError, ModelError, PartitionError
 from jaxpipe.graph.graph import trace
 from jaxpipe.pipeline.balance import balanced
 from jaxpipe.planning import plan_storage
+from jaxpipe.residuals.stage_programs import assemble, backward, build, forward
 from jaxpipe.runtime.mpmd.memory import Peak
-from jaxpipe.stage import assemble, backward, build, forward
 from tests.compare import relative_l2
 
 

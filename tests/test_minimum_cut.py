@@ -7,7 +7,7 @@ import pytest
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from jaxpipe.minimum_cut import minimum_cut
+from jaxpipe.residuals.minimum_cut import minimum_cut
 
 
 def largest_flow(price, sources, needs):

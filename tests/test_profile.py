@@ -8,11 +8,11 @@ import optax
 import pytest
 
 import jaxpipe
-from jaxpipe import demand
 from jaxpipe.graph.graph import trace
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import Rates, rates_of
 from jaxpipe.profiling.roofline import analytic
+from jaxpipe.residuals import backward_graph
 
 
 #: Only arithmetic costs time, or only memory.
@@ -21,7 +21,7 @@ ARITHMETIC, MEMORY = Rates(flops=1.0, bytes=1e30), Rates(flops=1e30, bytes=1.0)
 
 def linearized(function, *shapes):
     graph = trace(lambda *a: [function(*a)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
-    return demand.linearize(graph, graph.inputs)
+    return backward_graph.linearize(graph, graph.inputs)
 
 
 def conv(x, kernel, groups=1):

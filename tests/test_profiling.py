@@ -15,7 +15,6 @@ import pytest
 from pipeline_models import CASES, cnn_linen, mlp, transformer
 
 import jaxpipe
-from jaxpipe import demand
 from jaxpipe.graph.graph import trace
 from jaxpipe.models.bound_model import bind
 from jaxpipe.models.microbatch_program import trace_loss
@@ -26,11 +25,12 @@ from jaxpipe.profiling.groups import cut_groups, group_stage, stage_programs
 from jaxpipe.profiling.roofline import analytic
 from jaxpipe.profiling.timing import Timing, time_runs
 from jaxpipe.rates import OTHER
+from jaxpipe.residuals import backward_graph
 
 
 def linearized(function, *shapes):
     graph = trace(lambda *a: [function(*a)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
-    return demand.linearize(graph, graph.inputs)
+    return backward_graph.linearize(graph, graph.inputs)
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_residuals_belong_to_the_operator_that_makes_them():
         return (jax.nn.relu(x @ a) @ b).sum()
 
     graph = trace(lambda *v: [network(*v)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in [(16, 4), (4, 8), (8, 2)]))
-    linearization = demand.linearize(graph.with_parameters([False, True, True]), graph.inputs[1:])
+    linearization = backward_graph.linearize(graph.with_parameters([False, True, True]), graph.inputs[1:])
     profile = analytic(linearization, OTHER, held=graph.inputs[:1])
     assert profile.names == ("dot_general", "relu", "dot_general", "reduce_sum")
     # What the relu writes tells its own derivative too, 16x8 floats; the network's input is kept anyway.
@@ -258,7 +258,7 @@ def test_residuals_belong_to_the_operator_that_makes_them():
 
 def linearized_case(case):
     objective = trace_loss(bind(case.model, case.loss, case.batch), case.loss, case.batch)
-    return demand.linearize(objective.graph, objective.parameters, seeds=objective.results[:1])
+    return backward_graph.linearize(objective.graph, objective.parameters, seeds=objective.results[:1])
 
 
 def profile_of(case, **options):

@@ -6,10 +6,11 @@ import pytest
 from compare import assert_same_bits, relative_l2
 from jax import lax
 
-from jaxpipe import demand, memory_encoded, stage, storage
+from jaxpipe import memory_encoded
 from jaxpipe.graph import rules
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.rules import max_pool, pick, relu
+from jaxpipe.residuals import backward_graph, choose_formats, stage_programs
 from jaxpipe.target import building_for
 
 
@@ -29,9 +30,9 @@ def special(rng, shape, dtype):
 
 def encoded_vjp(function, x, cotangent):
     graph = trace(lambda x: [function(x)], x)
-    built = stage.build(graph, graph.inputs)
-    outputs, stash = stage.forward(built, [x])
-    (gradient,) = stage.backward(built, [], stash, [cotangent])
+    built = stage_programs.build(graph, graph.inputs)
+    outputs, stash = stage_programs.forward(built, [x])
+    (gradient,) = stage_programs.backward(built, [], stash, [cotangent])
     return outputs[0], gradient
 
 
@@ -169,9 +170,9 @@ def test_a_max_pool_without_windows(rows, height, stride):
 @pytest.mark.core
 def test_relu_before_a_pool_stores_nothing_at_full_size():
     graph = trace(lambda x: [pool(jax.nn.relu(x), (2, 2), (2, 2), "VALID")], jnp.ones((2, 8, 8, 4)))
-    linearization = demand.linearize(graph, graph.inputs)
-    plan = storage.default_plan(linearization)
-    stored = sorted((storage.stored_bytes(linearization.graph.tensors[t], plan.forms[t])) for t in plan.stored)
+    linearization = backward_graph.linearize(graph, graph.inputs)
+    plan = choose_formats.default_plan(linearization)
+    stored = sorted((choose_formats.stored_bytes(linearization.graph.tensors[t], plan.forms[t])) for t in plan.stored)
     # 2 * 4 * 4 * 4 outputs: 1 bit each for the sign, 2 bits each for the position.
     assert stored == [16, 32]
 

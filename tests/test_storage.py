@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe import demand, storage
 from jaxpipe.graph.codec_policy import parse
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.op_cost import is_product, rerun_work, weight
-from jaxpipe.stash import Form, Storage
-from jaxpipe.storage import Choices
+from jaxpipe.residuals import backward_graph, choose_formats
+from jaxpipe.residuals.choose_formats import Choices
+from jaxpipe.residuals.stored_formats import Form, Storage
 from jaxpipe.target import building_for
 
 
 def linearized(function, *shapes, parameters=(), wrt=None):
     graph = trace(lambda *a: [function(*a)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
     graph = graph.with_parameters([k in parameters for k in range(len(shapes))])
-    return demand.linearize(graph, graph.inputs if wrt is None else [graph.inputs[k] for k in wrt])
+    return backward_graph.linearize(graph, graph.inputs if wrt is None else [graph.inputs[k] for k in wrt])
 
 
 def is_cheap(op):
@@ -81,15 +81,15 @@ def residual(x, w):
 @pytest.mark.parametrize("function", [gelu_block, norm, residual, lambda x, w: jnp.where(x @ w > 0, x, 1.0) * 3])
 def test_default_plan_is_the_smallest_by_brute_force(function):
     linearization = linearized(function, (8, 16), (16, 16), parameters=[1])
-    plan = storage.default_plan(linearization)
-    storage.check_plan(linearization, plan)
+    plan = choose_formats.default_plan(linearization)
+    choose_formats.check_plan(linearization, plan)
     assert plan.stash_bytes(linearization.graph) == cheapest(linearization)
 
 
 def test_of_equal_cuts_the_one_nearest_to_the_backward_pass():
     # x and sin(x) and sin(x) + 1 have one size; exp needs its output, which is nearest.
     linearization = linearized(lambda x: jnp.exp(jnp.sin(x) + 1), (8,), wrt=[0])
-    plan = storage.default_plan(linearization)
+    plan = choose_formats.default_plan(linearization)
     (step,) = [s for s in linearization.backward if s.name == "exp"]
     assert plan.forms[step.needs[0]].storage in (Storage.KEEP, Storage.RECOMPUTE)
     assert plan.stash_bytes(linearization.graph) == 32
@@ -102,7 +102,7 @@ def test_swap_store_the_convolution_and_recompute_the_normalization():
         return jax.nn.relu((h - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5))
 
     linearization = linearized(block, (4, 8, 8, 32), (3, 3, 32, 8), parameters=[1], wrt=[1])
-    plan = storage.default_plan(linearization, held=linearization.graph.inputs)
+    plan = choose_formats.default_plan(linearization, held=linearization.graph.inputs)
     maps = [t for t in plan.stored if linearization.graph.tensors[t].size == 4 * 8 * 8 * 8]
     producers = {t: op.name for op in linearization.graph.operators for t in op.outputs}
     assert [producers[t] for t in maps] == ["conv_general_dilated"]
@@ -110,13 +110,13 @@ def test_swap_store_the_convolution_and_recompute_the_normalization():
 
 def test_parameters_and_what_follows_from_them_are_never_stored():
     linearization = linearized(lambda x, a, b: x @ (a @ b), (4, 8), (8, 8), (8, 8), parameters=[1, 2])
-    plan = storage.default_plan(linearization)
+    plan = choose_formats.default_plan(linearization)
     assert plan.stored == (linearization.graph.inputs[0],)
 
 
 def test_an_input_is_stored_rather_than_a_view_of_it():
     linearization = linearized(lambda x, scale: jnp.sin(x) * scale.reshape(1, 8), (4, 8), (8,))
-    plan = storage.default_plan(linearization)
+    plan = choose_formats.default_plan(linearization)
     x, scale = linearization.graph.inputs
     assert plan.stored == (x, scale)
     assert Form(Storage.ALIAS) in plan.forms.values()
@@ -125,9 +125,9 @@ def test_an_input_is_stored_rather_than_a_view_of_it():
 def test_held_inputs_cost_nothing():
     linearization = linearized(lambda x: jax.nn.relu(x), (8, 8))
     (x,) = linearization.graph.inputs
-    bought = storage.default_plan(linearization)
+    bought = choose_formats.default_plan(linearization)
     assert set(bought.forms.values()) == {Form(Storage.MASK)}
-    held = storage.default_plan(linearization, held=[x])
+    held = choose_formats.default_plan(linearization, held=[x])
     assert held.forms[x] == Form(Storage.KEEP)
 
 
@@ -139,7 +139,7 @@ def test_recomputation_is_bounded():
         return h
 
     linearization = linearized(chain, (8, 8), (8, 8), parameters=[1])
-    plan = storage.default_plan(linearization)
+    plan = choose_formats.default_plan(linearization)
     producers = {t: op for op in linearization.graph.operators for t in op.outputs}
 
     def work(t):
@@ -147,7 +147,7 @@ def test_recomputation_is_bounded():
             return 0
         return (weight(producers[t]) or 0) + max((work(u) for u in producers[t].inputs if u in plan.forms), default=0)
 
-    assert 0 < max(map(work, plan.forms)) <= storage.RECOMPUTE_WORK_LIMIT
+    assert 0 < max(map(work, plan.forms)) <= choose_formats.RECOMPUTE_WORK_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -165,25 +165,25 @@ def test_codecs_bound_the_plan(codecs, allowed):
         return jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") + y[:, ::2, ::2]
 
     graph = trace(lambda x: [net(x)], jnp.ones((2, 16)))
-    linearization = demand.linearize(graph, graph.inputs, policy=parse(codecs))
-    plan = storage.default_plan(linearization, parse(codecs))
-    storage.check_plan(linearization, plan)
+    linearization = backward_graph.linearize(graph, graph.inputs, policy=parse(codecs))
+    plan = choose_formats.default_plan(linearization, parse(codecs))
+    choose_formats.check_plan(linearization, plan)
     assert {form.storage for form in plan.forms.values()} <= allowed
 
 
 def test_check_plan_names_what_is_wrong():
     linearization = linearized(lambda x: jax.nn.relu(jnp.sin(x)), (4, 4))
-    plan = storage.default_plan(linearization)
+    plan = choose_formats.default_plan(linearization)
     (some,) = plan.stored[:1]
     missing = Choices({t: form for t, form in plan.forms.items() if t != some})
     with pytest.raises(ValueError, match=rf"needs tensor %{some}, for which there is no choice"):
-        storage.check_plan(linearization, missing)
+        choose_formats.check_plan(linearization, missing)
     surplus = Choices({**plan.forms, 999: Form(Storage.KEEP)})
     with pytest.raises(ValueError, match=r"nothing in the backward pass reads tensors \[999\]"):
-        storage.check_plan(linearization, surplus)
+        choose_formats.check_plan(linearization, surplus)
     (x,) = linearization.graph.inputs
     with pytest.raises(ValueError, match=rf"tensor %{x} is to be recomputed, but it is an input"):
-        storage.check_plan(linearization, Choices({**plan.forms, x: Form(Storage.RECOMPUTE)}))
+        choose_formats.check_plan(linearization, Choices({**plan.forms, x: Form(Storage.RECOMPUTE)}))
 
 
 def test_a_product_runs_again_only_if_it_is_cheap_and_a_small_part():
@@ -193,7 +193,7 @@ def test_a_product_runs_again_only_if_it_is_cheap_and_a_small_part():
     def stored(inner):
         shapes = (64, inner), (inner, 256), (256, 512)
         linearization = linearized(net, *shapes, parameters=[1, 2], wrt=[1, 2])
-        plan = storage.default_plan(linearization, held=linearization.graph.inputs)
+        plan = choose_formats.default_plan(linearization, held=linearization.graph.inputs)
         return {linearization.graph.tensors[t].shape for t in plan.stored} - {(64, inner)}
 
     assert stored(8) == {(64, 512)}  # 1.5 % of all multiplications
@@ -209,7 +209,7 @@ def test_a_narrow_convolution_counts_for_the_time_that_it_takes():
     def is_stored(width):
         shapes = (2, 8, 8, 3), (3, 3, 3, width), (3, 3, width, width)
         linearization = linearized(net, *shapes, parameters=[1, 2], wrt=[1, 2])
-        plan = storage.default_plan(linearization, held=linearization.graph.inputs)
+        plan = choose_formats.default_plan(linearization, held=linearization.graph.inputs)
         first, *_ = [op for op in linearization.graph.operators if is_product(op)]
         return plan.is_stored(first.outputs[0])
 
@@ -230,8 +230,8 @@ def test_on_a_gpu_products_run_again_by_what_they_free_up_to_a_fifth_of_their_ti
     shapes = [shape for _ in range(depth) for shape in ((width, 4 * width), (4 * width, width))]
     linearization = linearized(mlp, *shapes, (4096, width), parameters=range(2 * depth), wrt=range(2 * depth))
     with building_for("gpu"):
-        plan = storage.default_plan(linearization, held=linearization.graph.inputs)
-    by_default = storage.default_plan(linearization, held=linearization.graph.inputs)
+        plan = choose_formats.default_plan(linearization, held=linearization.graph.inputs)
+    by_default = choose_formats.default_plan(linearization, held=linearization.graph.inputs)
     graph = linearization.graph
     wide = [op.outputs[0] for op in graph.operators if is_product(op) and op.equation.outvars[0].aval.shape[1] > width]
     narrow = [op.outputs[0] for op in graph.operators if is_product(op) and op.outputs[0] not in wide]
@@ -249,6 +249,6 @@ def test_on_a_gpu_the_result_of_a_product_is_stored_rather_than_what_follows_fro
     linearization = linearized(loss, (512, 512), (512, 512), (64, 512), parameters=(0, 1))
     graph = linearization.graph
     (product, _) = (op.outputs[0] for op in graph.operators if is_product(op))
-    assert product not in storage.default_plan(linearization).stored
+    assert product not in choose_formats.default_plan(linearization).stored
     with building_for("gpu"):
-        assert product in storage.default_plan(linearization).stored
+        assert product in choose_formats.default_plan(linearization).stored

@@ -16,7 +16,7 @@ from jaxpipe.planning.storing.greedy import give_up
 from jaxpipe.planning.storing.integer_program import solve
 from jaxpipe.planning.storing.items import stage_items
 from jaxpipe.planning.storing.problem import NOT_STORED, Item, Option, Problem, simulate
-from jaxpipe.stage import build
+from jaxpipe.residuals.stage_programs import build
 from jaxpipe.target import building_for
 
 

@@ -15,11 +15,11 @@ from test_pipeline import FUSION, arrays, mesh_of
 
 import jaxpipe
 from examples import models as zoo
-from jaxpipe import stage as stages
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import is_differentiable, trace
 from jaxpipe.graph.split_scan import MixedRowsError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
+from jaxpipe.residuals import stage_programs as stages
 from jaxpipe.schedules import interleaved, one_f_one_b
 
 

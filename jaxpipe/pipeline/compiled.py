@@ -19,7 +19,7 @@ from jaxpipe.pipeline.planned import Compiled, Planned
 from jaxpipe.planning.plan import Plan
 from jaxpipe.planning.storing.choose import raised
 from jaxpipe.planning.storing.items import tensor_text
-from jaxpipe.stash import stored_bytes
+from jaxpipe.residuals.stored_formats import stored_bytes
 from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
 

@@ -27,10 +27,10 @@ from jaxpipe.planning.plan import FrozenPlan, Plan, StagePlan, StashPiece
 from jaxpipe.profile import Profile
 from jaxpipe.profiling import roofline
 from jaxpipe.rates import Rates, known_rates
+from jaxpipe.residuals.stored_formats import Storage, stored_bytes
 from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
 from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.swap_points import HOST, swap_points
-from jaxpipe.stash import Storage, stored_bytes
 
 
 @dataclass(frozen=True)

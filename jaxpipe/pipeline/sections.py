@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxpipe import stage as stages
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.codec_policy import FAST, Policy
 from jaxpipe.graph.graph import Graph, is_differentiable
@@ -12,8 +11,9 @@ from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
 from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.pipeline.folding import Fold
 from jaxpipe.pipeline.stash_swap import StashSwap
+from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.residuals.stage_programs import Stage
 from jaxpipe.schedules import Kind
-from jaxpipe.stage import Stage
 
 
 @dataclass(frozen=True, eq=False)

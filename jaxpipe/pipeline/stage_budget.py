@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpipe import multihost
-from jaxpipe import stage as stages
-from jaxpipe.demand import Linearization
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.pipeline.program import Program
@@ -26,9 +24,11 @@ from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storing.problem import NOT_STORED, Option, Outcome, Problem, simulate
 from jaxpipe.planning.storing.solver_time import SolverTime
+from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.residuals.backward_graph import Linearization
+from jaxpipe.residuals.stage_programs import Stage
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
-from jaxpipe.stage import Stage
 from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
 

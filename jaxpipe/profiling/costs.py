@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from jaxpipe.demand import Linearization
 from jaxpipe.profile import Edge, Profile
-from jaxpipe.stash import stored_bytes
-from jaxpipe.storage import Choices
+from jaxpipe.residuals.backward_graph import Linearization
+from jaxpipe.residuals.choose_formats import Choices
+from jaxpipe.residuals.stored_formats import stored_bytes
 
 
 def count_costs(linearization: Linearization, plan: Choices, held: Iterable[int] = ()) -> Profile:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpipe import _compat
-from jaxpipe import stage as stages
-from jaxpipe.demand import Linearization
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.op_cost import is_product, weight
-from jaxpipe.stage import Stage
-from jaxpipe.stash import Storage
+from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.residuals.backward_graph import Linearization
+from jaxpipe.residuals.stage_programs import Stage
+from jaxpipe.residuals.stored_formats import Storage
 
 
 #: A group takes at least this share of the estimated time, so that there are not more than about as many.

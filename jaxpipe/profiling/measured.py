@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from jaxpipe.demand import Linearization
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.groups import Program, cut_groups, group_stage, stage_programs
 from jaxpipe.profiling.roofline import analytic
 from jaxpipe.profiling.timing import Timing, on_device, time_program
 from jaxpipe.rates import rates_of
+from jaxpipe.residuals.backward_graph import Linearization
 from jaxpipe.text.progress import progress, track
 
 

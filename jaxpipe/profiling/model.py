@@ -7,7 +7,6 @@ from typing import Any, Literal
 import jax
 import optax
 
-from jaxpipe.demand import Linearization, linearize
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh, without_annotations
 from jaxpipe.models import check_batch
@@ -22,6 +21,7 @@ from jaxpipe.profiling import cache as kept
 from jaxpipe.profiling.measured import measure
 from jaxpipe.profiling.roofline import analytic
 from jaxpipe.rates import OTHER, rates_of, rates_of_kind
+from jaxpipe.residuals.backward_graph import Linearization, linearize
 from jaxpipe.text.units import whole_number
 
 

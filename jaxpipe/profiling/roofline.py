@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxpipe import _compat
-from jaxpipe.demand import Linearization
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import is_product, weight
 from jaxpipe.profile import Profile
 from jaxpipe.profiling.costs import count_costs, homes
 from jaxpipe.profiling.kernels import RANDOM, RANDOM_WORK, Body, owner_seconds, product_flops, product_rate
 from jaxpipe.rates import Rates
-from jaxpipe.stash import Storage, stored_bytes
-from jaxpipe.storage import Choices, default_plan
+from jaxpipe.residuals.backward_graph import Linearization
+from jaxpipe.residuals.choose_formats import Choices, default_plan
+from jaxpipe.residuals.stored_formats import Storage, stored_bytes
 
 
 def analytic(linearization: Linearization, rates: Rates, *, held: Iterable[int] = (), device_kind: str = "") -> Profile:

@@ -13,15 +13,22 @@ from typing import Any
 import numpy as np
 
 from jaxpipe import _compat
-from jaxpipe.demand import Backward, Linearization
 from jaxpipe.graph.buffer_packing import alive_bytes
 from jaxpipe.graph.graph import Graph, Operator, Tensor
 from jaxpipe.graph.liveness import lifetimes
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.planning.storing.problem import NOT_STORED, Item, Option, Problem
-from jaxpipe.recall import is_heavy, parts
-from jaxpipe.stash import Form, Storage, stored_bytes
-from jaxpipe.storage import Choices, Derivations, derived_from, not_at_hand, sums_of_branches, with_fallbacks
+from jaxpipe.residuals.backward_graph import Backward, Linearization
+from jaxpipe.residuals.choose_formats import (
+    Choices,
+    Derivations,
+    derived_from,
+    not_at_hand,
+    sums_of_branches,
+    with_fallbacks,
+)
+from jaxpipe.residuals.rematerialize import is_heavy, parts
+from jaxpipe.residuals.stored_formats import Form, Storage, stored_bytes
 
 
 #: Events of a problem at most, on a CPU and on a GPU, where an event has several steps; neighbors are joined.

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from jaxpipe import stage as stages
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable
 from jaxpipe.planning.storing.choose import Answer, check_solver, choose, lowest_peak, raised
@@ -14,8 +13,9 @@ from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_
 from jaxpipe.planning.storing.problem import NOT_STORED, simulate
 from jaxpipe.profiling.roofline import seconds
 from jaxpipe.rates import OTHER, Rates
-from jaxpipe.stage import Stage
-from jaxpipe.storage import Choices
+from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.residuals.choose_formats import Choices
+from jaxpipe.residuals.stage_programs import Stage
 from jaxpipe.text.plain_table import PlainTable, table_text
 from jaxpipe.text.units import bytes_text, parse_bytes, seconds_text
 
@@ -43,7 +43,8 @@ class StoragePlan:
 
     Attributes:
       tensors: the choice for each tensor that may be stored.
-      choices: the same as a form for every tensor that the backward pass touches, for ``jaxpipe.stage.assemble``.
+      choices: the same as a form for every tensor that the backward pass touches, for
+        ``jaxpipe.residuals.stage_programs.assemble``.
       budget_bytes: what was asked for; more, if it was raised.
       peak_bytes: the most that is in memory at once during the backward pass: stashes, what is computed again, and
         cotangents. Simulated, not what the solver says.

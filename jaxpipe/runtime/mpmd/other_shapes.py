@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpipe import stage as stages
 from jaxpipe.errors import BatchError, ScheduleError
 from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import Objective, microbatch_rows, microbatch_shapes
@@ -17,6 +16,7 @@ from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.sections import Section, cut_sections, with_backward
 from jaxpipe.pipeline.step import Batching
+from jaxpipe.residuals import stage_programs as stages
 from jaxpipe.runtime.spmd import followed_cuts
 from jaxpipe.schedules import Schedule, candidates
 from jaxpipe.schedules.table import without_backward

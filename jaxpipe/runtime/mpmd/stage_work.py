@@ -22,15 +22,15 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import stage as stages
 from jaxpipe.graph.graph import Graph
 from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.pipeline.precision import add_gradient, sum_dtype, widened
 from jaxpipe.pipeline.sections import Section
+from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.residuals.stored_formats import Storage
 from jaxpipe.schedules import Kind
 from jaxpipe.sharding.partition_specs import Specs
 from jaxpipe.sharding.submesh import axis_names
-from jaxpipe.stash import Storage
 
 
 class Role(enum.Enum):

@@ -6,6 +6,6 @@ csr         for maps of nearly all zeros: values, column numbers, row offsets
 compaction  moves what is not zero to the front, for both
 """
 
-from jaxpipe.codecs import bitmap as bitmap
-from jaxpipe.codecs import bits as bits
-from jaxpipe.codecs import csr as csr
+from jaxpipe.residuals.codecs import bitmap as bitmap
+from jaxpipe.residuals.codecs import bits as bits
+from jaxpipe.residuals.codecs import csr as csr

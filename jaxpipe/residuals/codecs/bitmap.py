@@ -12,7 +12,7 @@ from typing import Any
 
 from jax import lax
 
-from jaxpipe.codecs import compaction
+from jaxpipe.residuals.codecs import compaction
 
 
 def encode(x: Any, capacity: int) -> tuple[Any, Any, Any]:

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import _compat
-from jaxpipe.demand import Backward, restricted
 from jaxpipe.graph.graph import Graph, Operator, run
 from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE
-from jaxpipe.stash import Storage, decode, has_overflowed
-from jaxpipe.storage import Choices, Derivations, sums_of_branches
+from jaxpipe.residuals.backward_graph import Backward, restricted
+from jaxpipe.residuals.choose_formats import Choices, Derivations, sums_of_branches
+from jaxpipe.residuals.stored_formats import Storage, decode, has_overflowed
 
 
 #: Operators whose backward program takes its operands as whole arrays.

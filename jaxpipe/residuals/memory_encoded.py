@@ -15,13 +15,13 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxpipe import _compat
 from jaxpipe.errors import DifferentiationError, ModelError
-from jaxpipe.explain import label
 from jaxpipe.graph.codec_policy import Codecs, Policy, parse, warn_unused
 from jaxpipe.graph.graph import ENCODED_MARK, Graph, read_graph
 from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
-from jaxpipe.stage import Stage, backward, build, forward
+from jaxpipe.residuals.residual_labels import label
+from jaxpipe.residuals.stage_programs import Stage, backward, build, forward
 from jaxpipe.target import building_for, platform_of
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from jaxpipe.codecs import bitmap, bits, csr
 from jaxpipe.graph.graph import Tensor, itemsize
+from jaxpipe.residuals.codecs import bitmap, bits, csr
 
 
 class Storage(enum.Enum):

@@ -13,13 +13,13 @@ from jax import core
 from rich.box import SIMPLE_HEAD
 
 from jaxpipe import _compat
-from jaxpipe.encode import run_encoded, without_encoding
 from jaxpipe.errors import DifferentiationError, ModelError
-from jaxpipe.explain import Label, parse_label
 from jaxpipe.graph.codec_policy import FAST
 from jaxpipe.graph.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
 from jaxpipe.models.purify_nnx import PureCall, purify
-from jaxpipe.stash import has_overflowed
+from jaxpipe.residuals.memory_encoded import run_encoded, without_encoding
+from jaxpipe.residuals.residual_labels import Label, parse_label
+from jaxpipe.residuals.stored_formats import has_overflowed
 from jaxpipe.text.plain_table import PlainTable, table_text
 from jaxpipe.text.units import bytes_text
 

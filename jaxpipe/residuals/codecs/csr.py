@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.codecs import compaction
+from jaxpipe.residuals.codecs import compaction
 
 
 COLUMNS = 256

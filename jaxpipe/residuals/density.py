@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.codecs import compaction
-from jaxpipe.demand import linearize
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable, read_graph
 from jaxpipe.graph.op_cost import VIEWS
 from jaxpipe.graph.rules import relu
 from jaxpipe.models.purify_nnx import purify
+from jaxpipe.residuals.backward_graph import linearize
+from jaxpipe.residuals.codecs import compaction
 
 
 #: Room beyond the measured number of values: it differs a little from batch to batch.

@@ -1,7 +1,7 @@
 """Tensors that a stage stores between its forward and its backward pass, and ways to get the others back.
 
 A plan gives one form to every tensor that the backward pass touches. It is data: the default below sets it, a
-planner may set it otherwise, ``jaxpipe.stage`` runs it.
+planner may set it otherwise, ``jaxpipe.residuals.stage_programs`` runs it.
 """
 
 import math
@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpipe import _compat
-from jaxpipe.demand import Linearization
-from jaxpipe.density import room
 from jaxpipe.graph.codec_policy import FAST, Policy
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import (
@@ -25,8 +23,10 @@ from jaxpipe.graph.op_cost import (
     product_work,
     rerun_work,
 )
-from jaxpipe.minimum_cut import minimum_cut
-from jaxpipe.stash import Form, Storage, stored_bytes
+from jaxpipe.residuals.backward_graph import Linearization
+from jaxpipe.residuals.density import room
+from jaxpipe.residuals.minimum_cut import minimum_cut
+from jaxpipe.residuals.stored_formats import Form, Storage, stored_bytes
 
 
 #: A tensor is recomputed only if that reads and writes at most this many elements for each of its own.

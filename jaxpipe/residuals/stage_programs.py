@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe import _compat
-from jaxpipe.demand import Backward, Linearization, linearize, restricted
 from jaxpipe.graph.codec_policy import FAST, Policy
 from jaxpipe.graph.graph import Graph, live, ordered
-from jaxpipe.recall import Recall, groups, is_heavy
-from jaxpipe.stash import encode, has_overflowed, part_avals
-from jaxpipe.storage import Choices, check_plan, default_plan
+from jaxpipe.residuals.backward_graph import Backward, Linearization, linearize, restricted
+from jaxpipe.residuals.choose_formats import Choices, check_plan, default_plan
+from jaxpipe.residuals.rematerialize import Recall, groups, is_heavy
+from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
 
 
 #: Operators whose weight cotangent is worth delaying: it costs as much as the input cotangent.
@@ -157,7 +157,8 @@ def backward(
       parameters: values of ``stage.parameters``.
       stash: what ``forward`` returned.
       cotangents: one for each output; None for zero.
-      fenced: run the steps behind fences (see ``jaxpipe.recall``) if XLA needs them; not under ``vmap``.
+      fenced: run the steps behind fences (see ``jaxpipe.residuals.rematerialize``) if XLA needs them; not under
+        ``vmap``.
     """
     received = _received(stage, cotangents)
     recall = _recall(stage, parameters, stash, fenced)

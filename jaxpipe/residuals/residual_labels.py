@@ -6,9 +6,9 @@ import msgspec
 
 from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.op_cost import contraction, is_product, rerun_work
-from jaxpipe.stage import Stage
-from jaxpipe.stash import Form, Storage, stored_bytes
-from jaxpipe.storage import Derivations
+from jaxpipe.residuals.choose_formats import Derivations
+from jaxpipe.residuals.stage_programs import Stage
+from jaxpipe.residuals.stored_formats import Form, Storage, stored_bytes
 
 
 #: Stash leaves carry a ``checkpoint_name`` that starts with this.

@@ -5,9 +5,13 @@ from . import gradients as gradients
 from . import pictures as pictures
 from . import planning as planning
 from . import schedules as schedules
-from . import topology as topology
 from . import traces as traces
 from .checkpoint import Checkpointer as Checkpointer
+from .costs import topology as topology
+from .costs.network import Network as Network
+from .costs.profile import Profile as Profile
+from .costs.profile_model import profile_model as profile_model
+from .costs.topology import Node as Node
 from .errors import BatchError as BatchError
 from .errors import CheckpointError as CheckpointError
 from .errors import CodecWarning as CodecWarning
@@ -23,7 +27,6 @@ from .errors import ScheduleError as ScheduleError
 from .errors import TrainingModeWarning as TrainingModeWarning
 from .models.combine_metrics import Sum as Sum
 from .multihost import initialize_distributed as initialize_distributed
-from .network import Network as Network
 from .options import PlanOptions as PlanOptions
 from .partition import partition as partition
 from .pipeline.nonfinite import NonFiniteOrigin as NonFiniteOrigin
@@ -31,8 +34,6 @@ from .pipeline.pipeline import MemoryReport as MemoryReport
 from .pipeline.pipeline import Pipeline as Pipeline
 from .pipeline.state import TrainState as TrainState
 from .planning.plan import Plan as Plan
-from .profile import Profile as Profile
-from .profiling.model import profile_model as profile_model
 from .residuals.density import Density as Density
 from .residuals.density import measure_density as measure_density
 from .residuals.density import with_density as with_density
@@ -42,6 +43,5 @@ from .residuals.residual_report import ResidualReport as ResidualReport
 from .residuals.residual_report import count_overflows as count_overflows
 from .residuals.residual_report import residual_report as residual_report
 from .schedules.table import Schedule as Schedule
-from .topology import Node as Node
 
 __version__: str

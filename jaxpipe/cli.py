@@ -25,13 +25,13 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
+from jaxpipe.costs.network import Network
+from jaxpipe.costs.profile import Profile
+from jaxpipe.costs.profile_model import profile_model
 from jaxpipe.errors import JaxpipeError
-from jaxpipe.network import Network
 from jaxpipe.options import PlanOptions
 from jaxpipe.partition import partition
 from jaxpipe.pipeline.pipeline import Pipeline
-from jaxpipe.profile import Profile
-from jaxpipe.profiling.model import profile_model
 from jaxpipe.text.plain_table import printable
 
 

@@ -12,6 +12,13 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpipe import multihost
+from jaxpipe.costs.assumed_links import assumed_links, slowest_used
+from jaxpipe.costs.device_rates import known_rates, rates_of
+from jaxpipe.costs.network import Network
+from jaxpipe.costs.profile import Profile
+from jaxpipe.costs.profile_cache import program_text
+from jaxpipe.costs.profile_model import Source, frozen_names, profile_objective, without_frozen_work
+from jaxpipe.costs.sharded_profile import divided, groups_of
 from jaxpipe.errors import BatchError
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.graph.codec_policy import FAST, Codecs, parse, warn_unused
@@ -25,14 +32,12 @@ from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.unroll_layers import check_unroll, scanned_variables, trace_unrolled
 from jaxpipe.models.variable_shardings import Shardings, check_exchanged, shardings_of
-from jaxpipe.network import Network
 from jaxpipe.options import PlanOptions
 from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import stay
 from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, frozen_stages, sections_for, teams_of
 from jaxpipe.pipeline.describe import least_seconds, rates_in
 from jaxpipe.pipeline.exchange import check_exchange
-from jaxpipe.pipeline.links import assumed_links, slowest_used
 from jaxpipe.pipeline.pipeline import Pipeline
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.pipeline.precision import check_effect, check_gradient_dtype
@@ -45,14 +50,9 @@ from jaxpipe.planning.chunked import chunked
 from jaxpipe.planning.layers import partition_layers
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.storing.choose import check_solver
-from jaxpipe.profile import Profile
-from jaxpipe.profiling.cache import program_text
-from jaxpipe.profiling.model import Source, frozen_names, profile_objective, without_frozen_work
-from jaxpipe.rates import known_rates, rates_of
 from jaxpipe.schedules import Schedule, candidates
 from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.table import without_backward
-from jaxpipe.sharding.costs import divided, groups_of
 from jaxpipe.sharding.mesh_axes import DATA, with_own_names
 from jaxpipe.sharding.submesh import joined_mesh, split_mesh
 from jaxpipe.target import building_for

@@ -69,7 +69,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
-from jaxpipe.profiling.kernels import product_flops
+from jaxpipe.costs.kernels import product_flops
 from scripts.encoding_cases import CASES, SMALL_CASES, Apply, Case, Problem, Wrap
 from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.network import Network
+from jaxpipe.costs.network import Network
+from jaxpipe.costs.profile import Edge, Profile
+from jaxpipe.costs.topology import INFINIBAND_HDR, NVLINK_A100, NVLINK_V100, PCIE_3_X16, Node
 from jaxpipe.planning import partition_layers
-from jaxpipe.profile import Edge, Profile
-from jaxpipe.topology import INFINIBAND_HDR, NVLINK_A100, NVLINK_V100, PCIE_3_X16, Node
 from scripts.measuring import header
 
 

@@ -35,8 +35,8 @@ from rich.table import Table
 
 import jaxpipe
 from examples import models
-from jaxpipe.profiling.groups import stage_programs
-from jaxpipe.profiling.timing import examples, on_device
+from jaxpipe.costs.operator_groups import stage_programs
+from jaxpipe.costs.timing import examples, on_device
 from scripts.bench_pipeline import MICROBATCHES, Problem, cnn, linen, transformer
 from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from jaxpipe import memory_encoded, residual_report
-from jaxpipe.profiling.model import profile_model
+from jaxpipe.costs.profile_model import profile_model
 from jaxpipe.schedules import one_f_one_b, zero_bubble
 
 

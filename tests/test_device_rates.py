@@ -12,10 +12,10 @@ import pytest
 
 import jaxpipe
 from examples import models
+from jaxpipe.costs.device_rates import Rates, rates_of_kind
+from jaxpipe.costs.profile import Profile
+from jaxpipe.costs.roofline import analytic
 from jaxpipe.graph.graph import trace
-from jaxpipe.profile import Profile
-from jaxpipe.profiling.roofline import analytic
-from jaxpipe.rates import Rates, rates_of_kind
 from jaxpipe.residuals import backward_graph
 
 
@@ -232,7 +232,7 @@ def analytic_of(model, rates):
     known = rates_of_kind("cpu")
     assert known != rates
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxpipe.profiling.model.rates_of_kind", lambda kind: rates)
+        patch.setattr("jaxpipe.costs.profile_model.rates_of_kind", lambda kind: rates)
         return profiled(model, tokens(4))
 
 

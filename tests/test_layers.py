@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxpipe.costs.network import Network
+from jaxpipe.costs.profile import Edge, Profile
 from jaxpipe.errors import MemoryBudgetError, PartitionError
-from jaxpipe.network import Network
 from jaxpipe.planning import Partition, partition_layers
 from jaxpipe.planning.cut_space import cut_space
 from jaxpipe.planning.repeats import repeated_plans
-from jaxpipe.profile import Edge, Profile
 from jaxpipe.schedules import one_f_one_b, simulate
 
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxpipe import Network, Node, link_speed
+from jaxpipe import Network, Node
+from jaxpipe.costs import link_speed
+from jaxpipe.costs.link_speed import best_seconds, fit_link
+from jaxpipe.costs.topology import NVLINK_H100, PCIE_3_X16, PCIE_4_X16, PCIE_5_X16
 from jaxpipe.errors import PartitionError
-from jaxpipe.link_speed import best_seconds, fit_link
-from jaxpipe.topology import NVLINK_H100, PCIE_3_X16, PCIE_4_X16, PCIE_5_X16
 
 
 INF, NAN = math.inf, math.nan

@@ -8,10 +8,10 @@ import optax
 import pytest
 
 import jaxpipe
+from jaxpipe.costs import Rates, rates_of
+from jaxpipe.costs.profile import Profile
+from jaxpipe.costs.roofline import analytic
 from jaxpipe.graph.graph import trace
-from jaxpipe.profile import Profile
-from jaxpipe.profiling import Rates, rates_of
-from jaxpipe.profiling.roofline import analytic
 from jaxpipe.residuals import backward_graph
 
 

@@ -15,16 +15,16 @@ import pytest
 from pipeline_models import CASES, cnn_linen, mlp, transformer
 
 import jaxpipe
+from jaxpipe.costs import measured_seconds
+from jaxpipe.costs.device_rates import OTHER
+from jaxpipe.costs.operator_groups import cut_groups, group_stage, stage_programs
+from jaxpipe.costs.profile import NUMBERS
+from jaxpipe.costs.profile_cache import cache_folder, cache_key
+from jaxpipe.costs.roofline import analytic
+from jaxpipe.costs.timing import Timing, time_runs
 from jaxpipe.graph.graph import trace
 from jaxpipe.models.bound_model import bind
 from jaxpipe.models.microbatch_program import trace_loss
-from jaxpipe.profile import NUMBERS
-from jaxpipe.profiling import measured
-from jaxpipe.profiling.cache import cache_folder, cache_key
-from jaxpipe.profiling.groups import cut_groups, group_stage, stage_programs
-from jaxpipe.profiling.roofline import analytic
-from jaxpipe.profiling.timing import Timing, time_runs
-from jaxpipe.rates import OTHER
 from jaxpipe.residuals import backward_graph
 
 
@@ -48,7 +48,7 @@ def stopwatch(monkeypatch):
         found.append(float(len(found)))
         return Timing(found[-1], found[-1] / 10)
 
-    monkeypatch.setattr(measured, "time_program", time_program)
+    monkeypatch.setattr(measured_seconds, "time_program", time_program)
     return found
 
 
@@ -85,7 +85,7 @@ def test_an_operator_with_side_effects_is_not_run(capfd, stopwatch):
     operators = linearization.source.operators
     (position,) = [k for k, op in enumerate(operators) if op.has_effects]
     assert range(position, position + 1) in cut_groups(linearization.source, [1.0] * len(operators))
-    profile = measured.measure(linearization, jax.devices()[0])
+    profile = measured_seconds.measure(linearization, jax.devices()[0])
     assert profile.forward_seconds[position] < 1e-3 and sum(profile.forward_seconds) >= 1
     jax.effects_barrier()
     assert "here" not in capfd.readouterr().out
@@ -164,7 +164,7 @@ def test_equal_groups_are_timed_once(stopwatch):
 
     linearization = linearized(network, (2, 4), *[(4, 4)] * 6)
     names = [op.name for op in linearization.source.operators]
-    profile = measured.measure(linearization, jax.devices()[0])
+    profile = measured_seconds.measure(linearization, jax.devices()[0])
     # What starts a program; then forward and backward of: the first product, a tanh with a product, tanh and the sum.
     assert len(stopwatch) == 1 + 3 * 2
     by_layer = [
@@ -176,12 +176,12 @@ def test_equal_groups_are_timed_once(stopwatch):
 
 
 def test_layers_that_draw_other_random_numbers_are_equal(stopwatch):
-    measured.measure(linearized_case(transformer(4)), jax.devices()[0])
+    measured_seconds.measure(linearized_case(transformer(4)), jax.devices()[0])
     once = len(stopwatch)
     case = CASES["transformer"](4)
     deeper = type(case)(**{**vars(case), "model": case.model.clone(num_layers=4)})
     stopwatch.clear()
-    measured.measure(linearized_case(deeper), jax.devices()[0])
+    measured_seconds.measure(linearized_case(deeper), jax.devices()[0])
     assert len(stopwatch) <= once + 2
 
 
@@ -190,7 +190,7 @@ def test_operators_share_the_seconds_of_their_group(stopwatch):
         return jnp.sin(jnp.tanh(x @ a) @ b).sum()
 
     linearization = linearized(network, (8, 16), (16, 8), (8, 4))
-    profile = measured.measure(linearization, jax.devices()[0])
+    profile = measured_seconds.measure(linearization, jax.devices()[0])
     total = sum(stopwatch)
     assert sum(profile.seconds) == pytest.approx(total)
     assert sum(profile.forward_spread) + sum(profile.backward_spread) == pytest.approx(total / 10)
@@ -209,7 +209,7 @@ def test_operators_share_the_seconds_of_their_group(stopwatch):
 @pytest.mark.core
 def test_measured():
     linearization = linearized(lambda x, w: jnp.tanh(x @ w).reshape(-1).sum(), (64, 64), (64, 64))
-    profile = measured.measure(linearization, jax.devices()[0])
+    profile = measured_seconds.measure(linearization, jax.devices()[0])
     assert (profile.source, profile.device_kind) == ("measured", "cpu")
     assert profile.names == ("dot_general", "tanh", "reshape", "reduce_sum")
     assert sum(profile.forward_seconds) > 0 and sum(profile.backward_seconds) > 0
@@ -419,7 +419,7 @@ def test_the_key_is_the_same_in_every_process():
     """No address and no order of a set is in it."""
     code = (
         "import sys; sys.path.insert(0, 'tests'); import jax; from pipeline_models import cnn_linen\n"
-        "from jaxpipe.profiling.cache import cache_key; from test_profiling import linearized_case\n"
+        "from jaxpipe.costs.profile_cache import cache_key; from test_profiling import linearized_case\n"
         "print(cache_key(linearized_case(cnn_linen(4)), jax.devices('cpu')[0]))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1", "JAX_PLATFORMS": "cpu"}

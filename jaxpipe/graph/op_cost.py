@@ -211,7 +211,7 @@ def gpu_product_work(op: Operator) -> int:
     return max(multiplications(op), GPU_PRODUCTS_PER_ELEMENT * sum(arrays))
 
 
-#: See ``gpu_product_work``; ``jaxpipe.rates`` has the numbers.
+#: See ``gpu_product_work``; ``jaxpipe.costs.device_rates`` has the numbers.
 GPU_PRODUCTS_PER_ELEMENT = 230
 
 #: A convolution takes at least the time of this many multiplications for each pixel that it makes.

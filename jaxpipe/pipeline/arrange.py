@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe.network import Network
+from jaxpipe.costs.network import Network
 from jaxpipe.planning.placed import Partition
 from jaxpipe.sharding.mesh_axes import STAGE
 

@@ -10,6 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from jaxpipe.costs import roofline
+from jaxpipe.costs.assumed_links import slowest_used
+from jaxpipe.costs.kernels import graph_seconds
+from jaxpipe.costs.network import Network
+from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.models import check_batch
@@ -18,7 +23,6 @@ from jaxpipe.models.microbatch_program import Objective, trace_loss
 from jaxpipe.models.traced_update import TracedUpdate, trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.variable_shardings import Shardings
-from jaxpipe.network import Network
 from jaxpipe.pipeline.arrange import arrange
 from jaxpipe.pipeline.asynchronous import check_asynchronous
 from jaxpipe.pipeline.balance import balanced
@@ -34,7 +38,6 @@ from jaxpipe.pipeline.describe import (
 from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
 from jaxpipe.pipeline.folding import shared_sections
 from jaxpipe.pipeline.layout import lay_out
-from jaxpipe.pipeline.links import slowest_used
 from jaxpipe.pipeline.optimizer import color_update
 from jaxpipe.pipeline.planned import Budget, Planned
 from jaxpipe.pipeline.program import Program
@@ -48,9 +51,6 @@ from jaxpipe.planning.memory import predict
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.storing.choose import raised
 from jaxpipe.planning.storing.solver_time import SolverTime
-from jaxpipe.profile import Profile
-from jaxpipe.profiling import roofline
-from jaxpipe.profiling.kernels import graph_seconds
 from jaxpipe.runtime.mpmd.estimate import predicted_bytes
 from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
 from jaxpipe.schedules import Schedule, candidates

@@ -8,10 +8,10 @@ cut ──▶ storage within the budget ──▶ seconds of each stage ──�
 from collections.abc import Callable
 from dataclasses import replace
 
+from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline.planned import Planned
 from jaxpipe.planning.plan import BalanceRound
-from jaxpipe.profile import Profile
 from jaxpipe.text.progress import tell
 
 

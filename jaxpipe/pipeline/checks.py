@@ -6,6 +6,7 @@ from typing import Any, cast
 import jax
 from jax.sharding import Mesh
 
+from jaxpipe.costs.network import Network
 from jaxpipe.errors import (
     FewExamplesWarning,
     ModelError,
@@ -14,7 +15,6 @@ from jaxpipe.errors import (
 )
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES
 from jaxpipe.models.check_arguments import check_function
-from jaxpipe.network import Network
 from jaxpipe.pipeline.state import TrainState
 from jaxpipe.schedules import BY_NAME, Schedule
 from jaxpipe.schedules.candidates import AUTO, ScheduleMaker

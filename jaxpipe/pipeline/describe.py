@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpipe.costs import roofline
+from jaxpipe.costs.device_rates import Rates, known_rates
+from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.pipeline.branches import touched
@@ -24,9 +27,6 @@ from jaxpipe.planning.costs import Synchronous, Team
 from jaxpipe.planning.dispatched import Dispatching, SearchArguments, dispatched_timeline, search_arguments
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import FrozenPlan, Plan, StagePlan, StashPiece
-from jaxpipe.profile import Profile
-from jaxpipe.profiling import roofline
-from jaxpipe.rates import Rates, known_rates
 from jaxpipe.residuals.stored_formats import Storage, stored_bytes
 from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
 from jaxpipe.schedules.replicas import Teams

@@ -17,6 +17,7 @@ from jaxpipe.checkpoint.contents import Contents
 from jaxpipe.checkpoint.files import Writer, open_checkpoint
 from jaxpipe.checkpoint.files import steps as steps_of
 from jaxpipe.checkpoint.state import put, take
+from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models import check_batch
@@ -37,7 +38,6 @@ from jaxpipe.pipeline.step import Batching
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
 from jaxpipe.planning.timeline import plan_timeline
-from jaxpipe.profile import Profile
 from jaxpipe.runtime.interface import Runtime, StepResults
 from jaxpipe.runtime.select import runtime_of
 from jaxpipe.schedules import Schedule, Timeline
@@ -131,7 +131,7 @@ class Pipeline:
         """
         planned = self._planned
         if measured:
-            from jaxpipe.profiling.stages import measure_timeline
+            from jaxpipe.costs.stages import measure_timeline
 
             return measure_timeline(planned.program, self.mesh)
         stages = planned.partition.stages

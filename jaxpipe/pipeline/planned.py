@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.codec_policy import Policy
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import Objective
@@ -15,7 +16,6 @@ from jaxpipe.pipeline.sections import Placement
 from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.plan import Plan
-from jaxpipe.profile import Profile
 from jaxpipe.schedules.candidates import ScheduleMaker
 
 

@@ -7,14 +7,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxpipe.costs.network import Network
+from jaxpipe.costs.profile import Profile
+from jaxpipe.costs.profile_model import Source
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.graph.codec_policy import Policy
 from jaxpipe.models.bound_model import UserFunction
-from jaxpipe.network import Network
 from jaxpipe.options import PlanOptions
 from jaxpipe.planning.plan import HostPlan
-from jaxpipe.profile import Profile
-from jaxpipe.profiling.model import Source
 from jaxpipe.schedules.candidates import ScheduleMaker
 from jaxpipe.sharding.submesh import Submesh
 

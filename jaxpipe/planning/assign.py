@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxpipe.network import Network
+from jaxpipe.costs.network import Network
 from jaxpipe.planning.costs import CostModel, Stages, Team
 from jaxpipe.planning.cut_space import Block, CutSpace
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.network import Network
+from jaxpipe.costs.network import Network
 from jaxpipe.planning.layers import partition_layers
 from jaxpipe.planning.placed import Partition
 

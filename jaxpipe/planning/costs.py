@@ -17,8 +17,8 @@ from functools import cached_property
 
 import numpy as np
 
+from jaxpipe.costs.network import Network
 from jaxpipe.errors import PartitionError
-from jaxpipe.network import Network
 from jaxpipe.planning.cut_space import EVERYWHERE, Block, CutSpace
 
 

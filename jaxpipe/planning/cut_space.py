@@ -10,8 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
+from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
-from jaxpipe.profile import Profile
 
 
 #: Graphs with more down-sets than this are cut along one order of their operators.

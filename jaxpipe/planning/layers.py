@@ -7,8 +7,9 @@ from typing import Literal
 
 import numpy as np
 
+from jaxpipe.costs.network import Network
+from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import MemoryBudgetError, PartitionError
-from jaxpipe.network import Network
 from jaxpipe.planning import orders
 from jaxpipe.planning.assign import Limits, Search, device_classes, in_order, work
 from jaxpipe.planning.costs import MODELS, CostModel, Stages, Synchronous
@@ -16,7 +17,6 @@ from jaxpipe.planning.cut_space import CutSpace, cut_space
 from jaxpipe.planning.placed import Partition, describe
 from jaxpipe.planning.refine import move_operators
 from jaxpipe.planning.synchronous import shortest_step, step_bound
-from jaxpipe.profile import Profile
 from jaxpipe.text.units import bytes_text, parse_bytes
 
 

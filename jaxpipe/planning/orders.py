@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jaxpipe.network import Network
+from jaxpipe.costs.network import Network
 
 
 #: How many orders are priced at most.

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxpipe.costs.profile import Profile
 from jaxpipe.planning.assign import ROUNDING, Search
 from jaxpipe.planning.costs import Stages
 from jaxpipe.planning.cut_space import CutSpace, space_of
-from jaxpipe.profile import Profile
 
 
 #: How many moves are priced at most.

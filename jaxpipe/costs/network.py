@@ -12,13 +12,13 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.table import Table
 
+from jaxpipe.costs.link_speed import SIZES, measure_host_links, measure_links, measure_speeds, memory_limits
+from jaxpipe.costs.network_table import network_table
+from jaxpipe.costs.topology import PCIE_3_X16, Node
 from jaxpipe.errors import PartitionError
-from jaxpipe.link_speed import SIZES, measure_host_links, measure_links, measure_speeds, memory_limits
-from jaxpipe.network_table import network_table
 from jaxpipe.text.checked_json import LARGEST, read_json
 from jaxpipe.text.plain_table import table_text
 from jaxpipe.text.units import whole_number
-from jaxpipe.topology import PCIE_3_X16, Node
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Network:
         Example:
           Two machines, each with two pairs of GPUs; and sixteen GPUs of three kinds.
 
-          >>> from jaxpipe.topology import ETHERNET_10G, INFINIBAND_HDR, NVLINK_A100, PCIE_3_X16, PCIE_4_X16
+          >>> from jaxpipe.costs.topology import ETHERNET_10G, INFINIBAND_HDR, NVLINK_A100, PCIE_3_X16, PCIE_4_X16
           >>> pairs = Node(4, PCIE_3_X16, latency_seconds=5e-6, links={(0, 1): 50e9, (2, 3): 50e9})
           >>> network = Network.from_nodes([pairs, pairs], ETHERNET_10G, latency_seconds=30e-6)
           >>> (network.bandwidth[0, 1:] / 1e9).round(2).tolist()

@@ -21,10 +21,10 @@ import platformdirs
 
 from jaxpipe import _compat
 from jaxpipe._version import __version__
+from jaxpipe.costs.device_rates import rates_of
+from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import Graph, Operator
-from jaxpipe.profile import Profile
-from jaxpipe.rates import rates_of
 from jaxpipe.residuals.backward_graph import Linearization
 from jaxpipe.residuals.density import room
 

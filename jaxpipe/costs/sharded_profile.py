@@ -9,11 +9,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.costs.network import Network
+from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.sharding_propagation import Propagated
 from jaxpipe.models.microbatch_program import Objective
-from jaxpipe.network import Network
-from jaxpipe.profile import Profile
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe import _compat
-from jaxpipe.link_speed import measure_links
-from jaxpipe.network import Network
+from jaxpipe.costs.link_speed import measure_links
+from jaxpipe.costs.network import Network
 from jaxpipe.sharding.mesh_axes import STAGE
 from jaxpipe.text.progress import tell
 

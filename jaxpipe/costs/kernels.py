@@ -19,9 +19,9 @@ from typing import Any
 from jax.lax import Precision
 
 from jaxpipe import _compat
+from jaxpipe.costs.device_rates import Rates
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator
 from jaxpipe.graph.op_cost import contraction, is_product, weight
-from jaxpipe.rates import Rates
 
 
 #: Operators that draw random bits or derive a key.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxpipe.profile import Edge, Profile
+from jaxpipe.costs.profile import Edge, Profile
 from jaxpipe.residuals.backward_graph import Linearization
 from jaxpipe.residuals.choose_formats import Choices
 from jaxpipe.residuals.stored_formats import stored_bytes

@@ -7,6 +7,11 @@ from typing import Any, Literal
 import jax
 import optax
 
+from jaxpipe.costs import profile_cache as kept
+from jaxpipe.costs.device_rates import OTHER, rates_of, rates_of_kind
+from jaxpipe.costs.measured_seconds import measure
+from jaxpipe.costs.profile import Profile
+from jaxpipe.costs.roofline import analytic
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh, without_annotations
 from jaxpipe.models import check_batch
@@ -16,11 +21,6 @@ from jaxpipe.models.microbatch_program import Objective, microbatch_shapes
 from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.unroll_layers import check_unroll, trace_unrolled
-from jaxpipe.profile import Profile
-from jaxpipe.profiling import cache as kept
-from jaxpipe.profiling.measured import measure
-from jaxpipe.profiling.roofline import analytic
-from jaxpipe.rates import OTHER, rates_of, rates_of_kind
 from jaxpipe.residuals.backward_graph import Linearization, linearize
 from jaxpipe.text.units import whole_number
 

@@ -5,8 +5,8 @@ import os
 import re
 from pathlib import Path
 
+from jaxpipe.costs.profile import Edge, Profile
 from jaxpipe.errors import PartitionError
-from jaxpipe.profile import Edge, Profile
 from jaxpipe.text.checked_json import MOST_CHARACTERS
 
 

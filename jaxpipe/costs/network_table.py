@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from jaxpipe.costs.topology import PCIE_3_X16
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.units import bytes_text
-from jaxpipe.topology import PCIE_3_X16
 
 
 if TYPE_CHECKING:
-    from jaxpipe.network import Network
+    from jaxpipe.costs.network import Network
 
 #: A matrix of more devices does not fit into 120 columns.
 MOST_COLUMNS = 16

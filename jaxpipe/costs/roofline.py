@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxpipe import _compat
+from jaxpipe.costs.device_rates import Rates
+from jaxpipe.costs.kernels import RANDOM, RANDOM_WORK, Body, owner_seconds, product_flops, product_rate
+from jaxpipe.costs.operator_bytes import count_costs, homes
+from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import is_product, weight
-from jaxpipe.profile import Profile
-from jaxpipe.profiling.costs import count_costs, homes
-from jaxpipe.profiling.kernels import RANDOM, RANDOM_WORK, Body, owner_seconds, product_flops, product_rate
-from jaxpipe.rates import Rates
 from jaxpipe.residuals.backward_graph import Linearization
 from jaxpipe.residuals.choose_formats import Choices, default_plan
 from jaxpipe.residuals.stored_formats import Storage, stored_bytes

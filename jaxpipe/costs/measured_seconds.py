@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from jaxpipe.profile import Profile
-from jaxpipe.profiling.groups import Program, cut_groups, group_stage, stage_programs
-from jaxpipe.profiling.roofline import analytic
-from jaxpipe.profiling.timing import Timing, on_device, time_program
-from jaxpipe.rates import rates_of
+from jaxpipe.costs.device_rates import rates_of
+from jaxpipe.costs.operator_groups import Program, cut_groups, group_stage, stage_programs
+from jaxpipe.costs.profile import Profile
+from jaxpipe.costs.roofline import analytic
+from jaxpipe.costs.timing import Timing, on_device, time_program
 from jaxpipe.residuals.backward_graph import Linearization
 from jaxpipe.text.progress import progress, track
 

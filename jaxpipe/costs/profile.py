@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxpipe.costs.device_rates import Rates
 from jaxpipe.errors import PartitionError
-from jaxpipe.rates import Rates
 from jaxpipe.text.checked_json import LARGEST, read_json
 
 
@@ -156,8 +156,8 @@ class Profile:
 
     @classmethod
     def from_pipedream(cls, path: str | os.PathLike[str]) -> "Profile":
-        """Read a published profile graph; see ``jaxpipe.pipedream.read``."""
-        from jaxpipe.pipedream import read
+        """Read a published profile graph; see ``jaxpipe.costs.pipedream_profiles.read``."""
+        from jaxpipe.costs.pipedream_profiles import read
 
         return read(path)
 

@@ -29,11 +29,9 @@ from .models.combine_metrics import Sum as Sum
 from .multihost import initialize_distributed as initialize_distributed
 from .options import PlanOptions as PlanOptions
 from .partition import partition as partition
-from .pipeline.nonfinite import NonFiniteOrigin as NonFiniteOrigin
 from .pipeline.pipeline import MemoryReport as MemoryReport
 from .pipeline.pipeline import Pipeline as Pipeline
-from .pipeline.state import TrainState as TrainState
-from .planning.plan import Plan as Plan
+from .plan import Plan as Plan
 from .residuals.density import Density as Density
 from .residuals.density import measure_density as measure_density
 from .residuals.density import with_density as with_density
@@ -42,6 +40,8 @@ from .residuals.memory_encoded import without_encoding as without_encoding
 from .residuals.residual_report import ResidualReport as ResidualReport
 from .residuals.residual_report import count_overflows as count_overflows
 from .residuals.residual_report import residual_report as residual_report
+from .runtime.nonfinite_origin import NonFiniteOrigin as NonFiniteOrigin
+from .runtime.train_state import TrainState as TrainState
 from .schedules.table import Schedule as Schedule
 
 __version__: str

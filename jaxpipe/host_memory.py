@@ -3,7 +3,7 @@
 from jax.sharding import Mesh
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.planning.plan import HostPlan
+from jaxpipe.plan import HostPlan
 from jaxpipe.text.units import parse_bytes
 
 

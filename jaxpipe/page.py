@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from jaxpipe.pictures import draw_memory, draw_stages, draw_timeline, load_figure_class
+from jaxpipe.plan import Plan
 from jaxpipe.planning.placed import Partition
-from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.html_table import html_table, html_text

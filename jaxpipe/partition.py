@@ -19,7 +19,7 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_cache import program_text
 from jaxpipe.costs.profile_model import Source, frozen_names, profile_objective, without_frozen_work
 from jaxpipe.costs.sharded_profile import divided, groups_of
-from jaxpipe.errors import BatchError
+from jaxpipe.errors import BatchError, PartitionError, ScheduleError
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.graph.codec_policy import FAST, Codecs, parse, warn_unused
 from jaxpipe.graph.sharding_annotations import outside_mesh
@@ -37,19 +37,19 @@ from jaxpipe.pipeline import checks
 from jaxpipe.pipeline.arrange import stay
 from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, frozen_stages, sections_for, teams_of
 from jaxpipe.pipeline.describe import least_seconds, rates_in
-from jaxpipe.pipeline.exchange import check_exchange
 from jaxpipe.pipeline.pipeline import Pipeline
 from jaxpipe.pipeline.planned import Planned
-from jaxpipe.pipeline.precision import check_effect, check_gradient_dtype
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.runtime_choice import check_runtime_features
 from jaxpipe.pipeline.searched import searched_drafts
-from jaxpipe.pipeline.sections import Placement, Section, places_to_cut, variable_spans
-from jaxpipe.pipeline.step import Batching
 from jaxpipe.planning.chunked import chunked
 from jaxpipe.planning.layers import partition_layers
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.storing.choose import check_solver
+from jaxpipe.runtime.executable_plan import Batching
+from jaxpipe.runtime.gradient_precision import check_effect, check_gradient_dtype
+from jaxpipe.runtime.replica_exchange import check_exchange
+from jaxpipe.runtime.sections import Placement, Section, places_to_cut, variable_spans
 from jaxpipe.schedules import Schedule, candidates
 from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.table import without_backward
@@ -171,7 +171,7 @@ def partition(
     """
     options = PlanOptions() if options is None else options
     if not isinstance(options, PlanOptions):
-        raise checks.PartitionError(f"options={options!r}; pass jaxpipe.PlanOptions(...), or leave it out.")
+        raise PartitionError(f"options={options!r}; pass jaxpipe.PlanOptions(...), or leave it out.")
     mesh = with_own_names(mesh, options.stage_axis, options.data_axis)
     num_stages, replicas = checks.check_mesh(mesh)
     check_model(model)
@@ -186,11 +186,11 @@ def partition(
         num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     profile = "measured" if profile is None else profile
     if not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
-        raise checks.PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
+        raise PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
     checks.check_network(network, mesh)
     mesh, submesh = split_mesh(mesh)
     if options.on_nonfinite not in (None, "raise", "skip"):
-        raise checks.PartitionError(f"on_nonfinite={options.on_nonfinite!r}; it must be 'raise', 'skip' or None.")
+        raise PartitionError(f"on_nonfinite={options.on_nonfinite!r}; it must be 'raise', 'skip' or None.")
     exchange = check_exchange(gradient_exchange, DATA)
     devices_per_stage = checks.check_devices_per_stage(
         options.devices_per_stage, num_stages, mesh, exchange is not None
@@ -279,12 +279,12 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
 
     ways = (request.devices_per_stage,) if request.devices_per_stage is not True else (False, True)
     drafts: list[Draft] = []
-    errors: list[checks.PartitionError | checks.ScheduleError] = []
+    errors: list[PartitionError | ScheduleError] = []
     for replicate in ways:
         tell(f"Cutting {len(objective.graph.operators)} operators into stages, on {request.mesh.devices.size} devices")
         try:
             drafts += _drafts(request, traced, replicate)
-        except (checks.PartitionError, checks.ScheduleError) as error:  # another way will do
+        except (PartitionError, ScheduleError) as error:  # another way will do
             errors.append(error)
     if not drafts:
         raise errors[0]
@@ -340,7 +340,7 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
             if all(candidate.schedule.num_chunks == 1 for candidate in drafts):
                 free = candidates.make_schedules(candidates.AUTO_FREE, request.num_stages, m)
                 chunked_tables = [schedule for schedule in free if schedule.num_chunks > 1]
-                with contextlib.suppress(checks.PartitionError):  # too few operators for so many stages
+                with contextlib.suppress(PartitionError):  # too few operators for so many stages
                     sources += _of_schedules(request, traced, chunked_tables, placed, sections)
             return drafts + searched_drafts(traced, drafts, sources)
     return drafts_of(request.schedules)
@@ -362,7 +362,7 @@ def _of_schedules(
                 trimmed = without_backward(schedule, frozen_stages(traced, sections(v)[1]))
                 free = drafts[0].runtime.name == "mpmd"
                 least = least_seconds(trimmed, placed(v), teams_of(placed(v), request), lockstep=not free)
-        except checks.PartitionError:  # too few operators for so many stages; others will do
+        except PartitionError:  # too few operators for so many stages; others will do
             continue
         if not drafts or least < min(found.seconds for found in drafts):
             tell(f"{schedule.name}: {request.num_stages * v} stages with default storage")
@@ -425,13 +425,13 @@ def _profile(request: Request, objective: Objective, frozen: tuple[str, ...]) ->
     if isinstance(request.profile, Profile):
         count = len(request.profile.names)
         if count != len(graph.operators):
-            raise checks.PartitionError(
+            raise PartitionError(
                 f"profile= has {count} operators, the model has {len(graph.operators)}. Profile this very model, with "
                 "micro-batches of this size."
             )
         if request.profile.frozen not in ((), frozen):
             other = sorted(set(frozen) ^ set(request.profile.frozen))[0]
-            raise checks.PartitionError(
+            raise PartitionError(
                 f"profile= was made with {len(request.profile.frozen)} parameters that are not trained, and optimizer= "
                 f"does not train {len(frozen)}; {other} is among one of them only. Pass the same optimizer to "
                 "profile_model, or none: a profile with the work for all gradients in it does for any optimizer."
@@ -463,7 +463,7 @@ def _place(
     places = sum(places_to_cut(objective)[1:-1])
     stages = len(replicate) if isinstance(replicate, tuple) else 1 if replicate else request.num_stages * num_chunks
     if stages > places + 1:
-        raise checks.PartitionError(
+        raise PartitionError(
             f"{stages} stages were asked for, but the model has {len(profile.names)} "
             f"operators with {places} places where it may be cut, so it makes between 1 and {places + 1} stages. "
             f"{_scan(request, objective) or _widest(objective, traced.model)}".rstrip()

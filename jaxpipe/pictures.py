@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.planning.plan import Plan, short_modules, shorten
+from jaxpipe.plan import Plan, short_modules, shorten
 from jaxpipe.planning.timeline import check_size, plan_timeline
 from jaxpipe.schedules import Kind, Schedule, Timeline
 from jaxpipe.schedules.swap_points import swap_points

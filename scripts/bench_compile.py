@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
-from jaxpipe.pipeline.branches import stage_programs
+from jaxpipe.runtime.spmd.stage_branches import stage_programs
 from scripts.bench_pipeline import CASES, MICROBATCHES, OPTIMIZER
 from scripts.measuring import Quartiles, header, quartiles
 

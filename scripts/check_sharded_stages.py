@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from examples import models
-from jaxpipe.runtime.mpmd.memory import peak_bytes
-from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
+from jaxpipe.runtime.mpmd.device_bytes import peak_bytes
+from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from scripts.absent_gpu import h100s
 from scripts.measuring import header
 

@@ -29,9 +29,10 @@ import optax
 import jaxpipe
 from examples import models
 from jaxpipe import _compat
+from jaxpipe.pipeline.compiled import within_budget
+from jaxpipe.runtime.mpmd.device_bytes import peak_bytes
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
-from jaxpipe.runtime.mpmd.memory import peak_bytes
-from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
+from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.schedules.joined_work import program_kinds
 from scripts.absent_gpu import h100s
 from scripts.bench_encoding import count_products
@@ -108,7 +109,7 @@ def pipeline_of(case: Case, devices: Any, runtime: str, options: argparse.Namesp
 
 def measure(pipeline: Any) -> list[dict[str, Any]]:
     """Compile the stage programs of a pipeline; a row for each device."""
-    plan, runtime = pipeline.plan, MpmdRuntime(pipeline._runtime.planned)
+    plan, runtime = pipeline.plan, MpmdRuntime(within_budget(pipeline._planned))
     dispatch = runtime.compiled_step
     peaks = peak_bytes(dispatch, runtime.devices)
     rows = []

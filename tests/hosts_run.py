@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxpipe
 from jaxpipe import multihost
 from jaxpipe.runtime.mpmd.instructions import Exchange, Place, Send, Spread
+from jaxpipe.runtime.mpmd.send_between_processes import Transfers
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.transfers import Transfers
 
 
 ROWS = 16

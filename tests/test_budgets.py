@@ -18,7 +18,7 @@ from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.pipeline import compiled
 from jaxpipe.planning.storing import choose, solver_time
 from jaxpipe.planning.storing.solver_time import SolverTime
-from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
+from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from tests.test_fit import mlp, transformer, unet
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.mpmd import waiting
-from jaxpipe.runtime.mpmd.crossing import join_messages
+from jaxpipe.runtime.mpmd import waiting_thread
+from jaxpipe.runtime.mpmd.combine_sends import join_messages
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Place, Send
+from jaxpipe.runtime.mpmd.send_between_processes import Slot, pair_slots
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.transfers import Slot, pair_slots
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def test_arrays_of_one_shape_that_cross_share_a_place_in_the_program():
 
 
 def test_after_an_error_no_action_waits_for_other_processes(monkeypatch):
-    monkeypatch.setattr(waiting, "_failures", [])
+    monkeypatch.setattr(waiting_thread, "_failures", [])
 
     def fails(_):
         raise ValueError("a message that is never sent")
@@ -107,7 +107,7 @@ def test_after_an_error_no_action_waits_for_other_processes(monkeypatch):
     def waits(_):
         raise AssertionError("this action would wait for a process that waits for the failed one")
 
-    (failed,), (later,) = waiting.started(fails)(1.0), waiting.started(waits)(1.0)
+    (failed,), (later,) = waiting_thread.started(fails)(1.0), waiting_thread.started(waits)(1.0)
     for action in (later, failed):
         with pytest.raises(ValueError, match="never sent"):
-            waiting.ended(action)
+            waiting_thread.ended(action)

@@ -17,7 +17,7 @@ from jaxpipe.graph.graph import trace
 from jaxpipe.pipeline.balance import balanced
 from jaxpipe.planning import plan_storage
 from jaxpipe.residuals.stage_programs import assemble, backward, build, forward
-from jaxpipe.runtime.mpmd.memory import Peak
+from jaxpipe.runtime.mpmd.device_bytes import Peak
 from tests.compare import relative_l2
 
 
@@ -242,7 +242,7 @@ def test_a_budget_that_xla_exceeds_may_be_raised(monkeypatch):
     budget = unlimited(mlp, 2, 4)[0].plan.predicted_bytes
     reserved = iter([budget + 1, budget + 2, budget + 3])
     peaks = lambda *_: {0: Peak(next(reserved, budget + 1), 0, "")}  # noqa: E731
-    monkeypatch.setattr("jaxpipe.runtime.mpmd.memory.peak_bytes", peaks)
+    monkeypatch.setattr("jaxpipe.runtime.mpmd.device_bytes.peak_bytes", peaks)
     pipeline, _ = make(mlp, 2, 4, memory=budget, options=jaxpipe.PlanOptions(allow_over_budget=True, compile=False))
     before = pipeline.plan
     pipeline.memory_report()

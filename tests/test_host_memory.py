@@ -15,7 +15,7 @@ import jaxpipe
 from jaxpipe import MemoryBudgetError, Network, PartitionError, Plan
 from jaxpipe.host_memory import check_host_memory
 from jaxpipe.pipeline.describe import stage_links
-from jaxpipe.planning.plan import HostPlan
+from jaxpipe.plan import HostPlan
 
 
 def mesh_of(*kinds):

@@ -14,7 +14,7 @@ import pytest
 from compare import assert_same_bits
 
 import jaxpipe
-from jaxpipe.pipeline.interrupts import hold_interrupts
+from jaxpipe.runtime.interrupts import hold_interrupts
 
 
 #: Batches in turn, by the number of the step.
@@ -145,7 +145,7 @@ def test_whatever_is_raised_after_the_step_leaves_a_state(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxpipe.pipeline.nonfinite.find", interrupted)
+    monkeypatch.setattr("jaxpipe.runtime.nonfinite_origin.find", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pipeline.step(state, np.full((8, 16), np.nan, np.float32))
     assert_same_bits(pipeline.parameters(state), pipeline.parameters(expected))

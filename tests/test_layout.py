@@ -11,7 +11,7 @@ from compare import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.pipeline.layout import lay_out
+from jaxpipe.runtime.spmd.buffer_layout import lay_out
 
 
 DTYPES = [np.dtype(d) for d in (np.float32, ml_dtypes.bfloat16, np.int8, np.int32)]

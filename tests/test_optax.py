@@ -21,7 +21,7 @@ from jaxpipe import PartitionError
 from jaxpipe.models.bound_model import bind
 from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
-from jaxpipe.pipeline import optimizer as by_stages
+from jaxpipe.runtime import optimizer_by_stage as by_stages
 
 
 contrib = optax.contrib

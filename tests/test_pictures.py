@@ -8,7 +8,7 @@ import pytest
 from jaxpipe.errors import ScheduleError
 from jaxpipe.pictures import draw_memory, draw_timeline
 from jaxpipe.pipeline.pipeline import MemoryReport
-from jaxpipe.planning.plan import Plan, StagePlan, StashPiece, short_modules
+from jaxpipe.plan import Plan, StagePlan, StashPiece, short_modules
 from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
 
 

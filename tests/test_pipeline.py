@@ -15,7 +15,7 @@ from pipeline_models import CASES, entropy, images, plain_gradients
 import jaxpipe
 from examples import models as zoo
 from jaxpipe.errors import PartitionError
-from jaxpipe.pipeline.words import POISON
+from jaxpipe.runtime.uint32_words import POISON
 from jaxpipe.schedules import gpipe, one_f_one_b
 
 

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from jaxpipe import Network, Plan, Profile
 from jaxpipe.errors import JaxpipeError, PartitionError
+from jaxpipe.plan import BalanceRound, HostPlan, StagePlan, StashPiece
 from jaxpipe.planning import Partition, partition_layers
-from jaxpipe.planning.plan import BalanceRound, HostPlan, StagePlan, StashPiece
 from jaxpipe.text import checked_json
 
 

@@ -16,7 +16,7 @@ from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
 import jaxpipe
 from jaxpipe.errors import BatchError, ModelError, PartitionError
 from jaxpipe.runtime.mpmd.instructions import Call, Send
-from jaxpipe.runtime.mpmd.lists import program_kinds, training_list
+from jaxpipe.runtime.mpmd.schedule_to_calls import program_kinds, training_list
 from jaxpipe.runtime.mpmd.stage_work import Role
 from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
 
@@ -157,7 +157,7 @@ def test_nothing_is_copied_within_a_device():
 
 
 def test_equal_stages_are_compiled_once(monkeypatch):
-    from jaxpipe.runtime.mpmd import compile as compiling
+    from jaxpipe.runtime.mpmd import compile_work as compiling
 
     counts, compiled = [], []
     lower, build = compiling._lower, compiling._compile

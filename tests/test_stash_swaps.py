@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 import jaxpipe
 from jaxpipe import Network
 from jaxpipe.errors import PartitionError
-from jaxpipe.pipeline.stash_swap import SwapTarget
 from jaxpipe.pipeline.swap_choice import Link, choose_targets
 from jaxpipe.planning.storing.choose import choose
 from jaxpipe.planning.storing.problem import Item, Option, Problem
 from jaxpipe.runtime.mpmd.instructions import Send
-from jaxpipe.runtime.mpmd.swaps import cut_arrays
+from jaxpipe.runtime.mpmd.swap_instructions import cut_arrays
+from jaxpipe.runtime.stash_swap import SwapTarget
 from jaxpipe.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.swap_points import HOST, swap_points
 

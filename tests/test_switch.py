@@ -15,7 +15,7 @@ from test_pipeline import arrays, mesh_of
 
 import jaxpipe
 from examples import models as zoo
-from jaxpipe.pipeline.switch import overwrite, switch
+from jaxpipe.runtime.stage_switch import overwrite, switch
 from jaxpipe.schedules import one_f_one_b
 
 
@@ -203,8 +203,8 @@ def test_sharing_branches_changes_no_bit(schedule, monkeypatch):
         return arrays(pipeline.parameters(state)), count_products(lowered(pipeline))
 
     shared, few = trained()
-    for name in ("ticks", "optimizer", "sharing"):
-        monkeypatch.setattr(f"jaxpipe.pipeline.{name}.switch", lax.switch)
+    for name in ("spmd.tick_loop", "optimizer_by_stage", "spmd.shared_parameters"):
+        monkeypatch.setattr(f"jaxpipe.runtime.{name}.switch", lax.switch)
     apart, many = trained()
     assert few < many / 2
     assert_same_bits(shared, apart)

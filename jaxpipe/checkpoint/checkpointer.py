@@ -3,24 +3,32 @@
 import signal
 import threading
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 from jax.experimental import multihost_utils
 
 from jaxpipe import multihost
+from jaxpipe.checkpoint.contents import Contents
 from jaxpipe.checkpoint.files import Writer, open_checkpoint, steps
 from jaxpipe.checkpoint.state import put
 from jaxpipe.errors import CheckpointError
-from jaxpipe.pipeline import checks
-from jaxpipe.pipeline.state import TrainState
+from jaxpipe.runtime import check_state
+from jaxpipe.runtime.interface import Runtime
+from jaxpipe.runtime.train_state import TrainState
 
-
-if TYPE_CHECKING:
-    from jaxpipe.pipeline.pipeline import Pipeline
 
 #: What a shell reports of a program that SIGTERM has ended.
 TERMINATED = 128 + signal.SIGTERM
+
+
+class Source(Protocol):
+    """The part of a ``Pipeline`` that checkpoints are made of, and restored to."""
+
+    @property
+    def _runtime(self) -> Runtime: ...
+
+    def _contents(self, state: TrainState, data: Any) -> Contents | None: ...
 
 
 class Checkpointer:
@@ -56,7 +64,7 @@ class Checkpointer:
       [4, 6]
     """
 
-    def __init__(self, pipeline: "Pipeline", directory: Any, *, every: int = 1000, keep: int | None = 3):
+    def __init__(self, pipeline: Source, directory: Any, *, every: int = 1000, keep: int | None = 3):
         for name, value in (("every", every), ("keep", keep)):
             if value is not None and value < 1:
                 raise CheckpointError(f"{name}={value}; it must be at least 1.")
@@ -104,7 +112,7 @@ class Checkpointer:
           CheckpointError: if a save that was begun before has failed; one that is due now is begun nevertheless.
           ModelError: if ``state`` was passed to ``step``.
         """
-        checks.check_unused(state)
+        check_state.check_unused(state)
         self._step = int(state.step) if self._step is None else self._step + 1
         if jax.process_count() > 1:
             self._terminated = multihost_utils.reached_preemption_sync_point(self._step)

@@ -7,7 +7,7 @@ rows of their own stage, and a host reads one stage at a time. Of several proces
 import json
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,10 @@ from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Content
 from jaxpipe.checkpoint.files import Saved, read
 from jaxpipe.checkpoint.tree import Path, leaf_paths
 from jaxpipe.errors import CheckpointError
-from jaxpipe.pipeline.state import TrainState
+from jaxpipe.runtime.executable_plan import ExecutablePlan
+from jaxpipe.runtime.interface import Runtime
 from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays
-
-
-if TYPE_CHECKING:
-    from jaxpipe.pipeline.planned import Planned
-    from jaxpipe.runtime.interface import Runtime
+from jaxpipe.runtime.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class _Part:
         return leaves[self.path] if self.rows is None else leaves[self.path][self.rows]
 
 
-def _names(planned: "Planned") -> _Names:
+def _names(planned: ExecutablePlan) -> _Names:
     model = planned.model.own
     count, total = len(model.parameters), len(model.parameters) + len(model.state)
     numbered = model.variable_tree(list(range(count)), list(range(count, total)))
@@ -60,7 +57,7 @@ def _names(planned: "Planned") -> _Names:
     )
 
 
-def take(runtime: "Runtime", state: TrainState, data: Any = None) -> Contents | None:
+def take(runtime: Runtime, state: TrainState, data: Any = None) -> Contents | None:
     """A copy of a training state on the host of the first process, in the model's own layout.
 
     Copies, as a step donates the state, and its memory is used again while a checkpoint is written.
@@ -107,7 +104,7 @@ def _data(x: Any) -> np.ndarray:
     return np.array(jax.random.key_data(x) if is_key(x) else x)
 
 
-def put(runtime: "Runtime", saved: Saved) -> TrainState:
+def put(runtime: Runtime, saved: Saved) -> TrainState:
     """A training state from a checkpoint, stage by stage; every process reads what its own devices hold.
 
     With another number of replicas, each gets the mean of the residuals that there were: the average over the
@@ -134,7 +131,7 @@ def put(runtime: "Runtime", saved: Saved) -> TrainState:
 
 
 def _read_stages(
-    runtime: "Runtime", saved: Saved, names: _Names, has_residuals: bool
+    runtime: Runtime, saved: Saved, names: _Names, has_residuals: bool
 ) -> tuple[dict[int, Any], list[np.ndarray]]:
     """The parts of this process's places, and the optimizer state that all stages share."""
     planned, parts = runtime.planned, {}
@@ -171,7 +168,7 @@ def _read_stages(
     return parts, read(saved, {OPTIMIZER: shared})[OPTIMIZER]
 
 
-def _variable_leaves(planned: "Planned", names: _Names) -> Any:
+def _variable_leaves(planned: ExecutablePlan, names: _Names) -> Any:
     own = planned.model.own
     avals = [v.aval for v in (*own.parameters, *own.state)]
     return expected((*names.parameters, *names.state), avals)

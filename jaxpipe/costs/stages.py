@@ -4,8 +4,8 @@ from jax.sharding import Mesh
 
 from jaxpipe.costs.measured_seconds import Stopwatch
 from jaxpipe.costs.operator_groups import Program as Timed
-from jaxpipe.pipeline.branches import stage_programs
-from jaxpipe.pipeline.program import Program
+from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.spmd.stage_branches import stage_programs
 from jaxpipe.schedules import Kind, Timeline, simulate
 from jaxpipe.sharding.mesh_axes import stage_devices
 

@@ -110,3 +110,9 @@ def _fit(given: Any, planned: Any) -> str:
         f"Pad or drop the last examples of an epoch, so that every batch has {planned.shape[0]}, or make a pipeline "
         'with runtime="mpmd", which takes any number; evaluate and predict take any number of examples.'
     )
+
+
+def shape_key(shapes: Any) -> Any:
+    """Return the structure, shapes and dtypes of a batch, as a key."""
+    leaves, tree = jax.tree.flatten(shapes)
+    return tree, tuple((tuple(x.shape), x.dtype) for x in leaves)

@@ -24,7 +24,6 @@ from jaxpipe.models.traced_update import TracedUpdate, trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.variable_shardings import Shardings
 from jaxpipe.pipeline.arrange import arrange
-from jaxpipe.pipeline.asynchronous import check_asynchronous
 from jaxpipe.pipeline.balance import balanced
 from jaxpipe.pipeline.compiled import is_near_budget, refusal, with_step, within_budget
 from jaxpipe.pipeline.describe import (
@@ -35,24 +34,25 @@ from jaxpipe.pipeline.describe import (
     stage_links,
     stage_seconds,
 )
-from jaxpipe.pipeline.exchange import stage_exchange, warn_of_adam
-from jaxpipe.pipeline.folding import shared_sections
-from jaxpipe.pipeline.layout import lay_out
-from jaxpipe.pipeline.optimizer import color_update
 from jaxpipe.pipeline.planned import Budget, Planned
-from jaxpipe.pipeline.program import Program
 from jaxpipe.pipeline.request import Request
 from jaxpipe.pipeline.runtime_choice import choose_runtime
-from jaxpipe.pipeline.sections import Placement, Section, count_frozen, cut_sections, place, with_backward
 from jaxpipe.pipeline.stage_budget import Fitted, Prices, Solving, StageFitter
-from jaxpipe.pipeline.step import Batching, Update
 from jaxpipe.planning.mapping import best_mapping
-from jaxpipe.planning.memory import predict
 from jaxpipe.planning.placed import Partition
 from jaxpipe.planning.storing.choose import raised
 from jaxpipe.planning.storing.solver_time import SolverTime
-from jaxpipe.runtime.mpmd.estimate import predicted_bytes
-from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
+from jaxpipe.runtime.asynchronous_updates import check_asynchronous
+from jaxpipe.runtime.executable_plan import Batching, Update
+from jaxpipe.runtime.fold_state import shared_sections
+from jaxpipe.runtime.mpmd.estimated_bytes import predicted_bytes
+from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
+from jaxpipe.runtime.optimizer_by_stage import color_update
+from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_adam
+from jaxpipe.runtime.sections import Placement, Section, count_frozen, cut_sections, place, with_backward
+from jaxpipe.runtime.spmd.buffer_layout import lay_out
+from jaxpipe.runtime.spmd.predicted_bytes import predict
 from jaxpipe.schedules import Schedule, candidates
 from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.table import without_backward

@@ -11,7 +11,7 @@ from dataclasses import replace
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.pipeline.planned import Planned
-from jaxpipe.planning.plan import BalanceRound
+from jaxpipe.plan import BalanceRound
 from jaxpipe.text.progress import tell
 
 

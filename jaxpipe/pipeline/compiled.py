@@ -15,11 +15,14 @@ import jax
 
 from jaxpipe import multihost
 from jaxpipe.errors import MemoryBudgetError
-from jaxpipe.pipeline.planned import Compiled, Planned
-from jaxpipe.planning.plan import Plan
+from jaxpipe.pipeline.planned import Planned
+from jaxpipe.plan import Plan
 from jaxpipe.planning.storing.choose import raised
 from jaxpipe.planning.storing.items import tensor_text
 from jaxpipe.residuals.stored_formats import stored_bytes
+from jaxpipe.runtime.executable_plan import Compiled
+from jaxpipe.runtime.mpmd import device_bytes
+from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
 
@@ -44,16 +47,13 @@ def with_step(planned: Planned) -> Planned:
 
     What counts is the fullest device of any process.
     """
-    from jaxpipe.runtime.mpmd.memory import peak_bytes  # which need this module themselves
-    from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
-
     if planned.compiled is not None:
         return planned
     multihost.agree("The plan", planned.plan.to_json())
     tell(f"Compiling the training step, {bytes_text(planned.plan.predicted_bytes)} predicted")
     runtime = MpmdRuntime(planned)
     step = runtime.build()
-    size = max(peak.total for peak in peak_bytes(step, runtime.devices).values())
+    size = max(peak.total for peak in device_bytes.peak_bytes(step, runtime.devices).values())
     tell(f"XLA reserves {bytes_text(size)} on the fullest device")
     return replace(planned, compiled=Compiled(step, size))
 

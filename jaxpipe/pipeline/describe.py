@@ -15,19 +15,19 @@ from jaxpipe.costs.device_rates import Rates, known_rates
 from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.pipeline.branches import touched
-from jaxpipe.pipeline.precision import sum_dtype
-from jaxpipe.pipeline.program import PAGE, Program
 from jaxpipe.pipeline.request import Request
-from jaxpipe.pipeline.sections import Section
 from jaxpipe.pipeline.stage_budget import Fitted
 from jaxpipe.pipeline.swap_choice import Links
-from jaxpipe.pipeline.words import word_count
+from jaxpipe.plan import FrozenPlan, Plan, StagePlan, StashPiece
 from jaxpipe.planning.costs import Synchronous, Team
 from jaxpipe.planning.dispatched import Dispatching, SearchArguments, dispatched_timeline, search_arguments
 from jaxpipe.planning.placed import Partition
-from jaxpipe.planning.plan import FrozenPlan, Plan, StagePlan, StashPiece
 from jaxpipe.residuals.stored_formats import Storage, stored_bytes
+from jaxpipe.runtime.gradient_precision import sum_dtype
+from jaxpipe.runtime.program import PAGE, Program
+from jaxpipe.runtime.sections import Section
+from jaxpipe.runtime.spmd.stage_branches import touched
+from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
 from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.swap_points import HOST, swap_points

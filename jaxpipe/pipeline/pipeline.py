@@ -25,23 +25,25 @@ from jaxpipe.models.bound_model import UserFunction, with_values
 from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
 from jaxpipe.models.microbatch_program import Objective, trace_loss, trace_prediction, with_rows
 from jaxpipe.models.training_mode import warn_if_training
-from jaxpipe.pipeline import checks, feed, nonfinite
+from jaxpipe.pipeline.compiled import within_budget
 from jaxpipe.pipeline.describe import processes_of
-from jaxpipe.pipeline.gather import off_mesh
-from jaxpipe.pipeline.initialize import initial_state
-from jaxpipe.pipeline.interrupts import hold_interrupts
-from jaxpipe.pipeline.nonfinite import NonFiniteOrigin
 from jaxpipe.pipeline.plain import plain_stash_bytes
 from jaxpipe.pipeline.planned import Planned
-from jaxpipe.pipeline.state import TrainState, take_over
-from jaxpipe.pipeline.step import Batching
+from jaxpipe.plan import Plan
 from jaxpipe.planning.placed import Partition
-from jaxpipe.planning.plan import Plan
 from jaxpipe.planning.timeline import plan_timeline
+from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
+from jaxpipe.runtime.executable_plan import Batching
+from jaxpipe.runtime.initialize_state import initial_state
 from jaxpipe.runtime.interface import Runtime, StepResults
-from jaxpipe.runtime.select import runtime_of
+from jaxpipe.runtime.interrupts import hold_interrupts
+from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
+from jaxpipe.runtime.select_runtime import runtime_of
+from jaxpipe.runtime.spmd.gather_to_host import off_mesh
+from jaxpipe.runtime.train_state import TrainState, take_over
 from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.sharding.submesh import joined_mesh
+from jaxpipe.text.progress import progress
 from jaxpipe.text.units import bytes_text, whole_number
 
 
@@ -81,7 +83,7 @@ class Pipeline:
         self._functions = dict(functions)
         self._optimizer = optimizer
         self._make_plan = make_plan
-        self._maybe_runtime = None if planned is None else runtime_of(planned)
+        self._ready = None if planned is None else (planned, runtime_of(planned))
         self._batch, *self._ahead = batches
         self._forwards: dict[Any, tuple[Objective, Callable[[TrainState, Any], Any]]] = {}
         self._lock = threading.Lock()
@@ -169,7 +171,7 @@ class Pipeline:
     def __repr__(self) -> str:
         """The plan in a line; ``print(pipeline.plan)`` has all of it."""
         axes = ", ".join(f"{name}={size}" for name, size in self._mesh.shape.items())
-        if self._maybe_runtime is None:
+        if self._ready is None:
             return f"Pipeline(mesh: {axes}; no plan yet)"
         plan = self.plan
         cut = f"{len(plan.stages)} stages, {plan.num_microbatches} micro-batches of {plan.microbatch_size}"
@@ -178,27 +180,31 @@ class Pipeline:
 
     def _repr_html_(self) -> str | None:
         """Return what notebooks show: the plan, once there is one."""
-        return None if self._maybe_runtime is None else self.plan._repr_html_()
+        return None if self._ready is None else self.plan._repr_html_()
 
     @property
     def mesh(self) -> Mesh:
         """The devices it runs on, in the order of the plan once there is one."""
-        planned = None if self._maybe_runtime is None else self._planned
+        planned = None if self._ready is None else self._planned
         return self._mesh if planned is None else joined_mesh(planned.mesh, planned.shardings.submesh)
 
     @property
     def _planned(self) -> Planned:
-        return self._runtime.planned
+        return self._planned_and_runtime[0]
 
     @property
     def _runtime(self) -> Runtime:
-        if self._maybe_runtime is None:
+        return self._planned_and_runtime[1]
+
+    @property
+    def _planned_and_runtime(self) -> tuple[Planned, Runtime]:
+        if self._ready is None:
             raise PartitionError(
                 "This pipeline has no plan yet, because partition was given no batch, or a function whose variables "
                 "are not known. Call pipeline.init(key, batch) first, for a function with variables=; as a batch, "
                 "shapes (jax.ShapeDtypeStruct) will do."
             )
-        return self._maybe_runtime
+        return self._ready
 
     @outside_jit
     def init(self, key: Any, batch: Any = None, *, variables: Any = None) -> TrainState:
@@ -219,10 +225,11 @@ class Pipeline:
           ModelError: if ``variables`` do not fit.
         """
         key = random_key(key)
-        if self._maybe_runtime is None:
+        if self._ready is None:
             batch = self._batch if batch is None else check_batch.batch_shapes(batch)
             if batch is not None:
-                self._maybe_runtime = runtime_of(self._make_plan(batch, variables))
+                planned = self._make_plan(batch, variables)
+                self._ready = planned, runtime_of(planned)
         planned = self._planned
         model = planned.model if variables is None else with_values(planned.model, variables)
         if model.own.values is None and model.own.initialize is None:
@@ -272,15 +279,28 @@ class Pipeline:
 
     def _prepare(self, shapes: Any) -> None:
         """Compile the training step for a batch, and the first time for all that ``partition`` was given."""
-        self._runtime.prepare(shapes)
+        self._prepare_shapes(shapes)
         while self._ahead:
             self._runtime.check_batch(self._ahead[-1])
-            self._runtime.prepare(self._ahead.pop())
+            self._prepare_shapes(self._ahead.pop())
+
+    def _prepare_shapes(self, shapes: Any) -> None:
+        if check_batch.shape_key(shapes) == check_batch.shape_key(self._planned.batch):
+            self._keep_budget()
+        self._runtime.prepare(shapes)
+
+    def _keep_budget(self) -> None:
+        """Compile the stage programs of the plan, if it has a budget; the plan may become one that stores less."""
+        planned = self._planned
+        if planned.budget is not None and planned.compiled is None and planned.plan.runtime == "mpmd":
+            with progress("Compiling the training step"):
+                planned = within_budget(planned)
+            self._ready = planned, runtime_of(planned)
 
     def _run(self, function: Callable[..., Any], state: TrainState, *arguments: Any) -> Any:
         """Run a function of a state; of two threads that pass one state, a step gets it and the other an error."""
         with self._lock:
-            checks.check_unused(state)
+            check_state.check_unused(state)
             return function(state, *arguments)
 
     def _metrics(self, state: TrainState, batch: Any, results: StepResults) -> dict[str, Any]:
@@ -301,7 +321,9 @@ class Pipeline:
             counters |= {"skipped": state.skipped, "nonfinite_stages": stages}
         elif stopped:
             norm = float(counters["gradient_norm"])
-            raise nonfinite.error(self._runtime, state, batch, float(loss), norm, np.flatnonzero(stages).tolist())
+            raise nonfinite_origin.error(
+                self._runtime, state, batch, float(loss), norm, np.flatnonzero(stages).tolist()
+            )
 
     @outside_jit
     def find_nonfinite(self, state: TrainState, batch: Any) -> NonFiniteOrigin | None:
@@ -323,7 +345,7 @@ class Pipeline:
                 "and restore it in one process."
             )
         self._check(state, batch)
-        return nonfinite.find(self._runtime, state, batch)
+        return nonfinite_origin.find(self._runtime, state, batch)
 
     @outside_jit
     def value_and_grad(self, state: TrainState, batch: Any) -> tuple[tuple[Any, dict[str, Any]], Any]:
@@ -365,7 +387,7 @@ class Pipeline:
     @outside_jit
     def parameters(self, state: TrainState) -> Any:
         """The model's own variables in the model's own layout, as host arrays; all processes call it, and get all."""
-        checks.check_state(state, self.plan.identity)
+        check_state.check_state(state, self.plan.identity)
         arrays = self._runtime.to_host(state)
         return self._planned.model.variable_tree(arrays.parameters, arrays.variables)
 
@@ -431,10 +453,10 @@ class Pipeline:
         Raises:
           BatchError: if they cannot be split over the replicas.
         """
-        return feed.local_rows(self.mesh, size)
+        return shard_batch.local_rows(self.mesh, size)
 
     def _contents(self, state: TrainState, data: Any) -> Contents | None:
-        checks.check_state(state, self.plan.identity)
+        check_state.check_state(state, self.plan.identity)
         return take(self._runtime, state, data)
 
     def microbatch_key(self, state: TrainState, j: int) -> Any:
@@ -447,7 +469,7 @@ class Pipeline:
         Raises:
           BatchError: if ``j`` is no number of a micro-batch.
         """
-        checks.check_unused(state)
+        check_state.check_unused(state)
         if not isinstance(j, jax.Array | np.ndarray):
             j = whole_number(j, "j", BatchError)
             if j < 0:
@@ -457,6 +479,7 @@ class Pipeline:
     @outside_mesh()
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
+        self._keep_budget()
         found, plan = self._runtime.bytes(), self.plan
         host = 0 if plan.host is None else plan.host.bytes
         count = self.mesh.devices.size
@@ -464,9 +487,9 @@ class Pipeline:
 
     def _check(self, state: TrainState, batch: Any) -> Any:
         """Return the shapes of the whole batch of which this process passes its rows."""
-        checks.check_state(state, self.plan.identity)
+        check_state.check_state(state, self.plan.identity)
         self._runtime.check_state(state)
-        shapes = feed.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
+        shapes = shard_batch.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
         self._runtime.check_batch(shapes)
         return shapes
 
@@ -482,8 +505,8 @@ class Pipeline:
 
     def _forward(self, name: str, state: TrainState, batch: Any) -> tuple[Objective, Callable[[TrainState, Any], Any]]:
         """Return what ``evaluate`` or ``predict`` computes for a batch, and a function that runs it."""
-        checks.check_state(state, self.plan.identity)
-        shapes = feed.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
+        check_state.check_state(state, self.plan.identity)
+        shapes = shard_batch.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
         leaves, treedef = jax.tree.flatten(shapes)
         key = name, treedef, tuple((x.shape, x.dtype) for x in leaves)
         if key not in self._forwards:

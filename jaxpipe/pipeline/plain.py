@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from jaxpipe.graph.codec_policy import parse
-from jaxpipe.pipeline.program import Program
-from jaxpipe.pipeline.sections import with_backward
-from jaxpipe.pipeline.words import word_count
+from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.sections import with_backward
+from jaxpipe.runtime.uint32_words import word_count
 
 
 def plain_stash_bytes(program: Program) -> tuple[int, ...]:

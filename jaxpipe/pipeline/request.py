@@ -14,7 +14,7 @@ from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.graph.codec_policy import Policy
 from jaxpipe.models.bound_model import UserFunction
 from jaxpipe.options import PlanOptions
-from jaxpipe.planning.plan import HostPlan
+from jaxpipe.plan import HostPlan
 from jaxpipe.schedules.candidates import ScheduleMaker
 from jaxpipe.sharding.submesh import Submesh
 

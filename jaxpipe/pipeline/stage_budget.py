@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from jaxpipe import multihost
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
-from jaxpipe.pipeline.program import Program
-from jaxpipe.pipeline.stash_swap import StashSwap
 from jaxpipe.pipeline.swap_choice import Link, Links, Targets, choose_targets
 from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
 from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
@@ -27,6 +25,8 @@ from jaxpipe.planning.storing.solver_time import SolverTime
 from jaxpipe.residuals import stage_programs as stages
 from jaxpipe.residuals.backward_graph import Linearization
 from jaxpipe.residuals.stage_programs import Stage
+from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.stash_swap import StashSwap
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.text.progress import tell

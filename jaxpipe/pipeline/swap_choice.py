@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxpipe.pipeline.stash_swap import SwapTarget
+from jaxpipe.runtime.stash_swap import SwapTarget
 
 
 #: Most targets of a stage's swaps, the host among them.

@@ -1,7 +1,7 @@
 """Plans whose inner stages are alike, for programs that repeat themselves: layer after layer, cut at the same places.
 
-Stages that compute the same are compiled once (``jaxpipe.pipeline.switch``), and a search that moves one cut at a time
-seldom gets from one such plan to another.
+Stages that compute the same are compiled once (``jaxpipe.runtime.stage_switch``), and a search that moves one cut at a
+time seldom gets from one such plan to another.
 """
 
 from collections.abc import Iterator

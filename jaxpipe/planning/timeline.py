@@ -4,8 +4,8 @@ import functools
 from collections.abc import Sequence
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.plan import Plan
 from jaxpipe.planning.dispatched import Dispatching, dispatched_timeline
-from jaxpipe.planning.plan import Plan
 from jaxpipe.schedules import Schedule, Teams, Timeline, simulate
 
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxpipe.models.microbatch_program import Objective
-from jaxpipe.pipeline.planned import Planned
-from jaxpipe.pipeline.state import TrainState
-from jaxpipe.pipeline.step import Batching
+from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
+from jaxpipe.runtime.train_state import TrainState
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +40,7 @@ class Bytes:
 class Runtime(Protocol):
     """A plan as programs on devices. A place is what holds variables together: a stage, or a device with several."""
 
-    planned: Planned
+    planned: ExecutablePlan
 
     @property
     def places(self) -> range:

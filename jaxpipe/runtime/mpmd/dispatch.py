@@ -1,6 +1,7 @@
 """A list of calls on its devices: compiled, and followed by the host.
 
-The host waits for nothing, but between processes on CPUs for what comes from others (``jaxpipe.runtime.mpmd.waiting``).
+The host waits for nothing, but between processes on CPUs for what comes from others
+(``jaxpipe.runtime.mpmd.waiting_thread``).
 """
 
 import operator
@@ -13,13 +14,13 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import multihost
-from jaxpipe.runtime.mpmd.calls import CallList
-from jaxpipe.runtime.mpmd.compile import Executable, Job, compile_jobs
-from jaxpipe.runtime.mpmd.crossing import crosses, ends
+from jaxpipe.runtime.mpmd.call_list import CallList
+from jaxpipe.runtime.mpmd.combine_sends import crosses, ends
+from jaxpipe.runtime.mpmd.compile_work import Executable, Job, compile_jobs
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Key, Place, Send, Split, Spread
+from jaxpipe.runtime.mpmd.send_between_processes import Transfer, Transfers, of_member
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.transfers import Transfer, Transfers, of_member
-from jaxpipe.runtime.mpmd.waiting import ended, started
+from jaxpipe.runtime.mpmd.waiting_thread import ended, started
 
 
 #: Arrays in, arrays out.

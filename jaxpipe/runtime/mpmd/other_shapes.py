@@ -12,12 +12,10 @@ from typing import Any
 from jaxpipe.errors import BatchError, ScheduleError
 from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import Objective, microbatch_rows, microbatch_shapes
-from jaxpipe.pipeline.folding import shared_sections
-from jaxpipe.pipeline.planned import Planned
-from jaxpipe.pipeline.sections import Section, cut_sections, with_backward
-from jaxpipe.pipeline.step import Batching
 from jaxpipe.residuals import stage_programs as stages
-from jaxpipe.runtime.spmd import followed_cuts
+from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
+from jaxpipe.runtime.fold_state import shared_sections
+from jaxpipe.runtime.sections import Section, cut_sections, with_backward
 from jaxpipe.schedules import Schedule, candidates
 from jaxpipe.schedules.table import without_backward
 
@@ -39,7 +37,7 @@ class Shaped:
     schedule: Schedule
 
 
-def as_planned(planned: Planned) -> Shaped:
+def as_planned(planned: ExecutablePlan) -> Shaped:
     """Return the step for the shapes that were planned for."""
     program = planned.program
     return Shaped(planned.batch, planned.batching, program.objective, program.sections, program.schedule)
@@ -55,7 +53,7 @@ def check_shapes(given: Any, planned: Any) -> None:
             )
 
 
-def shaped_for(planned: Planned, batch: Any, retrace: Callable[[Any], Objective]) -> Shaped:
+def shaped_for(planned: ExecutablePlan, batch: Any, retrace: Callable[[Any], Objective]) -> Shaped:
     """Return the step for batches of other shapes.
 
     Args:
@@ -81,7 +79,7 @@ def shaped_for(planned: Planned, batch: Any, retrace: Callable[[Any], Objective]
     return Shaped(batch, batching, objective, sections, schedule)
 
 
-def _microbatches(size: int, replicas: int, planned: Planned) -> int:
+def _microbatches(size: int, replicas: int, planned: ExecutablePlan) -> int:
     """The number of micro-batches of a replica: of as many examples as planned, or else of as few numbers as that."""
     rows = microbatch_rows(planned.microbatch)
     if size % (rows * replicas) == 0:
@@ -94,7 +92,7 @@ def _microbatches(size: int, replicas: int, planned: Planned) -> int:
     return counts[0]
 
 
-def _schedule(planned: Planned, m: int) -> Schedule:
+def _schedule(planned: ExecutablePlan, m: int) -> Schedule:
     """The table for another number of micro-batches, or of deals: of the planned kind, if there is one of this size."""
     before = planned.program.schedule
     if m == before.num_microbatches:

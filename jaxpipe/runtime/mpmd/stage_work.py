@@ -24,10 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.graph.graph import Graph
 from jaxpipe.models.microbatch_program import Objective
-from jaxpipe.pipeline.precision import add_gradient, sum_dtype, widened
-from jaxpipe.pipeline.sections import Section
 from jaxpipe.residuals import stage_programs as stages
 from jaxpipe.residuals.stored_formats import Storage
+from jaxpipe.runtime.gradient_precision import add_gradient, sum_dtype, widened
+from jaxpipe.runtime.sections import Section
 from jaxpipe.schedules import Kind
 from jaxpipe.sharding.partition_specs import Specs
 from jaxpipe.sharding.submesh import axis_names

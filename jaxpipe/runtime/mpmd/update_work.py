@@ -4,9 +4,9 @@
     sums of gradients ──replicas──▶ mean ──▶ small values that other stages need (norms), round by round
     mean, parameters, optimizer state, values of others ──▶ new parameters, new optimizer state
 
-Every stage runs its own part of the optimizer (``jaxpipe.pipeline.optimizer``). Where stages have replicas, this work
-is one program over the devices of a stage, in which XLA adds the replicas' arrays up. Of arrays that each replica has
-for itself it gets those of all, side by side along their first axis.
+Every stage runs its own part of the optimizer (``jaxpipe.runtime.optimizer_by_stage``). Where stages have replicas,
+this work is one program over the devices of a stage, in which XLA adds the replicas' arrays up. Of arrays that each
+replica has for itself it gets those of all, side by side along their first axis.
 """
 
 import functools
@@ -26,9 +26,9 @@ from jaxpipe.gradients.block_exchange import Averaged, exchange
 from jaxpipe.gradients.block_sparse import Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.graph.graph import run
-from jaxpipe.pipeline.optimizer import ColoredUpdate, held_by, needed_operators, operators_of
-from jaxpipe.pipeline.overwriting import renewals
 from jaxpipe.runtime.mpmd.stage_work import STEP, Context, Name, Role, Work
+from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate, held_by, needed_operators, operators_of
+from jaxpipe.runtime.overwrite_state import renewals
 from jaxpipe.sharding.mesh_axes import DATA
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,9 @@ import numpy as np
 
 from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph.graph import Graph
-from jaxpipe.pipeline.state import TrainState
+from jaxpipe.runtime.interface import Runtime
+from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.sharding.mesh_axes import stage_devices
-
-
-if TYPE_CHECKING:
-    from jaxpipe.runtime.interface import Runtime
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class NonFiniteOrigin:
 
 
 def error(
-    runtime: "Runtime", state: TrainState, batch: Any, loss: float, norm: float, stages: Sequence[int]
+    runtime: Runtime, state: TrainState, batch: Any, loss: float, norm: float, stages: Sequence[int]
 ) -> NonFiniteError:
     """The error for a step that was stopped: where it began, as far as that can be told.
 
@@ -59,7 +56,7 @@ def error(
     )
 
 
-def find(runtime: "Runtime", state: TrainState, batch: Any) -> NonFiniteOrigin | None:
+def find(runtime: Runtime, state: TrainState, batch: Any) -> NonFiniteOrigin | None:
     """Run the loss operator by operator until it is not finite; the operator behind it whose operands are finite.
 
     The process must have all stages.

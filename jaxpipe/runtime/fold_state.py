@@ -19,7 +19,7 @@ from jaxpipe.schedules.replicas import Teams
 
 
 if TYPE_CHECKING:
-    from jaxpipe.pipeline.sections import Section
+    from jaxpipe.runtime.sections import Section
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,9 +16,9 @@ from jax import lax
 
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Operator, ordered, run
-from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.optimizer import ColoredUpdate, exchanged_values, held_by, operators_of
-from jaxpipe.pipeline.switch import overwrite
+from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate, exchanged_values, held_by, operators_of
+from jaxpipe.runtime.spmd.buffer_layout import Layout
+from jaxpipe.runtime.stage_switch import overwrite
 from jaxpipe.sharding.mesh_axes import STAGE
 
 

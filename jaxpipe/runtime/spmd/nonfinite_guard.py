@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.pipeline.program import Program
-from jaxpipe.pipeline.state import TrainState
+from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
 

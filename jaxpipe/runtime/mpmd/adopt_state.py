@@ -8,14 +8,14 @@ import jax
 import numpy as np
 
 from jaxpipe.errors import ModelError
-from jaxpipe.pipeline import checks
-from jaxpipe.pipeline.planned import Planned
-from jaxpipe.pipeline.state import TrainState
+from jaxpipe.runtime import check_state
+from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.mpmd.instructions import Key
-from jaxpipe.runtime.mpmd.training_state import StateLayout
+from jaxpipe.runtime.mpmd.stage_state import StateLayout
+from jaxpipe.runtime.train_state import TrainState
 
 
-def adopt(planned: Planned, where: StateLayout, state: TrainState) -> TrainState:
+def adopt(planned: ExecutablePlan, where: StateLayout, state: TrainState) -> TrainState:
     """Copy a state of another pipeline to the devices of this one, whatever its cuts, devices and batches.
 
     With another number of replicas, each gets the mean of the residuals of a block-sparse exchange.
@@ -23,7 +23,7 @@ def adopt(planned: Planned, where: StateLayout, state: TrainState) -> TrainState
     Raises:
       ModelError: if the state is of another model or optimizer, or of ``runtime="spmd"``.
     """
-    checks.check_unused(state)
+    check_state.check_unused(state)
     model, colored = planned.model, planned.update.colored
     _check("parameters", state.parameters, [v.aval for v in model.parameters])
     _check("variables", state.variables, [v.aval for v in model.state])
@@ -51,7 +51,7 @@ def adopt(planned: Planned, where: StateLayout, state: TrainState) -> TrainState
     )
 
 
-def _residuals(planned: Planned, where: StateLayout, state: TrainState) -> tuple[Any, ...]:
+def _residuals(planned: ExecutablePlan, where: StateLayout, state: TrainState) -> tuple[Any, ...]:
     count, avals = where.layout.devices.replicas, [v.aval for v in planned.model.parameters]
     if not where.residuals:
         return ()

@@ -1,4 +1,4 @@
-"""One compiled program for all devices, which all walk through the schedule in step (``jaxpipe.pipeline.ticks``)."""
+"""One compiled program for all devices, which walk through a schedule in step (``jaxpipe.runtime.spmd.tick_loop``)."""
 
 import dataclasses
 import functools
@@ -16,15 +16,14 @@ from jaxpipe import multihost
 from jaxpipe.errors import PartitionError
 from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import Objective
-from jaxpipe.pipeline import checks, feed
-from jaxpipe.pipeline import step as steps
-from jaxpipe.pipeline.gather import stage_arrays
-from jaxpipe.pipeline.planned import Planned
-from jaxpipe.pipeline.sections import cut_sections, follow
-from jaxpipe.pipeline.state import TrainState
-from jaxpipe.pipeline.step import Batching
+from jaxpipe.runtime import check_state, shard_batch
+from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.interface import Bytes, StepResults
+from jaxpipe.runtime.sections import cut_sections
+from jaxpipe.runtime.spmd import compiled_step as steps
+from jaxpipe.runtime.spmd.gather_to_host import stage_arrays
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
+from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices
 from jaxpipe.target import building_for
@@ -35,7 +34,7 @@ from jaxpipe.text.units import bytes_text
 class SpmdRuntime:
     """A plan as one program; see ``jaxpipe.runtime.interface.Runtime``."""
 
-    def __init__(self, planned: Planned):
+    def __init__(self, planned: ExecutablePlan):
         self.planned = planned
 
     @property
@@ -134,7 +133,7 @@ class SpmdRuntime:
         compiled = lower(planned, function, shapes, batching).compile()
 
         def run(state: TrainState, batch: Any) -> Any:
-            leaves = feed.place(planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
+            leaves = shard_batch.place(planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
             results = multihost.settled(compiled(state, leaves))
             return results[:2] if name == "evaluate" else results
 
@@ -171,7 +170,7 @@ class SpmdRuntime:
     def check_state(self, state: TrainState) -> None:
         """Raise ``ModelError`` if a state has residuals of other replicas."""
         residual = self._abstract_state.residual
-        checks.check_residual([x.shape for x in state.residual], [x.shape for x in residual])
+        check_state.check_residual([x.shape for x in state.residual], [x.shape for x in residual])
 
     def bytes(self) -> Bytes:
         """Return what XLA reserves for the training step, on every device alike."""
@@ -211,10 +210,10 @@ class SpmdRuntime:
 
     def _placed(self, batch: Any) -> list[jax.Array]:
         leaves, shapes = jax.tree.leaves(batch), jax.tree.leaves(self.planned.batch)
-        return feed.place(self.planned.mesh, leaves, shapes, self.planned.batching)
+        return shard_batch.place(self.planned.mesh, leaves, shapes, self.planned.batching)
 
 
-def abstract_state(planned: Planned) -> TrainState:
+def abstract_state(planned: ExecutablePlan) -> TrainState:
     """Return the shapes of a plan's training state, where its devices have them."""
     count = planned.mesh.shape[STAGE]
     layouts = planned.program.parameters, planned.program.state, planned.update.layout
@@ -235,7 +234,7 @@ def abstract_state(planned: Planned) -> TrainState:
     return TrainState(parameters, variables, optimizer, residual, shared, key, step, step, planned.plan.identity)
 
 
-def lower(planned: Planned, function: Any, batch: Any, batching: Batching) -> Any:
+def lower(planned: ExecutablePlan, function: Any, batch: Any, batching: Batching) -> Any:
     """Return a function of a plan's state and a batch, lowered for the plan's devices."""
     leaves = [
         _shaped(planned, x.shape, x.dtype, spec)
@@ -251,16 +250,8 @@ def _reserved_bytes(step: Any) -> int:
     return needed - sizes.alias_size_in_bytes
 
 
-def _shaped(planned: Planned, shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+def _shaped(planned: ExecutablePlan, shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(planned.mesh, spec))
-
-
-def followed_cuts(planned: Planned, objective: Objective, name: str) -> list[int]:
-    """Return the cuts of another program over the same variables, each of which stays in its stage."""
-    names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
-    borrowed = {t for section in planned.program.sections for t in section.borrowed}
-    lent = [k for k, t in enumerate(planned.program.objective.parameters) if t in borrowed]
-    return follow(objective, planned.stages, planned.program.schedule.total_stages, names, name, lent)
 
 
 def _assemble(mesh: Any, spec: P, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:

@@ -9,10 +9,10 @@ from jaxpipe.graph.codec_policy import FAST, Policy
 from jaxpipe.graph.graph import Graph, is_differentiable
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
 from jaxpipe.models.microbatch_program import Objective
-from jaxpipe.pipeline.folding import Fold
-from jaxpipe.pipeline.stash_swap import StashSwap
 from jaxpipe.residuals import stage_programs as stages
 from jaxpipe.residuals.stage_programs import Stage
+from jaxpipe.runtime.fold_state import Fold
+from jaxpipe.runtime.stash_swap import StashSwap
 from jaxpipe.schedules import Kind
 
 

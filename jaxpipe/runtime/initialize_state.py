@@ -14,10 +14,10 @@ from jaxpipe.graph import sharding_annotations
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.captures import without_captures
-from jaxpipe.pipeline.sections import Placement
-from jaxpipe.pipeline.state import TrainState
-from jaxpipe.pipeline.step import Update
+from jaxpipe.runtime.executable_plan import Update
+from jaxpipe.runtime.sections import Placement
 from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays
+from jaxpipe.runtime.train_state import TrainState
 
 
 if TYPE_CHECKING:

@@ -13,29 +13,28 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import multihost
 from jaxpipe.errors import BatchError, PartitionError
+from jaxpipe.models.check_batch import shape_key
 from jaxpipe.models.microbatch_program import Objective
-from jaxpipe.pipeline import checks, compiled
-from jaxpipe.pipeline.planned import Planned
-from jaxpipe.pipeline.sections import Section, cut_sections
-from jaxpipe.pipeline.state import TrainState
-from jaxpipe.pipeline.step import Batching
+from jaxpipe.runtime import check_state
+from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.interface import Bytes, StepResults
-from jaxpipe.runtime.mpmd.adopt import adopt
-from jaxpipe.runtime.mpmd.calls import CallList
+from jaxpipe.runtime.mpmd.adopt_state import adopt
+from jaxpipe.runtime.mpmd.call_list import CallList
+from jaxpipe.runtime.mpmd.device_bytes import Peak, peak_bytes
 from jaxpipe.runtime.mpmd.dispatch import Dispatch, compile_list
-from jaxpipe.runtime.mpmd.estimate import predicted_bytes
+from jaxpipe.runtime.mpmd.estimated_bytes import predicted_bytes
 from jaxpipe.runtime.mpmd.instructions import Key, Place
-from jaxpipe.runtime.mpmd.layout import Layout
-from jaxpipe.runtime.mpmd.lists import evaluation_list, gradient_list, prediction_list, training_list
-from jaxpipe.runtime.mpmd.memory import Peak, peak_bytes
 from jaxpipe.runtime.mpmd.other_shapes import Shaped, as_planned, check_shapes, shaped_for
 from jaxpipe.runtime.mpmd.report_work import COUNTERS
+from jaxpipe.runtime.mpmd.schedule_to_calls import evaluation_list, gradient_list, prediction_list, training_list
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.runtime.mpmd.stage_placement import Layout
+from jaxpipe.runtime.mpmd.stage_state import Loader, StateLayout
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
-from jaxpipe.runtime.mpmd.training_state import Loader, StateLayout
 from jaxpipe.runtime.mpmd.update_work import NONFINITE, STOPPED, Exchange, UpdateContext
-from jaxpipe.runtime.spmd import followed_cuts
+from jaxpipe.runtime.sections import Section, cut_sections
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
+from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.schedules import Schedule
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
@@ -59,7 +58,7 @@ class Compiled:
 class MpmdRuntime:
     """A plan as stage programs; see ``jaxpipe.runtime.interface.Runtime``."""
 
-    def __init__(self, planned: Planned):
+    def __init__(self, planned: ExecutablePlan):
         self.planned = planned
         self._compiled_steps: dict[Any, Compiled] = {}
 
@@ -244,7 +243,7 @@ class MpmdRuntime:
     def check_state(self, state: TrainState) -> None:
         """Raise ``ModelError`` if a state has residuals of other replicas."""
         expected = [x.shape for x in self._residual_avals]
-        checks.check_residual([x.shape for x in state.residual], expected)
+        check_state.check_residual([x.shape for x in state.residual], expected)
 
     def bytes(self) -> Bytes:
         """Return the most bytes that each device needs at once in a step."""
@@ -341,11 +340,7 @@ class MpmdRuntime:
     @cached_property
     @progress("Compiling the training step")
     def compiled_step(self) -> Dispatch:
-        """The compiled list of a training step, within the budget if there is one."""
-        if self.planned.budget is not None and self.planned.compiled is None:
-            self.planned = compiled.within_budget(self.planned)
-            for name in ("_layout", "_update", "_where", "calls"):  # of the same state with other storage
-                self.__dict__.pop(name, None)
+        """The compiled list of a training step."""
         return self.build() if self.planned.compiled is None else self.planned.compiled.step
 
     def build(self) -> Dispatch:
@@ -360,11 +355,11 @@ class MpmdRuntime:
         return {d: peaks[d] for d in self._where.all_devices.devices.flat}
 
     def _for_shapes(self, shapes: Any, make: Callable[[Layout, UpdateContext], CallList], text: str) -> Compiled:
-        key = make, _shape_key(shapes)
+        key = make, shape_key(shapes)
         if key not in self._compiled_steps:
-            planned = key[1] == _shape_key(self.planned.batch)
+            planned = key[1] == shape_key(self.planned.batch)
             if planned and make is training_list:
-                dispatch = self.compiled_step  # may choose other storage, whose list has other registers
+                dispatch = self.compiled_step
                 step = Compiled(self._layout, dispatch, Loader(self._where, dispatch.calls))
             else:
                 with progress(text), self._building():
@@ -418,11 +413,6 @@ class MpmdRuntime:
             mesh = Mesh(np.array(columns).T, (STAGE, DATA))
         shards = [shard.data for x in local for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, P(DATA)), shards)
-
-
-def _shape_key(shapes: Any) -> Any:
-    leaves, tree = jax.tree.flatten(shapes)
-    return tree, tuple((tuple(x.shape), x.dtype) for x in leaves)
 
 
 def _elsewhere(aval: Any, sharding: NamedSharding) -> Any:

@@ -1,8 +1,8 @@
 """Updates during a step: what they need of a loss and of an optimizer."""
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.pipeline.optimizer import ColoredUpdate
-from jaxpipe.pipeline.program import Program
+from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate
+from jaxpipe.runtime.program import Program
 
 
 def check_asynchronous(program: Program, colored: ColoredUpdate, exchanged: bool, zero: int = 0) -> None:

@@ -11,8 +11,8 @@ from jax import core, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.words import from_words, to_words
+from jaxpipe.runtime.spmd.buffer_layout import Layout
+from jaxpipe.runtime.uint32_words import from_words, to_words
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.graph.graph import Graph
-from jaxpipe.pipeline.program import PAGE, Program
-from jaxpipe.pipeline.sections import Section
-from jaxpipe.pipeline.words import POISON, from_words, pack_words, unpack_words, word_count
 from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.runtime.program import PAGE, Program
+from jaxpipe.runtime.sections import Section
+from jaxpipe.runtime.uint32_words import POISON, from_words, pack_words, unpack_words, word_count
 from jaxpipe.schedules import Kind
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.mpmd.compile import TracedWork
-from jaxpipe.runtime.mpmd.crossing import join_messages
+from jaxpipe.runtime.mpmd.combine_sends import join_messages
+from jaxpipe.runtime.mpmd.compile_work import TracedWork
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Key, Place, Send, Split, Spread
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role

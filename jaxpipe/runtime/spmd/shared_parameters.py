@@ -13,9 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.pipeline.program import Program
-from jaxpipe.pipeline.switch import switch
-from jaxpipe.pipeline.words import from_words, to_words
+from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.stage_switch import switch
+from jaxpipe.runtime.uint32_words import from_words, to_words
 from jaxpipe.sharding.mesh_axes import STAGE
 
 

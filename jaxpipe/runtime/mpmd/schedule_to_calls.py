@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.runtime.mpmd.calls import CallList, ListBuilder
-from jaxpipe.runtime.mpmd.compile import TracedWork, trace_work
+from jaxpipe.runtime.mpmd.call_list import CallList, ListBuilder
+from jaxpipe.runtime.mpmd.compile_work import TracedWork, trace_work
 from jaxpipe.runtime.mpmd.early_update import early_update_work, end_work, nonfinite_work, older
 from jaxpipe.runtime.mpmd.instructions import Key, Place
-from jaxpipe.runtime.mpmd.layout import Layout
 from jaxpipe.runtime.mpmd.report_work import counters_work, results_work, stack_work, weight_work
+from jaxpipe.runtime.mpmd.stage_placement import Layout
 from jaxpipe.runtime.mpmd.stage_work import INDEX, KEY, OVERFLOWS, STEP, Name, Role, Work, stage_work
-from jaxpipe.runtime.mpmd.swaps import StashMover
+from jaxpipe.runtime.mpmd.swap_instructions import StashMover
 from jaxpipe.runtime.mpmd.update_work import (
     HAD,
     NONFINITE,

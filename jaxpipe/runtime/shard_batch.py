@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import multihost
 from jaxpipe.errors import BatchError
-from jaxpipe.pipeline.step import Batching
+from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 from jaxpipe.text.units import whole_number
 

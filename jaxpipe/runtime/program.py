@@ -1,6 +1,6 @@
 """The program that every device runs, as data: sections of the model, a schedule, and where everything is.
 
-``jaxpipe.pipeline.ticks`` runs it.
+``jaxpipe.runtime.spmd.tick_loop`` runs it.
 """
 
 import functools
@@ -14,11 +14,11 @@ import jax
 import numpy as np
 
 from jaxpipe.models.microbatch_program import Objective
-from jaxpipe.pipeline.columns import Arena, Columns, arena, columns
-from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.precision import sum_dtype
-from jaxpipe.pipeline.sections import Placement, Section
-from jaxpipe.pipeline.words import word_count
+from jaxpipe.runtime.gradient_precision import sum_dtype
+from jaxpipe.runtime.sections import Placement, Section
+from jaxpipe.runtime.spmd.buffer_layout import Layout
+from jaxpipe.runtime.spmd.tick_table import Arena, Columns, arena, columns
+from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Kind, Schedule
 from jaxpipe.schedules.replicas import Teams
 from jaxpipe.sharding.partition_specs import Specs
@@ -45,7 +45,8 @@ class Program:
       placement: the device of every variable.
       parameters, state: layouts of the variables, by device.
       gradients: layout of the gradients of those parameters that are trained.
-      gradient_dtype: in which gradients of narrower types are added up (``jaxpipe.pipeline.precision``); None: float32.
+      gradient_dtype: in which gradients of narrower types are added up (``jaxpipe.runtime.gradient_precision``); None:
+        float32.
       replicated: whether the mesh has a data axis.
       specs: how arrays are split over the devices of a stage.
     """

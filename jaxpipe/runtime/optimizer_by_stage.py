@@ -20,8 +20,8 @@ from jaxpipe.graph.graph import Graph, Operator, run
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.traced_update import TracedUpdate, transformation_of
-from jaxpipe.pipeline.switch import switch
-from jaxpipe.pipeline.words import pack_words, unpack_words, word_count
+from jaxpipe.runtime.stage_switch import switch
+from jaxpipe.runtime.uint32_words import pack_words, unpack_words, word_count
 from jaxpipe.sharding.mesh_axes import STAGE
 
 

@@ -1,11 +1,11 @@
 """The runtime of a plan."""
 
-from jaxpipe.pipeline.planned import Planned
+from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.interface import Runtime
-from jaxpipe.runtime.mpmd.runtime import MpmdRuntime
-from jaxpipe.runtime.spmd import SpmdRuntime
+from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
+from jaxpipe.runtime.spmd.spmd_runtime import SpmdRuntime
 
 
-def runtime_of(planned: Planned) -> Runtime:
+def runtime_of(planned: ExecutablePlan) -> Runtime:
     """Return the runtime that a plan was made for; nothing is compiled yet."""
     return MpmdRuntime(planned) if planned.plan.runtime == "mpmd" else SpmdRuntime(planned)

@@ -5,7 +5,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,62 +16,18 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.gradients.block_exchange import sent_share
 from jaxpipe.models.combine_metrics import combine
-from jaxpipe.pipeline.exchange import StageExchange, run_exchange
-from jaxpipe.pipeline.guard import OnNonFinite, guard, look
-from jaxpipe.pipeline.layout import Layout
-from jaxpipe.pipeline.optimizer import ColoredUpdate, held_by
-from jaxpipe.pipeline.overwriting import run_update
-from jaxpipe.pipeline.precision import round_to
-from jaxpipe.pipeline.program import Program
-from jaxpipe.pipeline.sharing import borrow, give_back
-from jaxpipe.pipeline.state import TrainState
-from jaxpipe.pipeline.ticks import Totals, run_ticks
-from jaxpipe.pipeline.words import from_words, pack_words, to_words, unpack_words, word_count
+from jaxpipe.runtime.executable_plan import Batching, Update
+from jaxpipe.runtime.gradient_precision import round_to
+from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate, held_by
+from jaxpipe.runtime.overwrite_state import run_update
+from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.replica_exchange import run_exchange
+from jaxpipe.runtime.spmd.nonfinite_guard import guard, look
+from jaxpipe.runtime.spmd.shared_parameters import borrow, give_back
+from jaxpipe.runtime.spmd.tick_loop import Totals, run_ticks
+from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.runtime.uint32_words import from_words, pack_words, to_words, unpack_words, word_count
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
-
-
-@dataclass(frozen=True, eq=False)
-class Batching:
-    """The cut of a batch into micro-batches.
-
-    Attributes:
-      shared: by leaf, whether every micro-batch gets it whole (it has no axis of examples).
-      replicas: ways the batch is split over the data axis.
-      num_microbatches: micro-batches of each replica.
-    """
-
-    shared: tuple[bool, ...]
-    replicas: int
-    num_microbatches: int
-
-    def specs(self) -> list[P]:
-        """Return how each leaf is sharded."""
-        return [P() if shared or self.replicas == 1 else P(DATA) for shared in self.shared]
-
-    def rows(self, leaves: Sequence[Any]) -> list[Any]:
-        """A replica's leaves as ``[num_microbatches, ...]``."""
-        m = self.num_microbatches
-        return [
-            jnp.broadcast_to(x, (m, *x.shape)) if shared else x.reshape(m, x.shape[0] // m, *x.shape[1:])
-            for x, shared in zip(leaves, self.shared, strict=True)
-        ]
-
-
-@dataclass(frozen=True, eq=False)
-class Update:
-    """The optimizer as the stages run it, and where its state lives.
-
-    Attributes:
-      colored: the optimizer.
-      layout: of its state.
-      exchange: how replicas exchange gradients; None if whole.
-      on_nonfinite: what to do about a loss or a gradient that is not finite.
-    """
-
-    colored: ColoredUpdate
-    layout: Layout
-    exchange: StageExchange | None = None
-    on_nonfinite: OnNonFinite = None
 
 
 def state_specs(state: TrainState) -> TrainState:

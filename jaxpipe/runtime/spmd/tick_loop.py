@@ -20,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.pipeline.branches import (
+from jaxpipe.runtime.gradient_precision import add_gradient
+from jaxpipe.runtime.program import PAGE, Program
+from jaxpipe.runtime.spmd.stage_branches import (
     Kept,
     Rows,
     backward_branch,
@@ -32,11 +34,9 @@ from jaxpipe.pipeline.branches import (
     touched,
     weight_branch,
 )
-from jaxpipe.pipeline.columns import Work
-from jaxpipe.pipeline.precision import add_gradient
-from jaxpipe.pipeline.program import PAGE, Program
-from jaxpipe.pipeline.switch import switch
-from jaxpipe.pipeline.words import POISON
+from jaxpipe.runtime.spmd.tick_table import Work
+from jaxpipe.runtime.stage_switch import switch
+from jaxpipe.runtime.uint32_words import POISON
 from jaxpipe.schedules import Kind
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxpipe.graph.graph import itemsize
-from jaxpipe.runtime.mpmd.calls import CallList
+from jaxpipe.runtime.mpmd.call_list import CallList
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Join, Place, Send, Split
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.pipeline.stash_swap import SwapTarget
-from jaxpipe.runtime.mpmd.calls import ListBuilder
-from jaxpipe.runtime.mpmd.compile import trace_work
+from jaxpipe.runtime.mpmd.call_list import ListBuilder
+from jaxpipe.runtime.mpmd.compile_work import trace_work
+from jaxpipe.runtime.mpmd.device_bytes import array_bytes
 from jaxpipe.runtime.mpmd.instructions import Key, Place
-from jaxpipe.runtime.mpmd.layout import Layout
-from jaxpipe.runtime.mpmd.memory import array_bytes
+from jaxpipe.runtime.mpmd.stage_placement import Layout
 from jaxpipe.runtime.mpmd.stage_work import Name, Role, Work, stash_names
+from jaxpipe.runtime.stash_swap import SwapTarget
 from jaxpipe.schedules.swap_points import HOST, swap_points
 
 

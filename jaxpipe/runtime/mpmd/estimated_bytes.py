@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.graph.graph import live, read_graph
 from jaxpipe.graph.liveness import temporary_bytes
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
-from jaxpipe.runtime.mpmd.calls import CallList, Program
-from jaxpipe.runtime.mpmd.compile import TracedWork
+from jaxpipe.runtime.mpmd.call_list import CallList, Program
+from jaxpipe.runtime.mpmd.compile_work import TracedWork
+from jaxpipe.runtime.mpmd.device_bytes import Needs, Peak, array_bytes, walk
 from jaxpipe.runtime.mpmd.instructions import Call, Place
-from jaxpipe.runtime.mpmd.memory import Needs, Peak, array_bytes, walk
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.sharding.submesh import count_parts
 

@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import multihost
-from jaxpipe.pipeline.words import pack_words, unpack_words, word_count
-from jaxpipe.runtime.mpmd.crossing import ends
+from jaxpipe.runtime.mpmd.combine_sends import ends
 from jaxpipe.runtime.mpmd.instructions import Exchange, Send, Spread
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
+from jaxpipe.runtime.uint32_words import pack_words, unpack_words, word_count
 from jaxpipe.sharding.partition_specs import side_by_side
 
 

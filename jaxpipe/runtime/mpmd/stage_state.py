@@ -16,15 +16,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat, multihost
-from jaxpipe.pipeline import feed
-from jaxpipe.pipeline.optimizer import ColoredUpdate
-from jaxpipe.pipeline.sections import Placement
-from jaxpipe.pipeline.state import TrainState
-from jaxpipe.runtime.mpmd.calls import CallList
+from jaxpipe.runtime import shard_batch
+from jaxpipe.runtime.mpmd.call_list import CallList
 from jaxpipe.runtime.mpmd.instructions import Key, Place
-from jaxpipe.runtime.mpmd.layout import Layout
+from jaxpipe.runtime.mpmd.stage_placement import Layout
 from jaxpipe.runtime.mpmd.stage_work import Name, Role
 from jaxpipe.runtime.mpmd.update_work import SKIPPED
+from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate
+from jaxpipe.runtime.sections import Placement
+from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.partition_specs import side_by_side
 from jaxpipe.sharding.submesh import joined_mesh
@@ -237,7 +237,7 @@ def _at(x: Any, target: _Target) -> Any:
 
 def _parts(x: Any, shared: bool, mesh: Mesh) -> Callable[[int], Any]:
     """Return a function that gives the part of a leaf for a replica, of which this process has a stage."""
-    replicas, local = mesh.shape.get(DATA, 1), feed.own_replicas(mesh)
+    replicas, local = mesh.shape.get(DATA, 1), shard_batch.own_replicas(mesh)
     x = _compat.in_default_layout(x)
     if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
         if not x.is_fully_replicated:

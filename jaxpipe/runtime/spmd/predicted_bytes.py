@@ -9,11 +9,11 @@ import numpy as np
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph, itemsize, run
 from jaxpipe.graph.liveness import peak_bytes
-from jaxpipe.pipeline.branches import stage_programs, touched
-from jaxpipe.pipeline.overwriting import Renewal, renewals
-from jaxpipe.pipeline.precision import add_gradient
-from jaxpipe.pipeline.program import PAGE, Program
-from jaxpipe.pipeline.step import Update
+from jaxpipe.runtime.executable_plan import Update
+from jaxpipe.runtime.gradient_precision import add_gradient
+from jaxpipe.runtime.overwrite_state import Renewal, renewals
+from jaxpipe.runtime.program import PAGE, Program
+from jaxpipe.runtime.spmd.stage_branches import stage_programs, touched
 from jaxpipe.schedules import Kind
 
 

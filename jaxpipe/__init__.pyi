@@ -29,9 +29,9 @@ from .models.combine_metrics import Sum as Sum
 from .multihost import initialize_distributed as initialize_distributed
 from .options import PlanOptions as PlanOptions
 from .partition import partition as partition
-from .pipeline.pipeline import MemoryReport as MemoryReport
 from .pipeline.pipeline import Pipeline as Pipeline
 from .plan import Plan as Plan
+from .planning.memory_report import MemoryReport as MemoryReport
 from .residuals.density import Density as Density
 from .residuals.density import measure_density as measure_density
 from .residuals.density import with_density as with_density

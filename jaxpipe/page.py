@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jaxpipe.pictures import draw_memory, draw_stages, draw_timeline, load_figure_class
 from jaxpipe.plan import Plan
-from jaxpipe.planning.placed import Partition
+from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.html_table import html_table, html_text
@@ -24,7 +24,7 @@ from jaxpipe.text.units import bytes_text, seconds_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from jaxpipe.pipeline.pipeline import MemoryReport
+    from jaxpipe.planning.memory_report import MemoryReport
 
 #: The browser may load nothing and run nothing; pictures and styles are in the page.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

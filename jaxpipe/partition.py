@@ -23,7 +23,6 @@ from jaxpipe.errors import BatchError, PartitionError, ScheduleError
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.graph.codec_policy import FAST, Codecs, parse, warn_unused
 from jaxpipe.graph.sharding_annotations import outside_mesh
-from jaxpipe.host_memory import check_host_memory
 from jaxpipe.models import check_arguments, check_batch
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics
 from jaxpipe.models.bound_model import BoundModel, UserFunction, bind, check_model, needs_variables
@@ -33,19 +32,20 @@ from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.unroll_layers import check_unroll, scanned_variables, trace_unrolled
 from jaxpipe.models.variable_shardings import Shardings, check_exchanged, shardings_of
 from jaxpipe.options import PlanOptions
-from jaxpipe.pipeline import checks
-from jaxpipe.pipeline.arrange import stay
-from jaxpipe.pipeline.assemble import Draft, Traced, choose, draft, frozen_stages, sections_for, teams_of
-from jaxpipe.pipeline.describe import least_seconds, rates_in
 from jaxpipe.pipeline.pipeline import Pipeline
-from jaxpipe.pipeline.planned import Planned
-from jaxpipe.pipeline.request import Request
-from jaxpipe.pipeline.runtime_choice import check_runtime_features
-from jaxpipe.pipeline.searched import searched_drafts
-from jaxpipe.planning.chunked import chunked
-from jaxpipe.planning.layers import partition_layers
-from jaxpipe.planning.placed import Partition
-from jaxpipe.planning.storing.choose import check_solver
+from jaxpipe.planning import check_request
+from jaxpipe.planning.arrange_devices import stay
+from jaxpipe.planning.assemble_plan import Draft, Traced, choose, draft, frozen_stages, sections_for, teams_of
+from jaxpipe.planning.choose_runtime import check_runtime_features
+from jaxpipe.planning.cuts.interleaved_cuts import chunked
+from jaxpipe.planning.cuts.partition_layers import partition_layers
+from jaxpipe.planning.cuts.placed_stages import Partition
+from jaxpipe.planning.describe_plan import least_seconds, rates_in
+from jaxpipe.planning.planned import Planned
+from jaxpipe.planning.request import Request
+from jaxpipe.planning.searched_schedules import searched_drafts
+from jaxpipe.planning.storage.choose_storage import check_solver
+from jaxpipe.planning.storage.host_memory import check_host_memory
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.gradient_precision import check_effect, check_gradient_dtype
 from jaxpipe.runtime.replica_exchange import check_exchange
@@ -173,7 +173,7 @@ def partition(
     if not isinstance(options, PlanOptions):
         raise PartitionError(f"options={options!r}; pass jaxpipe.PlanOptions(...), or leave it out.")
     mesh = with_own_names(mesh, options.stage_axis, options.data_axis)
-    num_stages, replicas = checks.check_mesh(mesh)
+    num_stages, replicas = check_request.check_mesh(mesh)
     check_model(model)
     check_arguments.check_optimizer(optimizer)
     for function, name in ((loss, "loss"), (evaluate, "evaluate"), (predict, "predict")):
@@ -187,12 +187,12 @@ def partition(
     profile = "measured" if profile is None else profile
     if not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
         raise PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
-    checks.check_network(network, mesh)
+    check_request.check_network(network, mesh)
     mesh, submesh = split_mesh(mesh)
     if options.on_nonfinite not in (None, "raise", "skip"):
         raise PartitionError(f"on_nonfinite={options.on_nonfinite!r}; it must be 'raise', 'skip' or None.")
     exchange = check_exchange(gradient_exchange, DATA)
-    devices_per_stage = checks.check_devices_per_stage(
+    devices_per_stage = check_request.check_devices_per_stage(
         options.devices_per_stage, num_stages, mesh, exchange is not None
     )
     budget = None if memory is None else parse_bytes(memory)
@@ -205,7 +205,7 @@ def partition(
         optimizer=optimizer,
         budget=budget,
         num_microbatches=num_microbatches,
-        schedules=checks.schedule_makers(schedule),
+        schedules=check_request.schedule_makers(schedule),
         profile=profile,
         network=network,
         policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage, "storage"),
@@ -216,7 +216,7 @@ def partition(
         devices_per_stage=devices_per_stage,
         host=check_host_memory(options.host_memory, budget, mesh, devices_per_stage),
         gradient_dtype=check_gradient_dtype(options.gradient_dtype),
-        runtime=checks.check_runtime(runtime),
+        runtime=check_request.check_runtime(runtime),
         several_sizes=bool(others),
         submesh=submesh,
         options=options,
@@ -401,7 +401,7 @@ def _leaving_examples(
     fewer = max(enough, default=counts[0])
     if request.num_microbatches is None and fewer < num_microbatches:
         return fewer
-    checks.warn_few_examples(modules, size, request.replicas, num_microbatches, fewer)
+    check_request.warn_few_examples(modules, size, request.replicas, num_microbatches, fewer)
     return num_microbatches
 
 

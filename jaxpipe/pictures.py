@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.plan import Plan, short_modules, shorten
-from jaxpipe.planning.timeline import check_size, plan_timeline
+from jaxpipe.planning.plan_timeline import check_size, plan_timeline
 from jaxpipe.schedules import Kind, Schedule, Timeline
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.text.units import bytes_text, seconds_text
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from jaxpipe.pipeline.pipeline import MemoryReport
-    from jaxpipe.planning.placed import Partition
+    from jaxpipe.planning.cuts.placed_stages import Partition
+    from jaxpipe.planning.memory_report import MemoryReport
 
 # After M. Okabe and K. Ito, "Color universal design", 2002: distinct for color-blind readers too.
 BLUE, ORANGE, GREEN, YELLOW = "#0072B2", "#E69F00", "#009E73", "#F0E442"

@@ -88,7 +88,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class BalanceRound:
-    """One round of cutting a program and choosing its stages' storage (``jaxpipe.pipeline.balance``).
+    """One round of cutting a program and choosing its stages' storage (``jaxpipe.planning.balance_stages``).
 
     Attributes:
       cuts: the first operator of each stage but the first.

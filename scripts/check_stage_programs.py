@@ -29,7 +29,7 @@ import optax
 import jaxpipe
 from examples import models
 from jaxpipe import _compat
-from jaxpipe.pipeline.compiled import within_budget
+from jaxpipe.planning.compile_within_budget import within_budget
 from jaxpipe.runtime.mpmd.device_bytes import peak_bytes
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime

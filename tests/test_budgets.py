@@ -15,9 +15,9 @@ from flax import nnx
 
 import jaxpipe
 from jaxpipe.errors import MemoryBudgetError, PartitionError
-from jaxpipe.pipeline import compiled
-from jaxpipe.planning.storing import choose, solver_time
-from jaxpipe.planning.storing.solver_time import SolverTime
+from jaxpipe.planning import compile_within_budget
+from jaxpipe.planning.storage import choose_storage, solver_time
+from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from tests.test_fit import mlp, transformer, unet
 
@@ -202,7 +202,7 @@ def test_a_plan_without_time_is_greedy_and_says_so(monkeypatch):
 
     usual, _ = make(chain, 2, runtime="mpmd", schedule="gpipe")
     budget = int(0.97 * usual.plan.predicted_bytes)
-    monkeypatch.setattr(choose, "solve", never)
+    monkeypatch.setattr(choose_storage, "solve", never)
     plan = make(chain, 2, memory=budget, options=jaxpipe.PlanOptions(time_limit=0.0, compile=False), schedule="gpipe")[
         0
     ].plan
@@ -233,7 +233,7 @@ def test_a_plan_logs_its_rounds(caplog, capfd):
 @pytest.mark.slow
 def test_names_of_tensors_tell_module_operator_type_and_shape():
     pipeline, _ = make(tutorial, 2)
-    names = compiled.largest_stored(pipeline._planned)
+    names = compile_within_budget.largest_stored(pipeline._planned)
     assert len(names) == 3
     assert all(re.match(r"(Net/\S.*|batch\['\w+'\]) \w+\[[\d,]*\] \([\d.]+ [KM]?i?B\)$", name) for name in names)
     sizes = [float(re.search(r"\(([\d.]+) KiB", name)[1]) for name in names]

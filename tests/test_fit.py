@@ -14,8 +14,8 @@ import jaxpipe
 from examples import models as zoo
 from jaxpipe.errors import MemoryBudgetError, ModelError, PartitionError
 from jaxpipe.graph.graph import trace
-from jaxpipe.pipeline.balance import balanced
 from jaxpipe.planning import plan_storage
+from jaxpipe.planning.balance_stages import balanced
 from jaxpipe.residuals.stage_programs import assemble, backward, build, forward
 from jaxpipe.runtime.mpmd.device_bytes import Peak
 from tests.compare import relative_l2

@@ -13,9 +13,9 @@ import pytest
 
 import jaxpipe
 from jaxpipe import MemoryBudgetError, Network, PartitionError, Plan
-from jaxpipe.host_memory import check_host_memory
-from jaxpipe.pipeline.describe import stage_links
 from jaxpipe.plan import HostPlan
+from jaxpipe.planning.describe_plan import stage_links
+from jaxpipe.planning.storage.host_memory import check_host_memory
 
 
 def mesh_of(*kinds):

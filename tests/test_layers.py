@@ -11,8 +11,8 @@ from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Edge, Profile
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.planning import Partition, partition_layers
-from jaxpipe.planning.cut_space import cut_space
-from jaxpipe.planning.repeats import repeated_plans
+from jaxpipe.planning.cuts.cut_space import cut_space
+from jaxpipe.planning.cuts.repeated_stages import repeated_plans
 from jaxpipe.schedules import one_f_one_b, simulate
 
 
@@ -411,7 +411,7 @@ def test_many_different_devices(monkeypatch):
         network = Network(matrix, speed=tuple(r.choice([1.0, 2.0], 5)))
         exact = partition_layers(profile, network, cost_model="min_max", replicate=replicate)
         with monkeypatch.context() as patch:
-            patch.setattr("jaxpipe.planning.layers.MOST_WORK", 0)
+            patch.setattr("jaxpipe.planning.cuts.partition_layers.MOST_WORK", 0)
             found = partition_layers(profile, network, cost_model="min_max", replicate=replicate)
         assert "some orders of the devices" in found.searched and "all placements" in exact.searched
         price = Plans(profile, network).price_of(found)
@@ -429,7 +429,7 @@ def test_too_many_cuts(monkeypatch):
     options = {"cost_model": "min_max", "replicate": False}
     exact = partition_layers(profile, Network.uniform(2, 1e9), **options)
     assert (exact.bottleneck_seconds, exact.searched) == (12.0, "all cuts, all placements")
-    monkeypatch.setattr("jaxpipe.planning.cut_space.MOST_DOWN_SETS", 100)
+    monkeypatch.setattr("jaxpipe.planning.cuts.cut_space.MOST_DOWN_SETS", 100)
     found = partition_layers(profile, Network.uniform(2, 1e9), **options)
     assert found.searched == "one order's cuts, all placements"
     plans = Plans(profile, Network.uniform(2, 1e9))
@@ -492,10 +492,10 @@ def test_bounds_of_few_cuts_do_not_hide_the_best(monkeypatch):
         network = Network(matrix, speed=tuple(r.uniform(1, 2, 4)))
         for cost_model in ("min_max", "synchronous"):
             with monkeypatch.context() as patch:
-                patch.setattr("jaxpipe.planning.assign.FEW_CUTS", 10_000)
+                patch.setattr("jaxpipe.planning.cuts.dynamic_program.FEW_CUTS", 10_000)
                 direct = partition_layers(profile, network, cost_model=cost_model)
             with monkeypatch.context() as patch:
-                patch.setattr("jaxpipe.planning.assign.FEW_CUTS", 6)
+                patch.setattr("jaxpipe.planning.cuts.dynamic_program.FEW_CUTS", 6)
                 pruned = partition_layers(profile, network, cost_model=cost_model)
             assert pruned.bottleneck_seconds == direct.bottleneck_seconds
 

@@ -7,8 +7,9 @@ import pytest
 from scipy.optimize import linprog
 
 from jaxpipe import Network, Profile
-from jaxpipe.planning import mapping, partition_layers
-from jaxpipe.planning.mapping import best_mapping, demand, movable_bytes
+from jaxpipe.planning import partition_layers
+from jaxpipe.planning.cuts import device_mapping
+from jaxpipe.planning.cuts.device_mapping import best_mapping, demand, movable_bytes
 from jaxpipe.schedules import interleaved, one_f_one_b
 
 
@@ -132,7 +133,7 @@ def test_memory_of_devices_is_kept():
 
 
 def test_many_devices_are_exchanged_in_pairs(monkeypatch):
-    monkeypatch.setattr(mapping, "MOST_DEVICES", 4)
+    monkeypatch.setattr(device_mapping, "MOST_DEVICES", 4)
     network = network_of(np.random.default_rng(0), 6, rates=tuple(range(1, 30)))
     found = placed(network, 6, 12, sent=0.0)  # so that any mapping is as fast
     schedule, stash = textbook(6, 12), [300.0] * 6

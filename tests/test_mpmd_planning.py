@@ -12,7 +12,7 @@ import pytest
 import jaxpipe
 from jaxpipe import _compat
 from jaxpipe.errors import MemoryBudgetError, ScheduleError
-from jaxpipe.planning.dispatched import CALL_SECONDS, SEND_SECONDS, Dispatching, dispatched_timeline
+from jaxpipe.planning.dispatch_timeline import CALL_SECONDS, SEND_SECONDS, Dispatching, dispatched_timeline
 from jaxpipe.schedules import Teams, gpipe, interleaved, one_f_one_b, simulate, zero_bubble
 
 

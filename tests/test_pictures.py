@@ -7,8 +7,8 @@ import pytest
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.pictures import draw_memory, draw_timeline
-from jaxpipe.pipeline.pipeline import MemoryReport
 from jaxpipe.plan import Plan, StagePlan, StashPiece, short_modules
+from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
 
 

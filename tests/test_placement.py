@@ -10,7 +10,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe import Network
-from jaxpipe.pipeline.arrange import arrange, pair
+from jaxpipe.planning.arrange_devices import arrange, pair
 
 
 #: Fast links make the path 2 - 0 - 3 - 1.

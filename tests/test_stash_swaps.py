@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import jaxpipe
 from jaxpipe import Network
 from jaxpipe.errors import PartitionError
-from jaxpipe.pipeline.swap_choice import Link, choose_targets
-from jaxpipe.planning.storing.choose import choose
-from jaxpipe.planning.storing.problem import Item, Option, Problem
+from jaxpipe.planning.storage.choose_storage import choose
+from jaxpipe.planning.storage.choose_swaps import Link, choose_targets
+from jaxpipe.planning.storage.storage_problem import Item, Option, Problem
 from jaxpipe.runtime.mpmd.instructions import Send
 from jaxpipe.runtime.mpmd.swap_instructions import cut_arrays
 from jaxpipe.runtime.stash_swap import SwapTarget

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxpipe.graph.graph import is_differentiable, trace
-from jaxpipe.planning.storing.choose import lowest_peak
-from jaxpipe.planning.storing.greedy import give_up
-from jaxpipe.planning.storing.integer_program import solve
-from jaxpipe.planning.storing.items import stage_items
-from jaxpipe.planning.storing.problem import NOT_STORED, Item, Option, Problem, simulate
+from jaxpipe.planning.storage.choose_storage import lowest_peak
+from jaxpipe.planning.storage.greedy import give_up
+from jaxpipe.planning.storage.integer_program import solve
+from jaxpipe.planning.storage.storage_items import stage_items
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, simulate
 from jaxpipe.residuals.stage_programs import build
 from jaxpipe.target import building_for
 

@@ -23,7 +23,7 @@ import jaxpipe
 from jaxpipe import Network
 from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.planning import partition_layers
-from jaxpipe.planning.dispatched import CALL_SECONDS
+from jaxpipe.planning.dispatch_timeline import CALL_SECONDS
 from jaxpipe.schedules import one_f_one_b
 from jaxpipe.schedules.replicas import Teams
 

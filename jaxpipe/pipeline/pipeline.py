@@ -4,7 +4,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,13 +24,14 @@ from jaxpipe.models.bound_model import UserFunction, with_values
 from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
 from jaxpipe.models.microbatch_program import Objective, trace_loss, trace_prediction, with_rows
 from jaxpipe.models.training_mode import warn_if_training
-from jaxpipe.pipeline.compiled import within_budget
-from jaxpipe.pipeline.describe import processes_of
 from jaxpipe.pipeline.plain import plain_stash_bytes
-from jaxpipe.pipeline.planned import Planned
 from jaxpipe.plan import Plan
-from jaxpipe.planning.placed import Partition
-from jaxpipe.planning.timeline import plan_timeline
+from jaxpipe.planning.compile_within_budget import within_budget
+from jaxpipe.planning.cuts.placed_stages import Partition
+from jaxpipe.planning.describe_plan import processes_of
+from jaxpipe.planning.memory_report import MemoryReport
+from jaxpipe.planning.plan_timeline import plan_timeline
+from jaxpipe.planning.planned import Planned
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.initialize_state import initial_state
@@ -45,26 +45,6 @@ from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.sharding.submesh import joined_mesh
 from jaxpipe.text.progress import progress
 from jaxpipe.text.units import bytes_text, whole_number
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """Bytes on each device, in the order of ``mesh.devices.flat``.
-
-    Attributes:
-      predicted_bytes: from the plan, before anything is compiled.
-      compiled_bytes: what XLA reserves for the training step: arguments, results and temporaries, less what is
-        donated. With stage programs: the most that a device holds at any point of the list of calls, its arrays and
-        the temporaries of the program that runs.
-      temporary_bytes: the temporaries among them.
-      predicted_host_bytes, compiled_host_bytes: in the host's memory, for each device; in none of the others.
-    """
-
-    predicted_bytes: tuple[int, ...]
-    compiled_bytes: tuple[int, ...]
-    temporary_bytes: tuple[int, ...]
-    predicted_host_bytes: tuple[int, ...] = ()
-    compiled_host_bytes: tuple[int, ...] = ()
 
 
 class Pipeline:

@@ -1,8 +1,12 @@
-"""Decisions made before anything is compiled: where to cut, where to place, what to store."""
+"""Decisions made before anything is compiled: where to cut, on which devices, what to save under a budget.
 
-from jaxpipe.planning.layers import partition_layers as partition_layers
-from jaxpipe.planning.placed import Partition as Partition
-from jaxpipe.planning.placed import StageCost as StageCost
-from jaxpipe.planning.storing.plan import StoragePlan as StoragePlan
-from jaxpipe.planning.storing.plan import TensorChoice as TensorChoice
-from jaxpipe.planning.storing.plan import plan_storage as plan_storage
+In: a checked request, a profile of the model, a network, schedules.
+Out: ``Planned``: a plan with its seconds and bytes, and everything that a runtime needs to run it.
+"""
+
+from jaxpipe.planning.cuts.partition_layers import partition_layers as partition_layers
+from jaxpipe.planning.cuts.placed_stages import Partition as Partition
+from jaxpipe.planning.cuts.placed_stages import StageCost as StageCost
+from jaxpipe.planning.storage.plan_storage import StoragePlan as StoragePlan
+from jaxpipe.planning.storage.plan_storage import TensorChoice as TensorChoice
+from jaxpipe.planning.storage.plan_storage import plan_storage as plan_storage

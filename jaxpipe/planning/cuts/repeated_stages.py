@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxpipe.planning.costs import Stages
-from jaxpipe.planning.cut_space import CutSpace
+from jaxpipe.planning.cuts.cost_models import Stages
+from jaxpipe.planning.cuts.cut_space import CutSpace
 
 
 #: How many plans are worth a price.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxpipe.costs.profile import Profile
-from jaxpipe.planning.placed import Partition
+from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.runtime.executable_plan import ExecutablePlan
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.costs.network import Network
-from jaxpipe.planning.placed import Partition
+from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.sharding.mesh_axes import STAGE
 
 

@@ -10,9 +10,9 @@ from jaxpipe.costs.device_rates import OTHER, Rates
 from jaxpipe.costs.roofline import seconds
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable
-from jaxpipe.planning.storing.choose import Answer, check_solver, choose, lowest_peak, raised
-from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
-from jaxpipe.planning.storing.problem import NOT_STORED, simulate
+from jaxpipe.planning.storage.choose_storage import Answer, check_solver, choose, lowest_peak, raised
+from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, simulate
 from jaxpipe.residuals import stage_programs as stages
 from jaxpipe.residuals.choose_formats import Choices
 from jaxpipe.residuals.stage_programs import Stage

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.plan import Plan
-from jaxpipe.planning.dispatched import Dispatching, dispatched_timeline
+from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline
 from jaxpipe.schedules import Schedule, Teams, Timeline, simulate
 
 
@@ -14,10 +14,10 @@ def plan_timeline(
 ) -> Timeline:
     """Return who computes what when in one training step.
 
-    Stage programs run as soon as they have what they need (``jaxpipe.planning.dispatched``). In one program for all
-    devices these walk through the table in step, and what the plan's step takes beyond the stages' work is shown as the
-    exchange after each tick. Where stages have several devices, a row is one of them, and an action its work on a deal
-    (``jaxpipe.schedules.replicas``).
+    Stage programs run as soon as they have what they need (``jaxpipe.planning.dispatch_timeline``). In one program for
+    all devices these walk through the table in step, and what the plan's step takes beyond the stages' work is shown as
+    the exchange after each tick. Where stages have several devices, a row is one of them, and an action its work on a
+    deal (``jaxpipe.schedules.replicas``).
 
     Args:
       plan: its seconds are predicted for one micro-batch.

@@ -10,13 +10,13 @@ import numpy as np
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import MemoryBudgetError, PartitionError
-from jaxpipe.planning import orders
-from jaxpipe.planning.assign import Limits, Search, device_classes, in_order, work
-from jaxpipe.planning.costs import MODELS, CostModel, Stages, Synchronous
-from jaxpipe.planning.cut_space import CutSpace, cut_space
-from jaxpipe.planning.placed import Partition, describe
-from jaxpipe.planning.refine import move_operators
-from jaxpipe.planning.synchronous import shortest_step, step_bound
+from jaxpipe.planning.cuts import device_orders
+from jaxpipe.planning.cuts.cost_models import MODELS, CostModel, Stages, Synchronous
+from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
+from jaxpipe.planning.cuts.dynamic_program import Limits, Search, device_classes, in_order, work
+from jaxpipe.planning.cuts.placed_stages import Partition, describe
+from jaxpipe.planning.cuts.refine_cuts import move_operators
+from jaxpipe.planning.cuts.synchronous_search import shortest_step, step_bound
 from jaxpipe.text.units import bytes_text, parse_bytes
 
 
@@ -210,8 +210,8 @@ def _best_order(space: CutSpace, model: CostModel, limits: Limits) -> tuple[int,
         stages = search.lightest(search.least())
         return model.objective(few, stages) if stages else math.inf
 
-    start = min(orders.seeds(model.network), key=price)
-    return orders.improve(start, price)[1]
+    start = min(device_orders.seeds(model.network), key=price)
+    return device_orders.improve(start, price)[1]
 
 
 def _relaxed(space: CutSpace, model: CostModel, limits: Limits) -> float:

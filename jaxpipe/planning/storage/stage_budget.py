@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from jaxpipe import multihost
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
-from jaxpipe.pipeline.swap_choice import Link, Links, Targets, choose_targets
-from jaxpipe.planning.storing.choose import Answer, choose, lowest_peak
-from jaxpipe.planning.storing.items import Items, limited, stage_items, storage_plan
-from jaxpipe.planning.storing.problem import NOT_STORED, Option, Outcome, Problem, simulate
-from jaxpipe.planning.storing.solver_time import SolverTime
+from jaxpipe.planning.storage.choose_storage import Answer, choose, lowest_peak
+from jaxpipe.planning.storage.choose_swaps import Link, Links, Targets, choose_targets
+from jaxpipe.planning.storage.solver_time import SolverTime
+from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Outcome, Problem, simulate
 from jaxpipe.residuals import stage_programs as stages
 from jaxpipe.residuals.backward_graph import Linearization
 from jaxpipe.residuals.stage_programs import Stage

@@ -3,8 +3,8 @@
 import functools
 from collections.abc import Iterator, Sequence
 
-from jaxpipe.pipeline.assemble import Draft, Traced, draft
-from jaxpipe.pipeline.describe import stage_search_arguments
+from jaxpipe.planning.assemble_plan import Draft, Traced, draft
+from jaxpipe.planning.describe_plan import stage_search_arguments
 from jaxpipe.schedules import Schedule, candidates, list_schedule
 from jaxpipe.text.progress import tell
 

@@ -15,10 +15,10 @@ import jax
 
 from jaxpipe import multihost
 from jaxpipe.errors import MemoryBudgetError
-from jaxpipe.pipeline.planned import Planned
 from jaxpipe.plan import Plan
-from jaxpipe.planning.storing.choose import raised
-from jaxpipe.planning.storing.items import tensor_text
+from jaxpipe.planning.planned import Planned
+from jaxpipe.planning.storage.choose_storage import raised
+from jaxpipe.planning.storage.storage_items import tensor_text
 from jaxpipe.residuals.stored_formats import stored_bytes
 from jaxpipe.runtime.executable_plan import Compiled
 from jaxpipe.runtime.mpmd import device_bytes

@@ -23,10 +23,13 @@ from jaxpipe.models.microbatch_program import Objective, trace_loss
 from jaxpipe.models.traced_update import TracedUpdate, trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.variable_shardings import Shardings
-from jaxpipe.pipeline.arrange import arrange
-from jaxpipe.pipeline.balance import balanced
-from jaxpipe.pipeline.compiled import is_near_budget, refusal, with_step, within_budget
-from jaxpipe.pipeline.describe import (
+from jaxpipe.planning.arrange_devices import arrange
+from jaxpipe.planning.balance_stages import balanced
+from jaxpipe.planning.choose_runtime import choose_runtime
+from jaxpipe.planning.compile_within_budget import is_near_budget, refusal, with_step, within_budget
+from jaxpipe.planning.cuts.device_mapping import best_mapping
+from jaxpipe.planning.cuts.placed_stages import Partition
+from jaxpipe.planning.describe_plan import (
     RuntimeChoice,
     describe,
     describe_frozen,
@@ -34,14 +37,11 @@ from jaxpipe.pipeline.describe import (
     stage_links,
     stage_seconds,
 )
-from jaxpipe.pipeline.planned import Budget, Planned
-from jaxpipe.pipeline.request import Request
-from jaxpipe.pipeline.runtime_choice import choose_runtime
-from jaxpipe.pipeline.stage_budget import Fitted, Prices, Solving, StageFitter
-from jaxpipe.planning.mapping import best_mapping
-from jaxpipe.planning.placed import Partition
-from jaxpipe.planning.storing.choose import raised
-from jaxpipe.planning.storing.solver_time import SolverTime
+from jaxpipe.planning.planned import Budget, Planned
+from jaxpipe.planning.request import Request
+from jaxpipe.planning.storage.choose_storage import raised
+from jaxpipe.planning.storage.solver_time import SolverTime
+from jaxpipe.planning.storage.stage_budget import Fitted, Prices, Solving, StageFitter
 from jaxpipe.runtime.asynchronous_updates import check_asynchronous
 from jaxpipe.runtime.executable_plan import Batching, Update
 from jaxpipe.runtime.fold_state import shared_sections

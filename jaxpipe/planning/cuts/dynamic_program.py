@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxpipe.costs.network import Network
-from jaxpipe.planning.costs import CostModel, Stages, Team
-from jaxpipe.planning.cut_space import Block, CutSpace
+from jaxpipe.planning.cuts.cost_models import CostModel, Stages, Team
+from jaxpipe.planning.cuts.cut_space import Block, CutSpace
 
 
 #: How many cuts give a first bound, where there are many more.

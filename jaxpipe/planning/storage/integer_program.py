@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxpipe.planning.storing.problem import NOT_STORED, Option, Problem, simulate
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, simulate
 
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
-from jaxpipe.pipeline.planned import Planned
 from jaxpipe.plan import BalanceRound
+from jaxpipe.planning.planned import Planned
 from jaxpipe.text.progress import tell
 
 

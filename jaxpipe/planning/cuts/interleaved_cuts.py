@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from jaxpipe.costs.network import Network
-from jaxpipe.planning.layers import partition_layers
-from jaxpipe.planning.placed import Partition
+from jaxpipe.planning.cuts.partition_layers import partition_layers
+from jaxpipe.planning.cuts.placed_stages import Partition
 
 
 #: Bytes per second from a device to itself.

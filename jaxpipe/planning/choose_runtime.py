@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.pipeline.describe import RuntimeChoice, StageSeconds, runtime_timeline, stage_seconds, step_seconds
-from jaxpipe.pipeline.request import Request
-from jaxpipe.planning.dispatched import call_seconds
-from jaxpipe.planning.placed import Partition
+from jaxpipe.planning.cuts.placed_stages import Partition
+from jaxpipe.planning.describe_plan import RuntimeChoice, StageSeconds, runtime_timeline, stage_seconds, step_seconds
+from jaxpipe.planning.dispatch_timeline import call_seconds
+from jaxpipe.planning.request import Request
 from jaxpipe.runtime.program import Program
 from jaxpipe.schedules import Schedule
 from jaxpipe.text.units import seconds_text

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxpipe.planning.assign import device_classes
-from jaxpipe.planning.costs import Synchronous
-from jaxpipe.planning.cut_space import space_of
-from jaxpipe.planning.placed import Partition, describe
+from jaxpipe.planning.cuts.cost_models import Synchronous
+from jaxpipe.planning.cuts.cut_space import space_of
+from jaxpipe.planning.cuts.dynamic_program import device_classes
+from jaxpipe.planning.cuts.placed_stages import Partition, describe
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.schedules.table import Schedule
 

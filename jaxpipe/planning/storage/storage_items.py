@@ -17,7 +17,7 @@ from jaxpipe.graph.buffer_packing import alive_bytes
 from jaxpipe.graph.graph import Graph, Operator, Tensor
 from jaxpipe.graph.liveness import lifetimes
 from jaxpipe.graph.op_cost import weight
-from jaxpipe.planning.storing.problem import NOT_STORED, Item, Option, Problem
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem
 from jaxpipe.residuals.backward_graph import Backward, Linearization
 from jaxpipe.residuals.choose_formats import (
     Choices,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxpipe.planning.storing.problem import NOT_STORED, Outcome, Problem, simulate
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, simulate
 
 
 #: How many changes are tried before each is made.

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxpipe.costs.network import Network
 from jaxpipe.errors import PartitionError
-from jaxpipe.planning.cut_space import EVERYWHERE, Block, CutSpace
+from jaxpipe.planning.cuts.cut_space import EVERYWHERE, Block, CutSpace
 
 
 #: ``(first cut, last cut, devices)`` of each stage, first to last.

@@ -11,8 +11,8 @@ from rich.table import Table
 from jaxpipe.costs.network import Network, NetworkFile
 from jaxpipe.costs.profile import Profile, ProfileFile
 from jaxpipe.errors import PartitionError
-from jaxpipe.planning.costs import CostModel, Stages, Team
-from jaxpipe.planning.cut_space import CutSpace
+from jaxpipe.planning.cuts.cost_models import CostModel, Stages, Team
+from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.text.checked_json import Amount, Count, read_json
 from jaxpipe.text.plain_table import PlainTable, table_text
 from jaxpipe.text.units import bytes_text, seconds_text

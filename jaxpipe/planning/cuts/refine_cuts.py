@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxpipe.costs.profile import Profile
-from jaxpipe.planning.assign import ROUNDING, Search
-from jaxpipe.planning.costs import Stages
-from jaxpipe.planning.cut_space import CutSpace, space_of
+from jaxpipe.planning.cuts.cost_models import Stages
+from jaxpipe.planning.cuts.cut_space import CutSpace, space_of
+from jaxpipe.planning.cuts.dynamic_program import ROUNDING, Search
 
 
 #: How many moves are priced at most.

@@ -15,13 +15,13 @@ from jaxpipe.costs.device_rates import Rates, known_rates
 from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.pipeline.request import Request
-from jaxpipe.pipeline.stage_budget import Fitted
-from jaxpipe.pipeline.swap_choice import Links
 from jaxpipe.plan import FrozenPlan, Plan, StagePlan, StashPiece
-from jaxpipe.planning.costs import Synchronous, Team
-from jaxpipe.planning.dispatched import Dispatching, SearchArguments, dispatched_timeline, search_arguments
-from jaxpipe.planning.placed import Partition
+from jaxpipe.planning.cuts.cost_models import Synchronous, Team
+from jaxpipe.planning.cuts.placed_stages import Partition
+from jaxpipe.planning.dispatch_timeline import Dispatching, SearchArguments, dispatched_timeline, search_arguments
+from jaxpipe.planning.request import Request
+from jaxpipe.planning.storage.choose_swaps import Links
+from jaxpipe.planning.storage.stage_budget import Fitted
 from jaxpipe.residuals.stored_formats import Storage, stored_bytes
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import PAGE, Program
@@ -35,7 +35,7 @@ from jaxpipe.schedules.swap_points import HOST, swap_points
 
 @dataclass(frozen=True)
 class RuntimeChoice:
-    """A runtime, and why it was chosen (``jaxpipe.pipeline.runtime_choice``).
+    """A runtime, and why it was chosen (``jaxpipe.planning.choose_runtime``).
 
     Attributes:
       name: ``"mpmd"`` or ``"spmd"``.

@@ -1,14 +1,14 @@
-"""The search for stages that make a step of the executor short (see ``jaxpipe.planning.costs.Synchronous``)."""
+"""The search for stages that make a step short, as ``jaxpipe.planning.cuts.cost_models.Synchronous`` counts it."""
 
 import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxpipe.planning.assign import ROUNDING, Counts, Search
-from jaxpipe.planning.costs import Stages, Synchronous
-from jaxpipe.planning.cut_space import CutSpace
-from jaxpipe.planning.repeats import repeated_plans
+from jaxpipe.planning.cuts.cost_models import Stages, Synchronous
+from jaxpipe.planning.cuts.cut_space import CutSpace
+from jaxpipe.planning.cuts.dynamic_program import ROUNDING, Counts, Search
+from jaxpipe.planning.cuts.repeated_stages import repeated_plans
 
 
 #: How much more than beside a stage a link counts, in further plans to begin with.

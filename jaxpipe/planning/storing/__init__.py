@@ -1,1 +1,0 @@
-"""Storage for the backward pass under a budget: problem, solvers, and their use on a stage."""

@@ -16,8 +16,8 @@ import tyro
 import jaxpipe
 from examples.models.overfeat import OverFeat
 from jaxpipe import Network, Node, topology
-from jaxpipe.pictures import draw_stages
 from jaxpipe.planning import partition_layers
+from jaxpipe.visualize.pictures import draw_stages
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jaxpipe
-from jaxpipe.pictures import draw_memory, draw_timeline
 from jaxpipe.text.units import bytes_text
+from jaxpipe.visualize.pictures import draw_memory, draw_timeline
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from . import checkpoint as checkpoint
 from . import gradients as gradients
-from . import pictures as pictures
 from . import planning as planning
 from . import schedules as schedules
-from . import traces as traces
 from .checkpoint import Checkpointer as Checkpointer
 from .costs import topology as topology
 from .costs.network import Network as Network
@@ -29,7 +27,7 @@ from .models.combine_metrics import Sum as Sum
 from .multihost import initialize_distributed as initialize_distributed
 from .options import PlanOptions as PlanOptions
 from .partition import partition as partition
-from .pipeline.pipeline import Pipeline as Pipeline
+from .pipeline import Pipeline as Pipeline
 from .plan import Plan as Plan
 from .planning.memory_report import MemoryReport as MemoryReport
 from .residuals.density import Density as Density
@@ -43,5 +41,7 @@ from .residuals.residual_report import residual_report as residual_report
 from .runtime.nonfinite_origin import NonFiniteOrigin as NonFiniteOrigin
 from .runtime.train_state import TrainState as TrainState
 from .schedules.table import Schedule as Schedule
+from .visualize import pictures as pictures
+from .visualize import traces as traces
 
 __version__: str

@@ -31,7 +31,7 @@ from jaxpipe.costs.profile_model import profile_model
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.options import PlanOptions
 from jaxpipe.partition import partition
-from jaxpipe.pipeline.pipeline import Pipeline
+from jaxpipe.pipeline import Pipeline
 from jaxpipe.text.plain_table import printable
 
 

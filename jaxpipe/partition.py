@@ -32,7 +32,7 @@ from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.unroll_layers import check_unroll, scanned_variables, trace_unrolled
 from jaxpipe.models.variable_shardings import Shardings, check_exchanged, shardings_of
 from jaxpipe.options import PlanOptions
-from jaxpipe.pipeline.pipeline import Pipeline
+from jaxpipe.pipeline import Pipeline
 from jaxpipe.planning import check_request
 from jaxpipe.planning.arrange_devices import stay
 from jaxpipe.planning.assemble_plan import Draft, Traced, choose, draft, frozen_stages, sections_for, teams_of

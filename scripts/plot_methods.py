@@ -11,11 +11,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from jaxpipe import Network, Node, Profile, topology
-from jaxpipe.pictures import BLUE, GREEN, GREY, KIND_COLORS, ORANGE, SKY, draw_stages
 from jaxpipe.planning import partition_layers
 from jaxpipe.schedules import Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.swap_points import swap_points
-from jaxpipe.traces import KIND_NAMES
+from jaxpipe.visualize.pictures import BLUE, GREEN, GREY, KIND_COLORS, ORANGE, SKY, draw_stages
+from jaxpipe.visualize.traces import KIND_NAMES
 
 
 OUT = Path(__file__).parents[1] / "docs" / "pictures"

@@ -14,8 +14,8 @@ import optax
 import pytest
 
 import jaxpipe
-from jaxpipe.page import Contents, page
-from jaxpipe.pipeline.plain import plain_stash_bytes
+from jaxpipe.visualize.html_report import Contents, page
+from jaxpipe.visualize.plain_stash import plain_stash_bytes
 from tests.pipeline_models import cnn_linen
 
 

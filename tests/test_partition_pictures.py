@@ -7,7 +7,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from jaxpipe import Network, Node
-from jaxpipe.pictures import VERMILION, draw_stages
+from jaxpipe.visualize.pictures import VERMILION, draw_stages
 
 
 NODES = Network.from_nodes([Node(2, 50e9, name="a"), Node(2, 12e9, speed=0.5)], 1.25e9)

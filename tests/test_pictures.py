@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.pictures import draw_memory, draw_timeline
 from jaxpipe.plan import Plan, StagePlan, StashPiece, short_modules
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
+from jaxpipe.visualize.pictures import draw_memory, draw_timeline
 
 
 STASH_BYTES = (3072, 1024)

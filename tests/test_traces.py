@@ -9,7 +9,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe.schedules import Timeline, interleaved, one_f_one_b, zero_bubble
-from jaxpipe.traces import trace_json, write_trace
+from jaxpipe.visualize.traces import trace_json, write_trace
 from tests.pipeline_models import cnn_linen
 
 

@@ -10,8 +10,8 @@ from jax.experimental import multihost_utils
 
 from jaxpipe import multihost
 from jaxpipe.checkpoint.contents import Contents
-from jaxpipe.checkpoint.files import Writer, open_checkpoint, steps
-from jaxpipe.checkpoint.state import put
+from jaxpipe.checkpoint.model_layout import put
+from jaxpipe.checkpoint.orbax_files import Writer, open_checkpoint, steps
 from jaxpipe.errors import CheckpointError
 from jaxpipe.runtime import check_state
 from jaxpipe.runtime.interface import Runtime

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpipe.checkpoint.tree import Path
+from jaxpipe.checkpoint.arrays_by_path import Path
 
 
 #: Groups of arrays in a checkpoint.

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxpipe.checkpoint.arrays_by_path import leaf_paths, nest
 from jaxpipe.checkpoint.contents import OPTIMIZER, VARIABLES, expected
-from jaxpipe.checkpoint.files import Saved, open_checkpoint, read
-from jaxpipe.checkpoint.state import check, typed
-from jaxpipe.checkpoint.tree import leaf_paths, nest
+from jaxpipe.checkpoint.model_layout import check, typed
+from jaxpipe.checkpoint.orbax_files import Saved, open_checkpoint, read
 
 
 @dataclass(frozen=True)

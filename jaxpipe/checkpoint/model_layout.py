@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import multihost
+from jaxpipe.checkpoint.arrays_by_path import Path, leaf_paths
 from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, differences, expected, is_key
-from jaxpipe.checkpoint.files import Saved, read
-from jaxpipe.checkpoint.tree import Path, leaf_paths
+from jaxpipe.checkpoint.orbax_files import Saved, read
 from jaxpipe.errors import CheckpointError
 from jaxpipe.runtime.executable_plan import ExecutablePlan
 from jaxpipe.runtime.interface import Runtime

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from jaxpipe.pictures import draw_memory, draw_stages, draw_timeline, load_figure_class
 from jaxpipe.plan import Plan
 from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.schedules import Schedule, Timeline
@@ -19,6 +18,7 @@ from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.html_table import html_table, html_text
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.units import bytes_text, seconds_text
+from jaxpipe.visualize.pictures import draw_memory, draw_stages, draw_timeline, load_figure_class
 
 
 if TYPE_CHECKING:

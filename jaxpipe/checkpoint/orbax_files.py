@@ -27,8 +27,8 @@ import numpy as np
 
 from jaxpipe import multihost
 from jaxpipe._version import __version__
+from jaxpipe.checkpoint.arrays_by_path import Path, nest, pick
 from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, Leaf, checksum, describe
-from jaxpipe.checkpoint.tree import Path, nest, pick
 from jaxpipe.errors import CheckpointError
 
 

@@ -9,7 +9,7 @@ from jaxpipe.planning.plan_timeline import check_size, plan_timeline
 from jaxpipe.schedules import Kind, Schedule, Timeline
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.text.units import bytes_text, seconds_text
-from jaxpipe.traces import KIND_NAMES
+from jaxpipe.visualize.traces import KIND_NAMES
 
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from jaxpipe import multihost
 from jaxpipe.checkpoint.contents import Contents
-from jaxpipe.checkpoint.files import Writer, open_checkpoint
-from jaxpipe.checkpoint.files import steps as steps_of
-from jaxpipe.checkpoint.state import put, take
+from jaxpipe.checkpoint.model_layout import put, take
+from jaxpipe.checkpoint.orbax_files import Writer, open_checkpoint
+from jaxpipe.checkpoint.orbax_files import steps as steps_of
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
@@ -24,7 +24,6 @@ from jaxpipe.models.bound_model import UserFunction, with_values
 from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
 from jaxpipe.models.microbatch_program import Objective, trace_loss, trace_prediction, with_rows
 from jaxpipe.models.training_mode import warn_if_training
-from jaxpipe.pipeline.plain import plain_stash_bytes
 from jaxpipe.plan import Plan
 from jaxpipe.planning.compile_within_budget import within_budget
 from jaxpipe.planning.cuts.placed_stages import Partition
@@ -45,6 +44,7 @@ from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.sharding.submesh import joined_mesh
 from jaxpipe.text.progress import progress
 from jaxpipe.text.units import bytes_text, whole_number
+from jaxpipe.visualize.plain_stash import plain_stash_bytes
 
 
 class Pipeline:
@@ -113,7 +113,7 @@ class Pipeline:
         """
         planned = self._planned
         if measured:
-            from jaxpipe.costs.stages import measure_timeline
+            from jaxpipe.visualize.measured_timeline import measure_timeline
 
             return measure_timeline(planned.program, self.mesh)
         stages = planned.partition.stages
@@ -137,8 +137,8 @@ class Pipeline:
           ImportError: if matplotlib is not installed.
           PartitionError, MemoryBudgetError: as ``plan`` and ``memory_report``.
         """
-        from jaxpipe.page import Contents, write_page
-        from jaxpipe.pictures import load_figure_class
+        from jaxpipe.visualize.html_report import Contents, write_page
+        from jaxpipe.visualize.pictures import load_figure_class
 
         load_figure_class("Pipeline.report")  # before anything is compiled
         memory = self.memory_report() if compile else None  # first: it may change the plan

@@ -1,1 +1,0 @@
-"""The executor: one compiled program for each training step."""

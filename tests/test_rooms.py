@@ -1,0 +1,67 @@
+"""Rooms of the package depend only downward."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[1]
+
+#: Top to bottom: a room imports from itself and from those behind it.
+ROOMS = (
+    "__main__",
+    "cli",
+    "partition",
+    "pipeline",
+    "visualize",
+    "checkpoint",
+    "planning",
+    "runtime",
+    "plan",
+    "costs",
+    "residuals",
+    "models",
+    "gradients",
+    "graph",
+    "sharding",
+    "schedules",
+    "options",
+    "text",
+    "multihost",
+    "_compat",
+    "target",
+    "errors",
+    "_version",
+)
+
+
+def modules():
+    return {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in (ROOT / "jaxpipe").rglob("*.py")}
+
+
+def imported(path):
+    """The modules, or names in them, that any statement of a file imports: lazy ones and those for types included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno} is a relative import"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+
+
+def test_every_module_is_in_a_room():
+    rooms = {name.split(".")[1] for name in modules()} - {"__init__"}
+    assert sorted(rooms) == sorted(ROOMS)
+
+
+@pytest.mark.core
+def test_rooms_depend_only_downward():
+    upward = [
+        f"{name}:{line} imports {target}"
+        for name, path in modules().items()
+        for line, target in imported(path)
+        if target.split(".")[0] == "jaxpipe" and name != "jaxpipe.__init__"
+        if target == "jaxpipe" or ROOMS.index(target.split(".")[1]) < ROOMS.index(name.split(".")[1])
+    ]
+    assert upward == []

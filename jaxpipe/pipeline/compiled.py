@@ -21,6 +21,7 @@ from jaxpipe.planning.storing.choose import raised
 from jaxpipe.planning.storing.items import tensor_text
 from jaxpipe.progress import tell
 from jaxpipe.stash import stored_bytes
+from jaxpipe.target import building_for
 from jaxpipe.units import bytes_text
 
 
@@ -67,6 +68,11 @@ def within_budget(planned: Planned, *, any_cuts: bool = False) -> Planned:
     Raises:
       MemoryBudgetError: if none does, and the budget must not be raised.
     """
+    with building_for(planned.mesh.devices.flat[0].platform):
+        return _within_budget(planned, any_cuts)
+
+
+def _within_budget(planned: Planned, any_cuts: bool) -> Planned:
     tried = [with_step(planned)]
     budget, others = planned.plan.budget, planned.budget
     if budget is None or others is None:

@@ -25,6 +25,7 @@ from jaxpipe.runtime.mpmd import device_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
+from jaxpipe.target import building_for
 
 
 #: How many plans with the same cuts are compiled at most until one keeps the budget.
@@ -67,6 +68,11 @@ def within_budget(planned: Planned, *, any_cuts: bool = False) -> Planned:
     Raises:
       MemoryBudgetError: if none does, and the budget must not be raised.
     """
+    with building_for(planned.mesh.devices.flat[0].platform):
+        return _within_budget(planned, any_cuts)
+
+
+def _within_budget(planned: Planned, any_cuts: bool) -> Planned:
     tried = [with_step(planned)]
     budget, others = planned.plan.budget, planned.budget
     if budget is None or others is None:

@@ -8,6 +8,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.planning.storage.greedy import give_up, give_up_all
 from jaxpipe.planning.storage.integer_program import Solution, solve
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, simulate
+from jaxpipe.planning.storage.small_items import without_small_items
 
 
 #: A solver's numbers are exact to this fraction; an answer that is over the limit by so little is asked for again.
@@ -57,13 +58,13 @@ def choose(problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0,
         candidates.append((1, greedy))
     solved = Solution(None, False, False, None)
     if time_limit > 0:
-        solved = solve(problem, solver=solver, time_limit=time_limit, gap=gap)
+        solved = solve(without_small_items(problem), solver=solver, time_limit=time_limit, gap=gap)
     if solved.choice is not None:
         found = simulate(problem, solved.choice)
         if found is not None and not found.fits(problem):
             # Once more, with the capacity lowered by what the solver's arithmetic leaves open.
             strict = replace(problem, capacity=problem.capacity * (1 - ACCURACY))
-            solved = solve(strict, solver=solver, time_limit=time_limit, gap=gap)
+            solved = solve(without_small_items(strict), solver=solver, time_limit=time_limit, gap=gap)
             found = None if solved.choice is None else simulate(problem, solved.choice)
         if solved.choice is not None and found is not None and found.fits(problem):
             candidates.append((0, solved.choice))
@@ -114,7 +115,8 @@ def lowest_peak(
     """
     solved = Solution(None, False, False, None)
     if time_limit > 0:
-        solved = solve(problem, solver=solver, time_limit=time_limit, gap=gap, least_peak=True)
+        reduced = without_small_items(problem)
+        solved = solve(reduced, solver=solver, time_limit=time_limit, gap=gap, least_peak=True)
     choices = [choice for choice in (solved.choice, give_up_all(problem)) if choice is not None]
     answers = [_tidy(problem, choice) for choice in choices if simulate(problem, choice) is not None]
     if not answers:

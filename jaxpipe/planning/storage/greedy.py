@@ -1,50 +1,106 @@
-"""A choice without a solver: items are given up one by one, those first that give most bytes for a second."""
+"""A choice without a solver: items are given up that give most bytes for a second, then what still fits is taken back.
 
-from collections.abc import Sequence
+Large models repeat layers, so items are given up in two ways, whose better result counts: one by one, and all items
+that are alike at once. In a row of equal layers the peak falls only when all of them have given up the same item.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, simulate
+from jaxpipe.planning.storage.storage_problem import Item
 
 
-#: How many changes are tried before each is made.
+#: How many changes are tried before each is made, where items are given up one by one.
 MOST_TRIALS = 16
+
+#: Items that change together.
+Group = tuple[int, ...]
 
 
 def give_up(problem: Problem) -> tuple[int, ...] | None:
-    """Start with the fastest form of everything and change single items until the limits hold; None if none helps.
-
-    What was given up and turned out not to be needed is taken back at the end.
-    """
-    choice, now = _descended(problem)
-    if now is None or not now.fits(problem):
-        return None
-    for k in sorted(now.computed, key=lambda k: -(problem.items[k].seconds or 0.0)):
-        for option in range(len(problem.items[k].options)):
-            other = [*choice[:k], option, *choice[k + 1 :]]
-            found = simulate(problem, other)
-            if found is not None and found.fits(problem) and found.seconds < now.seconds:
-                choice, now = other, found
-    return tuple(choice)
+    """Return the fastest of the choices within the limits that are found; None if none is found."""
+    fastest = [_fastest(problem, k) for k in range(len(problem.items))]
+    starts = [_descended(problem, fastest, groups) for groups in (_singles(problem), _alike(problem))]
+    if not any(_fits(problem, choice) for choice in starts):
+        starts.append(_smallest(problem))
+    elif starts[0] != fastest:
+        starts.append(_descended(replace(problem, capacity=0), fastest, _alike(problem)))
+    fitting = [choice for choice in starts if _fits(problem, choice)]
+    found = [_taken_back(problem, choice, order) for choice in fitting for order in (_by_seconds, _by_rate)]
+    return None if not found else tuple(min(found, key=lambda choice: _seconds(problem, choice)))
 
 
 def give_up_all(problem: Problem) -> tuple[int, ...] | None:
-    """Go on like this until nothing makes the peak lower; None if the result cannot be run."""
-    choice, now = _descended(replace(problem, capacity=min(0, *problem.base)))
-    return None if now is None else tuple(choice)
+    """Return the choice with the lowest peak that is found; None if none can be run."""
+    choice = _smallest(problem)
+    return None if simulate(problem, choice) is None else tuple(choice)
 
 
-def _descended(problem: Problem) -> tuple[list[int], Outcome | None]:
-    """The choice, and its outcome, at which the limits hold or no single change brings them nearer."""
-    choice = [_fastest(problem, k) for k in range(len(problem.items))]
+def _smallest(problem: Problem) -> list[int]:
+    """Give up alike items and then single ones until nothing makes the peak lower; the other way around, too."""
+    unlimited = replace(problem, capacity=min(0, *problem.base))
+    fastest = [_fastest(problem, k) for k in range(len(problem.items))]
+    single, alike = _singles(problem), _alike(problem)
+    ends = []
+    for first, second in ((single, alike), (alike, single)):
+        ends.append(_descended(unlimited, _descended(unlimited, fastest, first), second))
+    outcomes = [simulate(problem, choice) for choice in ends]
+    return min(zip(ends, outcomes, strict=True), key=lambda end: (end[1] is None, end[1] and end[1].peak_bytes))[0]
+
+
+def _descended(problem: Problem, choice: Sequence[int], groups: Sequence[Group]) -> list[int]:
+    """Change groups of items until the limits hold, or no single change brings them nearer."""
+    choice = list(choice)
     now = simulate(problem, choice)
     while now is None or not now.fits(problem):
-        step = _best_step(problem, choice, now)
+        step = _best_step(problem, choice, now, groups)
         if step is None:
             break
-        k, option = step
-        choice[k] = option
+        choice = step
         now = simulate(problem, choice)
-    return choice, now
+    return choice
+
+
+def _by_seconds(item: Item) -> float:
+    return item.seconds or 0.0
+
+
+def _by_rate(item: Item) -> float:
+    return (item.seconds or 0.0) / max(1, item.bytes)
+
+
+def _taken_back(problem: Problem, choice: list[int], order: Callable[[Item], float]) -> list[int]:
+    """Store what is computed again as far as it fits, in descending order."""
+    now = simulate(problem, choice)
+    assert now is not None
+    before = None
+    while before != choice:
+        before = choice
+        for k in sorted(now.computed, key=lambda k: -order(problem.items[k])):
+            for option in range(len(problem.items[k].options)):
+                other = [*choice[:k], option, *choice[k + 1 :]]
+                outcome = simulate(problem, other)
+                if outcome is not None and outcome.fits(problem) and outcome.seconds < now.seconds:
+                    choice, now = other, outcome
+    return choice
+
+
+def _singles(problem: Problem) -> list[Group]:
+    return [(k,) for k in range(len(problem.items))]
+
+
+def _alike(problem: Problem) -> list[Group]:
+    """Return the items that cost the same and are computed from items that cost the same."""
+    groups: dict[tuple, list[int]] = {}
+    for k, item in enumerate(problem.items):
+        sources = tuple(_cost(problem.items[source]) for source in item.sources)
+        groups.setdefault((_cost(item), sources), []).append(k)
+    return [tuple(group) for group in groups.values()]
+
+
+def _cost(item: Item) -> tuple:
+    return item.options, item.bytes, item.seconds, len(item.uses)
 
 
 def _fastest(problem: Problem, k: int) -> int:
@@ -58,36 +114,58 @@ def _fastest(problem: Problem, k: int) -> int:
     return min(ways)[2]
 
 
+def _fits(problem: Problem, choice: Sequence[int]) -> bool:
+    outcome = simulate(problem, choice)
+    return outcome is not None and outcome.fits(problem)
+
+
+def _seconds(problem: Problem, choice: Sequence[int]) -> float:
+    outcome = simulate(problem, choice)
+    assert outcome is not None
+    return outcome.seconds
+
+
 def _excess(problem: Problem, outcome: Outcome) -> tuple[float, float]:
     """Return by how much the capacity is exceeded; and, where several events are equally bad, by how much in all."""
     over = max(0.0, outcome.peak_bytes - problem.capacity)
     return over, sum(max(0.0, b - problem.capacity) for b in outcome.bytes)
 
 
-def _best_step(problem: Problem, choice: Sequence[int], now: Outcome | None) -> tuple[int, int] | None:
-    moves = []
-    for k, item in enumerate(problem.items):
-        if choice[k] == NOT_STORED:
-            if now is None:
-                moves += [(0.0, k, position) for position in range(len(item.options))]
-            continue
-        option = item.options[choice[k]]
-        for position, other in enumerate(item.options):
-            if other.bytes < option.bytes:
-                moves.append(((other.seconds - option.seconds) / (option.bytes - other.bytes), k, position))
-        if item.seconds is not None:
-            moves.append(((item.seconds - option.seconds) / max(1, option.bytes), k, NOT_STORED))
+def _moves(problem: Problem, choice: Sequence[int], now: Outcome | None, group: Group) -> list[tuple[float, int]]:
+    """Return the changes of a group that may give bytes, as seconds for each byte of an item and the new option."""
+    item, here = problem.items[group[0]], choice[group[0]]
+    if here == NOT_STORED:
+        return [(0.0, position) for position in range(len(item.options))] if now is None else []
+    option = item.options[here]
+    moves = [
+        ((other.seconds - option.seconds) / (option.bytes - other.bytes), position)
+        for position, other in enumerate(item.options)
+        if other.bytes < option.bytes
+    ]
+    if item.seconds is not None:
+        moves.append(((item.seconds - option.seconds) / max(1, option.bytes), NOT_STORED))
+    return moves
+
+
+def _best_step(
+    problem: Problem, choice: Sequence[int], now: Outcome | None, groups: Sequence[Group]
+) -> list[int] | None:
+    """Return the choice after the change that costs fewest seconds for each byte by which it lowers the excess."""
+    moves = [(price, group, position) for group in groups for price, position in _moves(problem, choice, now, group)]
     best = None
     before = None if now is None else _excess(problem, now)
-    for _, k, position in sorted(moves)[:MOST_TRIALS]:
-        found = simulate(problem, [*choice[:k], position, *choice[k + 1 :]])
-        if found is None:
+    for _, group, position in sorted(moves)[:MOST_TRIALS] if len(groups) == len(problem.items) else moves:
+        other = list(choice)
+        for k in group:
+            other[k] = position
+        outcome = simulate(problem, other)
+        if outcome is None:
             continue
-        after = _excess(problem, found)
+        after = _excess(problem, outcome)
         if before is not None and after >= before:
             continue
         gain = 1.0 if before is None else (before[0] - after[0]) or 1e-3 * (before[1] - after[1])
-        price = (max(0.0, found.seconds - (0.0 if now is None else now.seconds)) / gain, -gain)
+        price = (max(0.0, outcome.seconds - (0.0 if now is None else now.seconds)) / gain, -gain)
         if best is None or price < best[0]:
-            best = price, k, position
-    return None if best is None else best[1:]
+            best = price, other
+    return None if best is None else best[1]

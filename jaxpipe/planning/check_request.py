@@ -1,4 +1,4 @@
-"""Checks of a mesh, a batch and a budget, before anything is traced."""
+"""Checks of the arguments of ``partition``: mesh, network, schedule, runtime."""
 
 from collections.abc import Sequence
 from typing import Any, cast

@@ -23,9 +23,9 @@ from jaxpipe.residuals.stored_formats import stored_bytes
 from jaxpipe.runtime.executable_plan import Compiled
 from jaxpipe.runtime.mpmd import device_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
+from jaxpipe.target import building_for
 from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
-from jaxpipe.target import building_for
 
 
 #: How many plans with the same cuts are compiled at most until one keeps the budget.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from jaxpipe.errors import PartitionError
 from jaxpipe.planning.storage.greedy import give_up, give_up_all
 from jaxpipe.planning.storage.integer_program import Solution, solve
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, simulate
 from jaxpipe.planning.storage.small_items import without_small_items
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, simulate
 
 
 #: A solver's numbers are exact to this fraction; an answer that is over the limit by so little is asked for again.

@@ -7,8 +7,7 @@ that are alike at once. In a row of equal layers the peak falls only when all of
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, simulate
-from jaxpipe.planning.storage.storage_problem import Item
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Outcome, Problem, simulate
 
 
 #: How many changes are tried before each is made, where items are given up one by one.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import multihost
@@ -19,6 +19,7 @@ from jaxpipe.runtime.mpmd.combine_sends import crosses, ends
 from jaxpipe.runtime.mpmd.compile_work import Executable, Job, compile_jobs
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join, Key, Place, Send, Split, Spread
 from jaxpipe.runtime.mpmd.send_between_processes import Transfer, Transfers, of_member
+from jaxpipe.runtime.mpmd.send_within_process import send
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.waiting_thread import ended, started
 
@@ -285,7 +286,7 @@ def _action(
         executable = executables.get((instruction.program, instruction.place))
         return None if executable is None else executable.run
     if isinstance(instruction, Send):
-        return _send(instruction, devices, specs)
+        return send(instruction, devices, specs)
     if not isinstance(instruction, (Split, Join)):
         return None
     whole = Place(instruction.stage)
@@ -297,38 +298,6 @@ def _action(
         return _split(members, specs[instruction.reads[0]])
     (write,) = instruction.writes
     return _join(instruction, calls.avals[write].shape, NamedSharding(devices.mesh(whole), specs[write]), mine)
-
-
-def _send(instruction: Send, devices: StageDevices, specs: Sequence[P]) -> Action | None:
-    source, target = devices.of(instruction.source), devices.of(instruction.target)
-    if not multihost.mine(source):
-        return None
-    kind = None
-    if source == target:  # between the device's memory and its host's
-        kind = "pinned_host" if instruction.to_host else "device"
-    if len(target) > 1:
-        mesh = devices.mesh(instruction.target)
-        shardings = tuple(NamedSharding(mesh, specs[k], memory_kind=kind) for k in instruction.writes)
-        if len(multihost.mine(target)) == len(target):
-            return lambda *arrays: jax.device_put(arrays, shardings)
-        return lambda *arrays: [_moved(x, to) for x, to in zip(arrays, shardings, strict=True)]
-    # A device as the target takes half of the time that a sharding takes.
-    device = devices.at(instruction.target)
-    to = device if kind is None else SingleDeviceSharding(device, memory_kind=kind)
-    if len(instruction.reads) == 1:
-        return lambda x: (jax.device_put(x, to),)
-    return lambda *arrays: jax.device_put(arrays, to)
-
-
-def _moved(x: Any, to: NamedSharding) -> Any:
-    """Copy this process's parts of an array to the devices at their places in another mesh."""
-    assert isinstance(to.mesh, Mesh)
-    target = dict(zip(x.sharding.mesh.devices.flat, to.mesh.devices.flat, strict=True))
-    local = [
-        jax.device_put(shard.data, SingleDeviceSharding(target[shard.device], memory_kind=to.memory_kind))
-        for shard in x.addressable_shards
-    ]
-    return jax.make_array_from_single_device_arrays(x.shape, to, local)
 
 
 def _split(members: Sequence[Mesh], spec: P) -> Action:

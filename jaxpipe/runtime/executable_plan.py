@@ -87,7 +87,7 @@ class ExecutablePlan:
       stages, placement: the stage and the device of every variable.
       model, program, update, batching: see their types.
       policy: the codecs that may be used where a module is not decorated.
-      schedules: makers of the schedules that were asked for.
+      schedules: makers of the requested schedules.
       retrace: traces the loss for the shapes of one micro-batch.
       shardings: how variables are split within a stage.
       compiled: with stage programs, the training step once it has been compiled for a budget.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +15,13 @@ from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.captures import without_captures
 from jaxpipe.runtime.executable_plan import Update
+from jaxpipe.runtime.interface import Runtime
 from jaxpipe.runtime.sections import Placement
 from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays
 from jaxpipe.runtime.train_state import TrainState
 
 
-if TYPE_CHECKING:
-    from jaxpipe.runtime.interface import Runtime
-
-
-def initial_state(
-    runtime: "Runtime", model: BoundModel, optimizer: optax.GradientTransformation, key: Any
-) -> TrainState:
+def initial_state(runtime: Runtime, model: BoundModel, optimizer: optax.GradientTransformation, key: Any) -> TrainState:
     """Make each stage's variables and optimizer state on that stage's devices, in the process that has them.
 
     Variables that were given are copied there; others are initialized there, by a program from which everything

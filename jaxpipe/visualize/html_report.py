@@ -13,6 +13,7 @@ from rich.table import Table
 
 from jaxpipe.plan import Plan
 from jaxpipe.planning.cuts.placed_stages import Partition
+from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.html_table import html_table, html_text
@@ -23,8 +24,6 @@ from jaxpipe.visualize.pictures import draw_memory, draw_stages, draw_timeline, 
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from jaxpipe.planning.memory_report import MemoryReport
 
 #: The browser may load nothing and run nothing; pictures and styles are in the page.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -57,7 +56,7 @@ class Contents:
     schedule: Schedule
     timelines: Mapping[str, Timeline]
     plain_bytes: Sequence[int]
-    memory: "MemoryReport | None" = None
+    memory: MemoryReport | None = None
 
 
 def write_page(path: str | os.PathLike[str], contents: Contents) -> None:

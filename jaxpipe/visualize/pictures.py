@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.plan import Plan, short_modules, shorten
+from jaxpipe.planning.cuts.placed_stages import Partition
+from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import check_size, plan_timeline
 from jaxpipe.schedules import Kind, Schedule, Timeline
 from jaxpipe.schedules.swap_points import swap_points
@@ -15,9 +17,6 @@ from jaxpipe.visualize.traces import KIND_NAMES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from jaxpipe.planning.cuts.placed_stages import Partition
-    from jaxpipe.planning.memory_report import MemoryReport
 
 # After M. Okabe and K. Ito, "Color universal design", 2002: distinct for color-blind readers too.
 BLUE, ORANGE, GREEN, YELLOW = "#0072B2", "#E69F00", "#009E73", "#F0E442"
@@ -79,7 +78,7 @@ def draw_timeline(plan: Plan, schedule: Schedule, timeline: Timeline | None = No
     return figure
 
 
-def draw_memory(plan: Plan, schedule: Schedule, report: "MemoryReport | None" = None) -> "Figure":
+def draw_memory(plan: Plan, schedule: Schedule, report: MemoryReport | None = None) -> "Figure":
     """Draw predicted bytes by component beside the compiled bytes, and the stash of every device by tick.
 
     Args:
@@ -111,7 +110,7 @@ def draw_memory(plan: Plan, schedule: Schedule, report: "MemoryReport | None" = 
     return figure
 
 
-def draw_stages(partition: "Partition") -> "Figure":
+def draw_stages(partition: Partition) -> "Figure":
     """Draw compute and communication of each stage, the bottleneck, and the bound below which no partition gets.
 
     The synchronous cost model has these two for a whole step, so they are not drawn beside times for one micro-batch
@@ -167,7 +166,7 @@ def load_figure_class(name: str) -> Any:
     return Figure
 
 
-def _bottleneck(partition: "Partition") -> int:
+def _bottleneck(partition: Partition) -> int:
     """Return the stage whose time is the bottleneck's, be it the sum or the larger of its parts, by the cost model.
 
     If the bottleneck is a whole step, the stage with most work.
@@ -228,7 +227,7 @@ def _stage_label(plan: Plan, stage: int) -> str:
     return "\n".join([f"stage {stage}", *textwrap.wrap(shorten(modules, 3), 32)[:2]])
 
 
-def _draw_components(axes: "Axes", plan: Plan, report: "MemoryReport | None") -> None:
+def _draw_components(axes: "Axes", plan: Plan, report: MemoryReport | None) -> None:
     compiled = max(report.compiled_bytes) if report else 0
     scale, unit = _unit(max(plan.predicted_bytes, compiled))
     below = 0

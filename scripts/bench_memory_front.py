@@ -61,9 +61,9 @@ def budget_point(problem: Problem, memory: int, device: Any, timed: bool) -> tup
     """Plan and compile within a budget; a row that says so if it is refused."""
     try:
         pipeline = one_stage(problem, device, memory, compile=False)
+        row = stage_summary(pipeline) | {"memory": memory}  # compiles, and may choose other storage
     except jaxpipe.MemoryBudgetError as error:
         return {"refused": str(error), "smallest": error.smallest}, None
-    row = stage_summary(pipeline) | {"memory": memory}
     if not timed:
         return row, None
     _, x, _, labels, _ = problem.arguments

@@ -26,6 +26,10 @@ _MOVING = (VIEWS - _ALIASES) | {"concatenate", "dynamic_slice", "gather", "pad",
 _FUSED = ELEMENTWISE | {"dynamic_slice"}
 _FUSED_ON_GPU = _FUSED | {"gather"}
 
+#: An elementwise result that several read is computed again by each on a GPU if it follows from no more bytes than so
+#: many times its own; else it is written.
+_MOST_READ_AGAIN = 4
+
 #: A concatenation of more arrays than this does not take in what others read too; XLA's limit is a matter of size.
 _FUSED_PIECES = 4
 
@@ -220,7 +224,8 @@ class _Written:
                 stopped = any(_takes_values(reader) for reader in readers.get(t, ()))
                 if op.name not in fused - {"concatenate"} or (several and (op.name in COSTLY or stopped)):
                     self.tensors.add(t)
-        self._follow(graph)
+        shared = frozenset(t for t, ops in readers.items() if len(ops) > 1)
+        self._follow(graph, frozenset() if _compat.runs_breadth_first() else shared)
 
     def _add_barriers(self, graph: Graph, readers: Mapping[int, Sequence[Operator]]) -> None:
         """Add what a GPU writes besides: before barriers, and of reductions; matrix products read turned operands."""
@@ -265,7 +270,8 @@ class _Written:
                     queue.append(other)
         return [operators[k] for k in found]
 
-    def _follow(self, graph: Graph) -> None:
+    def _follow(self, graph: Graph, shared: frozenset[int]) -> None:
+        """Find what each tensor is computed from; of ``shared`` ones, those from too much are written."""
         self.sources: dict[int, frozenset[int]] = {}
         self.in_place: dict[int, frozenset[int]] = {}
         nothing: frozenset[int] = frozenset()
@@ -284,6 +290,9 @@ class _Written:
                 still = set()
             for t in op.outputs:
                 if self.resolve(t) == t:
+                    read = sum(graph.tensors[u].bytes for u in here)
+                    if t in shared and read > _MOST_READ_AGAIN * graph.tensors[t].bytes:
+                        self.tensors.add(t)
                     self.sources[t], self.in_place[t] = frozenset(here), frozenset(still - moved)
 
 

@@ -355,7 +355,9 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     if solving is not None:
         default = functools.cache(lambda: planned(program, (Fitted(),) * len(program.sections), None))
         prices, period = _prices(request, program, placed), _period(program, placed)
-        fitter = StageFitter(program, lambda chosen: lists.needs(default(), chosen), prices, solving, period)
+        fitter = StageFitter(
+            program, lambda chosen: lists.needs(default(), chosen), prices, solving, period, request.policy
+        )
     return Settled(found, planned, fitter)
 
 
@@ -421,14 +423,14 @@ def _prices(request: Request, program: Program, found: Partition) -> Prices:
     estimated = sum(graph_seconds(graph, rates))
     scale = sum(profile.forward_seconds) / estimated if estimated else 1.0
     known = {
-        t: seconds
+        (t, op.name): seconds
         for op, seconds in zip(graph.operators, profile.forward_seconds, strict=True)
         for t in op.outputs
         if weight(op) is None
     }
 
     def seconds(graph: Graph, op: Operator) -> float:
-        return known.get(op.outputs[0], scale * roofline.seconds([op], graph, rates))
+        return known.get((op.outputs[0], op.name), scale * roofline.seconds([op], graph, rates))
 
     links = stage_links(found, 0 if request.host is None or request.host.refused else request.host.budget)
     if request.network is None:  # nobody has said that devices exchange more than messages

@@ -6,14 +6,19 @@ from dataclasses import dataclass, replace
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.codec_policy import FAST, Policy
-from jaxpipe.graph.graph import Graph, is_differentiable
+from jaxpipe.graph.graph import Graph, Operator, is_differentiable
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
+from jaxpipe.graph.row_slices import slice_rows
 from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.residuals import stage_programs as stages
 from jaxpipe.residuals.stage_programs import Stage
 from jaxpipe.runtime.fold_state import Fold
 from jaxpipe.runtime.stash_swap import StashSwap
 from jaxpipe.schedules import Kind
+
+
+#: Slices of a product at most, whatever else a stage holds.
+MOST_SLICES = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,6 +220,29 @@ def with_backward(objective: Objective, sections: Sequence[Section], policy: Pol
         done.append(replace(section, stage=built, returning=returning, saved=saved))
         seeds = {loss, *returning}
     return tuple(reversed(done))
+
+
+def in_slices(section: Section, loss: int, policy: Policy = FAST) -> tuple[Section, tuple[Operator, ...]] | None:
+    """Return the last section with its largest product in slices, and the operators in the loop over them.
+
+    None if the product is not row-wise.
+    A slice is no larger than the largest of the tensors that are less than half of the product, or than a 32nd of it.
+
+    Args:
+      loss: the only result that is given a cotangent.
+    """
+    assert section.stage is not None
+    graph = section.graph
+    sizes = [graph.tensors[t].bytes for op in graph.operators for t in op.outputs]
+    largest = max((graph.tensors[op.outputs[0]].bytes for op in graph.operators if op.name == "dot_general"), default=0)
+    others = max((size for size in sizes if 2 * size < largest), default=0)
+    sliced = slice_rows(graph, max(others, largest // MOST_SLICES))
+    if sliced is None:
+        return None
+    graph, looped = sliced
+    built = stages.build(graph, section.stage.linearization.wrt, policy=policy, held=section.used, seeds=[loss])
+    reached = stages.reached(built, [loss])
+    return replace(section, graph=graph, stage=built, saved=tuple(t for t in built.saved if t in reached)), looped
 
 
 def _active(objective: Objective) -> set[int]:

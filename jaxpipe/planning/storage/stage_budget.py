@@ -7,6 +7,8 @@
 
 The integer program knows the stashes and what is computed again; what else a device needs is read off the prediction
 for the stage programs, and corrects the capacity until these fit.
+
+The last stage may also run its largest product in slices, logits as a rule, where that is faster within the budget.
 """
 
 import functools
@@ -15,9 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpipe import multihost
+from jaxpipe.graph.codec_policy import FAST, Policy
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
-from jaxpipe.planning.storage.choose_storage import Answer, choose, lowest_peak
+from jaxpipe.planning.storage.choose_storage import Answer, choose, least_seconds, lowest_peak
 from jaxpipe.planning.storage.choose_swaps import Link, Links, Targets, choose_targets
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
@@ -26,6 +29,7 @@ from jaxpipe.residuals import stage_programs as stages
 from jaxpipe.residuals.backward_graph import Linearization
 from jaxpipe.residuals.stage_programs import Stage
 from jaxpipe.runtime.program import Program
+from jaxpipe.runtime.sections import Section, in_slices
 from jaxpipe.runtime.stash_swap import StashSwap
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
@@ -89,8 +93,38 @@ class Solving:
     for_smallest: float
 
 
-#: By stage, the answer for it; those with default storage are left out.
-Answers = Mapping[int, Answer]
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """A program of a stage, and what it may store.
+
+    Attributes:
+      number: among the ways of its stage; the first has its operators as they are.
+      section: the stage.
+      items: what it may store.
+      seconds: that a micro-batch takes longer than in the first way, whatever is stored.
+    """
+
+    number: int
+    section: Section
+    items: Items
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Chosen:
+    """An answer for a stage."""
+
+    way: _Way
+    answer: Answer
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a micro-batch for codecs and recomputation."""
+        return self.way.seconds + self.answer.outcome.seconds
+
+
+#: By stage, what was chosen for it; those with default storage are left out.
+Answers = Mapping[int, _Chosen]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +146,7 @@ class StageFitter:
         prices: Prices,
         solving: Solving,
         period: float = 0.0,
+        policy: Policy = FAST,
     ):
         """Nothing is done yet.
 
@@ -121,11 +156,12 @@ class StageFitter:
           prices: what choices cost.
           solving: by whom, and how long.
           period: seconds of a micro-batch on the slowest stage, with which swaps overlap.
+          policy: the codecs that stages may use.
         """
         self.program, self._measure, self._prices, self._solving = program, measure, prices, solving
-        self._period = period
-        self._built: dict[tuple[int, tuple[int, ...]], Stage] = {}
-        self._programs: dict[tuple[tuple[int, tuple[int, ...], StashSwap | None], ...], _Candidate] = {}
+        self._period, self._policy = period, policy
+        self._built: dict[tuple[int, int, tuple[int, ...]], Stage] = {}
+        self._programs: dict[tuple[tuple[int, int, tuple[int, ...], StashSwap | None], ...], _Candidate] = {}
         self._spent: dict[int, float] = {}
         self._swaps: dict[int, Targets] = {}
 
@@ -172,13 +208,16 @@ class StageFitter:
         """Every device's stages with as little memory as is found, or with default storage if that needs less."""
         tell(f"{self.program.schedule.name}: looking for the smallest plan")
         options = {"solver": self._solving.solver, "time_limit": self._solving.for_smallest, "gap": GAP}
-        answers: dict[int, Answer] = {}
-        for s in range(len(self.program.sections)):
-            answer = multihost.from_first(
-                functools.partial(lowest_peak, self._problem(s, math.inf, self._items[s]), **options)
-            )
-            if answer is not None:
-                answers[s] = answer
+        answers: dict[int, _Chosen] = {}
+        for s, ways in enumerate(self._ways):
+            problems = [(way, self._without_swaps(s, math.inf, way.items)) for way in ways]
+            found = [
+                (way, multihost.from_first(functools.partial(lowest_peak, problem, **options)))
+                for way, problem in problems
+            ]
+            chosen = [_Chosen(way, answer) for way, answer in found if answer is not None]
+            if chosen:
+                answers[s] = min(chosen, key=lambda one: one.answer.outcome.peak_bytes)
         least, default = self._candidate(answers), self._candidate({})
         smaller = [d for d, needed in enumerate(least.needs) if needed < default.needs[d]]
         return self._candidate({s: answer for s, answer in answers.items() if self.program.device(s) in smaller})
@@ -193,23 +232,36 @@ class StageFitter:
             return mixed
         return self._smallest if max(self._smallest.needs) <= budget else None
 
-    def _solved(self, d: int, room: float) -> dict[int, Answer]:
+    def _solved(self, d: int, room: float) -> dict[int, _Chosen]:
         """Answers for the stages of a device, within a room that they share as they would by default."""
-        peaks = {s: self._outcome(s, self._items[s].default).peak_bytes for s in self._stages_of(d)}
-        answers: dict[int, Answer] = {}
+        peaks = {s: self._default(s).peak_bytes for s in self._stages_of(d)}
+        answers: dict[int, _Chosen] = {}
         for s, peak in peaks.items():
-            problem = self._problem(s, room * peak / max(1, sum(peaks.values())))
+            chosen = self._fastest(s, room * peak / max(1, sum(peaks.values()))) or self._smallest.answers.get(s)
+            if chosen is not None:
+                answers[s] = chosen
+        return answers
+
+    def _fastest(self, s: int, capacity: float) -> _Chosen | None:
+        """The fastest answer for a stage; a way that can not be faster than what was found is not solved."""
+        best: _Chosen | None = None
+        for way in self._ways[s]:
+            problem = self._problem(s, capacity, way.items)
+            if best is not None and best.seconds <= way.seconds + least_seconds(problem):
+                continue
             answer, spent = self._solving.time.solve(choose, problem, solver=self._solving.solver, gap=GAP)
             self._spent[s] = self._spent.get(s, 0.0) + spent
-            answer = answer or self._smallest.answers.get(s)
-            if answer is not None:
-                answers[s] = answer
-        return answers
+            if answer is not None and (best is None or way.seconds + answer.outcome.seconds < best.seconds):
+                best = _Chosen(way, answer)
+        return best
 
     def _beyond(self, candidate: _Candidate, d: int) -> float:
         """Return the bytes that a device needs beyond those that the problems of its stages know."""
-        peaks = [self._outcome(s, self._choice(candidate.answers, s)).peak_bytes for s in self._stages_of(d)]
-        return candidate.needs[d] - sum(peaks)
+        outcomes = [
+            candidate.answers[s].answer.outcome if s in candidate.answers else self._default(s)
+            for s in self._stages_of(d)
+        ]
+        return candidate.needs[d] - sum(outcome.peak_bytes for outcome in outcomes)
 
     def _stages_of(self, d: int) -> list[int]:
         return [s for s in range(len(self.program.sections)) if self.program.device(s) == d]
@@ -234,7 +286,7 @@ class StageFitter:
                 if targets is None:
                     continue
                 chosen[s] = targets
-                size = min(targets.most_bytes, self._outcome(s, self._items[s].default).stash_bytes)
+                size = min(targets.most_bytes, self._default(s).stash_bytes)
                 for target in targets.targets:
                     if target.stage != HOST:
                         rooms[target.stage] -= int(points.away * size * target.share)
@@ -264,25 +316,36 @@ class StageFitter:
         problem = replace(problem, items=tuple(widened), most_swapped=targets.most_bytes, overlap=overlap)
         return replace(items, problem=problem, forms=tuple((*forms, *forms) for forms in items.forms))
 
-    def _swap(self, s: int, choice: tuple[int, ...]) -> StashSwap | None:
+    def _swap(self, s: int, chosen: _Chosen) -> StashSwap | None:
         """The swaps that a choice stands for."""
-        items = self._with_swaps(s, self._items[s])
-        options = zip(items.tensors, items.problem.items, choice, strict=True)
+        items = self._with_swaps(s, chosen.way.items)
+        options = zip(items.tensors, items.problem.items, chosen.answer.choice, strict=True)
         tensors = [t for t, item, k in options if k != NOT_STORED and item.options[k].held is not None]
         return StashSwap(tuple(tensors), self._swaps[s].targets) if tensors else None
 
     @functools.cached_property
-    def _items(self) -> list[Items]:
-        items = []
-        for section in self.program.sections:
-            assert section.stage is not None
-            built, prices = section.stage, self._prices
-            price = functools.partial(prices.seconds, built.linearization.graph)
-            summed = {*section.parameters, *section.borrowed}
-            sized = self._of_one_device(built.linearization)
-            of_device = stage_items(sized, built.storage, price, prices.bytes_per_second, section.used, released=summed)
-            items.append(replace(of_device, linearization=built.linearization))
-        return items
+    def _ways(self) -> list[list[_Way]]:
+        """By stage, its program as it is, and with its largest product in slices if it can be."""
+        ways = [[_Way(0, section, self._items(section))] for section in self.program.sections]
+        last, section = ways[-1], self.program.sections[-1]
+        sliced = None
+        if section.is_trained and section.fold is None and self.program.specs.submesh.size == 1:
+            sliced = in_slices(section, self.program.objective.results[0], self._policy)
+        if sliced is not None:
+            other, looped = sliced
+            again = sum(self._prices.seconds(section.graph, op) for op in looped)
+            last.append(_Way(1, other, self._items(other), again))
+        return ways
+
+    def _items(self, section: Section) -> Items:
+        """What a stage may store, on one of its devices."""
+        assert section.stage is not None
+        built, prices = section.stage, self._prices
+        price = functools.partial(prices.seconds, built.linearization.graph)
+        summed = {*section.parameters, *section.borrowed}
+        sized = self._of_one_device(built.linearization)
+        items = stage_items(sized, built.storage, price, prices.bytes_per_second, section.used, released=summed)
+        return replace(items, linearization=built.linearization)
 
     def _of_one_device(self, linearization: Linearization) -> Linearization:
         """A stage's program with tensors as large as their parts on one of its devices."""
@@ -293,35 +356,40 @@ class StageFitter:
         split, shape = propagate(graph, given, specs.submesh.shape).specs, specs.submesh.shape
         return replace(linearization, graph=of_one_device(graph, split, shape))
 
-    def _problem(self, s: int, capacity: float, items: Items | None = None) -> Problem:
-        """A stage's problem; with swaps, unless its items are given.
+    def _problem(self, s: int, capacity: float, items: Items) -> Problem:
+        """A stage's problem, with swaps."""
+        return self._without_swaps(s, capacity, self._with_swaps(s, items))
+
+    def _without_swaps(self, s: int, capacity: float, items: Items) -> Problem:
+        """A stage's problem.
 
         Where forward and backward pass are one program, its only stash goes piece by piece. Other stashes are arrays
         that are there until the backward pass that reads them is done.
         """
-        items = self._with_swaps(s, self._items[s]) if items is None else items
         if not self._stays_apart(s):
             return limited(items, capacity, frees=True)
         return limited(items, capacity, held=self._held(s), frees=False)
 
-    def _outcome(self, s: int, choice: tuple[int, ...]) -> Outcome:
-        outcome = simulate(self._problem(s, math.inf), choice)
+    def _default(self, s: int) -> Outcome:
+        """The outcome of a stage's default storage."""
+        items = self._ways[s][0].items
+        outcome = simulate(self._without_swaps(s, math.inf, items), items.default)
         assert outcome is not None
         return outcome
 
-    def _choice(self, answers: Answers, s: int) -> tuple[int, ...]:
-        return answers[s].choice if s in answers else self._items[s].default
-
     def _candidate(self, answers: Answers) -> _Candidate:
         """The program with some answers; the same one for the same choices."""
-        choices = tuple((s, answers[s].choice, self._swap(s, answers[s].choice)) for s in sorted(answers))
+        swaps = {s: self._swap(s, chosen) for s, chosen in answers.items()}
+        choices = tuple((s, answers[s].way.number, answers[s].answer.choice, swaps[s]) for s in sorted(answers))
         if choices not in self._programs:
             sections = list(self.program.sections)
-            for s, choice, swap in choices:
-                items = self._with_swaps(s, self._items[s])
-                if (s, choice) not in self._built:
-                    self._built[s, choice] = stages.assemble(items.linearization, storage_plan(items, choice))
-                sections[s] = replace(sections[s], stage=self._built[s, choice], swap=swap)
+            for s, number, choice, swap in choices:
+                way = self._ways[s][number]
+                items = self._with_swaps(s, way.items)
+                if (s, number, choice) not in self._built:
+                    built = stages.assemble(items.linearization, storage_plan(items, choice))
+                    self._built[s, number, choice] = built
+                sections[s] = replace(way.section, stage=self._built[s, number, choice], swap=swap)
             program = replace(self.program, sections=tuple(sections)) if choices else self.program
             self._programs[choices] = _Candidate(answers, program, self._measure(program))
         return self._programs[choices]
@@ -336,7 +404,7 @@ class StageFitter:
     def _report(self, answers: Answers) -> tuple[Fitted, ...]:
         """Return how the storage of each stage was chosen."""
         reports = [Fitted()] * len(self.program.sections)
-        for s, answer in answers.items():
-            before = self._outcome(s, self._items[s].default).seconds
-            reports[s] = Fitted(answer.status, answer.outcome.seconds - before, answer.gap, self._spent.get(s, 0.0))
+        for s, chosen in answers.items():
+            added = chosen.seconds - self._default(s).seconds
+            reports[s] = Fitted(chosen.answer.status, added, chosen.answer.gap, self._spent.get(s, 0.0))
         return tuple(reports)

@@ -1,0 +1,325 @@
+"""The largest tensor of a program in slices: what is row-wise around it runs in a loop over some rows at a time.
+
+    hidden [tokens, d] ──product──▶ logits [tokens, words] ──softmax, pick──▶ losses [tokens]
+
+becomes a ``scan`` over slices of ``hidden``, whose body is ``jax.checkpoint``: neither pass holds more of the logits
+than one slice, and the backward pass computes each slice again. Rows do not meet in the loop, so its results are those
+of the whole product, as far as a product's rounding does not depend on its number of rows; the gradient of what all
+rows share is added up over the slices. After K. Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models",
+ICLR 2025, which fuses the same slices into one kernel.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe import _compat
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, live
+from jaxpipe.graph.op_cost import ARITHMETIC, TRANSCENDENTAL
+
+
+#: How many times smaller than the sliced tensor all results of the loop together must be.
+SHRINKS = 8
+
+_POINTWISE = (ARITHMETIC | TRANSCENDENTAL | {"call_boundary", "copy", "copy_p", "stop_gradient", "name"}) - {
+    "concatenate",
+    "pad",
+    "stack",
+}
+_REDUCTIONS = frozenset(
+    ["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"]
+)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An operator of the loop.
+
+    Attributes:
+      axis: of its result, along which it is sliced; None if every slice needs it whole.
+      sliced: axes of its operands; None for those that every slice needs whole.
+      params: parameters in place of the operator's own, for so many times fewer rows.
+    """
+
+    axis: int | None
+    sliced: tuple[int | None, ...]
+    params: Callable[[int], Mapping[str, Any]] | None = None
+
+
+def slice_rows(graph: Graph, most_bytes: int) -> tuple[Graph, tuple[Operator, ...]] | None:
+    """Return the same program with its largest product in slices, and the operators that run in the loop over them.
+
+    None if the product is not larger than a slice may be, or what follows it is not row-wise.
+
+    Args:
+      graph: a program.
+      most_bytes: of one slice of the product; of all numbers of slices that are possible the least that keeps this is
+        taken, or the largest.
+
+    Example:
+      >>> from jaxpipe.graph.graph import trace
+      >>> def losses(hidden, words):
+      ...     return jax.nn.logsumexp(hidden @ words, axis=-1)
+      >>> arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 8), (8, 1000))]
+      >>> sliced, looped = slice_rows(trace(losses, *arrays), most_bytes=16 * 1000 * 4)
+      >>> [op.params["length"] for op in sliced.operators if op.name == "scan"], looped[0].name
+      ([4], 'dot_general')
+    """
+    products = [op for op in graph.operators if op.name == "dot_general"]
+    if not products:
+        return None
+    product = max(products, key=lambda op: graph.tensors[op.outputs[0]].bytes)
+    size = graph.tensors[product.outputs[0]].bytes
+    regions = [_grown(graph, product, axis) for axis in range(len(graph.tensors[product.outputs[0]].shape))]
+    found = [region for region in regions if region is not None and _result_bytes(graph, region) * SHRINKS <= size]
+    divisors = [(n, region) for region in found for n in _divisors(graph, region)]
+    if size <= most_bytes or not divisors:
+        return None
+    count, region = min(divisors, key=lambda way: (size > way[0] * most_bytes, abs(size - way[0] * most_bytes)))
+    return _with_loop(graph, region, count), tuple(region)
+
+
+def _grown(graph: Graph, product: Operator, axis: int) -> dict[Operator, _Step] | None:
+    """Return the operators that treat the rows along an axis of a product each by itself, starting with the product."""
+    axes: dict[int, int] = {}
+    after: set[int] = set()  # what the loop's results lead to outside it
+    steps: dict[Operator, _Step] = {}
+    for op in graph.operators:
+        if op is product:
+            step = _product_backwards(graph, op, axis)
+            if step is None:
+                return None
+        elif axes.keys().isdisjoint(op.inputs):
+            after.update(op.outputs if not after.isdisjoint(op.inputs) else ())
+            continue
+        else:
+            step = None if not after.isdisjoint(op.inputs) or op.has_effects else _step(graph, op, axes)
+        if step is None:
+            after.update(op.outputs)
+            continue
+        steps[op] = step
+        assert step.axis is not None
+        axes.update((t, step.axis) for t in op.outputs)
+    return _with_operands(graph, steps)
+
+
+def _with_operands(graph: Graph, steps: dict[Operator, _Step]) -> dict[Operator, _Step]:
+    """Add the operators that make operands for nothing else: one-hot labels; transposes, which products take in."""
+    readers: dict[int, list[Operator]] = {}
+    for op in graph.operators:
+        for t in op.inputs:
+            readers.setdefault(t, []).append(op)
+    largest = max(graph.tensors[t].bytes for op in steps for t in op.outputs)
+    pairs = list(_operands(steps))
+    counts = Counter(t for t, _ in pairs)
+    wanted = {t: axis if counts[t] == 1 else None for t, axis in pairs}
+    for op in reversed(graph.operators):
+        t = op.outputs[0]
+        if len(op.outputs) > 1 or t not in wanted or t in graph.outputs or not steps.keys() >= set(readers[t]):
+            continue
+        axis = wanted[t]
+        if op.name == "transpose" and axis is None and counts[t] == 1:
+            steps[op] = _Step(None, (None,))
+        if axis is None or graph.tensors[t].bytes * SHRINKS < largest:
+            continue
+        inputs = [(u, d) for u in op.inputs for d in range(len(graph.tensors[u].shape))]
+        ways = [_step(graph, op, {u: d}) for u, d in inputs]
+        step = next((way for way in ways if way is not None and way.axis == axis), None)
+        if step is not None and not op.has_effects:
+            steps[op] = step
+            for u, d in zip(op.inputs, step.sliced, strict=True):
+                wanted[u] = d if wanted.get(u, d) == d else None
+    return {op: steps[op] for op in graph.operators if op in steps}
+
+
+def _product_backwards(graph: Graph, op: Operator, axis: int) -> _Step | None:
+    """Return how a product is sliced so that its result is along an axis: one of the free axes of one operand."""
+    (contracting, batch), rank = op.params["dimension_numbers"], [len(graph.tensors[t].shape) for t in op.inputs]
+    if len(op.inputs) != 2 or axis < len(batch[0]):
+        return None
+    position = axis - len(batch[0])
+    for k in (0, 1):
+        free = [d for d in range(rank[k]) if d not in contracting[k] and d not in batch[k]]
+        if position < len(free):
+            return _Step(axis, (free[position], None) if k == 0 else (None, free[position]))
+        position -= len(free)
+    return None
+
+
+def _step(graph: Graph, op: Operator, axes: Mapping[int, int]) -> _Step | None:
+    """Return how an operator that reads slices is sliced; None if it needs several slices at once."""
+    given = [axes.get(t) for t in op.inputs]
+    shapes = [graph.tensors[t].shape for t in op.inputs]
+    outputs = [graph.tensors[t].shape for t in op.outputs]
+    first = next(k for k, axis in enumerate(given) if axis is not None)
+    axis, shape = given[first], shapes[first]
+    assert axis is not None
+    params = op.params
+    if op.name in _POINTWISE:
+        size = shape[axis]
+        sliced = tuple(axis if len(s) == len(shape) and s[axis] == size else None for s in shapes)
+        whole = all(s is not None or a is None for s, a in zip(sliced, given, strict=True))
+        alike = all(a in (None, axis) for a in given) and all(out[axis : axis + 1] == (size,) for out in outputs)
+        return _Step(axis, sliced) if whole and alike else None
+    if len(op.inputs) == 1 and op.name in _REDUCTIONS:
+        return None if axis in params["axes"] else _Step(axis - sum(a < axis for a in params["axes"]), (axis,))
+    if len(op.inputs) == 1:
+        return _rearranged(op, axis, shape, outputs[0])
+    if op.name == "gather" and len(op.inputs) == 2:
+        return _gathered(op, given, shapes, len(outputs[0]))
+    return None
+
+
+def _rearranged(op: Operator, axis: int, shape: tuple[int, ...], out: tuple[int, ...]) -> _Step | None:
+    params = op.params
+    if op.name == "squeeze":
+        return _Step(axis - sum(a < axis for a in params["dimensions"]), (axis,))
+    if op.name == "transpose":
+        return _Step(params["permutation"].index(axis), (axis,))
+    if op.name == "broadcast_in_dim":
+        place = params["broadcast_dimensions"][axis]
+        return _Step(place, (axis,), _fewer(params, "shape", place)) if out[place] == shape[axis] else None
+    if op.name == "slice":
+        whole = params["start_indices"][axis] == 0 and params["limit_indices"][axis] == shape[axis]
+        strides = params["strides"]
+        if not whole or (strides is not None and strides[axis] != 1):
+            return None
+        return _Step(axis, (axis,), _fewer(params, "limit_indices", axis))
+    if op.name == "reshape" and params["dimensions"] is None:
+        before = math.prod(shape[:axis])
+        place = next((k for k in range(len(out)) if math.prod(out[:k]) == before and out[k] > 1), None)
+        return None if place is None else _Step(place, (axis,), _fewer(params, "new_sizes", place))
+    return None
+
+
+def _gathered(op: Operator, given: Sequence[int | None], shapes: Sequence[tuple[int, ...]], rank: int) -> _Step | None:
+    """A lookup along other axes of what it reads: one for each row, or the same one for all."""
+    numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
+    axis = given[0]
+    if axis is None:
+        return None
+    batching = tuple(numbers.operand_batching_dims)
+    if axis in batching:
+        place = numbers.start_indices_batching_dims[batching.index(axis)]
+        if given[1] not in (None, place):
+            return None
+        return _Step([d for d in range(rank) if d not in numbers.offset_dims][place], (axis, place))
+    if given[1] is not None or axis in numbers.start_index_map or sizes[axis] != shapes[0][axis]:
+        return None
+    kept = [d for d in range(len(sizes)) if d not in numbers.collapsed_slice_dims and d not in batching]
+    return _Step(numbers.offset_dims[kept.index(axis)], (axis, None), _fewer(op.params, "slice_sizes", axis))
+
+
+def _fewer(params: Mapping[str, Any], name: str, axis: int) -> Callable[[int], Mapping[str, Any]]:
+    """Return parameters of which one says the rows, as those for so many times fewer of them."""
+
+    def of_slice(count: int) -> Mapping[str, Any]:
+        sizes = list(params[name])
+        sizes[axis] //= count
+        return {**params, name: tuple(sizes)}
+
+    return of_slice
+
+
+def _results(graph: Graph, steps: Mapping[Operator, _Step]) -> list[int]:
+    """Return what the loop makes that is needed outside it."""
+    read = {t for op in graph.operators if op not in steps for t in op.inputs} | set(graph.outputs)
+    return [t for op in steps for t in op.outputs if t in read]
+
+
+def _result_bytes(graph: Graph, steps: Mapping[Operator, _Step]) -> int:
+    return sum(graph.tensors[t].bytes for t in _results(graph, steps))
+
+
+def _operands(steps: Mapping[Operator, _Step]) -> dict[tuple[int, int | None], None]:
+    """Return what the loop reads, each tensor with the axis along which it is sliced, in order."""
+    made = {t for op in steps for t in op.outputs}
+    pairs = [(t, axis) for op, step in steps.items() for t, axis in zip(op.inputs, step.sliced, strict=True)]
+    return dict.fromkeys((t, axis) for t, axis in pairs if t not in made)
+
+
+def _divisors(graph: Graph, steps: Mapping[Operator, _Step]) -> list[int]:
+    """Return all numbers of slices into which the rows of every tensor can be cut."""
+    sizes = [graph.tensors[t].shape[axis] for t, axis in _operands(steps) if axis is not None]
+    made = [(t, step.axis) for op, step in steps.items() for t in op.outputs]
+    sizes += [graph.tensors[t].shape[axis] for t, axis in made if axis is not None]
+    common = math.gcd(*sizes)
+    return [n for n in range(2, common + 1) if common % n == 0]
+
+
+def _with_loop(graph: Graph, steps: Mapping[Operator, _Step], count: int) -> Graph:
+    """Return the graph with one loop in the place of some operators."""
+    operands, results = list(_operands(steps)), _results(graph, steps)
+    axes = {t: step.axis for op, step in steps.items() for t in op.outputs if step.axis is not None}
+
+    def loop(*values: Any) -> list[Any]:
+        cut = [
+            value if axis is None else _cut(value, axis, count)
+            for value, (_, axis) in zip(values, operands, strict=True)
+        ]
+        rows = [value for value, (_, axis) in zip(cut, operands, strict=True) if axis is not None]
+
+        @jax.checkpoint
+        def body(_: None, rows: Sequence[Any]) -> tuple[None, list[Any]]:
+            pieces = iter(rows)
+            env = {key: value if key[1] is None else next(pieces) for key, value in zip(operands, cut, strict=True)}
+            made: dict[int, Any] = {}
+            for op, step in steps.items():
+                keys = zip(op.inputs, step.sliced, strict=True)
+                given = [made[t] if t in made else env[t, axis] for t, axis in keys]
+                made.update(zip(op.outputs, _run(op, step, given, count), strict=True))
+            return None, [made[t] for t in results]
+
+        _, stacked = lax.scan(body, None, rows)
+        return [_joined(value, axes[t]) for t, value in zip(results, stacked, strict=True)]
+
+    builder = GraphBuilder(graph.tensors, graph.constants)
+    made = builder.read(jax.make_jaxpr(loop)(*(graph.tensors[t].aval for t, _ in operands)), [t for t, _ in operands])
+    names = dict(zip(made, results, strict=True))
+    added = [
+        replace(op, inputs=_named(op.inputs, names), outputs=_named(op.outputs, names)) for op in builder.operators
+    ]
+    after: set[int] = set(results)
+    early: list[Operator] = []
+    late: list[Operator] = []
+    last = max(k for k, op in enumerate(graph.operators) if op in steps)
+    for op in graph.operators[: last + 1]:
+        if op not in steps:
+            (early if after.isdisjoint(op.inputs) else late).append(op)
+            after.update(() if after.isdisjoint(op.inputs) else op.outputs)
+    operators = live((*early, *added, *late, *graph.operators[last + 1 :]), graph.outputs)
+    return replace(graph, tensors=tuple(builder.tensors), constants=builder.constants, operators=operators)
+
+
+def _named(tensors: Sequence[int], names: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(names.get(t, t) for t in tensors)
+
+
+def _run(op: Operator, step: _Step, values: Sequence[Any], count: int) -> Sequence[Any]:
+    if step.params is None:
+        return op.evaluate(*values)
+    equation = op.equation
+    numbers = iter(values)
+    operands = [atom.val if _compat.is_literal(atom) else next(numbers) for atom in equation.invars]
+    result = equation.primitive.bind(*operands, **step.params(count))
+    return result if equation.primitive.multiple_results else [result]
+
+
+def _cut(value: Any, axis: int, count: int) -> Any:
+    """Return an array's slices along an axis, stacked."""
+    shape = value.shape
+    pieces = value.reshape(*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :])
+    return jnp.moveaxis(pieces, axis, 0)
+
+
+def _joined(stacked: Any, axis: int) -> Any:
+    """Return the array whose slices along an axis are stacked."""
+    pieces = jnp.moveaxis(stacked, 0, axis)
+    shape = pieces.shape
+    return pieces.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])

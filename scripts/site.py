@@ -1,4 +1,4 @@
-"""Fit README.md, CONTRIBUTING.md, CHANGELOG.md and docstrings into the site: a hook of mkdocs, an extension of griffe."""
+"""Fit README.md, CHANGELOG.md, CONTRIBUTING.md and docstrings into the site: a hook for mkdocs, one for griffe."""
 
 import re
 from pathlib import Path

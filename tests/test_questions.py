@@ -56,9 +56,8 @@ def test_no_layer_is_lost_where_layers_do_not_divide(pipelines, key):
     for stages, pipeline in zip(STAGES, pipelines, strict=True):
         state = pipeline.init(key)
         assert len(pipeline.plan.stages) == stages
-        assert sum(stage.parameter_bytes for stage in pipeline.plan.stages) == 4 * sum(
-            map(np.size, jax.tree.leaves(plain))
-        )
+        held = sum(stage.parameter_bytes for stage in pipeline.plan.stages)
+        assert held == sum(x.nbytes for x in jax.tree.leaves(plain))
         before = pipeline.parameters(state)
         after = pipeline.parameters(pipeline.step(state, BATCH)[0])
         assert jax.tree.map(jnp.shape, before) == sizes
@@ -91,9 +90,8 @@ def test_evaluation_before_training_leaves_training_as_it_is(pipelines, key):
     state = pipeline.init(key)
     variables = pipeline.parameters(state)
     value = float(pipeline.evaluate(state, BATCH)["loss"])
-    assert value == pytest.approx(
-        float(evaluate(lambda x, train: Layers().apply(variables, x, train), BATCH)), rel=1e-6
-    )
+    plain = evaluate(lambda x, train: Layers().apply(variables, x, train), BATCH)
+    assert value == pytest.approx(float(plain), rel=1e-6)  # means of micro-batches are added up in another order
     assert_same_bits(pipeline.parameters(pipeline.step(state, BATCH)[0]), expected)
 
 

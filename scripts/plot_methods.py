@@ -137,8 +137,8 @@ def swaps() -> Figure:
     ):
         away = _away(table, 0) if shares else [0] * len(table.ticks)
         for d, style in enumerate(("-", "--", "-.", ":")):
-            own = _held(table, d)
-            kept = own if d else [n - gone for n, gone in zip(own, away, strict=True)]
+            held = _held(table, d)
+            kept = held if d else [n - gone for n, gone in zip(held, away, strict=True)]
             total = [n + gone * shares.get(d, 0.0) for n, gone in zip(kept, away, strict=True)]
             label = f"device {d}: at most {max(total):g}"
             axes.step(range(len(total)), total, style, where="mid", label=label, linewidth=2)

@@ -16,7 +16,7 @@ BATCH = {"x": jax.random.normal(jax.random.key(1), (16, 8)), "y": jnp.arange(16)
 
 
 class Layers(nn.Module):
-    """As many layers as the number says, with dropout between them, and a head."""
+    """A number of layers with dropout between them, and a head."""
 
     count: int = 5
     width: int = 8

@@ -37,6 +37,6 @@ model = Net(nnx.Rngs(0))
 batch = {"x": jax.random.normal(jax.random.key(0), (64, 64)), "y": jnp.arange(64) % 10}
 optimizer = optax.adam(1e-3)
 mesh = jax.make_mesh((4,), ("stage",), devices=jax.devices()[:4])
-options = {"loss": loss, "optimizer": optimizer, "num_microbatches": 8}
+options = {"loss": loss, "optimizer": optimizer, "num_microbatches": 8, "runtime": "mpmd"}
 pipeline = jaxpipe.partition(model, mesh, batch, **options)
 state = pipeline.init(jax.random.key(1))

@@ -50,8 +50,8 @@ def overview() -> Figure:
     one_program = gpt2["one_program"]["compiled"] / 2**20
     right.axhline(one_program, color="black", linestyle="--", linewidth=1)
     right.text(3.4, one_program, f"one program: {one_program:,.0f} MiB", ha="right", va="bottom", fontsize=9)
-    for k, total in enumerate(bottoms):
-        right.text(k, total, f"{total:,.0f}", ha="center", va="bottom", fontsize=9)
+    for k, device in enumerate(gpt2["devices"]):
+        right.text(k, bottoms[k], f"{device['compiled'] / 2**20:,.0f}", ha="center", va="bottom", fontsize=9)
     right.set_title("GPT-2 small in four stages, MiB on each H100", loc="left", fontsize=10)
     right.set_xticks(range(len(bottoms)), [f"stage {k}" for k in range(len(bottoms))])
     right.set_ylim(0, one_program * 1.15)

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -119,3 +120,51 @@ def test_tests_scripts_and_results_that_pages_name_exist(page):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
     for path in re.findall(r"\b((?:examples|scripts|docs/results)/[\w.-]*\w)", text):
         assert any(ROOT.glob(path)), path
+
+
+def results(name: str) -> dict:
+    return json.loads((DOCS / "results" / f"{name}.json").read_text())
+
+
+def table_rows(page: Path) -> dict[str, list[str]]:
+    """The cells of each row of a page's tables by its first cell."""
+    rows = [line.strip("|").split("|") for line in page.read_text().splitlines() if line.startswith("|")]
+    return {first.strip(): [cell.strip() for cell in cells] for first, *cells in rows}
+
+
+def test_bytes_of_large_models_are_the_measured_ones():
+    readme, benchmarks = table_rows(ROOT / "README.md"), table_rows(DOCS / "benchmarks.md")
+    titles = {
+        "GPT-2 8x512": "GPT-2 small, 8 x 512",
+        "Llama 8x512": "Llama-like, 8 x 512",
+        "BERT 8x512": "BERT-like, 8 x 512",
+    }
+    titles |= {"Mixer 32x224": "MLP-Mixer, 32 x 224", "ViT-B 16x224": "ViT-B, 16 x 224"}
+    titles |= {"ResNet50 32x224": "ResNet-50, 32 x 224"}
+    for row in results("encoding-gpu-sizes-h100-jax0.12")["rows"]:
+        measured, products = row["temporaries"], row["products"]
+        best = min((name for name in measured if "dots" in name), key=measured.__getitem__)
+        shown = benchmarks[titles[row["name"]]]
+        for name, cell in zip(("plain", "fast", "fast-step", best, "blocks"), shown, strict=True):
+            expected = f"{measured[name]:,.0f} / {products[name]}" if name in measured else ""
+            assert cell == expected, (row["name"], name)
+        if titles[row["name"]] in readme:
+            plain, policy, blocks, encoded = readme[titles[row["name"]]]
+            assert [plain, policy, blocks] == [f"{measured[name]:,.0f}" for name in ("plain", best, "blocks")]
+            assert encoded.startswith(f"{measured['fast']:,.0f}")
+
+
+def test_figures_that_the_readme_begins_with_are_the_measured_ones():
+    text = (ROOT / "README.md").read_text()
+    gpt2 = results("stage-programs-h100-jax0.12")["models"]["gpt2"]
+    stages = [device["compiled"] / 2**20 for device in gpt2["devices"]]
+    assert table_rows(DOCS / "benchmarks.md")["GPT-2 small"] == [f"{size:,.0f}" for size in stages]
+    assert f"at most {max(stages):,.0f} MiB" in text
+    assert f"{gpt2['one_program']['compiled'] / 2**20:,.0f} MiB of each" in text
+    rows = results("peers-cpu-jax0.12")["rows"]
+    shares = {
+        tool: sorted(f"{row['of_ideal'] + 1e-9:.2f}" for row in rows if row["tool"] == tool)
+        for tool in ("jaxpipe", "torch.distributed.pipelining")
+    }
+    assert "{} to {} of the ideal rate".format(*shares["jaxpipe"]) in text
+    assert "`torch.distributed.pipelining` {} to {}".format(*shares["torch.distributed.pipelining"]) in text

@@ -1,13 +1,15 @@
-"""The diagrams of docs/methods.md, drawn from what the library computes.
+"""Draw the diagrams of README.md and docs/methods.md from what the library computes and docs/results/ holds.
 
 python -m scripts.plot_methods
 """
 
+import json
 from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.patches
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxpipe import Network, Node, Profile, topology
@@ -19,8 +21,43 @@ from jaxpipe.visualize.traces import KIND_NAMES
 
 
 OUT = Path(__file__).parents[1] / "docs" / "pictures"
+STAGE_PROGRAMS = OUT.parent / "results" / "stage-programs-h100-jax0.12.json"
 
 STAGES, MICROBATCHES = 4, 8
+
+
+def overview() -> Figure:
+    """Draw the two ideas: fewer bits for the backward pass, and a device that holds its own stage alone."""
+    figure = Figure(figsize=(10, 3.1), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
+    _draw_bits(left)
+    left.set_title(
+        "saved for each element of a convolution's map\nbetween ReLU and a 2x2 max-pool", loc="left", fontsize=10
+    )
+
+    gpt2 = json.loads(STAGE_PROGRAMS.read_text())["models"]["gpt2"]
+    bottoms = [0.0] * len(gpt2["devices"])
+    for part, color in (
+        ("parameters", BLUE),
+        ("gradients", SKY),
+        ("stash", GREEN),
+        ("messages", GREY),
+        ("temporaries", ORANGE),
+    ):
+        heights = [device["split"][part] / 2**20 for device in gpt2["devices"]]
+        right.bar(range(len(heights)), heights, bottom=bottoms, color=color, label=part, edgecolor="white", width=0.7)
+        bottoms = [below + height for below, height in zip(bottoms, heights, strict=True)]
+    one_program = gpt2["one_program"]["compiled"] / 2**20
+    right.axhline(one_program, color="black", linestyle="--", linewidth=1)
+    right.text(3.4, one_program, f"one program: {one_program:,.0f} MiB", ha="right", va="bottom", fontsize=9)
+    for k, device in enumerate(gpt2["devices"]):
+        right.text(k, bottoms[k], f"{device['compiled'] / 2**20:,.0f}", ha="center", va="bottom", fontsize=9)
+    right.set_title("GPT-2 small in four stages, MiB on each H100", loc="left", fontsize=10)
+    right.set_xticks(range(len(bottoms)), [f"stage {k}" for k in range(len(bottoms))])
+    right.set_ylim(0, one_program * 1.15)
+    right.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    right.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def schedules() -> Figure:
@@ -59,30 +96,33 @@ def schedules() -> Figure:
 
 
 def encoding() -> Figure:
-    """Bits that each element of a feature map takes between ReLU and a 2x2 max-pool."""
+    """Draw the bits that each element of a feature map takes between ReLU and a 2x2 max-pool."""
     figure = Figure(figsize=(10, 3), layout="constrained")
-    axes = figure.subplots()
+    _draw_bits(figure.subplots())
+    return figure
+
+
+def _draw_bits(axes: Axes) -> None:
     # Plain: ReLU's output and a byte of its mask; the pool's output, a quarter of the elements.
     rows = {
-        "plain: map, mask, pooled map": ((32, BLUE), (8, SKY), (32 / 4, ORANGE)),
-        "mask of the pooled map (1 bit), positions (2 bits),\npooled map for the next product": (
-            (1 / 4, SKY),
-            (2 / 4, GREEN),
-            (32 / 4, ORANGE),
-        ),
+        "jax.grad": (("map", 32, BLUE), ("mask", 8, SKY), ("pooled map", 32 / 4, ORANGE)),
+        "jaxpipe": (("mask", 1 / 4, SKY), ("positions", 2 / 4, GREEN), ("pooled map", 32 / 4, ORANGE)),
     }
+    shown = set()
     for y, parts in enumerate(rows.values()):
         left = 0.0
-        for bits, color in parts:
-            axes.barh(y, bits, left=left, color=color, edgecolor="white", height=0.6)
+        for name, bits, color in parts:
+            label = None if color in shown else name
+            shown.add(color)
+            axes.barh(y, bits, left=left, color=color, edgecolor="white", height=0.6, label=label)
             left += bits
-        axes.text(left + 0.5, y, f"{left:g} bits", va="center")
+        axes.text(left + 0.5, y, f"{left:g}", va="center")
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_xlim(0, 56)
     axes.invert_yaxis()
-    axes.set_xlabel("bits for each element of the map that ReLU makes, float32")
+    axes.set_xlabel("bits, float32")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
-    return figure
 
 
 def swaps() -> Figure:
@@ -97,8 +137,8 @@ def swaps() -> Figure:
     ):
         away = _away(table, 0) if shares else [0] * len(table.ticks)
         for d, style in enumerate(("-", "--", "-.", ":")):
-            own = _held(table, d)
-            kept = own if d else [n - gone for n, gone in zip(own, away, strict=True)]
+            held = _held(table, d)
+            kept = held if d else [n - gone for n, gone in zip(held, away, strict=True)]
             total = [n + gone * shares.get(d, 0.0) for n, gone in zip(kept, away, strict=True)]
             label = f"device {d}: at most {max(total):g}"
             axes.step(range(len(total)), total, style, where="mid", label=label, linewidth=2)
@@ -174,7 +214,7 @@ def main() -> None:
     """Write all of them."""
     OUT.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.hashsalt": "jaxpipe"}):
-        for draw in (schedules, encoding, swaps, blocks, placement):
+        for draw in (overview, schedules, encoding, swaps, blocks, placement):
             draw().savefig(OUT / f"{draw.__name__}.svg", metadata={"Date": None}, bbox_inches="tight")
             print(f"wrote {OUT / draw.__name__}.svg")
 

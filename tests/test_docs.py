@@ -1,9 +1,14 @@
-"""The documentation does what it says."""
+"""The code of README and docs runs and prints what they show; the links, tests and scripts that they name exist."""
 
+import ast
+import contextlib
+import io
+import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,25 +16,155 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+#: Times that depend on the machine.
+MEASURED = re.compile(r"\d[\d.]* (us|ms|s)\b")
+#: Pages whose code runs without ``docs/example.py``, each block or all of them in a process of its own.
+ALONE = ("README.md", "index.md", "tutorial.md")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A Python block of a page, and the text block behind it, whose lines it must print; ``...`` stands for others."""
+
+    code: str
+    printed: str | None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    fences = FENCE.findall(page.read_text())
+    followers = [*fences[1:], ("", "")]
+    return [
+        Block(code, text if kind == "text" else None)
+        for (language, code), (kind, text) in zip(fences, followers, strict=bool(fences))
+        if language == "python"
+    ]
+
+
+def check_printed(block: Block, printed: str) -> None:
+    if block.printed is not None:
+        lines = [MEASURED.sub("*", line.rstrip()) for line in printed.splitlines()]
+        expected = [MEASURED.sub("*", line) for line in block.printed.splitlines() if line.strip() != "..."]
+        assert [line for line in expected if line not in lines] == []
+
+
+def run_alone(code: str, folder: Path) -> str:
+    (folder / "program.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "program.py"]
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+@pytest.mark.parametrize("k", range(2))
+def test_programs_of_the_readme_run_when_pasted(k, tmp_path):
+    blocks = blocks_of(ROOT / "README.md")
+    assert len(blocks) == 2 and all(block.printed for block in blocks)
+    check_printed(blocks[k], run_alone(blocks[k].code, tmp_path))
 
 
 @pytest.mark.slow  # 20 s, most of them compilation
 def test_tutorial_runs(tmp_path):
-    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / "tutorial.md").read_text(), re.DOTALL | re.MULTILINE)
+    blocks = blocks_of(DOCS / "tutorial.md")
     assert len(blocks) == 8
-    (tmp_path / "tutorial.py").write_text("\n".join(blocks))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "tutorial.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "zero_bubble 27.0" in done.stdout  # (p, m) = (4, 8): m (F + I + W) + p - 1, by hand
-    assert "2 stages x 1 replicas" in done.stdout and "smallest budget" in done.stdout
+    printed = run_alone("\n".join(block.code for block in blocks), tmp_path)
+    assert "zero_bubble 27.0" in printed  # (p, m) = (4, 8): m (F + I + W) + p - 1, by hand
+    assert "2 stages x 1 replicas" in printed and "smallest budget" in printed
     assert {"report.html", "trace.json", "run"} <= {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
-def test_what_pages_point_to_is_there(page):
-    text = (DOCS / page).read_text()
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", text)
-    assert [target for target in targets if not (DOCS / target).exists()] == []
-    assert page == "index.md" or page in (ROOT / "mkdocs.yml").read_text()
+@pytest.mark.slow  # 5 to 20 s a page
+@pytest.mark.parametrize("page", [page.name for page in PAGES if page.name not in ALONE and blocks_of(page)])
+def test_pages_run_after_the_example(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "example"}
+    exec((DOCS / "example.py").read_text(), names)
+    for block in blocks_of(DOCS / page):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block.code, page, "exec"), names)
+        check_printed(block, printed.getvalue())
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs pip install '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_exist(page):
+    text = page.read_text()
+    targets = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text)
+    targets += [(target, "") for target in re.findall(r'(?:src|href)="(?!https?:)([^"]+)"', text)]
+    for target, heading in targets:
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}, heading
+    assert page.name in ("README.md", "index.md") or f": {page.name}" in (ROOT / "mkdocs.yml").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_scripts_and_results_that_pages_name_exist(page):
+    text = page.read_text()
+    for file, name in re.findall(r"(tests/\w+\.py)::(\w+)", text):
+        nodes = ast.parse((ROOT / file).read_text()).body
+        assert name in {node.name for node in nodes if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"
+    for module in re.findall(r"python -m ((?:scripts|examples)\.\w+)", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+    for path in re.findall(r"\b((?:examples|scripts|docs/results)/[\w.-]*\w)", text):
+        assert any(ROOT.glob(path)), path
+
+
+def results(name: str) -> dict:
+    return json.loads((DOCS / "results" / f"{name}.json").read_text())
+
+
+def table_rows(page: Path) -> dict[str, list[str]]:
+    """The cells of each row of a page's tables by its first cell."""
+    rows = [line.strip("|").split("|") for line in page.read_text().splitlines() if line.startswith("|")]
+    return {first.strip(): [cell.strip() for cell in cells] for first, *cells in rows}
+
+
+def test_bytes_of_large_models_are_the_measured_ones():
+    readme, benchmarks = table_rows(ROOT / "README.md"), table_rows(DOCS / "benchmarks.md")
+    titles = {
+        "GPT-2 8x512": "GPT-2 small, 8 x 512",
+        "Llama 8x512": "Llama-like, 8 x 512",
+        "BERT 8x512": "BERT-like, 8 x 512",
+    }
+    titles |= {"Mixer 32x224": "MLP-Mixer, 32 x 224", "ViT-B 16x224": "ViT-B, 16 x 224"}
+    titles |= {"ResNet50 32x224": "ResNet-50, 32 x 224"}
+    for row in results("encoding-gpu-sizes-h100-jax0.12")["rows"]:
+        measured, products = row["temporaries"], row["products"]
+        best = min((name for name in measured if "dots" in name), key=measured.__getitem__)
+        shown = benchmarks[titles[row["name"]]]
+        for name, cell in zip(("plain", "fast", "fast-step", best, "blocks"), shown, strict=True):
+            expected = f"{measured[name]:,.0f} / {products[name]}" if name in measured else ""
+            assert cell == expected, (row["name"], name)
+        if titles[row["name"]] in readme:
+            plain, policy, blocks, encoded = readme[titles[row["name"]]]
+            assert [plain, policy, blocks] == [f"{measured[name]:,.0f}" for name in ("plain", best, "blocks")]
+            assert encoded.startswith(f"{measured['fast']:,.0f}")
+
+
+def test_figures_that_the_readme_begins_with_are_the_measured_ones():
+    text = (ROOT / "README.md").read_text()
+    gpt2 = results("stage-programs-h100-jax0.12")["models"]["gpt2"]
+    stages = [device["compiled"] / 2**20 for device in gpt2["devices"]]
+    assert table_rows(DOCS / "benchmarks.md")["GPT-2 small"] == [f"{size:,.0f}" for size in stages]
+    assert f"at most {max(stages):,.0f} MiB" in text
+    assert f"{gpt2['one_program']['compiled'] / 2**20:,.0f} MiB of each" in text
+    rows = results("peers-cpu-jax0.12")["rows"]
+    shares = {
+        tool: sorted(f"{row['of_ideal'] + 1e-9:.2f}" for row in rows if row["tool"] == tool)
+        for tool in ("jaxpipe", "torch.distributed.pipelining")
+    }
+    assert "{} to {} of the ideal rate".format(*shares["jaxpipe"]) in text
+    assert "`torch.distributed.pipelining` {} to {}".format(*shares["torch.distributed.pipelining"]) in text

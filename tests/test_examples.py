@@ -18,7 +18,11 @@ def test_train_digits_learns(capsys, tmp_path):
     accuracy = example["main"](example["Options"](stages=2, epochs=4, batch_size=96, num_microbatches=4, out=tmp_path))
     printed = capsys.readouterr().out
     assert accuracy > 0.85
-    assert "2 stages" in printed and "plain jax.grad keeps" in printed and "bubble" in printed
+    assert "2 stages x 1 replicas" in printed and "bubble" in printed
+    rows = re.findall(r"^ *(one device, .*|pipeline of 2 stages) +([\d.]+) MiB", printed, re.MULTILINE)
+    reserved = {name.strip(): float(size) for name, size in rows}
+    assert len(reserved) == 4
+    assert reserved["pipeline of 2 stages"] < reserved["one device, memory_encoded"] < reserved["one device, jax.grad"]
     written = ["memory.png", "metrics.jsonl", "report.html", "timeline.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == written
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

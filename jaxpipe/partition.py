@@ -247,13 +247,13 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
         schedules = candidates.make_schedules(request.schedules, request.num_stages, m)
     check_runtime_features(request, schedules)
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
-    one = microbatch_shapes(batch, request.replicas * m)
+    microbatch = microbatch_shapes(batch, request.replicas * m)
 
-    model = bind(request.model, request.loss, one, variables, request.submesh.shape, request.options.axis_rules)
+    model = bind(request.model, request.loss, microbatch, variables, request.submesh.shape, request.options.axis_rules)
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
-    model, objective = trace_unrolled(model, request.loss, one, request.unroll_scans)
+    model, objective = trace_unrolled(model, request.loss, microbatch, request.unroll_scans)
     warn_unused(request.policy, (op.path for op in objective.graph.operators), "storage")
-    enough = _leaving_examples(request, model, objective, one, size, m)
+    enough = _leaving_examples(request, model, objective, microbatch, size, m)
     if enough != m:
         return make_plan(replace(request, num_microbatches=enough), batch, variables)
     multihost.agree("The program", program_text(objective.graph))
@@ -268,12 +268,12 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     shardings = shardings_of(model, update, objective, request.submesh, request.replicas, request.options)
     profile = _profile(request, objective, frozen_names(model, update.trained))
     request, profile, links = _for_groups(request, objective, shardings, profile)
-    traced = Traced(objective, model, update, profile, links, batch, one, batching, local, shardings)
+    traced = Traced(objective, model, update, profile, links, batch, microbatch, batching, local, shardings)
 
     def cut_again(before: Draft, charged: Profile) -> Draft:
         schedule, teams = before.schedule, before.program.teams
         other = _place(request, traced, charged, schedule.num_chunks, False if teams.single else teams.widths)
-        bound = before.found.lower_bound_seconds
+        bound = before.partition.lower_bound_seconds
         other = replace(other, profile=traced.profile, lower_bound_seconds=bound)
         return draft(request, traced, other, schedule, *sections_for(request, traced, other), before.maker)
 
@@ -364,7 +364,7 @@ def _of_schedules(
                 least = least_seconds(trimmed, placed(v), teams_of(placed(v), request), lockstep=not free)
         except PartitionError:  # too few operators for so many stages; others will do
             continue
-        if not drafts or least < min(found.seconds for found in drafts):
+        if not drafts or least < min(earlier.seconds for earlier in drafts):
             tell(f"{schedule.name}: {request.num_stages * v} stages with default storage")
             drafts.append(draft(request, traced, placed(v), schedule, *sections(v)))
     return drafts
@@ -380,7 +380,7 @@ def _counts(size: int, replicas: int) -> list[int]:
 
 
 def _leaving_examples(
-    request: Request, model: BoundModel, objective: Objective, one: Any, size: int, num_microbatches: int
+    request: Request, model: BoundModel, objective: Objective, microbatch: Any, size: int, num_microbatches: int
 ) -> int:
     """Return a number of micro-batches that leaves enough examples to each if the model normalizes over them.
 
@@ -391,7 +391,7 @@ def _leaving_examples(
         return num_microbatches
 
     def trace(rows: int) -> Objective:
-        return trace_results(model, request.loss, with_rows(one, rows))[0]
+        return trace_results(model, request.loss, with_rows(microbatch, rows))[0]
 
     modules = find_statistics(objective, rows, trace).modules
     if not modules:
@@ -476,10 +476,10 @@ def _place(
     if replicate:
         return partition_layers(profile, network, replicate=replicate, idle=False, **asked)
     asked["replicate"] = request.replicas
-    found = partition_layers(profile, network, num_stages=request.num_stages, **asked)
+    placed = partition_layers(profile, network, num_stages=request.num_stages, **asked)
     if request.network is None:
-        found = replace(stay(found, request.mesh), network=traced.links)
-    return found if num_chunks == 1 else chunked(found, num_chunks, **asked)
+        placed = replace(stay(placed, request.mesh), network=traced.links)
+    return placed if num_chunks == 1 else chunked(placed, num_chunks, **asked)
 
 
 def _scan(request: Request, objective: Objective) -> str:
@@ -491,10 +491,10 @@ def _scan(request: Request, objective: Objective) -> str:
 
 def _widest(objective: Objective, model: BoundModel) -> str:
     """Return which variable keeps most operators in one stage."""
-    found = variable_spans(objective)
-    if not found:
+    tied = variable_spans(objective)
+    if not tied:
         return ""
-    spans = [(high - low, t, low, high) for t, groups in found.items() for low, high in groups]
+    spans = [(high - low, t, low, high) for t, groups in tied.items() for low, high in groups]
     _, t, low, high = max(spans)
     names = dict(zip((*objective.parameters, *objective.state), (*model.parameters, *model.state), strict=True))
     if high - low < 2:

@@ -212,7 +212,7 @@ class Pipeline:
                 self._ready = planned, runtime_of(planned)
         planned = self._planned
         model = planned.model if variables is None else with_values(planned.model, variables)
-        if model.own.values is None and model.own.initialize is None:
+        if model.original.values is None and model.original.initialize is None:
             raise PartitionError("The model has no values and cannot be initialized; pass variables= to init.")
         return multihost.settled(initial_state(self._runtime, model, self._optimizer, key))
 
@@ -290,10 +290,10 @@ class Pipeline:
             del counters["overflows"]
         if planned.update.on_nonfinite is not None:
             self._look_at_nonfinite(state, batch, results.loss, counters)
-        found = _metrics(planned.program.objective, results.loss, results.metrics) | counters
+        metrics = _metrics(planned.program.objective, results.loss, results.metrics) | counters
         if self._learning_rate is not None:
-            found["learning_rate"] = state.shared[self._learning_rate]
-        return found
+            metrics["learning_rate"] = state.shared[self._learning_rate]
+        return metrics
 
     def _look_at_nonfinite(self, state: TrainState, batch: Any, loss: Any, counters: dict[str, Any]) -> None:
         stages, stopped = counters.pop("nonfinite_stages"), counters.pop("stopped")
@@ -338,8 +338,8 @@ class Pipeline:
         planned = self._planned
         pairs = zip(given, (v.aval for v in planned.model.parameters), strict=True)
         gradients = [np.zeros(aval.shape, aval.dtype) if g is None else g for g, aval in pairs]
-        found = _metrics(planned.program.objective, loss, metrics)
-        return (loss, found), planned.model.parameter_tree(gradients)
+        named_metrics = _metrics(planned.program.objective, loss, metrics)
+        return (loss, named_metrics), planned.model.parameter_tree(gradients)
 
     @outside_jit
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
@@ -460,10 +460,10 @@ class Pipeline:
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
         self._keep_budget()
-        found, plan = self._runtime.bytes(), self.plan
+        compiled, plan = self._runtime.bytes(), self.plan
         host = 0 if plan.host is None else plan.host.bytes
         count = self.mesh.devices.size
-        return MemoryReport(plan.device_bytes, found.reserved, found.temporary, (host,) * count, found.host)
+        return MemoryReport(plan.device_bytes, compiled.reserved, compiled.temporary, (host,) * count, compiled.host)
 
     def _check(self, state: TrainState, batch: Any) -> Any:
         """Return the shapes of the whole batch of which this process passes its rows."""
@@ -506,17 +506,17 @@ class Pipeline:
         m = counts[-1]
         batching = Batching(tuple(not x.shape for x in jax.tree.leaves(shapes)), replicas, m)
         rows = size // (replicas * m)
-        one = with_rows(shapes, rows)
+        microbatch = with_rows(shapes, rows)
         trace = trace_loss if name == "evaluate" else trace_prediction
-        objective = trace(planned.model, function, one, name)
+        objective = trace(planned.model, function, microbatch, name)
         if not any(known == name for known, *_ in self._forwards):
             retrace = functools.partial(trace, planned.model, function, name=name)
-            warn_if_training(objective, planned.model, name, rows, lambda n: retrace(with_rows(one, n)))
+            warn_if_training(objective, planned.model, name, rows, lambda n: retrace(with_rows(microbatch, n)))
         return objective, batching
 
 
 def _metrics(objective: Objective, loss: Any, leaves: Sequence[Any]) -> dict[str, Any]:
     """The loss beside the user's metrics; metrics that are not a dictionary stand under ``"metrics"``."""
     metrics = jax.tree.unflatten(objective.tree, leaves)
-    found = metrics if isinstance(metrics, dict) else {"metrics": metrics}
-    return found if objective.metrics_only else {"loss": loss, **found}
+    by_name = metrics if isinstance(metrics, dict) else {"metrics": metrics}
+    return by_name if objective.metrics_only else {"loss": loss, **by_name}

@@ -262,14 +262,14 @@ class Plan:
           PartitionError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
         file = read_json(text, _File, "The plan")
-        found = cls(**{field.name: getattr(file, field.name) for field in dataclasses.fields(cls)})
-        counts = [len(stage.devices) for stage in found.stages]
-        if not counts or min(counts) < found.replicas:
+        plan = cls(**{field.name: getattr(file, field.name) for field in dataclasses.fields(cls)})
+        counts = [len(stage.devices) for stage in plan.stages]
+        if not counts or min(counts) < plan.replicas:
             raise PartitionError(
-                f"the plan: replicas={found.replicas} and stages on {counts} devices; there must be a stage, and every "
+                f"the plan: replicas={plan.replicas} and stages on {counts} devices; there must be a stage, and every "
                 "stage must have a device for each replica."
             )
-        return found
+        return plan
 
     def __str__(self) -> str:
         return table_text(self.__rich__())

@@ -91,10 +91,10 @@ class Checkpointer:
           CheckpointError: as ``Pipeline.restore``.
         """
         self._writer.wait()
-        there = multihost.from_first(lambda: self.steps)
-        if step is None and not there:
+        steps = multihost.from_first(lambda: self.steps)
+        if step is None and not steps:
             return None
-        saved = multihost.on_all(lambda: open_checkpoint(self._writer.directory, there[-1] if step is None else step))
+        saved = multihost.on_all(lambda: open_checkpoint(self._writer.directory, steps[-1] if step is None else step))
         state = put(self._pipeline._runtime, saved)
         self._step = self._saved = saved.step
         return state, saved.data

@@ -78,5 +78,5 @@ def _tree(saved: Saved, group: str, like: Any, name: str) -> Any:
     leaves, structure = jax.tree.flatten(like)
     paths = leaf_paths(structure)
     check(saved, group, expected(paths, leaves), name)
-    found = read(saved, {group: paths})[group]
-    return jax.tree.unflatten(structure, [typed(x, leaf.dtype) for x, leaf in zip(found, leaves, strict=True)])
+    arrays = read(saved, {group: paths})[group]
+    return jax.tree.unflatten(structure, [typed(x, leaf.dtype) for x, leaf in zip(arrays, leaves, strict=True)])

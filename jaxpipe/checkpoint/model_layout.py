@@ -46,13 +46,13 @@ class _Part:
 
 
 def _names(planned: ExecutablePlan) -> _Names:
-    model = planned.model.own
+    model = planned.model.original
     count, total = len(model.parameters), len(model.parameters) + len(model.state)
     numbered = model.variable_tree(list(range(count)), list(range(count, total)))
-    found = dict(zip(jax.tree.leaves(numbered), leaf_paths(jax.tree.structure(numbered)), strict=True))
+    path_of = dict(zip(jax.tree.leaves(numbered), leaf_paths(jax.tree.structure(numbered)), strict=True))
     return _Names(
-        tuple(found[k] for k in range(count)),
-        tuple(found[k] for k in range(count, total)),
+        tuple(path_of[k] for k in range(count)),
+        tuple(path_of[k] for k in range(count, total)),
         tuple(leaf_paths(jax.tree.structure(planned.update.colored.state_shape))),
     )
 
@@ -141,13 +141,13 @@ def _read_stages(
         if not multihost.mine(every):
             continue
         parameters, variables = planned.placement.held_by(place)
-        own = [k for k, owner in enumerate(colored.state_stage) if owner == place]
+        slot_numbers = [k for k, owner in enumerate(colored.state_stage) if owner == place]
         stacks = *planned.model.stacks, colored.state_stacks
         paths = names.parameters, names.state, names.optimizer
         of_parameters, of_state, of_optimizer = (
             [_Part(group, leaves[cuts.leaf_of[k]], cuts.rows_of[k]) for k in pieces]
             for group, leaves, cuts, pieces in zip(
-                (VARIABLES, VARIABLES, OPTIMIZER), paths, stacks, (parameters, variables, own), strict=True
+                (VARIABLES, VARIABLES, OPTIMIZER), paths, stacks, (parameters, variables, slot_numbers), strict=True
             )
         )
         held = [part.path for part in of_parameters]
@@ -156,12 +156,12 @@ def _read_stages(
             OPTIMIZER: list(dict.fromkeys(part.path for part in of_optimizer)),
             RESIDUALS: held if has_residuals and exchange is not None else [],
         }
-        found = read(saved, wanted)
-        leaves = {group: dict(zip(wanted[group], found[group], strict=True)) for group in (VARIABLES, OPTIMIZER)}
+        arrays = read(saved, wanted)
+        leaves = {group: dict(zip(wanted[group], arrays[group], strict=True)) for group in (VARIABLES, OPTIMIZER)}
         parameters, variables, slots = (
             [x.of(leaves[x.group]) for x in group] for group in (of_parameters, of_state, of_optimizer)
         )
-        residuals = [_spread(x, len(every)) for x in found[RESIDUALS]]
+        residuals = [_spread(x, len(every)) for x in arrays[RESIDUALS]]
         parts[place] = runtime.stage_part(place, StageArrays(parameters, variables, slots, residuals))
     leaf_of = colored.state_stacks.leaf_of
     shared = [names.optimizer[leaf_of[k]] for k, owner in enumerate(colored.state_stage) if owner is None]
@@ -169,8 +169,8 @@ def _read_stages(
 
 
 def _variable_leaves(planned: ExecutablePlan, names: _Names) -> Any:
-    own = planned.model.own
-    avals = [v.aval for v in (*own.parameters, *own.state)]
+    model = planned.model.original
+    avals = [v.aval for v in (*model.parameters, *model.state)]
     return expected((*names.parameters, *names.state), avals)
 
 

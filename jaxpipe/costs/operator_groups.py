@@ -62,12 +62,12 @@ def group_stage(linearization: Linearization, operators: range, held: Sequence[i
     """
     graph = linearization.source
     section = graph.section(operators.start, operators.stop)
-    made = {t for op in section.operators for t in op.outputs}
+    written = {t for op in section.operators for t in op.outputs}
     read = {t for op in section.operators for t in op.inputs}
     section = replace(
         section,
         inputs=tuple(t for t in section.inputs if t in read),
-        outputs=tuple(t for t in section.outputs if t in made),
+        outputs=tuple(t for t in section.outputs if t in written),
     )
     moving = {t for step in linearization.backward for t in (*step.cotangents_in, *step.cotangents_out)}
     # An input of the group is stored once, whoever needs it; often it is the result of the product before it.
@@ -85,14 +85,14 @@ def stage_programs(stage: Stage) -> Iterator[Program]:
     What is stored as it is, and is an operand or a result of the stage anyway, is not written a second time.
     """
     graph, source, stored = stage.graph, stage.linearization.source, stage.storage.stored
-    there = {*graph.inputs, *graph.outputs}
-    shared = [t for t in stored if t in there and stage.storage.forms[t].storage is Storage.KEEP]
-    own = [t for t in stored if t not in shared]
+    boundary = {*graph.inputs, *graph.outputs}
+    shared = [t for t in stored if t in boundary and stage.storage.forms[t].storage is Storage.KEEP]
+    encoded_tensors = [t for t in stored if t not in shared]
 
     def forward(*inputs: Any) -> Any:
         outputs, stash = stages.forward(stage, inputs)
         parts = dict(zip(stored, stash, strict=True))
-        return outputs, [parts[t] for t in own]
+        return outputs, [parts[t] for t in encoded_tensors]
 
     yield Program(forward, tuple(graph.tensors[t].aval for t in graph.inputs))
     if not stage.linearization.backward:
@@ -102,7 +102,7 @@ def stage_programs(stage: Stage) -> Iterator[Program]:
 
     def backward(parameters: Any, values: Any, encoded: Any, cotangents: Any) -> Any:
         parts = {t: (value,) for t, value in zip(shared, values, strict=True)}
-        parts.update(zip(own, encoded, strict=True))
+        parts.update(zip(encoded_tensors, encoded, strict=True))
         given: list[Any] = [None] * len(source.outputs)
         for k, cotangent in zip(seeds, cotangents, strict=True):
             given[k] = cotangent
@@ -114,7 +114,7 @@ def stage_programs(stage: Stage) -> Iterator[Program]:
         (
             [graph.tensors[t].aval for t in stage.parameters],
             [graph.tensors[t].aval for t in shared],
-            [avals[t] for t in own],
+            [avals[t] for t in encoded_tensors],
             [source.tensors[source.outputs[k]].aval.to_tangent_aval() for k in seeds],
         ),
     )

@@ -87,9 +87,9 @@ def profile_model(
     shapes = check_batch.batch_shapes(batch)
     num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     check_batch.check_microbatches(check_batch.batch_size(shapes), 1, num_microbatches)
-    one = microbatch_shapes(shapes, num_microbatches)
+    microbatch = microbatch_shapes(shapes, num_microbatches)
     rows = check_unroll(unroll_scans, exchanged=False)
-    bound, objective = trace_unrolled(bind(model, loss, one, variables), loss, one, rows)
+    bound, objective = trace_unrolled(bind(model, loss, microbatch, variables), loss, microbatch, rows)
     frozen: tuple[str, ...] = ()
     if optimizer is not None:
         trained = without_frozen(trace_update(optimizer, bound)).trained

@@ -72,13 +72,13 @@ def per_stage(transformation: optax.GradientTransformation) -> optax.GradientTra
         for stage in sorted(set(numbers)):
 
             def part(values: Sequence[Any], stage: int = stage) -> Any:
-                own = [x if n == stage else optax.MaskedNode() for x, n in zip(values, numbers, strict=True)]
-                return jax.tree.unflatten(tree, own)
+                masked = [x if n == stage else optax.MaskedNode() for x, n in zip(values, numbers, strict=True)]
+                return jax.tree.unflatten(tree, masked)
 
             given = None if params is None else part(weights)
-            found, _ = transformation.update(part(leaves), state, given)
+            transformed, _ = transformation.update(part(leaves), state, given)
             places = [k for k, n in enumerate(numbers) if n == stage]
-            for k, value in zip(places, jax.tree.leaves(found), strict=True):
+            for k, value in zip(places, jax.tree.leaves(transformed), strict=True):
                 new[k] = value
         return jax.tree.unflatten(tree, new), state
 

@@ -190,19 +190,19 @@ def _parts(returned: Any, name: str) -> tuple[Any, Any, Any]:
 
 def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any, name: str) -> Objective:
     batch_leaves, batch_tree = jax.tree.flatten(batch)
-    own = model.own
-    parameters = [v.aval for v in own.parameters]
-    state = [v.aval for v in own.state]
+    original = model.original
+    parameters = [v.aval for v in original.parameters]
+    state = [v.aval for v in original.state]
     counts = [len(parameters), len(state), 1, len(batch_leaves)]
     number = 0
 
     def body(*leaves: Any) -> list[Any]:
         nonlocal number
         p, s, (key,), b = split(leaves, counts)
-        returned, new_state = own.run(function, p, s, key, jax.tree.unflatten(batch_tree, b))
-        found = results(returned)
-        number = len(found)
-        return [*found, *new_state]
+        returned, new_state = original.run(function, p, s, key, jax.tree.unflatten(batch_tree, b))
+        result_leaves = results(returned)
+        number = len(result_leaves)
+        return [*result_leaves, *new_state]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     shape = model.stage_shape
@@ -234,7 +234,7 @@ def _cut(graph: Graph, model: BoundModel, counts: Sequence[int], number: int, na
     try:
         return split_rows(graph, inputs, Stacks((*(None,) * number, *state.bounds)))
     except MixedRowsError as error:
-        names = [v.name for v in (*model.own.parameters, *model.own.state)]
+        names = [v.name for v in (*model.original.parameters, *model.original.state)]
         raise PartitionError(
             f"unroll_scans: {name} uses {', '.join(names[k] for k in sorted(error.sources))} as a whole "
             f"({error.where}), but its layers are cut apart, as the loss has them in a scan. Use it as "

@@ -63,18 +63,18 @@ def scanned_variables(objective: Objective) -> dict[int, int]:
     """The variables over whose first axis a scan runs, as they are or element by element made of them; its length."""
     graph = objective.graph
     origin = {t: t for t in (*objective.parameters, *objective.state)}
-    found: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     for op in graph.operators:
         if op.name == "scan":
             consts, carried, names = scan_operands(op)
-            found.update((origin[t], op.params["length"]) for t in names[consts + carried :] if t in origin)
+            lengths.update((origin[t], op.params["length"]) for t in names[consts + carried :] if t in origin)
         elif op.equation is None:
             origin.update((new, origin[old]) for old, new in zip(op.inputs, op.outputs, strict=True) if old in origin)
         elif len(op.inputs) == len(op.outputs) == 1 and op.inputs[0] in origin:
             same = graph.tensors[op.inputs[0]].shape[:1] == graph.tensors[op.outputs[0]].shape[:1]
             if same:
                 origin[op.outputs[0]] = origin[op.inputs[0]]
-    return found
+    return lengths
 
 
 def check_unroll(rows: int, exchanged: bool) -> int:

@@ -120,10 +120,13 @@ def shardings_of(
       PartitionError: if an axis is unknown, splits nothing, or does not divide a dimension.
     """
     resolver = _Resolver(submesh.shape, options.axis_rules or get_logical_axis_rules())
-    _check_patterns(options.shardings, (*model.own.parameters, *model.own.state), resolver)
+    _check_patterns(options.shardings, (*model.original.parameters, *model.original.state), resolver)
     groups = []
     for variables, annotated, stacks in zip(
-        (model.own.parameters, model.own.state), model.own.annotated or ((), ()), model.stacks, strict=True
+        (model.original.parameters, model.original.state),
+        model.original.annotated or ((), ()),
+        model.stacks,
+        strict=True,
     ):
         marks = annotated or (P(),) * len(variables)
         whole = [_spec(v, mark, options.shardings, resolver) for v, mark in zip(variables, marks, strict=True)]

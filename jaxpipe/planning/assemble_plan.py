@@ -96,7 +96,7 @@ class Draft:
 
     Attributes:
       request: what was asked for.
-      found: the cuts, and a device for each stage.
+      partition: the cuts, and a device for each stage.
       stages: the stage of every variable.
       program: what would run.
       schedule: its table, as if all stages were trained.
@@ -104,7 +104,7 @@ class Draft:
     """
 
     request: Request
-    found: Partition
+    partition: Partition
     stages: Placement
     program: Program
     schedule: Schedule
@@ -113,7 +113,7 @@ class Draft:
     @cached_property
     def runtime(self) -> RuntimeChoice:
         """The runtime of the program."""
-        return choose_runtime(self.request, self.program, self.found)
+        return choose_runtime(self.request, self.program, self.partition)
 
     @property
     def seconds(self) -> float:
@@ -131,23 +131,25 @@ class Draft:
         return max(held)
 
 
-def sections_for(request: Request, traced: Traced, found: Partition) -> tuple[Placement, tuple[Section, ...]]:
+def sections_for(request: Request, traced: Traced, partition: Partition) -> tuple[Placement, tuple[Section, ...]]:
     """The stages' programs for some cuts, and the stage of every variable."""
-    objective, cuts = traced.objective, (0, *(stage.operators.stop for stage in found.stages))
+    objective, cuts = traced.objective, (0, *(stage.operators.stop for stage in partition.stages))
     stages = place(objective, cuts)
-    sections = shared_sections(objective, traced.model, cut_sections(objective, cuts, stages), teams_of(found, request))
+    sections = shared_sections(
+        objective, traced.model, cut_sections(objective, cuts, stages), teams_of(partition, request)
+    )
     return stages, with_backward(objective, sections, request.policy)
 
 
-def teams_of(found: Partition, request: Request) -> Teams:
+def teams_of(partition: Partition, request: Request) -> Teams:
     """Return how many devices along the stage axis each stage has."""
-    return Teams(tuple(len(stage.devices) // request.replicas for stage in found.stages))
+    return Teams(tuple(len(stage.devices) // request.replicas for stage in partition.stages))
 
 
 def draft(
     request: Request,
     traced: Traced,
-    found: Partition,
+    partition: Partition,
     schedule: Schedule,
     stages: Placement,
     sections: tuple[Section, ...],
@@ -162,7 +164,7 @@ def draft(
         objective=traced.objective,
         sections=sections,
         schedule=without_backward(schedule, frozen_stages(traced, sections)),
-        teams=Teams(teams_of(found, request).widths[: schedule.num_stages]),
+        teams=Teams(teams_of(partition, request).widths[: schedule.num_stages]),
         num_microbatches=traced.batching.num_microbatches,
         placement=placement,
         parameters=lay_out([[aval for aval, _ in pairs] for pairs in parameters]),
@@ -173,8 +175,8 @@ def draft(
         specs=traced.shardings.specs(traced.objective),
     )
     if request.budget is not None and request.network is not None and program.teams.single:
-        found = _map_for_swaps(program, found)
-    return Draft(request, found, stages, program, schedule, maker)
+        partition = _map_for_swaps(program, partition)
+    return Draft(request, partition, stages, program, schedule, maker)
 
 
 def frozen_stages(traced: Traced, sections: Sequence[Section]) -> int:
@@ -193,7 +195,7 @@ def choose(
     Raises:
       MemoryBudgetError: if none does, and the budget must not be raised; it offers what the smallest plan needs.
     """
-    drafts = sorted(drafts, key=lambda found: found.seconds)
+    drafts = sorted(drafts, key=lambda draft: draft.seconds)
     budget = request.budget
     if budget is None:
         return settle(traced, _leanest(drafts), None).default
@@ -248,13 +250,13 @@ def _leanest(drafts: Sequence[Draft]) -> Draft:
 
 
 def _balanced(
-    traced: Traced, found: "Settled", budget: int, solving: Solving, cut_again: Callable[[Draft, Profile], Draft]
+    traced: Traced, settled: "Settled", budget: int, solving: Solving, cut_again: Callable[[Draft, Profile], Draft]
 ) -> Planned | None:
     """Return the plan within a budget, its cuts moved while that makes the step shorter; None if no plan is within."""
-    first = found.within(budget)
+    first = settled.within(budget)
     if first is None:
         return None
-    return balanced(first, lambda charged: settle(traced, cut_again(found.draft, charged), solving).within(budget))
+    return balanced(first, lambda charged: settle(traced, cut_again(settled.draft, charged), solving).within(budget))
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,12 +298,12 @@ class Settled:
         return replace(planned, budget=Budget(refit, lambda: self.smallest, self.default.plan.memory, False))
 
 
-def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
+def settle(traced: Traced, drafted: Draft, solving: Solving | None) -> Settled:
     """The optimizer and layouts; with solvers also the search for storage within budgets."""
-    request, program, placed = found.request, found.program, found.found
-    runtime = found.runtime.name
+    request, program, placed = drafted.request, drafted.program, drafted.partition
+    runtime = drafted.runtime.name
     # Variables are placed by stage, or by device where one program has several stages on each.
-    model, placement = traced.model, found.stages if runtime == "mpmd" else program.placement
+    model, placement = traced.model, drafted.stages if runtime == "mpmd" else program.placement
     devices = range(program.num_devices)
     paired_by = request.network or slowest_used(placed.network, request.mesh)
     mesh = arrange(request.mesh, [placed.stages[d].devices for d in devices], paired_by)
@@ -327,7 +329,7 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
     def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
         rows = check_batch.batch_size(traced.microbatch)
         memory = {} if runtime == "mpmd" else predict(chosen, update, shared, traced.local)
-        plan = describe(request, chosen, placed, memory, rows, fitted, budget, found.runtime)
+        plan = describe(request, chosen, placed, memory, rows, fitted, budget, drafted.runtime)
         plan = replace(plan, per_stage=colored.per_stage, frozen=describe_frozen(chosen, model))
         if exchange is not None:
             plan = replace(plan, exchange_bytes=exchange.sent_bytes)
@@ -340,12 +342,12 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
             microbatch=traced.microbatch,
             model=model,
             program=chosen,
-            stages=found.stages,
+            stages=drafted.stages,
             placement=placement,
             update=update,
             batching=traced.batching,
             policy=request.policy,
-            schedules=request.schedules if found.maker is None else (found.maker, *request.schedules),
+            schedules=request.schedules if drafted.maker is None else (drafted.maker, *request.schedules),
             retrace=lambda one: trace_loss(model, request.loss, one).training(traced_update.trained),
             shardings=traced.shardings,
         )
@@ -358,7 +360,7 @@ def settle(traced: Traced, found: Draft, solving: Solving | None) -> Settled:
         fitter = StageFitter(
             program, lambda chosen: lists.needs(default(), chosen), prices, solving, period, request.policy
         )
-    return Settled(found, planned, fitter)
+    return Settled(drafted, planned, fitter)
 
 
 class StageLists:
@@ -396,29 +398,29 @@ class StageLists:
         return [max(peaks[x].total for x in row) for row in runtime.devices.rows[: program.num_devices]]
 
 
-def _map_for_swaps(program: Program, found: Partition) -> Partition:
+def _map_for_swaps(program: Program, partition: Partition) -> Partition:
     """Return the same cuts on the devices with which peers can take most, if a step takes no longer with them."""
     messages = [4 * n for n in program.message_words]
     stashes = [sum(a.size * a.dtype.itemsize for a in program.stash_avals(section)) for section in program.sections]
-    return best_mapping(found, program.schedule, stashes, _period(program, found), messages)
+    return best_mapping(partition, program.schedule, stashes, _period(program, partition), messages)
 
 
-def _period(program: Program, found: Partition) -> float:
+def _period(program: Program, partition: Partition) -> float:
     """Return the seconds of a micro-batch on the slowest stage."""
-    work = zip(stage_seconds(program, found, own_sums=True), _slowness(program, found), strict=True)
+    work = zip(stage_seconds(program, partition, own_sums=True), _slowness(program, partition), strict=True)
     return max((stage.forward + stage.backward) * slow for stage, slow in work)
 
 
-def _slowness(program: Program, found: Partition) -> tuple[float, ...]:
+def _slowness(program: Program, partition: Partition) -> tuple[float, ...]:
     """Return, by stage, how many times slower than the profiled device its own is, or are together."""
-    widths = [program.teams.widths[program.device(s)] for s in range(len(found.stages))]
-    teams = zip(found.stages, widths, strict=True)
-    return tuple(1 / (width * min(found.network.speed[d] for d in stage.devices)) for stage, width in teams)
+    widths = [program.teams.widths[program.device(s)] for s in range(len(partition.stages))]
+    teams = zip(partition.stages, widths, strict=True)
+    return tuple(1 / (width * min(partition.network.speed[d] for d in stage.devices)) for stage, width in teams)
 
 
-def _prices(request: Request, program: Program, found: Partition) -> Prices:
+def _prices(request: Request, program: Program, partition: Partition) -> Prices:
     """Return the seconds to compute an operator again: as profiled if known, else in proportion to an estimate."""
-    graph, profile = program.objective.graph, found.profile
+    graph, profile = program.objective.graph, partition.profile
     rates = rates_in(profile)
     estimated = sum(graph_seconds(graph, rates))
     scale = sum(profile.forward_seconds) / estimated if estimated else 1.0
@@ -432,7 +434,7 @@ def _prices(request: Request, program: Program, found: Partition) -> Prices:
     def seconds(graph: Graph, op: Operator) -> float:
         return known.get((op.outputs[0], op.name), scale * roofline.seconds([op], graph, rates))
 
-    links = stage_links(found, 0 if request.host is None or request.host.refused else request.host.budget)
+    links = stage_links(partition, 0 if request.host is None or request.host.refused else request.host.budget)
     if request.network is None:  # nobody has said that devices exchange more than messages
         links = replace(links, bandwidth=tuple((0.0,) * len(row) for row in links.bandwidth))
-    return Prices(seconds, rates.bytes / scale if scale else rates.bytes, _slowness(program, found), links)
+    return Prices(seconds, rates.bytes / scale if scale else rates.bytes, _slowness(program, partition), links)

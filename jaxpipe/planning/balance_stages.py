@@ -42,11 +42,11 @@ def balanced(first: Planned, cut_again: Callable[[Profile], Planned | None]) -> 
         if later is None:  # the cuts we have do fit
             break
         now = later
-        found = _round(now)
-        if any(found.cuts == earlier.cuts for earlier in rounds):
+        latest = _round(now)
+        if any(latest.cuts == earlier.cuts for earlier in rounds):
             break
-        rounds.append(found)
-        tell(f"Cut again at {found.cuts}: fastest over slowest stage {found.rate:.2f}")
+        rounds.append(latest)
+        tell(f"Cut again at {latest.cuts}: fastest over slowest stage {latest.rate:.2f}")
         if now.plan.step_seconds < best.plan.step_seconds:
             best = now
     return replace(best, plan=replace(best.plan, rounds=tuple(rounds)))
@@ -70,7 +70,7 @@ def _charged(planned: Planned) -> Profile:
     backward = list(planned.profile.backward_seconds)
     for stage in planned.plan.stages:
         here = range(*stage.operators)
-        own = sum(backward[k] for k in here)
+        stage_seconds = sum(backward[k] for k in here)
         for k in here:
-            backward[k] += stage.added_seconds * (backward[k] / own if own else 1 / len(here))
+            backward[k] += stage.added_seconds * (backward[k] / stage_seconds if stage_seconds else 1 / len(here))
     return replace(planned.profile, backward_seconds=tuple(backward))

@@ -24,14 +24,14 @@ def searched_drafts(traced: Traced, drafts: Sequence[Draft], sources: Sequence[D
         alike = sorted((x for x in sources if x.schedule.num_chunks == chunks), key=lambda x: x.seconds)
         fixed = alike[0]
         size = fixed.schedule.num_stages, fixed.schedule.num_microbatches
-        arguments = stage_search_arguments(fixed.program, fixed.found)
+        arguments = stage_search_arguments(fixed.program, fixed.partition)
         for limits in _limits([x.schedule for x in alike]):
             tell(f"Searching for a schedule of {size[0] * chunks} stages with {list(limits)} stashes in flight")
             arguments["in_flight"] = list(limits)
             maker = functools.partial(list_schedule, **arguments)
             schedule = candidates.check_schedule(maker(*size), *size)
             candidate = draft(
-                fixed.request, traced, fixed.found, schedule, fixed.stages, fixed.program.sections, maker=maker
+                fixed.request, traced, fixed.partition, schedule, fixed.stages, fixed.program.sections, maker=maker
             )
             if candidate.runtime.name == "mpmd" and not any(_dominates(other, candidate) for other in best):
                 best.append(candidate)

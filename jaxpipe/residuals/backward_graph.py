@@ -143,11 +143,11 @@ def linearize(
 
 def _audible(graph: Graph, seeds: Iterable[int]) -> set[int]:
     """The tensors that lead to some outputs: all others have no cotangent."""
-    found = set(seeds)
+    useful = set(seeds)
     for op in reversed(graph.operators):
-        if not found.isdisjoint(op.outputs):
-            found.update(op.inputs)
-    return found
+        if not useful.isdisjoint(op.outputs):
+            useful.update(op.inputs)
+    return useful
 
 
 def equality_key(
@@ -188,9 +188,9 @@ def _place(
 ) -> list[int]:
     """Add the first half of a cut to the forward graph; returns the numbers of its needs."""
     number = dict(zip(cut.inputs, operands, strict=True))
-    made = {t for part in cut.primal for t in part.outputs}
+    produced = {t for part in cut.primal for t in part.outputs}
     for local, out in zip(cut.outputs, outputs, strict=True):
-        if local in made:
+        if local in produced:
             number.setdefault(local, out)
     for local, value in cut.constants.items():
         number[local] = builder.constant(value)

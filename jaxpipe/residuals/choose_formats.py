@@ -133,7 +133,7 @@ class Derivations:
           known: tensors that are there already.
         """
         known = set(known)
-        found: dict[Operator, None] = {}
+        chain: dict[Operator, None] = {}
         leaves: dict[int, None] = {}
         pending = list(missing)
         while pending:
@@ -142,10 +142,10 @@ class Derivations:
                 continue
             if plan.is_stored(t):
                 leaves[t] = None
-            elif t in self._producers and self._producers[t] not in found:
-                found[self._producers[t]] = None
+            elif t in self._producers and self._producers[t] not in chain:
+                chain[self._producers[t]] = None
                 pending.extend(self._producers[t].inputs)
-        return sorted(found, key=self._order.__getitem__), list(leaves)
+        return sorted(chain, key=self._order.__getitem__), list(leaves)
 
     def fallback(self, t: int, plan: Choices, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
         """Return the same for a sparse tensor that has overflowed: from tensors that cannot."""
@@ -164,8 +164,8 @@ def sums_of_branches(graph: Graph, given: Container[int]) -> frozenset[int]:
 def not_at_hand(program: Iterable[Operator], known: Iterable[int]) -> set[int]:
     """Return what a program reads that neither it makes nor is known: inputs that nobody stored."""
     operators = list(program)
-    made = {t for op in operators for t in op.outputs}
-    return {t for op in operators for t in op.inputs} - made - set(known)
+    written = {t for op in operators for t in op.outputs}
+    return {t for op in operators for t in op.inputs} - written - set(known)
 
 
 def check_plan(linearization: Linearization, plan: Choices) -> None:
@@ -297,15 +297,15 @@ def _behind_products(graph: Graph, at_hand: frozenset[int]) -> frozenset[int]:
     That result is written to memory in any case, they are not.
     """
     producers = {t: op for op in graph.operators for t in op.outputs}
-    found: set[int] = set()
+    elementwise: set[int] = set()
     for op in graph.operators:
         if op.name not in ELEMENTWISE:
             continue
         least = max(graph.tensors[t].bytes for t in op.outputs) >> 3
         large = {t for t in op.inputs if t not in at_hand and graph.tensors[t].bytes > least}
-        if len(large) == 1 and all(t in found or (t in producers and is_product(producers[t])) for t in large):
-            found.update(op.outputs)
-    return frozenset(found)
+        if len(large) == 1 and all(t in elementwise or (t in producers and is_product(producers[t])) for t in large):
+            elementwise.update(op.outputs)
+    return frozenset(elementwise)
 
 
 def derived_from(

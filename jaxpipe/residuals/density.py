@@ -142,18 +142,18 @@ def tensor_names(graph: Graph) -> dict[int, str]:
 
 def _assumed(graph: Graph) -> dict[int, float]:
     """Densities of what ReLUs write, and of what is only moved from there."""
-    found: dict[int, float] = {}
+    densities: dict[int, float] = {}
     for op in graph.operators:
-        fraction = RELU_DENSITY if relu.rectifies(op) else _inherited(op, graph, found)
+        fraction = RELU_DENSITY if relu.rectifies(op) else _inherited(op, graph, densities)
         if fraction is not None:
-            found.update(dict.fromkeys(op.outputs, fraction))
-    return found
+            densities.update(dict.fromkeys(op.outputs, fraction))
+    return densities
 
 
-def _inherited(op: Operator, graph: Graph, found: Mapping[int, float]) -> float | None:
+def _inherited(op: Operator, graph: Graph, densities: Mapping[int, float]) -> float | None:
     if not op.inputs or not (op.name in VIEWS or op.name in ("concatenate", "convert_element_type")):
         return None
     sizes: Sequence[int] = [graph.tensors[t].size for t in op.inputs]
-    known = [found.get(t, 1.0) for t in op.inputs]
+    known = [densities.get(t, 1.0) for t in op.inputs]
     fraction = sum(f * n for f, n in zip(known, sizes, strict=True)) / max(1, sum(sizes))
     return fraction if fraction < 1 else None

@@ -201,8 +201,8 @@ def _encoded_function(
     def encoded_backward(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         plan = residuals.stage
         seeds = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-        found = backward(plan, residuals.parameters, residuals.stash, seeds)
-        gradients = dict(zip(plan.linearization.wrt, found, strict=True))
+        cotangents_out = backward(plan, residuals.parameters, residuals.stash, seeds)
+        gradients = dict(zip(plan.linearization.wrt, cotangents_out, strict=True))
         return tuple(gradients.get(t) for t in graph.inputs)
 
     encoded.defvjp(encoded_forward, encoded_backward, symbolic_zeros=True)

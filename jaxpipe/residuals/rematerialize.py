@@ -194,8 +194,8 @@ class Recall:
         def nothing() -> Any:
             return jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), avals), jnp.ones_like(zero)
 
-        found, self._zero = jax.lax.cond(zero == 0, lambda: (function(), zero), nothing)
-        return found
+        computed, self._zero = jax.lax.cond(zero == 0, lambda: (function(), zero), nothing)
+        return computed
 
 
 def groups(steps: Iterable[Backward]) -> list[list[Backward]]:
@@ -204,13 +204,13 @@ def groups(steps: Iterable[Backward]) -> list[list[Backward]]:
     The cotangents of a product's operands have a fence each, so that what one of them needs is gone before the other
     is written; that of the second operand, which mostly is the weights, comes first.
     """
-    found: list[list[Backward]] = [[]]
+    grouped: list[list[Backward]] = [[]]
     for step in steps:
         if is_heavy(step):
-            found += [[part] for part in parts(step)]
+            grouped += [[part] for part in parts(step)]
         else:
-            found[-1].append(step)
-    return [group for group in found if group]
+            grouped[-1].append(step)
+    return [group for group in grouped if group]
 
 
 def is_heavy(step: Backward | Operator) -> bool:

@@ -60,12 +60,12 @@ def _name(op: Operator) -> str:
 def _readers(stage: Stage, number: int) -> list[str]:
     derivations = Derivations(stage.graph)
     at_hand = stage.graph.derived_from_parameters()
-    found = {}
+    readers = {}
     for step in stage.linearization.backward:
         _, leaves = derivations.of(step.needs, stage.storage, at_hand)
         if number in leaves:
-            found["/".join(filter(None, (step.path, step.label)))] = None
-    return list(found)
+            readers["/".join(filter(None, (step.path, step.label)))] = None
+    return list(readers)
 
 
 def _instead(stage: Stage, number: int, producer: Operator) -> str:

@@ -93,8 +93,10 @@ def assemble(linearization: Linearization, storage: Choices) -> Stage:
     """
     check_plan(linearization, storage)
     deferred, input_steps, weight_steps = _split(linearization)
-    made = {t for step in weight_steps for t in step.cotangents_out}
-    saved = tuple(ordered(t for step in weight_steps for t in step.cotangents_in if t not in made or t not in deferred))
+    written = {t for step in weight_steps for t in step.cotangents_out}
+    saved = tuple(
+        ordered(t for step in weight_steps for t in step.cotangents_in if t not in written or t not in deferred)
+    )
     weight_part = tuple(t for t in linearization.wrt if t in deferred)
     return Stage(
         linearization=linearization,
@@ -215,8 +217,8 @@ def _received(stage: Stage, cotangents: Sequence[Any | None]) -> dict[int, Any]:
 
 
 def _recall(stage: Stage, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], fenced: bool) -> Recall:
-    own = dict(zip(stage.parameters, parameters, strict=True))
-    return Recall(stage.graph, stage.storage, own, dict(zip(stage.storage.stored, stash, strict=True)), fenced)
+    values = dict(zip(stage.parameters, parameters, strict=True))
+    return Recall(stage.graph, stage.storage, values, dict(zip(stage.storage.stored, stash, strict=True)), fenced)
 
 
 def _walk(
@@ -236,25 +238,27 @@ def _walk(
     for outline in reversed(outlines):
         outline.keep = keep
         keep = keep.union(*(step.cotangents_in for step in outline.steps))
-    known, there = set(recall.values), set(received)
+    known, pending = set(recall.values), set(received)
     for outline in outlines:
-        outline.go(recall, there, known)
+        outline.go(recall, pending, known)
     for k, outline in enumerate(outlines):
         if not outline.runs:
             continue
-        made = sorted(outline.written)
+        written = sorted(outline.written)
         shared = sorted(outline.recalled & set().union(*(later.read for later in outlines[k + 1 :])))
 
-        def behind(outline: _Outline = outline, made: Sequence[int] = made, shared: Sequence[int] = shared) -> Any:
-            inner, own = recall.copy(), dict(received)
-            _run_steps(stage, outline.steps, own, inner, outline.keep)
-            return [own[t] for t in made], [inner.values[t] for t in shared]
+        def behind(
+            outline: _Outline = outline, written: Sequence[int] = written, shared: Sequence[int] = shared
+        ) -> Any:
+            inner, cotangents_of_group = recall.copy(), dict(received)
+            _run_steps(stage, outline.steps, cotangents_of_group, inner, outline.keep)
+            return [cotangents_of_group[t] for t in written], [inner.values[t] for t in shared]
 
-        avals = [cotangents[t].aval for t in made], [values[t].aval for t in shared]
+        avals = [cotangents[t].aval for t in written], [values[t].aval for t in shared]
         new, recalled = recall.fence(behind, avals)
         for t in outline.consumed:
             received.pop(t, None)
-        received.update(zip(made, new, strict=True))
+        received.update(zip(written, new, strict=True))
         recall.values.update(zip(shared, recalled, strict=True))
 
 

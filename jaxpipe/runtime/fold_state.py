@@ -87,9 +87,9 @@ def separate(objective: Objective, section: "Section", width: int, names: Mappin
                 "as with running statistics. Give this stage one device (devices_per_stage=)."
             )
     behind = live(behind, new)
-    made = {t for op in behind for t in op.outputs}
+    written = {t for op in behind for t in op.outputs}
     read = [*(t for op in behind for t in op.inputs), *new]
-    statistics = tuple(t for t in ordered(read) if t not in made and t not in old and t not in graph.constants)
+    statistics = tuple(t for t in ordered(read) if t not in written and t not in old and t not in graph.constants)
     fold = Fold(replace(graph, operators=behind, inputs=(*old, *statistics), outputs=new), old, statistics)
     rest = tuple(op for op in graph.operators if source.keys().isdisjoint(op.outputs))
     outputs = tuple(ordered((*kept, *section.state, *statistics)))

@@ -117,13 +117,13 @@ def _stage_of_state(
       owner: by leaf, its parameter.
       stages: by parameter, the stages of its pieces.
     """
-    found: list[int | None] = []
+    state_stages: list[int | None] = []
     for k, cuts in zip(owner, stacks.bounds, strict=True):
         if k is None:
-            found.append(None)
+            state_stages.append(None)
         else:
-            found += stages[k] if cuts is not None else stages[k][:1]
-    return tuple(found)
+            state_stages += stages[k] if cuts is not None else stages[k][:1]
+    return tuple(state_stages)
 
 
 def _color(graph: Graph, color: dict[int, int], shared: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], dict]:
@@ -215,11 +215,11 @@ def exchanged_values(
 
 
 def _environment(
-    update: ColoredUpdate, s: int, everywhere: dict[int, Any], own: tuple[Sequence[Any], ...]
+    update: ColoredUpdate, s: int, everywhere: dict[int, Any], buffers: tuple[Sequence[Any], ...]
 ) -> dict[int, Any]:
     """Values by tensor number that a stage begins with."""
     env = dict(everywhere)
-    for numbers, values in zip(held_by(update, s), own, strict=True):
+    for numbers, values in zip(held_by(update, s), buffers, strict=True):
         env.update(zip(numbers, values, strict=True))
     return env
 

@@ -94,11 +94,11 @@ class Program:
     @cached_property
     def shared(self) -> tuple[int, ...]:
         """Parameters that a device uses and does not hold."""
-        found: dict[int, None] = {}
+        borrowed: dict[int, None] = {}
         for s, section in enumerate(self.sections):
-            own = self.held(self.device(s))[0]
-            found.update((t, None) for t in section.borrowed if t not in own)
-        return tuple(found)
+            local_parameters = self.held(self.device(s))[0]
+            borrowed.update((t, None) for t in section.borrowed if t not in local_parameters)
+        return tuple(borrowed)
 
     @cached_property
     def sums(self) -> Layout:

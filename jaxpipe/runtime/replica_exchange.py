@@ -112,9 +112,9 @@ def run_exchange(
         pairs = zip(plan.sums.read(s, gradients), plan.residuals.read(s, residuals), strict=True)
         return [g.astype(r.dtype) + r for g, r in pairs]
 
-    def write(s: int, found: Averaged) -> Any:
-        new = layout.write(s, found.gradients), plan.residuals.write(s, found.residuals)
-        return *new, found.squares, found.unsent
+    def write(s: int, averaged: Averaged) -> Any:
+        new = layout.write(s, averaged.gradients), plan.residuals.write(s, averaged.residuals)
+        return *new, averaged.squares, averaged.unsent
 
     def phase(plans: Sequence[Sequence[Blocks]]) -> Any:
         return exchange(plans, plan.settings.rule, DATA, by_stage, read, write)

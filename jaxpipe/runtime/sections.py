@@ -112,7 +112,7 @@ def places_to_cut(objective: Objective) -> list[bool]:
 
 def place(objective: Objective, cuts: Sequence[int]) -> Placement:
     """Put every variable into the stage that uses it first; what nothing uses, into the first."""
-    first = {t: found[0][0] for t, found in variable_spans(objective).items()}
+    first = {t: uses[0][0] for t, uses in variable_spans(objective).items()}
 
     def stage_of(t: int) -> int:
         return sum(first.get(t, 0) >= c for c in cuts[1:-1])
@@ -169,23 +169,26 @@ def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement
         results = tuple(k for k, t in enumerate(objective.results) if home.get(t, last) == s)
         new_state = tuple(objective.new_state[k] for k in state)
         outputs = (*part.outputs, *(objective.results[k] for k in results), *new_state)
-        own = tuple(objective.parameters[k] for k in parameters), tuple(objective.state[k] for k in state)
+        variables_of_stage = (
+            tuple(objective.parameters[k] for k in parameters),
+            tuple(objective.state[k] for k in state),
+        )
         arriving = sections[-1].leaving if sections else ()
         assert {t for t in part.inputs if t not in variables and t not in at_hand} == set(arriving)
-        borrowed = tuple(t for t in objective.parameters if t in part.inputs and t not in own[0])
+        borrowed = tuple(t for t in objective.parameters if t in part.inputs and t not in variables_of_stage[0])
         needed = {*part.inputs, *outputs}
         used = tuple(t for t in (*objective.batch, objective.key) if t in needed)
         sections.append(
             Section(
                 graph=replace(
                     part,
-                    inputs=(*own[0], *borrowed, *own[1], *used, *arriving),
+                    inputs=(*variables_of_stage[0], *borrowed, *variables_of_stage[1], *used, *arriving),
                     outputs=outputs,
-                    parameters=frozenset((*own[0], *borrowed)),
+                    parameters=frozenset((*variables_of_stage[0], *borrowed)),
                 ),
-                parameters=own[0],
+                parameters=variables_of_stage[0],
                 borrowed=borrowed,
-                state=own[1],
+                state=variables_of_stage[1],
                 used=used,
                 arriving=arriving,
                 leaving=part.outputs,

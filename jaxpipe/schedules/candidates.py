@@ -41,11 +41,11 @@ def make_schedules(
     """
     first, *others = makers
     size = num_stages, num_microbatches
-    found = [check_schedule(first(*size), *size, teams)]
+    schedules = [check_schedule(first(*size), *size, teams)]
     for maker in others if num_stages > 1 else ():
         with contextlib.suppress(ScheduleError):
-            found.append(check_schedule(maker(*size), *size, teams))
-    return found
+            schedules.append(check_schedule(maker(*size), *size, teams))
+    return schedules
 
 
 def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_microbatches: int) -> list[Schedule]:
@@ -56,18 +56,18 @@ def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_micro
     """
     widths, deals = " + ".join(map(str, teams.widths)), teams.deals(num_microbatches)
     try:
-        found = make_schedules(makers, len(teams.widths), deals, teams)
+        schedules = make_schedules(makers, len(teams.widths), deals, teams)
     except (PartitionError, ScheduleError) as error:
         raise type(error)(
             f"{error} With stages on {widths} devices (devices_per_stage=) a micro-batch of a schedule is a deal of "
             f"{teams.deal}, the least common multiple of these numbers; so num_microbatches={num_microbatches} are "
             f"{deals} for it."
         ) from None
-    runs = [schedule for schedule in found if schedule.num_chunks == 1 and schedule.versions is None]
+    runs = [schedule for schedule in schedules if schedule.num_chunks == 1 and schedule.versions is None]
     if not runs:
-        how = "changes weights on the way" if found[0].versions is not None else "has several stages on a device"
+        how = "changes weights on the way" if schedules[0].versions is not None else "has several stages on a device"
         raise PartitionError(
-            f"schedule= gave {found[0].name}, which {how}; with stages on {widths} devices (devices_per_stage=) a "
+            f"schedule= gave {schedules[0].name}, which {how}; with stages on {widths} devices (devices_per_stage=) a "
             "schedule must have one stage for each of them, and update at the end of a step. Use 'auto', "
             "'one_f_one_b', 'gpipe' or 'zero_bubble'."
         )
@@ -89,17 +89,17 @@ def check_schedule(schedule: Any, num_stages: int, num_microbatches: int, teams:
             f"schedule(num_stages={num_stages}, num_microbatches={num_microbatches}) gave a {type(schedule).__name__}; "
             "it must give a jaxpipe.schedules.Schedule."
         )
-    found = schedule.num_stages, schedule.num_microbatches
-    if found != (num_stages, num_microbatches):
+    size = schedule.num_stages, schedule.num_microbatches
+    if size != (num_stages, num_microbatches):
         if teams is None:
-            fix = f"num_microbatches={found[1]} and a mesh with {found[0]} stages"
-        elif found[0] == num_stages:
-            fix = f"num_microbatches={found[1] * teams.deal}"
+            fix = f"num_microbatches={size[1]} and a mesh with {size[0]} stages"
+        elif size[0] == num_stages:
+            fix = f"num_microbatches={size[1] * teams.deal}"
         else:
-            fix = f"devices_per_stage= for {found[0]} stages"
+            fix = f"devices_per_stage= for {size[0]} stages"
         raise PartitionError(
             f"schedule(num_stages={num_stages}, num_microbatches={num_microbatches}) gave {schedule.name} for "
-            f"{found[0]} stages and {found[1]} micro-batches. Pass {fix}, or another table."
+            f"{size[0]} stages and {size[1]} micro-batches. Pass {fix}, or another table."
         )
     schedule.validate()
     if not schedule.has_backward:

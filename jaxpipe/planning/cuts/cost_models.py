@@ -88,15 +88,15 @@ class CostModel(ABC):
 
     def objective(self, space: CutSpace, stages: Stages) -> float:
         """Return what is made small: here the costliest stage or link."""
-        found, followers, behind = 0.0, 0, None
+        costliest, followers, behind = 0.0, 0, None
         for first, last, devices in reversed(stages):
             team = Team(devices, followers)
             block = np.array([first]), np.array([last])
-            found = max(found, float(self.stage_seconds(space, team, block)[0, 0]))
+            costliest = max(costliest, float(self.stage_seconds(space, team, block)[0, 0]))
             if behind is not None:
-                found = max(found, float(self.link_seconds(space.crossing[[last]], team, behind)[0]))
+                costliest = max(costliest, float(self.link_seconds(space.crossing[[last]], team, behind)[0]))
             followers, behind = followers + len(devices), team
-        return found
+        return costliest
 
     def memory_bytes(self, residuals: np.ndarray, parameters: np.ndarray, team: Team) -> np.ndarray:
         """Return what a stage holds on each device of its team."""

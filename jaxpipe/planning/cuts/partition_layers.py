@@ -74,8 +74,8 @@ def partition_layers(
 
     Example:
       >>> profile = Profile.chain("abcd", [1, 1, 1, 1], [2, 2, 2, 2], [0] * 4, [0] * 4, [8, 2, 8, 0])
-      >>> found = partition_layers(profile, Network.uniform(2, 1.0), cost_model="min_max", replicate=False)
-      >>> [(stage.operators, stage.devices) for stage in found.stages], found.bottleneck_seconds
+      >>> partition = partition_layers(profile, Network.uniform(2, 1.0), cost_model="min_max", replicate=False)
+      >>> [(stage.operators, stage.devices) for stage in partition.stages], partition.bottleneck_seconds
       ([(range(0, 2), (0,)), (range(2, 4), (1,))], 6.0)
     """
     if not isinstance(profile, Profile):
@@ -138,10 +138,10 @@ def partition_layers(
 def _solve(search: Search, model: CostModel, slack: float) -> tuple[Stages | None, float, float, int]:
     """Stages, what they cost, what is the least possible with these cuts and devices, and how many are as good."""
     if isinstance(model, Synchronous):
-        found = shortest_step(search, model, slack)
-        if found is None:
+        shortest = shortest_step(search, model, slack)
+        if shortest is None:
             return None, math.inf, 0.0, 0
-        return found.stages, found.seconds, found.bound, found.ties
+        return shortest.stages, shortest.seconds, shortest.bound, shortest.ties
     least = search.least()
     if least == math.inf:
         return None, math.inf, 0.0, 0

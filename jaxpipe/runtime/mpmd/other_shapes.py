@@ -111,8 +111,8 @@ def _schedule(planned: ExecutablePlan, m: int) -> Schedule:
     )
 
 
-def _same_operators(one: Objective, other: Objective) -> bool:
-    return [op.name for op in one.graph.operators] == [op.name for op in other.graph.operators]
+def _same_operators(first: Objective, other: Objective) -> bool:
+    return [op.name for op in first.graph.operators] == [op.name for op in other.graph.operators]
 
 
 def _stored_alike(section: Section, planned: Section) -> Section:

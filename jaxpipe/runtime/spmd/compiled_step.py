@@ -62,22 +62,22 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
         residual, counters = (), {}
         if update.exchange is None:
             loss, gradients, metrics = _mean(program, totals, rounded=rounded)
-            own = gradients
+            sums = gradients
         else:
-            loss, own, metrics = _mean(program, totals, summed=False)
+            loss, sums, metrics = _mean(program, totals, summed=False)
             left = [x.reshape(x.shape[2:]) for x in state.residual]
-            gradients, residual, squares, left = run_exchange(update.exchange, state.step, own, left)
+            gradients, residual, squares, left = run_exchange(update.exchange, state.step, sums, left)
             squares, left = _in_order([squares, left], (STAGE, DATA))
             counters = {"sent_share": sent_share(squares, left), "residual_norm": jnp.sqrt(left)}
 
-        found = None if update.on_nonfinite is None else look(loss, own, program)
+        nonfinite = None if update.on_nonfinite is None else look(loss, sums, program)
         parameters, optimizer, shared = run_update(
             update.colored,
             (program.parameters, program.gradients if rounded else program.sums, update.layout),
             (parameters, optimizer),
             gradients,
             state.shared,
-            unless=None if found is None else found.stopped,
+            unless=None if nonfinite is None else nonfinite.stopped,
         )
         new = TrainState(
             _rows(parameters),
@@ -91,8 +91,8 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             state.plan,
         )
         counters |= {"gradient_norm": _norm(gradients), "overflows": totals.overflows}
-        if found is not None:
-            new, noticed = guard(state, new, found, update.on_nonfinite == "skip")
+        if nonfinite is not None:
+            new, noticed = guard(state, new, nonfinite, update.on_nonfinite == "skip")
             counters |= noticed
         return new, loss, counters, metrics
 

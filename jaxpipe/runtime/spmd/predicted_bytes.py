@@ -70,13 +70,13 @@ def working_bytes(program: Program, s: int) -> int:
     if program.alone:
 
         def both(ahead: Any, message: Any, sums: Any = None) -> Any:
-            sent, stash, state, made = forward(*ahead)
+            sent, stash, state, results = forward(*ahead)
             parameters, _, key, rows, _ = ahead
             back, _, steps = backward(parameters, key, rows, stash, message)
             if sums is not None:
                 added = zip(touched(program, Kind.BACKWARD), steps, strict=True)
                 steps = [add_gradient(sums[k], step) for k, step in added]
-            return sent, state, made, back, steps
+            return sent, state, results, back, steps
 
         return peak_bytes(both, ahead, behind[-1], donated=program.sum_avals if _adds_up(program) else ())
     sizes = [4 * n for n in program.message_words]
@@ -100,24 +100,24 @@ def updating_bytes(update: Update, s: int) -> int:
     common = [t for op in graph.operators for t in op.outputs if t not in colored.color]
     shared = [t for t, owner in zip(colored.state, colored.state_stage, strict=True) if owner is None]
     everywhere = {*graph.constants, *common, *shared, *(t for ts in colored.exchanged for t in ts)}
-    found: dict[Any, int] = {}
+    peaks: dict[Any, int] = {}
     beside, copied = 0, set()
     for step in renewals(colored, s, everywhere):
         others = [t for t in step.reads if t != step.old]
         avals = [graph.tensors[t].aval for t in (*others, step.old)]
         alike = tuple((a.shape, a.dtype) for a in avals), tuple(op.name for op in step.operators)
-        if alike not in found:
+        if alike not in peaks:
 
             def renew(values: Any, old: Any, step: Renewal = step, others: Any = others) -> Any:
                 env = {**dict(zip(others, values, strict=True)), step.old: old}
                 run(step.operators, env)
                 return env[step.new]
 
-            found[alike] = peak_bytes(renew, avals[:-1], donated=avals[-1])
+            peaks[alike] = peak_bytes(renew, avals[:-1], donated=avals[-1])
         if not _compat.fences_hold() and (not _reads_once(step, graph) or not copied.isdisjoint(step.reads)):
             beside += _bytes(avals[-1])
             copied.update(t for op in step.operators for t in op.outputs if t != step.new)
-    return beside + max(found.values(), default=0)
+    return beside + max(peaks.values(), default=0)
 
 
 def _reads_once(step: Renewal, graph: Graph) -> bool:

@@ -53,15 +53,15 @@ class Kept(NamedTuple):
 
     def read(self, avals: Sequence[Any]) -> list[Any]:
         """The arrays that were packed there."""
-        found, start = [], 0
+        arrays, start = [], 0
         for aval in avals:
             page, offset = divmod(start, PAGE)
             count = word_count(aval)
             shape = (-(-(offset + count) // PAGE), PAGE)
             words = lax.dynamic_slice(self.arena, (self.first + page, jnp.int32(0)), shape).reshape(-1)
-            found.append(from_words(lax.slice(words, (offset,), (offset + count,)), aval))
+            arrays.append(from_words(lax.slice(words, (offset,), (offset + count,)), aval))
             start += count
-        return found
+        return arrays
 
 
 def given_avals(program: Program) -> tuple[Rows, Kept]:
@@ -110,15 +110,15 @@ def saved_shape(program: Program) -> tuple[int, int]:
 
 def touched(program: Program, kind: Kind) -> tuple[int, ...]:
     """The gradient buffers that backward work of a kind adds to, in any stage."""
-    found: set[int] = set()
+    buffers: set[int] = set()
     for s, section in enumerate(program.sections):
         device = program.device(s)
         places = zip(program.trained(device), program.gradients.places[device], strict=True)
         given = section.differentiated(kind)
-        own = {t: buffer for t, (buffer, _) in places}
+        buffer_of = {t: buffer for t, (buffer, _) in places}
         lent = {t: len(program.gradients.buffers) + k for k, t in enumerate(program.lent)}
-        found.update(own.get(t, lent.get(t, -1)) for t in given)
-    return tuple(sorted(found - {-1}))
+        buffers.update(buffer_of.get(t, lent.get(t, -1)) for t in given)
+    return tuple(sorted(buffers - {-1}))
 
 
 def idle_forward(program: Program) -> Callable[..., Any]:
@@ -182,18 +182,18 @@ def forward_branch(program: Program, s: int) -> Callable[..., Any]:
             stash = [
                 x for t, parts in zip(section.stage.storage.stored, stash, strict=True) if t in kept for x in parts
             ]
-        made = dict(zip(section.graph.outputs, outputs, strict=True))
+        value_of = dict(zip(section.graph.outputs, outputs, strict=True))
         results = [
-            made[t] if k in section.results else jnp.zeros(a.shape, a.dtype)
+            value_of[t] if k in section.results else jnp.zeros(a.shape, a.dtype)
             for k, (t, a) in enumerate(
                 zip(program.objective.results, program.avals(program.objective.results), strict=True)
             )
         ]
         new = dict(zip(section.state, section.new_state, strict=True))
         return (
-            pack_words([made[t] for t in section.leaving], program.message_words[0]),
+            pack_words([value_of[t] for t in section.leaving], program.message_words[0]),
             stash if program.alone else _packed(stash, stash_shape(program)),
-            program.state.write(device, [made[new[t]] if t in new else known[t] for t in variables]),
+            program.state.write(device, [value_of[new[t]] if t in new else known[t] for t in variables]),
             [*results, overflows],
         )
 
@@ -215,17 +215,17 @@ def backward_branch(program: Program, s: int) -> Callable[..., Any]:
         known = _at_hand(program, s, parameters, key, rows)
         cotangents = dict(zip(following, unpack_words(message, program.tangents(following)), strict=True))
         if 0 in section.results:
-            one = jnp.ones((), program.objective.graph.tensors[loss].dtype)
-            cotangents[loss] = cotangents[loss] + one if loss in cotangents else one
+            seed = jnp.ones((), program.objective.graph.tensors[loss].dtype)
+            cotangents[loss] = cotangents[loss] + seed if loss in cotangents else seed
         operands = _stashed(program, section, known, stash)
         given = _once(built.linearization.source, cotangents)
         saved = []
         if kind is Kind.BACKWARD:
-            found = stages.backward(built, *operands, given, fenced=True)
-            gradients = dict(zip(built.linearization.wrt, found, strict=True))
+            cotangents_out = stages.backward(built, *operands, given, fenced=True)
+            gradients = dict(zip(built.linearization.wrt, cotangents_out, strict=True))
         else:
-            found, handed = stages.backward_input(built, *operands, given, fenced=True)
-            gradients = dict(zip(built.input_part, found, strict=True))
+            cotangents_out, handed = stages.backward_input(built, *operands, given, fenced=True)
+            gradients = dict(zip(built.input_part, cotangents_out, strict=True))
             waiting = dict(zip(built.saved, handed, strict=True))
             saved = [waiting[t] for t in section.saved]
         message = pack_words([gradients[t] for t in section.returning], program.message_words[1])
@@ -246,8 +246,8 @@ def weight_branch(program: Program, s: int) -> Callable[..., Any]:
         known = _at_hand(program, s, parameters, key, rows)
         handed = dict(zip(section.saved, saved.read(program.tangents(section.saved)), strict=True))
         operands = _stashed(program, section, known, stash)
-        found = stages.backward_weight(built, *operands, [handed.get(t) for t in built.saved], fenced=True)
-        return _steps(program, s, Kind.BACKWARD_WEIGHT, dict(zip(built.weight_part, found, strict=True)))
+        weight_gradients = stages.backward_weight(built, *operands, [handed.get(t) for t in built.saved], fenced=True)
+        return _steps(program, s, Kind.BACKWARD_WEIGHT, dict(zip(built.weight_part, weight_gradients, strict=True)))
 
     return weight
 
@@ -280,15 +280,15 @@ def _packed(values: Sequence[Any], shape: tuple[int, int]) -> Any:
 def _steps(program: Program, s: int, kind: Kind, gradients: dict[int, Any]) -> list[Any]:
     """The buffers that work of a kind adds to, with a stage's gradients in them and zeros elsewhere."""
     device = program.device(s)
-    own = program.trained(device)
+    trained = program.trained(device)
     given = program.sections[s].differentiated(kind)
     values = [
         gradients[t] if t in given and gradients.get(t) is not None else jnp.zeros(a.shape, a.dtype)
-        for t, a in zip(own, program.avals(own), strict=True)
+        for t, a in zip(trained, program.avals(trained), strict=True)
     ]
     written = program.gradients.write(device, values)
     for t, aval in zip(program.lent, program.gradient_avals[len(written) :], strict=True):
-        here = t in given and t not in own and gradients.get(t) is not None
+        here = t in given and t not in trained and gradients.get(t) is not None
         written.append(gradients[t].reshape(aval.shape) if here else jnp.zeros(aval.shape, aval.dtype))
     return [written[k] for k in touched(program, kind)]
 

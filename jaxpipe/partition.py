@@ -124,8 +124,8 @@ def partition(
       predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``; it sets the mode as ``evaluate`` does.
       memory: most bytes on a device, as an int or a text such as ``"8GiB"``. If the default storage needs more, an
         integer program chooses for every tensor whether it is stored, in which form, or computed again.
-      num_microbatches: of each replica; left out: enough for a bubble below a fifth, and, for a model that normalizes
-        over examples (BatchNorm), so few that each has 4 of them. A ``FewExamplesWarning`` tells of fewer.
+      num_microbatches: per replica. None: enough for a bubble below a fifth, and, for a model that normalizes over
+        examples (BatchNorm), few enough that each has at least 4. Fewer raise a ``FewExamplesWarning``.
       schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
         common spelling (``"1f1b"``, ``"GPipe"``, ``"zb"``). ``"auto"``: the one whose step is predicted to be the
         shortest within the budget. With a program for each stage these are the textbook's 1F1B, interleaved,
@@ -146,7 +146,7 @@ def partition(
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
         Asynchronous schedules, several devices in a stage, ``memory``, the host's memory and batches of several
-        sizes need ``"mpmd"``. ``"auto"``: the one that has what is asked for; of the two, ``"spmd"`` only if the
+        sizes need ``"mpmd"``. ``"auto"``: the one that supports the request; if both do, ``"spmd"`` only if the
         longest stage's work on a micro-batch is shorter than the host's calls and sends for it (25 and 40 us each)
         and its step is predicted to be shorter. The plan says which, and why.
       options: ``jaxpipe.PlanOptions(...)``: devices per stage, scans over layers, the host's memory, steps that are not
@@ -155,7 +155,7 @@ def partition(
     Raises:
       PartitionError: if the mesh, the network, the loss, the optimizer, the gradient exchange or the number of stages
         does not fit, the host's memory cannot be used, or ``gradient_dtype`` is no type for sums of gradients.
-      ScheduleError: if the schedule is not valid, or there is none of this size.
+      ScheduleError: if the schedule is not valid, or does not exist for this size.
       ModelError: if the model is none of the above, or ``storage`` names an unknown codec.
       BatchError: if the batch cannot be cut into micro-batches.
       MemoryBudgetError: if no plan within ``memory`` is found; its ``smallest`` is a budget that is kept.
@@ -464,7 +464,7 @@ def _place(
     stages = len(replicate) if isinstance(replicate, tuple) else 1 if replicate else request.num_stages * num_chunks
     if stages > places + 1:
         raise PartitionError(
-            f"{stages} stages were asked for, but the model has {len(profile.names)} "
+            f"The plan needs {stages} stages, but the model has {len(profile.names)} "
             f"operators with {places} places where it may be cut, so it makes between 1 and {places + 1} stages. "
             f"{_scan(request, objective) or _widest(objective, traced.model)}".rstrip()
         )

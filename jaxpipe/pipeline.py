@@ -380,7 +380,7 @@ class Pipeline:
 
         Args:
           state: of this pipeline.
-          directory: made if it is not there.
+          directory: created if it does not exist.
           data: where the run is in its data, as JSON.
 
         Raises:
@@ -402,7 +402,7 @@ class Pipeline:
           step: which; left out: the last.
 
         Raises:
-          CheckpointError: if there is none, it is damaged, or of another model or optimizer.
+          CheckpointError: if the checkpoint is missing, damaged, or of another model or optimizer.
         """
         last = step if step is not None else multihost.from_first(lambda: max(steps_of(directory), default=None))
         return put(self._runtime, multihost.on_all(lambda: open_checkpoint(directory, last)))

@@ -108,7 +108,7 @@ class BalanceRound:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The use of the host's memory, if any was asked for.
+    """The use of the host's memory, if ``host_memory`` was passed.
 
     Attributes:
       budget: bytes for each device that stashes may use.
@@ -166,11 +166,11 @@ class Plan:
       exchange_bytes: what each device hands to the collectives of a block-sparse gradient exchange in a step after
         its warm-up; None if gradients are exchanged whole.
       staleness: by stage, how many updates its weights lack at most when a gradient is computed with them, if they
-        change while micro-batches are on their way; a step then is as many updates as there are groups of these.
+        change while micro-batches are in flight; a step then makes one update for each group of micro-batches.
       per_stage: whether the optimizer looks at the gradients of each stage apart (``jaxpipe.gradients.per_stage``), so
         that what it does depends on where the model is cut.
-      raised_from: the budget that was asked for, if there was no plan for it and the caller let it be raised.
-      host: what becomes of the memory of the host, if that was asked for.
+      raised_from: the requested budget, if no plan kept it and the caller allowed a larger one.
+      host: the use of the host's memory, if it was requested.
       rates: whose rates messages, stashes, sums of gradients and recomputation are charged at, if the profile is not of
         the mesh's kind of device or has none.
       notes: differences from plain training, one sentence each: annotations left out, types of sums.

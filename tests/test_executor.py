@@ -257,7 +257,7 @@ def test_messages_wait_in_an_inbox():
     [
         (lambda p, m: one_f_one_b(p + 1, m), "gave 1f1b for 3 stages and 4 micro-batches"),
         (lambda p, m: "1f1b", "gave a str"),
-        (interleaved, "4 stages were asked for"),
+        (interleaved, "The plan needs 4 stages"),
     ],
 )
 def test_a_schedule_that_does_not_fit(schedule, message):

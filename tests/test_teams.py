@@ -452,7 +452,7 @@ def test_widths_on_paper():
             "devices_per_stage=3: each stage would have 3 of the 4 devices along 'stage'",
         ),
         ((3, 1), {"schedule": "interleaved"}, r"interleaved-2, which has several stages on a device; with .* 3 \+ 1"),
-        ((3, 1), {"schedule": "pipedream"}, "gave pipedream, which changes weights on the way"),
+        ((3, 1), {"schedule": "pipedream"}, "gave pipedream, which updates weights within a step"),
         ((3, 1), {"gradient_exchange": jaxpipe.gradients.block_sparse(k=1)}, "between the replicas of a whole"),
         (
             (3, 1),

@@ -98,7 +98,7 @@ def is_key(x: Any) -> bool:
 
 
 def differences(saved: Mapping[Path, Leaf], wanted: Mapping[Path, Leaf], owner: str) -> str | None:
-    """In words, the first leaves in which a checkpoint differs from what its reader has; None if there are none.
+    """Describe the first leaves in which a checkpoint differs from its reader's; return None if all agree.
 
     Example:
       >>> differences({("w",): Leaf((2,), "float32")}, {("w",): Leaf((3,), "float32")}, "the model")

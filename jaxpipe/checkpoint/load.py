@@ -45,7 +45,8 @@ def load(directory: Any, *, step: int | None = None, variables: Any = None, opti
       The checkpoint. Random streams of an NNX module are not in it: pass its variables to ``nnx.update``.
 
     Raises:
-      CheckpointError: if there is none, it is damaged, or has other arrays than ``variables`` or ``optimizer_state``.
+      CheckpointError: if the checkpoint is missing, damaged, or has other arrays than ``variables`` or
+        ``optimizer_state``.
 
     Example:
       >>> import jax.numpy as jnp, jaxpipe, optax, tempfile

@@ -75,7 +75,7 @@ class Writer:
     Of several processes the first one writes; all call the methods, and what fails there fails in all.
 
     Args:
-      directory: made if it is not there.
+      directory: created if it does not exist.
       keep: how many to keep; None for all.
 
     Raises:
@@ -221,7 +221,7 @@ def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
       step: which; left out: the last.
 
     Raises:
-      CheckpointError: if it is not there, is damaged, or is not one of jaxpipe's.
+      CheckpointError: if the checkpoint is missing, damaged, or not one of jaxpipe's.
     """
     saved_steps = steps(directory)
     if not saved_steps:

@@ -238,7 +238,7 @@ def _scores(b: Blocks, x: Any, norm: str) -> Any:
 def _choose(plan: Sequence[Blocks], scores: Any) -> list[Any]:
     """``int32[layers, k]`` for each gradient that is not sent whole: its best blocks; of equals, the first.
 
-    A block with a NaN is sent before others, whatever the NaN's sign: it would stay in the residual for ever.
+    A block with a NaN is sent before others, whatever the NaN's sign: it would never leave the residual otherwise.
     """
     sparse = [b for b in plan if not b.is_whole]
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)

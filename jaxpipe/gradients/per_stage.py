@@ -34,7 +34,7 @@ def known_stages(numbers: Sequence[int]) -> Iterator[_Stages]:
 def per_stage(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
     """Apply a transformation to the gradients of each pipeline stage as if there were no others.
 
-    For what looks at a whole tree, as clipping by the global norm does. With weights that change on the way
+    For transformations that read the whole tree, such as clipping by the global norm. With asynchronous updates
     (``schedule="pipedream"``), a late stage updates before the gradient of an early one exists, so only the norm of its
     own is known. The result depends on where the model is cut; the plan says so. Stages are those that ``partition``
     chooses, together where a device has several; outside of a pipeline, all parameters are one stage.

@@ -179,7 +179,7 @@ class Graph:
         """
         if not 0 <= start <= stop <= len(self.operators):
             raise ValueError(
-                f"Graph.section was asked for operators {start}:{stop}, but the graph has "
+                f"Graph.section got operators {start}:{stop}, but the graph has "
                 f"{len(self.operators)} operators; it needs 0 <= start <= stop <= {len(self.operators)}."
             )
         body = self.operators[start:stop]

@@ -207,5 +207,5 @@ def _split(
 
 
 def writes_zeros(op: Operator) -> bool:
-    """Return whether an operator writes zeros: what JAX makes of a gradient that there is none of."""
+    """Return whether an operator writes zeros: JAX writes them for a gradient that does not exist."""
     return op.name == "broadcast_in_dim" and len(op.literals) == 1 and not np.any(op.literals[0])

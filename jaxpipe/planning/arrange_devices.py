@@ -18,8 +18,8 @@ def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mes
       mesh: with an axis ``stage``, and perhaps one of replicas.
       teams: the devices of each stage, as positions in ``mesh.devices.flat``; one for each replica, or, on a mesh
         with one axis, any number: they take places that follow each other.
-      network: tells which replicas of neighboring stages should exchange messages: of all ways to pair them, one
-        whose slowest link is the fastest.
+      network: its links decide which replicas of neighboring stages exchange messages: the pairing whose slowest
+        link is the fastest.
     """
     flat = mesh.devices.flatten()
     if mesh.devices.ndim == 1:

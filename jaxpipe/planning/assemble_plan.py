@@ -95,7 +95,7 @@ class Draft:
     """A program with default storage.
 
     Attributes:
-      request: what was asked for.
+      request: the arguments of ``partition``.
       partition: the cuts, and a device for each stage.
       stages: the stage of every variable.
       program: what would run.

@@ -113,7 +113,7 @@ def check_network(network: Any, mesh: Mesh) -> None:
 
 
 def schedule_makers(schedule: Any) -> tuple[ScheduleMaker, ...]:
-    """Return what makes the tables that were asked for, of which the fastest is wanted.
+    """Return the makers of the requested tables, of which the planner takes the fastest.
 
     Raises:
       PartitionError: if there is no such name, or it is no function.

@@ -13,7 +13,7 @@ from jaxpipe.text.units import seconds_text
 
 
 def check_runtime_features(request: Request, schedules: Sequence[Schedule]) -> None:
-    """Raise ``PartitionError`` if one program is asked for with what only stage programs have."""
+    """Raise ``PartitionError`` if ``runtime="spmd"`` comes with a feature that only ``"mpmd"`` has."""
     for feature, rule in _only_in_stage_programs(request, schedules).items():
         if request.runtime == "spmd":
             raise PartitionError(
@@ -23,7 +23,7 @@ def check_runtime_features(request: Request, schedules: Sequence[Schedule]) -> N
 
 
 def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> dict[str, str]:
-    """Return what was asked for that one program for all devices does not have, and the rule."""
+    """Return the requested features that one program for all devices lacks, each with its rule."""
     features = {
         f"schedule={schedule.name}": "one program updates weights at the end of a step, not between micro-batches"
         for schedule in schedules
@@ -48,7 +48,7 @@ def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> 
 
 
 def choose_runtime(request: Request, program: Program, partition: Partition) -> RuntimeChoice:
-    """Return the runtime that was asked for, or the one that does what a program needs, or the faster one.
+    """Return the requested runtime, or the only one that supports a program, or the faster one.
 
     Of the two that could do it, ``"auto"`` takes stage programs (``"mpmd"``), which need less memory. It takes one
     program (``"spmd"``) only if the work of every stage on a micro-batch is shorter than the host's calls and sends for

@@ -82,7 +82,7 @@ def linearize(
     matches = rules.find(graph, lambda op: "index" in (op.policy or policy).at(op.path))
     covered = {op for match in matches.values() for op in match.covers}
     builder = GraphBuilder(graph.tensors, graph.constants)
-    stand_in: dict[int, int] = {}  # for an output that is another tensor handed on, that tensor
+    stand_in: dict[int, int] = {}  # an output that is another tensor unchanged: that tensor
     cuts: dict[Hashable, Cut] = {}
     active = set(wrt)
     audible = _audible(graph, graph.outputs if seeds is None else seeds)

@@ -59,7 +59,7 @@ FALLBACK_LIMIT = 4
 class Choices:
     """One form for each tensor that the backward pass touches, by tensor number.
 
-    Tensors that derive from parameters and constants alone have none: they are always at hand.
+    Tensors that derive from parameters and constants alone need no format: they are always available.
     """
 
     forms: Mapping[int, Form]

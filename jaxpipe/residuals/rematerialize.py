@@ -74,9 +74,9 @@ class Recall:
         return self._derivations.of([t for t in step.needs if t not in known], self._storage, known)
 
     def is_kept(self, t: int) -> bool:
-        """Return whether a tensor that has been recalled is handed on to steps behind other fences.
+        """Return whether a rematerialized tensor is passed to steps behind later fences.
 
-        What XLA would compute again for each reader is recalled anew, and what is stored as it is is at hand anyway.
+        A tensor that XLA would compute again for each reader is rematerialized again; a plain one needs no copy.
         """
         form = self._storage.forms.get(t)
         if form is not None and form.storage.is_stored:

@@ -15,7 +15,7 @@ def check_asynchronous(program: Program, colored: ColoredUpdate, exchanged: bool
     schedule, objective = program.schedule, program.objective
     if schedule.versions is None:
         return
-    name = f"schedule={schedule.name}: weights change while micro-batches are on their way"
+    name = f"schedule={schedule.name}: weights change while micro-batches are in flight"
     if colored.exchanged:
         sizes = sorted({str(colored.graph.tensors[t].shape) for ts in colored.exchanged for t in ts})
         raise PartitionError(

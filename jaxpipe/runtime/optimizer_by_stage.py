@@ -146,7 +146,7 @@ def _color(graph: Graph, color: dict[int, int], shared: Sequence[int]) -> tuple[
     for op in graph.operators:
         owners = {color[t] for t in op.inputs if t in color}
         if len(owners) > 1:
-            # Small values travel to where the large ones are; if there are none, everywhere.
+            # Small values travel to the stage of the large ones; without a large one, to every stage.
             large = [t for t in op.inputs if t in color and is_large(t)]
             owners = {color[t] for t in large}
             if len(owners) > 1:

@@ -37,7 +37,7 @@ class Renewal:
 
     @property
     def reads(self) -> list[int]:
-        """Tensors that the operators read and do not make; the new value if there are none."""
+        """The tensors that the operators read and do not write; with no operators, the new value."""
         written = {t for op in self.operators for t in op.outputs}
         return ordered(t for t in (*(t for op in self.operators for t in op.inputs), self.new) if t not in written)
 

@@ -124,7 +124,7 @@ def run_exchange(
 
 
 def check_exchange(gradient_exchange: Any, axis_name: str) -> BlockSparse | None:
-    """The block-sparse transformation that was asked for; None for a dense exchange.
+    """Return the requested block-sparse transformation, or None for a dense exchange.
 
     Raises:
       PartitionError: if it is neither.

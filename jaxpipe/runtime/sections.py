@@ -29,8 +29,8 @@ class Section:
       graph: the forward program.
       parameters, state: the variables placed here.
       borrowed: parameters that are used here and placed in another stage.
-      used: inputs of ``graph`` that every stage has at hand: the micro-batch's arrays and its key.
-      arriving, leaving: tensors handed on between neighbors, forward.
+      used: inputs of ``graph`` that are replicated to every stage: the micro-batch's arrays and its key.
+      arriving, leaving: tensors received from the previous stage and sent to the next, forward.
       results: which of the objective's results are made here (positions).
       new_state: the new value of each state variable placed here.
       stage: forward and backward program, where the section is trained.
@@ -57,7 +57,7 @@ class Section:
 
     @property
     def stashed(self) -> tuple[int, ...]:
-        """The tensors that go through the arena: all that are stored, but what is at hand again anyway."""
+        """The stored tensors that go through the arena: those that the backward pass does not get as arguments."""
         if self.stage is None:
             return ()
         return tuple(t for t in self.stage.storage.stored if t not in self.used)

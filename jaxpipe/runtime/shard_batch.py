@@ -1,4 +1,4 @@
-"""Batches on their way to the devices: which rows a process passes, and where they go."""
+"""Batches as arrays on devices: the rows that each process passes, and the devices that take them."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -33,16 +33,16 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
 def overwrite(
     index: Any, branches: Sequence[Callable[..., Any]], buffers: Any, arrays: Sequence[Any], unless: Any = None
 ) -> Any:
-    """``switch`` for branches ``(own, arrays, turn) -> own`` that write over what they are given.
+    """Switch among branches ``(buffers, arrays, turn) -> buffers`` that overwrite their buffers.
 
     XLA copies what the branch of a conditional changes, and does so when the program begins. It does not copy what a
     loop carries, so each branch is a loop of one turn or of none.
 
     Args:
-      branches: what they return has the shapes of ``own``.
+      branches: each returns arrays with the shapes of ``buffers``.
       arrays: others that all branches read. XLA takes out of a loop what is computed from them alone, in every branch:
         a branch lets it all depend on the number of the turn.
-      unless: whether ``own`` stays as it is.
+      unless: whether ``buffers`` stay unchanged.
     """
     chosen, shared, row = _grouped(index, branches, (buffers, arrays, jnp.int32(0)))
     if unless is None and len(shared) == 1:

@@ -52,7 +52,7 @@ def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_micro
     """Return the same for stages with several devices; a micro-batch of the table is a deal.
 
     Raises:
-      PartitionError, ScheduleError: if there is none that they can run.
+      PartitionError, ScheduleError: if they can run none of the tables.
     """
     widths, deals = " + ".join(map(str, teams.widths)), teams.deals(num_microbatches)
     try:
@@ -65,7 +65,7 @@ def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_micro
         ) from None
     runs = [schedule for schedule in schedules if schedule.num_chunks == 1 and schedule.versions is None]
     if not runs:
-        how = "changes weights on the way" if schedules[0].versions is not None else "has several stages on a device"
+        how = "updates weights within a step" if schedules[0].versions is not None else "has several stages on a device"
         raise PartitionError(
             f"schedule= gave {schedules[0].name}, which {how}; with stages on {widths} devices (devices_per_stage=) a "
             "schedule must have one stage for each of them, and update at the end of a step. Use 'auto', "

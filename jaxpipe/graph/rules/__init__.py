@@ -29,7 +29,7 @@ class Match:
 def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator, Match]:
     """Max-pools of the graph that can keep window positions, each with the ReLU before it if only it reads that.
 
-    Keyed by the first operator that the match covers. ``allowed`` tells which max-pools may be looked at.
+    Keyed by the first operator that the match covers. ``allowed`` says whether a max-pool may be matched.
     """
     producers = {t: op for op in graph.operators for t in op.outputs}
     readers: dict[int, int] = {}

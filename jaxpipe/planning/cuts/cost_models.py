@@ -83,7 +83,7 @@ class CostModel(ABC):
 
     @cached_property
     def _links(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[float, float], ...]]:
-        """Bandwidth and latency of each kind of link between two teams that was asked for."""
+        """A cache of the bandwidth and latency of each kind of link between two teams."""
         return {}
 
     def objective(self, space: CutSpace, stages: Stages) -> float:
@@ -291,7 +291,7 @@ class Synchronous(CostModel):
         return min(2 * super().in_flight(team) - 1, math.ceil(self.m / team.size))
 
 
-#: Every cost model by the name it is asked for.
+#: The cost models, by the value of ``cost_model=``.
 MODELS: dict[str, type[CostModel]] = {model.name: model for model in (PipeDream, MinMax, Throughput, Synchronous)}
 
 

@@ -97,7 +97,7 @@ def best_mapping(
     """The partition with its stages on other devices, if swaps can move more bytes then and a step takes no longer.
 
     Up to ``MOST_DEVICES`` devices every mapping is looked at, those that differ in exchanges of like devices once;
-    with more devices, pairs are exchanged as long as that helps. ``Partition.searched`` tells which.
+    with more devices, pairs are exchanged as long as that helps. ``Partition.searched`` names the search.
 
     Args:
       stash_bytes: by stage, of one micro-batch.

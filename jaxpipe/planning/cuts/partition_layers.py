@@ -182,8 +182,8 @@ def _limits(
     size = int(replicate) or 1
     if size < 1 or (num_stages is not None and num_stages < 1) or size * (num_stages or 1) > count:
         raise PartitionError(
-            f"{num_stages or 1} stage(s) of {size} device(s) each were asked for (num_stages, replicate), but the "
-            f"network has {count} devices."
+            f"num_stages and replicate need {num_stages or 1} stage(s) of {size} device(s) each, but the network has "
+            f"{count} devices."
         )
     return Limits((size,), None if num_stages is None else num_stages * size, budget)
 
@@ -193,8 +193,8 @@ def _all(network: Network, limits: Limits) -> int:
     count = network.num_devices
     if limits.num_devices not in (None, count) or (len(limits.team_sizes) == 1 and count % limits.team_sizes[0]):
         raise PartitionError(
-            f"The stages that were asked for (replicate, num_stages) cannot have all {count} devices of the network. "
-            "Ask for others, or let devices be idle (idle=True)."
+            f"Stages as replicate and num_stages demand cannot use all {count} devices of the network. "
+            "Pass other values, or let devices be idle (idle=True)."
         )
     return count
 

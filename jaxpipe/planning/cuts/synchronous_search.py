@@ -42,7 +42,7 @@ def shortest_step(search: Search, model: Synchronous, slack: float = 0.0) -> Fou
 
     Plans whose costliest stage or link is cheap are the seeds, links counting more or less, and plans whose stages are
     alike; cuts are then moved one by one while the step gets shorter; at last branch and bound either finds a better
-    plan, shows that there is none, or gives up. Of plans that are as good, one whose stages are alike is taken.
+    plan, proves that no better one exists, or gives up. Of plans that are as good, one whose stages are alike is taken.
     """
     least = search.least()
     if least == math.inf:

@@ -102,7 +102,7 @@ def _schedule(planned: ExecutablePlan, m: int) -> Schedule:
         with contextlib.suppress(ScheduleError):
             tables.append(candidates.check_schedule(maker(before.num_stages, m), before.num_stages, m))
     fitting = [table for table in tables if table.num_chunks == before.num_chunks]
-    if fitting:  # of another kind only if there is none of this
+    if fitting:  # another kind only if this one has none
         return min(fitting, key=lambda table: table.name != before.name)
     raise ScheduleError(
         f"The schedule {before.name} has no table of {m} micro-batches on {before.num_stages} devices, which a batch "

@@ -37,7 +37,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         "gradients": program.sums.bytes if _adds_up(program) else 0,
     }
     if program.shared:
-        # Values, gradients, and the words of both on their way.
+        # Values, gradients, and the words of both while they are exchanged.
         sums = program.sum_avals[len(program.gradients.buffers) :]
         held["shared"] = 2 * (sum(map(_bytes, program.avals(program.shared))) + sum(map(_bytes, sums)))
     exchanging = 0

@@ -16,7 +16,7 @@ from jaxpipe.errors import MemoryBudgetError, ModelError, PartitionError
 from jaxpipe.graph.graph import trace
 from jaxpipe.planning import plan_storage
 from jaxpipe.planning.balance_stages import balanced
-from jaxpipe.residuals.stage_programs import assemble, backward, build, forward
+from jaxpipe.residuals.vjp_program import assemble, backward, build, forward
 from jaxpipe.runtime.mpmd.device_bytes import Peak
 from tests.compare import relative_l2
 

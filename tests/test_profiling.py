@@ -17,7 +17,7 @@ from pipeline_models import CASES, cnn_linen, mlp, transformer
 import jaxpipe
 from jaxpipe.costs import measured_seconds
 from jaxpipe.costs.device_rates import OTHER
-from jaxpipe.costs.operator_groups import cut_groups, group_stage, stage_programs
+from jaxpipe.costs.operator_groups import cut_groups, group_programs, group_vjp
 from jaxpipe.costs.profile import NUMBERS
 from jaxpipe.costs.profile_cache import cache_folder, cache_key
 from jaxpipe.costs.roofline import analytic
@@ -104,8 +104,8 @@ def test_the_programs_of_groups_compute_the_gradient():
     env = dict(zip(graph.inputs, values, strict=True))
     ran = []
     for group in cut_groups(graph, [1.0] * len(graph.operators)):
-        stage = group_stage(linearization, group)
-        forward, backward = stage_programs(stage)
+        stage = group_vjp(linearization, group)
+        forward, backward = group_programs(stage)
         outputs, own = jax.jit(forward.function)(*(env[t] for t in stage.graph.inputs))
         env.update(zip(stage.graph.outputs, outputs, strict=True))
         ran.append((stage, backward, own))

@@ -21,7 +21,7 @@ from jaxpipe import memory_encoded, residual_report, without_encoding
 from jaxpipe.graph.codec_policy import CODECS, parse
 from jaxpipe.graph.graph import Graph, is_differentiable, trace
 from jaxpipe.graph.op_cost import VIEWS
-from jaxpipe.residuals import stage_programs
+from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import Linearization, linearize
 from jaxpipe.residuals.choose_formats import Choices, Derivations, check_plan, smallest_form
 from jaxpipe.residuals.stored_formats import Form, Storage
@@ -423,7 +423,7 @@ def check_gradients(case: Case) -> None:
     """Gradients, whole or in two parts, have the bits of ``jax.vjp``; the stash has the bytes of the plan."""
     leaves = case.arguments()
     linearization = case.linearization(leaves)
-    built = stage_programs.assemble(linearization, case.plan(linearization))
+    built = vjp_program.assemble(linearization, case.plan(linearization))
     graph, wrt = linearization.graph, list(linearization.wrt)
     rng = np.random.default_rng(case.seed + 1)
     shapes = [linearization.source.tensors[t].shape for t in linearization.source.outputs]
@@ -432,10 +432,10 @@ def check_gradients(case: Case) -> None:
     parameters = [leaf for t, leaf in zip(graph.inputs, leaves, strict=True) if t in graph.parameters]
 
     with jax.disable_jit():
-        outputs, stash = stage_programs.forward(built, leaves)
-        whole = stage_programs.backward(built, parameters, stash, seeds)
-        first, saved = stage_programs.backward_input(built, parameters, stash, seeds)
-        second = stage_programs.backward_weight(built, parameters, stash, saved)
+        outputs, stash = vjp_program.forward(built, leaves)
+        whole = vjp_program.backward(built, parameters, stash, seeds)
+        first, saved = vjp_program.backward_input(built, parameters, stash, seeds)
+        second = vjp_program.backward_weight(built, parameters, stash, saved)
 
     expected_outputs, expected = plain_vjp(case, leaves, case.moving(leaves), seeds)
     assert_same_bits(outputs, expected_outputs)

@@ -10,7 +10,7 @@ from jaxpipe import memory_encoded
 from jaxpipe.graph import rules
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.rules import max_pool, pick, relu
-from jaxpipe.residuals import backward_graph, choose_formats, stage_programs
+from jaxpipe.residuals import backward_graph, choose_formats, vjp_program
 from jaxpipe.target import building_for
 
 
@@ -30,9 +30,9 @@ def special(rng, shape, dtype):
 
 def encoded_vjp(function, x, cotangent):
     graph = trace(lambda x: [function(x)], x)
-    built = stage_programs.build(graph, graph.inputs)
-    outputs, stash = stage_programs.forward(built, [x])
-    (gradient,) = stage_programs.backward(built, [], stash, [cotangent])
+    built = vjp_program.build(graph, graph.inputs)
+    outputs, stash = vjp_program.forward(built, [x])
+    (gradient,) = vjp_program.backward(built, [], stash, [cotangent])
     return outputs[0], gradient
 
 

@@ -16,7 +16,7 @@ from jaxpipe.planning.storage.greedy import give_up
 from jaxpipe.planning.storage.integer_program import solve
 from jaxpipe.planning.storage.storage_items import stage_items
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, simulate
-from jaxpipe.residuals.stage_programs import build
+from jaxpipe.residuals.vjp_program import build
 from jaxpipe.target import building_for
 
 

@@ -19,7 +19,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import is_differentiable, trace
 from jaxpipe.graph.split_scan import MixedRowsError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
-from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.residuals import vjp_program
 from jaxpipe.schedules import interleaved, one_f_one_b
 
 
@@ -256,14 +256,14 @@ def test_unrolled_programs_compute_and_differentiate_as_the_scan_does(rows, reve
     cuts = groups_of_rows(5, rows)
     inputs, outputs = Stacks((cuts, cuts, None, None)), Stacks((None, cuts))
     graph = split_rows(trace(lambda *xs: list(run(*xs)), *operands), inputs, outputs)
-    built = stages.build(graph, [t for t in graph.inputs if is_differentiable(graph.tensors[t].aval)])
+    built = vjp_program.build(graph, [t for t in graph.inputs if is_differentiable(graph.tensors[t].aval)])
     with jax.disable_jit():
         expected, pullback = jax.vjp(run, *operands)
         seeds = jnp.float32(1), jnp.ones((5, 3))
         gradients = pullback(seeds)
-        found, stash = stages.forward(built, inputs.split(operands))
+        found, stash = vjp_program.forward(built, inputs.split(operands))
         known = [dict(zip(graph.inputs, inputs.split(operands), strict=True))[t] for t in built.parameters]
-        ours = stages.backward(built, known, stash, outputs.split(seeds))
+        ours = vjp_program.backward(built, known, stash, outputs.split(seeds))
     results = outputs.join(found), inputs.join(ours)
     if rows == 1:
         assert_same_bits(results, (list(expected), list(gradients)))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxpipe.costs.device_rates import rates_of
-from jaxpipe.costs.operator_groups import Program, cut_groups, group_stage, stage_programs
+from jaxpipe.costs.operator_groups import Program, cut_groups, group_programs, group_vjp
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.costs.timing import Timing, on_device, time_program
@@ -47,7 +47,7 @@ def measure(linearization: Linearization, device: Any, *, held: Iterable[int] = 
         if any(linearization.source.operators[k].has_effects for k in group):
             timings = [Timing(sum(share), 0.0) for share in shares.values()]
         else:
-            timings = [stopwatch.time(p) for p in stage_programs(group_stage(linearization, group, held))]
+            timings = [stopwatch.time(p) for p in group_programs(group_vjp(linearization, group, held))]
         timings += [Timing(0.0, 0.0)] * (len(shares) - len(timings))
         for (name, share), timing in zip(shares.items(), timings, strict=True):
             columns[f"{name}_seconds"] += _split(timing.median, share)

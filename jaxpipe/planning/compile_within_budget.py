@@ -151,8 +151,8 @@ def largest_stored(planned: Planned) -> list[str]:
     producers = {t: op for op in objective.graph.operators for t in op.outputs}
     stored: dict[str, int] = {}
     for section in planned.program.sections:
-        assert section.stage is not None
-        graph, forms = section.stage.graph, section.stage.storage.forms
+        assert section.vjp is not None
+        graph, forms = section.vjp.graph, section.vjp.storage.forms
         producers_here = {**producers, **{t: op for op in graph.operators for t in op.outputs}}
         for t in section.stashed:
             text = tensor_text(graph.tensors[t], producers_here.get(t), inputs.get(t, "an input"))

@@ -93,8 +93,8 @@ def stage_seconds(
 
 def _summing_bytes(program: Program, section: Section) -> int:
     """Bytes read and written to add a micro-batch's gradients in a stage."""
-    assert section.stage is not None
-    wrt = set(section.stage.linearization.wrt) - program.objective.frozen
+    assert section.vjp is not None
+    wrt = set(section.vjp.linearization.wrt) - program.objective.frozen
     trained = [t for t in (*section.parameters, *section.borrowed) if t in wrt]
     sums = [sum_dtype(a.dtype, program.gradient_dtype).itemsize * a.size for a in program.avals(trained)]
     return sum(4 * word_count(a) for a in program.avals(trained)) + 2 * sum(sums)
@@ -342,8 +342,8 @@ def _idle_share(timeline: Timeline, widths: Sequence[int]) -> float:
 
 def _weight_share(section: Section, rates: Rates) -> float:
     """The part for weights of a stage's backward work, by estimate."""
-    assert section.stage is not None
-    parts = section.stage.input_steps, section.stage.weight_steps
+    assert section.vjp is not None
+    parts = section.vjp.input_steps, section.vjp.weight_steps
     first, second = (
         sum(roofline.seconds(step.program.operators, step.program, rates) for step in steps) for steps in parts
     )
@@ -352,8 +352,8 @@ def _weight_share(section: Section, rates: Rates) -> float:
 
 def _stored_bytes(section: Section) -> dict[str, int]:
     """Bytes of one micro-batch's stash, by storage."""
-    assert section.stage is not None
-    graph, forms = section.stage.graph, section.stage.storage.forms
+    assert section.vjp is not None
+    graph, forms = section.vjp.graph, section.vjp.storage.forms
     bytes_of: dict[str, int] = {}
     for t in section.stashed:
         name = forms[t].storage.value
@@ -363,8 +363,8 @@ def _stored_bytes(section: Section) -> dict[str, int]:
 
 def _recomputed(section: Section) -> tuple[str, ...]:
     """The operators of more than cheap arithmetic that the backward pass runs again."""
-    assert section.stage is not None
-    graph, forms = section.stage.graph, section.stage.storage.forms
+    assert section.vjp is not None
+    graph, forms = section.vjp.graph, section.vjp.storage.forms
     again = {t for t, form in forms.items() if form.storage is Storage.RECOMPUTE}
     return tuple(
         f"{op.path} {op.label}".strip()
@@ -379,7 +379,7 @@ def _away(program: Program, partition: Partition, s: int) -> dict[str, Any]:
     if section.swap is None:
         return {}
     points = swap_points(program.schedule, s)
-    sizes = dict(zip(section.stage.storage.stored, section.stage.stash_avals, strict=True)) if section.stage else {}
+    sizes = dict(zip(section.vjp.storage.stored, section.vjp.stash_avals, strict=True)) if section.vjp else {}
     size = sum(4 * word_count(aval) for t in section.swap.tensors for aval in sizes.get(t, ()))
     pieces = tuple(
         StashPiece(target.stage, partition.stages[s if target.stage == HOST else target.stage].devices, n)

@@ -1,7 +1,7 @@
 """Tensors that a stage stores between its forward and its backward pass, and ways to get the others back.
 
 A plan gives one form to every tensor that the backward pass touches. It is data: the default below sets it, a
-planner may set it otherwise, ``jaxpipe.residuals.stage_programs`` runs it.
+planner may set it otherwise, ``jaxpipe.residuals.vjp_program`` runs it.
 """
 
 import math

@@ -7,8 +7,8 @@ import msgspec
 from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.op_cost import contraction, is_product, rerun_work
 from jaxpipe.residuals.choose_formats import Derivations
-from jaxpipe.residuals.stage_programs import Stage
 from jaxpipe.residuals.stored_formats import Form, Storage, stored_bytes
+from jaxpipe.residuals.vjp_program import VJPProgram
 
 
 #: Stash leaves carry a ``checkpoint_name`` that starts with this.
@@ -39,11 +39,11 @@ class Label:
     instead: str
 
 
-def label(stage: Stage, number: int, part: int) -> str:
+def label(vjp: VJPProgram, number: int, part: int) -> str:
     """Return the label of one array of a stash as text."""
-    producer = next(op for op in stage.graph.operators if number in op.outputs)
-    tensor, form = stage.graph.tensors[number], stage.storage.forms[number]
-    readers, instead = tuple(_readers(stage, number)), _instead(stage, number, producer)
+    producer = next(op for op in vjp.graph.operators if number in op.outputs)
+    tensor, form = vjp.graph.tensors[number], vjp.storage.forms[number]
+    readers, instead = tuple(_readers(vjp, number)), _instead(vjp, number, producer)
     known = Label(number, part, form, _name(producer), str(tensor.dtype), tensor.shape, readers, instead)
     return MARK + msgspec.json.encode(known).decode()
 
@@ -57,26 +57,26 @@ def _name(op: Operator) -> str:
     return "/".join(filter(None, (op.path, op.label)))
 
 
-def _readers(stage: Stage, number: int) -> list[str]:
-    derivations = Derivations(stage.graph)
-    at_hand = stage.graph.derived_from_parameters()
+def _readers(vjp: VJPProgram, number: int) -> list[str]:
+    derivations = Derivations(vjp.graph)
+    at_hand = vjp.graph.derived_from_parameters()
     readers = {}
-    for step in stage.linearization.backward:
-        _, leaves = derivations.of(step.needs, stage.storage, at_hand)
+    for step in vjp.linearization.backward:
+        _, leaves = derivations.of(step.needs, vjp.storage, at_hand)
         if number in leaves:
             readers["/".join(filter(None, (step.path, step.label)))] = None
     return list(readers)
 
 
-def _instead(stage: Stage, number: int, producer: Operator) -> str:
-    tensor, form = stage.graph.tensors[number], stage.storage.forms[number]
+def _instead(vjp: VJPProgram, number: int, producer: Operator) -> str:
+    tensor, form = vjp.graph.tensors[number], vjp.storage.forms[number]
     if form.storage is not Storage.KEEP:
         return f"storing {stored_bytes(tensor, Form(Storage.KEEP)):,} bytes as it is"
     if is_product(producer):
         return f"computing {contraction(producer.equation):,} products for each element again"
-    at_hand = stage.graph.derived_from_parameters()
+    at_hand = vjp.graph.derived_from_parameters()
     sources = {t for t in producer.inputs if t not in at_hand}
     if rerun_work(producer) is None or not sources:
         return f"running {producer.label} again"
-    size = sum(stored_bytes(stage.graph.tensors[t], Form(Storage.KEEP)) for t in sources)
+    size = sum(stored_bytes(vjp.graph.tensors[t], Form(Storage.KEEP)) for t in sources)
     return f"storing {size:,} bytes that it is computed from"

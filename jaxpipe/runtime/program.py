@@ -137,7 +137,7 @@ class Program:
     def stash_pages(self) -> tuple[int, ...]:
         """Pages that one micro-batch takes in the arena, by stage."""
         return tuple(
-            _pages(self.stash_avals(section)) if section.stage and self.schedule.has_backward else 0
+            _pages(self.stash_avals(section)) if section.vjp and self.schedule.has_backward else 0
             for section in self.sections
         )
 
@@ -193,16 +193,16 @@ class Program:
 
     def stash_avals(self, section: Section) -> list[Any]:
         """Shapes of what one micro-batch of a stage keeps in the arena."""
-        assert section.stage is not None
+        assert section.vjp is not None
         kept = set(section.stashed)
-        stored = zip(section.stage.storage.stored, section.stage.stash_avals, strict=True)
+        stored = zip(section.vjp.storage.stored, section.vjp.stash_avals, strict=True)
         return [aval for t, avals in stored if t in kept for aval in avals]
 
     def stash_bytes(self, section: Section) -> int:
         """Bytes of the same on each device of a stage, in words."""
-        assert section.stage is not None
+        assert section.vjp is not None
         kept, total = set(section.stashed), 0
-        for t, avals in zip(section.stage.storage.stored, section.stage.stash_avals, strict=True):
+        for t, avals in zip(section.vjp.storage.stored, section.vjp.stash_avals, strict=True):
             if t in kept:
                 shards = self.specs.submesh.shards(self.specs.of_tensor(t))
                 total += sum(-(-4 * word_count(a) // shards) for a in avals)

@@ -10,8 +10,8 @@ from jaxpipe.graph.graph import Graph, Operator, is_differentiable
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
 from jaxpipe.graph.row_slices import slice_rows
 from jaxpipe.models.microbatch_program import Objective
-from jaxpipe.residuals import stage_programs as stages
-from jaxpipe.residuals.stage_programs import Stage
+from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.fold_state import Fold
 from jaxpipe.runtime.stash_swap import StashSwap
 from jaxpipe.schedules import Kind
@@ -33,7 +33,7 @@ class Section:
       arriving, leaving: tensors received from the previous stage and sent to the next, forward.
       results: which of the objective's results are made here (positions).
       new_state: the new value of each state variable placed here.
-      stage: forward and backward program, where the section is trained.
+      vjp: its forward and backward program, if the stage is trained.
       returning: the subset of ``arriving`` whose cotangent is sent back.
       saved: tensors whose cotangent waits for the weight part of the backward pass, where a schedule splits it.
       fold: how its state changes, where several devices share its micro-batches; ``new_state`` is the old one then.
@@ -49,7 +49,7 @@ class Section:
     results: tuple[int, ...]
     new_state: tuple[int, ...]
     borrowed: tuple[int, ...] = ()
-    stage: Stage | None = None
+    vjp: VJPProgram | None = None
     returning: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
     fold: Fold | None = None
@@ -58,21 +58,21 @@ class Section:
     @property
     def stashed(self) -> tuple[int, ...]:
         """The stored tensors that go through the arena: those that the backward pass does not get as arguments."""
-        if self.stage is None:
+        if self.vjp is None:
             return ()
-        return tuple(t for t in self.stage.storage.stored if t not in self.used)
+        return tuple(t for t in self.vjp.storage.stored if t not in self.used)
 
     @property
     def is_trained(self) -> bool:
         """True if there is backward work here."""
-        return self.stage is not None and bool(self.stage.linearization.wrt)
+        return self.vjp is not None and bool(self.vjp.linearization.wrt)
 
     def differentiated(self, kind: Kind) -> frozenset[int]:
         """Return the inputs whose cotangent is ready after work of a kind."""
-        if self.stage is None or kind is Kind.FORWARD:
+        if self.vjp is None or kind is Kind.FORWARD:
             return frozenset()
-        parts = {Kind.BACKWARD_INPUT: self.stage.input_part, Kind.BACKWARD_WEIGHT: self.stage.weight_part}
-        return frozenset(parts.get(kind, self.stage.linearization.wrt))
+        parts = {Kind.BACKWARD_INPUT: self.vjp.input_part, Kind.BACKWARD_WEIGHT: self.vjp.weight_part}
+        return frozenset(parts.get(kind, self.vjp.linearization.wrt))
 
 
 @dataclass(frozen=True)
@@ -216,11 +216,11 @@ def with_backward(objective: Objective, sections: Sequence[Section], policy: Pol
     for section in reversed(sections):
         given = [t for t in section.graph.outputs if t in seeds]
         wrt = [t for t in (*section.parameters, *section.borrowed, *section.arriving) if t in active]
-        built = stages.build(section.graph, wrt, policy=policy, held=section.used, seeds=given)
-        reached = stages.reached(built, given)
+        built = vjp_program.build(section.graph, wrt, policy=policy, held=section.used, seeds=given)
+        reached = vjp_program.reached(built, given)
         returning = tuple(t for t in section.arriving if t in reached)
         saved = tuple(t for t in built.saved if t in reached)
-        done.append(replace(section, stage=built, returning=returning, saved=saved))
+        done.append(replace(section, vjp=built, returning=returning, saved=saved))
         seeds = {loss, *returning}
     return tuple(reversed(done))
 
@@ -234,7 +234,7 @@ def in_slices(section: Section, loss: int, policy: Policy = FAST) -> tuple[Secti
     Args:
       loss: the only result that is given a cotangent.
     """
-    assert section.stage is not None
+    assert section.vjp is not None
     graph = section.graph
     sizes = [graph.tensors[t].bytes for op in graph.operators for t in op.outputs]
     largest = max((graph.tensors[op.outputs[0]].bytes for op in graph.operators if op.name == "dot_general"), default=0)
@@ -243,9 +243,9 @@ def in_slices(section: Section, loss: int, policy: Policy = FAST) -> tuple[Secti
     if sliced is None:
         return None
     graph, looped = sliced
-    built = stages.build(graph, section.stage.linearization.wrt, policy=policy, held=section.used, seeds=[loss])
-    reached = stages.reached(built, [loss])
-    return replace(section, graph=graph, stage=built, saved=tuple(t for t in built.saved if t in reached)), looped
+    built = vjp_program.build(graph, section.vjp.linearization.wrt, policy=policy, held=section.used, seeds=[loss])
+    reached = vjp_program.reached(built, [loss])
+    return replace(section, graph=graph, vjp=built, saved=tuple(t for t in built.saved if t in reached)), looped
 
 
 def _active(objective: Objective) -> set[int]:

@@ -25,9 +25,9 @@ from jaxpipe.planning.storage.choose_swaps import Link, Links, Targets, choose_t
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Outcome, Problem, simulate
-from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import Linearization
-from jaxpipe.residuals.stage_programs import Stage
+from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.sections import Section, in_slices
 from jaxpipe.runtime.stash_swap import StashSwap
@@ -160,7 +160,7 @@ class StageFitter:
         """
         self.program, self._measure, self._prices, self._solving = program, measure, prices, solving
         self._period, self._policy = period, policy
-        self._built: dict[tuple[int, int, tuple[int, ...]], Stage] = {}
+        self._built: dict[tuple[int, int, tuple[int, ...]], VJPProgram] = {}
         self._programs: dict[tuple[tuple[int, int, tuple[int, ...], StashSwap | None], ...], _Candidate] = {}
         self._spent: dict[int, float] = {}
         self._swaps: dict[int, Targets] = {}
@@ -339,8 +339,8 @@ class StageFitter:
 
     def _items(self, section: Section) -> Items:
         """What a stage may store, on one of its devices."""
-        assert section.stage is not None
-        built, prices = section.stage, self._prices
+        assert section.vjp is not None
+        built, prices = section.vjp, self._prices
         price = functools.partial(prices.seconds, built.linearization.graph)
         summed = {*section.parameters, *section.borrowed}
         sized = self._of_one_device(built.linearization)
@@ -387,9 +387,9 @@ class StageFitter:
                 way = self._ways[s][number]
                 items = self._with_swaps(s, way.items)
                 if (s, number, choice) not in self._built:
-                    built = stages.assemble(items.linearization, storage_plan(items, choice))
+                    built = vjp_program.assemble(items.linearization, storage_plan(items, choice))
                     self._built[s, number, choice] = built
-                sections[s] = replace(way.section, stage=self._built[s, number, choice], swap=swap)
+                sections[s] = replace(way.section, vjp=self._built[s, number, choice], swap=swap)
             program = replace(self.program, sections=tuple(sections)) if choices else self.program
             self._programs[choices] = _Candidate(answers, program, self._measure(program))
         return self._programs[choices]

@@ -12,7 +12,7 @@ from typing import Any
 from jaxpipe.errors import BatchError, ScheduleError
 from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import Objective, microbatch_rows, microbatch_shapes
-from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.residuals import vjp_program
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.fold_state import shared_sections
 from jaxpipe.runtime.sections import Section, cut_sections, with_backward
@@ -117,10 +117,10 @@ def _same_operators(first: Objective, other: Objective) -> bool:
 
 def _stored_alike(section: Section, planned: Section) -> Section:
     """The section with the storage that was planned, where that does not depend on sizes."""
-    if section.stage is None or planned.stage is None or planned.stage.storage.sparse:
+    if section.vjp is None or planned.vjp is None or planned.vjp.storage.sparse:
         return section
     try:
-        stage = stages.assemble(section.stage.linearization, planned.stage.storage)
+        vjp = vjp_program.assemble(section.vjp.linearization, planned.vjp.storage)
     except (ValueError, KeyError):  # its backward pass needs other tensors
         return section
-    return replace(section, stage=stage)
+    return replace(section, vjp=vjp)

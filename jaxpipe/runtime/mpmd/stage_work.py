@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.graph.graph import Graph
 from jaxpipe.models.microbatch_program import Objective
-from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.stored_formats import Storage
 from jaxpipe.runtime.gradient_precision import add_gradient, sum_dtype, widened
 from jaxpipe.runtime.sections import Section
@@ -238,9 +238,9 @@ class Context:
     def trained(self, s: int) -> list[int]:
         """The parameters that receive a gradient in a stage, borrowed ones included."""
         section = self.sections[s]
-        if section.stage is None:
+        if section.vjp is None:
             return []
-        wrt = set(section.stage.linearization.wrt) - self.objective.frozen
+        wrt = set(section.vjp.linearization.wrt) - self.objective.frozen
         return [t for t in (*section.parameters, *section.borrowed) if t in wrt]
 
     def held(self, s: int) -> list[int]:
@@ -263,7 +263,7 @@ class Context:
         """The totals that a stage adds up."""
         section = self.sections[s]
         names = [] if self.collects else [Name(Role.TOTAL, k) for k in section.results]
-        sparse = self.trains and section.stage is not None and section.stage.storage.sparse
+        sparse = self.trains and section.vjp is not None and section.vjp.storage.sparse
         return [*names, OVERFLOWS] if sparse else names
 
 
@@ -273,7 +273,7 @@ _PACKED_BYTES = 1 << 16
 
 def _packs(context: Context, s: int) -> dict[int, Pack]:
     """By parameter of a stage that no other stage uses, the array in which its small sum lies."""
-    built = context.sections[s].stage
+    built = context.sections[s].vjp
     if built is None:
         return {}
     lent = {t for section in context.sections for t in section.borrowed}
@@ -340,7 +340,7 @@ def _operands(context: Context, s: int, kinds: Sequence[Kind]) -> dict[Name, Any
         operands |= {Name(Role.STATE, t): context.aval(t) for t in section.state}
         operands |= {Name(Role.ACTIVATION, t): context.aval(t) for t in section.arriving}
         operands |= {name: context.total_aval(name) for name in context.totals(s)}
-    elif section.stage is not None:
+    elif section.vjp is not None:
         operands |= _stash_avals(section)
     if Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds:
         operands |= {Name(Role.COTANGENT, t): _tangent(context, t) for t in _following(context, s)}
@@ -360,7 +360,7 @@ def _results(context: Context, s: int, kinds: Sequence[Kind]) -> list[Name]:
         writes += [Name(Role.STATISTIC, t) for t in context.statistics(s)]
         if context.collects:
             writes += [Name(Role.RESULT, k) for k in section.results]
-        if context.trains and section.stage is not None and kinds[-1] in (Kind.FORWARD, Kind.BACKWARD_INPUT):
+        if context.trains and section.vjp is not None and kinds[-1] in (Kind.FORWARD, Kind.BACKWARD_INPUT):
             writes += [name for name in _stash_avals(section) if name not in writes]
     if Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds:
         writes += [Name(Role.COTANGENT, t) for t in section.returning]
@@ -386,11 +386,11 @@ def _tangent(context: Context, t: int) -> Any:
 
 def _stash_avals(section: Section) -> dict[Name, Any]:
     """The arrays of a stash. A tensor that is kept as it is goes by its own name, whoever else reads it."""
-    assert section.stage is not None
-    storage, kept = section.stage.storage, set(section.stashed)
+    assert section.vjp is not None
+    storage, kept = section.vjp.storage, set(section.stashed)
     return {
         name: aval
-        for t, avals in zip(storage.stored, section.stage.stash_avals, strict=True)
+        for t, avals in zip(storage.stored, section.vjp.stash_avals, strict=True)
         if t in kept
         for name, aval in zip(_stash_names(section, t, len(avals)), avals, strict=True)
     }
@@ -398,14 +398,14 @@ def _stash_avals(section: Section) -> dict[Name, Any]:
 
 def stash_names(section: Section, t: int) -> list[Name]:
     """Return the arrays that a tensor of a stash is stored as; none if it is not stored."""
-    assert section.stage is not None
-    counts = dict(zip(section.stage.storage.stored, map(len, section.stage.stash_avals), strict=True))
+    assert section.vjp is not None
+    counts = dict(zip(section.vjp.storage.stored, map(len, section.vjp.stash_avals), strict=True))
     return _stash_names(section, t, counts[t]) if t in counts else []
 
 
 def _stash_names(section: Section, t: int, count: int) -> list[Name]:
-    assert section.stage is not None
-    if section.stage.storage.forms[t].storage is Storage.KEEP:
+    assert section.vjp is not None
+    if section.vjp.storage.forms[t].storage is Storage.KEEP:
         return [Name(Role.ACTIVATION, t)]
     return [Name(Role.STASH, t, part) for part in range(count)]
 
@@ -435,14 +435,14 @@ def _forward(context: Context, s: int, arrays: _Arrays) -> None:
     known |= {t: arrays[Name(Role.STATE, t)] for t in section.state}
     known |= {t: arrays[Name(Role.ACTIVATION, t)] for t in section.arriving}
     inputs = [known[t] for t in section.graph.inputs]
-    if section.stage is None or not context.trains:
+    if section.vjp is None or not context.trains:
         outputs = section.graph.evaluate(inputs)
     else:
-        outputs, stash = stages.forward(section.stage, inputs)
+        outputs, stash = vjp_program.forward(section.vjp, inputs)
         if OVERFLOWS in arrays:
-            arrays[OVERFLOWS] = arrays[OVERFLOWS] + stages.overflows(section.stage, stash)
+            arrays[OVERFLOWS] = arrays[OVERFLOWS] + vjp_program.overflows(section.vjp, stash)
         kept = set(section.stashed)
-        for t, parts in zip(section.stage.storage.stored, stash, strict=True):
+        for t, parts in zip(section.vjp.storage.stored, stash, strict=True):
             if t in kept:
                 arrays.update(zip(_stash_names(section, t, len(parts)), parts, strict=True))
     computed = known | dict(zip(section.graph.outputs, outputs, strict=True))
@@ -458,17 +458,17 @@ def _forward(context: Context, s: int, arrays: _Arrays) -> None:
 
 def _backward(context: Context, s: int, arrays: _Arrays) -> None:
     section = context.sections[s]
-    assert section.stage is not None
-    built = section.stage
-    gradients = stages.backward(built, *_kept(context, section, arrays), _seeds(context, s, arrays), fenced=True)
+    assert section.vjp is not None
+    built = section.vjp
+    gradients = vjp_program.backward(built, *_kept(context, section, arrays), _seeds(context, s, arrays), fenced=True)
     _hand_out(context, s, arrays, dict(zip(built.linearization.wrt, gradients, strict=True)))
 
 
 def _backward_input(context: Context, s: int, arrays: _Arrays) -> None:
     section = context.sections[s]
-    assert section.stage is not None
-    built, kept = section.stage, _kept(context, section, arrays)
-    gradients, saved = stages.backward_input(built, *kept, _seeds(context, s, arrays), fenced=True)
+    assert section.vjp is not None
+    built, kept = section.vjp, _kept(context, section, arrays)
+    gradients, saved = vjp_program.backward_input(built, *kept, _seeds(context, s, arrays), fenced=True)
     waiting = dict(zip(built.saved, saved, strict=True))
     arrays.update((Name(Role.SAVED, t), waiting[t]) for t in section.saved)
     _hand_out(context, s, arrays, dict(zip(built.input_part, gradients, strict=True)))
@@ -476,10 +476,10 @@ def _backward_input(context: Context, s: int, arrays: _Arrays) -> None:
 
 def _backward_weight(context: Context, s: int, arrays: _Arrays) -> None:
     section = context.sections[s]
-    assert section.stage is not None
-    built = section.stage
+    assert section.vjp is not None
+    built = section.vjp
     saved = [arrays.get(Name(Role.SAVED, t)) for t in built.saved]
-    gradients = stages.backward_weight(built, *_kept(context, section, arrays), saved, fenced=True)
+    gradients = vjp_program.backward_weight(built, *_kept(context, section, arrays), saved, fenced=True)
     _hand_out(context, s, arrays, dict(zip(built.weight_part, gradients, strict=True)))
 
 
@@ -494,19 +494,19 @@ _KINDS: dict[Kind, Callable[[Context, int, _Arrays], None]] = {
 def _seeds(context: Context, s: int, arrays: _Arrays) -> list[Any]:
     """A cotangent for each output of a stage; for one that is returned twice, only at its first place."""
     section, loss = context.sections[s], context.objective.results[0]
-    assert section.stage is not None
+    assert section.vjp is not None
     left: dict[int, Any] = {t: arrays[Name(Role.COTANGENT, t)] for t in _following(context, s)}
     if 0 in section.results:
         seed = jnp.ones((), context.aval(loss).dtype)
         left[loss] = left[loss] + seed if loss in left else seed
-    source: Graph = section.stage.linearization.source
+    source: Graph = section.vjp.linearization.source
     return [left.pop(t, None) for t in source.outputs]
 
 
 def _kept(context: Context, section: Section, arrays: _Arrays) -> tuple[list[Any], list[tuple[Any, ...]]]:
     """The parameters and the stash that a backward pass is given."""
-    assert section.stage is not None
-    built, known, kept = section.stage, _at_hand(context, section, arrays), set(section.stashed)
+    assert section.vjp is not None
+    built, known, kept = section.vjp, _at_hand(context, section, arrays), set(section.stashed)
     parts = [
         tuple(arrays[name] for name in _stash_names(section, t, len(avals))) if t in kept else (known[t],)
         for t, avals in zip(built.storage.stored, built.stash_avals, strict=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.graph.graph import Graph
-from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.residuals import vjp_program
 from jaxpipe.runtime.program import PAGE, Program
 from jaxpipe.runtime.sections import Section
 from jaxpipe.runtime.uint32_words import POISON, from_words, pack_words, unpack_words, word_count
@@ -173,15 +173,13 @@ def forward_branch(program: Program, s: int) -> Callable[..., Any]:
         known.update(zip(section.arriving, unpack_words(message, program.avals(section.arriving)), strict=True))
         inputs = [known[t] for t in section.graph.inputs]
         overflows = jnp.int32(0)
-        if section.stage is None or not program.schedule.has_backward:
+        if section.vjp is None or not program.schedule.has_backward:
             outputs, stash = section.graph.evaluate(inputs), []
         else:
-            outputs, stash = stages.forward(section.stage, inputs)
-            overflows = stages.overflows(section.stage, stash)
+            outputs, stash = vjp_program.forward(section.vjp, inputs)
+            overflows = vjp_program.overflows(section.vjp, stash)
             kept = set(section.stashed)
-            stash = [
-                x for t, parts in zip(section.stage.storage.stored, stash, strict=True) if t in kept for x in parts
-            ]
+            stash = [x for t, parts in zip(section.vjp.storage.stored, stash, strict=True) if t in kept for x in parts]
         value_of = dict(zip(section.graph.outputs, outputs, strict=True))
         results = [
             value_of[t] if k in section.results else jnp.zeros(a.shape, a.dtype)
@@ -210,7 +208,7 @@ def backward_branch(program: Program, s: int) -> Callable[..., Any]:
     kind = program.schedule.backward_kind
 
     def backward(parameters: Any, key: Any, rows: Rows, stash: Any, message: Any) -> Any:
-        built = section.stage
+        built = section.vjp
         assert built is not None
         known = _at_hand(program, s, parameters, key, rows)
         cotangents = dict(zip(following, unpack_words(message, program.tangents(following)), strict=True))
@@ -221,10 +219,10 @@ def backward_branch(program: Program, s: int) -> Callable[..., Any]:
         given = _once(built.linearization.source, cotangents)
         saved = []
         if kind is Kind.BACKWARD:
-            cotangents_out = stages.backward(built, *operands, given, fenced=True)
+            cotangents_out = vjp_program.backward(built, *operands, given, fenced=True)
             gradients = dict(zip(built.linearization.wrt, cotangents_out, strict=True))
         else:
-            cotangents_out, handed = stages.backward_input(built, *operands, given, fenced=True)
+            cotangents_out, handed = vjp_program.backward_input(built, *operands, given, fenced=True)
             gradients = dict(zip(built.input_part, cotangents_out, strict=True))
             waiting = dict(zip(built.saved, handed, strict=True))
             saved = [waiting[t] for t in section.saved]
@@ -241,12 +239,14 @@ def weight_branch(program: Program, s: int) -> Callable[..., Any]:
     section = program.sections[s]
 
     def weight(parameters: Any, key: Any, rows: Rows, stash: Any, saved: Any) -> Any:
-        built = section.stage
+        built = section.vjp
         assert built is not None
         known = _at_hand(program, s, parameters, key, rows)
         handed = dict(zip(section.saved, saved.read(program.tangents(section.saved)), strict=True))
         operands = _stashed(program, section, known, stash)
-        weight_gradients = stages.backward_weight(built, *operands, [handed.get(t) for t in built.saved], fenced=True)
+        weight_gradients = vjp_program.backward_weight(
+            built, *operands, [handed.get(t) for t in built.saved], fenced=True
+        )
         return _steps(program, s, Kind.BACKWARD_WEIGHT, dict(zip(built.weight_part, weight_gradients, strict=True)))
 
     return weight
@@ -264,7 +264,7 @@ def _at_hand(program: Program, s: int, parameters: Sequence[Any], key: Any, rows
 
 def _stashed(program: Program, section: Section, known: dict[int, Any], stash: Any) -> tuple[list[Any], list[Any]]:
     """The parameters and the stash that a backward pass is given."""
-    built = section.stage
+    built = section.vjp
     assert built is not None
     stored = iter(stash if program.alone else stash.read(program.stash_avals(section)))
     counts = dict(zip(built.storage.stored, map(len, built.stash_avals), strict=True))

@@ -1,12 +1,12 @@
 """A range of operators with a storage plan: the forward and the backward program of one pipeline stage.
 
-    forward(stage, inputs)                              -> outputs, stash
-    backward(stage, parameters, stash, cotangents)      -> input cotangents
+    forward(vjp, inputs)                              -> outputs, stash
+    backward(vjp, parameters, stash, cotangents)      -> input cotangents
 
 The backward pass can be had in two parts, so that a schedule may delay the second:
 
-    backward_input(stage, parameters, stash, cotangents) -> cotangents of `stage.input_part`, saved
-    backward_weight(stage, parameters, stash, saved)     -> cotangents of `stage.weight_part`
+    backward_input(vjp, parameters, stash, cotangents) -> cotangents of `vjp.input_part`, saved
+    backward_weight(vjp, parameters, stash, saved)     -> cotangents of `vjp.weight_part`
 """
 
 import functools
@@ -32,11 +32,11 @@ _HEAVY = ("conv_general_dilated", "dot_general")
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
-    """The two programs of a stage, as data.
+class VJPProgram:
+    """The forward and the backward program of a graph, as data.
 
     Attributes:
-      linearization: what the stage computes and what its backward pass needs.
+      linearization: what the forward program computes and what the backward pass needs.
       storage: the choice for each tensor.
       parameters: inputs (tensor numbers) that the backward pass is handed again, instead of storing them.
       input_part, weight_part: inputs whose cotangent is ready after each part of the split backward pass.
@@ -71,11 +71,11 @@ def build(
     policy: Policy = FAST,
     held: Iterable[int] = (),
     seeds: Iterable[int] | None = None,
-) -> Stage:
+) -> VJPProgram:
     """Linearize a graph and store its tensors by the default plan.
 
     Args:
-      graph: the stage's operators (a whole model, or ``graph.section(start, stop)``).
+      graph: operators (a whole model, or ``graph.section(start, stop)``).
       wrt: inputs, as tensor numbers, that receive a cotangent.
       policy: the codecs that the plan may use.
       held: inputs that are kept alive anyway, so that to store them costs nothing.
@@ -85,8 +85,8 @@ def build(
     return assemble(linearization, default_plan(linearization, policy, held))
 
 
-def assemble(linearization: Linearization, storage: Choices) -> Stage:
-    """A stage of a linearization and a storage plan for it.
+def assemble(linearization: Linearization, storage: Choices) -> VJPProgram:
+    """Return the programs of a linearization under a storage plan for it.
 
     Raises:
       ValueError: if the plan does not give the backward pass what it needs, or stores more.
@@ -98,7 +98,7 @@ def assemble(linearization: Linearization, storage: Choices) -> Stage:
         ordered(t for step in weight_steps for t in step.cotangents_in if t not in written or t not in deferred)
     )
     weight_part = tuple(t for t in linearization.wrt if t in deferred)
-    return Stage(
+    return VJPProgram(
         linearization=linearization,
         storage=storage,
         parameters=tuple(t for t in linearization.graph.inputs if t in linearization.graph.parameters),
@@ -110,14 +110,14 @@ def assemble(linearization: Linearization, storage: Choices) -> Stage:
     )
 
 
-def forward(stage: Stage, inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """Run the stage; returns its outputs and the stash, the parts of each of ``stage.storage.stored``.
+def forward(vjp: VJPProgram, inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """Run the forward program; return its outputs and the stash, the parts of each of ``vjp.storage.stored``.
 
     A GPU's scheduler puts off what nobody waits for: left alone, it would pack a tensor just before the backward pass
     unpacks it, and keep it whole until then. So each product waits for all that was to be packed before it; its
     operands are written to memory in any case, which keeps elementwise chains in one kernel.
     """
-    graph, stored = stage.graph, stage.storage.stored
+    graph, stored = vjp.graph, vjp.storage.stored
     env = dict(graph.constants)
     env.update(zip(graph.inputs, inputs, strict=True))
     stash: dict[int, tuple[Any, ...]] = {}
@@ -129,111 +129,111 @@ def forward(stage: Stage, inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[
             packed = []
         env.update(zip(op.outputs, op.evaluate(*(late.get(t, env[t]) for t in op.inputs)), strict=True))
         for t in op.outputs:
-            if stage.storage.is_stored(t):
-                stash[t] = encode(env[t], graph.tensors[t], stage.storage.forms[t])
+            if vjp.storage.is_stored(t):
+                stash[t] = encode(env[t], graph.tensors[t], vjp.storage.forms[t])
                 packed += [part for part in stash[t] if part is not env[t]]
     for t in stored:
         if t not in stash:
-            stash[t] = encode(env[t], graph.tensors[t], stage.storage.forms[t])
+            stash[t] = encode(env[t], graph.tensors[t], vjp.storage.forms[t])
     return [_compat.wait(env[t], packed) for t in graph.outputs], [stash[t] for t in stored]
 
 
-def overflows(stage: Stage, stash: Sequence[Sequence[Any]]) -> jax.Array:
+def overflows(vjp: VJPProgram, stash: Sequence[Sequence[Any]]) -> jax.Array:
     """Return how many sparse tensors of a stash did not fit and will be computed again, ``int32[]``."""
-    stored = zip(stage.storage.stored, stash, strict=True)
-    flags = [has_overflowed(parts, stage.storage.forms[t]) for t, parts in stored if t in stage.storage.sparse]
+    stored = zip(vjp.storage.stored, stash, strict=True)
+    flags = [has_overflowed(parts, vjp.storage.forms[t]) for t, parts in stored if t in vjp.storage.sparse]
     return functools.reduce(jnp.add, (flag.astype(jnp.int32) for flag in flags), jnp.int32(0))
 
 
 def backward(
-    stage: Stage,
+    vjp: VJPProgram,
     parameters: Sequence[Any],
     stash: Sequence[Sequence[Any]],
     cotangents: Sequence[Any | None],
     *,
     fenced: bool = False,
 ) -> list[Any | None]:
-    """The cotangents of the inputs ``stage.linearization.wrt``; None where the outputs do not depend on one.
+    """The cotangents of the inputs ``vjp.linearization.wrt``; None where the outputs do not depend on one.
 
     Args:
-      parameters: values of ``stage.parameters``.
+      parameters: values of ``vjp.parameters``.
       stash: what ``forward`` returned.
       cotangents: one for each output; None for zero.
       fenced: run the steps behind fences (see ``jaxpipe.residuals.rematerialize``) if XLA needs them; not under
         ``vmap``.
     """
-    received = _received(stage, cotangents)
-    recall = _recall(stage, parameters, stash, fenced)
-    _walk(stage, stage.linearization.backward, received, recall)
-    return [received.get(t) for t in stage.linearization.wrt]
+    received = _received(vjp, cotangents)
+    recall = _recall(vjp, parameters, stash, fenced)
+    _walk(vjp, vjp.linearization.backward, received, recall)
+    return [received.get(t) for t in vjp.linearization.wrt]
 
 
 def backward_input(
-    stage: Stage,
+    vjp: VJPProgram,
     parameters: Sequence[Any],
     stash: Sequence[Sequence[Any]],
     cotangents: Sequence[Any | None],
     *,
     fenced: bool = False,
 ) -> tuple[list[Any | None], list[Any | None]]:
-    """First part: cotangents of ``stage.input_part``, and those saved for ``backward_weight``."""
-    received = _received(stage, cotangents)
-    recall = _recall(stage, parameters, stash, fenced)
-    _walk(stage, stage.input_steps, received, recall, keep=frozenset(stage.saved))
-    return [received.get(t) for t in stage.input_part], [received.get(t) for t in stage.saved]
+    """First part: cotangents of ``vjp.input_part``, and those saved for ``backward_weight``."""
+    received = _received(vjp, cotangents)
+    recall = _recall(vjp, parameters, stash, fenced)
+    _walk(vjp, vjp.input_steps, received, recall, keep=frozenset(vjp.saved))
+    return [received.get(t) for t in vjp.input_part], [received.get(t) for t in vjp.saved]
 
 
 def backward_weight(
-    stage: Stage,
+    vjp: VJPProgram,
     parameters: Sequence[Any],
     stash: Sequence[Sequence[Any]],
     saved: Sequence[Any | None],
     *,
     fenced: bool = False,
 ) -> list[Any | None]:
-    """Second part: cotangents of ``stage.weight_part``."""
-    received = {t: value for t, value in zip(stage.saved, saved, strict=True) if value is not None}
-    recall = _recall(stage, parameters, stash, fenced)
-    _walk(stage, stage.weight_steps, received, recall, keep=frozenset(stage.saved))
-    return [received.get(t) for t in stage.weight_part]
+    """Second part: cotangents of ``vjp.weight_part``."""
+    received = {t: value for t, value in zip(vjp.saved, saved, strict=True) if value is not None}
+    recall = _recall(vjp, parameters, stash, fenced)
+    _walk(vjp, vjp.weight_steps, received, recall, keep=frozenset(vjp.saved))
+    return [received.get(t) for t in vjp.weight_part]
 
 
-def reached(stage: Stage, seeds: Iterable[int]) -> frozenset[int]:
+def reached(vjp: VJPProgram, seeds: Iterable[int]) -> frozenset[int]:
     """The tensors that receive a cotangent when those of the outputs ``seeds`` are given."""
     received = set(seeds)
-    for step in reversed(stage.linearization.backward):
+    for step in reversed(vjp.linearization.backward):
         if not received.isdisjoint(step.cotangents_in):
             received.update(step.cotangents_out)
     return frozenset(received)
 
 
-def _received(stage: Stage, cotangents: Sequence[Any | None]) -> dict[int, Any]:
+def _received(vjp: VJPProgram, cotangents: Sequence[Any | None]) -> dict[int, Any]:
     """Cotangents by tensor number; those of an output returned twice add up."""
     received: dict[int, Any] = {}
-    for t, value in zip(stage.linearization.source.outputs, cotangents, strict=True):
+    for t, value in zip(vjp.linearization.source.outputs, cotangents, strict=True):
         if value is not None:
             received[t] = value if t not in received else jnp.add(received[t], value)
     return received
 
 
-def _recall(stage: Stage, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], fenced: bool) -> Recall:
-    values = dict(zip(stage.parameters, parameters, strict=True))
-    return Recall(stage.graph, stage.storage, values, dict(zip(stage.storage.stored, stash, strict=True)), fenced)
+def _recall(vjp: VJPProgram, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], fenced: bool) -> Recall:
+    values = dict(zip(vjp.parameters, parameters, strict=True))
+    return Recall(vjp.graph, vjp.storage, values, dict(zip(vjp.storage.stored, stash, strict=True)), fenced)
 
 
 def _walk(
-    stage: Stage,
+    vjp: VJPProgram,
     steps: Sequence[Backward],
     received: dict[int, Any],
     recall: Recall,
     keep: frozenset[int] = frozenset(),
 ) -> None:
     """Run backward steps in reverse; cotangents are summed in the order in which JAX sums them."""
-    keep = keep | set(stage.linearization.wrt)
+    keep = keep | set(vjp.linearization.wrt)
     if not recall.fenced:
-        _run_steps(stage, steps[::-1], received, recall, keep)
+        _run_steps(vjp, steps[::-1], received, recall, keep)
         return
-    cotangents, values = stage.linearization.source.tensors, stage.graph.tensors
+    cotangents, values = vjp.linearization.source.tensors, vjp.graph.tensors
     outlines = [_Outline(group) for group in groups(steps[::-1])]
     for outline in reversed(outlines):
         outline.keep = keep
@@ -251,7 +251,7 @@ def _walk(
             outline: _Outline = outline, written: Sequence[int] = written, shared: Sequence[int] = shared
         ) -> Any:
             inner, cotangents_of_group = recall.copy(), dict(received)
-            _run_steps(stage, outline.steps, cotangents_of_group, inner, outline.keep)
+            _run_steps(vjp, outline.steps, cotangents_of_group, inner, outline.keep)
             return [cotangents_of_group[t] for t in written], [inner.values[t] for t in shared]
 
         avals = [cotangents[t].aval for t in written], [values[t].aval for t in shared]
@@ -296,7 +296,7 @@ class _Outline:
 
 
 def _run_steps(
-    stage: Stage, steps: Sequence[Backward], received: dict[int, Any], recall: Recall, keep: frozenset[int]
+    vjp: VJPProgram, steps: Sequence[Backward], received: dict[int, Any], recall: Recall, keep: frozenset[int]
 ) -> None:
     """Run backward steps in the order given.
 
@@ -304,7 +304,7 @@ def _run_steps(
     product's values wait for its cotangents, and those of all steps up to the next product for its results, which are
     in memory in any case: a barrier amid an elementwise chain would cut its kernel in two.
     """
-    tensors = stage.linearization.source.tensors
+    tensors = vjp.linearization.source.tensors
     early = _compat.runs_breadth_first()
     if not early:
         ready = list(received)

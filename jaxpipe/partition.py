@@ -35,7 +35,7 @@ from jaxpipe.options import PlanOptions
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.planning import check_request
 from jaxpipe.planning.arrange_devices import stay
-from jaxpipe.planning.assemble_plan import Draft, Traced, choose, draft, frozen_stages, sections_for, teams_of
+from jaxpipe.planning.assemble_plan import Draft, Traced, choose, draft, frozen_stages, stages_for, teams_of
 from jaxpipe.planning.choose_runtime import check_runtime_features
 from jaxpipe.planning.cuts.interleaved_cuts import chunked
 from jaxpipe.planning.cuts.partition_layers import partition_layers
@@ -49,7 +49,7 @@ from jaxpipe.planning.storage.host_memory import check_host_memory
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.gradient_precision import check_effect, check_gradient_dtype
 from jaxpipe.runtime.replica_exchange import check_exchange
-from jaxpipe.runtime.sections import Placement, Section, places_to_cut, variable_spans
+from jaxpipe.runtime.stages import Placement, Stage, places_to_cut, variable_spans
 from jaxpipe.schedules import Schedule, candidates
 from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.table import without_backward
@@ -275,7 +275,7 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
         other = _place(request, traced, charged, schedule.num_chunks, False if teams.single else teams.widths)
         bound = before.partition.lower_bound_seconds
         other = replace(other, profile=traced.profile, lower_bound_seconds=bound)
-        return draft(request, traced, other, schedule, *sections_for(request, traced, other), before.maker)
+        return draft(request, traced, other, schedule, *stages_for(request, traced, other), before.maker)
 
     ways = (request.devices_per_stage,) if request.devices_per_stage is not True else (False, True)
     drafts: list[Draft] = []
@@ -316,15 +316,15 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
         return _place(request, traced, traced.profile, num_chunks, replicate)
 
     @functools.cache
-    def sections(num_chunks: int) -> tuple[Placement, tuple[Section, ...]]:
-        return sections_for(request, traced, placed(num_chunks))
+    def stages(num_chunks: int) -> tuple[Placement, tuple[Stage, ...]]:
+        return stages_for(request, traced, placed(num_chunks))
 
     def drafts_of(makers: Sequence[candidates.ScheduleMaker]) -> list[Draft]:
         if replicate:
             schedules = candidates.make_team_schedules(makers, teams_of(placed(1), request), m)
         else:
             schedules = candidates.make_schedules(makers, request.num_stages, m)
-        return _of_schedules(request, traced, schedules, placed, sections)
+        return _of_schedules(request, traced, schedules, placed, stages)
 
     if replicate and teams_of(placed(1), request).single:
         return []
@@ -341,7 +341,7 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
                 free = candidates.make_schedules(candidates.AUTO_FREE, request.num_stages, m)
                 chunked_tables = [schedule for schedule in free if schedule.num_chunks > 1]
                 with contextlib.suppress(PartitionError):  # too few operators for so many stages
-                    sources += _of_schedules(request, traced, chunked_tables, placed, sections)
+                    sources += _of_schedules(request, traced, chunked_tables, placed, stages)
             return drafts + searched_drafts(traced, drafts, sources)
     return drafts_of(request.schedules)
 
@@ -351,7 +351,7 @@ def _of_schedules(
     traced: Traced,
     schedules: Sequence[Schedule],
     placed: Callable[[int], Partition],
-    sections: Callable[[int], tuple[Placement, tuple[Section, ...]]],
+    stages: Callable[[int], tuple[Placement, tuple[Stage, ...]]],
 ) -> list[Draft]:
     """A program for each of some schedules that may be faster than those before it."""
     drafts: list[Draft] = []
@@ -359,14 +359,14 @@ def _of_schedules(
         v, least = schedule.num_chunks, 0.0
         try:
             if drafts:
-                trimmed = without_backward(schedule, frozen_stages(traced, sections(v)[1]))
+                trimmed = without_backward(schedule, frozen_stages(traced, stages(v)[1]))
                 free = drafts[0].runtime.name == "mpmd"
                 least = least_seconds(trimmed, placed(v), teams_of(placed(v), request), lockstep=not free)
         except PartitionError:  # too few operators for so many stages; others will do
             continue
         if not drafts or least < min(earlier.seconds for earlier in drafts):
             tell(f"{schedule.name}: {request.num_stages * v} stages with default storage")
-            drafts.append(draft(request, traced, placed(v), schedule, *sections(v)))
+            drafts.append(draft(request, traced, placed(v), schedule, *stages(v)))
     return drafts
 
 

@@ -55,7 +55,7 @@ def compile_step(pipeline: jaxpipe.Pipeline) -> None:
 def compile_stages(pipeline: jaxpipe.Pipeline) -> None:
     """Each stage's own programs, from the start."""
     program = pipeline._planned.program
-    for s in range(len(program.sections)):
+    for s in range(len(program.stages)):
         for function, operands in stage_programs(program, s).values():
             jax.jit(function).lower(*operands).compile()
 

@@ -103,7 +103,7 @@ def run_device(stage: int, core: int, options: argparse.Namespace, both: Any, ot
             profile = jaxpipe.Profile.from_json(other.recv())
         pipeline = partitioned(problem, profile)
         steps = {}
-        built = pipeline._planned.program.sections[stage].vjp
+        built = pipeline._planned.program.stages[stage].vjp
         for label, program in zip(("forward", "backward"), group_programs(built), strict=True):
             arguments = on_device(program.arguments, device)
             compiled = jax.jit(program.function).lower(*arguments).compile()

@@ -38,7 +38,7 @@ def test_weight_versions_of_four_stages_and_eight_mini_batches():
 def recurrence(pipeline: jaxpipe.Pipeline, name: str, optimizer, keys, replicas: int):
     """Mini-batch after mini-batch: the gradient at each stage's old weights goes to the newest. Loss and variables."""
     schedule, model, case = pipeline.schedule, pipeline._planned.model, case_of(name)
-    stages = model.parameter_tree(pipeline._planned.stages.parameters)
+    stages = model.parameter_tree(pipeline._planned.stage_placement.parameters)
     params, state = case.start(jax.random.key(3))
     history, slots, m = [params], optimizer.init(params), schedule.num_microbatches
     states, losses = [state] * replicas, []
@@ -78,7 +78,7 @@ def check(
     pipeline = planned_of(name, stages, m, replicas, schedule=schedule, optimizer=optimizer)
     assert pipeline.plan.per_stage == ("each stage apart" in str(pipeline.plan)) == (clip is not None)
     if clip is not None:  # the same by optax's own means, where the stages are known
-        labels = pipeline._planned.model.parameter_tree(pipeline._planned.stages.parameters)
+        labels = pipeline._planned.model.parameter_tree(pipeline._planned.stage_placement.parameters)
         clips = {s: optax.clip_by_global_norm(clip) for s in range(stages)}
         optimizer = optax.chain(optax.multi_transform(clips, lambda _: labels), momentum)
     state = pipeline.init(jax.random.key(3))
@@ -108,7 +108,7 @@ def test_each_stage_is_clipped_by_its_own_norm(schedule):
     before = arrays(pipeline.parameters(start))
     after = arrays(pipeline.parameters(pipeline.step(start, case_of("mlp").batch)[0]))
     model = pipeline._planned.model
-    stages = jax.tree.leaves(model.parameter_tree(pipeline._planned.stages.parameters))
+    stages = jax.tree.leaves(model.parameter_tree(pipeline._planned.stage_placement.parameters))
     for s in (0, 1):
         squares = [np.square(b - a).sum() for a, b, n in zip(after, before, stages, strict=True) if n == s]
         assert np.sqrt(sum(squares)) == pytest.approx(1e-3, rel=1e-3)  # a difference of parameters has rounding errors

@@ -77,7 +77,7 @@ def plain_step(case, params, state, keys, widths):
 
 def of_stages(pipeline, gradients):
     """Of gradients by width, each parameter's by the width of the stage that it is placed in."""
-    widths = [pipeline.plan.teams.widths[s] for s in pipeline._planned.stages.parameters]
+    widths = [pipeline.plan.teams.widths[s] for s in pipeline._planned.stage_placement.parameters]
     leaves = {k: jax.tree.leaves(gradient) for k, gradient in gradients.items()}
     tree = jax.tree.structure(next(iter(gradients.values())))
     return jax.tree.unflatten(tree, [leaves[k][n] for n, k in enumerate(widths)])
@@ -292,7 +292,9 @@ def test_state_is_folded_in_the_order_of_the_micro_batches():
     state = pipeline.init(jax.random.key(0))
     variables = pipeline.parameters(state)
     assert any(
-        "seen" in v.name for k, v in enumerate(pipeline._planned.model.state) if not pipeline._planned.stages.state[k]
+        "seen" in v.name
+        for k, v in enumerate(pipeline._planned.model.state)
+        if not pipeline._planned.stage_placement.state[k]
     )
     seen = variables["seen"]
     apply = jax.jit(lambda seen, x: Halving().apply({**variables, "seen": seen}, x, mutable=["seen"])[1]["seen"])

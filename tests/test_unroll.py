@@ -176,7 +176,7 @@ def test_scans_train_in_stages_on_several_devices(name, widths):
 
 def test_inner_stages_are_alike():
     case = linen(zoo.ScannedMLP(num_layers=8, width=32), images(32, rows=64), classifier())
-    _, one, two, _ = pipeline_of(case, 4)._planned.program.sections
+    _, one, two, _ = pipeline_of(case, 4)._planned.program.stages
     assert [op.label for op in one.graph.operators] == [op.label for op in two.graph.operators]
 
 
@@ -190,7 +190,7 @@ def test_stages_on_several_devices_have_their_own_layers(replicate, widths):
     # With layers as narrow as 32, one stage on all three devices is the fastest.
     pipeline = pipeline_of(wide(64), 3, options=jaxpipe.PlanOptions(unroll_scans=True, devices_per_stage=replicate))
     assert widths in (None, pipeline.plan.teams.widths)
-    names, stages = (v.name for v in pipeline._planned.model.parameters), pipeline._planned.stages.parameters
+    names, stages = (v.name for v in pipeline._planned.model.parameters), pipeline._planned.stage_placement.parameters
     home = {name: stage for name, stage in zip(names, stages, strict=True) if "Dense_0/kernel[" in name}
     assert len(home) == LAYERS and len(set(home.values())) > 1
     assert sum(len(stage.devices) for stage in pipeline.plan.stages) == 3

@@ -44,15 +44,15 @@ from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.stage_budget import Fitted, Prices, Solving, StageFitter
 from jaxpipe.runtime.asynchronous_updates import check_asynchronous
 from jaxpipe.runtime.executable_plan import Batching, Update
-from jaxpipe.runtime.fold_state import shared_sections
+from jaxpipe.runtime.fold_state import shared_stages
 from jaxpipe.runtime.mpmd.estimated_bytes import predicted_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.runtime.optimizer_by_stage import color_update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_adam
-from jaxpipe.runtime.sections import Placement, Section, count_frozen, cut_sections, place, with_backward
 from jaxpipe.runtime.spmd.buffer_layout import lay_out
 from jaxpipe.runtime.spmd.predicted_bytes import predict
+from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place, with_backward
 from jaxpipe.schedules import Schedule, candidates
 from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.table import without_backward
@@ -97,7 +97,7 @@ class Draft:
     Attributes:
       request: the arguments of ``partition``.
       partition: the cuts, and a device for each stage.
-      stages: the stage of every variable.
+      stage_placement: the stage of every variable.
       program: what would run.
       schedule: its table, as if all stages were trained.
       maker: what made the table, if it was searched for with the seconds of these stages.
@@ -105,7 +105,7 @@ class Draft:
 
     request: Request
     partition: Partition
-    stages: Placement
+    stage_placement: Placement
     program: Program
     schedule: Schedule
     maker: candidates.ScheduleMaker | None = None
@@ -124,21 +124,21 @@ class Draft:
     def waiting_bytes(self) -> int:
         """Bytes of stashes on the device that keeps most."""
         held = [0] * self.program.num_devices
-        for s, section in enumerate(self.program.sections):
+        for s, stage in enumerate(self.program.stages):
             d = self.program.device(s)
-            size = sum(a.size * a.dtype.itemsize for a in self.program.stash_avals(section))
+            size = sum(a.size * a.dtype.itemsize for a in self.program.stash_avals(stage))
             held[d] += self.program.in_flight(d, s // self.program.num_devices) * size
         return max(held)
 
 
-def sections_for(request: Request, traced: Traced, partition: Partition) -> tuple[Placement, tuple[Section, ...]]:
+def stages_for(request: Request, traced: Traced, partition: Partition) -> tuple[Placement, tuple[Stage, ...]]:
     """The stages' programs for some cuts, and the stage of every variable."""
     objective, cuts = traced.objective, (0, *(stage.operators.stop for stage in partition.stages))
-    stages = place(objective, cuts)
-    sections = shared_sections(
-        objective, traced.model, cut_sections(objective, cuts, stages), teams_of(partition, request)
+    placement = place(objective, cuts)
+    stages = shared_stages(
+        objective, traced.model, cut_stages(objective, cuts, placement), teams_of(partition, request)
     )
-    return stages, with_backward(objective, sections, request.policy)
+    return placement, with_backward(objective, stages, request.policy)
 
 
 def teams_of(partition: Partition, request: Request) -> Teams:
@@ -151,19 +151,19 @@ def draft(
     traced: Traced,
     partition: Partition,
     schedule: Schedule,
-    stages: Placement,
-    sections: tuple[Section, ...],
+    stage_placement: Placement,
+    stages: tuple[Stage, ...],
     maker: candidates.ScheduleMaker | None = None,
 ) -> Draft:
-    """The program for sections and a schedule, in which all stages are trained; ``maker`` as ``Draft`` has it."""
+    """The program for stages and a schedule, in which all stages are trained; ``maker`` as ``Draft`` has it."""
     model, devices = traced.model, range(schedule.num_stages)
-    placement = stages.on_devices(schedule.num_stages)
+    placement = stage_placement.on_devices(schedule.num_stages)
     held = [placement.held_by(d)[0] for d in devices]
     parameters = [[(model.parameters[k].aval, traced.update.trained[k]) for k in numbers] for numbers in held]
     program = Program(
         objective=traced.objective,
-        sections=sections,
-        schedule=without_backward(schedule, frozen_stages(traced, sections)),
+        stages=stages,
+        schedule=without_backward(schedule, frozen_stages(traced, stages)),
         teams=Teams(teams_of(partition, request).widths[: schedule.num_stages]),
         num_microbatches=traced.batching.num_microbatches,
         placement=placement,
@@ -176,12 +176,12 @@ def draft(
     )
     if request.budget is not None and request.network is not None and program.teams.single:
         partition = _map_for_swaps(program, partition)
-    return Draft(request, partition, stages, program, schedule, maker)
+    return Draft(request, partition, stage_placement, program, schedule, maker)
 
 
-def frozen_stages(traced: Traced, sections: Sequence[Section]) -> int:
+def frozen_stages(traced: Traced, stages: Sequence[Stage]) -> int:
     """Count the first stages that have no backward work because the optimizer does not train them."""
-    return count_frozen(sections) if traced.objective.frozen else 0
+    return count_frozen(stages) if traced.objective.frozen else 0
 
 
 def choose(
@@ -200,7 +200,7 @@ def choose(
     if budget is None:
         return settle(traced, _leanest(drafts), None).default
     time = SolverTime(request.options.time_limit)
-    solutions = sum(len(candidate.program.sections) for candidate in drafts)
+    solutions = sum(len(candidate.program.stages) for candidate in drafts)
     solving = Solving(request.options.solver, time, time.for_smallest(solutions))
     settled = [settle(traced, candidate, solving) for candidate in drafts]
 
@@ -277,7 +277,7 @@ class Settled:
     def default(self) -> Planned:
         """The plan with default storage."""
         program = self.draft.program
-        return self.planned(program, (Fitted(),) * len(program.sections), None)
+        return self.planned(program, (Fitted(),) * len(program.stages), None)
 
     def within(self, budget: int) -> Planned | None:
         """Return the fastest plan of predicted bytes within a budget; None if no plan is within."""
@@ -303,7 +303,7 @@ def settle(traced: Traced, drafted: Draft, solving: Solving | None) -> Settled:
     request, program, placed = drafted.request, drafted.program, drafted.partition
     runtime = drafted.runtime.name
     # Variables are placed by stage, or by device where one program has several stages on each.
-    model, placement = traced.model, drafted.stages if runtime == "mpmd" else program.placement
+    model, placement = traced.model, drafted.stage_placement if runtime == "mpmd" else program.placement
     devices = range(program.num_devices)
     paired_by = request.network or slowest_used(placed.network, request.mesh)
     mesh = arrange(request.mesh, [placed.stages[d].devices for d in devices], paired_by)
@@ -342,7 +342,7 @@ def settle(traced: Traced, drafted: Draft, solving: Solving | None) -> Settled:
             microbatch=traced.microbatch,
             model=model,
             program=chosen,
-            stages=drafted.stages,
+            stage_placement=drafted.stage_placement,
             placement=placement,
             update=update,
             batching=traced.batching,
@@ -355,7 +355,7 @@ def settle(traced: Traced, drafted: Draft, solving: Solving | None) -> Settled:
 
     fitter = None
     if solving is not None:
-        default = functools.cache(lambda: planned(program, (Fitted(),) * len(program.sections), None))
+        default = functools.cache(lambda: planned(program, (Fitted(),) * len(program.stages), None))
         prices, period = _prices(request, program, placed), _period(program, placed)
         fitter = StageFitter(
             program, lambda chosen: lists.needs(default(), chosen), prices, solving, period, request.policy
@@ -401,7 +401,7 @@ class StageLists:
 def _map_for_swaps(program: Program, partition: Partition) -> Partition:
     """Return the same cuts on the devices with which peers can take most, if a step takes no longer with them."""
     messages = [4 * n for n in program.message_words]
-    stashes = [sum(a.size * a.dtype.itemsize for a in program.stash_avals(section)) for section in program.sections]
+    stashes = [sum(a.size * a.dtype.itemsize for a in program.stash_avals(stage)) for stage in program.stages]
     return best_mapping(partition, program.schedule, stashes, _period(program, partition), messages)
 
 

@@ -150,11 +150,11 @@ def largest_stored(planned: Planned) -> list[str]:
     inputs = {t: f"batch{jax.tree_util.keystr(path)}" for t, (path, _) in zip(objective.batch, leaves, strict=True)}
     producers = {t: op for op in objective.graph.operators for t in op.outputs}
     stored: dict[str, int] = {}
-    for section in planned.program.sections:
-        assert section.vjp is not None
-        graph, forms = section.vjp.graph, section.vjp.storage.forms
+    for stage in planned.program.stages:
+        assert stage.vjp is not None
+        graph, forms = stage.vjp.graph, stage.vjp.storage.forms
         producers_here = {**producers, **{t: op for op in graph.operators for t in op.outputs}}
-        for t in section.stashed:
+        for t in stage.stashed:
             text = tensor_text(graph.tensors[t], producers_here.get(t), inputs.get(t, "an input"))
             stored[text] = max(stored.get(text, 0), stored_bytes(graph.tensors[t], forms[t]))
     ranked = sorted(stored.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST_NAMED]

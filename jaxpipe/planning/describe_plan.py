@@ -25,8 +25,8 @@ from jaxpipe.planning.storage.stage_budget import Fitted
 from jaxpipe.residuals.stored_formats import Storage, stored_bytes
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import PAGE, Program
-from jaxpipe.runtime.sections import Section
 from jaxpipe.runtime.spmd.stage_branches import touched
+from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
 from jaxpipe.schedules.replicas import Teams
@@ -81,21 +81,21 @@ def stage_seconds(
     splits = program.schedule.splits_backward if splits is None else splits
     profile, rates = partition.profile, rates_in(partition.profile)
     seconds = []
-    for s, (section, placed) in enumerate(zip(program.sections, partition.stages, strict=True)):
+    for s, (stage, placed) in enumerate(zip(program.stages, partition.stages, strict=True)):
         operators = slice(placed.operators.start, placed.operators.stop)
         backward = sum(profile.backward_seconds[operators]) + (0.0 if added is None else added[s])
         if own_sums and program.num_microbatches > 1:
-            backward += _summing_bytes(program, section) / rates.bytes
-        share = _weight_share(section, rates) if splits else 0.0
+            backward += _summing_bytes(program, stage) / rates.bytes
+        share = _weight_share(stage, rates) if splits else 0.0
         seconds.append(StageSeconds(sum(profile.forward_seconds[operators]), backward, share * backward))
     return seconds
 
 
-def _summing_bytes(program: Program, section: Section) -> int:
+def _summing_bytes(program: Program, stage: Stage) -> int:
     """Bytes read and written to add a micro-batch's gradients in a stage."""
-    assert section.vjp is not None
-    wrt = set(section.vjp.linearization.wrt) - program.objective.frozen
-    trained = [t for t in (*section.parameters, *section.borrowed) if t in wrt]
+    assert stage.vjp is not None
+    wrt = set(stage.vjp.linearization.wrt) - program.objective.frozen
+    trained = [t for t in (*stage.parameters, *stage.borrowed) if t in wrt]
     sums = [sum_dtype(a.dtype, program.gradient_dtype).itemsize * a.size for a in program.avals(trained)]
     return sum(4 * word_count(a) for a in program.avals(trained)) + 2 * sum(sums)
 
@@ -183,8 +183,8 @@ def message_seconds(program: Program, partition: Partition) -> list[tuple[float,
     What waits for a backward pass elsewhere, sums of gradients or copies of parameters go at other times.
     """
     messages = []
-    for s, section in enumerate(program.sections):
-        sizes = [program.bytes_of(tensors) for tensors in (section.leaving, section.returning)]
+    for s, stage in enumerate(program.stages):
+        sizes = [program.bytes_of(tensors) for tensors in (stage.leaving, stage.returning)]
         neighbors = [s + 1, s - 1]
         ways = []
         for size, other in zip(sizes, neighbors, strict=True):
@@ -239,7 +239,7 @@ def describe(
     seconds = stage_seconds(program, partition, [fit.added_seconds for fit in fitted], own_sums=runtime == "mpmd")
     messages = message_seconds(program, partition) if runtime == "mpmd" else [(0.0, 0.0)] * len(seconds)
     stages = []
-    for s, section in enumerate(program.sections):
+    for s, stage in enumerate(program.stages):
         placed = partition.stages[s]
         operators = slice(placed.operators.start, placed.operators.stop)
         stages.append(
@@ -254,13 +254,13 @@ def describe(
                 storage=fitted[s].status,
                 storage_gap=fitted[s].gap,
                 solve_seconds=fitted[s].solve_seconds,
-                stored=_stored_bytes(section),
-                recomputed=_recomputed(section),
-                parameter_bytes=program.bytes_of(section.parameters),
-                stash_bytes=program.stash_bytes(section),
+                stored=_stored_bytes(stage),
+                recomputed=_recomputed(stage),
+                parameter_bytes=program.bytes_of(stage.parameters),
+                stash_bytes=program.stash_bytes(stage),
                 in_flight=program.in_flight(program.device(s), s // program.num_devices),
                 **_away(program, partition, s),
-                sent_bytes=program.bytes_of(section.leaving),
+                sent_bytes=program.bytes_of(stage.leaving),
                 message_seconds=messages[s],
             )
         )
@@ -340,31 +340,31 @@ def _idle_share(timeline: Timeline, widths: Sequence[int]) -> float:
     return 1 - busy / (timeline.makespan * sum(widths)) if timeline.makespan else 0.0
 
 
-def _weight_share(section: Section, rates: Rates) -> float:
+def _weight_share(stage: Stage, rates: Rates) -> float:
     """The part for weights of a stage's backward work, by estimate."""
-    assert section.vjp is not None
-    parts = section.vjp.input_steps, section.vjp.weight_steps
+    assert stage.vjp is not None
+    parts = stage.vjp.input_steps, stage.vjp.weight_steps
     first, second = (
         sum(roofline.seconds(step.program.operators, step.program, rates) for step in steps) for steps in parts
     )
     return second / (first + second) if second else 0.0
 
 
-def _stored_bytes(section: Section) -> dict[str, int]:
+def _stored_bytes(stage: Stage) -> dict[str, int]:
     """Bytes of one micro-batch's stash, by storage."""
-    assert section.vjp is not None
-    graph, forms = section.vjp.graph, section.vjp.storage.forms
+    assert stage.vjp is not None
+    graph, forms = stage.vjp.graph, stage.vjp.storage.forms
     bytes_of: dict[str, int] = {}
-    for t in section.stashed:
+    for t in stage.stashed:
         name = forms[t].storage.value
         bytes_of[name] = bytes_of.get(name, 0) + stored_bytes(graph.tensors[t], forms[t])
     return bytes_of
 
 
-def _recomputed(section: Section) -> tuple[str, ...]:
+def _recomputed(stage: Stage) -> tuple[str, ...]:
     """The operators of more than cheap arithmetic that the backward pass runs again."""
-    assert section.vjp is not None
-    graph, forms = section.vjp.graph, section.vjp.storage.forms
+    assert stage.vjp is not None
+    graph, forms = stage.vjp.graph, stage.vjp.storage.forms
     again = {t for t, form in forms.items() if form.storage is Storage.RECOMPUTE}
     return tuple(
         f"{op.path} {op.label}".strip()
@@ -375,15 +375,15 @@ def _recomputed(section: Section) -> tuple[str, ...]:
 
 def _away(program: Program, partition: Partition, s: int) -> dict[str, Any]:
     """Return what the plan says of a stage's stashes that are away."""
-    section = program.sections[s]
-    if section.swap is None:
+    stage = program.stages[s]
+    if stage.swap is None:
         return {}
     points = swap_points(program.schedule, s)
-    sizes = dict(zip(section.vjp.storage.stored, section.vjp.stash_avals, strict=True)) if section.vjp else {}
-    size = sum(4 * word_count(aval) for t in section.swap.tensors for aval in sizes.get(t, ()))
+    sizes = dict(zip(stage.vjp.storage.stored, stage.vjp.stash_avals, strict=True)) if stage.vjp else {}
+    size = sum(4 * word_count(aval) for t in stage.swap.tensors for aval in sizes.get(t, ()))
     pieces = tuple(
         StashPiece(target.stage, partition.stages[s if target.stage == HOST else target.stage].devices, n)
-        for target in section.swap.targets
+        for target in stage.swap.targets
         if (n := round(size * target.share))
     )
     gone = max(points.returns[j] - points.leaves[j] - 1 for j in points.leaves)

@@ -31,7 +31,13 @@ def searched_drafts(traced: Traced, drafts: Sequence[Draft], sources: Sequence[D
             maker = functools.partial(list_schedule, **arguments)
             schedule = candidates.check_schedule(maker(*size), *size)
             candidate = draft(
-                fixed.request, traced, fixed.partition, schedule, fixed.stages, fixed.program.sections, maker=maker
+                fixed.request,
+                traced,
+                fixed.partition,
+                schedule,
+                fixed.stage_placement,
+                fixed.program.stages,
+                maker=maker,
             )
             if candidate.runtime.name == "mpmd" and not any(_dominates(other, candidate) for other in best):
                 best.append(candidate)

@@ -16,9 +16,9 @@ from jaxpipe.plan import Plan
 from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import StageExchange
-from jaxpipe.runtime.sections import Placement, follow
 from jaxpipe.runtime.spmd.buffer_layout import Layout
 from jaxpipe.runtime.spmd.nonfinite_guard import OnNonFinite
+from jaxpipe.runtime.stages import Placement, follow
 from jaxpipe.schedules.candidates import ScheduleMaker
 from jaxpipe.sharding.mesh_axes import DATA
 
@@ -84,7 +84,7 @@ class ExecutablePlan:
       mesh: the first device of each group of ``shardings``, in the order in which the stages use them.
       batch: shapes of the batch that it was made for.
       microbatch: shapes of one micro-batch.
-      stages, placement: the stage and the device of every variable.
+      stage_placement, placement: the stage and the device of every variable.
       model, program, update, batching: see their types.
       policy: the codecs that may be used where a module is not decorated.
       schedules: makers of the requested schedules.
@@ -101,7 +101,7 @@ class ExecutablePlan:
     microbatch: Any
     model: BoundModel
     program: Program
-    stages: Placement
+    stage_placement: Placement
     placement: Placement
     update: Update
     batching: Batching
@@ -117,6 +117,6 @@ class ExecutablePlan:
 def followed_cuts(planned: ExecutablePlan, objective: Objective, name: str) -> list[int]:
     """Return the cuts of another program over the same variables, each of which stays in its stage."""
     names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
-    borrowed = {t for section in planned.program.sections for t in section.borrowed}
+    borrowed = {t for stage in planned.program.stages for t in stage.borrowed}
     lent = [k for k, t in enumerate(planned.program.objective.parameters) if t in borrowed]
-    return follow(objective, planned.stages, planned.program.schedule.total_stages, names, name, lent)
+    return follow(objective, planned.stage_placement, planned.program.schedule.total_stages, names, name, lent)

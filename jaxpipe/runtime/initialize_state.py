@@ -16,7 +16,7 @@ from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.captures import without_captures
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.interface import Runtime
-from jaxpipe.runtime.sections import Placement
+from jaxpipe.runtime.stages import Placement
 from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays
 from jaxpipe.runtime.train_state import TrainState
 

@@ -21,8 +21,8 @@ from jaxpipe.gradients.block_exchange import Averaged, exchange, wire_bytes
 from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.runtime.sections import Placement
 from jaxpipe.runtime.spmd.buffer_layout import Layout, lay_out
+from jaxpipe.runtime.stages import Placement
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, own_name
 
 

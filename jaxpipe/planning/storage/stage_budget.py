@@ -29,7 +29,7 @@ from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import Linearization
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.sections import Section, in_slices
+from jaxpipe.runtime.stages import Stage, in_slices
 from jaxpipe.runtime.stash_swap import StashSwap
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
@@ -99,13 +99,13 @@ class _Way:
 
     Attributes:
       number: among the ways of its stage; the first has its operators as they are.
-      section: the stage.
+      stage: the stage.
       items: what it may store.
       seconds: that a micro-batch takes longer than in the first way, whatever is stored.
     """
 
     number: int
-    section: Section
+    stage: Stage
     items: Items
     seconds: float = 0.0
 
@@ -264,7 +264,7 @@ class StageFitter:
         return candidate.needs[d] - sum(outcome.peak_bytes for outcome in outcomes)
 
     def _stages_of(self, d: int) -> list[int]:
-        return [s for s in range(len(self.program.sections)) if self.program.device(s) == d]
+        return [s for s in range(len(self.program.stages)) if self.program.device(s) == d]
 
     def _swap_targets(self, default: _Candidate, over: Sequence[int], budget: int) -> dict[int, Targets]:
         """Find memory elsewhere for the stages of devices that are over the budget, the fullest first."""
@@ -326,25 +326,25 @@ class StageFitter:
     @functools.cached_property
     def _ways(self) -> list[list[_Way]]:
         """By stage, its program as it is, and with its largest product in slices if it can be."""
-        ways = [[_Way(0, section, self._items(section))] for section in self.program.sections]
-        last, section = ways[-1], self.program.sections[-1]
+        ways = [[_Way(0, stage, self._items(stage))] for stage in self.program.stages]
+        last, stage = ways[-1], self.program.stages[-1]
         sliced = None
-        if section.is_trained and section.fold is None and self.program.specs.submesh.size == 1:
-            sliced = in_slices(section, self.program.objective.results[0], self._policy)
+        if stage.is_trained and stage.fold is None and self.program.specs.submesh.size == 1:
+            sliced = in_slices(stage, self.program.objective.results[0], self._policy)
         if sliced is not None:
             other, looped = sliced
-            again = sum(self._prices.seconds(section.graph, op) for op in looped)
+            again = sum(self._prices.seconds(stage.graph, op) for op in looped)
             last.append(_Way(1, other, self._items(other), again))
         return ways
 
-    def _items(self, section: Section) -> Items:
+    def _items(self, stage: Stage) -> Items:
         """What a stage may store, on one of its devices."""
-        assert section.vjp is not None
-        built, prices = section.vjp, self._prices
+        assert stage.vjp is not None
+        built, prices = stage.vjp, self._prices
         price = functools.partial(prices.seconds, built.linearization.graph)
-        summed = {*section.parameters, *section.borrowed}
+        summed = {*stage.parameters, *stage.borrowed}
         sized = self._of_one_device(built.linearization)
-        items = stage_items(sized, built.storage, price, prices.bytes_per_second, section.used, released=summed)
+        items = stage_items(sized, built.storage, price, prices.bytes_per_second, stage.used, released=summed)
         return replace(items, linearization=built.linearization)
 
     def _of_one_device(self, linearization: Linearization) -> Linearization:
@@ -382,15 +382,15 @@ class StageFitter:
         swaps = {s: self._swap(s, chosen) for s, chosen in answers.items()}
         choices = tuple((s, answers[s].way.number, answers[s].answer.choice, swaps[s]) for s in sorted(answers))
         if choices not in self._programs:
-            sections = list(self.program.sections)
+            stages = list(self.program.stages)
             for s, number, choice, swap in choices:
                 way = self._ways[s][number]
                 items = self._with_swaps(s, way.items)
                 if (s, number, choice) not in self._built:
                     built = vjp_program.assemble(items.linearization, storage_plan(items, choice))
                     self._built[s, number, choice] = built
-                sections[s] = replace(way.section, vjp=self._built[s, number, choice], swap=swap)
-            program = replace(self.program, sections=tuple(sections)) if choices else self.program
+                stages[s] = replace(way.stage, vjp=self._built[s, number, choice], swap=swap)
+            program = replace(self.program, stages=tuple(stages)) if choices else self.program
             self._programs[choices] = _Candidate(answers, program, self._measure(program))
         return self._programs[choices]
 
@@ -403,7 +403,7 @@ class StageFitter:
 
     def _report(self, answers: Answers) -> tuple[Fitted, ...]:
         """Return how the storage of each stage was chosen."""
-        reports = [Fitted()] * len(self.program.sections)
+        reports = [Fitted()] * len(self.program.stages)
         for s, chosen in answers.items():
             added = chosen.seconds - self._default(s).seconds
             reports[s] = Fitted(chosen.answer.status, added, chosen.answer.gap, self._spent.get(s, 0.0))

@@ -14,8 +14,8 @@ from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import Objective, microbatch_rows, microbatch_shapes
 from jaxpipe.residuals import vjp_program
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
-from jaxpipe.runtime.fold_state import shared_sections
-from jaxpipe.runtime.sections import Section, cut_sections, with_backward
+from jaxpipe.runtime.fold_state import shared_stages
+from jaxpipe.runtime.stages import Stage, cut_stages, with_backward
 from jaxpipe.schedules import Schedule, candidates
 from jaxpipe.schedules.table import without_backward
 
@@ -27,20 +27,20 @@ class Shaped:
     Attributes:
       batch: shapes of the whole batch.
       batching: how it is cut.
-      objective, sections, schedule: what is computed for a micro-batch, its stages, and the table.
+      objective, stages, schedule: what is computed for a micro-batch, its stages, and the table.
     """
 
     batch: Any
     batching: Batching
     objective: Objective
-    sections: tuple[Section, ...]
+    stages: tuple[Stage, ...]
     schedule: Schedule
 
 
 def as_planned(planned: ExecutablePlan) -> Shaped:
     """Return the step for the shapes that were planned for."""
     program = planned.program
-    return Shaped(planned.batch, planned.batching, program.objective, program.sections, program.schedule)
+    return Shaped(planned.batch, planned.batching, program.objective, program.stages, program.schedule)
 
 
 def check_shapes(given: Any, planned: Any) -> None:
@@ -72,11 +72,11 @@ def shaped_for(planned: ExecutablePlan, batch: Any, retrace: Callable[[Any], Obj
         cuts: Sequence[int] = (0, *(stage.operators[1] for stage in planned.plan.stages))
     else:
         cuts = followed_cuts(planned, objective, "the loss")
-    cut = cut_sections(objective, cuts, planned.stages)
-    sections = with_backward(objective, shared_sections(objective, planned.model, cut, before.teams), planned.policy)
+    cut = cut_stages(objective, cuts, planned.stage_placement)
+    stages = with_backward(objective, shared_stages(objective, planned.model, cut, before.teams), planned.policy)
     if _same_operators(objective, before.objective):
-        sections = tuple(map(_stored_alike, sections, before.sections))
-    return Shaped(batch, batching, objective, sections, schedule)
+        stages = tuple(map(_stored_alike, stages, before.stages))
+    return Shaped(batch, batching, objective, stages, schedule)
 
 
 def _microbatches(size: int, replicas: int, planned: ExecutablePlan) -> int:
@@ -115,12 +115,12 @@ def _same_operators(first: Objective, other: Objective) -> bool:
     return [op.name for op in first.graph.operators] == [op.name for op in other.graph.operators]
 
 
-def _stored_alike(section: Section, planned: Section) -> Section:
-    """The section with the storage that was planned, where that does not depend on sizes."""
-    if section.vjp is None or planned.vjp is None or planned.vjp.storage.sparse:
-        return section
+def _stored_alike(stage: Stage, planned: Stage) -> Stage:
+    """The stage with the storage that was planned, where that does not depend on sizes."""
+    if stage.vjp is None or planned.vjp is None or planned.vjp.storage.sparse:
+        return stage
     try:
-        vjp = vjp_program.assemble(section.vjp.linearization, planned.vjp.storage)
+        vjp = vjp_program.assemble(stage.vjp.linearization, planned.vjp.storage)
     except (ValueError, KeyError):  # its backward pass needs other tensors
-        return section
-    return replace(section, vjp=vjp)
+        return stage
+    return replace(stage, vjp=vjp)

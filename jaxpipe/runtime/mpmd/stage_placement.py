@@ -31,7 +31,7 @@ class Layout:
     @property
     def stages(self) -> range:
         """Numbers of the stages."""
-        return range(len(self.context.sections))
+        return range(len(self.context.stages))
 
     @property
     def replicas(self) -> range:
@@ -50,7 +50,7 @@ class Layout:
     @property
     def home(self) -> Place:
         """First member of the last stage, which computes loss and metrics."""
-        return Place(len(self.context.sections) - 1, 0)
+        return Place(len(self.context.stages) - 1, 0)
 
     @property
     def rows_cross(self) -> bool:

@@ -63,7 +63,7 @@ class UpdateContext:
     """Data that the work at the end of a step needs in every stage.
 
     Attributes:
-      stages: the pipeline.
+      pipeline: the work of all stages on micro-batches.
       colored: the optimizer, each of its operators with its stage.
       replicas: of the pipeline.
       exchange: how replicas exchange gradients; None if whole.
@@ -71,7 +71,7 @@ class UpdateContext:
       skips: whether such a step counts as one.
     """
 
-    stages: Context
+    pipeline: Context
     colored: ColoredUpdate
     replicas: int
     exchange: Exchange | None = None
@@ -81,7 +81,7 @@ class UpdateContext:
     @functools.cached_property
     def tensor_of(self) -> dict[int, int]:
         """By tensor number in the optimizer of a parameter or its gradient, that in the objective."""
-        objective = self.stages.objective
+        objective = self.pipeline.objective
         trained = [t for t in objective.parameters if t not in objective.frozen]
         pairs = zip(self.colored.parameters, objective.parameters, strict=True)
         return dict(pairs) | dict(zip(self.colored.gradients, trained, strict=True))
@@ -93,24 +93,24 @@ class UpdateContext:
 
     def is_alone(self, s: int) -> bool:
         """Return whether a stage has one device."""
-        return self.stages.members[s] == 1
+        return self.pipeline.members[s] == 1
 
     def of_members(self, s: int, aval: Any) -> Any:
         """Return the shape of an array that each member of a stage has for itself, of all of them."""
-        return aval if self.is_alone(s) else self.stages.together(s, aval)
+        return aval if self.is_alone(s) else self.pipeline.together(s, aval)
 
     def returns_sum(self, s: int, k: int) -> bool:
         """Return whether stage ``k`` returns gradients to ``s`` as one sum, not from each member to another one."""
-        return self.stages.members[s] != self.stages.members[k]
+        return self.pipeline.members[s] != self.pipeline.members[k]
 
     def lenders(self, s: int, t: int) -> list[int]:
         """The other stages that compute gradients of a parameter."""
-        return [k for k in range(len(self.stages.sections)) if k != s and t in self.stages.trained(k)]
+        return [k for k in range(len(self.pipeline.stages)) if k != s and t in self.pipeline.trained(k)]
 
     def residual_avals(self, s: int) -> list[Any]:
         """Shapes of what a replica has not sent of a stage's gradients."""
-        avals = map(self.stages.aval, self.stages.held(s))
-        lead = self.stages.lead(s)
+        avals = map(self.pipeline.aval, self.pipeline.held(s))
+        lead = self.pipeline.lead(s)
         return [jax.ShapeDtypeStruct((*lead, *a.shape), jnp.promote_types(a.dtype, jnp.float32)) for a in avals]
 
 
@@ -138,15 +138,15 @@ class Operands(dict[Name, Any]):
 
 
 def _gradient_operands(context: UpdateContext, s: int) -> Operands:
-    stages, operands = context.stages, Operands()
-    for t in stages.held(s):
-        if t in stages.trained(s):
-            operands |= {name: context.of_members(s, aval) for name, aval in stages.sums(s, [t]).items()}
+    pipeline, operands = context.pipeline, Operands()
+    for t in pipeline.held(s):
+        if t in pipeline.trained(s):
+            operands |= {name: context.of_members(s, aval) for name, aval in pipeline.sums(s, [t]).items()}
         for k in context.lenders(s, t):
             if context.returns_sum(s, k):
-                operands.add(returned_sum(k, t), stages.aval(t).shape, stages.sum_aval(s, t).dtype)
+                operands.add(returned_sum(k, t), pipeline.aval(t).shape, pipeline.sum_aval(s, t).dtype)
             else:
-                operands[returned_gradient(k, t)] = context.of_members(s, stages.sum_aval(s, t))
+                operands[returned_gradient(k, t)] = context.of_members(s, pipeline.sum_aval(s, t))
     operands.add(WEIGHT, (), jnp.float32)
     return operands
 
@@ -166,16 +166,16 @@ def _mean_of(context: UpdateContext, s: int, values: dict[Name, Any], t: int) ->
 
 def _own_sums(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
     """Sums of each member, with what members of stages that borrow a parameter have returned."""
-    return {t: _own_sum(context, s, values, t) for t in context.stages.held(s)}
+    return {t: _own_sum(context, s, values, t) for t in context.pipeline.held(s)}
 
 
 def _own_sum(context: UpdateContext, s: int, values: dict[Name, Any], t: int) -> Any:
-    stages = context.stages
-    pack = stages.packs[s].get(t)
+    pipeline = context.pipeline
+    pack = pipeline.packs[s].get(t)
     sums_here = values.get(Name(Role.GRADIENT, t)) if pack is None else pack.part(values[pack.name], t)
     lenders = context.lenders(s, t)
     returned = [values[returned_gradient(k, t)] for k in lenders if not context.returns_sum(s, k)]
-    aval = context.of_members(s, stages.sum_aval(s, t))
+    aval = context.of_members(s, pipeline.sum_aval(s, t))
     total = jnp.zeros(aval.shape, aval.dtype) if sums_here is None else sums_here
     if returned:
         total = total + functools.reduce(operator.add, returned)
@@ -190,7 +190,7 @@ def _with_returned(context: UpdateContext, s: int, values: dict[Name, Any], t: i
 
 def _sum_names(context: UpdateContext, s: int, t: int) -> list[Name]:
     """The operands that a parameter's gradient is made of."""
-    here = context.stages.sums(s, [t]) if t in context.stages.trained(s) else ()
+    here = context.pipeline.sums(s, [t]) if t in context.pipeline.trained(s) else ()
     lenders = context.lenders(s, t)
     return [*here, *((returned_sum if context.returns_sum(s, k) else returned_gradient)(k, t) for k in lenders)]
 
@@ -203,7 +203,7 @@ def _over_members(context: UpdateContext, s: int, value: Any) -> Any:
 def returned_sum_work(context: UpdateContext, s: int, t: int) -> Work:
     """Return the sum over the members of stage ``s``, which borrows a parameter, of its gradients."""
     operands = Operands()
-    operands[Name(Role.GRADIENT, t)] = context.of_members(s, context.stages.sum_aval(s, t))
+    operands[Name(Role.GRADIENT, t)] = context.of_members(s, context.pipeline.sum_aval(s, t))
 
     def function(values: dict[Name, Any]) -> list[Any]:
         return [_over_members(context, s, values[Name(Role.GRADIENT, t)])]
@@ -213,7 +213,7 @@ def returned_sum_work(context: UpdateContext, s: int, t: int) -> Work:
 
 def fold_work(context: Context, s: int) -> Work:
     """Return the state of a stage after all micro-batches, of what each of them adds, in their order."""
-    fold, operands, m = context.sections[s].fold, Operands(), context.num_microbatches
+    fold, operands, m = context.stages[s].fold, Operands(), context.num_microbatches
     assert fold is not None
     state = [Name(Role.STATE, t) for t in fold.state]
     operands |= {name: context.aval(name.number) for name in state}
@@ -234,8 +234,8 @@ def fold_work(context: Context, s: int) -> Work:
 def exchange_work(context: UpdateContext, s: int) -> Work:
     """Return the block-sparse exchange of a stage: residuals and gradients become averages and new residuals."""
     assert context.exchange is not None
-    stages, settings, plans = context.stages, context.exchange.settings, context.exchange.plans[s]
-    held = stages.held(s)
+    pipeline, settings, plans = context.pipeline, context.exchange.settings, context.exchange.plans[s]
+    held = pipeline.held(s)
     operands = _gradient_operands(context, s)
     operands.add(STEP, (), jnp.int32)
     residuals = [Name(Role.RESIDUAL, t) for t in held]
@@ -245,8 +245,8 @@ def exchange_work(context: UpdateContext, s: int) -> Work:
         operands.add(STOPPED, (), jnp.bool_)
 
     def of_member(shares: list[Any], before: list[Any], step: Any, stopped: Any) -> list[Any]:
-        own_share = {t: g.reshape(stages.aval(t).shape) for t, g in zip(held, shares, strict=True)}
-        left = {t: x.reshape(stages.aval(t).shape) for t, x in zip(held, before, strict=True)}
+        own_share = {t: g.reshape(pipeline.aval(t).shape) for t, g in zip(held, shares, strict=True)}
+        left = {t: x.reshape(pipeline.aval(t).shape) for t, x in zip(held, before, strict=True)}
 
         def read(_: int) -> list[Any]:
             return [own_share[t].astype(left[t].dtype) + left[t] for t in held]
@@ -261,11 +261,11 @@ def exchange_work(context: UpdateContext, s: int) -> Work:
         return [*means, *new, *_in_order([squares, unsent])]
 
     def function(values: dict[Name, Any]) -> list[Any]:
-        share = values[WEIGHT] / stages.members[s]
+        share = values[WEIGHT] / pipeline.members[s]
         shares = [g / share.astype(g.dtype) for g in _own_sums(context, s, values).values()]
         mapped = jax.shard_map(
             of_member,
-            mesh=stages.specs.submesh.abstract(stages.members[s]),
+            mesh=pipeline.specs.submesh.abstract(pipeline.members[s]),
             in_specs=(P(DATA), P(DATA), P(), P()),
             out_specs=[*(P() for _ in held), *(P(DATA) for _ in held), P(), P()],
             check_vma=False,
@@ -357,25 +357,25 @@ def end_operands(context: UpdateContext, s: int, counts: bool) -> tuple[Operands
     Returns:
       The operands, of which those without an older value are written, and the function that does it.
     """
-    stages, operands = context.stages, Operands()
+    pipeline, operands = context.pipeline, Operands()
     # Members that share micro-batches have the same state already.
-    alike = context.is_alone(s) or stages.sections[s].fold is not None
-    state = stages.renewed_state(s) if context.guarded or not alike else []
+    alike = context.is_alone(s) or pipeline.stages[s].fold is not None
+    state = pipeline.renewed_state(s) if context.guarded or not alike else []
     for t in state:
-        operands[Name(Role.STATE, t)] = context.of_members(s, stages.aval(t))
+        operands[Name(Role.STATE, t)] = context.of_members(s, pipeline.aval(t))
     if counts:
         operands.add(STEP, (), jnp.int32)
         operands.add(SKIPPED, (), jnp.int32)
     if context.guarded:
         for t in state:
-            operands.add(Name(Role.STATE, t, 1), stages.aval(t).shape, stages.aval(t).dtype)
+            operands.add(Name(Role.STATE, t, 1), pipeline.aval(t).shape, pipeline.aval(t).dtype)
 
     def function(values: dict[Name, Any], settled: Callable[[Any, Any], Any]) -> list[Any]:
         results = []
         for t in state:
-            after, aval = values[Name(Role.STATE, t)], stages.aval(t)
+            after, aval = values[Name(Role.STATE, t)], pipeline.aval(t)
             if not context.is_alone(s):
-                each = after.reshape(stages.members[s], *aval.shape)
+                each = after.reshape(pipeline.members[s], *aval.shape)
                 mean = jnp.issubdtype(aval.dtype, jnp.inexact) and context.replicas > 1
                 after = _over_members(context, s, each) / len(each) if mean else each[0]
             results.append(settled(values.get(Name(Role.STATE, t, 1)), after))
@@ -469,12 +469,12 @@ def _counted(context: UpdateContext, values: dict[Name, Any]) -> list[Any]:
 
 def gradient_work(context: UpdateContext, s: int) -> Work:
     """Return the work for a stage's mean gradients."""
-    held = context.stages.held(s)
+    held = context.pipeline.held(s)
     operands = _gradient_operands(context, s)
 
     def function(values: dict[Name, Any]) -> list[Any]:
         mean = _mean(context, s, values)
-        return [mean[t].astype(context.stages.aval(t).dtype) for t in held]
+        return [mean[t].astype(context.pipeline.aval(t).dtype) for t in held]
 
     return named_work(f"stage {s}: gradient", operands, [Name(Role.MEAN, t) for t in held], function)
 
@@ -484,7 +484,7 @@ def _gradients(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[
     if context.exchange is None:
         gradients = _mean(context, s, values)
     else:
-        gradients = {t: values[Name(Role.EXCHANGED, t, 1)] for t in context.stages.held(s)}
+        gradients = {t: values[Name(Role.EXCHANGED, t, 1)] for t in context.pipeline.held(s)}
     return {t: g.astype(context.taken_dtype[t]) for t, g in gradients.items()}
 
 
@@ -498,15 +498,15 @@ def _state_places(context: UpdateContext, s: int) -> dict[int, Name]:
 
 def optimizer_operands(context: UpdateContext, s: int, rounds: int) -> Operands:
     """Operands of the optimizer after some rounds of exchange."""
-    colored, stages = context.colored, context.stages
+    colored, pipeline = context.colored, context.pipeline
     if context.exchange is None:
         operands = _gradient_operands(context, s)
     else:
         operands = Operands()
-        for t in stages.held(s):
-            operands[Name(Role.EXCHANGED, t, 1)] = stages.aval(t)
+        for t in pipeline.held(s):
+            operands[Name(Role.EXCHANGED, t, 1)] = pipeline.aval(t)
     operands |= {
-        Name(Role.PARAMETER, context.tensor_of[t]): stages.aval(context.tensor_of[t]) for t in held_by(colored, s)[0]
+        Name(Role.PARAMETER, context.tensor_of[t]): pipeline.aval(context.tensor_of[t]) for t in held_by(colored, s)[0]
     }
     for t, name in _state_places(context, s).items():
         operands.add(name, colored.graph.tensors[t].shape, colored.graph.tensors[t].dtype)

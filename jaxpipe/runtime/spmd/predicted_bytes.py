@@ -45,8 +45,8 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         held["residual"] = update.exchange.residuals.bytes
         exchanging = update.exchange.working_bytes
     arena = program.arena_pages * PAGE * 4
-    transport = 4 * sum(program.inbox_words) if len(program.sections) > 1 else 0
-    computing = max(working_bytes(program, s) for s in range(len(program.sections)))
+    transport = 4 * sum(program.inbox_words) if len(program.stages) > 1 else 0
+    computing = max(working_bytes(program, s) for s in range(len(program.stages)))
     sending = 2 * 4 * sum(program.message_words)
     updating = max(updating_bytes(update, s) for s in range(program.num_devices))
     if not _adds_up(program):

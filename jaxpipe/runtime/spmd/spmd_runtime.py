@@ -19,9 +19,9 @@ from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.interface import Bytes, StepResults
-from jaxpipe.runtime.sections import cut_sections
 from jaxpipe.runtime.spmd import compiled_step as steps
 from jaxpipe.runtime.spmd.gather_to_host import stage_arrays
+from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.schedules.gpipe import forward_only
@@ -124,7 +124,7 @@ class SpmdRuntime:
         program = dataclasses.replace(
             planned.program,
             objective=objective,
-            sections=tuple(cut_sections(objective, cuts, planned.stages)),
+            stages=tuple(cut_stages(objective, cuts, planned.stage_placement)),
             schedule=forward_only(before.num_stages, batching.num_microbatches, before.num_chunks),
             num_microbatches=batching.num_microbatches,
         )

@@ -153,7 +153,7 @@ def run_ticks(
 
 def _by_stage(program: Program, branch: Callable[..., Any], idle: Callable[..., Any]) -> Callable[..., Any]:
     """Work of one kind: ``(0 or one more than the stage, operands)``."""
-    branches = [branch(program, s) for s in range(len(program.sections))]
+    branches = [branch(program, s) for s in range(len(program.stages))]
     if program.alone:
         return lambda _, *operands: branches[0](*operands)
     return lambda number, *operands: switch(number, [idle(program), *branches], *operands)

@@ -22,7 +22,7 @@ MOST_SLICES = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Section:
+class Stage:
     """One stage's work on a micro-batch. All fields but the programs are tensor numbers of the whole graph.
 
     Attributes:
@@ -152,7 +152,7 @@ def follow(
     return cuts
 
 
-def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement) -> tuple[Section, ...]:
+def cut_stages(objective: Objective, cuts: Sequence[int], placement: Placement) -> tuple[Stage, ...]:
     """The forward programs of all stages. Every operator is in exactly one."""
     graph = objective.graph
     body = replace(graph, outputs=())
@@ -162,7 +162,7 @@ def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement
     last = len(cuts) - 2
     # A result may be a variable as it is: it is made where that lives.
     home.update(zip((*objective.parameters, *objective.state), (*placement.parameters, *placement.state), strict=True))
-    sections: list[Section] = []
+    stages: list[Stage] = []
     for s in range(len(cuts) - 1):
         parameters, state = placement.held_by(s)
         part = body.section(cuts[s], cuts[s + 1])
@@ -173,13 +173,13 @@ def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement
             tuple(objective.parameters[k] for k in parameters),
             tuple(objective.state[k] for k in state),
         )
-        arriving = sections[-1].leaving if sections else ()
+        arriving = stages[-1].leaving if stages else ()
         assert {t for t in part.inputs if t not in variables and t not in at_hand} == set(arriving)
         borrowed = tuple(t for t in objective.parameters if t in part.inputs and t not in variables_of_stage[0])
         needed = {*part.inputs, *outputs}
         used = tuple(t for t in (*objective.batch, objective.key) if t in needed)
-        sections.append(
-            Section(
+        stages.append(
+            Stage(
                 graph=replace(
                     part,
                     inputs=(*variables_of_stage[0], *borrowed, *variables_of_stage[1], *used, *arriving),
@@ -196,37 +196,37 @@ def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement
                 new_state=new_state,
             )
         )
-    count = sum(len(section.graph.operators) for section in sections)
+    count = sum(len(stage.graph.operators) for stage in stages)
     assert count == len(graph.operators), f"{count} operators in stages, {len(graph.operators)} in the program"
-    return tuple(sections)
+    return tuple(stages)
 
 
-def count_frozen(sections: Sequence[Section]) -> int:
+def count_frozen(stages: Sequence[Stage]) -> int:
     """Count the stages, from the first on, that have no backward work; the last one is taken to have some."""
-    trained = (s for s, section in enumerate(sections) if section.is_trained)
-    return min(next(trained, len(sections)), len(sections) - 1)
+    trained = (s for s, stage in enumerate(stages) if stage.is_trained)
+    return min(next(trained, len(stages)), len(stages) - 1)
 
 
-def with_backward(objective: Objective, sections: Sequence[Section], policy: Policy = FAST) -> tuple[Section, ...]:
-    """Return the same sections with backward programs, by the default storage plan of each under a policy."""
+def with_backward(objective: Objective, stages: Sequence[Stage], policy: Policy = FAST) -> tuple[Stage, ...]:
+    """Return the stages with backward programs, by the default storage plan of each under a policy."""
     active = _active(objective)
     loss = objective.results[0]
-    done: list[Section] = []
+    done: list[Stage] = []
     seeds: set[int] = {loss}
-    for section in reversed(sections):
-        given = [t for t in section.graph.outputs if t in seeds]
-        wrt = [t for t in (*section.parameters, *section.borrowed, *section.arriving) if t in active]
-        built = vjp_program.build(section.graph, wrt, policy=policy, held=section.used, seeds=given)
+    for stage in reversed(stages):
+        given = [t for t in stage.graph.outputs if t in seeds]
+        wrt = [t for t in (*stage.parameters, *stage.borrowed, *stage.arriving) if t in active]
+        built = vjp_program.build(stage.graph, wrt, policy=policy, held=stage.used, seeds=given)
         reached = vjp_program.reached(built, given)
-        returning = tuple(t for t in section.arriving if t in reached)
+        returning = tuple(t for t in stage.arriving if t in reached)
         saved = tuple(t for t in built.saved if t in reached)
-        done.append(replace(section, vjp=built, returning=returning, saved=saved))
+        done.append(replace(stage, vjp=built, returning=returning, saved=saved))
         seeds = {loss, *returning}
     return tuple(reversed(done))
 
 
-def in_slices(section: Section, loss: int, policy: Policy = FAST) -> tuple[Section, tuple[Operator, ...]] | None:
-    """Return the last section with its largest product in slices, and the operators in the loop over them.
+def in_slices(stage: Stage, loss: int, policy: Policy = FAST) -> tuple[Stage, tuple[Operator, ...]] | None:
+    """Return the last stage with its largest product in slices, and the operators in the loop over them.
 
     None if the product is not row-wise.
     A slice is no larger than the largest of the tensors that are less than half of the product, or than a 32nd of it.
@@ -234,8 +234,8 @@ def in_slices(section: Section, loss: int, policy: Policy = FAST) -> tuple[Secti
     Args:
       loss: the only result that is given a cotangent.
     """
-    assert section.vjp is not None
-    graph = section.graph
+    assert stage.vjp is not None
+    graph = stage.graph
     sizes = [graph.tensors[t].bytes for op in graph.operators for t in op.outputs]
     largest = max((graph.tensors[op.outputs[0]].bytes for op in graph.operators if op.name == "dot_general"), default=0)
     others = max((size for size in sizes if 2 * size < largest), default=0)
@@ -243,9 +243,9 @@ def in_slices(section: Section, loss: int, policy: Policy = FAST) -> tuple[Secti
     if sliced is None:
         return None
     graph, looped = sliced
-    built = vjp_program.build(graph, section.vjp.linearization.wrt, policy=policy, held=section.used, seeds=[loss])
+    built = vjp_program.build(graph, stage.vjp.linearization.wrt, policy=policy, held=stage.used, seeds=[loss])
     reached = vjp_program.reached(built, [loss])
-    return replace(section, graph=graph, vjp=built, saved=tuple(t for t in built.saved if t in reached)), looped
+    return replace(stage, graph=graph, vjp=built, saved=tuple(t for t in built.saved if t in reached)), looped
 
 
 def _active(objective: Objective) -> set[int]:

@@ -114,7 +114,7 @@ def test_the_programs_of_groups_compute_the_gradient():
         parameters, shared, encoded, seeds = backward.arguments
         assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, encoded)
         there = {*stage.graph.inputs, *stage.graph.outputs}
-        known = [env[t] for t in stage.storage.stored if t in there]
+        known = [env[t] for t in stage.plan.stored if t in there]
         assert len(known) == len(shared) and not parameters and len(seeds) == 1
         (seed,) = (cotangents[t] for t in stage.linearization.source.outputs)
         found = jax.jit(backward.function)([], known, own, [seed])

@@ -23,8 +23,8 @@ from jaxpipe.graph.graph import Graph, is_differentiable, trace
 from jaxpipe.graph.op_cost import VIEWS
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import Linearization, linearize
-from jaxpipe.residuals.choose_formats import Choices, Derivations, check_plan, smallest_form
-from jaxpipe.residuals.stored_formats import Form, Storage
+from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, check_plan, smallest_format
+from jaxpipe.residuals.stored_formats import Format, SavedFormat
 
 
 Array = Any
@@ -284,43 +284,45 @@ class Case:
             graph = graph.with_parameters([k < len(leaves) - 4 for k in range(len(leaves))])
         return linearize(graph, [graph.inputs[k] for k in self.moving(leaves)], policy=parse(self.codecs))
 
-    def plan(self, linearization: Linearization) -> Choices:
+    def plan(self, linearization: Linearization) -> ResidualPlan:
         """A random plan among the legal ones: any operator without side effects may run again."""
         rng, graph = np.random.default_rng(self.seed), linearization.graph
         producers = {t: op for op in graph.operators for t in op.outputs}
         known = always_known(graph)
-        forms: dict[int, Form] = {}
+        formats: dict[int, SavedFormat] = {}
         pending = list(linearization.needs)
         while pending:
             t = pending.pop()
-            if t in forms or t in known:
+            if t in formats or t in known:
                 continue
             op = producers.get(t)
             if op is None or op.has_effects or rng.random() >= self.recomputed:
-                forms[t] = smallest_form(graph, t, self.codecs)
+                formats[t] = smallest_format(graph, t, self.codecs)
             else:
-                forms[t] = Form(Storage.ALIAS if op.name in VIEWS else Storage.RECOMPUTE)
+                formats[t] = SavedFormat(Format.ALIAS if op.name in VIEWS else Format.RECOMPUTE)
                 pending.extend(op.inputs)
-        sparse = [Storage(name) for name in ("bitmap", "csr") if name in self.codecs]
-        for t in [t for t in forms if forms[t] == Form(Storage.KEEP) and t in producers] if sparse else []:
+        sparse = [Format(name) for name in ("bitmap", "csr") if name in self.codecs]
+        for t in [t for t in formats if formats[t] == SavedFormat(Format.KEEP) and t in producers] if sparse else []:
             tensor = graph.tensors[t]
             if is_differentiable(tensor.aval) and rng.random() < 0.7:
                 # Room for everything, for nothing, or in between: what does not fit is computed again.
-                chosen = Form(sparse[rng.integers(len(sparse))], int(rng.choice([0, tensor.size // 2, tensor.size])))
-                forms = with_sparse(graph, forms, t, chosen)
-        return Choices(forms)
+                chosen = SavedFormat(
+                    sparse[rng.integers(len(sparse))], int(rng.choice([0, tensor.size // 2, tensor.size]))
+                )
+                formats = with_sparse(graph, formats, t, chosen)
+        return ResidualPlan(formats)
 
 
-def with_sparse(graph: Graph, forms: dict[int, Form], t: int, chosen: Form) -> dict[int, Form]:
-    """The forms with a sparse one for ``t``, and the inputs that its way back needs; unchanged if there is none."""
-    trial = {**forms, t: chosen}
+def with_sparse(graph: Graph, formats: dict[int, SavedFormat], t: int, chosen: SavedFormat) -> dict[int, SavedFormat]:
+    """The formats with a sparse one for ``t``, and the inputs that its way back needs; unchanged if there is none."""
+    trial = {**formats, t: chosen}
     known = always_known(graph)
-    program, leaves = Derivations(graph).fallback(t, Choices(trial), known)
+    program, leaves = Derivations(graph).fallback(t, ResidualPlan(trial), known)
     made = {u for op in program for u in op.outputs}
     lost = {u for op in program for u in op.inputs} - made - known - set(leaves)
     if any(op.has_effects for op in program) or not lost <= set(graph.inputs):
-        return forms
-    return {**trial, **dict.fromkeys(lost, Form(Storage.KEEP))}
+        return formats
+    return {**trial, **dict.fromkeys(lost, SavedFormat(Format.KEEP))}
 
 
 def cases(values: Sequence[str]) -> st.SearchStrategy[Case]:
@@ -360,7 +362,7 @@ def always_known(graph: Graph) -> set[int]:
     return known | set(graph.constants)
 
 
-def read_in_backward(linearization: Linearization, plan: Choices) -> set[int]:
+def read_in_backward(linearization: Linearization, plan: ResidualPlan) -> set[int]:
     """Tensors that some backward step reads, or that a tensor recomputed for one is made of."""
     producers = {t: op for op in linearization.graph.operators for t in op.outputs}
     known = always_known(linearization.graph)
@@ -369,8 +371,8 @@ def read_in_backward(linearization: Linearization, plan: Choices) -> set[int]:
     def visit(t: int) -> None:
         if t not in found and t not in known:
             found.add(t)
-            form = plan.forms.get(t)
-            exact = form is not None and form.storage.is_stored and not form.storage.is_sparse
+            fmt = plan.formats.get(t)
+            exact = fmt is not None and fmt.format.is_stored and not fmt.format.is_sparse
             for source in () if exact else producers[t].inputs:
                 visit(source)
 
@@ -443,7 +445,7 @@ def check_gradients(case: Case) -> None:
     parts = [*built.input_part, *built.weight_part]
     assert sorted(parts) == wrt
     assert_same_bits([[*first, *second][parts.index(t)] for t in wrt], expected)
-    assert sum(part.nbytes for parts in stash for part in parts) == built.storage.stash_bytes(graph)
+    assert sum(part.nbytes for parts in stash for part in parts) == built.plan.stash_bytes(graph)
     actual = [[(part.shape, part.dtype) for part in parts] for parts in stash]
     assert actual == [[(aval.shape, aval.dtype) for aval in avals] for avals in built.stash_avals]
 
@@ -456,13 +458,13 @@ def check_necessity(case: Case) -> None:
     read = read_in_backward(linearization, plan)
     assert set(plan.stored) <= read
     for t in range(len(linearization.graph.tensors)):
-        forms = dict(plan.forms)
-        if forms.pop(t, None) is None:
+        formats = dict(plan.formats)
+        if formats.pop(t, None) is None:
             if t in read:  # on the way back to a sparse tensor: storing it is legal, and shortens the way
                 continue
-            forms[t] = Form(Storage.KEEP)
+            formats[t] = SavedFormat(Format.KEEP)
         with pytest.raises(ValueError, match="storage plan"):
-            check_plan(linearization, Choices(forms))
+            check_plan(linearization, ResidualPlan(formats))
 
 
 def check_report(case: Case) -> None:

@@ -172,7 +172,7 @@ def test_relu_before_a_pool_stores_nothing_at_full_size():
     graph = trace(lambda x: [pool(jax.nn.relu(x), (2, 2), (2, 2), "VALID")], jnp.ones((2, 8, 8, 4)))
     linearization = backward_graph.linearize(graph, graph.inputs)
     plan = choose_formats.default_plan(linearization)
-    stored = sorted((choose_formats.stored_bytes(linearization.graph.tensors[t], plan.forms[t])) for t in plan.stored)
+    stored = sorted((choose_formats.stored_bytes(linearization.graph.tensors[t], plan.formats[t])) for t in plan.stored)
     # 2 * 4 * 4 * 4 outputs: 1 bit each for the sign, 2 bits each for the position.
     assert stored == [16, 32]
 

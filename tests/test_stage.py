@@ -13,7 +13,7 @@ from jaxpipe.graph.graph import trace
 from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import derived_from
-from jaxpipe.residuals.stored_formats import Form, Storage
+from jaxpipe.residuals.stored_formats import Format, SavedFormat
 from jaxpipe.target import building_for
 
 
@@ -81,11 +81,11 @@ def test_on_a_gpu_blocks_that_run_again_keep_what_products_write():
     wide = 4 * 64 * 512
     with building_for("gpu"):
         built = vjp_program.build(graph, graph.inputs, held=graph.inputs)
-        held = {t: Form(Storage.KEEP) for t in graph.inputs}
+        held = {t: SavedFormat(Format.KEEP) for t in graph.inputs}
         producers = {t: op for op in built.graph.operators for t in op.outputs}
         again = vjp_program.assemble(built.linearization, derived_from(built.linearization, held, producers))
         step = functools.partial(vjp_program.backward, again)
-        assert again.storage.stash_bytes(built.graph) == 4 * sum(leaf.size for leaf in leaves)
+        assert again.plan.stash_bytes(built.graph) == 4 * sum(leaf.size for leaf in leaves)
         stash = [(leaf,) for leaf in leaves]
         with jax.disable_jit():
             assert_same_bits(step([], stash, [jnp.ones(())]), list(gradients))
@@ -104,7 +104,7 @@ def test_on_a_gpu_a_product_waits_for_what_is_packed_before_it():
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (16, 16), (8, 16))]
     graph = trace(lambda *values: [loss(*values)], *arguments).with_parameters([True, True, False])
     built = vjp_program.build(graph, graph.inputs, held=graph.inputs)
-    assert [built.storage.forms[t].storage for t in built.storage.stored].count(Storage.MASK) == 1
+    assert [built.plan.formats[t].format for t in built.plan.stored].count(Format.MASK) == 1
     by_platform = {}
     for platform in ("cpu", "gpu"):
         with building_for(platform):
@@ -192,7 +192,7 @@ def test_the_stash_is_what_was_announced():
     _, stash = vjp_program.forward(built, leaves)
     actual = [[(part.shape, part.dtype) for part in parts] for parts in stash]
     assert actual == [[(a.shape, a.dtype) for a in avals] for avals in built.stash_avals]
-    assert sum(part.nbytes for parts in stash for part in parts) == built.storage.stash_bytes(built.graph)
+    assert sum(part.nbytes for parts in stash for part in parts) == built.plan.stash_bytes(built.graph)
     stored = {id(part) for parts in stash for part in parts}
     assert not stored & {id(leaf) for leaf in leaves}
 
@@ -211,7 +211,7 @@ def test_two_programs_need_less_than_one_plain_program():
     parameters = [leaves[graph.inputs.index(t)] for t in built.parameters]
     backward = jax.jit(lambda p, s: vjp_program.backward(built, p, s, [jnp.ones(())]))
     apart = backward.lower(parameters, list(built.stash_avals)).compile().memory_analysis().temp_size_in_bytes
-    assert apart + built.storage.stash_bytes(built.graph) < 0.8 * temporaries
+    assert apart + built.plan.stash_bytes(built.graph) < 0.8 * temporaries
 
 
 def test_cotangents_of_an_output_returned_twice_add_up():
@@ -237,6 +237,6 @@ def test_on_a_gpu_stored_products_are_matrices_only_where_no_device_would_gather
             backward = functools.partial(vjp_program.backward, built)
             parameters = [arguments[graph.inputs.index(t)] for t in built.parameters]
             names = equations(jax.make_jaxpr(backward)(parameters, stash, [jnp.ones(())]).jaxpr)
-        assert [built.graph.tensors[t].shape for t in built.storage.stored if t not in graph.inputs] == [(2, 2, 8, 16)]
+        assert [built.graph.tensors[t].shape for t in built.plan.stored if t not in graph.inputs] == [(2, 2, 8, 16)]
         reshapes.append(names.count("reshape"))
     assert reshapes[0] and not reshapes[1]

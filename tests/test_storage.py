@@ -11,8 +11,8 @@ from jaxpipe.graph.codec_policy import parse
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.op_cost import is_product, rerun_work, weight
 from jaxpipe.residuals import backward_graph, choose_formats
-from jaxpipe.residuals.choose_formats import Choices
-from jaxpipe.residuals.stored_formats import Form, Storage
+from jaxpipe.residuals.choose_formats import ResidualPlan
+from jaxpipe.residuals.stored_formats import Format, SavedFormat
 from jaxpipe.target import building_for
 
 
@@ -91,7 +91,7 @@ def test_of_equal_cuts_the_one_nearest_to_the_backward_pass():
     linearization = linearized(lambda x: jnp.exp(jnp.sin(x) + 1), (8,), wrt=[0])
     plan = choose_formats.default_plan(linearization)
     (step,) = [s for s in linearization.backward if s.name == "exp"]
-    assert plan.forms[step.needs[0]].storage in (Storage.KEEP, Storage.RECOMPUTE)
+    assert plan.formats[step.needs[0]].format in (Format.KEEP, Format.RECOMPUTE)
     assert plan.stash_bytes(linearization.graph) == 32
 
 
@@ -119,16 +119,16 @@ def test_an_input_is_stored_rather_than_a_view_of_it():
     plan = choose_formats.default_plan(linearization)
     x, scale = linearization.graph.inputs
     assert plan.stored == (x, scale)
-    assert Form(Storage.ALIAS) in plan.forms.values()
+    assert SavedFormat(Format.ALIAS) in plan.formats.values()
 
 
 def test_held_inputs_cost_nothing():
     linearization = linearized(lambda x: jax.nn.relu(x), (8, 8))
     (x,) = linearization.graph.inputs
     bought = choose_formats.default_plan(linearization)
-    assert set(bought.forms.values()) == {Form(Storage.MASK)}
+    assert set(bought.formats.values()) == {SavedFormat(Format.MASK)}
     held = choose_formats.default_plan(linearization, held=[x])
-    assert held.forms[x] == Form(Storage.KEEP)
+    assert held.formats[x] == SavedFormat(Format.KEEP)
 
 
 def test_recomputation_is_bounded():
@@ -145,18 +145,18 @@ def test_recomputation_is_bounded():
     def work(t):
         if plan.is_stored(t):
             return 0
-        return (weight(producers[t]) or 0) + max((work(u) for u in producers[t].inputs if u in plan.forms), default=0)
+        return (weight(producers[t]) or 0) + max((work(u) for u in producers[t].inputs if u in plan.formats), default=0)
 
-    assert 0 < max(map(work, plan.forms)) <= choose_formats.RECOMPUTE_WORK_LIMIT
+    assert 0 < max(map(work, plan.formats)) <= choose_formats.RECOMPUTE_WORK_LIMIT
 
 
 @pytest.mark.parametrize(
     ("codecs", "allowed"),
     [
-        ((), {Storage.KEEP}),
-        (("mask",), {Storage.KEEP, Storage.MASK}),
-        (("index",), {Storage.KEEP, Storage.POOL_INDEX}),
-        (("alias", "recompute"), {Storage.KEEP, Storage.ALIAS, Storage.RECOMPUTE}),
+        ((), {Format.KEEP}),
+        (("mask",), {Format.KEEP, Format.MASK}),
+        (("index",), {Format.KEEP, Format.POOL_INDEX}),
+        (("alias", "recompute"), {Format.KEEP, Format.ALIAS, Format.RECOMPUTE}),
     ],
 )
 def test_codecs_bound_the_plan(codecs, allowed):
@@ -168,22 +168,22 @@ def test_codecs_bound_the_plan(codecs, allowed):
     linearization = backward_graph.linearize(graph, graph.inputs, policy=parse(codecs))
     plan = choose_formats.default_plan(linearization, parse(codecs))
     choose_formats.check_plan(linearization, plan)
-    assert {form.storage for form in plan.forms.values()} <= allowed
+    assert {fmt.format for fmt in plan.formats.values()} <= allowed
 
 
 def test_check_plan_names_what_is_wrong():
     linearization = linearized(lambda x: jax.nn.relu(jnp.sin(x)), (4, 4))
     plan = choose_formats.default_plan(linearization)
     (some,) = plan.stored[:1]
-    missing = Choices({t: form for t, form in plan.forms.items() if t != some})
+    missing = ResidualPlan({t: fmt for t, fmt in plan.formats.items() if t != some})
     with pytest.raises(ValueError, match=rf"needs tensor %{some}, for which there is no choice"):
         choose_formats.check_plan(linearization, missing)
-    surplus = Choices({**plan.forms, 999: Form(Storage.KEEP)})
+    surplus = ResidualPlan({**plan.formats, 999: SavedFormat(Format.KEEP)})
     with pytest.raises(ValueError, match=r"nothing in the backward pass reads tensors \[999\]"):
         choose_formats.check_plan(linearization, surplus)
     (x,) = linearization.graph.inputs
     with pytest.raises(ValueError, match=rf"tensor %{x} is to be recomputed, but it is an input"):
-        choose_formats.check_plan(linearization, Choices({**plan.forms, x: Form(Storage.RECOMPUTE)}))
+        choose_formats.check_plan(linearization, ResidualPlan({**plan.formats, x: SavedFormat(Format.RECOMPUTE)}))
 
 
 def test_a_product_runs_again_only_if_it_is_cheap_and_a_small_part():
@@ -235,7 +235,7 @@ def test_on_a_gpu_products_run_again_by_what_they_free_up_to_a_fifth_of_their_ti
     graph = linearization.graph
     wide = [op.outputs[0] for op in graph.operators if is_product(op) and op.equation.outvars[0].aval.shape[1] > width]
     narrow = [op.outputs[0] for op in graph.operators if is_product(op) and op.outputs[0] not in wide]
-    again = [t for t, form in plan.forms.items() if form.storage is Storage.RECOMPUTE]
+    again = [t for t, fmt in plan.formats.items() if fmt.format is Format.RECOMPUTE]
     # Wide results are four times the bytes for the same multiplications; 20 equal products, of which 4 are a fifth.
     assert [t for t in again if t in (*wide, *narrow)] == wide[:4]
     saved = by_default.stash_bytes(graph) - plan.stash_bytes(graph)

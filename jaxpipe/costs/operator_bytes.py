@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 from jaxpipe.costs.profile import Edge, Profile
 from jaxpipe.residuals.backward_graph import Linearization
-from jaxpipe.residuals.choose_formats import Choices
+from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.residuals.stored_formats import stored_bytes
 
 
-def count_costs(linearization: Linearization, plan: Choices, held: Iterable[int] = ()) -> Profile:
+def count_costs(linearization: Linearization, plan: ResidualPlan, held: Iterable[int] = ()) -> Profile:
     """A profile of a program without seconds.
 
     Args:
@@ -57,11 +57,11 @@ def homes(linearization: Linearization) -> dict[int, int]:
     return home
 
 
-def _residual_bytes(linearization: Linearization, plan: Choices, held: frozenset[int]) -> list[float]:
+def _residual_bytes(linearization: Linearization, plan: ResidualPlan, held: frozenset[int]) -> list[float]:
     """Bytes that a storage plan keeps of each operator's results."""
     home = homes(linearization)
     total = [0.0] * len(linearization.source.operators)
     for t in plan.stored:
         if t not in held:
-            total[home[t]] += stored_bytes(linearization.graph.tensors[t], plan.forms[t])
+            total[home[t]] += stored_bytes(linearization.graph.tensors[t], plan.formats[t])
     return total

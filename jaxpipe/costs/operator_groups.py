@@ -14,7 +14,7 @@ from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.op_cost import is_product, weight
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import Linearization
-from jaxpipe.residuals.stored_formats import Storage
+from jaxpipe.residuals.stored_formats import Format
 from jaxpipe.residuals.vjp_program import VJPProgram
 
 
@@ -84,9 +84,9 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
 
     What is stored as it is, and is an operand or a result of the vjp anyway, is not written a second time.
     """
-    graph, source, stored = vjp.graph, vjp.linearization.source, vjp.storage.stored
+    graph, source, stored = vjp.graph, vjp.linearization.source, vjp.plan.stored
     boundary = {*graph.inputs, *graph.outputs}
-    shared = [t for t in stored if t in boundary and vjp.storage.forms[t].storage is Storage.KEEP]
+    shared = [t for t in stored if t in boundary and vjp.plan.formats[t].format is Format.KEEP]
     encoded_tensors = [t for t in stored if t not in shared]
 
     def forward(*inputs: Any) -> Any:

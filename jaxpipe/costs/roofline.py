@@ -13,8 +13,8 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import is_product, weight
 from jaxpipe.residuals.backward_graph import Linearization
-from jaxpipe.residuals.choose_formats import Choices, default_plan
-from jaxpipe.residuals.stored_formats import Storage, stored_bytes
+from jaxpipe.residuals.choose_formats import ResidualPlan, default_plan
+from jaxpipe.residuals.stored_formats import Format, stored_bytes
 
 
 def analytic(linearization: Linearization, rates: Rates, *, held: Iterable[int] = (), device_kind: str = "") -> Profile:
@@ -37,7 +37,7 @@ def analytic(linearization: Linearization, rates: Rates, *, held: Iterable[int] 
     )
 
 
-def forward_seconds(linearization: Linearization, plan: Choices, rates: Rates) -> list[float]:
+def forward_seconds(linearization: Linearization, plan: ResidualPlan, rates: Rates) -> list[float]:
     """Seconds of each operator of the source graph, in a forward pass that stores what a plan says."""
     graph, home = linearization.graph, homes(linearization)
     body, number = Body(rates), dict[int, int]()
@@ -48,13 +48,13 @@ def forward_seconds(linearization: Linearization, plan: Choices, rates: Rates) -
     results = [body.known(t, graph.tensors, number) for t in graph.outputs]
     for t in plan.stored:
         if t in number and t not in graph.inputs:
-            kept = plan.forms[t].storage is Storage.KEEP
-            size = stored_bytes(graph.tensors[t], plan.forms[t])
+            kept = plan.formats[t].format is Format.KEEP
+            size = stored_bytes(graph.tensors[t], plan.formats[t])
             results.append(number[t] if kept else body.convert(number[t], size, home[t]))
     return owner_seconds(body, results, len(linearization.source.operators))
 
 
-def backward_seconds(linearization: Linearization, plan: Choices, rates: Rates) -> list[float]:
+def backward_seconds(linearization: Linearization, plan: ResidualPlan, rates: Rates) -> list[float]:
     """Seconds of the backward pass for each operator of the source graph, what is computed again included."""
     graph, source = linearization.graph, linearization.source
     home = {t: k for k, op in enumerate(source.operators) for t in op.outputs}
@@ -69,8 +69,8 @@ def backward_seconds(linearization: Linearization, plan: Choices, rates: Rates) 
             if u in number:
                 pending.pop()
             elif plan.is_stored(u):
-                value = body.value(stored_bytes(graph.tensors[u], plan.forms[u]))
-                plain = plan.forms[u].storage is Storage.KEEP
+                value = body.value(stored_bytes(graph.tensors[u], plan.formats[u]))
+                plain = plan.formats[u].format is Format.KEEP
                 number[u] = value if plain else body.convert(value, graph.tensors[u].bytes, owner)
             elif u in producers and (missing := [v for v in producers[u].inputs if v not in number]):
                 pending += missing

@@ -152,10 +152,10 @@ def largest_stored(planned: Planned) -> list[str]:
     stored: dict[str, int] = {}
     for stage in planned.program.stages:
         assert stage.vjp is not None
-        graph, forms = stage.vjp.graph, stage.vjp.storage.forms
+        graph, formats = stage.vjp.graph, stage.vjp.plan.formats
         producers_here = {**producers, **{t: op for op in graph.operators for t in op.outputs}}
         for t in stage.stashed:
             text = tensor_text(graph.tensors[t], producers_here.get(t), inputs.get(t, "an input"))
-            stored[text] = max(stored.get(text, 0), stored_bytes(graph.tensors[t], forms[t]))
+            stored[text] = max(stored.get(text, 0), stored_bytes(graph.tensors[t], formats[t]))
     ranked = sorted(stored.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST_NAMED]
     return [f"{text} ({bytes_text(size)})" for text, size in ranked if size]

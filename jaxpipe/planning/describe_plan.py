@@ -22,7 +22,7 @@ from jaxpipe.planning.dispatch_timeline import Dispatching, SearchArguments, dis
 from jaxpipe.planning.request import Request
 from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.stage_budget import Fitted
-from jaxpipe.residuals.stored_formats import Storage, stored_bytes
+from jaxpipe.residuals.stored_formats import Format, stored_bytes
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import PAGE, Program
 from jaxpipe.runtime.spmd.stage_branches import touched
@@ -353,19 +353,19 @@ def _weight_share(stage: Stage, rates: Rates) -> float:
 def _stored_bytes(stage: Stage) -> dict[str, int]:
     """Bytes of one micro-batch's stash, by storage."""
     assert stage.vjp is not None
-    graph, forms = stage.vjp.graph, stage.vjp.storage.forms
+    graph, formats = stage.vjp.graph, stage.vjp.plan.formats
     bytes_of: dict[str, int] = {}
     for t in stage.stashed:
-        name = forms[t].storage.value
-        bytes_of[name] = bytes_of.get(name, 0) + stored_bytes(graph.tensors[t], forms[t])
+        name = formats[t].format.value
+        bytes_of[name] = bytes_of.get(name, 0) + stored_bytes(graph.tensors[t], formats[t])
     return bytes_of
 
 
 def _recomputed(stage: Stage) -> tuple[str, ...]:
     """The operators of more than cheap arithmetic that the backward pass runs again."""
     assert stage.vjp is not None
-    graph, forms = stage.vjp.graph, stage.vjp.storage.forms
-    again = {t for t, form in forms.items() if form.storage is Storage.RECOMPUTE}
+    graph, formats = stage.vjp.graph, stage.vjp.plan.formats
+    again = {t for t, fmt in formats.items() if fmt.format is Format.RECOMPUTE}
     return tuple(
         f"{op.path} {op.label}".strip()
         for op in graph.operators
@@ -379,7 +379,7 @@ def _away(program: Program, partition: Partition, s: int) -> dict[str, Any]:
     if stage.swap is None:
         return {}
     points = swap_points(program.schedule, s)
-    sizes = dict(zip(stage.vjp.storage.stored, stage.vjp.stash_avals, strict=True)) if stage.vjp else {}
+    sizes = dict(zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True)) if stage.vjp else {}
     size = sum(4 * word_count(aval) for t in stage.swap.tensors for aval in sizes.get(t, ()))
     pieces = tuple(
         StashPiece(target.stage, partition.stages[s if target.stage == HOST else target.stage].devices, n)

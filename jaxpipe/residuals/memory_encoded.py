@@ -193,7 +193,7 @@ def _encoded_function(
         outputs, stash = forward(vjp, [p.value for p in primals])
         labelled = [
             parts if t in values else [checkpoint_name(x, label(vjp, t, k)) for k, x in enumerate(parts)]
-            for t, parts in zip(vjp.storage.stored, stash, strict=True)
+            for t, parts in zip(vjp.plan.stored, stash, strict=True)
         ]
         return [_first_order(y) for y in outputs], _Residuals([values[t] for t in vjp.parameters], labelled, vjp)
 

@@ -21,8 +21,8 @@ from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph, Operator, run
 from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE
 from jaxpipe.residuals.backward_graph import Backward, restricted
-from jaxpipe.residuals.choose_formats import Choices, Derivations, sums_of_branches
-from jaxpipe.residuals.stored_formats import Storage, decode, has_overflowed
+from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, sums_of_branches
+from jaxpipe.residuals.stored_formats import Format, decode, has_overflowed
 
 
 #: Operators whose backward program takes its operands as whole arrays.
@@ -39,16 +39,21 @@ class Recall:
     """The values that steps need, from the parameters and the stash of a stage.
 
     Args:
-      graph, storage: the stage's operators and what is stored.
+      graph, plan: the stage's operators and what is stored.
       parameters: values by tensor number.
       stash: the parts of each stored tensor.
       fenced: steps run behind fences, where XLA needs them.
     """
 
     def __init__(
-        self, graph: Graph, storage: Choices, parameters: dict[int, Any], stash: dict[int, Sequence[Any]], fenced: bool
+        self,
+        graph: Graph,
+        plan: ResidualPlan,
+        parameters: dict[int, Any],
+        stash: dict[int, Sequence[Any]],
+        fenced: bool,
     ):
-        self._graph, self._storage, self._stash = graph, storage, stash
+        self._graph, self._plan, self._stash = graph, plan, stash
         self._derivations = Derivations(graph)
         self._given: dict[int, Any] = {**graph.constants, **parameters}
         self._loaded: dict[int, Any] = {}
@@ -71,16 +76,16 @@ class Recall:
     def sources(self, step: Backward, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
         """Return what to run and what to load before a step."""
         known = frozenset(known)
-        return self._derivations.of([t for t in step.needs if t not in known], self._storage, known)
+        return self._derivations.of([t for t in step.needs if t not in known], self._plan, known)
 
     def is_kept(self, t: int) -> bool:
         """Return whether a rematerialized tensor is passed to steps behind later fences.
 
         A tensor that XLA would compute again for each reader is rematerialized again; a plain one needs no copy.
         """
-        form = self._storage.forms.get(t)
-        if form is not None and form.storage.is_stored:
-            return form.storage.is_sparse
+        fmt = self._plan.formats.get(t)
+        if fmt is not None and fmt.format.is_stored:
+            return fmt.format.is_sparse
         producer = self._derivations.producer(t)
         return producer is not None and (producer.name in COSTLY or producer.name not in ELEMENTWISE)
 
@@ -97,7 +102,7 @@ class Recall:
             for t in loads:
                 hidden = parts[t] if self.fenced else [_compat.disguise(part, after) for part in parts[t]]
                 self.values[t] = self._restore(t, hidden)
-                if self._storage.forms[t].storage is Storage.KEEP:
+                if self._plan.formats[t].format is Format.KEEP:
                     (self._loaded[t],) = parts[t]
             run(program, self.values)
         # What does not fuse with its operands would have to copy a disguised one.
@@ -173,18 +178,18 @@ class Recall:
 
     def _restore(self, t: int, parts: Sequence[Any]) -> Any:
         """A stored tensor from its parts; one that did not fit, from tensors that are stored whole."""
-        tensor, form = self._graph.tensors[t], self._storage.forms[t]
-        if not form.storage.is_sparse:
-            return decode(parts, tensor, form)
+        tensor, fmt = self._graph.tensors[t], self._plan.formats[t]
+        if not fmt.format.is_sparse:
+            return decode(parts, tensor, fmt)
 
         def again() -> Any:
-            program, leaves = self._derivations.fallback(t, self._storage, self._given)
+            program, leaves = self._derivations.fallback(t, self._plan, self._given)
             values = dict(self._given)
             values.update((u, self._restore(u, self._stash[u])) for u in leaves)
             run(program, values)
             return values[t]
 
-        return jax.lax.cond(has_overflowed(parts, form), again, lambda: decode(parts, tensor, form))
+        return jax.lax.cond(has_overflowed(parts, fmt), again, lambda: decode(parts, tensor, fmt))
 
     def fence(self, function: Callable[[], Any], avals: Any) -> Any:
         """Return what a function gives, arrays like ``avals``, in a computation of its own, behind those before it."""

@@ -22,7 +22,7 @@ from jaxpipe import _compat
 from jaxpipe.graph.codec_policy import FAST, Policy
 from jaxpipe.graph.graph import Graph, live, ordered
 from jaxpipe.residuals.backward_graph import Backward, Linearization, linearize, restricted
-from jaxpipe.residuals.choose_formats import Choices, check_plan, default_plan
+from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan
 from jaxpipe.residuals.rematerialize import Recall, groups, is_heavy
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
 
@@ -37,7 +37,7 @@ class VJPProgram:
 
     Attributes:
       linearization: what the forward program computes and what the backward pass needs.
-      storage: the choice for each tensor.
+      plan: the format of each tensor.
       parameters: inputs (tensor numbers) that the backward pass is handed again, instead of storing them.
       input_part, weight_part: inputs whose cotangent is ready after each part of the split backward pass.
       input_steps, weight_steps: the backward steps of each part.
@@ -45,7 +45,7 @@ class VJPProgram:
     """
 
     linearization: Linearization
-    storage: Choices
+    plan: ResidualPlan
     parameters: tuple[int, ...]
     input_part: tuple[int, ...]
     weight_part: tuple[int, ...]
@@ -61,7 +61,7 @@ class VJPProgram:
     @property
     def stash_avals(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
         """Shape and dtype of the parts of each stored tensor."""
-        return tuple(part_avals(self.graph.tensors[t], self.storage.forms[t]) for t in self.storage.stored)
+        return tuple(part_avals(self.graph.tensors[t], self.plan.formats[t]) for t in self.plan.stored)
 
 
 def build(
@@ -85,13 +85,13 @@ def build(
     return assemble(linearization, default_plan(linearization, policy, held))
 
 
-def assemble(linearization: Linearization, storage: Choices) -> VJPProgram:
+def assemble(linearization: Linearization, plan: ResidualPlan) -> VJPProgram:
     """Return the programs of a linearization under a storage plan for it.
 
     Raises:
       ValueError: if the plan does not give the backward pass what it needs, or stores more.
     """
-    check_plan(linearization, storage)
+    check_plan(linearization, plan)
     deferred, input_steps, weight_steps = _split(linearization)
     written = {t for step in weight_steps for t in step.cotangents_out}
     saved = tuple(
@@ -100,7 +100,7 @@ def assemble(linearization: Linearization, storage: Choices) -> VJPProgram:
     weight_part = tuple(t for t in linearization.wrt if t in deferred)
     return VJPProgram(
         linearization=linearization,
-        storage=storage,
+        plan=plan,
         parameters=tuple(t for t in linearization.graph.inputs if t in linearization.graph.parameters),
         input_part=tuple(t for t in linearization.wrt if t not in deferred),
         weight_part=weight_part,
@@ -111,13 +111,13 @@ def assemble(linearization: Linearization, storage: Choices) -> VJPProgram:
 
 
 def forward(vjp: VJPProgram, inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """Run the forward program; return its outputs and the stash, the parts of each of ``vjp.storage.stored``.
+    """Run the forward program; return its outputs and the stash, the parts of each of ``vjp.plan.stored``.
 
     A GPU's scheduler puts off what nobody waits for: left alone, it would pack a tensor just before the backward pass
     unpacks it, and keep it whole until then. So each product waits for all that was to be packed before it; its
     operands are written to memory in any case, which keeps elementwise chains in one kernel.
     """
-    graph, stored = vjp.graph, vjp.storage.stored
+    graph, stored = vjp.graph, vjp.plan.stored
     env = dict(graph.constants)
     env.update(zip(graph.inputs, inputs, strict=True))
     stash: dict[int, tuple[Any, ...]] = {}
@@ -129,19 +129,19 @@ def forward(vjp: VJPProgram, inputs: Sequence[Any]) -> tuple[list[Any], list[tup
             packed = []
         env.update(zip(op.outputs, op.evaluate(*(late.get(t, env[t]) for t in op.inputs)), strict=True))
         for t in op.outputs:
-            if vjp.storage.is_stored(t):
-                stash[t] = encode(env[t], graph.tensors[t], vjp.storage.forms[t])
+            if vjp.plan.is_stored(t):
+                stash[t] = encode(env[t], graph.tensors[t], vjp.plan.formats[t])
                 packed += [part for part in stash[t] if part is not env[t]]
     for t in stored:
         if t not in stash:
-            stash[t] = encode(env[t], graph.tensors[t], vjp.storage.forms[t])
+            stash[t] = encode(env[t], graph.tensors[t], vjp.plan.formats[t])
     return [_compat.wait(env[t], packed) for t in graph.outputs], [stash[t] for t in stored]
 
 
 def overflows(vjp: VJPProgram, stash: Sequence[Sequence[Any]]) -> jax.Array:
     """Return how many sparse tensors of a stash did not fit and will be computed again, ``int32[]``."""
-    stored = zip(vjp.storage.stored, stash, strict=True)
-    flags = [has_overflowed(parts, vjp.storage.forms[t]) for t, parts in stored if t in vjp.storage.sparse]
+    stored = zip(vjp.plan.stored, stash, strict=True)
+    flags = [has_overflowed(parts, vjp.plan.formats[t]) for t, parts in stored if t in vjp.plan.sparse]
     return functools.reduce(jnp.add, (flag.astype(jnp.int32) for flag in flags), jnp.int32(0))
 
 
@@ -218,7 +218,7 @@ def _received(vjp: VJPProgram, cotangents: Sequence[Any | None]) -> dict[int, An
 
 def _recall(vjp: VJPProgram, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], fenced: bool) -> Recall:
     values = dict(zip(vjp.parameters, parameters, strict=True))
-    return Recall(vjp.graph, vjp.storage, values, dict(zip(vjp.storage.stored, stash, strict=True)), fenced)
+    return Recall(vjp.graph, vjp.plan, values, dict(zip(vjp.plan.stored, stash, strict=True)), fenced)
 
 
 def _walk(

@@ -194,14 +194,14 @@ class Program:
         """Shapes of what one micro-batch of a stage keeps in the arena."""
         assert stage.vjp is not None
         kept = set(stage.stashed)
-        stored = zip(stage.vjp.storage.stored, stage.vjp.stash_avals, strict=True)
+        stored = zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True)
         return [aval for t, avals in stored if t in kept for aval in avals]
 
     def stash_bytes(self, stage: Stage) -> int:
         """Bytes of the same on each device of a stage, in words."""
         assert stage.vjp is not None
         kept, total = set(stage.stashed), 0
-        for t, avals in zip(stage.vjp.storage.stored, stage.vjp.stash_avals, strict=True):
+        for t, avals in zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True):
             if t in kept:
                 shards = self.specs.submesh.shards(self.specs.of_tensor(t))
                 total += sum(-(-4 * word_count(a) // shards) for a in avals)

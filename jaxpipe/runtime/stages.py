@@ -60,7 +60,7 @@ class Stage:
         """The stored tensors that go through the arena: those that the backward pass does not get as arguments."""
         if self.vjp is None:
             return ()
-        return tuple(t for t in self.vjp.storage.stored if t not in self.used)
+        return tuple(t for t in self.vjp.plan.stored if t not in self.used)
 
     @property
     def is_trained(self) -> bool:

@@ -99,7 +99,7 @@ class _Way:
 
     Attributes:
       number: among the ways of its stage; the first has its operators as they are.
-      stage: the stage.
+      stage: its forward and backward program.
       items: what it may store.
       seconds: that a micro-batch takes longer than in the first way, whatever is stored.
     """
@@ -314,7 +314,7 @@ class StageFitter:
         widened = [replace(item, options=(*item.options, *map(swapped, item.options))) for item in problem.items]
         overlap = max(0.0, self._period - targets.latency)
         problem = replace(problem, items=tuple(widened), most_swapped=targets.most_bytes, overlap=overlap)
-        return replace(items, problem=problem, forms=tuple((*forms, *forms) for forms in items.forms))
+        return replace(items, problem=problem, formats=tuple((*formats, *formats) for formats in items.formats))
 
     def _swap(self, s: int, chosen: _Chosen) -> StashSwap | None:
         """The swaps that a choice stands for."""
@@ -344,7 +344,7 @@ class StageFitter:
         price = functools.partial(prices.seconds, built.linearization.graph)
         summed = {*stage.parameters, *stage.borrowed}
         sized = self._of_one_device(built.linearization)
-        items = stage_items(sized, built.storage, price, prices.bytes_per_second, stage.used, released=summed)
+        items = stage_items(sized, built.plan, price, prices.bytes_per_second, stage.used, released=summed)
         return replace(items, linearization=built.linearization)
 
     def _of_one_device(self, linearization: Linearization) -> Linearization:

@@ -20,15 +20,15 @@ from jaxpipe.graph.op_cost import weight
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem
 from jaxpipe.residuals.backward_graph import Backward, Linearization
 from jaxpipe.residuals.choose_formats import (
-    Choices,
     Derivations,
+    ResidualPlan,
     derived_from,
     not_at_hand,
     sums_of_branches,
     with_fallbacks,
 )
 from jaxpipe.residuals.rematerialize import is_heavy, parts
-from jaxpipe.residuals.stored_formats import Form, Storage, stored_bytes
+from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
 
 
 #: Events of a problem at most, on a CPU and on a GPU, where an event has several steps; neighbors are joined.
@@ -46,7 +46,7 @@ class Items:
       linearization: the stage.
       problem: items and events; unlimited.
       tensors: the tensor of each item.
-      forms: the form that each option of each item stands for.
+      formats: the format that each option of each item stands for.
       default: what the default plan chooses.
       held: inputs that are at hand without being stored.
     """
@@ -54,14 +54,14 @@ class Items:
     linearization: Linearization
     problem: Problem
     tensors: tuple[int, ...]
-    forms: tuple[tuple[Form, ...], ...]
+    formats: tuple[tuple[SavedFormat, ...], ...]
     default: tuple[int, ...]
     held: frozenset[int]
 
 
 def stage_items(
     linearization: Linearization,
-    plan: Choices,
+    plan: ResidualPlan,
     seconds: Callable[[Operator], float],
     bytes_per_second: float,
     held: Iterable[int] = (),
@@ -80,20 +80,20 @@ def stage_items(
     graph, held = linearization.graph, frozenset(held)
     at_hand = graph.derived_from_parameters()
     producers = {t: op for op in graph.operators for t in op.outputs}
-    chosen = {t: plan.forms[t] for t in plan.stored if t not in held}
+    chosen = {t: plan.formats[t] for t in plan.stored if t not in held}
     for t in _starting_points(linearization, at_hand | held):
-        chosen.setdefault(t, _plain_form(graph, t))
+        chosen.setdefault(t, _plain_format(graph, t))
     order = {t: k for k, t in enumerate([*graph.inputs, *(t for op in graph.operators for t in op.outputs)])}
     tensors = tuple(sorted(chosen, key=order.__getitem__))
     position = {t: k for k, t in enumerate(tensors)}
-    everything = Choices({**chosen, **{t: Form(Storage.KEEP) for t in held}})
+    everything = ResidualPlan({**chosen, **{t: SavedFormat(Format.KEEP) for t in held}})
     derivations = Derivations(graph)
     events, base = _events(linearization, derivations, everything, at_hand, position, released)
-    items, forms = [], []
+    items, formats = [], []
     for t in tensors:
         options = [chosen[t]]
-        if chosen[t].storage.is_sparse:
-            options.append(Form(Storage.KEEP))
+        if chosen[t].format.is_sparse:
+            options.append(SavedFormat(Format.KEEP))
         again, sources = None, ()
         producer = producers.get(t)
         if producer is not None:
@@ -109,12 +109,12 @@ def stage_items(
                 name=tensor_text(tensor, producer, "an input"),
                 options=tuple(
                     Option(
-                        form.storage.value,
-                        stored_bytes(tensor, form),
-                        _codec_moves(form) * dense / bytes_per_second,
-                        dense if form.storage.is_sparse else 0,
+                        fmt.format.value,
+                        stored_bytes(tensor, fmt),
+                        _codec_moves(fmt) * dense / bytes_per_second,
+                        dense if fmt.format.is_sparse else 0,
                     )
-                    for form in options
+                    for fmt in options
                 ),
                 uses=events.get(t, ()),
                 bytes=dense,
@@ -122,30 +122,30 @@ def stage_items(
                 seconds=again,
             )
         )
-        forms.append(tuple(options))
+        formats.append(tuple(options))
     return Items(
         linearization=linearization,
         problem=Problem(tuple(items), base, float("inf")),
         tensors=tensors,
-        forms=tuple(forms),
+        formats=tuple(formats),
         default=tuple(0 if plan.is_stored(t) else NOT_STORED for t in tensors),
         held=held,
     )
 
 
-def storage_plan(found: Items, choice: Sequence[int]) -> Choices:
+def storage_plan(found: Items, choice: Sequence[int]) -> ResidualPlan:
     """The plan that a choice stands for."""
     linearization, graph = found.linearization, found.linearization.graph
     producers = {t: op for op in graph.operators for t in op.outputs}
-    stored = {t: Form(Storage.KEEP) for t in found.held}
-    for t, forms, option in zip(found.tensors, found.forms, choice, strict=True):
+    stored = {t: SavedFormat(Format.KEEP) for t in found.held}
+    for t, formats, option in zip(found.tensors, found.formats, choice, strict=True):
         if option != NOT_STORED:
-            stored[t] = forms[option]
+            stored[t] = formats[option]
     while True:
         plan, hopeless = with_fallbacks(graph, derived_from(linearization, stored, producers), found.held)
         if not hopeless:
             return plan
-        stored.update({t: Form(Storage.KEEP) for t in hopeless})
+        stored.update({t: SavedFormat(Format.KEEP) for t in hopeless})
 
 
 def tensor_text(tensor: Tensor, producer: Operator | None, otherwise: str) -> str:
@@ -164,15 +164,17 @@ def _short(dtype: Any) -> str:
     return name
 
 
-def _codec_moves(form: Form) -> float:
-    if form.storage is Storage.KEEP:
+def _codec_moves(fmt: SavedFormat) -> float:
+    if fmt.format is Format.KEEP:
         return 0.0
-    return COMPACTION if form.storage.is_sparse else PACKING
+    return COMPACTION if fmt.format.is_sparse else PACKING
 
 
-def _plain_form(graph: Graph, t: int) -> Form:
+def _plain_format(graph: Graph, t: int) -> SavedFormat:
     """A tensor that is no feature map to be packed: as it is, or 1 bit for each boolean."""
-    return Form(Storage.MASK if graph.tensors[t].dtype == np.bool_ and graph.tensors[t].bits == 1 else Storage.KEEP)
+    return SavedFormat(
+        Format.MASK if graph.tensors[t].dtype == np.bool_ and graph.tensors[t].bits == 1 else Format.KEEP
+    )
 
 
 def _starting_points(linearization: Linearization, there: frozenset[int]) -> list[int]:
@@ -217,7 +219,7 @@ class _Event:
 def _events(
     linearization: Linearization,
     derivations: Derivations,
-    everything: Choices,
+    everything: ResidualPlan,
     at_hand: frozenset[int],
     position: Mapping[int, int],
     released: Container[int],

@@ -117,10 +117,10 @@ def _same_operators(first: Objective, other: Objective) -> bool:
 
 def _stored_alike(stage: Stage, planned: Stage) -> Stage:
     """The stage with the storage that was planned, where that does not depend on sizes."""
-    if stage.vjp is None or planned.vjp is None or planned.vjp.storage.sparse:
+    if stage.vjp is None or planned.vjp is None or planned.vjp.plan.sparse:
         return stage
     try:
-        vjp = vjp_program.assemble(stage.vjp.linearization, planned.vjp.storage)
+        vjp = vjp_program.assemble(stage.vjp.linearization, planned.vjp.plan)
     except (ValueError, KeyError):  # its backward pass needs other tensors
         return stage
     return replace(stage, vjp=vjp)

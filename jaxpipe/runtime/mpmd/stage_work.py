@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.graph.graph import Graph
 from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.residuals import vjp_program
-from jaxpipe.residuals.stored_formats import Storage
+from jaxpipe.residuals.stored_formats import Format
 from jaxpipe.runtime.gradient_precision import add_gradient, sum_dtype, widened
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.schedules import Kind
@@ -263,7 +263,7 @@ class Context:
         """The totals that a stage adds up."""
         stage = self.stages[s]
         names = [] if self.collects else [Name(Role.TOTAL, k) for k in stage.results]
-        sparse = self.trains and stage.vjp is not None and stage.vjp.storage.sparse
+        sparse = self.trains and stage.vjp is not None and stage.vjp.plan.sparse
         return [*names, OVERFLOWS] if sparse else names
 
 
@@ -385,10 +385,10 @@ def _tangent(context: Context, t: int) -> Any:
 def _stash_avals(stage: Stage) -> dict[Name, Any]:
     """The arrays of a stash. A tensor that is kept as it is goes by its own name, whoever else reads it."""
     assert stage.vjp is not None
-    storage, kept = stage.vjp.storage, set(stage.stashed)
+    plan, kept = stage.vjp.plan, set(stage.stashed)
     return {
         name: aval
-        for t, avals in zip(storage.stored, stage.vjp.stash_avals, strict=True)
+        for t, avals in zip(plan.stored, stage.vjp.stash_avals, strict=True)
         if t in kept
         for name, aval in zip(_stash_names(stage, t, len(avals)), avals, strict=True)
     }
@@ -397,13 +397,13 @@ def _stash_avals(stage: Stage) -> dict[Name, Any]:
 def stash_names(stage: Stage, t: int) -> list[Name]:
     """Return the arrays that a tensor of a stash is stored as; none if it is not stored."""
     assert stage.vjp is not None
-    counts = dict(zip(stage.vjp.storage.stored, map(len, stage.vjp.stash_avals), strict=True))
+    counts = dict(zip(stage.vjp.plan.stored, map(len, stage.vjp.stash_avals), strict=True))
     return _stash_names(stage, t, counts[t]) if t in counts else []
 
 
 def _stash_names(stage: Stage, t: int, count: int) -> list[Name]:
     assert stage.vjp is not None
-    if stage.vjp.storage.forms[t].storage is Storage.KEEP:
+    if stage.vjp.plan.formats[t].format is Format.KEEP:
         return [Name(Role.ACTIVATION, t)]
     return [Name(Role.STASH, t, part) for part in range(count)]
 
@@ -440,7 +440,7 @@ def _forward(context: Context, s: int, arrays: _Arrays) -> None:
         if OVERFLOWS in arrays:
             arrays[OVERFLOWS] = arrays[OVERFLOWS] + vjp_program.overflows(stage.vjp, stash)
         kept = set(stage.stashed)
-        for t, parts in zip(stage.vjp.storage.stored, stash, strict=True):
+        for t, parts in zip(stage.vjp.plan.stored, stash, strict=True):
             if t in kept:
                 arrays.update(zip(_stash_names(stage, t, len(parts)), parts, strict=True))
     computed = known | dict(zip(stage.graph.outputs, outputs, strict=True))
@@ -507,7 +507,7 @@ def _kept(context: Context, stage: Stage, arrays: _Arrays) -> tuple[list[Any], l
     built, known, kept = stage.vjp, _at_hand(context, stage, arrays), set(stage.stashed)
     parts = [
         tuple(arrays[name] for name in _stash_names(stage, t, len(avals))) if t in kept else (known[t],)
-        for t, avals in zip(built.storage.stored, built.stash_avals, strict=True)
+        for t, avals in zip(built.plan.stored, built.stash_avals, strict=True)
     ]
     return [known[t] for t in built.parameters], parts
 

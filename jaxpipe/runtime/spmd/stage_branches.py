@@ -179,7 +179,7 @@ def forward_branch(program: Program, s: int) -> Callable[..., Any]:
             outputs, stash = vjp_program.forward(stage.vjp, inputs)
             overflows = vjp_program.overflows(stage.vjp, stash)
             kept = set(stage.stashed)
-            stash = [x for t, parts in zip(stage.vjp.storage.stored, stash, strict=True) if t in kept for x in parts]
+            stash = [x for t, parts in zip(stage.vjp.plan.stored, stash, strict=True) if t in kept for x in parts]
         value_of = dict(zip(stage.graph.outputs, outputs, strict=True))
         results = [
             value_of[t] if k in stage.results else jnp.zeros(a.shape, a.dtype)
@@ -267,9 +267,9 @@ def _stashed(program: Program, stage: Stage, known: dict[int, Any], stash: Any) 
     built = stage.vjp
     assert built is not None
     stored = iter(stash if program.alone else stash.read(program.stash_avals(stage)))
-    counts = dict(zip(built.storage.stored, map(len, built.stash_avals), strict=True))
+    counts = dict(zip(built.plan.stored, map(len, built.stash_avals), strict=True))
     arena = {t: [next(stored) for _ in range(counts[t])] for t in stage.stashed}
-    parts = [arena[t] if t in arena else (known[t],) for t in built.storage.stored]
+    parts = [arena[t] if t in arena else (known[t],) for t in built.plan.stored]
     return [known[t] for t in built.parameters], parts
 
 

@@ -16,7 +16,7 @@ from jaxpipe.costs.device_rates import Rates, rates_of_kind
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.graph.graph import trace
-from jaxpipe.residuals import backward_graph
+from jaxpipe.residuals.backward_graph import build_backward_graph
 
 
 #: Only arithmetic costs time, or only memory, or only starting kernels.
@@ -32,7 +32,7 @@ def estimate(function, *avals, rates=MEMORY):
     """The profile of a function whose arguments are in memory anyway."""
     graph = trace(lambda *a: [function(*a)], *avals)
     wrt = [t for t in graph.inputs if jnp.issubdtype(graph.tensors[t].dtype, jnp.floating)]
-    return analytic(backward_graph.linearize(graph, wrt), rates, held=graph.inputs)
+    return analytic(build_backward_graph(graph, wrt), rates, held=graph.inputs)
 
 
 # What is one kernel

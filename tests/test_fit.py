@@ -182,7 +182,7 @@ def test_a_plan_for_one_function():
             assert raised.peak_bytes <= raised.budget_bytes
             break
         assert plan.peak_bytes <= budget and plan.added_seconds >= previous.added_seconds
-        stage = assemble(built.linearization, plan.choices)
+        stage = assemble(built.backward_graph, plan.choices)
 
         @jax.jit
         def both(w, x, stage=stage):

@@ -22,7 +22,7 @@ from jaxpipe.graph.codec_policy import CODECS, parse
 from jaxpipe.graph.graph import Graph, is_differentiable, trace
 from jaxpipe.graph.op_cost import VIEWS
 from jaxpipe.residuals import vjp_program
-from jaxpipe.residuals.backward_graph import Linearization, linearize
+from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
 from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, check_plan, smallest_format
 from jaxpipe.residuals.stored_formats import Format, SavedFormat
 
@@ -278,19 +278,19 @@ class Case:
         chosen = rng.permutation(floating)[: rng.integers(1, floating + 1)]
         return sorted(chosen.tolist()) if self.partly else list(range(floating))
 
-    def linearization(self, leaves: Sequence[Array]) -> Linearization:
+    def backward_graph(self, leaves: Sequence[Array]) -> BackwardGraph:
         graph = trace(self.flat_function, *leaves)
         if self.parameters:
             graph = graph.with_parameters([k < len(leaves) - 4 for k in range(len(leaves))])
-        return linearize(graph, [graph.inputs[k] for k in self.moving(leaves)], policy=parse(self.codecs))
+        return build_backward_graph(graph, [graph.inputs[k] for k in self.moving(leaves)], policy=parse(self.codecs))
 
-    def plan(self, linearization: Linearization) -> ResidualPlan:
+    def plan(self, backward_graph: BackwardGraph) -> ResidualPlan:
         """A random plan among the legal ones: any operator without side effects may run again."""
-        rng, graph = np.random.default_rng(self.seed), linearization.graph
+        rng, graph = np.random.default_rng(self.seed), backward_graph.graph
         producers = {t: op for op in graph.operators for t in op.outputs}
         known = always_known(graph)
         formats: dict[int, SavedFormat] = {}
-        pending = list(linearization.needs)
+        pending = list(backward_graph.needs)
         while pending:
             t = pending.pop()
             if t in formats or t in known:
@@ -362,10 +362,10 @@ def always_known(graph: Graph) -> set[int]:
     return known | set(graph.constants)
 
 
-def read_in_backward(linearization: Linearization, plan: ResidualPlan) -> set[int]:
+def read_in_backward(backward_graph: BackwardGraph, plan: ResidualPlan) -> set[int]:
     """Tensors that some backward step reads, or that a tensor recomputed for one is made of."""
-    producers = {t: op for op in linearization.graph.operators for t in op.outputs}
-    known = always_known(linearization.graph)
+    producers = {t: op for op in backward_graph.graph.operators for t in op.outputs}
+    known = always_known(backward_graph.graph)
     found: set[int] = set()
 
     def visit(t: int) -> None:
@@ -376,7 +376,7 @@ def read_in_backward(linearization: Linearization, plan: ResidualPlan) -> set[in
             for source in () if exact else producers[t].inputs:
                 visit(source)
 
-    for consumer in linearization.backward:
+    for consumer in backward_graph.steps:
         for t in consumer.needs:
             visit(t)
     return found
@@ -424,11 +424,11 @@ def assert_same_bits(actual: Sequence[Array | None], expected: Sequence[Array]) 
 def check_gradients(case: Case) -> None:
     """Gradients, whole or in two parts, have the bits of ``jax.vjp``; the stash has the bytes of the plan."""
     leaves = case.arguments()
-    linearization = case.linearization(leaves)
-    built = vjp_program.assemble(linearization, case.plan(linearization))
-    graph, wrt = linearization.graph, list(linearization.wrt)
+    backward_graph = case.backward_graph(leaves)
+    built = vjp_program.assemble(backward_graph, case.plan(backward_graph))
+    graph, wrt = backward_graph.graph, list(backward_graph.wrt)
     rng = np.random.default_rng(case.seed + 1)
-    shapes = [linearization.source.tensors[t].shape for t in linearization.source.outputs]
+    shapes = [backward_graph.source.tensors[t].shape for t in backward_graph.source.outputs]
     cotangents = [jnp.asarray(draw_array(rng, shape, case.values)) for shape in shapes]
     seeds = [ct if k == 0 or rng.random() < 0.8 else None for k, ct in enumerate(cotangents)]
     parameters = [leaf for t, leaf in zip(graph.inputs, leaves, strict=True) if t in graph.parameters]
@@ -452,19 +452,19 @@ def check_gradients(case: Case) -> None:
 
 def check_necessity(case: Case) -> None:
     """Whatever a legal plan stores is read in the backward pass; with one choice less or more it is not legal."""
-    linearization = case.linearization(case.arguments())
-    plan = case.plan(linearization)
-    check_plan(linearization, plan)
-    read = read_in_backward(linearization, plan)
+    backward_graph = case.backward_graph(case.arguments())
+    plan = case.plan(backward_graph)
+    check_plan(backward_graph, plan)
+    read = read_in_backward(backward_graph, plan)
     assert set(plan.stored) <= read
-    for t in range(len(linearization.graph.tensors)):
+    for t in range(len(backward_graph.graph.tensors)):
         formats = dict(plan.formats)
         if formats.pop(t, None) is None:
             if t in read:  # on the way back to a sparse tensor: storing it is legal, and shortens the way
                 continue
             formats[t] = SavedFormat(Format.KEEP)
         with pytest.raises(ValueError, match="storage plan"):
-            check_plan(linearization, ResidualPlan(formats))
+            check_plan(backward_graph, ResidualPlan(formats))
 
 
 def check_report(case: Case) -> None:

@@ -10,7 +10,8 @@ from jaxpipe import memory_encoded
 from jaxpipe.graph import rules
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.rules import max_pool, pick, relu
-from jaxpipe.residuals import backward_graph, choose_formats, vjp_program
+from jaxpipe.residuals import choose_formats, vjp_program
+from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.target import building_for
 
 
@@ -170,9 +171,11 @@ def test_a_max_pool_without_windows(rows, height, stride):
 @pytest.mark.core
 def test_relu_before_a_pool_stores_nothing_at_full_size():
     graph = trace(lambda x: [pool(jax.nn.relu(x), (2, 2), (2, 2), "VALID")], jnp.ones((2, 8, 8, 4)))
-    linearization = backward_graph.linearize(graph, graph.inputs)
-    plan = choose_formats.default_plan(linearization)
-    stored = sorted((choose_formats.stored_bytes(linearization.graph.tensors[t], plan.formats[t])) for t in plan.stored)
+    backward_graph = build_backward_graph(graph, graph.inputs)
+    plan = choose_formats.default_plan(backward_graph)
+    stored = sorted(
+        (choose_formats.stored_bytes(backward_graph.graph.tensors[t], plan.formats[t])) for t in plan.stored
+    )
     # 2 * 4 * 4 * 4 outputs: 1 bit each for the sign, 2 bits each for the position.
     assert stored == [16, 32]
 

@@ -83,7 +83,7 @@ def test_on_a_gpu_blocks_that_run_again_keep_what_products_write():
         built = vjp_program.build(graph, graph.inputs, held=graph.inputs)
         held = {t: SavedFormat(Format.KEEP) for t in graph.inputs}
         producers = {t: op for op in built.graph.operators for t in op.outputs}
-        again = vjp_program.assemble(built.linearization, derived_from(built.linearization, held, producers))
+        again = vjp_program.assemble(built.backward_graph, derived_from(built.backward_graph, held, producers))
         step = functools.partial(vjp_program.backward, again)
         assert again.plan.stash_bytes(built.graph) == 4 * sum(leaf.size for leaf in leaves)
         stash = [(leaf,) for leaf in leaves]
@@ -177,10 +177,10 @@ def test_stages_in_a_row_have_the_gradients_of_the_whole(cuts):
             done.append((built, [known[t] for t in built.parameters], stash))
         cotangents = {graph.outputs[0]: jnp.ones(())}
         for built, parameters, stash in reversed(done):
-            source = built.linearization.source
+            source = built.backward_graph.source
             arrived = [cotangents.get(t) for t in source.outputs]
             made = vjp_program.backward(built, parameters, stash, arrived)
-            for t, value in zip(built.linearization.wrt, made, strict=True):
+            for t, value in zip(built.backward_graph.wrt, made, strict=True):
                 shared = t in graph.inputs and t in cotangents
                 cotangents[t] = cotangents[t] + value if shared else value
     assert_same_bits([cotangents[t] for t in graph.inputs], list(gradients))

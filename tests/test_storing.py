@@ -292,7 +292,7 @@ def events_of(platform):
     with building_for(platform):
         graph = trace(loss, jnp.ones((ROWS, WIDTH)), *weights, jnp.zeros(ROWS, jnp.int32))
         stage = build(graph, [t for t in graph.inputs if is_differentiable(graph.tensors[t].aval)], held=graph.inputs)
-        problem = stage_items(stage.linearization, stage.plan, lambda op: 1.0, 1e9, graph.inputs).problem
+        problem = stage_items(stage.backward_graph, stage.plan, lambda op: 1.0, 1e9, graph.inputs).problem
     return problem.base, max(problem.items, key=lambda item: item.bytes)
 
 

@@ -13,7 +13,7 @@ from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.op_cost import is_product, weight
 from jaxpipe.residuals import vjp_program
-from jaxpipe.residuals.backward_graph import Linearization
+from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.stored_formats import Format
 from jaxpipe.residuals.vjp_program import VJPProgram
 
@@ -54,13 +54,13 @@ class Program:
     arguments: tuple[Any, ...]
 
 
-def group_vjp(linearization: Linearization, operators: range, held: Sequence[int] = ()) -> VJPProgram:
+def group_vjp(backward_graph: BackwardGraph, operators: range, held: Sequence[int] = ()) -> VJPProgram:
     """Return the forward and the backward program of a group.
 
     Args:
       held: inputs of the whole program that are kept alive anyway.
     """
-    graph = linearization.source
+    graph = backward_graph.source
     section = graph.section(operators.start, operators.stop)
     written = {t for op in section.operators for t in op.outputs}
     read = {t for op in section.operators for t in op.inputs}
@@ -69,7 +69,7 @@ def group_vjp(linearization: Linearization, operators: range, held: Sequence[int
         inputs=tuple(t for t in section.inputs if t in read),
         outputs=tuple(t for t in section.outputs if t in written),
     )
-    moving = {t for step in linearization.backward for t in (*step.cotangents_in, *step.cotangents_out)}
+    moving = {t for step in backward_graph.steps for t in (*step.cotangents_in, *step.cotangents_out)}
     # An input of the group is stored once, whoever needs it; often it is the result of the product before it.
     return vjp_program.build(
         section,
@@ -84,7 +84,7 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
 
     What is stored as it is, and is an operand or a result of the vjp anyway, is not written a second time.
     """
-    graph, source, stored = vjp.graph, vjp.linearization.source, vjp.plan.stored
+    graph, source, stored = vjp.graph, vjp.backward_graph.source, vjp.plan.stored
     boundary = {*graph.inputs, *graph.outputs}
     shared = [t for t in stored if t in boundary and vjp.plan.formats[t].format is Format.KEEP]
     encoded_tensors = [t for t in stored if t not in shared]
@@ -95,9 +95,9 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
         return outputs, [parts[t] for t in encoded_tensors]
 
     yield Program(forward, tuple(graph.tensors[t].aval for t in graph.inputs))
-    if not vjp.linearization.backward:
+    if not vjp.backward_graph.steps:
         return
-    received = {t for step in vjp.linearization.backward for t in step.cotangents_in}
+    received = {t for step in vjp.backward_graph.steps for t in step.cotangents_in}
     seeds = [k for k, t in enumerate(source.outputs) if t in received]
 
     def backward(parameters: Any, values: Any, encoded: Any, cotangents: Any) -> Any:

@@ -94,7 +94,7 @@ def stage_seconds(
 def _summing_bytes(program: Program, stage: Stage) -> int:
     """Bytes read and written to add a micro-batch's gradients in a stage."""
     assert stage.vjp is not None
-    wrt = set(stage.vjp.linearization.wrt) - program.objective.frozen
+    wrt = set(stage.vjp.backward_graph.wrt) - program.objective.frozen
     trained = [t for t in (*stage.parameters, *stage.borrowed) if t in wrt]
     sums = [sum_dtype(a.dtype, program.gradient_dtype).itemsize * a.size for a in program.avals(trained)]
     return sum(4 * word_count(a) for a in program.avals(trained)) + 2 * sum(sums)

@@ -23,7 +23,7 @@ from jaxpipe.graph.op_cost import (
     product_work,
     rerun_work,
 )
-from jaxpipe.residuals.backward_graph import Linearization
+from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.density import room
 from jaxpipe.residuals.minimum_cut import minimum_cut
 from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
@@ -170,13 +170,13 @@ def not_at_hand(program: Iterable[Operator], known: Iterable[int]) -> set[int]:
     return {t for op in operators for t in op.inputs} - written - set(known)
 
 
-def check_plan(linearization: Linearization, plan: ResidualPlan) -> None:
+def check_plan(backward_graph: BackwardGraph, plan: ResidualPlan) -> None:
     """Raise ``ValueError`` unless the plan gives the backward pass every tensor it needs, and none besides."""
-    graph = linearization.graph
+    graph = backward_graph.graph
     producers = {t: op for op in graph.operators for t in op.outputs}
     at_hand = graph.derived_from_parameters()
     touched: set[int] = set()
-    pending = list(linearization.needs)
+    pending = list(backward_graph.needs)
     while pending:
         t = pending.pop()
         if t in touched or t in at_hand:
@@ -211,7 +211,7 @@ def check_plan(linearization: Linearization, plan: ResidualPlan) -> None:
         raise ValueError(f"storage plan: nothing in the backward pass reads tensors {sorted(extra)}; drop them.")
 
 
-def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iterable[int] = ()) -> ResidualPlan:
+def default_plan(backward_graph: BackwardGraph, policy: Policy = FAST, held: Iterable[int] = ()) -> ResidualPlan:
     """The plan with the fewest stored bytes among those that recompute nothing expensive.
 
     A tensor must be stored or follow, through cheap operators, from tensors that are. Fewest bytes is then a
@@ -221,13 +221,13 @@ def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iter
     aware", MLSys 2023.
 
     Args:
-      linearization: the program and what its backward pass needs.
+      backward_graph: the program and what its backward pass needs.
       policy: the codecs that may be used, by module path; what an operator brought from a decoration of its own
         comes before it.
       held: inputs that cost nothing to store.
     """
     held = frozenset(held)
-    graph = linearization.graph
+    graph = backward_graph.graph
     capacities = room(graph)
     codecs = {t: (op.policy or policy).at(op.path) for op in graph.operators for t in op.outputs}
     dense = set(held)
@@ -236,7 +236,7 @@ def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iter
             t: smallest_format(graph, t, codecs.get(t, policy.at("")), None if t in dense else capacities.get(t))
             for t in range(len(graph.tensors))
         }
-        plan = _smallest_plan(linearization, formats, codecs, held)
+        plan = _smallest_plan(backward_graph, formats, codecs, held)
         unfit = _trifles(graph, plan)
         if not unfit:
             plan, unfit = with_fallbacks(graph, plan, held)
@@ -246,7 +246,7 @@ def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iter
 
 
 def _smallest_plan(
-    linearization: Linearization,
+    backward_graph: BackwardGraph,
     formats: Mapping[int, SavedFormat],
     codecs: Mapping[int, frozenset[str]],
     held: frozenset[int],
@@ -256,13 +256,13 @@ def _smallest_plan(
     Whether a tensor can be recomputed cheaply depends on what is stored before it. The first cut supposes nothing
     stored; the next ones suppose what the last one stored, as long as that saves bytes and its work stays bounded.
     """
-    graph = linearization.graph
+    graph = backward_graph.graph
     at_hand = graph.derived_from_parameters()
     best = None
     fewest = math.inf
     while True:
         roots = frozenset() if best is None else frozenset(best.stored)
-        plan = _cut_plan(linearization, formats, _cheap_derivations(graph, at_hand, codecs, roots), held)
+        plan = _cut_plan(backward_graph, formats, _cheap_derivations(graph, at_hand, codecs, roots), held)
         price = sum(stored_bytes(graph.tensors[t], plan.formats[t]) for t in plan.stored if t not in held)
         if price >= fewest:
             break
@@ -275,15 +275,15 @@ def _smallest_plan(
 
 
 def _cut_plan(
-    linearization: Linearization,
+    backward_graph: BackwardGraph,
     formats: Mapping[int, SavedFormat],
     derivation: Mapping[int, Operator],
     held: frozenset[int],
 ) -> ResidualPlan:
     """The cheapest plan in which the tensors that are not stored are derived as given."""
-    graph = linearization.graph
+    graph = backward_graph.graph
     at_hand = graph.derived_from_parameters()
-    needs = [t for t in linearization.needs if t not in at_hand]
+    needs = [t for t in backward_graph.needs if t not in at_hand]
     price = {}
     extra = frozenset() if _compat.runs_breadth_first() else _behind_products(graph, at_hand)
     pending = list(needs)
@@ -296,7 +296,7 @@ def _cut_plan(
     cut = minimum_cut(price, {t: _sources(derivation.get(t), at_hand) for t in price if t in derivation}, needs)
     stored = {_input_seen(t, graph, derivation, price) for t in cut}
 
-    return derived_from(linearization, {t: formats[t] for t in stored}, derivation)
+    return derived_from(backward_graph, {t: formats[t] for t in stored}, derivation)
 
 
 def _behind_products(graph: Graph, at_hand: frozenset[int]) -> frozenset[int]:
@@ -317,12 +317,12 @@ def _behind_products(graph: Graph, at_hand: frozenset[int]) -> frozenset[int]:
 
 
 def derived_from(
-    linearization: Linearization, stored: Mapping[int, SavedFormat], derivation: Mapping[int, Operator]
+    backward_graph: BackwardGraph, stored: Mapping[int, SavedFormat], derivation: Mapping[int, Operator]
 ) -> ResidualPlan:
     """Return the formats given, and the rest by the operators given, as far as the backward pass needs them."""
-    at_hand = linearization.graph.derived_from_parameters()
+    at_hand = backward_graph.graph.derived_from_parameters()
     chosen: dict[int, SavedFormat] = {}
-    pending = [t for t in linearization.needs if t not in at_hand]
+    pending = [t for t in backward_graph.needs if t not in at_hand]
     while pending:
         t = pending.pop()
         if t in chosen:

@@ -17,7 +17,7 @@ from jaxpipe.graph.graph import Graph, Operator, is_differentiable, read_graph
 from jaxpipe.graph.op_cost import VIEWS
 from jaxpipe.graph.rules import relu
 from jaxpipe.models.purify_nnx import purify
-from jaxpipe.residuals.backward_graph import linearize
+from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.residuals.codecs import compaction
 
 
@@ -81,7 +81,7 @@ def measure_density(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     call = purify(function, *args, **kwargs)
     graph = read_graph(jax.make_jaxpr(call.function)(*call.leaves))
     moving = [t for t, leaf in zip(graph.inputs, call.leaves, strict=True) if is_differentiable(leaf)]
-    graph = linearize(graph, moving).graph
+    graph = build_backward_graph(graph, moving).graph
     at_hand = graph.derived_from_parameters()
     names = {t: name for t, name in tensor_names(graph).items() if t not in at_hand and can_be_sparse(graph, t)}
 

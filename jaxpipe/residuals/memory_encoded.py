@@ -202,7 +202,7 @@ def _encoded_function(
         vjp = residuals.vjp
         seeds = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
         cotangents_out = backward(vjp, residuals.parameters, residuals.stash, seeds)
-        gradients = dict(zip(vjp.linearization.wrt, cotangents_out, strict=True))
+        gradients = dict(zip(vjp.backward_graph.wrt, cotangents_out, strict=True))
         return tuple(gradients.get(t) for t in graph.inputs)
 
     encoded.defvjp(encoded_forward, encoded_backward, symbolic_zeros=True)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph, Operator, run
 from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE
-from jaxpipe.residuals.backward_graph import Backward, restricted
+from jaxpipe.residuals.backward_graph import BackwardOp, restricted
 from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, sums_of_branches
 from jaxpipe.residuals.stored_formats import Format, decode, has_overflowed
 
@@ -35,7 +35,7 @@ _PRODUCTS = frozenset(("conv_general_dilated", "dot_general"))
 _HEAVY = _UNFUSED | _PRODUCTS
 
 
-class Recall:
+class Rematerializer:
     """The values that steps need, from the parameters and the stash of a stage.
 
     Args:
@@ -67,13 +67,13 @@ class Recall:
         """Return whether steps run behind fences."""
         return self._zero is not None
 
-    def copy(self) -> "Recall":
-        """Return the same, for steps behind a fence: what they recall is lost outside."""
+    def copy(self) -> "Rematerializer":
+        """Return the same, for steps behind a fence: what they rematerialize is lost outside."""
         other = copy.copy(self)
         other.values, other._loaded = dict(self.values), {}
         return other
 
-    def sources(self, step: Backward, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
+    def sources(self, step: BackwardOp, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
         """Return what to run and what to load before a step."""
         known = frozenset(known)
         return self._derivations.of([t for t in step.needs if t not in known], self._plan, known)
@@ -89,7 +89,7 @@ class Recall:
         producer = self._derivations.producer(t)
         return producer is not None and (producer.name in COSTLY or producer.name not in ELEMENTWISE)
 
-    def fetch(self, step: Backward, after: Any) -> list[Any]:
+    def fetch(self, step: BackwardOp, after: Any) -> list[Any]:
         """Values of the tensors that a backward step needs, not before the cotangent ``after``."""
         missing = [t for t in step.needs if t not in self.values]
         program: list[Operator] = []
@@ -112,7 +112,7 @@ class Recall:
             self._forget(program)
         return needs
 
-    def load(self, steps: Iterable[Backward], cotangents: Sequence[Any]) -> Sequence[Any]:
+    def load(self, steps: Iterable[BackwardOp], cotangents: Sequence[Any]) -> Sequence[Any]:
         """Load from the stash what some steps need, together with cotangents that are written to memory anyway.
 
         Returns:
@@ -203,13 +203,13 @@ class Recall:
         return computed
 
 
-def groups(steps: Iterable[Backward]) -> list[list[Backward]]:
+def groups(steps: Iterable[BackwardOp]) -> list[list[BackwardOp]]:
     """The steps in groups that run behind a fence each.
 
     The cotangents of a product's operands have a fence each, so that what one of them needs is gone before the other
     is written; that of the second operand, which mostly is the weights, comes first.
     """
-    grouped: list[list[Backward]] = [[]]
+    grouped: list[list[BackwardOp]] = [[]]
     for step in steps:
         if is_heavy(step):
             grouped += [[part] for part in parts(step)]
@@ -218,12 +218,12 @@ def groups(steps: Iterable[Backward]) -> list[list[Backward]]:
     return [group for group in grouped if group]
 
 
-def is_heavy(step: Backward | Operator) -> bool:
+def is_heavy(step: BackwardOp | Operator) -> bool:
     """Return whether what a step or an operator reads is written to memory first, and nothing runs together with it."""
     return step.name in _HEAVY
 
 
-def parts(step: Backward) -> list[Backward]:
+def parts(step: BackwardOp) -> list[BackwardOp]:
     """A step in parts that run one after the other."""
     count = len(step.cotangents_out)
     if step.name not in _PRODUCTS or len(set(step.cotangents_out)) < count:

@@ -61,7 +61,7 @@ def _readers(vjp: VJPProgram, number: int) -> list[str]:
     derivations = Derivations(vjp.graph)
     at_hand = vjp.graph.derived_from_parameters()
     readers = {}
-    for step in vjp.linearization.backward:
+    for step in vjp.backward_graph.steps:
         _, leaves = derivations.of(step.needs, vjp.plan, at_hand)
         if number in leaves:
             readers["/".join(filter(None, (step.path, step.label)))] = None

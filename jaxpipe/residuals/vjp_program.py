@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jaxpipe import _compat
 from jaxpipe.graph.codec_policy import FAST, Policy
 from jaxpipe.graph.graph import Graph, live, ordered
-from jaxpipe.residuals.backward_graph import Backward, Linearization, linearize, restricted
+from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, restricted
 from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan
-from jaxpipe.residuals.rematerialize import Recall, groups, is_heavy
+from jaxpipe.residuals.rematerialize import Rematerializer, groups, is_heavy
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
 
 
@@ -36,7 +36,7 @@ class VJPProgram:
     """The forward and the backward program of a graph, as data.
 
     Attributes:
-      linearization: what the forward program computes and what the backward pass needs.
+      backward_graph: what the forward program computes and what the backward pass needs.
       plan: the format of each tensor.
       parameters: inputs (tensor numbers) that the backward pass is handed again, instead of storing them.
       input_part, weight_part: inputs whose cotangent is ready after each part of the split backward pass.
@@ -44,19 +44,19 @@ class VJPProgram:
       saved: tensors whose cotangent the input part hands to the weight part.
     """
 
-    linearization: Linearization
+    backward_graph: BackwardGraph
     plan: ResidualPlan
     parameters: tuple[int, ...]
     input_part: tuple[int, ...]
     weight_part: tuple[int, ...]
-    input_steps: tuple[Backward, ...]
-    weight_steps: tuple[Backward, ...]
+    input_steps: tuple[BackwardOp, ...]
+    weight_steps: tuple[BackwardOp, ...]
     saved: tuple[int, ...]
 
     @property
     def graph(self) -> Graph:
         """The forward graph, residual operators included."""
-        return self.linearization.graph
+        return self.backward_graph.graph
 
     @property
     def stash_avals(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
@@ -81,28 +81,28 @@ def build(
       held: inputs that are kept alive anyway, so that to store them costs nothing.
       seeds: the outputs that will be given a cotangent; all if left out.
     """
-    linearization = linearize(graph, wrt, policy=policy, seeds=seeds)
-    return assemble(linearization, default_plan(linearization, policy, held))
+    backward_graph = build_backward_graph(graph, wrt, policy=policy, seeds=seeds)
+    return assemble(backward_graph, default_plan(backward_graph, policy, held))
 
 
-def assemble(linearization: Linearization, plan: ResidualPlan) -> VJPProgram:
-    """Return the programs of a linearization under a storage plan for it.
+def assemble(backward_graph: BackwardGraph, plan: ResidualPlan) -> VJPProgram:
+    """Return the programs of a backward graph under a plan for its residuals.
 
     Raises:
       ValueError: if the plan does not give the backward pass what it needs, or stores more.
     """
-    check_plan(linearization, plan)
-    deferred, input_steps, weight_steps = _split(linearization)
+    check_plan(backward_graph, plan)
+    deferred, input_steps, weight_steps = _split(backward_graph)
     written = {t for step in weight_steps for t in step.cotangents_out}
     saved = tuple(
         ordered(t for step in weight_steps for t in step.cotangents_in if t not in written or t not in deferred)
     )
-    weight_part = tuple(t for t in linearization.wrt if t in deferred)
+    weight_part = tuple(t for t in backward_graph.wrt if t in deferred)
     return VJPProgram(
-        linearization=linearization,
+        backward_graph=backward_graph,
         plan=plan,
-        parameters=tuple(t for t in linearization.graph.inputs if t in linearization.graph.parameters),
-        input_part=tuple(t for t in linearization.wrt if t not in deferred),
+        parameters=tuple(t for t in backward_graph.graph.inputs if t in backward_graph.graph.parameters),
+        input_part=tuple(t for t in backward_graph.wrt if t not in deferred),
         weight_part=weight_part,
         input_steps=input_steps,
         weight_steps=weight_steps,
@@ -153,7 +153,7 @@ def backward(
     *,
     fenced: bool = False,
 ) -> list[Any | None]:
-    """The cotangents of the inputs ``vjp.linearization.wrt``; None where the outputs do not depend on one.
+    """The cotangents of the inputs ``vjp.backward_graph.wrt``; None where the outputs do not depend on one.
 
     Args:
       parameters: values of ``vjp.parameters``.
@@ -163,9 +163,9 @@ def backward(
         ``vmap``.
     """
     received = _received(vjp, cotangents)
-    recall = _recall(vjp, parameters, stash, fenced)
-    _walk(vjp, vjp.linearization.backward, received, recall)
-    return [received.get(t) for t in vjp.linearization.wrt]
+    rematerializer = _rematerializer(vjp, parameters, stash, fenced)
+    _walk(vjp, vjp.backward_graph.steps, received, rematerializer)
+    return [received.get(t) for t in vjp.backward_graph.wrt]
 
 
 def backward_input(
@@ -178,8 +178,8 @@ def backward_input(
 ) -> tuple[list[Any | None], list[Any | None]]:
     """First part: cotangents of ``vjp.input_part``, and those saved for ``backward_weight``."""
     received = _received(vjp, cotangents)
-    recall = _recall(vjp, parameters, stash, fenced)
-    _walk(vjp, vjp.input_steps, received, recall, keep=frozenset(vjp.saved))
+    rematerializer = _rematerializer(vjp, parameters, stash, fenced)
+    _walk(vjp, vjp.input_steps, received, rematerializer, keep=frozenset(vjp.saved))
     return [received.get(t) for t in vjp.input_part], [received.get(t) for t in vjp.saved]
 
 
@@ -193,15 +193,15 @@ def backward_weight(
 ) -> list[Any | None]:
     """Second part: cotangents of ``vjp.weight_part``."""
     received = {t: value for t, value in zip(vjp.saved, saved, strict=True) if value is not None}
-    recall = _recall(vjp, parameters, stash, fenced)
-    _walk(vjp, vjp.weight_steps, received, recall, keep=frozenset(vjp.saved))
+    rematerializer = _rematerializer(vjp, parameters, stash, fenced)
+    _walk(vjp, vjp.weight_steps, received, rematerializer, keep=frozenset(vjp.saved))
     return [received.get(t) for t in vjp.weight_part]
 
 
 def reached(vjp: VJPProgram, seeds: Iterable[int]) -> frozenset[int]:
     """The tensors that receive a cotangent when those of the outputs ``seeds`` are given."""
     received = set(seeds)
-    for step in reversed(vjp.linearization.backward):
+    for step in reversed(vjp.backward_graph.steps):
         if not received.isdisjoint(step.cotangents_in):
             received.update(step.cotangents_out)
     return frozenset(received)
@@ -210,71 +210,73 @@ def reached(vjp: VJPProgram, seeds: Iterable[int]) -> frozenset[int]:
 def _received(vjp: VJPProgram, cotangents: Sequence[Any | None]) -> dict[int, Any]:
     """Cotangents by tensor number; those of an output returned twice add up."""
     received: dict[int, Any] = {}
-    for t, value in zip(vjp.linearization.source.outputs, cotangents, strict=True):
+    for t, value in zip(vjp.backward_graph.source.outputs, cotangents, strict=True):
         if value is not None:
             received[t] = value if t not in received else jnp.add(received[t], value)
     return received
 
 
-def _recall(vjp: VJPProgram, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], fenced: bool) -> Recall:
+def _rematerializer(
+    vjp: VJPProgram, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], fenced: bool
+) -> Rematerializer:
     values = dict(zip(vjp.parameters, parameters, strict=True))
-    return Recall(vjp.graph, vjp.plan, values, dict(zip(vjp.plan.stored, stash, strict=True)), fenced)
+    return Rematerializer(vjp.graph, vjp.plan, values, dict(zip(vjp.plan.stored, stash, strict=True)), fenced)
 
 
 def _walk(
     vjp: VJPProgram,
-    steps: Sequence[Backward],
+    steps: Sequence[BackwardOp],
     received: dict[int, Any],
-    recall: Recall,
+    rematerializer: Rematerializer,
     keep: frozenset[int] = frozenset(),
 ) -> None:
     """Run backward steps in reverse; cotangents are summed in the order in which JAX sums them."""
-    keep = keep | set(vjp.linearization.wrt)
-    if not recall.fenced:
-        _run_steps(vjp, steps[::-1], received, recall, keep)
+    keep = keep | set(vjp.backward_graph.wrt)
+    if not rematerializer.fenced:
+        _run_steps(vjp, steps[::-1], received, rematerializer, keep)
         return
-    cotangents, values = vjp.linearization.source.tensors, vjp.graph.tensors
+    cotangents, values = vjp.backward_graph.source.tensors, vjp.graph.tensors
     outlines = [_Outline(group) for group in groups(steps[::-1])]
     for outline in reversed(outlines):
         outline.keep = keep
         keep = keep.union(*(step.cotangents_in for step in outline.steps))
-    known, pending = set(recall.values), set(received)
+    known, pending = set(rematerializer.values), set(received)
     for outline in outlines:
-        outline.go(recall, pending, known)
+        outline.go(rematerializer, pending, known)
     for k, outline in enumerate(outlines):
         if not outline.runs:
             continue
         written = sorted(outline.written)
-        shared = sorted(outline.recalled & set().union(*(later.read for later in outlines[k + 1 :])))
+        shared = sorted(outline.rematerialized & set().union(*(later.read for later in outlines[k + 1 :])))
 
         def behind(
             outline: _Outline = outline, written: Sequence[int] = written, shared: Sequence[int] = shared
         ) -> Any:
-            inner, cotangents_of_group = recall.copy(), dict(received)
+            inner, cotangents_of_group = rematerializer.copy(), dict(received)
             _run_steps(vjp, outline.steps, cotangents_of_group, inner, outline.keep)
             return [cotangents_of_group[t] for t in written], [inner.values[t] for t in shared]
 
         avals = [cotangents[t].aval for t in written], [values[t].aval for t in shared]
-        new, recalled = recall.fence(behind, avals)
+        new, rematerialized = rematerializer.fence(behind, avals)
         for t in outline.consumed:
             received.pop(t, None)
         received.update(zip(written, new, strict=True))
-        recall.values.update(zip(shared, recalled, strict=True))
+        rematerializer.values.update(zip(shared, rematerialized, strict=True))
 
 
 class _Outline:
     """The cotangents and forward tensors that a group of steps reads and makes, and those that it must keep."""
 
-    def __init__(self, steps: Sequence[Backward]):
+    def __init__(self, steps: Sequence[BackwardOp]):
         self.steps = steps
         self.runs = False
         self.keep: frozenset[int] = frozenset()
         self.written: set[int] = set()
         self.consumed: set[int] = set()
-        self.recalled: set[int] = set()
+        self.rematerialized: set[int] = set()
         self.read: set[int] = set()
 
-    def go(self, recall: Recall, received: set[int], known: set[int]) -> None:
+    def go(self, rematerializer: Rematerializer, received: set[int], known: set[int]) -> None:
         """Walk through the steps; changes what is received and known."""
         here = set(known)
         for step in self.steps:
@@ -282,21 +284,25 @@ class _Outline:
             if not present:
                 continue
             self.runs = True
-            program, loads = recall.sources(step, here)
+            program, loads = rematerializer.sources(step, here)
             self.read |= {*step.needs, *(t for op in program for t in op.inputs)}
             new = {*loads, *(t for op in program for t in op.outputs)}
-            self.recalled |= {t for t in new if recall.is_kept(t)}
+            self.rematerialized |= {t for t in new if rematerializer.is_kept(t)}
             here |= new
             received -= present - self.keep
             self.written -= present - self.keep
             self.consumed |= present - self.keep
             received |= set(step.cotangents_out)
             self.written |= set(step.cotangents_out)
-        known |= self.recalled
+        known |= self.rematerialized
 
 
 def _run_steps(
-    vjp: VJPProgram, steps: Sequence[Backward], received: dict[int, Any], recall: Recall, keep: frozenset[int]
+    vjp: VJPProgram,
+    steps: Sequence[BackwardOp],
+    received: dict[int, Any],
+    rematerializer: Rematerializer,
+    keep: frozenset[int],
 ) -> None:
     """Run backward steps in the order given.
 
@@ -304,18 +310,18 @@ def _run_steps(
     product's values wait for its cotangents, and those of all steps up to the next product for its results, which are
     in memory in any case: a barrier amid an elementwise chain would cut its kernel in two.
     """
-    tensors = vjp.linearization.source.tensors
+    tensors = vjp.backward_graph.source.tensors
     early = _compat.runs_breadth_first()
     if not early:
         ready = list(received)
-        received.update(zip(ready, recall.load(_light(steps), [received[t] for t in ready]), strict=True))
+        received.update(zip(ready, rematerializer.load(_light(steps), [received[t] for t in ready]), strict=True))
     for place, step in enumerate(steps):
         present = [t for t in step.cotangents_in if t in received]
         if not present:
             continue
         if not early and is_heavy(step):
-            received.update(zip(present, recall.load([step], [received[t] for t in present]), strict=True))
-        needs = recall.fetch(step, received[present[0]])
+            received.update(zip(present, rematerializer.load([step], [received[t] for t in present]), strict=True))
+        needs = rematerializer.fetch(step, received[present[0]])
         seeds = [received[t] if t in received else _compat.zeros(tensors[t].aval) for t in step.cotangents_in]
         for t in present:
             if t not in keep:
@@ -323,31 +329,29 @@ def _run_steps(
         with jax.named_scope(step.path or step.name):
             results = step.program.evaluate([*needs, *seeds])
         if not early and is_heavy(step):
-            results = recall.load(_light(steps[place + 1 :]), results)
+            results = rematerializer.load(_light(steps[place + 1 :]), results)
         for t, value in zip(step.cotangents_out, results, strict=True):
             received[t] = value if t not in received else jnp.add(received[t], value)
 
 
-def _light(steps: Iterable[Backward]) -> Iterable[Backward]:
+def _light(steps: Iterable[BackwardOp]) -> Iterable[BackwardOp]:
     """The steps before the first product."""
     return itertools.takewhile(lambda step: not is_heavy(step), steps)
 
 
-def _split(linearization: Linearization) -> tuple[frozenset[int], tuple[Backward, ...], tuple[Backward, ...]]:
+def _split(backward_graph: BackwardGraph) -> tuple[frozenset[int], tuple[BackwardOp, ...], tuple[BackwardOp, ...]]:
     """Part the backward steps; returns the tensors whose cotangent the weight part makes, and both lists.
 
     Cotangents of weights of convolutions and matrix products are delayed, and with them whatever leads from there
     to a parameter. All other cotangents (biases, scales) are cheap and small, and come with the input part.
     """
-    at_hand = linearization.source.derived_from_parameters()
-    deferred = {
-        t for step in linearization.backward if step.name in _HEAVY for t in step.cotangents_out if t in at_hand
-    }
-    for step in reversed(linearization.backward):
+    at_hand = backward_graph.source.derived_from_parameters()
+    deferred = {t for step in backward_graph.steps if step.name in _HEAVY for t in step.cotangents_out if t in at_hand}
+    for step in reversed(backward_graph.steps):
         if not deferred.isdisjoint(step.cotangents_in):
             deferred.update(step.cotangents_out)
     input_steps, weight_steps = [], []
-    for step in linearization.backward:
+    for step in backward_graph.steps:
         early = [k for k, t in enumerate(step.cotangents_out) if t not in deferred]
         late = [k for k, t in enumerate(step.cotangents_out) if t in deferred]
         if early:

@@ -65,14 +65,14 @@ class Stage:
     @property
     def is_trained(self) -> bool:
         """True if there is backward work here."""
-        return self.vjp is not None and bool(self.vjp.linearization.wrt)
+        return self.vjp is not None and bool(self.vjp.backward_graph.wrt)
 
     def differentiated(self, kind: Kind) -> frozenset[int]:
         """Return the inputs whose cotangent is ready after work of a kind."""
         if self.vjp is None or kind is Kind.FORWARD:
             return frozenset()
         parts = {Kind.BACKWARD_INPUT: self.vjp.input_part, Kind.BACKWARD_WEIGHT: self.vjp.weight_part}
-        return frozenset(parts.get(kind, self.vjp.linearization.wrt))
+        return frozenset(parts.get(kind, self.vjp.backward_graph.wrt))
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def in_slices(stage: Stage, loss: int, policy: Policy = FAST) -> tuple[Stage, tu
     if sliced is None:
         return None
     graph, looped = sliced
-    built = vjp_program.build(graph, stage.vjp.linearization.wrt, policy=policy, held=stage.used, seeds=[loss])
+    built = vjp_program.build(graph, stage.vjp.backward_graph.wrt, policy=policy, held=stage.used, seeds=[loss])
     reached = vjp_program.reached(built, [loss])
     return replace(stage, graph=graph, vjp=built, saved=tuple(t for t in built.saved if t in reached)), looped
 

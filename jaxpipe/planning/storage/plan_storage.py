@@ -130,7 +130,7 @@ def plan_storage(
         stage = vjp_program.build(stage, wrt, held=stage.inputs)
     graph = stage.graph
     price = functools.partial(_seconds, graph, rates)
-    items = stage_items(stage.linearization, stage.plan, price, rates.bytes, graph.inputs)
+    items = stage_items(stage.backward_graph, stage.plan, price, rates.bytes, graph.inputs)
     problem = functools.partial(limited, items, held=in_flight - 1)
     default = simulate(problem(math.inf), items.default)
     asked = budget

@@ -26,7 +26,7 @@ from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Outcome, Problem, simulate
 from jaxpipe.residuals import vjp_program
-from jaxpipe.residuals.backward_graph import Linearization
+from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stages import Stage, in_slices
@@ -341,20 +341,20 @@ class StageFitter:
         """What a stage may store, on one of its devices."""
         assert stage.vjp is not None
         built, prices = stage.vjp, self._prices
-        price = functools.partial(prices.seconds, built.linearization.graph)
+        price = functools.partial(prices.seconds, built.backward_graph.graph)
         summed = {*stage.parameters, *stage.borrowed}
-        sized = self._of_one_device(built.linearization)
+        sized = self._of_one_device(built.backward_graph)
         items = stage_items(sized, built.plan, price, prices.bytes_per_second, stage.used, released=summed)
-        return replace(items, linearization=built.linearization)
+        return replace(items, backward_graph=built.backward_graph)
 
-    def _of_one_device(self, linearization: Linearization) -> Linearization:
+    def _of_one_device(self, backward_graph: BackwardGraph) -> BackwardGraph:
         """A stage's program with tensors as large as their parts on one of its devices."""
-        specs, graph = self.program.specs, linearization.graph
+        specs, graph = self.program.specs, backward_graph.graph
         if specs.submesh.size == 1:
-            return linearization
+            return backward_graph
         given = {t: specs.of_tensor(t) for t in graph.inputs}
         split, shape = propagate(graph, given, specs.submesh.shape).specs, specs.submesh.shape
-        return replace(linearization, graph=of_one_device(graph, split, shape))
+        return replace(backward_graph, graph=of_one_device(graph, split, shape))
 
     def _problem(self, s: int, capacity: float, items: Items) -> Problem:
         """A stage's problem, with swaps."""
@@ -387,7 +387,7 @@ class StageFitter:
                 way = self._ways[s][number]
                 items = self._with_swaps(s, way.items)
                 if (s, number, choice) not in self._built:
-                    built = vjp_program.assemble(items.linearization, storage_plan(items, choice))
+                    built = vjp_program.assemble(items.backward_graph, storage_plan(items, choice))
                     self._built[s, number, choice] = built
                 stages[s] = replace(way.stage, vjp=self._built[s, number, choice], swap=swap)
             program = replace(self.program, stages=tuple(stages)) if choices else self.program

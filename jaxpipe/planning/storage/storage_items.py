@@ -18,7 +18,7 @@ from jaxpipe.graph.graph import Graph, Operator, Tensor
 from jaxpipe.graph.liveness import lifetimes
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem
-from jaxpipe.residuals.backward_graph import Backward, Linearization
+from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp
 from jaxpipe.residuals.choose_formats import (
     Derivations,
     ResidualPlan,
@@ -43,7 +43,7 @@ class Items:
     """A problem without limits, and what its items are.
 
     Attributes:
-      linearization: the stage.
+      backward_graph: the stage.
       problem: items and events; unlimited.
       tensors: the tensor of each item.
       formats: the format that each option of each item stands for.
@@ -51,7 +51,7 @@ class Items:
       held: inputs that are at hand without being stored.
     """
 
-    linearization: Linearization
+    backward_graph: BackwardGraph
     problem: Problem
     tensors: tuple[int, ...]
     formats: tuple[tuple[SavedFormat, ...], ...]
@@ -60,7 +60,7 @@ class Items:
 
 
 def stage_items(
-    linearization: Linearization,
+    backward_graph: BackwardGraph,
     plan: ResidualPlan,
     seconds: Callable[[Operator], float],
     bytes_per_second: float,
@@ -70,25 +70,25 @@ def stage_items(
     """The items and events of a stage.
 
     Args:
-      linearization: the stage.
+      backward_graph: the stage.
       plan: its default storage plan.
-      seconds: what it takes to run an operator of ``linearization.graph`` again.
+      seconds: what it takes to run an operator of ``backward_graph.graph`` again.
       bytes_per_second: the rate of memory, for the codecs.
       held: inputs that cost nothing to store.
       released: inputs whose cotangent is gone once it has been made, as it is added to a sum.
     """
-    graph, held = linearization.graph, frozenset(held)
+    graph, held = backward_graph.graph, frozenset(held)
     at_hand = graph.derived_from_parameters()
     producers = {t: op for op in graph.operators for t in op.outputs}
     chosen = {t: plan.formats[t] for t in plan.stored if t not in held}
-    for t in _starting_points(linearization, at_hand | held):
+    for t in _starting_points(backward_graph, at_hand | held):
         chosen.setdefault(t, _plain_format(graph, t))
     order = {t: k for k, t in enumerate([*graph.inputs, *(t for op in graph.operators for t in op.outputs)])}
     tensors = tuple(sorted(chosen, key=order.__getitem__))
     position = {t: k for k, t in enumerate(tensors)}
     everything = ResidualPlan({**chosen, **{t: SavedFormat(Format.KEEP) for t in held}})
     derivations = Derivations(graph)
-    events, base = _events(linearization, derivations, everything, at_hand, position, released)
+    events, base = _events(backward_graph, derivations, everything, at_hand, position, released)
     items, formats = [], []
     for t in tensors:
         options = [chosen[t]]
@@ -124,7 +124,7 @@ def stage_items(
         )
         formats.append(tuple(options))
     return Items(
-        linearization=linearization,
+        backward_graph=backward_graph,
         problem=Problem(tuple(items), base, float("inf")),
         tensors=tensors,
         formats=tuple(formats),
@@ -135,14 +135,14 @@ def stage_items(
 
 def storage_plan(found: Items, choice: Sequence[int]) -> ResidualPlan:
     """The plan that a choice stands for."""
-    linearization, graph = found.linearization, found.linearization.graph
+    backward_graph, graph = found.backward_graph, found.backward_graph.graph
     producers = {t: op for op in graph.operators for t in op.outputs}
     stored = {t: SavedFormat(Format.KEEP) for t in found.held}
     for t, formats, option in zip(found.tensors, found.formats, choice, strict=True):
         if option != NOT_STORED:
             stored[t] = formats[option]
     while True:
-        plan, hopeless = with_fallbacks(graph, derived_from(linearization, stored, producers), found.held)
+        plan, hopeless = with_fallbacks(graph, derived_from(backward_graph, stored, producers), found.held)
         if not hopeless:
             return plan
         stored.update({t: SavedFormat(Format.KEEP) for t in hopeless})
@@ -177,12 +177,12 @@ def _plain_format(graph: Graph, t: int) -> SavedFormat:
     )
 
 
-def _starting_points(linearization: Linearization, there: frozenset[int]) -> list[int]:
+def _starting_points(backward_graph: BackwardGraph, there: frozenset[int]) -> list[int]:
     """Tensors from which others can be computed again without looking further back."""
-    graph = linearization.graph
+    graph = backward_graph.graph
     producers = {t: op for op in graph.operators for t in op.outputs}
     needed: set[int] = set()
-    pending = list(linearization.needs)
+    pending = list(backward_graph.needs)
     while pending:
         t = pending.pop()
         if t in needed or t in there:
@@ -217,7 +217,7 @@ class _Event:
 
 
 def _events(
-    linearization: Linearization,
+    backward_graph: BackwardGraph,
     derivations: Derivations,
     everything: ResidualPlan,
     at_hand: frozenset[int],
@@ -226,9 +226,9 @@ def _events(
 ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
     """Return the events that read each item, and the bytes in each of cotangents and of what a step needs besides."""
     events: list[_Event] = []
-    tensors, available = linearization.source.tensors, {*position, *at_hand}
+    tensors, available = backward_graph.source.tensors, {*position, *at_hand}
     cotangents: set[int] = set()
-    for chain in _chains(linearization.backward[::-1]):
+    for chain in _chains(backward_graph.steps[::-1]):
         before, leaves, running = set(cotangents), set[int](), 0
         for step in chain:
             leaves.update(derivations.of(step.needs, everything, at_hand)[1])
@@ -237,14 +237,14 @@ def _events(
             cotangents.update(step.cotangents_out)
             if len(chain) == 1 or is_heavy(step):
                 after = sum(tensors[t].bytes for t in cotangents)
-                running = max(running, after, given + _while_running(linearization.graph, step, available))
+                running = max(running, after, given + _while_running(backward_graph.graph, step, available))
                 before = set(cotangents)
-            cotangents -= {t for t in step.cotangents_in if t not in linearization.wrt}
+            cotangents -= {t for t in step.cotangents_in if t not in backward_graph.wrt}
             cotangents = {t for t in cotangents if t not in released}
         left = sum(tensors[t].bytes for t in cotangents)
         fresh = tuple((tensors[t].shape, tensors[t].dtype) for t in cotangents - before)
         events.append(_Event(frozenset(leaves & position.keys()), running, left, fresh))
-    base = _base_bytes(events, linearization.graph)
+    base = _base_bytes(events, backward_graph.graph)
     joined_reads: list[set[int]] = []
     joined_base: list[int] = []
     for here, size in zip((event.reads for event in events), base, strict=True):
@@ -264,9 +264,9 @@ def _events(
     return {t: tuple(events) for t, events in uses.items()}, tuple(total) or (0,)
 
 
-def _chains(steps: Sequence[Backward]) -> list[list[Backward]]:
+def _chains(steps: Sequence[BackwardOp]) -> list[list[BackwardOp]]:
     """Return the steps that run as one: each by itself on a CPU; on a GPU a product with the steps before the next."""
-    chains: list[list[Backward]] = []
+    chains: list[list[BackwardOp]] = []
     for step in steps:
         if not chains or _compat.runs_breadth_first() or is_heavy(step):
             chains.append([])
@@ -286,7 +286,7 @@ def _base_bytes(events: Sequence[_Event], graph: Graph) -> list[int]:
     return base
 
 
-def _while_running(graph: Graph, step: Backward, there: Container[int]) -> int:
+def _while_running(graph: Graph, step: BackwardOp, there: Container[int]) -> int:
     """Bytes that a product's step needs besides what it is given: operands recalled or turned around, its results."""
     if not is_heavy(step):
         return 0

@@ -120,7 +120,7 @@ def _stored_alike(stage: Stage, planned: Stage) -> Stage:
     if stage.vjp is None or planned.vjp is None or planned.vjp.plan.sparse:
         return stage
     try:
-        vjp = vjp_program.assemble(stage.vjp.linearization, planned.vjp.plan)
+        vjp = vjp_program.assemble(stage.vjp.backward_graph, planned.vjp.plan)
     except (ValueError, KeyError):  # its backward pass needs other tensors
         return stage
     return replace(stage, vjp=vjp)

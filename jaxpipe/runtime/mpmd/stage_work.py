@@ -240,7 +240,7 @@ class Context:
         stage = self.stages[s]
         if stage.vjp is None:
             return []
-        wrt = set(stage.vjp.linearization.wrt) - self.objective.frozen
+        wrt = set(stage.vjp.backward_graph.wrt) - self.objective.frozen
         return [t for t in (*stage.parameters, *stage.borrowed) if t in wrt]
 
     def held(self, s: int) -> list[int]:
@@ -459,7 +459,7 @@ def _backward(context: Context, s: int, arrays: _Arrays) -> None:
     assert stage.vjp is not None
     built = stage.vjp
     gradients = vjp_program.backward(built, *_kept(context, stage, arrays), _seeds(context, s, arrays), fenced=True)
-    _hand_out(context, s, arrays, dict(zip(built.linearization.wrt, gradients, strict=True)))
+    _hand_out(context, s, arrays, dict(zip(built.backward_graph.wrt, gradients, strict=True)))
 
 
 def _backward_input(context: Context, s: int, arrays: _Arrays) -> None:
@@ -497,7 +497,7 @@ def _seeds(context: Context, s: int, arrays: _Arrays) -> list[Any]:
     if 0 in stage.results:
         seed = jnp.ones((), context.aval(loss).dtype)
         left[loss] = left[loss] + seed if loss in left else seed
-    source: Graph = stage.vjp.linearization.source
+    source: Graph = stage.vjp.backward_graph.source
     return [left.pop(t, None) for t in source.outputs]
 
 

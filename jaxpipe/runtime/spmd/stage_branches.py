@@ -216,11 +216,11 @@ def backward_branch(program: Program, s: int) -> Callable[..., Any]:
             seed = jnp.ones((), program.objective.graph.tensors[loss].dtype)
             cotangents[loss] = cotangents[loss] + seed if loss in cotangents else seed
         operands = _stashed(program, stage, known, stash)
-        given = _once(built.linearization.source, cotangents)
+        given = _once(built.backward_graph.source, cotangents)
         saved = []
         if kind is Kind.BACKWARD:
             cotangents_out = vjp_program.backward(built, *operands, given, fenced=True)
-            gradients = dict(zip(built.linearization.wrt, cotangents_out, strict=True))
+            gradients = dict(zip(built.backward_graph.wrt, cotangents_out, strict=True))
         else:
             cotangents_out, handed = vjp_program.backward_input(built, *operands, given, fenced=True)
             gradients = dict(zip(built.input_part, cotangents_out, strict=True))

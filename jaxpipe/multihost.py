@@ -221,8 +221,8 @@ def place(value: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(np.shape(value), sharding, local)
 
 
-def settled(results: _T) -> _T:
-    """Results of a program that all processes run, once they are there, if their devices are CPUs.
+def block_if_cpu(results: _T) -> _T:
+    """Return the results of a program that all processes run; on CPUs, wait for them first.
 
     XLA:CPU runs programs that wait for Gloo on a few threads: several in flight may wait for each other forever.
     """

@@ -35,22 +35,30 @@ from jaxpipe.options import PlanOptions
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.planning import check_request
 from jaxpipe.planning.arrange_devices import stay
-from jaxpipe.planning.assemble_plan import Draft, Traced, choose, draft, frozen_stages, stages_for, teams_of
+from jaxpipe.planning.assemble_plan import (
+    Candidate,
+    Traced,
+    build_candidate,
+    choose,
+    frozen_stages,
+    stages_for,
+    teams_of,
+)
 from jaxpipe.planning.choose_runtime import check_runtime_features
 from jaxpipe.planning.cuts.interleaved_cuts import chunked
 from jaxpipe.planning.cuts.partition_layers import partition_layers
 from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.describe_plan import least_seconds, rates_in
-from jaxpipe.planning.planned import Planned
+from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.planning.request import Request
-from jaxpipe.planning.searched_schedules import searched_drafts
+from jaxpipe.planning.searched_schedules import searched_candidates
 from jaxpipe.planning.storage.choose_storage import check_solver
 from jaxpipe.planning.storage.host_memory import check_host_memory
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.gradient_precision import check_effect, check_gradient_dtype
 from jaxpipe.runtime.replica_exchange import check_exchange
 from jaxpipe.runtime.stages import Placement, Stage, places_to_cut, variable_spans
-from jaxpipe.schedules import Schedule, candidates
+from jaxpipe.schedules import Schedule, schedule_makers
 from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import DATA, with_own_names
@@ -79,7 +87,7 @@ def partition(
     predict: UserFunction | None = None,
     memory: int | str | None = None,
     num_microbatches: int | None = None,
-    schedule: candidates.ScheduleMaker | str = "auto",
+    schedule: schedule_makers.ScheduleMaker | str = "auto",
     profile: Profile | Source | None = None,
     network: Network | None = None,
     storage: Codecs | Literal["auto"] = "auto",
@@ -228,13 +236,13 @@ def partition(
 
 
 @progress("Tracing the model")
-def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
+def make_plan(request: Request, batch: Any, variables: Any = None) -> PlannedStep:
     """Trace, profile, cut and lay out a model for batches of the given shapes, and show how far that is."""
     with building_for(request.mesh.devices.flat[0].platform):
         return _make_plan(request, batch, variables)
 
 
-def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
+def _make_plan(request: Request, batch: Any, variables: Any) -> PlannedStep:
     size = check_batch.batch_size(batch)
     m = request.num_microbatches
     if m is None:
@@ -242,9 +250,9 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     check_batch.check_microbatches(size, request.replicas, m)
     schedules = []
     if isinstance(request.devices_per_stage, tuple):
-        schedules = candidates.make_team_schedules(request.schedules, Teams(request.devices_per_stage), m)
+        schedules = schedule_makers.make_team_schedules(request.schedules, Teams(request.devices_per_stage), m)
     elif not request.devices_per_stage:
-        schedules = candidates.make_schedules(request.schedules, request.num_stages, m)
+        schedules = schedule_makers.make_schedules(request.schedules, request.num_stages, m)
     check_runtime_features(request, schedules)
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     microbatch = microbatch_shapes(batch, request.replicas * m)
@@ -270,25 +278,25 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     request, profile, links = _for_groups(request, objective, shardings, profile)
     traced = Traced(objective, model, update, profile, links, batch, microbatch, batching, local, shardings)
 
-    def cut_again(before: Draft, charged: Profile) -> Draft:
+    def cut_again(before: Candidate, charged: Profile) -> Candidate:
         schedule, teams = before.schedule, before.program.teams
         other = _place(request, traced, charged, schedule.num_chunks, False if teams.single else teams.widths)
         bound = before.partition.lower_bound_seconds
         other = replace(other, profile=traced.profile, lower_bound_seconds=bound)
-        return draft(request, traced, other, schedule, *stages_for(request, traced, other), before.maker)
+        return build_candidate(request, traced, other, schedule, *stages_for(request, traced, other), before.maker)
 
     ways = (request.devices_per_stage,) if request.devices_per_stage is not True else (False, True)
-    drafts: list[Draft] = []
+    candidates: list[Candidate] = []
     errors: list[PartitionError | ScheduleError] = []
     for replicate in ways:
         tell(f"Cutting {len(objective.graph.operators)} operators into stages, on {request.mesh.devices.size} devices")
         try:
-            drafts += _drafts(request, traced, replicate)
+            candidates += _candidates(request, traced, replicate)
         except (PartitionError, ScheduleError) as error:  # another way will do
             errors.append(error)
-    if not drafts:
+    if not candidates:
         raise errors[0]
-    planned = choose(request, traced, drafts, cut_again)
+    planned = choose(request, traced, candidates, cut_again)
     multihost.agree("The plan", planned.plan.to_json())
     return planned
 
@@ -307,7 +315,7 @@ def _for_groups(
     return request if request.network is None else replace(request, network=links), profile, links
 
 
-def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...]) -> list[Draft]:
+def _candidates(request: Request, traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candidate]:
     """A program for each schedule that may be the fastest, with stages on one device each or on several."""
     m = traced.batching.num_microbatches
 
@@ -319,31 +327,31 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
     def stages(num_chunks: int) -> tuple[Placement, tuple[Stage, ...]]:
         return stages_for(request, traced, placed(num_chunks))
 
-    def drafts_of(makers: Sequence[candidates.ScheduleMaker]) -> list[Draft]:
+    def candidates_of(makers: Sequence[schedule_makers.ScheduleMaker]) -> list[Candidate]:
         if replicate:
-            schedules = candidates.make_team_schedules(makers, teams_of(placed(1), request), m)
+            schedules = schedule_makers.make_team_schedules(makers, teams_of(placed(1), request), m)
         else:
-            schedules = candidates.make_schedules(makers, request.num_stages, m)
+            schedules = schedule_makers.make_schedules(makers, request.num_stages, m)
         return _of_schedules(request, traced, schedules, placed, stages)
 
     if replicate and teams_of(placed(1), request).single:
         return []
-    if request.schedules is candidates.AUTO and request.runtime != "spmd":
+    if request.schedules is schedule_makers.AUTO and request.runtime != "spmd":
         # Devices that run free have schedules of their own; where one program is better, it has its own too.
-        drafts = drafts_of(candidates.AUTO_FREE)
-        if drafts and drafts[0].runtime.name == "mpmd":
-            drafts = [candidate for candidate in drafts if candidate.runtime.name == "mpmd"]
+        candidates = candidates_of(schedule_makers.AUTO_FREE)
+        if candidates and candidates[0].runtime.name == "mpmd":
+            candidates = [candidate for candidate in candidates if candidate.runtime.name == "mpmd"]
             if request.num_stages == 1 or replicate:
-                return drafts
-            sources = list(drafts)
+                return candidates
+            sources = list(candidates)
             # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
-            if all(candidate.schedule.num_chunks == 1 for candidate in drafts):
-                free = candidates.make_schedules(candidates.AUTO_FREE, request.num_stages, m)
+            if all(candidate.schedule.num_chunks == 1 for candidate in candidates):
+                free = schedule_makers.make_schedules(schedule_makers.AUTO_FREE, request.num_stages, m)
                 chunked_tables = [schedule for schedule in free if schedule.num_chunks > 1]
                 with contextlib.suppress(PartitionError):  # too few operators for so many stages
                     sources += _of_schedules(request, traced, chunked_tables, placed, stages)
-            return drafts + searched_drafts(traced, drafts, sources)
-    return drafts_of(request.schedules)
+            return candidates + searched_candidates(traced, candidates, sources)
+    return candidates_of(request.schedules)
 
 
 def _of_schedules(
@@ -352,22 +360,22 @@ def _of_schedules(
     schedules: Sequence[Schedule],
     placed: Callable[[int], Partition],
     stages: Callable[[int], tuple[Placement, tuple[Stage, ...]]],
-) -> list[Draft]:
+) -> list[Candidate]:
     """A program for each of some schedules that may be faster than those before it."""
-    drafts: list[Draft] = []
+    candidates: list[Candidate] = []
     for schedule in schedules:
         v, least = schedule.num_chunks, 0.0
         try:
-            if drafts:
+            if candidates:
                 trimmed = without_backward(schedule, frozen_stages(traced, stages(v)[1]))
-                free = drafts[0].runtime.name == "mpmd"
+                free = candidates[0].runtime.name == "mpmd"
                 least = least_seconds(trimmed, placed(v), teams_of(placed(v), request), lockstep=not free)
         except PartitionError:  # too few operators for so many stages; others will do
             continue
-        if not drafts or least < min(earlier.seconds for earlier in drafts):
+        if not candidates or least < min(earlier.seconds for earlier in candidates):
             tell(f"{schedule.name}: {request.num_stages * v} stages with default storage")
-            drafts.append(draft(request, traced, placed(v), schedule, *stages(v)))
-    return drafts
+            candidates.append(build_candidate(request, traced, placed(v), schedule, *stages(v)))
+    return candidates
 
 
 def _rows(x: Any, count: int) -> Any:
@@ -436,7 +444,7 @@ def _profile(request: Request, objective: Objective, frozen: tuple[str, ...]) ->
                 f"does not train {len(frozen)}; {other} is among one of them only. Pass the same optimizer to "
                 "profile_model, or none: a profile with the work for all gradients in it does for any optimizer."
             )
-        profile = settled(request.profile, request.mesh.devices.flat[0])
+        profile = with_rates(request.profile, request.mesh.devices.flat[0])
         return without_frozen_work(profile, objective, frozen)
     source = request.profile
     tell(f"Profiling {len(graph.operators)} operators, {source}")
@@ -446,7 +454,7 @@ def _profile(request: Request, objective: Objective, frozen: tuple[str, ...]) ->
     return replace(profile, frozen=frozen)
 
 
-def settled(profile: Profile, device: Any) -> Profile:
+def with_rates(profile: Profile, device: Any) -> Profile:
     """The profile with rates: its own, those of the kind of device that it names, or those of a device."""
     return replace(profile, rates=profile.rates or known_rates(profile.device_kind) or rates_of(device))
 

@@ -30,7 +30,7 @@ from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.describe_plan import processes_of
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import plan_timeline
-from jaxpipe.planning.planned import Planned
+from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.initialize_state import initial_state
@@ -55,8 +55,8 @@ class Pipeline:
         mesh: Mesh,
         functions: Mapping[str, UserFunction | None],
         optimizer: Any,
-        make_plan: Callable[[Any, Any], Planned],
-        planned: Planned | None,
+        make_plan: Callable[[Any, Any], PlannedStep],
+        planned: PlannedStep | None,
         batches: Sequence[Any] = (None,),
     ):
         self._mesh = mesh
@@ -169,7 +169,7 @@ class Pipeline:
         return self._mesh if planned is None else joined_mesh(planned.mesh, planned.shardings.submesh)
 
     @property
-    def _planned(self) -> Planned:
+    def _planned(self) -> PlannedStep:
         return self._planned_and_runtime[0]
 
     @property
@@ -177,7 +177,7 @@ class Pipeline:
         return self._planned_and_runtime[1]
 
     @property
-    def _planned_and_runtime(self) -> tuple[Planned, Runtime]:
+    def _planned_and_runtime(self) -> tuple[PlannedStep, Runtime]:
         if self._ready is None:
             raise PartitionError(
                 "This pipeline has no plan yet, because partition was given no batch, or a function whose variables "
@@ -214,7 +214,7 @@ class Pipeline:
         model = planned.model if variables is None else with_values(planned.model, variables)
         if model.original.values is None and model.original.initialize is None:
             raise PartitionError("The model has no values and cannot be initialized; pass variables= to init.")
-        return multihost.settled(initial_state(self._runtime, model, self._optimizer, key))
+        return multihost.block_if_cpu(initial_state(self._runtime, model, self._optimizer, key))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """One training step; donates ``state``.

@@ -1,7 +1,7 @@
 """From cuts and a schedule to a plan with everything that runs it.
 
-cuts, schedule ──draft──▶ a program with default storage, and its seconds
-drafts ──choose──▶ the fastest that keeps the budget ──settle──▶ Planned
+cuts, schedule ──build_candidate──▶ a program with default storage, and its seconds
+candidates ──choose──▶ the fastest that keeps the budget ──finalize──▶ PlannedStep
 """
 
 import functools
@@ -37,7 +37,7 @@ from jaxpipe.planning.describe_plan import (
     stage_links,
     stage_seconds,
 )
-from jaxpipe.planning.planned import Budget, Planned
+from jaxpipe.planning.planned_step import Budget, PlannedStep
 from jaxpipe.planning.request import Request
 from jaxpipe.planning.storage.choose_storage import raised
 from jaxpipe.planning.storage.solver_time import SolverTime
@@ -53,7 +53,7 @@ from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_adam
 from jaxpipe.runtime.spmd.buffer_layout import lay_out
 from jaxpipe.runtime.spmd.predicted_bytes import predict
 from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place, with_backward
-from jaxpipe.schedules import Schedule, candidates
+from jaxpipe.schedules import Schedule, schedule_makers
 from jaxpipe.schedules.replicas import Teams
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import DATA
@@ -91,7 +91,7 @@ class Traced:
 
 
 @dataclass(frozen=True, eq=False)
-class Draft:
+class Candidate:
     """A program with default storage.
 
     Attributes:
@@ -108,7 +108,7 @@ class Draft:
     stage_placement: Placement
     program: Program
     schedule: Schedule
-    maker: candidates.ScheduleMaker | None = None
+    maker: schedule_makers.ScheduleMaker | None = None
 
     @cached_property
     def runtime(self) -> RuntimeChoice:
@@ -146,16 +146,16 @@ def teams_of(partition: Partition, request: Request) -> Teams:
     return Teams(tuple(len(stage.devices) // request.replicas for stage in partition.stages))
 
 
-def draft(
+def build_candidate(
     request: Request,
     traced: Traced,
     partition: Partition,
     schedule: Schedule,
     stage_placement: Placement,
     stages: tuple[Stage, ...],
-    maker: candidates.ScheduleMaker | None = None,
-) -> Draft:
-    """The program for stages and a schedule, in which all stages are trained; ``maker`` as ``Draft`` has it."""
+    maker: schedule_makers.ScheduleMaker | None = None,
+) -> Candidate:
+    """The program for stages and a schedule, in which all stages are trained; ``maker`` as ``Candidate`` has it."""
     model, devices = traced.model, range(schedule.num_stages)
     placement = stage_placement.on_devices(schedule.num_stages)
     held = [placement.held_by(d)[0] for d in devices]
@@ -176,7 +176,7 @@ def draft(
     )
     if request.budget is not None and request.network is not None and program.teams.single:
         partition = _map_for_swaps(program, partition)
-    return Draft(request, partition, stage_placement, program, schedule, maker)
+    return Candidate(request, partition, stage_placement, program, schedule, maker)
 
 
 def frozen_stages(traced: Traced, stages: Sequence[Stage]) -> int:
@@ -185,41 +185,44 @@ def frozen_stages(traced: Traced, stages: Sequence[Stage]) -> int:
 
 
 def choose(
-    request: Request, traced: Traced, drafts: Sequence[Draft], cut_again: Callable[[Draft, Profile], Draft]
-) -> Planned:
+    request: Request,
+    traced: Traced,
+    candidates: Sequence[Candidate],
+    cut_again: Callable[[Candidate, Profile], Candidate],
+) -> PlannedStep:
     """The plan with the shortest step that keeps the budget.
 
     Args:
-      cut_again: another draft with the schedule of one, for another profile.
+      cut_again: another candidate with the schedule of one, for another profile.
 
     Raises:
       MemoryBudgetError: if none does, and the budget must not be raised; it offers what the smallest plan needs.
     """
-    drafts = sorted(drafts, key=lambda draft: draft.seconds)
+    candidates = sorted(candidates, key=lambda candidate: candidate.seconds)
     budget = request.budget
     if budget is None:
-        return settle(traced, _leanest(drafts), None).default
+        return finalize(traced, _leanest(candidates), None).default
     time = SolverTime(request.options.time_limit)
-    solutions = sum(len(candidate.program.stages) for candidate in drafts)
+    solutions = sum(len(candidate.program.stages) for candidate in candidates)
     solving = Solving(request.options.solver, time, time.for_smallest(solutions))
-    settled = [settle(traced, candidate, solving) for candidate in drafts]
+    finalized = [finalize(traced, candidate, solving) for candidate in candidates]
 
     @functools.cache
-    def smallest() -> Planned:
-        return min((candidate.smallest for candidate in settled), key=lambda planned: planned.plan.predicted_bytes)
+    def smallest() -> PlannedStep:
+        return min((final.smallest for final in finalized), key=lambda planned: planned.plan.predicted_bytes)
 
-    def for_budget(planned: Planned, budget: int) -> Planned:
+    def for_budget(planned: PlannedStep, budget: int) -> PlannedStep:
         assert planned.budget is not None
         asked = request.budget if budget != request.budget else None
         others = replace(planned.budget, smallest=smallest, may_raise=request.options.allow_over_budget)
         return replace(planned, plan=replace(planned.plan, budget=budget, raised_from=asked), budget=others)
 
-    def fastest(budget: int) -> Planned | None:
-        best: Planned | None = None
-        for candidate in settled:
-            if best is not None and candidate.draft.seconds >= best.plan.step_seconds:
+    def fastest(budget: int) -> PlannedStep | None:
+        best: PlannedStep | None = None
+        for final in finalized:
+            if best is not None and final.candidate.seconds >= best.plan.step_seconds:
                 break
-            planned = _balanced(traced, candidate, budget, solving, cut_again)
+            planned = _balanced(traced, final, budget, solving, cut_again)
             if planned is not None and (best is None or planned.plan.step_seconds < best.plan.step_seconds):
                 best = planned
         return None if best is None else for_budget(best, budget)
@@ -232,7 +235,7 @@ def choose(
         if needed <= budget:
             return least
         if not request.options.allow_over_budget:
-            raise refusal(budget, least, settled[0].default.plan.memory)
+            raise refusal(budget, least, finalized[0].default.plan.memory)
         budget = raised(budget, needed)
         best = fastest(budget) or for_budget(least, budget)
     if request.options.compile and is_near_budget(best.plan):
@@ -240,70 +243,76 @@ def choose(
     return best
 
 
-def _leanest(drafts: Sequence[Draft]) -> Draft:
-    """Return the fastest draft, or one of stage programs that is about as fast and keeps fewer bytes of stashes."""
-    fastest = drafts[0]
+def _leanest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the fastest candidate, or one of stage programs that is about as fast and keeps fewer bytes of stashes."""
+    fastest = candidates[0]
     if fastest.runtime.name != "mpmd":
         return fastest
-    alike = [d for d in drafts if d.runtime.name == "mpmd" and d.seconds <= (1 + ALIKE) * fastest.seconds]
-    return min(alike, key=lambda draft: draft.waiting_bytes)
+    alike = [d for d in candidates if d.runtime.name == "mpmd" and d.seconds <= (1 + ALIKE) * fastest.seconds]
+    return min(alike, key=lambda candidate: candidate.waiting_bytes)
 
 
 def _balanced(
-    traced: Traced, settled: "Settled", budget: int, solving: Solving, cut_again: Callable[[Draft, Profile], Draft]
-) -> Planned | None:
+    traced: Traced,
+    finalized: "FinalizedCandidate",
+    budget: int,
+    solving: Solving,
+    cut_again: Callable[[Candidate, Profile], Candidate],
+) -> PlannedStep | None:
     """Return the plan within a budget, its cuts moved while that makes the step shorter; None if no plan is within."""
-    first = settled.within(budget)
+    first = finalized.within(budget)
     if first is None:
         return None
-    return balanced(first, lambda charged: settle(traced, cut_again(settled.draft, charged), solving).within(budget))
+    return balanced(
+        first, lambda charged: finalize(traced, cut_again(finalized.candidate, charged), solving).within(budget)
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class Settled:
-    """A draft with its optimizer and layouts, to which only the storage is missing.
+class FinalizedCandidate:
+    """A candidate with its optimizer and layouts, to which only the storage is missing.
 
     Attributes:
-      draft: the cuts and the schedule.
+      candidate: the cuts and the schedule.
       planned: the plan for a program, how its storage was chosen, and the budget.
       fitter: chooses storage; None without a budget.
     """
 
-    draft: Draft
-    planned: Callable[[Program, tuple[Fitted, ...], int | None], Planned]
+    candidate: Candidate
+    planned: Callable[[Program, tuple[Fitted, ...], int | None], PlannedStep]
     fitter: StageFitter | None
 
     @cached_property
-    def default(self) -> Planned:
+    def default(self) -> PlannedStep:
         """The plan with default storage."""
-        program = self.draft.program
+        program = self.candidate.program
         return self.planned(program, (Fitted(),) * len(program.stages), None)
 
-    def within(self, budget: int) -> Planned | None:
+    def within(self, budget: int) -> PlannedStep | None:
         """Return the fastest plan of predicted bytes within a budget; None if no plan is within."""
         assert self.fitter is not None
         answer = self.fitter.within(budget)
         return None if answer is None else self._with_others(self.planned(*answer, budget))
 
     @cached_property
-    def smallest(self) -> Planned:
+    def smallest(self) -> PlannedStep:
         """The plan with the least predicted bytes."""
         assert self.fitter is not None
         return self._with_others(self.planned(*self.fitter.smallest, None))
 
-    def _with_others(self, planned: Planned) -> Planned:
-        def refit(target: int) -> Planned:
+    def _with_others(self, planned: PlannedStep) -> PlannedStep:
+        def refit(target: int) -> PlannedStep:
             return self.within(target) or self.smallest
 
         return replace(planned, budget=Budget(refit, lambda: self.smallest, self.default.plan.memory, False))
 
 
-def settle(traced: Traced, drafted: Draft, solving: Solving | None) -> Settled:
+def finalize(traced: Traced, candidate: Candidate, solving: Solving | None) -> FinalizedCandidate:
     """The optimizer and layouts; with solvers also the search for storage within budgets."""
-    request, program, placed = drafted.request, drafted.program, drafted.partition
-    runtime = drafted.runtime.name
+    request, program, placed = candidate.request, candidate.program, candidate.partition
+    runtime = candidate.runtime.name
     # Variables are placed by stage, or by device where one program has several stages on each.
-    model, placement = traced.model, drafted.stage_placement if runtime == "mpmd" else program.placement
+    model, placement = traced.model, candidate.stage_placement if runtime == "mpmd" else program.placement
     devices = range(program.num_devices)
     paired_by = request.network or slowest_used(placed.network, request.mesh)
     mesh = arrange(request.mesh, [placed.stages[d].devices for d in devices], paired_by)
@@ -326,14 +335,14 @@ def settle(traced: Traced, drafted: Draft, solving: Solving | None) -> Settled:
     shared = [a for a, owner in owned if owner is None]
     lists = StageLists()
 
-    def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> Planned:
+    def planned(chosen: Program, fitted: tuple[Fitted, ...], budget: int | None) -> PlannedStep:
         rows = check_batch.batch_size(traced.microbatch)
         memory = {} if runtime == "mpmd" else predict(chosen, update, shared, traced.local)
-        plan = describe(request, chosen, placed, memory, rows, fitted, budget, drafted.runtime)
+        plan = describe(request, chosen, placed, memory, rows, fitted, budget, candidate.runtime)
         plan = replace(plan, per_stage=colored.per_stage, frozen=describe_frozen(chosen, model))
         if exchange is not None:
             plan = replace(plan, exchange_bytes=exchange.sent_bytes)
-        settled = Planned(
+        step = PlannedStep(
             plan=plan,
             profile=traced.profile,
             partition=placed,
@@ -342,16 +351,16 @@ def settle(traced: Traced, drafted: Draft, solving: Solving | None) -> Settled:
             microbatch=traced.microbatch,
             model=model,
             program=chosen,
-            stage_placement=drafted.stage_placement,
+            stage_placement=candidate.stage_placement,
             placement=placement,
             update=update,
             batching=traced.batching,
             policy=request.policy,
-            schedules=request.schedules if drafted.maker is None else (drafted.maker, *request.schedules),
+            schedules=request.schedules if candidate.maker is None else (candidate.maker, *request.schedules),
             retrace=lambda one: trace_loss(model, request.loss, one).training(traced_update.trained),
             shardings=traced.shardings,
         )
-        return lists.with_bytes(settled) if runtime == "mpmd" else settled
+        return lists.with_bytes(step) if runtime == "mpmd" else step
 
     fitter = None
     if solving is not None:
@@ -360,7 +369,7 @@ def settle(traced: Traced, drafted: Draft, solving: Solving | None) -> Settled:
         fitter = StageFitter(
             program, lambda chosen: lists.needs(default(), chosen), prices, solving, period, request.policy
         )
-    return Settled(drafted, planned, fitter)
+    return FinalizedCandidate(candidate, planned, fitter)
 
 
 class StageLists:
@@ -371,14 +380,14 @@ class StageLists:
         self._calls: dict[int, tuple[Program, Any]] = {}
         self._traces: dict[Any, Any] = {}
 
-    def with_list(self, planned: Planned) -> Planned:
+    def with_list(self, planned: PlannedStep) -> PlannedStep:
         """Return a plan with its list."""
         program, planned = planned.program, replace(planned, traces=self._traces)
         if id(program) not in self._calls:  # with the program, so that its number stays its own
             self._calls[id(program)] = program, MpmdRuntime(planned).calls
         return replace(planned, calls=self._calls[id(program)][1])
 
-    def with_bytes(self, planned: Planned) -> Planned:
+    def with_bytes(self, planned: PlannedStep) -> PlannedStep:
         """Return a plan with its list, and the bytes that each device needs for it."""
         planned = self.with_list(planned)
         runtime = MpmdRuntime(planned)
@@ -391,7 +400,7 @@ class StageLists:
             plan = replace(plan, host=replace(plan.host, bytes=max(peak.host for peak in peaks.values())))
         return replace(planned, plan=plan)
 
-    def needs(self, planned: Planned, program: Program) -> list[int]:
+    def needs(self, planned: PlannedStep, program: Program) -> list[int]:
         """Return the predicted bytes of each device along the stage axis, for a plan with another program."""
         runtime = MpmdRuntime(self.with_list(replace(planned, program=program, calls=None)))
         peaks = predicted_bytes(runtime.calls, runtime.devices)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.plan import BalanceRound
-from jaxpipe.planning.planned import Planned
+from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.text.progress import tell
 
 
@@ -22,7 +22,7 @@ BALANCED = 0.9
 MOST_ROUNDS = 3
 
 
-def balanced(first: Planned, cut_again: Callable[[Profile], Planned | None]) -> Planned:
+def balanced(first: PlannedStep, cut_again: Callable[[Profile], PlannedStep | None]) -> PlannedStep:
     """The plan with the shortest step of all that the loop comes by, with a record of the rounds.
 
     Args:
@@ -52,7 +52,7 @@ def balanced(first: Planned, cut_again: Callable[[Profile], Planned | None]) -> 
     return replace(best, plan=replace(best.plan, rounds=tuple(rounds)))
 
 
-def _round(planned: Planned) -> BalanceRound:
+def _round(planned: PlannedStep) -> BalanceRound:
     network, stages = planned.partition.network, zip(planned.plan.stages, planned.plan.teams.widths, strict=True)
     seconds = [
         (stage.forward_seconds + stage.backward_seconds) / (width * min(network.speed[d] for d in stage.devices))
@@ -65,7 +65,7 @@ def _round(planned: Planned) -> BalanceRound:
     )
 
 
-def _charged(planned: Planned) -> Profile:
+def _charged(planned: PlannedStep) -> Profile:
     """The profile with the seconds that each stage's storage adds, spread over the stage's operators."""
     backward = list(planned.profile.backward_seconds)
     for stage in planned.plan.stages:

@@ -15,8 +15,8 @@ from jaxpipe.errors import (
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES
 from jaxpipe.models.check_arguments import check_function
 from jaxpipe.schedules import BY_NAME, Schedule
-from jaxpipe.schedules.candidates import AUTO, ScheduleMaker
 from jaxpipe.schedules.names import plain_name, schedule_named
+from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker
 from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE
 
 

@@ -58,7 +58,7 @@ class StageSeconds:
 
 
 def rates_in(profile: Profile) -> Rates:
-    """The rates of the device that a settled profile describes."""
+    """The rates of the device that a profile describes."""
     assert profile.rates is not None
     return profile.rates
 

@@ -19,7 +19,7 @@ from jaxpipe.runtime.replica_exchange import StageExchange
 from jaxpipe.runtime.spmd.buffer_layout import Layout
 from jaxpipe.runtime.spmd.nonfinite_guard import OnNonFinite
 from jaxpipe.runtime.stages import Placement, follow
-from jaxpipe.schedules.candidates import ScheduleMaker
+from jaxpipe.schedules.schedule_makers import ScheduleMaker
 from jaxpipe.sharding.mesh_axes import DATA
 
 

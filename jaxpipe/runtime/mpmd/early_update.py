@@ -81,11 +81,11 @@ def end_work(context: UpdateContext, s: int, counts: bool) -> Work:
         operands.add(STOPPED, (), jnp.bool_)
 
     def function(values: dict[Name, Any]) -> list[Any]:
-        def settled(before: Any, after: Any) -> Any:
+        def choose_value(before: Any, after: Any) -> Any:
             return jnp.where(values[STOPPED], before, after) if context.guarded else after
 
-        results = [settled(values[older(name)], values[name]) for _, name in renewed]
-        return [*results, *results_at_end(values, settled)]
+        results = [choose_value(values[older(name)], values[name]) for _, name in renewed]
+        return [*results, *results_at_end(values, choose_value)]
 
     writes = [*(name for _, name in renewed), *(name for name in ends if name.part == 0)]
     return named_work(f"stage {s}: end of the step", operands | ends, writes, function)

@@ -16,7 +16,7 @@ from jaxpipe.residuals import vjp_program
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.fold_state import shared_stages
 from jaxpipe.runtime.stages import Stage, cut_stages, with_backward
-from jaxpipe.schedules import Schedule, candidates
+from jaxpipe.schedules import Schedule, schedule_makers
 from jaxpipe.schedules.table import without_backward
 
 
@@ -98,9 +98,9 @@ def _schedule(planned: ExecutablePlan, m: int) -> Schedule:
     if m == before.num_microbatches:
         return before
     tables = []
-    for maker in (*planned.schedules, *candidates.AUTO_FREE):
+    for maker in (*planned.schedules, *schedule_makers.AUTO_FREE):
         with contextlib.suppress(ScheduleError):
-            tables.append(candidates.check_schedule(maker(before.num_stages, m), before.num_stages, m))
+            tables.append(schedule_makers.check_schedule(maker(before.num_stages, m), before.num_stages, m))
     fitting = [table for table in tables if table.num_chunks == before.num_chunks]
     if fitting:  # another kind only if this one has none
         return min(fitting, key=lambda table: table.name != before.name)

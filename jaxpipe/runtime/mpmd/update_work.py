@@ -332,11 +332,11 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
         operands.add(STOPPED, (), jnp.bool_)
 
     def function(values: dict[Name, Any]) -> list[Any]:
-        def settled(before: Any, after: Any) -> Any:
+        def choose_value(before: Any, after: Any) -> Any:
             return jnp.where(values[STOPPED], before, after) if context.guarded else after
 
-        results, squares = renew(context, s, values, names, settled)
-        return [*results, *results_at_end(values, settled), squares]
+        results, squares = renew(context, s, values, names, choose_value)
+        return [*results, *results_at_end(values, choose_value), squares]
 
     writes = [*names.values(), *(name for name in ends if name.part == 0), SQUARES]
     return named_work(f"stage {s}: update", operands | ends, writes, function)
@@ -370,7 +370,7 @@ def end_operands(context: UpdateContext, s: int, counts: bool) -> tuple[Operands
         for t in state:
             operands.add(Name(Role.STATE, t, 1), pipeline.aval(t).shape, pipeline.aval(t).dtype)
 
-    def function(values: dict[Name, Any], settled: Callable[[Any, Any], Any]) -> list[Any]:
+    def function(values: dict[Name, Any], choose_value: Callable[[Any, Any], Any]) -> list[Any]:
         results = []
         for t in state:
             after, aval = values[Name(Role.STATE, t)], pipeline.aval(t)
@@ -378,7 +378,7 @@ def end_operands(context: UpdateContext, s: int, counts: bool) -> tuple[Operands
                 each = after.reshape(pipeline.members[s], *aval.shape)
                 mean = jnp.issubdtype(aval.dtype, jnp.inexact) and context.replicas > 1
                 after = _over_members(context, s, each) / len(each) if mean else each[0]
-            results.append(settled(values.get(Name(Role.STATE, t, 1)), after))
+            results.append(choose_value(values.get(Name(Role.STATE, t, 1)), after))
         return [*results, *(_counted(context, values) if counts else [])]
 
     return operands, function
@@ -389,13 +389,13 @@ def renew(
     s: int,
     values: dict[Name, Any],
     names: dict[int, Name],
-    settled: Callable[[Any, Any], Any],
+    choose_value: Callable[[Any, Any], Any],
 ) -> tuple[list[Any], Any]:
     """Run the optimizer of a stage.
 
     Args:
       names: by tensor number in the optimizer, what is written.
-      settled: gives the value that is written, of the old and the new one.
+      choose_value: ``(old, new) -> value`` to write.
 
     Returns:
       The new values, and the squared norm of the gradient.
@@ -403,10 +403,10 @@ def renew(
     colored = context.colored
     new = dict(zip((*colored.parameters, *colored.state), (*colored.new_parameters, *colored.new_state), strict=True))
     gradients = _gradients(context, s, values)
-    written, squares = _renew(context, s, values, gradients, settled)
+    written, squares = _renew(context, s, values, gradients, choose_value)
     env = _environment(context, s, len(colored.exchanged), values, gradients)
     _compute(context, s, [new[t] for t in names if t not in written], env)
-    results = [written[t] if t in written else settled(values[name], env[new[t]]) for t, name in names.items()]
+    results = [written[t] if t in written else choose_value(values[name], env[new[t]]) for t, name in names.items()]
     return results, sum((squares[t] for t in gradients), start=jnp.float32(0))
 
 
@@ -415,13 +415,13 @@ def _renew(
     s: int,
     values: dict[Name, Any],
     gradients: dict[int, Any],
-    settled: Callable[[Any, Any], Any],
+    choose_value: Callable[[Any, Any], Any],
 ) -> tuple[dict[int, Any], dict[int, Any]]:
     """Write a stage's parameters and state one after the other, each over the old one (``overwriting.renewals``).
 
     Args:
       gradients: of its parameters, by tensor number.
-      settled: gives the value that is written, of the old and the new one.
+      choose_value: ``(old, new) -> value`` to write.
 
     Returns:
       The new values, by tensor number of the old one in the optimizer, and the squared norm of each gradient.
@@ -448,7 +448,7 @@ def _renew(
         env |= {t: _mean_of(context, s, values | sums, taken[t]) for t in fresh}
         squares |= {taken[t]: _square(env[t]) for t in fresh}
         run(step.operators, env)
-        env[step.new] = written[step.old] = settled(env[step.old], env[step.new])
+        env[step.new] = written[step.old] = choose_value(env[step.old], env[step.new])
         before = [env[step.new], *(squares[taken[t]] for t in fresh)]
     return written, {t: squares[t] if t in squares else _square(g) for t, g in gradients.items()}
 

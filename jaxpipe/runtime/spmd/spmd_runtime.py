@@ -102,13 +102,13 @@ class SpmdRuntime:
     def step(self, state: TrainState, batch: Any, shapes: Any) -> StepResults:
         """Run the training step; donates the state."""
         del shapes
-        results = multihost.settled(self.compiled_step(state, self._placed(batch)))
+        results = multihost.block_if_cpu(self.compiled_step(state, self._placed(batch)))
         return StepResults(*results)
 
     def gradients(self, state: TrainState, batch: Any, shapes: Any) -> tuple[Any, Sequence[Any], list[Any]]:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
         del shapes
-        loss, metrics, buffers = multihost.settled(self._gradient_step(state, self._placed(batch)))
+        loss, metrics, buffers = multihost.block_if_cpu(self._gradient_step(state, self._placed(batch)))
         program, placement = self.planned.program, self.planned.placement
         trained = [t not in program.objective.frozen for t in program.objective.parameters]
         owners = [owner if kept else None for owner, kept in zip(placement.parameters, trained, strict=True)]
@@ -134,7 +134,7 @@ class SpmdRuntime:
 
         def run(state: TrainState, batch: Any) -> Any:
             leaves = shard_batch.place(planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
-            results = multihost.settled(compiled(state, leaves))
+            results = multihost.block_if_cpu(compiled(state, leaves))
             return results[:2] if name == "evaluate" else results
 
         return run

@@ -22,6 +22,7 @@ from jax import lax
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, live
 from jaxpipe.graph.op_cost import ARITHMETIC, TRANSCENDENTAL
+from jaxpipe.graph.rules import pick
 
 
 #: How many times smaller than the sliced tensor all results of the loop together must be.
@@ -317,6 +318,8 @@ def _named(tensors: Sequence[int], names: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _run(op: Operator, step: _Step, values: Sequence[Any], count: int) -> Sequence[Any]:
+    if pick.applies(op):
+        return [pick.run(op, *values)]
     if step.params is None:
         return op.evaluate(*values)
     equation = op.equation

@@ -256,6 +256,7 @@ def describe(
                 solve_seconds=fitted[s].solve_seconds,
                 stored=_stored_bytes(stage),
                 recomputed=_recomputed(stage),
+                slices=stage.slices,
                 parameter_bytes=program.bytes_of(stage.parameters),
                 stash_bytes=program.stash_bytes(stage),
                 in_flight=program.in_flight(program.device(s), s // program.num_devices),

@@ -38,6 +38,7 @@ class Stage:
       saved: tensors whose cotangent waits for the weight part of the backward pass, where a schedule splits it.
       fold: how its state changes, where several devices share its micro-batches; ``new_state`` is the old one then.
       swap: the part of its stash that is in other memory between the passes; None if all stays.
+      slices: into how many its largest product is cut.
     """
 
     graph: Graph
@@ -54,6 +55,7 @@ class Stage:
     saved: tuple[int, ...] = ()
     fold: Fold | None = None
     swap: StashSwap | None = None
+    slices: int = 1
 
     @property
     def stashed(self) -> tuple[int, ...]:
@@ -228,8 +230,8 @@ def with_backward(objective: Objective, stages: Sequence[Stage], policy: Policy 
 def in_slices(stage: Stage, loss: int, policy: Policy = FAST) -> tuple[Stage, tuple[Operator, ...]] | None:
     """Return the last stage with its largest product in slices, and the operators in the loop over them.
 
-    None if the product is not row-wise.
-    A slice is no larger than the largest of the tensors that are less than half of the product, or than a 32nd of it.
+    None if what follows the product is not row-wise. A slice is no larger than the largest of the tensors that are
+    less than half of the product, or than a 32nd of it.
 
     Args:
       loss: the only result that is given a cotangent.
@@ -242,10 +244,11 @@ def in_slices(stage: Stage, loss: int, policy: Policy = FAST) -> tuple[Stage, tu
     sliced = slice_rows(graph, max(others, largest // MOST_SLICES))
     if sliced is None:
         return None
-    graph, looped = sliced
-    built = vjp_program.build(graph, stage.vjp.backward_graph.wrt, policy=policy, held=stage.used, seeds=[loss])
+    wrt = stage.vjp.backward_graph.wrt
+    built = vjp_program.build(sliced.graph, wrt, policy=policy, held=stage.used, seeds=[loss])
     reached = vjp_program.reached(built, [loss])
-    return replace(stage, graph=graph, vjp=built, saved=tuple(t for t in built.saved if t in reached)), looped
+    saved = tuple(t for t in built.saved if t in reached)
+    return replace(stage, graph=sliced.graph, vjp=built, saved=saved, slices=sliced.count), sliced.operators
 
 
 def _active(objective: Objective) -> set[int]:

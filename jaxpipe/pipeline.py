@@ -476,10 +476,10 @@ class Pipeline:
     @cached_property
     def _learning_rate(self) -> int | None:
         """Return where in the shared optimizer state ``optax.inject_hyperparams`` keeps its (first) learning rate."""
-        colored = self._planned.update.colored
-        flat, _ = jax.tree_util.tree_flatten_with_path(colored.state_shape)
+        by_stage = self._planned.update.by_stage
+        flat, _ = jax.tree_util.tree_flatten_with_path(by_stage.state_shape)
         paths = [jax.tree_util.keystr(path) for path, _ in flat]
-        owned = zip(colored.state_stacks.leaf_of, colored.state_stage, strict=True)
+        owned = zip(by_stage.state_stacks.leaf_of, by_stage.state_stage, strict=True)
         shared = [paths[k] for k, owner in owned if owner is None]
         return next((k for k, path in enumerate(shared) if path.endswith(".hyperparams['learning_rate']")), None)
 

@@ -47,7 +47,7 @@ from jaxpipe.runtime.executable_plan import Batching, Update
 from jaxpipe.runtime.fold_state import shared_stages
 from jaxpipe.runtime.mpmd.estimated_bytes import predicted_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
-from jaxpipe.runtime.optimizer_by_stage import color_update
+from jaxpipe.runtime.optimizer_by_stage import partition_update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import stage_exchange, warn_of_adam
 from jaxpipe.runtime.spmd.buffer_layout import lay_out
@@ -320,18 +320,18 @@ def finalize(traced: Traced, candidate: Candidate, solving: Solving | None) -> F
     if traced_update.per_stage:
         whole = trace_update(request.optimizer, model, placement.parameters)
         traced_update = without_frozen(whole, traced_update.trained)
-    colored = color_update(traced_update, model, placement.parameters)
+    by_stage = partition_update(traced_update, model, placement.parameters)
     exchanges = request.exchange is not None and request.replicas > 1
-    check_asynchronous(program, colored, exchanges, request.options.zero)
-    owners = [None if s is None else program.device(s) for s in colored.state_stage]
-    owned = list(zip(colored.state_avals, owners, strict=True))
+    check_asynchronous(program, by_stage, exchanges, request.options.zero)
+    owners = [None if s is None else program.device(s) for s in by_stage.state_stage]
+    owned = list(zip(by_stage.state_avals, owners, strict=True))
     exchange = None
     if request.exchange is not None and exchanges:
-        warn_of_adam(colored.state_shape)
+        warn_of_adam(by_stage.state_shape)
         layouts = program.gradients, program.sums
         exchange = stage_exchange(request.exchange, model, placement, *layouts, request.replicas)
     state_layout = lay_out([[a for a, owner in owned if owner == d] for d in devices])
-    update = Update(colored, state_layout, exchange, request.options.on_nonfinite)
+    update = Update(by_stage, state_layout, exchange, request.options.on_nonfinite)
     shared = [a for a, owner in owned if owner is None]
     lists = StageLists()
 
@@ -339,7 +339,7 @@ def finalize(traced: Traced, candidate: Candidate, solving: Solving | None) -> F
         rows = check_batch.batch_size(traced.microbatch)
         memory = {} if runtime == "mpmd" else predict(chosen, update, shared, traced.local)
         plan = describe(request, chosen, placed, memory, rows, fitted, budget, candidate.runtime)
-        plan = replace(plan, per_stage=colored.per_stage, frozen=describe_frozen(chosen, model))
+        plan = replace(plan, per_stage=by_stage.per_stage, frozen=describe_frozen(chosen, model))
         if exchange is not None:
             plan = replace(plan, exchange_bytes=exchange.sent_bytes)
         step = PlannedStep(

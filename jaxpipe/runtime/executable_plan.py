@@ -13,7 +13,7 @@ from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import Objective
 from jaxpipe.models.variable_shardings import Shardings
 from jaxpipe.plan import Plan
-from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import StageExchange
 from jaxpipe.runtime.spmd.buffer_layout import Layout
@@ -55,13 +55,13 @@ class Update:
     """The optimizer as the stages run it, and where its state lives.
 
     Attributes:
-      colored: the optimizer.
+      by_stage: the optimizer.
       layout: of its state.
       exchange: how replicas exchange gradients; None if whole.
       on_nonfinite: what to do about a loss or a gradient that is not finite.
     """
 
-    colored: ColoredUpdate
+    by_stage: PartitionedUpdate
     layout: Layout
     exchange: StageExchange | None = None
     on_nonfinite: OnNonFinite = None

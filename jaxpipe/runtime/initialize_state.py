@@ -124,18 +124,18 @@ def _optimizer_state(
     whole: list[Any] = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in model.parameters]
     for k, value in zip(placement.held_by(s)[0], parameters, strict=True):
         whole[k] = value
-    leaves = update.colored.state_stacks.split(
+    leaves = update.by_stage.state_stacks.split(
         jax.tree.leaves(optimizer.init(without_captures(model.parameter_tree(whole))))
     )
-    return [x for x, owner in zip(leaves, update.colored.state_stage, strict=True) if owner == s]
+    return [x for x, owner in zip(leaves, update.by_stage.state_stage, strict=True) if owner == s]
 
 
 def _shared_state(model: BoundModel, optimizer: optax.GradientTransformation, update: Update) -> list[Any]:
     def make() -> list[Any]:
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in model.parameters]
-        leaves = update.colored.state_stacks.split(
+        leaves = update.by_stage.state_stacks.split(
             jax.tree.leaves(optimizer.init(without_captures(model.parameter_tree(zeros))))
         )
-        return [x for x, owner in zip(leaves, update.colored.state_stage, strict=True) if owner is None]
+        return [x for x, owner in zip(leaves, update.by_stage.state_stage, strict=True) if owner is None]
 
     return jax.jit(make)()

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Operator, ordered, run
-from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate, exchanged_values, held_by, operators_of
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, exchanged_values, held_by, operators_of
 from jaxpipe.runtime.spmd.buffer_layout import Layout
 from jaxpipe.runtime.stage_switch import overwrite
 from jaxpipe.sharding.mesh_axes import STAGE
@@ -42,7 +42,7 @@ class Renewal:
         return ordered(t for t in (*(t for op in self.operators for t in op.inputs), self.new) if t not in written)
 
 
-def renewals(update: ColoredUpdate, s: int, everywhere: Collection[int]) -> list[Renewal]:
+def renewals(update: PartitionedUpdate, s: int, everywhere: Collection[int]) -> list[Renewal]:
     """Return what a stage writes, in order: the state that a new parameter is computed from, then that parameter."""
     parameters, _, state = held_by(update, s)
     olds, news = (*update.parameters, *update.state), (*update.new_parameters, *update.new_state)
@@ -85,7 +85,7 @@ def _behind(wanted: int, maker: dict[int, Operator], known: Collection[int]) -> 
 
 
 def run_update(
-    update: ColoredUpdate,
+    update: PartitionedUpdate,
     layouts: tuple[Layout, Layout, Layout],
     device_buffers: tuple[Sequence[Any], Sequence[Any]],
     gradients: Sequence[Any],
@@ -124,7 +124,7 @@ def run_update(
 
 
 def _overwrite_stage(
-    update: ColoredUpdate,
+    update: PartitionedUpdate,
     s: int,
     everywhere: dict[int, Any],
     layouts: tuple[Layout, Layout, Layout],

@@ -71,10 +71,10 @@ def end_work(context: UpdateContext, s: int, counts: bool) -> Work:
     """
     ends, results_at_end = end_operands(context, s, counts)
     operands, renewed = Operands(), list(renewed_names(context, s).items()) if context.guarded else []
-    colored, pipeline = context.colored, context.pipeline
+    by_stage, pipeline = context.by_stage, context.pipeline
     for t, name in renewed:
         parameter = name.role is Role.PARAMETER
-        aval = pipeline.aval(name.number) if parameter else colored.graph.tensors[t]
+        aval = pipeline.aval(name.number) if parameter else by_stage.graph.tensors[t]
         operands.add(name, aval.shape, aval.dtype)
         operands.add(older(name), aval.shape, aval.dtype)
     if context.guarded:

@@ -97,7 +97,7 @@ class MpmdRuntime:
     def assemble(self, parts: Mapping[int, StageArrays], common: CommonArrays) -> TrainState:
         """Return the state of the parts of this process's stages."""
         planned, where = self.planned, self._where
-        model, colored = planned.model, planned.update.colored
+        model, by_stage = planned.model, planned.update.by_stage
 
         def gathered(field: str, keys: Iterable[Key], avals: Iterable[Any]) -> tuple[Any, ...]:
             taken = {place: iter(getattr(part, field)) for place, part in parts.items()}
@@ -112,7 +112,7 @@ class MpmdRuntime:
                 "parameters", map(where.parameter, range(len(model.parameters))), [v.aval for v in model.parameters]
             ),
             gathered("variables", map(where.variable, range(len(model.state))), [v.aval for v in model.state]),
-            gathered("optimizer", map(where.optimizer, where.owned), [colored.state_avals[k] for k in where.owned]),
+            gathered("optimizer", map(where.optimizer, where.owned), [by_stage.state_avals[k] for k in where.owned]),
             gathered("residuals", map(where.residual, where.residuals), self._residual_avals),
             shared=tuple(multihost.place(x, spread) for x in common.shared),
             key=multihost.place(common.key, spread),
@@ -187,10 +187,10 @@ class MpmdRuntime:
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it."""
         planned, where = self.planned, self._where
-        colored, model = planned.update.colored, planned.model
-        slots: list[Any] = [None] * len(colored.state)
-        owners = [colored.state_stage[k] or 0 for k in where.owned]
-        owned = self._on_hosts(owners, state.optimizer, [colored.state_avals[k] for k in where.owned])
+        by_stage, model = planned.update.by_stage, planned.model
+        slots: list[Any] = [None] * len(by_stage.state)
+        owners = [by_stage.state_stage[k] or 0 for k in where.owned]
+        owned = self._on_hosts(owners, state.optimizer, [by_stage.state_avals[k] for k in where.owned])
         for k, x in zip((*where.owned, *where.shared), (*owned, *map(_on_host, state.shared)), strict=True):
             slots[k] = x
         parameters = self._on_hosts(
@@ -319,7 +319,7 @@ class MpmdRuntime:
             plans = Exchange(exchange.settings, by_stage)
         return UpdateContext(
             self._layout.context,
-            update.colored,
+            update.by_stage,
             self.devices.replicas,
             plans,
             guarded=update.on_nonfinite is not None,
@@ -329,7 +329,9 @@ class MpmdRuntime:
     @cached_property
     def _where(self) -> StateLayout:
         planned = self.planned
-        return StateLayout(self._layout, planned.stage_placement, planned.update.colored, planned.mesh, self._residuals)
+        return StateLayout(
+            self._layout, planned.stage_placement, planned.update.by_stage, planned.mesh, self._residuals
+        )
 
     def _training(self, shapes: Any) -> Compiled:
         return self._for_shapes(shapes, training_list, "Compiling the training step")

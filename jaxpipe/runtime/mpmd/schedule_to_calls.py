@@ -412,13 +412,13 @@ class _Writer:
 
     def write_updates(self, update: UpdateContext) -> list[Key]:
         """Run the optimizer; returns what the next step begins with."""
-        builder, layout, colored = self.builder, self.layout, update.colored
+        builder, layout, by_stage = self.builder, self.layout, update.by_stage
         for s in layout.stages:
             self._give_optimizer(update, s)
         if update.exchange is not None:
             for s in layout.stages:
                 self.call_whole(exchange_work(update, s), s, consumes=True)
-        for number in range(len(colored.exchanged)):
+        for number in range(len(by_stage.exchanged)):
             for s in layout.stages:
                 work = share_work(update, s, number)
                 if work is None:
@@ -475,10 +475,10 @@ class _Writer:
 
     def _give_optimizer(self, update: UpdateContext, s: int) -> None:
         """Take note of optimizer state, residuals and numbers of steps at the devices of a stage."""
-        builder, colored = self.builder, update.colored
+        builder, by_stage = self.builder, update.by_stage
         place, lent = builder.place(s), not self.layout.counts(s)
-        for k, (t, owner) in enumerate(zip(colored.state, colored.state_stage, strict=True)):
-            aval = jax.ShapeDtypeStruct(colored.graph.tensors[t].shape, colored.graph.tensors[t].dtype)
+        for k, (t, owner) in enumerate(zip(by_stage.state, by_stage.state_stage, strict=True)):
+            aval = jax.ShapeDtypeStruct(by_stage.graph.tensors[t].shape, by_stage.graph.tensors[t].dtype)
             if owner in (s, None):
                 name = Name(Role.OPTIMIZER if owner == s else Role.SHARED, k)
                 builder.given(place, name, aval, keep=lent and owner is None)

@@ -22,7 +22,7 @@ from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.stage_placement import Layout
 from jaxpipe.runtime.mpmd.stage_work import Name, Role
 from jaxpipe.runtime.mpmd.update_work import SKIPPED
-from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.stages import Placement
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.sharding.mesh_axes import DATA
@@ -37,14 +37,14 @@ class StateLayout:
     Attributes:
       layout: where stages are.
       placement: the stage of each variable.
-      colored: the optimizer.
+      by_stage: the optimizer.
       mesh: the first devices of all members.
       residuals: the parameters that have residuals of a block-sparse exchange, by position.
     """
 
     layout: Layout
     placement: Placement
-    colored: ColoredUpdate
+    by_stage: PartitionedUpdate
     mesh: Mesh
     residuals: tuple[int, ...] = ()
 
@@ -70,7 +70,7 @@ class StateLayout:
 
     def optimizer(self, k: int) -> Key:
         """The key of leaf ``k`` of the optimizer state, which belongs to a stage."""
-        owner = self.colored.state_stage[k]
+        owner = self.by_stage.state_stage[k]
         assert owner is not None
         return Key(self.place(owner), Name(Role.OPTIMIZER, k))
 
@@ -80,19 +80,19 @@ class StateLayout:
         return (
             [self.parameter(k) for k in parameters],
             [self.variable(k) for k in variables],
-            [self.optimizer(k) for k in self.owned if self.colored.state_stage[k] == s],
+            [self.optimizer(k) for k in self.owned if self.by_stage.state_stage[k] == s],
             [self.residual(k) for k in self.residuals if self.placement.parameters[k] == s],
         )
 
     @property
     def owned(self) -> list[int]:
         """The leaves of the optimizer state that belong to a stage."""
-        return [k for k, owner in enumerate(self.colored.state_stage) if owner is not None]
+        return [k for k, owner in enumerate(self.by_stage.state_stage) if owner is not None]
 
     @property
     def shared(self) -> list[int]:
         """The leaves of the optimizer state that every stage has."""
-        return [k for k, owner in enumerate(self.colored.state_stage) if owner is None]
+        return [k for k, owner in enumerate(self.by_stage.state_stage) if owner is None]
 
     def sharding(self, key: Key) -> NamedSharding:
         """Sharding of an array of the state."""

@@ -27,7 +27,7 @@ from jaxpipe.gradients.block_sparse import Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.graph.graph import run
 from jaxpipe.runtime.mpmd.stage_work import STEP, Context, Name, Role, Work
-from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate, held_by, needed_operators, operators_of
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by, needed_operators, operators_of
 from jaxpipe.runtime.overwrite_state import renewals
 from jaxpipe.sharding.mesh_axes import DATA
 
@@ -64,7 +64,7 @@ class UpdateContext:
 
     Attributes:
       pipeline: the work of all stages on micro-batches.
-      colored: the optimizer, each of its operators with its stage.
+      by_stage: the optimizer, each of its operators with its stage.
       replicas: of the pipeline.
       exchange: how replicas exchange gradients; None if whole.
       guarded: whether a step that is not finite changes nothing.
@@ -72,7 +72,7 @@ class UpdateContext:
     """
 
     pipeline: Context
-    colored: ColoredUpdate
+    by_stage: PartitionedUpdate
     replicas: int
     exchange: Exchange | None = None
     guarded: bool = False
@@ -83,13 +83,13 @@ class UpdateContext:
         """By tensor number in the optimizer of a parameter or its gradient, that in the objective."""
         objective = self.pipeline.objective
         trained = [t for t in objective.parameters if t not in objective.frozen]
-        pairs = zip(self.colored.parameters, objective.parameters, strict=True)
-        return dict(pairs) | dict(zip(self.colored.gradients, trained, strict=True))
+        pairs = zip(self.by_stage.parameters, objective.parameters, strict=True)
+        return dict(pairs) | dict(zip(self.by_stage.gradients, trained, strict=True))
 
     @functools.cached_property
     def taken_dtype(self) -> dict[int, np.dtype[Any]]:
         """By trained parameter of the objective, the type in which the optimizer takes its gradient."""
-        return {self.tensor_of[t]: self.colored.graph.tensors[t].dtype for t in self.colored.gradients}
+        return {self.tensor_of[t]: self.by_stage.graph.tensors[t].dtype for t in self.by_stage.gradients}
 
     def is_alone(self, s: int) -> bool:
         """Return whether a stage has one device."""
@@ -303,8 +303,8 @@ def look_work(context: UpdateContext, s: int) -> Work:
 
 def share_work(context: UpdateContext, s: int, number: int) -> Work | None:
     """Return the work for what a stage tells the others before a round of the optimizer; None if that is nothing."""
-    colored = context.colored
-    told = [t for t in colored.exchanged[number] if colored.color[t] == s]
+    by_stage = context.by_stage
+    told = [t for t in by_stage.exchanged[number] if by_stage.stage_of[t] == s]
     if not told:
         return None
     operands = optimizer_operands(context, s, number)
@@ -325,7 +325,7 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
     Args:
       counts: whether it also writes what every device has: shared optimizer state and the numbers of steps.
     """
-    operands = optimizer_operands(context, s, len(context.colored.exchanged))
+    operands = optimizer_operands(context, s, len(context.by_stage.exchanged))
     names = {t: name for t, name in renewed_names(context, s).items() if counts or name.role is not Role.SHARED}
     ends, results_at_end = end_operands(context, s, counts)
     if context.guarded:
@@ -344,7 +344,7 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
 
 def renewed_names(context: UpdateContext, s: int) -> dict[int, Name]:
     """By tensor number in the optimizer, the parameters and the optimizer state that a stage writes."""
-    names = {t: Name(Role.PARAMETER, context.tensor_of[t]) for t in held_by(context.colored, s)[0]}
+    names = {t: Name(Role.PARAMETER, context.tensor_of[t]) for t in held_by(context.by_stage, s)[0]}
     return names | _state_places(context, s)
 
 
@@ -400,11 +400,13 @@ def renew(
     Returns:
       The new values, and the squared norm of the gradient.
     """
-    colored = context.colored
-    new = dict(zip((*colored.parameters, *colored.state), (*colored.new_parameters, *colored.new_state), strict=True))
+    by_stage = context.by_stage
+    new = dict(
+        zip((*by_stage.parameters, *by_stage.state), (*by_stage.new_parameters, *by_stage.new_state), strict=True)
+    )
     gradients = _gradients(context, s, values)
     written, squares = _renew(context, s, values, gradients, choose_value)
-    env = _environment(context, s, len(colored.exchanged), values, gradients)
+    env = _environment(context, s, len(by_stage.exchanged), values, gradients)
     _compute(context, s, [new[t] for t in names if t not in written], env)
     results = [written[t] if t in written else choose_value(values[name], env[new[t]]) for t, name in names.items()]
     return results, sum((squares[t] for t in gradients), start=jnp.float32(0))
@@ -426,14 +428,14 @@ def _renew(
     Returns:
       The new values, by tensor number of the old one in the optimizer, and the squared norm of each gradient.
     """
-    colored = context.colored
-    taken = {t: context.tensor_of[t] for t in held_by(colored, s)[1]}
+    by_stage = context.by_stage
+    taken = {t: context.tensor_of[t] for t in held_by(by_stage, s)[1]}
     # One by one, just before each is read, but where members make them together.
     lazy = context.exchange is None and context.is_alone(s)
-    env = _environment(context, s, len(colored.exchanged), values, gradients)
-    common = [t for op in colored.graph.operators for t in op.outputs if t not in colored.color]
+    env = _environment(context, s, len(by_stage.exchanged), values, gradients)
+    common = [t for op in by_stage.graph.operators for t in op.outputs if t not in by_stage.stage_of]
     _compute(context, s, common, env)
-    steps = renewals(colored, s, [t for t in env if t not in taken])
+    steps = renewals(by_stage, s, [t for t in env if t not in taken])
     waiting = set(taken) if lazy else set()
     before: list[Any] = []
     written: dict[int, Any] = {}
@@ -490,7 +492,7 @@ def _gradients(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[
 
 def _state_places(context: UpdateContext, s: int) -> dict[int, Name]:
     """By tensor number in the optimizer, the state of a stage and that which every stage has."""
-    update = context.colored
+    update = context.by_stage
     roles = {s: Role.OPTIMIZER, None: Role.SHARED}
     owned = enumerate(zip(update.state, update.state_stage, strict=True))
     return {t: Name(roles[owner], k) for k, (t, owner) in owned if owner in roles}
@@ -498,7 +500,7 @@ def _state_places(context: UpdateContext, s: int) -> dict[int, Name]:
 
 def optimizer_operands(context: UpdateContext, s: int, rounds: int) -> Operands:
     """Operands of the optimizer after some rounds of exchange."""
-    colored, pipeline = context.colored, context.pipeline
+    by_stage, pipeline = context.by_stage, context.pipeline
     if context.exchange is None:
         operands = _gradient_operands(context, s)
     else:
@@ -506,12 +508,12 @@ def optimizer_operands(context: UpdateContext, s: int, rounds: int) -> Operands:
         for t in pipeline.held(s):
             operands[Name(Role.EXCHANGED, t, 1)] = pipeline.aval(t)
     operands |= {
-        Name(Role.PARAMETER, context.tensor_of[t]): pipeline.aval(context.tensor_of[t]) for t in held_by(colored, s)[0]
+        Name(Role.PARAMETER, context.tensor_of[t]): pipeline.aval(context.tensor_of[t]) for t in held_by(by_stage, s)[0]
     }
     for t, name in _state_places(context, s).items():
-        operands.add(name, colored.graph.tensors[t].shape, colored.graph.tensors[t].dtype)
-    for t in (t for ts in colored.exchanged[:rounds] for t in ts):
-        operands.add(Name(Role.EXCHANGED, t), colored.graph.tensors[t].shape, colored.graph.tensors[t].dtype)
+        operands.add(name, by_stage.graph.tensors[t].shape, by_stage.graph.tensors[t].dtype)
+    for t in (t for ts in by_stage.exchanged[:rounds] for t in ts):
+        operands.add(Name(Role.EXCHANGED, t), by_stage.graph.tensors[t].shape, by_stage.graph.tensors[t].dtype)
     return operands
 
 
@@ -519,21 +521,21 @@ def _environment(
     context: UpdateContext, s: int, rounds: int, values: dict[Name, Any], gradients: dict[int, Any]
 ) -> dict[int, Any]:
     """Values by tensor number in the optimizer that a stage begins a round with."""
-    colored = context.colored
-    parameters, taken, _ = held_by(colored, s)
-    env: dict[int, Any] = dict(colored.graph.constants)
+    by_stage = context.by_stage
+    parameters, taken, _ = held_by(by_stage, s)
+    env: dict[int, Any] = dict(by_stage.graph.constants)
     env |= {t: values[Name(Role.PARAMETER, context.tensor_of[t])] for t in parameters}
     env |= {t: gradients[context.tensor_of[t]] for t in taken}
     env |= {t: values[name] for t, name in _state_places(context, s).items()}
-    return env | {t: values[Name(Role.EXCHANGED, t)] for ts in colored.exchanged[:rounds] for t in ts}
+    return env | {t: values[Name(Role.EXCHANGED, t)] for ts in by_stage.exchanged[:rounds] for t in ts}
 
 
 def _compute(context: UpdateContext, s: int, wanted: Sequence[int], env: dict[int, Any]) -> None:
     """Run what some tensors follow from: operators of the stage, and those that every stage runs."""
-    colored = context.colored
-    common = [op for op in colored.graph.operators if not any(t in colored.color for t in op.outputs)]
-    allowed = {op.outputs for op in (*common, *operators_of(colored, s))}
-    run(needed_operators([op for op in colored.graph.operators if op.outputs in allowed], wanted, env), env)
+    by_stage = context.by_stage
+    common = [op for op in by_stage.graph.operators if not any(t in by_stage.stage_of for t in op.outputs)]
+    allowed = {op.outputs for op in (*common, *operators_of(by_stage, s))}
+    run(needed_operators([op for op in by_stage.graph.operators if op.outputs in allowed], wanted, env), env)
 
 
 def zeros_work(label: str, avals: dict[Name, Any]) -> Work:

@@ -18,7 +18,7 @@ from jaxpipe.gradients.block_exchange import sent_share
 from jaxpipe.models.combine_metrics import combine
 from jaxpipe.runtime.executable_plan import Batching, Update
 from jaxpipe.runtime.gradient_precision import round_to
-from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate, held_by
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by
 from jaxpipe.runtime.overwrite_state import run_update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import run_exchange
@@ -54,7 +54,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
     norm that was sent, and the norm of the residuals.
     """
     specs = state_specs(state)
-    rounded = update.exchange is not None or not takes_sums(program, update.colored)
+    rounded = update.exchange is not None or not takes_sums(program, update.by_stage)
 
     def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
         parameters, variables, optimizer = map(_own, (state.parameters, state.variables, state.optimizer))
@@ -72,7 +72,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
 
         nonfinite = None if update.on_nonfinite is None else look(loss, sums, program)
         parameters, optimizer, shared = run_update(
-            update.colored,
+            update.by_stage,
             (program.parameters, program.gradients if rounded else program.sums, update.layout),
             (parameters, optimizer),
             gradients,
@@ -99,11 +99,11 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
 
 
-def takes_sums(program: Program, colored: ColoredUpdate) -> bool:
+def takes_sums(program: Program, by_stage: PartitionedUpdate) -> bool:
     """Return whether an optimizer takes some gradients in the types of their sums, not of their parameters."""
-    held = [held_by(colored, s)[1] for s in range(len(program.gradients.avals))]
+    held = [held_by(by_stage, s)[1] for s in range(len(program.gradients.avals))]
     pairs = zip(itertools.chain(*held), itertools.chain(*program.gradients.avals), strict=True)
-    return any(colored.graph.tensors[t].dtype != aval.dtype for t, aval in pairs)
+    return any(by_stage.graph.tensors[t].dtype != aval.dtype for t, aval in pairs)
 
 
 def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:

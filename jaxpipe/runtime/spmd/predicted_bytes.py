@@ -95,14 +95,14 @@ def _adds_up(program: Program) -> bool:
 
 def updating_bytes(update: Update, s: int) -> int:
     """Return the optimizer's working bytes in a stage, while it writes each new value over the old one."""
-    colored = update.colored
-    graph = colored.graph
-    common = [t for op in graph.operators for t in op.outputs if t not in colored.color]
-    shared = [t for t, owner in zip(colored.state, colored.state_stage, strict=True) if owner is None]
-    everywhere = {*graph.constants, *common, *shared, *(t for ts in colored.exchanged for t in ts)}
+    by_stage = update.by_stage
+    graph = by_stage.graph
+    common = [t for op in graph.operators for t in op.outputs if t not in by_stage.stage_of]
+    shared = [t for t, owner in zip(by_stage.state, by_stage.state_stage, strict=True) if owner is None]
+    everywhere = {*graph.constants, *common, *shared, *(t for ts in by_stage.exchanged for t in ts)}
     peaks: dict[Any, int] = {}
     beside, copied = 0, set()
-    for step in renewals(colored, s, everywhere):
+    for step in renewals(by_stage, s, everywhere):
         others = [t for t in step.reads if t != step.old]
         avals = [graph.tensors[t].aval for t in (*others, step.old)]
         alike = tuple((a.shape, a.dtype) for a in avals), tuple(op.name for op in step.operators)

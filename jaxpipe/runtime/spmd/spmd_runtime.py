@@ -153,7 +153,7 @@ class SpmdRuntime:
             gather(program.state, owners=placement.state, buffers=state.variables),
             gather(
                 update.layout,
-                owners=update.colored.state_stage,
+                owners=update.by_stage.state_stage,
                 buffers=state.optimizer,
                 shared=lambda: next(shared),
             ),
@@ -226,8 +226,8 @@ def abstract_state(planned: ExecutablePlan) -> TrainState:
     replicas = planned.batching.replicas
     residual = tuple(shaped((count, replicas, n), dtype, P(STAGE, DATA)) for n, dtype in held)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    colored = planned.update.colored
-    owned = zip(colored.state_avals, colored.state_stage, strict=True)
+    by_stage = planned.update.by_stage
+    owned = zip(by_stage.state_avals, by_stage.state_stage, strict=True)
     shared = tuple(shaped(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
     step = shaped((), np.int32, P())
     key = shaped((), key.dtype, P())

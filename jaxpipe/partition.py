@@ -26,7 +26,7 @@ from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models import check_arguments, check_batch
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics
 from jaxpipe.models.bound_model import BoundModel, UserFunction, bind, check_model, needs_variables
-from jaxpipe.models.microbatch_program import Objective, microbatch_shapes, trace_results, with_rows
+from jaxpipe.models.microbatch_program import MicrobatchProgram, microbatch_shapes, trace_results, with_rows
 from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.unroll_layers import check_unroll, scanned_variables, trace_unrolled
@@ -41,8 +41,8 @@ from jaxpipe.planning.assemble_plan import (
     build_candidate,
     choose,
     frozen_stages,
+    stage_replicas_of,
     stages_for,
-    teams_of,
 )
 from jaxpipe.planning.choose_runtime import check_runtime_features
 from jaxpipe.planning.cuts.interleaved_cuts import chunked
@@ -59,7 +59,7 @@ from jaxpipe.runtime.gradient_precision import check_effect, check_gradient_dtyp
 from jaxpipe.runtime.replica_exchange import check_exchange
 from jaxpipe.runtime.stages import Placement, Stage, places_to_cut, variable_spans
 from jaxpipe.schedules import Schedule, schedule_makers
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import DATA, with_own_names
 from jaxpipe.sharding.submesh import joined_mesh, split_mesh
@@ -250,7 +250,9 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> PlannedStep:
     check_batch.check_microbatches(size, request.replicas, m)
     schedules = []
     if isinstance(request.devices_per_stage, tuple):
-        schedules = schedule_makers.make_team_schedules(request.schedules, Teams(request.devices_per_stage), m)
+        schedules = schedule_makers.make_replicated_schedules(
+            request.schedules, StageReplicas(request.devices_per_stage), m
+        )
     elif not request.devices_per_stage:
         schedules = schedule_makers.make_schedules(request.schedules, request.num_stages, m)
     check_runtime_features(request, schedules)
@@ -279,8 +281,14 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> PlannedStep:
     traced = Traced(objective, model, update, profile, links, batch, microbatch, batching, local, shardings)
 
     def cut_again(before: Candidate, charged: Profile) -> Candidate:
-        schedule, teams = before.schedule, before.program.teams
-        other = _place(request, traced, charged, schedule.num_chunks, False if teams.single else teams.widths)
+        schedule, stage_replicas = before.schedule, before.program.stage_replicas
+        other = _place(
+            request,
+            traced,
+            charged,
+            schedule.num_chunks,
+            False if stage_replicas.is_single else stage_replicas.per_stage,
+        )
         bound = before.partition.lower_bound_seconds
         other = replace(other, profile=traced.profile, lower_bound_seconds=bound)
         return build_candidate(request, traced, other, schedule, *stages_for(request, traced, other), before.maker)
@@ -302,7 +310,7 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> PlannedStep:
 
 
 def _for_groups(
-    request: Request, objective: Objective, shardings: Shardings, profile: Profile
+    request: Request, objective: MicrobatchProgram, shardings: Shardings, profile: Profile
 ) -> tuple[Request, Profile, Network]:
     """Return the request and the profile for groups of devices that share a stage, and the links between groups."""
     links, whole = request.network, joined_mesh(request.mesh, request.submesh)
@@ -329,12 +337,12 @@ def _candidates(request: Request, traced: Traced, replicate: bool | tuple[int, .
 
     def candidates_of(makers: Sequence[schedule_makers.ScheduleMaker]) -> list[Candidate]:
         if replicate:
-            schedules = schedule_makers.make_team_schedules(makers, teams_of(placed(1), request), m)
+            schedules = schedule_makers.make_replicated_schedules(makers, stage_replicas_of(placed(1), request), m)
         else:
             schedules = schedule_makers.make_schedules(makers, request.num_stages, m)
         return _of_schedules(request, traced, schedules, placed, stages)
 
-    if replicate and teams_of(placed(1), request).single:
+    if replicate and stage_replicas_of(placed(1), request).is_single:
         return []
     if request.schedules is schedule_makers.AUTO and request.runtime != "spmd":
         # Devices that run free have schedules of their own; where one program is better, it has its own too.
@@ -369,7 +377,7 @@ def _of_schedules(
             if candidates:
                 trimmed = without_backward(schedule, frozen_stages(traced, stages(v)[1]))
                 free = candidates[0].runtime.name == "mpmd"
-                least = least_seconds(trimmed, placed(v), teams_of(placed(v), request), lockstep=not free)
+                least = least_seconds(trimmed, placed(v), stage_replicas_of(placed(v), request), lockstep=not free)
         except PartitionError:  # too few operators for so many stages; others will do
             continue
         if not candidates or least < min(earlier.seconds for earlier in candidates):
@@ -388,7 +396,7 @@ def _counts(size: int, replicas: int) -> list[int]:
 
 
 def _leaving_examples(
-    request: Request, model: BoundModel, objective: Objective, microbatch: Any, size: int, num_microbatches: int
+    request: Request, model: BoundModel, objective: MicrobatchProgram, microbatch: Any, size: int, num_microbatches: int
 ) -> int:
     """Return a number of micro-batches that leaves enough examples to each if the model normalizes over them.
 
@@ -398,7 +406,7 @@ def _leaving_examples(
     if rows >= FEW_EXAMPLES:
         return num_microbatches
 
-    def trace(rows: int) -> Objective:
+    def trace(rows: int) -> MicrobatchProgram:
         return trace_results(model, request.loss, with_rows(microbatch, rows))[0]
 
     modules = find_statistics(objective, rows, trace).modules
@@ -419,16 +427,16 @@ def _default_microbatches(size: int, request: Request) -> int:
     Where the model normalizes over examples, ``make_plan`` takes fewer, so that each has enough of them.
     """
     counts = _counts(size, request.replicas)
-    num_stages, deal = request.num_stages, 1
+    num_stages, round_size = request.num_stages, 1
     if isinstance(request.devices_per_stage, tuple):
-        num_stages, deal = len(request.devices_per_stage), Teams(request.devices_per_stage).deal
+        num_stages, round_size = len(request.devices_per_stage), StageReplicas(request.devices_per_stage).round_size
     if not counts:
         return 1
-    wanted = deal * (1 if num_stages == 1 else MICROBATCHES_PER_STAGE * num_stages)
+    wanted = round_size * (1 if num_stages == 1 else MICROBATCHES_PER_STAGE * num_stages)
     return next((m for m in counts if m >= wanted), counts[-1])
 
 
-def _profile(request: Request, objective: Objective, frozen: tuple[str, ...]) -> Profile:
+def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, ...]) -> Profile:
     graph = objective.graph
     if isinstance(request.profile, Profile):
         count = len(request.profile.names)
@@ -490,14 +498,14 @@ def _place(
     return placed if num_chunks == 1 else chunked(placed, num_chunks, **asked)
 
 
-def _scan(request: Request, objective: Objective) -> str:
+def _scan(request: Request, objective: MicrobatchProgram) -> str:
     """Return how to cut layers that are one operator."""
     lengths = () if request.unroll_scans else scanned_variables(objective).values()
     fix = "PlanOptions(unroll_scans=True) cuts between them"
     return f"Its {max(lengths)} layers are one scan: {fix}." if lengths else ""
 
 
-def _widest(objective: Objective, model: BoundModel) -> str:
+def _widest(objective: MicrobatchProgram, model: BoundModel) -> str:
     """Return which variable keeps most operators in one stage."""
     tied = variable_spans(objective)
     if not tied:

@@ -22,7 +22,7 @@ from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import UserFunction, with_values
 from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
-from jaxpipe.models.microbatch_program import Objective, trace_loss, trace_prediction, with_rows
+from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, trace_prediction, with_rows
 from jaxpipe.models.training_mode import warn_if_training
 from jaxpipe.plan import Plan
 from jaxpipe.planning.compile_within_budget import within_budget
@@ -65,7 +65,7 @@ class Pipeline:
         self._make_plan = make_plan
         self._ready = None if planned is None else (planned, runtime_of(planned))
         self._batch, *self._ahead = batches
-        self._forwards: dict[Any, tuple[Objective, Callable[[TrainState, Any], Any]]] = {}
+        self._forwards: dict[Any, tuple[MicrobatchProgram, Callable[[TrainState, Any], Any]]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -483,7 +483,9 @@ class Pipeline:
         shared = [paths[k] for k, owner in owned if owner is None]
         return next((k for k, path in enumerate(shared) if path.endswith(".hyperparams['learning_rate']")), None)
 
-    def _forward(self, name: str, state: TrainState, batch: Any) -> tuple[Objective, Callable[[TrainState, Any], Any]]:
+    def _forward(
+        self, name: str, state: TrainState, batch: Any
+    ) -> tuple[MicrobatchProgram, Callable[[TrainState, Any], Any]]:
         """Return what ``evaluate`` or ``predict`` computes for a batch, and a function that runs it."""
         check_state.check_state(state, self.plan.identity)
         shapes = shard_batch.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
@@ -494,7 +496,7 @@ class Pipeline:
             self._forwards[key] = objective, self._runtime.forward(name, objective, shapes, batching)
         return self._forwards[key]
 
-    def _trace_forward(self, name: str, shapes: Any) -> tuple[Objective, Batching]:
+    def _trace_forward(self, name: str, shapes: Any) -> tuple[MicrobatchProgram, Batching]:
         function = self._functions[name]
         if function is None:
             raise PartitionError(f"partition was given no {name} function; pass {name}=lambda model, batch: ...")
@@ -515,7 +517,7 @@ class Pipeline:
         return objective, batching
 
 
-def _metrics(objective: Objective, loss: Any, leaves: Sequence[Any]) -> dict[str, Any]:
+def _metrics(objective: MicrobatchProgram, loss: Any, leaves: Sequence[Any]) -> dict[str, Any]:
     """The loss beside the user's metrics; metrics that are not a dictionary stand under ``"metrics"``."""
     metrics = jax.tree.unflatten(objective.tree, leaves)
     by_name = metrics if isinstance(metrics, dict) else {"metrics": metrics}

@@ -12,7 +12,7 @@ import msgspec
 from rich.table import Table
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.checked_json import Amount, Count, Positive, read_json
 from jaxpipe.text.html_table import html_table
@@ -242,9 +242,9 @@ class Plan:
         return self.each_device or (self.predicted_bytes,) * (len(devices) * math.prod(self.axes.values()))
 
     @property
-    def teams(self) -> Teams:
+    def stage_replicas(self) -> StageReplicas:
         """Return how many devices of each replica every stage has."""
-        return Teams(tuple(len(stage.devices) // self.replicas for stage in self.stages))
+        return StageReplicas(tuple(len(stage.devices) // self.replicas for stage in self.stages))
 
     @property
     def identity(self) -> str:
@@ -281,7 +281,7 @@ class Plan:
         return html_table(self.__rich__())
 
     def __rich__(self) -> Table:
-        widths = self.teams.widths
+        widths = self.stage_replicas.per_stage
         size = f"{self.replicas} replicas" if set(widths) <= {1} else f"{' + '.join(map(str, widths))} devices"
         size += "".join(f" x {axis} {count}" for axis, count in self.axes.items())
         title = (

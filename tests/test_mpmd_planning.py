@@ -13,7 +13,7 @@ import jaxpipe
 from jaxpipe import _compat
 from jaxpipe.errors import MemoryBudgetError, ScheduleError
 from jaxpipe.planning.dispatch_timeline import CALL_SECONDS, SEND_SECONDS, Dispatching, dispatched_timeline
-from jaxpipe.schedules import Teams, gpipe, interleaved, one_f_one_b, simulate, zero_bubble
+from jaxpipe.schedules import StageReplicas, gpipe, interleaved, one_f_one_b, simulate, zero_bubble
 
 
 WIDTH, LAYERS, ROWS, M = 64, 8, 32, 8
@@ -55,7 +55,9 @@ def default():
 
 def free(schedule, forward, backward, messages, processes):
     zero = [0.0] * len(forward)
-    return dispatched_timeline(schedule, forward, backward, zero, Dispatching(messages, processes, Teams((1, 1))))
+    return dispatched_timeline(
+        schedule, forward, backward, zero, Dispatching(messages, processes, StageReplicas((1, 1)))
+    )
 
 
 ONE = [(0,), (0,)]
@@ -81,7 +83,9 @@ def test_processes_call_at_the_same_time():
 
 def test_zero_bubble_makes_two_calls_of_a_backward_pass():
     zero = [0.0, 0.0]
-    found = dispatched_timeline(zero_bubble(2, 1), zero, zero, zero, Dispatching([(0.0, 0.0)] * 2, ONE, Teams((1, 1))))
+    found = dispatched_timeline(
+        zero_bubble(2, 1), zero, zero, zero, Dispatching([(0.0, 0.0)] * 2, ONE, StageReplicas((1, 1)))
+    )
     # F, I, W of stage 0; F with I, and W, of stage 1: the last weight work follows the message back.
     assert found.makespan == pytest.approx(5 * CALL_SECONDS + 2 * SEND_SECONDS, abs=SEND_SECONDS)
 

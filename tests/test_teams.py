@@ -25,7 +25,7 @@ from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.planning import partition_layers
 from jaxpipe.planning.dispatch_timeline import CALL_SECONDS
 from jaxpipe.schedules import one_f_one_b
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.replicas import StageReplicas
 
 
 planned_of = functools.partial(pipeline_of, runtime="mpmd")
@@ -39,16 +39,16 @@ EXACT = optax.sgd(0.5, momentum=0.5)
 
 
 def test_who_works_on_what():
-    teams = Teams((2, 3))
-    assert (teams.deal, teams.groups) == (6, ((0, 1), (2, 3, 4)))
-    assert ([teams.turns(s) for s in range(2)], teams.most_turns) == ([3, 2], 3)
-    assert (teams.deals(12), teams.deals(13)) == (2, 3)
+    stage_replicas = StageReplicas((2, 3))
+    assert (stage_replicas.round_size, stage_replicas.groups) == (6, ((0, 1), (2, 3, 4)))
+    assert ([stage_replicas.per_device(s) for s in range(2)], stage_replicas.most_per_device) == ([3, 2], 3)
+    assert (stage_replicas.rounds(12), stage_replicas.rounds(13)) == (2, 3)
 
 
 @pytest.mark.parametrize("widths", [(), (2, 0), (-1, 3)])
 def test_every_stage_has_a_device(widths):
-    with pytest.raises(ScheduleError, match=r"Teams\(widths=.* at least 1"):
-        Teams(widths)
+    with pytest.raises(ScheduleError, match=r"StageReplicas\(per_stage=.* at least 1 device"):
+        StageReplicas(widths)
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def plain_step(case, params, state, keys, widths):
 
 def of_stages(pipeline, gradients):
     """Of gradients by width, each parameter's by the width of the stage that it is placed in."""
-    widths = [pipeline.plan.teams.widths[s] for s in pipeline._planned.stage_placement.parameters]
+    widths = [pipeline.plan.stage_replicas.per_stage[s] for s in pipeline._planned.stage_placement.parameters]
     leaves = {k: jax.tree.leaves(gradient) for k, gradient in gradients.items()}
     tree = jax.tree.structure(next(iter(gradients.values())))
     return jax.tree.unflatten(tree, [leaves[k][n] for n, k in enumerate(widths)])
@@ -111,7 +111,7 @@ def check_exactly(widths, m=M, steps=3, **options):
     [pytest.param(WIDTHS[0], marks=pytest.mark.core), WIDTHS[1], pytest.param(WIDTHS[2], marks=pytest.mark.slow)],
 )
 def test_parameters_after_three_steps_are_those_of_plain_accumulation(widths):
-    """8 micro-batches: the last deal of 3 is short."""
+    """8 micro-batches: the last round of 3 is short."""
     check_exactly(widths)
 
 
@@ -224,7 +224,7 @@ def check_statistics(widths, convolutions):
 
 @pytest.mark.slow
 def test_running_statistics_and_dropout_are_those_of_plain_training():
-    """And all devices of a stage agree; evaluation and prediction take batches that no deal divides."""
+    """And all devices of a stage agree; evaluation and prediction take batches that no round divides."""
     pipeline, state, variables = check_statistics((2, 1), False)
     batch = images(8, 8, 1, rows=14)
     logits = jax.jit(lambda v, x: normalized_case(False).model.apply(v, x, train=False))(variables, batch["x"])
@@ -243,7 +243,7 @@ def test_running_statistics_of_convolutions(widths):
 
 
 def test_a_checkpoint_goes_on_in_stages_that_are_alike(tmp_path):
-    """With the same bits: what is saved knows nothing of teams."""
+    """With the same bits: what is saved knows nothing of replicas."""
     case = normalized_case(False)
     pipeline = normalized_pipeline((2, 1))
     state, _ = pipeline.step(pipeline.init(jax.random.key(3)), case.batch)
@@ -408,7 +408,7 @@ def test_the_planner_chooses_teams_where_stages_cannot_be_balanced():
     chosen = layers(True, profile=profile)
     assert chosen.plan.step_seconds < single.plan.step_seconds
     assert sum(len(stage.devices) for stage in chosen.plan.stages) == 4
-    assert max(chosen.plan.teams.widths) > 1
+    assert max(chosen.plan.stage_replicas.per_stage) > 1
 
 
 def test_devices_of_a_network_are_put_into_teams():
@@ -460,13 +460,13 @@ def test_widths_on_paper():
             (3, 1),
             {"schedule": lambda p, m: one_f_one_b(p, 12)},
             r"num_microbatches=4\) gave 1f1b for 2 stages and 12 micro-batches\. Pass num_microbatches=36, or another "
-            r"table\. With stages on 3 \+ 1 devices \(devices_per_stage=\) a micro-batch of a schedule is a deal of 3, "
-            ".* so num_microbatches=12 are 4 for it",
+            r"table\. With stages on 3 \+ 1 devices \(devices_per_stage=\) a micro-batch of a schedule is a round of "
+            "3, .* so num_microbatches=12 are 4 for it",
         ),
         (
             (3, 1),
             {"schedule": lambda p, m: one_f_one_b(4, m)},
-            r"Pass devices_per_stage= for 4 stages, or .* a deal of 3",
+            r"Pass devices_per_stage= for 4 stages, or .* a round of 3",
         ),
         ((1, 1, 2), {"rows": 1, "m": 1}, None),
     ],
@@ -476,15 +476,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_traced(replicate, optio
         pytest.fail("traced")
 
     if message is None:
-        assert layers(replicate, **options).plan.teams.widths == replicate
+        assert layers(replicate, **options).plan.stage_replicas.per_stage == replicate
         return
     with pytest.raises(PartitionError, match=message):
         layers(replicate, loss=loss, **options)
 
 
 def test_a_schedule_that_does_not_exist_for_so_many_deals_tells_of_deals():
-    """``interleaved`` wants a multiple of the stages: 3 deals are none, though 8 micro-batches are."""
-    with pytest.raises(ScheduleError, match=r"num_microbatches=3, .* is a deal of 3, .* num_microbatches=8 are 3 for"):
+    """``interleaved`` wants a multiple of the stages: 3 rounds are none, though 8 micro-batches are."""
+    with pytest.raises(ScheduleError, match=r"num_microbatches=3, .* is a round of 3, .* num_microbatches=8 are 3 for"):
         layers((3, 1), m=8, schedule="interleaved")
 
 
@@ -492,7 +492,7 @@ def test_the_planner_goes_on_with_one_device_each_where_a_schedule_is_not_for_te
     profile = one_costly_layer()
     assert len(layers(True, m=8, profile=profile).plan.stages) < 4
     plan = layers(True, m=8, profile=profile, schedule="interleaved").plan
-    assert (plan.schedule, plan.teams.single) == ("interleaved-2", True)
+    assert (plan.schedule, plan.stage_replicas.is_single) == ("interleaved-2", True)
 
 
 @pytest.mark.parametrize("widths", [(3, 1), 2, True])

@@ -189,7 +189,7 @@ def wide(width: int = 32) -> Case:
 def test_stages_on_several_devices_have_their_own_layers(replicate, widths):
     # With layers as narrow as 32, one stage on all three devices is the fastest.
     pipeline = pipeline_of(wide(64), 3, options=jaxpipe.PlanOptions(unroll_scans=True, devices_per_stage=replicate))
-    assert widths in (None, pipeline.plan.teams.widths)
+    assert widths in (None, pipeline.plan.stage_replicas.per_stage)
     names, stages = (v.name for v in pipeline._planned.model.parameters), pipeline._planned.stage_placement.parameters
     home = {name: stage for name, stage in zip(names, stages, strict=True) if "Dense_0/kernel[" in name}
     assert len(home) == LAYERS and len(set(home.values())) > 1

@@ -17,7 +17,7 @@ from jaxpipe.graph.sharding_annotations import outside_mesh, without_annotations
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel, UserFunction, bind
 from jaxpipe.models.check_arguments import check_function
-from jaxpipe.models.microbatch_program import Objective, microbatch_shapes
+from jaxpipe.models.microbatch_program import MicrobatchProgram, microbatch_shapes
 from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.unroll_layers import check_unroll, trace_unrolled
@@ -107,7 +107,7 @@ def frozen_names(model: BoundModel, trained: Sequence[bool]) -> tuple[str, ...]:
     return tuple(v.name for v, kept in zip(model.parameters, trained, strict=True) if not kept)
 
 
-def profile_objective(objective: Objective, source: Source, device: Any, *, cache: bool = True) -> Profile:
+def profile_objective(objective: MicrobatchProgram, source: Source, device: Any, *, cache: bool = True) -> Profile:
     """Profile a traced micro-batch, measured on a device or estimated for it."""
     backward_graph, held = _program(objective)
     if source == "measured" and not cache:
@@ -123,7 +123,7 @@ def profile_objective(objective: Objective, source: Source, device: Any, *, cach
     return profile
 
 
-def without_frozen_work(profile: Profile, objective: Objective, frozen: Sequence[str]) -> Profile:
+def without_frozen_work(profile: Profile, objective: MicrobatchProgram, frozen: Sequence[str]) -> Profile:
     """A profile of a program that is trained as a whole, less the work and the residuals of frozen parameters.
 
     They are left out in proportion to an estimate, operator by operator.
@@ -151,7 +151,7 @@ def without_frozen_work(profile: Profile, objective: Objective, frozen: Sequence
     )
 
 
-def _program(objective: Objective) -> tuple[BackwardGraph, tuple[int, ...]]:
+def _program(objective: MicrobatchProgram) -> tuple[BackwardGraph, tuple[int, ...]]:
     """Return a micro-batch's program of one device with its derivative, and the inputs that every stage has."""
     graph = objective.graph
     if graph.stage_shape:

@@ -19,7 +19,7 @@ from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.models.microbatch_program import Objective, trace_loss
+from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss
 from jaxpipe.models.traced_update import TracedUpdate, trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.variable_shardings import Shardings
@@ -54,7 +54,7 @@ from jaxpipe.runtime.spmd.buffer_layout import lay_out
 from jaxpipe.runtime.spmd.predicted_bytes import predict
 from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place, with_backward
 from jaxpipe.schedules import Schedule, schedule_makers
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import DATA
 
@@ -78,7 +78,7 @@ class Traced:
       shardings: how variables are split within a stage.
     """
 
-    objective: Objective
+    objective: MicrobatchProgram
     model: BoundModel
     update: TracedUpdate
     profile: Profile
@@ -136,14 +136,14 @@ def stages_for(request: Request, traced: Traced, partition: Partition) -> tuple[
     objective, cuts = traced.objective, (0, *(stage.operators.stop for stage in partition.stages))
     placement = place(objective, cuts)
     stages = shared_stages(
-        objective, traced.model, cut_stages(objective, cuts, placement), teams_of(partition, request)
+        objective, traced.model, cut_stages(objective, cuts, placement), stage_replicas_of(partition, request)
     )
     return placement, with_backward(objective, stages, request.policy)
 
 
-def teams_of(partition: Partition, request: Request) -> Teams:
+def stage_replicas_of(partition: Partition, request: Request) -> StageReplicas:
     """Return how many devices along the stage axis each stage has."""
-    return Teams(tuple(len(stage.devices) // request.replicas for stage in partition.stages))
+    return StageReplicas(tuple(len(stage.devices) // request.replicas for stage in partition.stages))
 
 
 def build_candidate(
@@ -164,7 +164,7 @@ def build_candidate(
         objective=traced.objective,
         stages=stages,
         schedule=without_backward(schedule, frozen_stages(traced, stages)),
-        teams=Teams(teams_of(partition, request).widths[: schedule.num_stages]),
+        stage_replicas=StageReplicas(stage_replicas_of(partition, request).per_stage[: schedule.num_stages]),
         num_microbatches=traced.batching.num_microbatches,
         placement=placement,
         parameters=lay_out([[aval for aval, _ in pairs] for pairs in parameters]),
@@ -174,7 +174,7 @@ def build_candidate(
         gradient_dtype=request.gradient_dtype,
         specs=traced.shardings.specs(traced.objective),
     )
-    if request.budget is not None and request.network is not None and program.teams.single:
+    if request.budget is not None and request.network is not None and program.stage_replicas.is_single:
         partition = _map_for_swaps(program, partition)
     return Candidate(request, partition, stage_placement, program, schedule, maker)
 
@@ -422,9 +422,9 @@ def _period(program: Program, partition: Partition) -> float:
 
 def _slowness(program: Program, partition: Partition) -> tuple[float, ...]:
     """Return, by stage, how many times slower than the profiled device its own is, or are together."""
-    widths = [program.teams.widths[program.device(s)] for s in range(len(partition.stages))]
-    teams = zip(partition.stages, widths, strict=True)
-    return tuple(1 / (width * min(partition.network.speed[d] for d in stage.devices)) for stage, width in teams)
+    widths = [program.stage_replicas.per_stage[program.device(s)] for s in range(len(partition.stages))]
+    pairs = zip(partition.stages, widths, strict=True)
+    return tuple(1 / (width * min(partition.network.speed[d] for d in stage.devices)) for stage, width in pairs)
 
 
 def _prices(request: Request, program: Program, partition: Partition) -> Prices:

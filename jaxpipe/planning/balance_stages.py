@@ -53,7 +53,10 @@ def balanced(first: PlannedStep, cut_again: Callable[[Profile], PlannedStep | No
 
 
 def _round(planned: PlannedStep) -> BalanceRound:
-    network, stages = planned.partition.network, zip(planned.plan.stages, planned.plan.teams.widths, strict=True)
+    network, stages = (
+        planned.partition.network,
+        zip(planned.plan.stages, planned.plan.stage_replicas.per_stage, strict=True),
+    )
     seconds = [
         (stage.forward_seconds + stage.backward_seconds) / (width * min(network.speed[d] for d in stage.devices))
         for stage, width in stages

@@ -29,7 +29,7 @@ from jaxpipe.runtime.spmd.stage_branches import touched
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST, swap_points
 
 
@@ -106,16 +106,18 @@ def runtime_timeline(
     """A step in one of the runtimes."""
     if runtime == "mpmd":
         processes = processes_of(request.mesh, partition, program.num_devices)
-        dispatching = Dispatching(message_seconds(program, partition), processes, program.teams)
+        dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
         return dispatched_timeline(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
     return step_timeline(program, partition, seconds)
 
 
-def least_seconds(schedule: Schedule, partition: Partition, teams: Teams, lockstep: bool = True) -> float:
+def least_seconds(
+    schedule: Schedule, partition: Partition, stage_replicas: StageReplicas, lockstep: bool = True
+) -> float:
     """Return what a step takes at least with some cuts: its work alone."""
     work = []
     for s, stage in enumerate(partition.stages):
-        speed = min(partition.network.speed[d] for d in stage.devices) / teams.turns(s)
+        speed = min(partition.network.speed[d] for d in stage.devices) / stage_replicas.per_device(s)
         operators = slice(stage.operators.start, stage.operators.stop)
         sums = sum(partition.profile.forward_seconds[operators]), sum(partition.profile.backward_seconds[operators])
         work.append([seconds / speed for seconds in sums])
@@ -128,7 +130,7 @@ def least_seconds(schedule: Schedule, partition: Partition, teams: Teams, lockst
 
 def step_seconds(program: Program, partition: Partition, timeline: Timeline) -> float:
     """A step with what devices that share a stage need to add up their gradients."""
-    if program.teams.single:
+    if program.stage_replicas.is_single:
         return timeline.makespan
     model = Synchronous(partition.network, program.num_microbatches)
     weights = np.array([program.sums.bytes], np.float64)
@@ -160,7 +162,7 @@ def stage_search_arguments(
       added: by what storage within a budget costs.
     """
     seconds = stage_seconds(program, partition, added, own_sums=True, splits=True)
-    dispatching = Dispatching(message_seconds(program, partition), (), program.teams)
+    dispatching = Dispatching(message_seconds(program, partition), (), program.stage_replicas)
     return search_arguments(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
 
 
@@ -277,7 +279,7 @@ def describe(
         profile=partition.profile.source,
         rates=_whose_rates(request, partition.profile),
         step_seconds=step_seconds(program, partition, timeline),
-        bubble_fraction=_idle_share(timeline, program.teams.widths),
+        bubble_fraction=_idle_share(timeline, program.stage_replicas.per_stage),
         lower_bound_seconds=partition.lower_bound_seconds,
         schedule_bound_seconds=bound,
         budget=budget,

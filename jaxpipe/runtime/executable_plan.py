@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.graph.codec_policy import Policy
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.variable_shardings import Shardings
 from jaxpipe.plan import Plan
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
@@ -107,14 +107,14 @@ class ExecutablePlan:
     batching: Batching
     policy: Policy
     schedules: tuple[ScheduleMaker, ...]
-    retrace: Callable[[Any], Objective]
+    retrace: Callable[[Any], MicrobatchProgram]
     shardings: Shardings
     compiled: Compiled | None = None
     calls: Any = None
     traces: dict[Any, Any] = field(default_factory=dict)
 
 
-def followed_cuts(planned: ExecutablePlan, objective: Objective, name: str) -> list[int]:
+def followed_cuts(planned: ExecutablePlan, objective: MicrobatchProgram, name: str) -> list[int]:
     """Return the cuts of another program over the same variables, each of which stays in its stage."""
     names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
     borrowed = {t for stage in planned.program.stages for t in stage.borrowed}

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import Graph, live, ordered
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.models.microbatch_program import Objective
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.models.microbatch_program import MicrobatchProgram
+from jaxpipe.schedules.replicas import StageReplicas
 
 
 if TYPE_CHECKING:
@@ -38,23 +38,23 @@ class Fold:
 
 
 def shared_stages(
-    objective: Objective, model: BoundModel, stages: Sequence["Stage"], teams: Teams
+    objective: MicrobatchProgram, model: BoundModel, stages: Sequence["Stage"], stage_replicas: StageReplicas
 ) -> tuple["Stage", ...]:
     """Return the stages; those on several devices get a fold for their state.
 
     Raises:
       PartitionError: if that is not possible.
     """
-    if teams.single:
+    if stage_replicas.is_single:
         return tuple(stages)
     names = dict(zip(objective.state, (v.name for v in model.state), strict=True))
     return tuple(
         stage if width == 1 else separate(objective, stage, width, names)
-        for stage, width in zip(stages, teams.widths, strict=True)
+        for stage, width in zip(stages, stage_replicas.per_stage, strict=True)
     )
 
 
-def separate(objective: Objective, stage: "Stage", width: int, names: Mapping[int, str]) -> "Stage":
+def separate(objective: MicrobatchProgram, stage: "Stage", width: int, names: Mapping[int, str]) -> "Stage":
     """Return the stage without the operators that follow from its state, which become its fold.
 
     Args:

@@ -70,7 +70,7 @@ def find(runtime: Runtime, state: TrainState, batch: Any) -> NonFiniteOrigin | N
     program, model = planned.program, planned.model
     objective, graph = program.objective, program.objective.graph
     replicas, m = planned.batching.replicas, planned.batching.num_microbatches
-    devices = [stage_devices(planned.mesh, program.teams, s)[0] for s in range(program.num_devices)]
+    devices = [stage_devices(planned.mesh, program.stage_replicas, s)[0] for s in range(program.num_devices)]
     homes = [s for s, stage in enumerate(planned.plan.stages) for _ in range(*stage.operators)]
 
     arrays = runtime.to_host(state)

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.spmd.buffer_layout import Layout
 from jaxpipe.runtime.spmd.tick_table import Arena, Columns, arena, columns
 from jaxpipe.runtime.stages import Placement, Stage
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Kind, Schedule
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.sharding.partition_specs import Specs
 
 
@@ -33,14 +33,14 @@ class Program:
     """Stages, a schedule, and where variables live: all that the tick loop needs.
 
     Stage ``s`` is on device ``s % schedule.num_stages``. Stage programs (``jaxpipe.runtime.mpmd``) may have several
-    devices in a stage: a device of the schedule is then such a team, and a micro-batch of it a deal
+    devices in a stage: a device of the schedule then stands for all of them, and a micro-batch for a round
     (``jaxpipe.schedules.replicas``).
 
     Attributes:
       objective: what is computed for a micro-batch.
       stages: its stages.
       schedule: the table.
-      teams: the devices along the stage axis.
+      stage_replicas: the devices along the stage axis.
       num_microbatches: of a step, on each replica of the data axis.
       placement: the device of every variable.
       parameters, state: layouts of the variables, by device.
@@ -51,10 +51,10 @@ class Program:
       specs: how arrays are split over the devices of a stage.
     """
 
-    objective: Objective
+    objective: MicrobatchProgram
     stages: tuple[Stage, ...]
     schedule: Schedule
-    teams: Teams
+    stage_replicas: StageReplicas
     num_microbatches: int
     placement: Placement
     parameters: Layout
@@ -75,7 +75,7 @@ class Program:
 
     @property
     def num_devices(self) -> int:
-        """Devices along the stage axis, or teams of them."""
+        """Devices along the stage axis, or the stages on them."""
         return self.schedule.num_stages
 
     def device(self, stage: int) -> int:
@@ -149,7 +149,7 @@ class Program:
 
     def in_flight(self, device: int, chunk: int | None = None) -> int:
         """The most stashes that a device holds at the same time, of all its stages or of one."""
-        return self.schedule.in_flight(device, chunk) * self.teams.turns(device)
+        return self.schedule.in_flight(device, chunk) * self.stage_replicas.per_device(device)
 
     @property
     def sends_early(self) -> bool:

@@ -9,7 +9,7 @@ from jaxpipe.graph.codec_policy import FAST, Policy
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
 from jaxpipe.graph.row_slices import slice_rows
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.fold_state import Fold
@@ -95,7 +95,7 @@ class Placement:
         )
 
 
-def variable_spans(objective: Objective) -> dict[int, tuple[tuple[int, int], ...]]:
+def variable_spans(objective: MicrobatchProgram) -> dict[int, tuple[tuple[int, int], ...]]:
     """For each parameter and state variable that is used, first and last operator of uses that stay together.
 
     A parameter that is used again behind other parameters' products (a tied embedding) may be used in several stages.
@@ -107,12 +107,12 @@ def variable_spans(objective: Objective) -> dict[int, tuple[tuple[int, int], ...
     return {**uses_apart(objective.graph, objective.parameters), **{t: (span,) for t, span in state.items()}}
 
 
-def places_to_cut(objective: Objective) -> list[bool]:
+def places_to_cut(objective: MicrobatchProgram) -> list[bool]:
     """Return where a stage may begin: not between two uses of one variable that stay together."""
     return allowed_cuts(objective.graph, itertools.chain.from_iterable(variable_spans(objective).values()))
 
 
-def place(objective: Objective, cuts: Sequence[int]) -> Placement:
+def place(objective: MicrobatchProgram, cuts: Sequence[int]) -> Placement:
     """Put every variable into the stage that uses it first; what nothing uses, into the first."""
     first = {t: uses[0][0] for t, uses in variable_spans(objective).items()}
 
@@ -123,7 +123,12 @@ def place(objective: Objective, cuts: Sequence[int]) -> Placement:
 
 
 def follow(
-    objective: Objective, placement: Placement, num_stages: int, names: Sequence[str], what: str, shared: Sequence[int]
+    objective: MicrobatchProgram,
+    placement: Placement,
+    num_stages: int,
+    names: Sequence[str],
+    what: str,
+    shared: Sequence[int],
 ) -> list[int]:
     """Cuts of another program over the same variables, so that each is used where it is placed.
 
@@ -154,7 +159,7 @@ def follow(
     return cuts
 
 
-def cut_stages(objective: Objective, cuts: Sequence[int], placement: Placement) -> tuple[Stage, ...]:
+def cut_stages(objective: MicrobatchProgram, cuts: Sequence[int], placement: Placement) -> tuple[Stage, ...]:
     """The forward programs of all stages. Every operator is in exactly one."""
     graph = objective.graph
     body = replace(graph, outputs=())
@@ -209,7 +214,7 @@ def count_frozen(stages: Sequence[Stage]) -> int:
     return min(next(trained, len(stages)), len(stages) - 1)
 
 
-def with_backward(objective: Objective, stages: Sequence[Stage], policy: Policy = FAST) -> tuple[Stage, ...]:
+def with_backward(objective: MicrobatchProgram, stages: Sequence[Stage], policy: Policy = FAST) -> tuple[Stage, ...]:
     """Return the stages with backward programs, by the default storage plan of each under a policy."""
     active = _active(objective)
     loss = objective.results[0]
@@ -251,7 +256,7 @@ def in_slices(stage: Stage, loss: int, policy: Policy = FAST) -> tuple[Stage, tu
     return replace(stage, graph=sliced.graph, vjp=built, saved=saved, slices=sliced.count), sliced.operators
 
 
-def _active(objective: Objective) -> set[int]:
+def _active(objective: MicrobatchProgram) -> set[int]:
     """Tensors that depend on a trained parameter and can carry a cotangent."""
     tensors = objective.graph.tensors
     active = set(objective.differentiated)

@@ -294,7 +294,7 @@ def _own_stash(plan: Plan, schedule: Schedule, device: int) -> _Bars:
     for chunk in range(schedule.num_chunks):
         stage = chunk * schedule.num_stages + device
         label = f"stage {stage}" if schedule.num_chunks > 1 else None
-        each = plan.teams.turns(device) * plan.stages[stage].stash_bytes
+        each = plan.stage_replicas.per_device(device) * plan.stages[stage].stash_bytes
         held, moved = _held(schedule, device, chunk), sum(piece.bytes for piece in plan.stages[stage].pieces)
         away = _away(schedule, stage) if moved else [0] * len(held)
         bars.append((label, [n * each - gone * moved for n, gone in zip(held, away, strict=True)]))
@@ -332,7 +332,7 @@ def _stash_title(plan: Plan, schedule: Schedule, device: int) -> str:
 
 
 def _held(schedule: Schedule, device: int, chunk: int) -> list[int]:
-    """Return how many micro-batches' stash of a chunk a device holds in each tick; where stages have teams, deals'."""
+    """Return how many stashes of a chunk a device holds in each tick, of micro-batches or of rounds."""
     last = Kind.BACKWARD_WEIGHT if schedule.splits_backward else Kind.BACKWARD
     starts, ends = schedule.when(device, Kind.FORWARD, chunk), schedule.when(device, last, chunk)
     return [sum(starts[j] <= t <= ends[j] for j in ends) for t in range(len(schedule.ticks))]

@@ -205,8 +205,9 @@ class Synchronous(CostModel):
 
     All stages walk through the ticks in step (``jaxpipe.schedules.simulate``): of the forward passes in a tick the
     slowest counts, of the backward passes too, and after each tick neighbors exchange messages that are as large as
-    the largest of all. The micro-batches of a step go through in ``R`` deals (``jaxpipe.schedules.replicas``), each of
-    as many as the sizes of all teams divide. With ``F_s`` and ``B_s`` a device's seconds for a deal, and ``T`` ticks
+    the largest of all. The micro-batches of a step go through in ``R`` rounds (``jaxpipe.schedules.replicas``), each of
+    as many as the numbers of devices of all stages divide. With ``F_s`` and ``B_s`` a device's seconds for a round, and
+    ``T`` ticks
 
         step = wavefront(F) + wavefront(B) + T * exchange + all-reduce
 

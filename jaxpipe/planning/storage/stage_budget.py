@@ -269,7 +269,7 @@ class StageFitter:
     def _swap_targets(self, default: _Candidate, over: Sequence[int], budget: int) -> dict[int, Targets]:
         """Find memory elsewhere for the stages of devices that are over the budget, the fullest first."""
         program, links = self.program, self._prices.links
-        if not program.teams.single or not program.schedule.has_backward:
+        if not program.stage_replicas.is_single or not program.schedule.has_backward:
             return {}
         rooms = {t: budget - needed for t, needed in enumerate(default.needs) if t not in over}
         chosen: dict[int, Targets] = {}

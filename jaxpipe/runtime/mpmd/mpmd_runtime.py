@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import multihost
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.models.check_batch import shape_key
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.interface import Bytes, StepResults
@@ -70,7 +70,7 @@ class MpmdRuntime:
     @cached_property
     def devices(self) -> StageDevices:
         """The devices of every stage."""
-        mesh, groups = self.planned.mesh, self.planned.program.teams.groups
+        mesh, groups = self.planned.mesh, self.planned.program.stage_replicas.groups
         grid = mesh.devices[..., None] if DATA not in mesh.axis_names else mesh.devices
         grid = np.moveaxis(grid, mesh.axis_names.index(STAGE), 0).reshape(sum(map(len, groups)), -1)
         rows = [tuple(grid[list(groups[s % len(groups)])].T.flat) for s in self.places]
@@ -160,13 +160,15 @@ class MpmdRuntime:
         return loss, metrics, gradients
 
     @progress("Compiling the forward pass")
-    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Callable[[Any, Any], Any]:
+    def forward(
+        self, name: str, objective: MicrobatchProgram, shapes: Any, batching: Batching
+    ) -> Callable[[Any, Any], Any]:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
         planned = self.planned
         before = planned.program.schedule
         stages = cut_stages(objective, followed_cuts(planned, objective, name), planned.stage_placement)
-        deals = planned.program.teams.deals(batching.num_microbatches)
-        schedule = forward_only(before.num_stages, deals, before.num_chunks)
+        rounds = planned.program.stage_replicas.rounds(batching.num_microbatches)
+        schedule = forward_only(before.num_stages, rounds, before.num_chunks)
         with self._building():
             layout = self._layout_of(objective, stages, schedule, shapes, batching, name == "predict")
             calls = evaluation_list(layout) if name == "evaluate" else prediction_list(layout)
@@ -266,7 +268,7 @@ class MpmdRuntime:
 
     def _layout_of(
         self,
-        objective: Objective,
+        objective: MicrobatchProgram,
         stages: tuple[Stage, ...],
         schedule: Schedule,
         batch: Any,

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxpipe.errors import BatchError, ScheduleError
 from jaxpipe.models import check_batch
-from jaxpipe.models.microbatch_program import Objective, microbatch_rows, microbatch_shapes
+from jaxpipe.models.microbatch_program import MicrobatchProgram, microbatch_rows, microbatch_shapes
 from jaxpipe.residuals import vjp_program
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.fold_state import shared_stages
@@ -32,7 +32,7 @@ class Shaped:
 
     batch: Any
     batching: Batching
-    objective: Objective
+    objective: MicrobatchProgram
     stages: tuple[Stage, ...]
     schedule: Schedule
 
@@ -53,7 +53,7 @@ def check_shapes(given: Any, planned: Any) -> None:
             )
 
 
-def shaped_for(planned: ExecutablePlan, batch: Any, retrace: Callable[[Any], Objective]) -> Shaped:
+def shaped_for(planned: ExecutablePlan, batch: Any, retrace: Callable[[Any], MicrobatchProgram]) -> Shaped:
     """Return the step for batches of other shapes.
 
     Args:
@@ -67,13 +67,15 @@ def shaped_for(planned: ExecutablePlan, batch: Any, retrace: Callable[[Any], Obj
     m = _microbatches(check_batch.batch_size(batch), replicas, planned)
     batching = Batching(planned.batching.shared, replicas, m)
     objective = retrace(microbatch_shapes(batch, replicas * m))
-    schedule = without_backward(_schedule(planned, before.teams.deals(m)), before.schedule.frozen)
+    schedule = without_backward(_schedule(planned, before.stage_replicas.rounds(m)), before.schedule.frozen)
     if _same_operators(objective, before.objective):
         cuts: Sequence[int] = (0, *(stage.operators[1] for stage in planned.plan.stages))
     else:
         cuts = followed_cuts(planned, objective, "the loss")
     cut = cut_stages(objective, cuts, planned.stage_placement)
-    stages = with_backward(objective, shared_stages(objective, planned.model, cut, before.teams), planned.policy)
+    stages = with_backward(
+        objective, shared_stages(objective, planned.model, cut, before.stage_replicas), planned.policy
+    )
     if _same_operators(objective, before.objective):
         stages = tuple(map(_stored_alike, stages, before.stages))
     return Shaped(batch, batching, objective, stages, schedule)
@@ -93,7 +95,7 @@ def _microbatches(size: int, replicas: int, planned: ExecutablePlan) -> int:
 
 
 def _schedule(planned: ExecutablePlan, m: int) -> Schedule:
-    """The table for another number of micro-batches, or of deals: of the planned kind, if there is one of this size."""
+    """Return the table for another number of micro-batches or rounds, of the planned kind if it has this size."""
     before = planned.program.schedule
     if m == before.num_microbatches:
         return before
@@ -111,7 +113,7 @@ def _schedule(planned: ExecutablePlan, m: int) -> Schedule:
     )
 
 
-def _same_operators(first: Objective, other: Objective) -> bool:
+def _same_operators(first: MicrobatchProgram, other: MicrobatchProgram) -> bool:
     return [op.name for op in first.graph.operators] == [op.name for op in other.graph.operators]
 
 

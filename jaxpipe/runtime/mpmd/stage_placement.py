@@ -43,9 +43,9 @@ class Layout:
         return self.devices.members(s)
 
     def dealt(self, k: int) -> range:
-        """The micro-batches of an entry of the table: one, or a deal where members of a stage share them."""
-        deal = math.lcm(*(self.devices.width(s) for s in self.stages))
-        return range(k * deal, min((k + 1) * deal, self.context.num_microbatches))
+        """The micro-batches of an entry of the table: one, or a round where members of a stage share them."""
+        count = math.lcm(*(self.devices.width(s) for s in self.stages))
+        return range(k * count, min((k + 1) * count, self.context.num_microbatches))
 
     @property
     def home(self) -> Place:

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.graph.graph import Graph
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.stored_formats import Format
 from jaxpipe.runtime.gradient_precision import add_gradient, sum_dtype, widened
@@ -159,7 +159,7 @@ class Context:
       specs: over which axes of a member's devices its arrays are split.
     """
 
-    objective: Objective
+    objective: MicrobatchProgram
     stages: tuple[Stage, ...]
     batch: tuple[Any, ...]
     shared: tuple[bool, ...]

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import multihost
 from jaxpipe.errors import PartitionError
 from jaxpipe.models import check_batch
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.interface import Bytes, StepResults
@@ -44,7 +44,7 @@ class SpmdRuntime:
 
     def devices_of(self, place: int) -> list[Any]:
         """The devices of a place, one for each replica."""
-        return stage_devices(self.planned.mesh, self.planned.program.teams, place)
+        return stage_devices(self.planned.mesh, self.planned.program.stage_replicas, place)
 
     def stage_part(self, place: int, arrays: StageArrays) -> Any:
         """Put a place's arrays into rows of the buffers of its devices."""
@@ -116,7 +116,9 @@ class SpmdRuntime:
         return loss, metrics, gradients
 
     @progress("Compiling the forward pass")
-    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Callable[[Any, Any], Any]:
+    def forward(
+        self, name: str, objective: MicrobatchProgram, shapes: Any, batching: Batching
+    ) -> Callable[[Any, Any], Any]:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
         planned = self.planned
         before = planned.program.schedule

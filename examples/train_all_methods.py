@@ -40,7 +40,7 @@ from jaxpipe.text.units import bytes_text
 
 @dataclass(frozen=True)
 class Options:
-    """What to plan and how to train."""
+    """The plan to make, and the training to run."""
 
     shares: tuple[float, ...] = (0.85, 0.82, 0.8, 0.88)
     """Memory budgets, as shares of what the plan without one needs; the first that takes all methods is used."""
@@ -142,7 +142,7 @@ def planner(options: Options, model: DigitsNet) -> Callable[[int | None], jaxpip
 
 
 def methods(pipeline: jaxpipe.Pipeline) -> dict[str, str]:
-    """What of each method is in a plan, all read off the plan; a method that is not in use says nothing."""
+    """Return a text for each method that a plan uses, read off the plan."""
     plan = pipeline.plan
     stored: dict[str, int] = {}
     for stage in plan.stages:

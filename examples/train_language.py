@@ -64,7 +64,7 @@ def loss(model: Transformer, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def evaluate(model: Transformer, batch: dict[str, jax.Array]) -> jax.Array:
-    """The same without dropout."""
+    """Return the loss without dropout."""
     logits = model(batch["text"][:, :-1], train=False)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["text"][:, 1:]).mean()
 

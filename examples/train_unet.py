@@ -79,7 +79,7 @@ def mean_iou(found: np.ndarray, classes: np.ndarray) -> float:
 
 
 def threshold_iou(data: Data, test: Data) -> float:
-    """Of calling all pixels above some brightness a square, or a disc; the best threshold on the training data."""
+    """Return the score of a brightness threshold for squares and discs, the best one on the training data."""
 
     def iou(data: Data, limit: float, kind: int) -> float:
         return mean_iou(np.where(data["image"][..., 0] > limit, kind, 0), data["class"])

@@ -1,4 +1,4 @@
-"""How long the training step of a pipeline of 8 stages takes to compile, against its stages' own programs.
+"""Measure the compile time of the training step of a pipeline of 8 stages, against its stages' own programs.
 
     python -m scripts.bench_compile
     python -m scripts.bench_compile --models MLP --stages 4 --rounds 1 --out out/some.json

@@ -94,7 +94,7 @@ def blocks(policy: Callable[..., Any] | None, every: int = 1) -> Wrap:
 
 
 def with_barrier(apply: Apply) -> Apply:
-    """The same, with a barrier between what its forward pass saves and its backward pass."""
+    """Return the function with a barrier between what its forward pass saves and its backward pass."""
 
     apart = jax.custom_vjp(apply)
 
@@ -111,7 +111,7 @@ def with_barrier(apply: Apply) -> Apply:
 
 @dataclass(frozen=True)
 class Variant:
-    """How the model is wrapped, its ``apply`` and its loss; and whether densities are measured before it is traced."""
+    """A way to wrap a model, its ``apply`` and its loss; and whether densities are measured before it is traced."""
 
     wrap: Wrap = identity
     wrap_apply: Wrap = identity
@@ -123,7 +123,7 @@ class Variant:
         return problem.loss(self.wrap, self.wrap_apply, self.wrap_loss)
 
     def tracing(self, density: jaxpipe.Density | None) -> contextlib.AbstractContextManager[None]:
-        """What has to be in force while it is traced."""
+        """Return a context in which it is traced."""
         return jaxpipe.with_density(density) if self.measured and density else contextlib.nullcontext()
 
 
@@ -167,7 +167,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Measured:
-    """What is measured of one program: bytes, seconds, and how its gradients differ from those of ``plain``."""
+    """The figures of one program: bytes, seconds, and the distance of its gradients from those of ``plain``."""
 
     stored: int
     temporaries: int
@@ -198,7 +198,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Options:
-    """How long to measure, and within how many bytes to look for the largest batch."""
+    """The seconds to measure for, and the bytes that limit the largest batch."""
 
     rounds: int
     seconds: float
@@ -317,7 +317,7 @@ def needed(case: Case, batch: int, variant: Variant, density: jaxpipe.Density | 
 
 
 def largest_batch(case: Case, variant: Variant, density: jaxpipe.Density | None, cap: int) -> int:
-    """The largest batch whose step needs at most ``cap`` bytes, to one part in sixteen; 0 if there is none."""
+    """The largest batch whose step needs at most ``cap`` bytes, to one part in sixteen; 0 if no batch fits."""
     fits, fails = 0, case.batch
     while needed(case, fails, variant, density) <= cap:
         fits, fails = fails, 2 * fails

@@ -170,7 +170,7 @@ def run(number: int, count: int, width: int, rows: int, microbatches: int, round
 
 
 def measured(count: int, *arguments: int) -> dict[str, Any]:
-    """What ``run`` prints, in so many processes."""
+    """Return the output of ``run`` in so many processes."""
     command = [sys.executable, "-m", "scripts.bench_hosts", "--run", *map(str, arguments)]
     if count > 1:
         command = [sys.executable, "scripts/launch_local", str(count), "--", *command]

@@ -136,7 +136,7 @@ class Jitted:
 
     @property
     def bytes(self) -> int:
-        """That XLA reserves."""
+        """Return the bytes that XLA reserves."""
         found = self.compiled.memory_analysis()
         total = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
         return total - found.alias_size_in_bytes
@@ -311,7 +311,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def earlier(path: Path) -> list[Row]:
-    """What a file holds that was measured with the same versions on the same machine."""
+    """Return the rows of a file that were measured with the same versions on the same machine."""
     if not path.exists():
         return []
     found = json.loads(path.read_text())

@@ -77,7 +77,7 @@ class Row:
 
 
 def run_device(stage: int, core: int, options: argparse.Namespace, both: Any, other: Any, results: Any) -> None:
-    """What the process of one stage does: it profiles if it is the first, and runs its stage while the other does.
+    """Run the process of one stage: the first one profiles, and each runs its stage while the other does.
 
     Args:
       stage: which.

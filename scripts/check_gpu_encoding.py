@@ -33,7 +33,7 @@ DEFAULT = [name for name in VARIANTS if name not in ("encoded", "smallest", "bar
 
 
 def compiled(problem: Problem, variant: Variant, density: jaxpipe.Density | None, device: Any) -> dict[str, Any]:
-    """Return what is known of a step. The arguments' mesh tells what it is built for."""
+    """Return the figures of a step, built for the mesh of its arguments."""
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), problem.arguments)
     return summary(build(replace(problem, arguments=arguments), variant, density))

@@ -1,4 +1,4 @@
-"""What a step with an optimizer reserves more than one with plain SGD, in parameters: its state, or copies besides.
+"""Measure what an optimizer reserves beyond plain SGD, in units of the parameters: its state, or copies besides.
 
     python -m scripts.check_optimizer_bytes  # on CPU devices
     JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.check_optimizer_bytes --absent

@@ -39,7 +39,7 @@ def browse(browser: str, page: Path, *options: str) -> str:
 
 
 def check_pictures(browser: str, page: Path) -> int:
-    """How many pictures the browser shows; all of the page's, or it is an error."""
+    """Return the number of pictures that the browser shows; raise an error unless it is all of them."""
     text = page.read_text()
     policy = re.search(r'<meta http-equiv="Content-Security-Policy"[^>]*>', text)
     if policy is None:

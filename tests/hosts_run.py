@@ -1,4 +1,4 @@
-"""What a process of several does in the tests; started by ``tests/hosts.py``, and imported for one process.
+"""The program of each process in tests with several; started by ``tests/hosts.py``, and imported for one process.
 
 python tests/hosts_run.py DEVICES TASK ARGUMENTS
 """
@@ -173,7 +173,7 @@ def as_global(pipeline: jaxpipe.Pipeline, batch: dict[str, np.ndarray]) -> dict[
 
 
 def results(case: str, everything: bool = True) -> dict[str, np.ndarray]:
-    """What a run of three steps gives, by name; also evaluation, prediction and bytes, or not.
+    """Return the results of three steps, by name; also evaluation, prediction and bytes, if asked.
 
     Gradients of some cases only then.
     """
@@ -219,7 +219,7 @@ def compare(folder: str, everything: int, *cases: str) -> None:
 
 
 def swapped(elsewhere: str) -> dict[str, np.ndarray]:
-    """What two steps give whose first stage swaps to the host or to peers."""
+    """Return the results of two steps whose first stage swaps to the host or to peers."""
     weights = [np.asarray(jax.random.normal(jax.random.key(k), (64, 64)) / 8) for k in range(16)]
     model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jax.numpy.tanh(x @ w), ws, x), weights)
     batch = np.asarray(jax.random.normal(jax.random.key(99), (16 * 64, 64)))
@@ -270,7 +270,7 @@ def messages(folder: str) -> None:
 
 
 def message(function) -> str:
-    """Of the error that a function raises."""
+    """Return the text of the error that a function raises."""
     try:
         function()
     except Exception as error:
@@ -332,7 +332,7 @@ def agreement(folder: str) -> None:
 
 
 def train(directory: str, case: str, every: int, until: int) -> None:
-    """Train from the last checkpoint up to a step, and tell of each."""
+    """Train from the last checkpoint up to a step, and print each."""
     pipeline = make_pipeline(case)
     with jaxpipe.Checkpointer(pipeline, directory, every=every, keep=3) as checkpointer:
         found = checkpointer.restore()
@@ -350,7 +350,7 @@ def train(directory: str, case: str, every: int, until: int) -> None:
 
 
 def unequal() -> None:
-    """Pass batches of other sizes in one of two processes, and print what it is told."""
+    """Pass batches of other sizes in one of two processes, and print the error."""
     multihost.MEETING_SECONDS = 3.0
     pipeline = make_pipeline("stage")
     batch = draw(np.random.default_rng(0))

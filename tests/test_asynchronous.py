@@ -1,4 +1,4 @@
-"""Weights that change on the way, against a plain loop over the same recurrence of delayed gradients."""
+"""Asynchronous weight updates, against a plain loop over the same recurrence of delayed gradients."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What each operator's backward pass needs, as literal tables."""
+"""The residuals that each operator's backward pass reads, as literal tables."""
 
 import jax
 import jax.numpy as jnp
@@ -148,7 +148,7 @@ def test_cotangents_of_an_unused_output_are_zero():
 
 
 def test_results_without_a_cotangent_are_not_multiplied_by_zero():
-    """Of a conditional with two results one is read: the derivative of the other, at infinity, is nobody's."""
+    """A conditional has two results and one is read: the derivative of the other, at infinity, must not count."""
 
     def one_of_two(x, y):
         return jax.lax.cond(x.sum() > 0, lambda a, b: (a * 2.0, b * b), lambda a, b: (jnp.sin(b), a), x, y)[1]

@@ -69,7 +69,7 @@ def test_random_bits_are_drawn_where_they_are_used():
     # One kernel reads x and writes the result and the mask, a byte for each element; another packs the mask into bits.
     # The random words, four bytes for each element, are never in memory. The key is a few bytes.
     assert 0 <= sum(profile.forward_seconds) - (4 * n + 4 * n + n + n + n / 8) <= 64
-    # To draw a word takes about a hundred operations, twenty rounds of five with keys added on the way.
+    # To draw a word takes about a hundred operations, twenty rounds of five with keys added in between.
     arithmetic = sum(estimate(dropout, shape(n), shape(2, dtype=jnp.uint32), rates=ARITHMETIC).forward_seconds)
     assert 100 * n < arithmetic < 130 * n
 

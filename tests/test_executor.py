@@ -216,7 +216,7 @@ def test_corrupted_tables_are_rejected_with_the_work_named(seed, p, m, v, split,
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, zero_bubble])
 def test_nothing_is_computed_twice(schedule):
-    """As many products as in plain training: each stage's forward once, each cotangent once."""
+    """The program has as many products as plain training: each stage's forward once, each cotangent once."""
     model, batch = layers(4), jnp.ones((8, 4))  # a product with one row is none to XLA
 
     def loss(model, x):
@@ -275,7 +275,7 @@ def test_a_schedule_that_does_not_fit(schedule, message):
 
 
 def test_auto_is_the_schedule_whose_step_is_predicted_to_be_the_shortest():
-    """Where work takes long, splitting the backward pass pays; where it does not, what a tick costs besides counts."""
+    """Splitting the backward pass pays for long work; for short work the overhead of a tick counts."""
     m, batch = 8, jax.ShapeDtypeStruct((8 * 1024, 256), jnp.float32)
     weights = [jnp.zeros((256, 256))] * 8
     model = jax.tree_util.Partial(lambda w, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), w, x), weights)

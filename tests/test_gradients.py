@@ -185,7 +185,7 @@ def test_all_blocks_are_dense_sgd_with_momentum(mode, replicas):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dense_1d", [True, False])
 def test_nothing_is_lost_over_many_steps(mode, norm, dense_1d):
-    """What was sent and what is left is what there was, to the last bit: all numbers are small multiples of 1/4."""
+    """Sent and unsent parts add up to the gradient, to the last bit: all numbers are small multiples of 1/4."""
     run = Replicas(block_sparse("data", k=2, norm=norm, mode=mode, dense_1d=dense_1d))
     total = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), PARAMETERS)
     sent = total
@@ -285,7 +285,7 @@ def cnn():
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("mode", MODES)
 def test_twenty_steps_of_a_cnn_agree_with_numpy(cnn, mode, norm):
-    """The same picks every time, so that only roundings differ: of the sum of four, and of momentum in one kernel."""
+    """Every run picks the same blocks, so only roundings differ: of the sum of four, and of momentum in one kernel."""
     params, gradients = cnn
     run = Replicas(
         optax.chain(block_sparse("data", k=2, norm=norm, mode=mode), optax.trace(0.9), optax.scale(-0.05)), params
@@ -331,7 +331,7 @@ def test_bytes_in_the_compiled_program(mode, dense_1d):
 
 
 def test_bytes_of_the_run_length_code():
-    """Of block-major gradients: a run for each block, and one for a vector that is sent whole."""
+    """Block-major gradients have a run for each block, and one for a vector that is sent whole."""
     exchange = block_sparse(k=2)
     rng = np.random.default_rng(0)
     gradients = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), PARAMETERS)
@@ -401,7 +401,7 @@ def test_half_precision_gradients_keep_what_their_type_could_not_hold():
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_not_finite_blocks_are_sent_and_leave_nothing(dtype, norm, sign):
-    """A NaN of either sign: sorted by its bits, a negative one would come last, and stay for ever."""
+    """A NaN of either sign: sorted by its bits, a negative one would come last, and never be sent."""
     transformation = block_sparse(k=2, norm=norm)
     not_finite = jnp.array([jnp.copysign(jnp.nan, sign), jnp.inf, 1.0])
     gradients = jnp.ones((5, 3)).at[0].set(not_finite).astype(dtype)

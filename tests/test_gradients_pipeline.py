@@ -64,7 +64,7 @@ def sparse():
 
 @pytest.fixture(scope="module")
 def replica_gradients():
-    """Of a replica's half of the batch."""
+    """The gradient function that a replica applies to its half of the batch."""
     return jax.jit(jax.grad(lambda params, batch: loss(lambda x: models.mlp(params, x), batch)))
 
 
@@ -148,7 +148,7 @@ def test_a_resumed_run_goes_on_with_its_residuals(sparse):
     ],
 )
 def test_memory_is_predicted(stages, replicas, options):
-    """Of a model whose gradients are what matters."""
+    """The gradients are most of the memory of the model."""
     devices = np.array(jax.devices()[: stages * replicas]).reshape(replicas, stages)
     model = jax.tree_util.Partial(models.mlp, models.init_mlp(jax.random.key(0), [256] * 4 + [8]))
     batch = jax.ShapeDtypeStruct((8, 256), "float32"), jax.ShapeDtypeStruct((8,), "int32")

@@ -1,4 +1,4 @@
-"""What is said when something does not fit: the numbers, the rule and the fix, if possible before tracing."""
+"""Errors for what does not fit: the numbers, the rule and the fix, if possible before tracing."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What the picture of a partition shows, against literal tables."""
+"""Pictures of partitions, against literal tables."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What the pictures show, against literal tables."""
+"""Pictures of plans, against literal tables."""
 
 import sys
 from dataclasses import replace

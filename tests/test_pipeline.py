@@ -439,7 +439,7 @@ def counted(model, x):
 
 
 def test_metrics_may_be_variables_as_they_are(key):
-    """Of an early stage: a parameter, and state before a call, which is 0, 1, 2, 3 for four micro-batches."""
+    """The metrics are an early stage's parameter and its state before a call: 0, 1, 2, 3 for four micro-batches."""
     model, batch = Counting(nnx.Rngs(0)), jnp.ones((8, 3))
     options = {"loss": counted, "evaluate": counted, "optimizer": optax.sgd(0.1), "profile": "analytic"}
     pipeline = jaxpipe.partition(model, mesh_of(2, None), batch, num_microbatches=4, **options)

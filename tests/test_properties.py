@@ -35,7 +35,7 @@ LARGEST = 800
 
 @dataclass
 class Scope:
-    """What a step may read besides arrays of the pool. Without ``given``, records which weights are asked for."""
+    """The operands of a step besides arrays of the pool. Without ``given``, it records the weights that are read."""
 
     key: Array
     index: Array
@@ -142,7 +142,7 @@ def two_terms(x: Array) -> Array:
 
 @jax.custom_jvp
 def own_relu(x: Array) -> Array:
-    """Of the form of ``jax.nn.relu``."""
+    """A function of the form of ``jax.nn.relu``."""
     return lax.max(x, 0.0)
 
 
@@ -314,7 +314,7 @@ class Case:
 
 
 def with_sparse(graph: Graph, formats: dict[int, SavedFormat], t: int, chosen: SavedFormat) -> dict[int, SavedFormat]:
-    """The formats with a sparse one for ``t``, and the inputs that its way back needs; unchanged if there is none."""
+    """The formats with a sparse one for ``t`` and the inputs of its overflow path; unchanged without such a path."""
     trial = {**formats, t: chosen}
     known = always_known(graph)
     program, leaves = Derivations(graph).fallback(t, ResidualPlan(trial), known)
@@ -460,7 +460,7 @@ def check_necessity(case: Case) -> None:
     for t in range(len(backward_graph.graph.tensors)):
         formats = dict(plan.formats)
         if formats.pop(t, None) is None:
-            if t in read:  # on the way back to a sparse tensor: storing it is legal, and shortens the way
+            if t in read:  # on the overflow path of a sparse tensor: storing it is legal, and shortens the path
                 continue
             formats[t] = SavedFormat(Format.KEEP)
         with pytest.raises(ValueError, match="storage plan"):

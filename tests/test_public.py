@@ -18,7 +18,7 @@ MODULES = ("jaxpipe.costs.topology", "jaxpipe.visualize.traces")
 
 
 def public_names(module):
-    """Where each public name of a module is defined, with what it stands for."""
+    """Yield the full name and the value of each public name of a module, by its definition."""
     found = importlib.import_module(module)
     for name in dir(found):
         value = getattr(found, name)

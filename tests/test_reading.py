@@ -75,7 +75,7 @@ def mutated(data, draw):
 
 
 def read(kind, text):
-    """What is read can also be shown and written; all that can go wrong has a name and a text."""
+    """Anything that can be read can also be shown and written; every failure has a named error with a text."""
     try:
         found = type(VALUES[kind]).from_json(text)
     except JaxpipeError as error:

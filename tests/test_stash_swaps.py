@@ -159,7 +159,7 @@ def test_a_stash_is_at_home_when_its_passes_run(make, p, m):
 
 
 def _gone(schedule, points, device):
-    """How many stashes are away after each action of a device."""
+    """Return the number of swapped stashes after each action of a device."""
     for position, _ in enumerate(schedule.order(device)):
         yield sum(points.leaves[j] < position < points.returns[j] for j in points.leaves)
 

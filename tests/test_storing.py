@@ -30,7 +30,7 @@ def all_choices(problem):
 
 
 def fastest(problem):
-    """Seconds of the best choice within the limits; infinite if there is none."""
+    """Seconds of the best choice within the limits; infinite if no choice fits."""
     return min((found.seconds for _, found in all_choices(problem) if found.fits(problem)), default=math.inf)
 
 
@@ -82,7 +82,7 @@ class AllAtOnce:
         self.fits = self.possible & (self.peak <= problem.capacity)
 
     def fastest(self):
-        """Seconds of the best choice within the limits; infinite if there is none."""
+        """Seconds of the best choice within the limits; infinite if no choice fits."""
         return float(self.seconds[self.fits].min(initial=math.inf))
 
     def lowest_peak(self):

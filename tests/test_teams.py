@@ -76,7 +76,7 @@ def plain_step(case, params, state, keys, widths):
 
 
 def of_stages(pipeline, gradients):
-    """Of gradients by width, each parameter's by the width of the stage that it is placed in."""
+    """Pick each parameter's gradient, of gradients by width, by the width of its stage."""
     widths = [pipeline.plan.stage_replicas.per_stage[s] for s in pipeline._planned.stage_placement.parameters]
     leaves = {k: jax.tree.leaves(gradient) for k, gradient in gradients.items()}
     tree = jax.tree.structure(next(iter(gradients.values())))

@@ -212,7 +212,7 @@ def test_unrolled_scans_are_planned_within_a_budget(options):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"options": jaxpipe.PlanOptions(unroll_scans=True, devices_per_stage=(2, 1))}])
 def test_unrolled_scans_train_within_a_budget(options):
-    """What is computed again may be fused in another way."""
+    """Recomputed operators may be fused in another way."""
     small, budget = within_a_budget(0.95, **options)
     assert max(small.memory_report().compiled_bytes) <= budget
     state = small.init(jax.random.key(3))

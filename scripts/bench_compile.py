@@ -74,9 +74,9 @@ def measure(name: str, stages: int, rounds: int) -> Row:
     mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
     options: dict[str, Any] = {"num_microbatches": MICROBATCHES, "profile": "analytic", "runtime": "spmd"}
     pipeline = jaxpipe.partition(problem.model, mesh, problem.batch, loss=problem.loss, optimizer=OPTIMIZER, **options)
-    found = [(timed(compile_step, pipeline), timed(compile_stages, pipeline)) for _ in range(rounds)]
-    step, alone = ([pair[k][0] for pair in found] for k in (0, 1))
-    by_clock, by_work = ([a[k] / b[k] for a, b in found] for k in (0, 1))
+    pairs = [(timed(compile_step, pipeline), timed(compile_stages, pipeline)) for _ in range(rounds)]
+    step, alone = ([pair[k][0] for pair in pairs] for k in (0, 1))
+    by_clock, by_work = ([a[k] / b[k] for a, b in pairs] for k in (0, 1))
     schedule = pipeline.schedule.name
     ratios = quartiles(by_clock)[1], quartiles(by_work)[1]
     return Row(name, stages, schedule, quartiles(step), quartiles(alone), *ratios, rounds)

@@ -49,11 +49,11 @@ def measure(case: Case, names: Sequence[str], device: Any) -> dict[str, Any]:
         if any(VARIANTS[name].measured for name in names):
             density = jaxpipe.measure_density(SMALLEST.loss(problem), *problem.arguments)
     variants = {"plain": PLAIN, **{name: VARIANTS[name] for name in names}}
-    found = {name: compiled(problem, variant, density, device) for name, variant in variants.items()}
+    programs = {name: compiled(problem, variant, density, device) for name, variant in variants.items()}
     return {
         "name": case.name,
         "batch": case.batch,
-        **{key: {name: row[key] for name, row in found.items()} for key in ("temporaries", "products", "flops")},
+        **{key: {name: row[key] for name, row in programs.items()} for key in ("temporaries", "products", "flops")},
     }
 
 

@@ -63,13 +63,13 @@ def main() -> None:
     for case in (case for case in CASES if case.name in options.models):
         problem = case.make(case.batch)
         chosen = {"plain": PLAIN, **{name: VARIANTS[name] for name in options.variants}}
-        found = {name: gradients(problem, variant, problem.arguments) for name, variant in chosen.items()}
+        gradients_of = {name: gradients(problem, variant, problem.arguments) for name, variant in chosen.items()}
         jax.config.update("jax_enable_x64", True)
         with mock.patch.object(jax.random, "bernoulli", drawn):
             truth = gradients(problem, PLAIN, jax.tree.map(widened, problem.arguments))
         jax.config.update("jax_enable_x64", False)
         assert all(x.dtype == np.float64 for x in truth), "some gradient was not computed in float64"
-        row = {name: errors(values, truth) for name, values in found.items()}
+        row = {name: errors(values, truth) for name, values in gradients_of.items()}
         rows.append({"model": case.name, "batch": case.batch, "errors": row})
         for name, error in row.items():
             print(f"{case.name:8} {name:10} {error['ulps']:8.1f} ulps  {error['relative_l2']:.2e}", flush=True)

@@ -47,10 +47,10 @@ def check_pictures(browser: str, page: Path) -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "page.html"
         copy.write_text(text.replace(policy[0], "").replace("</body>", f"{COUNT}</body>"))
-        found = re.search(r"<title>shown (\d+) of (\d+)</title>", browse(browser, copy, "--dump-dom"))
+        match = re.search(r"<title>shown (\d+) of (\d+)</title>", browse(browser, copy, "--dump-dom"))
     expected = len(re.findall("<img ", text))
-    if found is None or [int(n) for n in found.groups()] != [expected, expected]:
-        raise SystemExit(f"{expected} pictures in the page; the browser says {found and found[0]}")
+    if match is None or [int(n) for n in match.groups()] != [expected, expected]:
+        raise SystemExit(f"{expected} pictures in the page; the browser says {match and match[0]}")
     return expected
 
 

@@ -51,16 +51,16 @@ usual = functools.cache(functools.partial(trained, schedule=one_f_one_b))
 
 def check(name: str, stages: int, m: int, schedule, replicas: int | None = None, exact: bool = True) -> None:
     """Gradients against plain ones; training and evaluation against the same pipeline with its usual schedule."""
-    found, keys = trained(name, stages, m, schedule, replicas, exact)
+    trained_state, keys = trained(name, stages, m, schedule, replicas, exact)
     beside, _ = usual(name, stages, m, replicas=replicas, exact=exact)
     case = case_of(name)
     expected = plain_gradients(case, *case.start(jax.random.key(3)), keys, replicas or 1, m)
     if exact:
-        assert_same_bits(found[3], arrays(expected[1]))
-        assert_same_bits(found, beside)
+        assert_same_bits(trained_state[3], arrays(expected[1]))
+        assert_same_bits(trained_state, beside)
     tolerance = TOLERANCE.get(name, FUSION)
-    assert relative_l2(found[3], arrays(expected[1])) < tolerance
-    assert relative_l2(found, beside) < tolerance
+    assert relative_l2(trained_state[3], arrays(expected[1])) < tolerance
+    assert relative_l2(trained_state, beside) < tolerance
 
 
 @pytest.mark.parametrize(

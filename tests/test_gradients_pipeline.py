@@ -76,9 +76,9 @@ def test_parameters_are_those_of_the_method(sparse, replica_gradients):
     half = ROWS // REPLICAS
     for step in range(3):
         parts = [jax.tree.map(lambda x, r=r: x[r * half : (r + 1) * half], data(step)) for r in range(REPLICAS)]
-        found = [jax.tree.map(np.asarray, replica_gradients(expected, part)) for part in parts]
-        tree = jax.tree.structure(found[0])
-        rows = zip(*map(jax.tree.leaves, found), strict=True)
+        gradients = [jax.tree.map(np.asarray, replica_gradients(expected, part)) for part in parts]
+        tree = jax.tree.structure(gradients[0])
+        rows = zip(*map(jax.tree.leaves, gradients), strict=True)
         means = jax.tree.unflatten(tree, [reference(k, list(row)) for k, row in enumerate(rows)])
         velocity = jax.tree.map(lambda v, u: np.float32(0.5) * v + u, velocity, means)
         expected = jax.tree.map(lambda w, v: w - np.float32(0.125) * v, expected, velocity)
@@ -201,9 +201,9 @@ def test_an_optimizer_with_a_mask_of_the_model_is_taken():
 
 def test_stages_without_replicas_exchange_nothing():
     alone = pipeline(block_sparse(k=1), replicas=1)
-    found, told, state = trained(alone, steps=1)
+    updated, told, state = trained(alone, steps=1)
     dense, _, _ = trained(pipeline(replicas=1), steps=1)
-    assert_same_bits(jax.tree.map(jnp.asarray, found), jax.tree.map(jnp.asarray, dense))
+    assert_same_bits(jax.tree.map(jnp.asarray, updated), jax.tree.map(jnp.asarray, dense))
     assert state.residual == () and "sent_share" not in told[0]
 
 

@@ -89,8 +89,8 @@ def test_rates_by_device_kind():
         device_kind = "NVIDIA A100-SXM4-80GB"
 
     # Of the data sheet, products get seven tenths and memory nine.
-    found = rates_of(Device())
-    assert (found.flops, found.half_flops, found.bytes) == pytest.approx((0.7 * 156e12, 0.7 * 312e12, 0.9 * 1.9e12))
+    rates = rates_of(Device())
+    assert (rates.flops, rates.half_flops, rates.bytes) == pytest.approx((0.7 * 156e12, 0.7 * 312e12, 0.9 * 1.9e12))
     Device.device_kind = "NVIDIA L40S"
     assert (rates_of(Device()).flops, rates_of(Device()).bytes) == pytest.approx((0.7 * 183e12, 0.9 * 0.864e12))
     Device.device_kind = "cpu"

@@ -42,14 +42,14 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def stopwatch(monkeypatch):
     """Nothing is run: the first program takes no time, the next ones 1, 2, 3 ... seconds, a tenth of it the spread."""
-    found = []
+    times = []
 
     def time_program(lowered, arguments, device):
-        found.append(float(len(found)))
-        return Timing(found[-1], found[-1] / 10)
+        times.append(float(len(times)))
+        return Timing(times[-1], times[-1] / 10)
 
     monkeypatch.setattr(measured_seconds, "time_program", time_program)
-    return found
+    return times
 
 
 # Groups
@@ -106,19 +106,19 @@ def test_the_programs_of_groups_compute_the_gradient():
     for group in cut_groups(graph, [1.0] * len(graph.operators)):
         stage = group_vjp(backward_graph, group)
         forward, backward = group_programs(stage)
-        outputs, own = jax.jit(forward.function)(*(env[t] for t in stage.graph.inputs))
+        outputs, encoded_values = jax.jit(forward.function)(*(env[t] for t in stage.graph.inputs))
         env.update(zip(stage.graph.outputs, outputs, strict=True))
-        ran.append((stage, backward, own))
+        ran.append((stage, backward, encoded_values))
     cotangents = {graph.outputs[0]: jnp.ones(())}
-    for stage, backward, own in reversed(ran):
+    for stage, backward, encoded_values in reversed(ran):
         parameters, shared, encoded, seeds = backward.arguments
-        assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, encoded)
-        there = {*stage.graph.inputs, *stage.graph.outputs}
-        known = [env[t] for t in stage.plan.stored if t in there]
+        assert jax.tree.map(jnp.shape, encoded_values) == jax.tree.map(jnp.shape, encoded)
+        boundary = {*stage.graph.inputs, *stage.graph.outputs}
+        known = [env[t] for t in stage.plan.stored if t in boundary]
         assert len(known) == len(shared) and not parameters and len(seeds) == 1
         (seed,) = (cotangents[t] for t in stage.backward_graph.source.outputs)
-        found = jax.jit(backward.function)([], known, own, [seed])
-        for t, value in zip(stage.backward_graph.wrt, found, strict=True):
+        input_cotangents = jax.jit(backward.function)([], known, encoded_values, [seed])
+        for t, value in zip(stage.backward_graph.wrt, input_cotangents, strict=True):
             cotangents[t] = value
     for got, wanted in zip([cotangents[t] for t in graph.inputs], jax.grad(network, (0, 1, 2))(*values), strict=True):
         assert np.array_equal(got, wanted)
@@ -423,5 +423,5 @@ def test_the_key_is_the_same_in_every_process():
         "print(cache_key(linearized_case(cnn_linen(4)), jax.devices('cpu')[0]))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1", "JAX_PLATFORMS": "cpu"}
-    found = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    assert found.stdout.strip() == cache_key(linearized_case(cnn_linen(4)), jax.devices("cpu")[0])
+    process = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    assert process.stdout.strip() == cache_key(linearized_case(cnn_linen(4)), jax.devices("cpu")[0])

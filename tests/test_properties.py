@@ -318,8 +318,8 @@ def with_sparse(graph: Graph, formats: dict[int, SavedFormat], t: int, chosen: S
     trial = {**formats, t: chosen}
     known = always_known(graph)
     program, leaves = Derivations(graph).fallback(t, ResidualPlan(trial), known)
-    made = {u for op in program for u in op.outputs}
-    lost = {u for op in program for u in op.inputs} - made - known - set(leaves)
+    written = {u for op in program for u in op.outputs}
+    lost = {u for op in program for u in op.inputs} - written - known - set(leaves)
     if any(op.has_effects for op in program) or not lost <= set(graph.inputs):
         return formats
     return {**trial, **dict.fromkeys(lost, SavedFormat(Format.KEEP))}
@@ -366,11 +366,11 @@ def read_in_backward(backward_graph: BackwardGraph, plan: ResidualPlan) -> set[i
     """Tensors that some backward step reads, or that a tensor recomputed for one is made of."""
     producers = {t: op for op in backward_graph.graph.operators for t in op.outputs}
     known = always_known(backward_graph.graph)
-    found: set[int] = set()
+    read: set[int] = set()
 
     def visit(t: int) -> None:
-        if t not in found and t not in known:
-            found.add(t)
+        if t not in read and t not in known:
+            read.add(t)
             fmt = plan.formats.get(t)
             exact = fmt is not None and fmt.format.is_stored and not fmt.format.is_sparse
             for source in () if exact else producers[t].inputs:
@@ -379,7 +379,7 @@ def read_in_backward(backward_graph: BackwardGraph, plan: ResidualPlan) -> set[i
     for consumer in backward_graph.steps:
         for t in consumer.needs:
             visit(t)
-    return found
+    return read
 
 
 def plain_vjp(

@@ -179,8 +179,8 @@ def test_stages_in_a_row_have_the_gradients_of_the_whole(cuts):
         for built, parameters, stash in reversed(done):
             source = built.backward_graph.source
             arrived = [cotangents.get(t) for t in source.outputs]
-            made = vjp_program.backward(built, parameters, stash, arrived)
-            for t, value in zip(built.backward_graph.wrt, made, strict=True):
+            returned = vjp_program.backward(built, parameters, stash, arrived)
+            for t, value in zip(built.backward_graph.wrt, returned, strict=True):
                 shared = t in graph.inputs and t in cotangents
                 cotangents[t] = cotangents[t] + value if shared else value
     assert_same_bits([cotangents[t] for t in graph.inputs], list(gradients))

@@ -52,8 +52,8 @@ def budget_of(plan) -> int:
 
 
 def check_gradients(pipeline, replicas: int = 1, schedule="1f1b") -> None:
-    found = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), BATCH)
-    assert_same_bits(*(list(map(np.asarray, jax.tree.leaves(x))) for x in (found, usual(replicas, schedule)[1])))
+    answer = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), BATCH)
+    assert_same_bits(*(list(map(np.asarray, jax.tree.leaves(x))) for x in (answer, usual(replicas, schedule)[1])))
 
 
 @pytest.mark.core

@@ -64,13 +64,13 @@ def add(a, b):
 def plain_step(case, params, state, keys, widths):
     """Loss, gradients by width, and state of one step of plain accumulation; state in the micro-batches' order."""
     rows = jax.tree.map(lambda x: x.reshape(len(keys), -1, *x.shape[1:]), case.batch)
-    found = []
+    answers = []
     for j, key in enumerate(keys):
         (loss, state), gradient = gradient_of(case.plain)(params, state, key, jax.tree.map(lambda x, j=j: x[j], rows))
-        found.append((loss, gradient))
+        answers.append((loss, gradient))
     totals = {}
     for k in set(widths):
-        mine = [functools.reduce(add, found[r::k]) for r in range(min(k, len(found)))]
+        mine = [functools.reduce(add, answers[r::k]) for r in range(min(k, len(answers)))]
         totals[k] = jax.tree.map(lambda x: x / len(keys), functools.reduce(add, mine))
     return totals[widths[-1]][0], {k: gradient for k, (_, gradient) in totals.items()}, state
 
@@ -149,8 +149,8 @@ def test_a_budget_is_kept_with_the_same_gradients():
     assert any(stage.added_seconds > 0 for stage in small.plan.stages)
     assert max(small.memory_report().compiled_bytes) <= budget
     batch = jax.random.normal(jax.random.key(1), (960, 64))
-    found = [pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch) for pipeline in (usual, small)]
-    assert_same_bits(*(jax.tree.map(np.asarray, one) for one in found))
+    answers = [pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch) for pipeline in (usual, small)]
+    assert_same_bits(*(jax.tree.map(np.asarray, answer) for answer in answers))
 
 
 class Normalized(nn.Module):
@@ -212,14 +212,14 @@ def trained(widths, convolutions, steps=2):
 
 def check_statistics(widths, convolutions):
     pipeline, state, wanted = trained(widths, convolutions)
-    found = pipeline.parameters(state)
+    parameters = pipeline.parameters(state)
     for part in ("params", "batch_stats"):
-        assert relative_l2(arrays(found[part]), arrays(wanted[part])) < FUSION
+        assert relative_l2(arrays(parameters[part]), arrays(wanted[part])) < FUSION
     for x in (*state.parameters, *state.variables, *state.optimizer):
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         for other in others:
             assert_same_bits(other, first)
-    return pipeline, state, found
+    return pipeline, state, parameters
 
 
 @pytest.mark.slow
@@ -301,9 +301,9 @@ def test_state_is_folded_in_the_order_of_the_micro_batches():
     for rows in batch.reshape(7, 2, 5):
         seen = apply(seen, rows)
     state, _ = pipeline.step(state, batch)
-    found = pipeline.parameters(state)["seen"]
-    assert int(found["count"]) == int(variables["seen"]["count"]) + 7
-    assert_same_bits(found, jax.tree.map(np.asarray, seen))
+    updated = pipeline.parameters(state)["seen"]
+    assert int(updated["count"]) == int(variables["seen"]["count"]) + 7
+    assert_same_bits(updated, jax.tree.map(np.asarray, seen))
 
 
 def test_state_that_the_next_micro_batch_reads_needs_one_device():
@@ -427,15 +427,15 @@ def test_widths_on_paper():
     profile = jaxpipe.Profile.chain("abcdef", [4, 1, 1, 2, 1, 3], [0] * 6, [0] * 6, [0] * 6, [0] * 6)
     for widths in [(3, 1), (2, 1, 1), (1, 3), (1, 2, 1)]:
         options = {"cost_model": "min_max", "replicate": widths, "reorder": False}
-        found = partition_layers(profile, Network.uniform(4, 1.0), **options)
-        assert tuple(len(stage.devices) for stage in found.stages) == widths
+        partition = partition_layers(profile, Network.uniform(4, 1.0), **options)
+        assert tuple(len(stage.devices) for stage in partition.stages) == widths
         seconds = profile.forward_seconds
         best = min(
             max(sum(seconds[a:b]) / k for (a, b), k in zip(itertools.pairwise((0, *cuts, 6)), widths, strict=True))
             for cuts in itertools.combinations(range(1, 6), len(widths) - 1)
         )
-        assert found.bottleneck_seconds == pytest.approx(best)
-        assert jaxpipe.planning.Partition.from_json(found.to_json()) == found
+        assert partition.bottleneck_seconds == pytest.approx(best)
+        assert jaxpipe.planning.Partition.from_json(partition.to_json()) == partition
 
 
 @pytest.mark.parametrize(

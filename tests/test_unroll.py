@@ -133,8 +133,8 @@ def check(name: str, stages: int, optimizer, **options) -> None:
     for _ in range(2):
         keys = jnp.stack([pipeline.microbatch_key(state, j) for j in range(4)])
         loss, gradient, variables = plain_gradients(case, params, variables, keys, 1, 4)
-        (found, _), ours = pipeline.value_and_grad(state, case.batch)
-        assert float(found) == pytest.approx(float(loss), rel=FUSION)
+        (value, _), ours = pipeline.value_and_grad(state, case.batch)
+        assert float(value) == pytest.approx(float(loss), rel=FUSION)
         assert [x.shape for x in arrays(ours)] == [x.shape for x in arrays(gradient)]
         assert relative_l2(arrays(ours), arrays(gradient)) < FUSION
         updates, slots = jax.jit(optimizer.update)(gradient, slots, params)
@@ -176,8 +176,8 @@ def test_scans_train_in_stages_on_several_devices(name, widths):
 
 def test_inner_stages_are_alike():
     case = linen(zoo.ScannedMLP(num_layers=8, width=32), images(32, rows=64), classifier())
-    _, one, two, _ = pipeline_of(case, 4)._planned.program.stages
-    assert [op.label for op in one.graph.operators] == [op.label for op in two.graph.operators]
+    _, second, third, _ = pipeline_of(case, 4)._planned.program.stages
+    assert [op.label for op in second.graph.operators] == [op.label for op in third.graph.operators]
 
 
 @functools.cache
@@ -218,8 +218,8 @@ def test_unrolled_scans_train_within_a_budget(options):
     state = small.init(jax.random.key(3))
     keys = jnp.stack([small.microbatch_key(state, j) for j in range(4)])
     loss, gradient, _ = plain_gradients(wide(), *wide().start(jax.random.key(3)), keys, 1, 4)
-    (found, _), ours = small.value_and_grad(state, wide().batch)
-    assert float(found) == pytest.approx(float(loss), rel=FUSION)
+    (value, _), ours = small.value_and_grad(state, wide().batch)
+    assert float(value) == pytest.approx(float(loss), rel=FUSION)
     assert relative_l2(arrays(ours), arrays(gradient)) < FUSION
 
 
@@ -261,10 +261,10 @@ def test_unrolled_programs_compute_and_differentiate_as_the_scan_does(rows, reve
         expected, pullback = jax.vjp(run, *operands)
         seeds = jnp.float32(1), jnp.ones((5, 3))
         gradients = pullback(seeds)
-        found, stash = vjp_program.forward(built, inputs.split(operands))
+        pieces, stash = vjp_program.forward(built, inputs.split(operands))
         known = [dict(zip(graph.inputs, inputs.split(operands), strict=True))[t] for t in built.parameters]
         ours = vjp_program.backward(built, known, stash, outputs.split(seeds))
-    results = outputs.join(found), inputs.join(ours)
+    results = outputs.join(pieces), inputs.join(ours)
     if rows == 1:
         assert_same_bits(results, (list(expected), list(gradients)))
     # Several iterations stay a scan, which is compiled as one program: XLA fuses its operators.
@@ -313,10 +313,10 @@ def test_updates_of_pieces_are_those_of_whole_parameters(name):
     cuts = Stacks(tuple(groups_of_rows(5, 2) if x.shape[:1] == (5,) else None for x in leaves))
     after = Stacks(cuts.bounds[: len(STACK)] + cuts.bounds[2 * len(STACK) :])
     graph = split_rows(trace(update, *leaves), cuts, after)
-    found = after.join(graph.evaluate(cuts.split(leaves)))
+    joined = after.join(graph.evaluate(cuts.split(leaves)))
     expected = update(*leaves)
-    assert [x.shape for x in found] == [x.shape for x in expected]
-    assert relative_l2(found, expected) < FUSION
+    assert [x.shape for x in joined] == [x.shape for x in expected]
+    assert relative_l2(joined, expected) < FUSION
     made_of_inputs = set(graph.inputs)
     for op in graph.operators:  # nothing that is made of parameters or gradients is larger than two layers
         if any(t in made_of_inputs and graph.tensors[t].shape for t in op.inputs):
@@ -368,9 +368,9 @@ def test_checkpoints_go_from_unrolled_stages_to_whole_scans_and_back(tmp_path):
     cut.save(state, tmp_path / "cut")
     plain = jaxpipe.checkpoint.load(tmp_path / "cut")
     assert_same_bits(jax.tree.leaves(plain.variables), jax.tree.leaves(expected))
-    there = whole.restore(tmp_path / "cut")
-    assert_same_bits(whole.parameters(there), expected)
-    whole.save(there, tmp_path / "whole")
+    restored = whole.restore(tmp_path / "cut")
+    assert_same_bits(whole.parameters(restored), expected)
+    whole.save(restored, tmp_path / "whole")
     back = cut.restore(tmp_path / "whole")
     assert_same_bits(arrays([back.parameters, back.optimizer]), arrays([state.parameters, state.optimizer]))
 

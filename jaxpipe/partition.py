@@ -281,14 +281,9 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> PlannedStep:
     traced = Traced(objective, model, update, profile, links, batch, microbatch, batching, local, shardings)
 
     def cut_again(before: Candidate, charged: Profile) -> Candidate:
-        schedule, stage_replicas = before.schedule, before.program.stage_replicas
-        other = _place(
-            request,
-            traced,
-            charged,
-            schedule.num_chunks,
-            False if stage_replicas.is_single else stage_replicas.per_stage,
-        )
+        schedule, counts = before.schedule, before.program.stage_replicas
+        replicate = False if counts.is_single else counts.per_stage
+        other = _place(request, traced, charged, schedule.num_chunks, replicate)
         bound = before.partition.lower_bound_seconds
         other = replace(other, profile=traced.profile, lower_bound_seconds=bound)
         return build_candidate(request, traced, other, schedule, *stages_for(request, traced, other), before.maker)

@@ -12,8 +12,8 @@ import jaxpipe
 from examples import models
 from jaxpipe.errors import ModelError, PartitionError
 from jaxpipe.gradients import block_sparse
-from tests.compare import assert_same_bits, relative_l2
-from tests.test_gradients import Reference
+from tests.support.block_sparse_reference import Reference
+from tests.support.compare import assert_same_bits, relative_l2
 
 
 ROWS, STAGES, REPLICAS, MICROBATCHES = 16, 2, 2, 2

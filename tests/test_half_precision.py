@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 
 import jaxpipe
 from examples import models as zoo
+from tests.support.compare import assert_same_bits
 
 
 HALF = jnp.bfloat16

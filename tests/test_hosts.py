@@ -14,18 +14,18 @@ import tempfile
 import time
 from pathlib import Path
 
-import hosts_run
 import jax
 import numpy as np
 import pytest
-from compare import assert_same_bits
 
 import jaxpipe
 from jaxpipe.checkpoint import steps
+from tests.support import hosts_run
+from tests.support.compare import assert_same_bits
 
 
 ROOT = Path(__file__).parents[1]
-RUN = str(ROOT / "tests" / "hosts_run.py")
+RUN = str(ROOT / "tests" / "support" / "hosts_run.py")
 
 #: What SLURM tells a process of a job.
 SLURM = {

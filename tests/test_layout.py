@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.runtime.spmd.buffer_layout import lay_out
+from tests.support.compare import assert_same_bits
 
 
 DTYPES = [np.dtype(d) for d in (np.float32, ml_dtypes.bfloat16, np.int8, np.int32)]

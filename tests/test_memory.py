@@ -14,16 +14,13 @@ from examples import models as zoo
 from jaxpipe import _compat
 from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.target import building_for
+from tests.support.meshes import mesh_of
+from tests.support.pipeline_models import entropy
 
 
 def pipeline_of(model, batch, loss, stages, m, **options):
-    mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
     options = {"optimizer": optax.adam(1e-3), "num_microbatches": m, "profile": "analytic", **options}
-    return jaxpipe.partition(model, mesh, batch, loss=loss, **{"runtime": "spmd", **options})
-
-
-def entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return jaxpipe.partition(model, mesh_of(stages), batch, loss=loss, **{"runtime": "spmd", **options})
 
 
 def mlp(stages, m, sizes=(256,) * 6 + (10,), rows=64, **options):

@@ -3,7 +3,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_same_bits, relative_l2
 from jax import lax
 
 from jaxpipe import memory_encoded
@@ -12,6 +11,7 @@ from jaxpipe.graph.graph import trace
 from jaxpipe.graph.rules import max_pool, pick, relu
 from jaxpipe.residuals import backward_graph, choose_formats, stage_programs
 from jaxpipe.target import building_for
+from tests.support.compare import assert_same_bits, relative_l2
 
 
 def pool(x, window, strides, padding):

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_same_bits
-from models import LINEN
 
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.liveness import peak_bytes
@@ -15,6 +13,8 @@ from jaxpipe.residuals import stage_programs
 from jaxpipe.residuals.choose_formats import derived_from
 from jaxpipe.residuals.stored_formats import Form, Storage
 from jaxpipe.target import building_for
+from tests.support.compare import assert_same_bits
+from tests.support.encoded_models import LINEN
 
 
 @functools.cache

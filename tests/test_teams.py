@@ -15,9 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits, relative_l2
-from pipeline_models import classifier, entropy, images, linen
-from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
 
 import jaxpipe
 from jaxpipe import Network
@@ -26,6 +23,9 @@ from jaxpipe.planning import partition_layers
 from jaxpipe.planning.dispatch_timeline import CALL_SECONDS
 from jaxpipe.schedules import one_f_one_b
 from jaxpipe.schedules.replicas import Teams
+from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
+from tests.support.meshes import mesh_of
+from tests.support.pipeline_models import case_of, classifier, entropy, images, linen, pipeline_of
 
 
 planned_of = functools.partial(pipeline_of, runtime="mpmd")

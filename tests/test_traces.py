@@ -10,7 +10,7 @@ import pytest
 import jaxpipe
 from jaxpipe.schedules import Timeline, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.visualize.traces import trace_json, write_trace
-from tests.pipeline_models import cnn_linen
+from tests.support.pipeline_models import cnn_linen
 
 
 def slices(text, process=0, device=0):

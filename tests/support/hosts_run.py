@@ -1,6 +1,6 @@
-"""What a process of several does in the tests; started by ``tests/hosts.py``, and imported for one process.
+"""What a process of several does in the tests; started by ``tests/test_hosts.py``, and imported for one process.
 
-python tests/hosts_run.py DEVICES TASK ARGUMENTS
+python tests/support/hosts_run.py DEVICES TASK ARGUMENTS
 """
 
 import functools

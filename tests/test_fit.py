@@ -167,7 +167,7 @@ def test_a_plan_for_one_function():
         ({"memory": 1000}, MemoryBudgetError, "by default each device needs .* The smallest budget"),
     ],
 )
-def test_bad_input(options, error, message):
+def test_invalid_budgets_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         make(mlp, 2, 4, **options)
 
@@ -225,7 +225,7 @@ def test_more_memory_is_used_for_shorter_steps(stages, m, levels):
     assert all(later >= 0.98 * max(compiled[:k]) for k, later in enumerate(compiled) if k)
 
 
-def test_a_solver_without_time():
+def test_the_plan_is_greedy_when_the_solver_times_out():
     """Then the greedy choice is there."""
     usual, state, batch, expected = unlimited(mlp, 2, 4)
     budget = (smallest_budget(mlp, 2, 4) + usual.plan.predicted_bytes) // 2

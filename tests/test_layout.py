@@ -98,7 +98,7 @@ def test_equal_stages_share_every_buffer(avals, count, random):
             assert offset == 0 and layout.buffers[k] == (math.prod(a.shape), a.dtype)
 
 
-def test_the_odd_one_is_packed():
+def test_unshared_arrays_are_packed():
     wide, narrow = jax.ShapeDtypeStruct((10,), np.float32), jax.ShapeDtypeStruct((4,), np.float32)
     layout = lay_out([[wide, wide], [wide, narrow, narrow]])
     assert layout.bytes == 80  # one shared buffer of 10, one of 10 in which both narrow ones stand

@@ -63,7 +63,7 @@ def state(pipeline):
         (4, r"mesh is int; .*jax\.make_mesh\(\(4,\), \('stage',\)\)"),
     ],
 )
-def test_mesh(mesh, message):
+def test_meshes_without_the_right_axes_are_refused(mesh, message):
     with pytest.raises(PartitionError, match=message):
         partition(mesh=mesh, loss=untouched)
 
@@ -172,7 +172,7 @@ def test_an_evaluation_batch_that_the_replicas_cannot_share():
         (lambda f, x: (f(x)[0], {}), r"a loss of shape \(2,\)"),
     ],
 )
-def test_loss(loss, message):
+def test_losses_that_are_no_number_are_refused(loss, message):
     with pytest.raises(PartitionError, match=message):
         partition(loss=loss)
 
@@ -232,7 +232,7 @@ def test_a_schedule_that_is_not_valid():
 
 
 @pytest.mark.parametrize("memory", ["8 apples", "many", "-3GiB", "0", 0, -1, 2.5, "1e9", ""])
-def test_what_is_no_size(memory):
+def test_invalid_memory_sizes_are_refused(memory):
     with pytest.raises(MemoryBudgetError, match=rf"memory={re.escape(repr(memory))} is not a size.*'8GiB' or '500MB'"):
         partition(memory=memory, loss=untouched)
 
@@ -275,7 +275,7 @@ def test_an_impossible_budget_names_the_least_that_fits():
         ],
     ],
 )
-def test_sizes(text, size):
+def test_sizes_are_read_in_all_units(text, size):
     assert parse_bytes(text) == size
 
 

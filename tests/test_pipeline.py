@@ -81,7 +81,7 @@ def test_every_size_trains_as_plain_training_does(name, stages, m, replicas):
     check_training(name, stages, m, replicas)
 
 
-def test_schedules_are_only_tables():
+def test_gradients_do_not_depend_on_the_schedule():
     """All forwards first, or one of each in turn: the same micro-batches are summed in the same order."""
     results = []
     for schedule in (one_f_one_b, gpipe):

@@ -38,7 +38,7 @@ M = 8
 EXACT = optax.sgd(0.5, momentum=0.5)
 
 
-def test_who_works_on_what():
+def test_microbatches_are_dealt_round_robin():
     teams = Teams((2, 3))
     assert (teams.deal, teams.groups) == (6, ((0, 1), (2, 3, 4)))
     assert ([teams.turns(s) for s in range(2)], teams.most_turns) == ([3, 2], 3)
@@ -466,18 +466,18 @@ def test_widths_on_paper():
             {"schedule": lambda p, m: one_f_one_b(4, m)},
             r"Pass devices_per_stage= for 4 stages, or .* a deal of 3",
         ),
-        ((1, 1, 2), {"rows": 1, "m": 1}, None),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_traced(replicate, options, message):
     def loss(model, x):
         pytest.fail("traced")
 
-    if message is None:
-        assert layers(replicate, **options).plan.teams.widths == replicate
-        return
     with pytest.raises(PartitionError, match=message):
         layers(replicate, loss=loss, **options)
+
+
+def test_a_batch_of_one_row_is_for_stages_on_several_devices_too():
+    assert layers((1, 1, 2), rows=1, m=1).plan.teams.widths == (1, 1, 2)
 
 
 def test_a_schedule_that_does_not_exist_for_so_many_deals_tells_of_deals():

@@ -102,7 +102,7 @@ MARKS = {"scan": pytest.mark.core, "decoder": pytest.mark.slow}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in MODELS])
-def test_linen(name):
+def test_third_party_linen_layers_keep_their_gradients(name):
     make, inputs = MODELS[name]
     plain, encoded = make(lambda cls: cls)(), make(memory_encoded)()
     x, dropout = inputs(), jax.random.key(2)

@@ -316,10 +316,13 @@ def test_updates_of_pieces_are_those_of_whole_parameters(name):
     assert [x.shape for x in found] == [x.shape for x in expected]
     assert relative_l2(found, expected) < FUSION
     made_of_inputs = set(graph.inputs)
-    for op in graph.operators:  # nothing that is made of parameters or gradients is larger than two layers
+    sizes = []
+    for op in graph.operators:
         if any(t in made_of_inputs and graph.tensors[t].shape for t in op.inputs):
             made_of_inputs.update(op.outputs)
-            assert all(graph.tensors[t].size <= 2 * 3 * 3 for t in op.outputs)
+            sizes += [graph.tensors[t].size for t in op.outputs]
+    # Nothing that is made of parameters or gradients is larger than two layers.
+    assert sizes and max(sizes) <= 2 * 3 * 3
 
 
 @pytest.mark.slow

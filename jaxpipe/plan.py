@@ -56,6 +56,7 @@ class StagePlan:
         where the timeline does not count them apart.
       recomputed: products, reductions and other operators of more than cheap arithmetic that the backward pass runs
         again in place of storing their results, by module path and name.
+      slices: into how many the largest product is cut, logits as a rule, which are then never whole.
       storage: how it was chosen: ``"default"``, or within a budget ``"optimal"``, ``"gap"``, ``"time limit"``,
         ``"greedy"`` or ``"lowest peak"``.
       added_seconds: what computing again and codecs add over the default, in ``backward_seconds``.
@@ -83,6 +84,7 @@ class StagePlan:
     solve_seconds: Amount = 0.0
     weight_seconds: Amount = 0.0
     recomputed: tuple[str, ...] = ()
+    slices: Count = 1
     message_seconds: tuple[Amount, Amount] = (0.0, 0.0)
 
 
@@ -389,7 +391,8 @@ def _storage_text(stage: StagePlan) -> str:
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in stage.stored.items())
     share = stage.added_seconds / max(1e-30, stage.forward_seconds + stage.backward_seconds - stage.added_seconds)
     again = f", {len(stage.recomputed)} computed again" if stage.recomputed else ""
-    return f"{parts or 'nothing'}{again}; {share:+.1%} time ({_status_text(stage)})"
+    sliced = f", largest product in {stage.slices} slices" if stage.slices > 1 else ""
+    return f"{parts or 'nothing'}{again}{sliced}; {share:+.1%} time ({_status_text(stage)})"
 
 
 #: How a stage's storage was chosen, in words; of the others a plan says how much time a better choice may save.

@@ -76,13 +76,16 @@ def budget_point(problem: Problem, memory: int, device: Any, timed: bool) -> tup
     return row, step
 
 
-def points(case: Case, shares: Sequence[float], device: Any, timed: bool, rounds: int) -> Iterator[Row]:
+def points(
+    case: Case, families: Sequence[str], shares: Sequence[float], device: Any, timed: bool, rounds: int
+) -> Iterator[Row]:
     """Measure one model."""
     with jax.default_device(jax.devices("cpu")[0]):
         problem = case.make(case.batch)
     plain, plain_step = variant_point(problem, PLAIN, device, timed)
     yield {"family": "plain", "variant": "plain", **plain, "time_ratio": 1.0 if timed else None}
-    for family, names in FAMILIES.items():
+    for family in families:
+        names = FAMILIES[family]
         if family != "blocks" or case.name.startswith(WITH_BLOCKS):
             for name in names:
                 row, step = variant_point(problem, VARIANTS[name], device, timed)
@@ -128,6 +131,13 @@ def main() -> None:
         "--models", nargs="+", choices=CASES_BY_NAME, metavar="NAME", help="default: GPU sizes; with --cpu, the nine"
     )
     parser.add_argument("--shares", nargs="*", type=float, default=SHARES, help="budgets, of the plain step's bytes")
+    parser.add_argument(
+        "--families",
+        nargs="*",
+        choices=FAMILIES,
+        default=list(FAMILIES),
+        help="variants beside the budgets (default: all)",
+    )
     parser.add_argument("--cpu", action="store_true", help="compile for this machine, and time the steps")
     parser.add_argument("--rounds", type=int, default=10, help="most rounds of a timing (default 10)")
     parser.add_argument("--out", type=Path, default=Path("out/bench_memory_front.json"))
@@ -139,7 +149,7 @@ def main() -> None:
     models: dict[str, list[Row]] = {}
     for name in names:
         rows = models.setdefault(name, [])
-        for row in points(CASES_BY_NAME[name], options.shares, device, options.cpu, options.rounds):
+        for row in points(CASES_BY_NAME[name], options.families, options.shares, device, options.cpu, options.rounds):
             rows.append(row)
             save(options.out, device, models)
             print(text_of(name, row, rows[0]), flush=True)

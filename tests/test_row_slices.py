@@ -66,11 +66,11 @@ def largest_array(function, *arguments):
 def test_losses_and_gradients_are_those_of_the_whole_product(loss):
     hidden, words, labels, weights = arrays()
     whole = trace(loss, hidden, words, labels, weights)
-    sliced, operators = slice_rows(whole, most_bytes=np.prod(ROWS) * WORDS)
-    assert {"dot_general", "reduce_max", "exp"} <= {op.name for op in operators}
+    sliced = slice_rows(whole, most_bytes=np.prod(ROWS) * WORDS)
+    assert {"dot_general", "reduce_max", "exp"} <= {op.name for op in sliced.operators}
 
     def of_slices(hidden, words):
-        return sliced.evaluate([hidden, words, labels, weights])[0]
+        return sliced.graph.evaluate([hidden, words, labels, weights])[0]
 
     def plain(hidden, words):
         return loss(hidden, words, labels, weights)
@@ -88,9 +88,8 @@ def test_losses_and_gradients_are_those_of_the_whole_product(loss):
 
 @pytest.mark.parametrize("most_bytes, count", [(4 * 1024, 16), (4 * 7680, 2), (4 * 20000, None)])
 def test_number_of_slices(most_bytes, count):
-    found = slice_rows(trace(by_log_softmax, *arrays()), most_bytes)
-    loops = [] if found is None else [op.params["length"] for op in found[0].operators if op.name == "scan"]
-    assert loops == ([] if count is None else [count])
+    sliced = slice_rows(trace(by_log_softmax, *arrays()), most_bytes)
+    assert (sliced and sliced.count) == count
 
 
 def test_rows_that_meet_are_not_sliced():
@@ -145,6 +144,9 @@ def test_a_budget_below_the_logits_is_met(stages):
         runtime="mpmd",
     )
     assert max(pipeline.memory_report().compiled_bytes) <= memory
+    slices = [stage.slices for stage in pipeline.plan.stages]
+    assert slices[:-1] == [1] * (stages - 1) and slices[-1] > 1
+    assert f"largest product in {slices[-1]} slices" in str(pipeline.plan)
     state, metrics = pipeline.step(pipeline.init(jax.random.key(1)), batch)
 
     def plain(variables):

@@ -22,6 +22,7 @@ from jax import lax
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, live
 from jaxpipe.graph.op_cost import ARITHMETIC, TRANSCENDENTAL
+from jaxpipe.graph.rules import pick
 
 
 #: How many times smaller than the sliced tensor all results of the loop together must be.
@@ -52,8 +53,23 @@ class _Step:
     params: Callable[[int], Mapping[str, Any]] | None = None
 
 
-def slice_rows(graph: Graph, most_bytes: int) -> tuple[Graph, tuple[Operator, ...]] | None:
-    """Return the same program with its largest product in slices, and the operators that run in the loop over them.
+@dataclass(frozen=True, eq=False)
+class Sliced:
+    """A program with a loop over slices.
+
+    Attributes:
+      graph: the program.
+      operators: those of the first program that run in the loop.
+      count: the number of slices.
+    """
+
+    graph: Graph
+    operators: tuple[Operator, ...]
+    count: int
+
+
+def slice_rows(graph: Graph, most_bytes: int) -> Sliced | None:
+    """Return the same program with its largest product in slices.
 
     None if the product is not larger than a slice may be, or what follows it is not row-wise.
 
@@ -67,9 +83,9 @@ def slice_rows(graph: Graph, most_bytes: int) -> tuple[Graph, tuple[Operator, ..
       >>> def losses(hidden, words):
       ...     return jax.nn.logsumexp(hidden @ words, axis=-1)
       >>> arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 8), (8, 1000))]
-      >>> sliced, looped = slice_rows(trace(losses, *arrays), most_bytes=16 * 1000 * 4)
-      >>> [op.params["length"] for op in sliced.operators if op.name == "scan"], looped[0].name
-      ([4], 'dot_general')
+      >>> sliced = slice_rows(trace(losses, *arrays), most_bytes=16 * 1000 * 4)
+      >>> sliced.count, sliced.operators[0].name
+      (4, 'dot_general')
     """
     products = [op for op in graph.operators if op.name == "dot_general"]
     if not products:
@@ -82,7 +98,7 @@ def slice_rows(graph: Graph, most_bytes: int) -> tuple[Graph, tuple[Operator, ..
     if size <= most_bytes or not divisors:
         return None
     count, region = min(divisors, key=lambda way: (size > way[0] * most_bytes, abs(size - way[0] * most_bytes)))
-    return _with_loop(graph, region, count), tuple(region)
+    return Sliced(_with_loop(graph, region, count), tuple(region), count)
 
 
 def _grown(graph: Graph, product: Operator, axis: int) -> dict[Operator, _Step] | None:
@@ -302,6 +318,8 @@ def _named(tensors: Sequence[int], names: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _run(op: Operator, step: _Step, values: Sequence[Any], count: int) -> Sequence[Any]:
+    if pick.applies(op):
+        return [pick.run(op, *values)]
     if step.params is None:
         return op.evaluate(*values)
     equation = op.equation

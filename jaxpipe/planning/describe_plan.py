@@ -252,6 +252,7 @@ def describe(
                 solve_seconds=fitted[s].solve_seconds,
                 stored=_stored_bytes(section),
                 recomputed=_recomputed(section),
+                slices=section.slices,
                 parameter_bytes=program.bytes_of(section.parameters),
                 stash_bytes=program.stash_bytes(section),
                 in_flight=program.in_flight(program.device(s), s // program.num_devices),

@@ -38,6 +38,7 @@ class Section:
       saved: tensors whose cotangent waits for the weight part of the backward pass, where a schedule splits it.
       fold: how its state changes, where several devices share its micro-batches; ``new_state`` is the old one then.
       swap: the part of its stash that is in other memory between the passes; None if all stays.
+      slices: into how many its largest product is cut.
     """
 
     graph: Graph
@@ -54,6 +55,7 @@ class Section:
     saved: tuple[int, ...] = ()
     fold: Fold | None = None
     swap: StashSwap | None = None
+    slices: int = 1
 
     @property
     def stashed(self) -> tuple[int, ...]:
@@ -225,8 +227,8 @@ def with_backward(objective: Objective, sections: Sequence[Section], policy: Pol
 def in_slices(section: Section, loss: int, policy: Policy = FAST) -> tuple[Section, tuple[Operator, ...]] | None:
     """Return the last section with its largest product in slices, and the operators in the loop over them.
 
-    None if the product is not row-wise.
-    A slice is no larger than the largest of the tensors that are less than half of the product, or than a 32nd of it.
+    None if what follows the product is not row-wise. A slice is no larger than the largest of the tensors that are
+    less than half of the product, or than a 32nd of it.
 
     Args:
       loss: the only result that is given a cotangent.
@@ -239,10 +241,10 @@ def in_slices(section: Section, loss: int, policy: Policy = FAST) -> tuple[Secti
     sliced = slice_rows(graph, max(others, largest // MOST_SLICES))
     if sliced is None:
         return None
-    graph, looped = sliced
-    built = stages.build(graph, section.stage.linearization.wrt, policy=policy, held=section.used, seeds=[loss])
+    built = stages.build(sliced.graph, section.stage.linearization.wrt, policy=policy, held=section.used, seeds=[loss])
     reached = stages.reached(built, [loss])
-    return replace(section, graph=graph, stage=built, saved=tuple(t for t in built.saved if t in reached)), looped
+    saved = tuple(t for t in built.saved if t in reached)
+    return replace(section, graph=sliced.graph, stage=built, saved=saved, slices=sliced.count), sliced.operators
 
 
 def _active(objective: Objective) -> set[int]:

@@ -5,9 +5,11 @@ that nothing can be fused with. Comparing every position of a row with the row's
 fuses with whatever reads it: the gradient of a cross entropy is then written over the logits.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -38,6 +40,27 @@ def as_comparison(op: Operator, cut: Cut) -> Cut:
     (result,) = (var.aval for var in op.equation.outvars)
     if cut.inputs[1] not in cut.needs or cut.cotangents_in != (0,) or cut.cotangents_out != (0,):
         return cut
+    backward = _comparison(op, operand.shape)
+    return replace(cut, needs=(cut.inputs[1],), program=trace(backward, indices, result.to_tangent_aval()))
+
+
+def run(op: Operator, operand: Any, indices: Any) -> Any:
+    """Run a pick on some of its rows; its VJP compares positions."""
+
+    @jax.custom_vjp
+    def picked(operand: Any, indices: Any) -> Any:
+        return op.evaluate(operand, indices)[0]
+
+    shape = operand.shape
+    picked.defvjp(
+        lambda operand, indices: (picked(operand, indices), indices),
+        lambda indices, cotangent: (_comparison(op, shape)(indices, cotangent), None),
+    )
+    return picked(operand, indices)
+
+
+def _comparison(op: Operator, shape: tuple[int, ...]) -> Callable[[Any, Any], Any]:
+    """Return the backward program of a pick from an operand of some shape, given indices and a cotangent."""
     numbers = op.params["dimension_numbers"]
     (axis,) = numbers.start_index_map
     # Dimensions of the indices and of the result that stand for the operand's rows, in the operand's order.
@@ -47,13 +70,13 @@ def as_comparison(op: Operator, cut: Cut) -> Cut:
 
     def spread(x: Any) -> Any:
         x = lax.transpose(x, [*order, *(d for d in range(x.ndim) if d not in order)])
-        x = lax.reshape(x, [operand.shape[d] for d in rows])
-        return lax.broadcast_in_dim(x, operand.shape, rows)
+        x = lax.reshape(x, [shape[d] for d in rows])
+        return lax.broadcast_in_dim(x, shape, rows)
 
     def backward(index: Any, cotangent: Any) -> Any:
-        position = lax.broadcasted_iota(index.dtype, operand.shape, axis)
+        position = lax.broadcasted_iota(index.dtype, shape, axis)
         # Scattering adds to a zero, which never gives -0.0.
-        picked = spread(cotangent) + jnp.zeros((), cotangent.dtype)
-        return lax.select(position == spread(index), picked, jnp.zeros(operand.shape, cotangent.dtype))
+        cotangents = spread(cotangent) + jnp.zeros((), cotangent.dtype)
+        return lax.select(position == spread(index), cotangents, jnp.zeros(shape, cotangent.dtype))
 
-    return replace(cut, needs=(cut.inputs[1],), program=trace(backward, indices, result.to_tangent_aval()))
+    return backward

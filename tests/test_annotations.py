@@ -96,7 +96,7 @@ def constrained_backward(x, cotangent):
 constrained_both_ways.defvjp(lambda x: (CONSTRAIN(jnp.sin(x), P("model")), x), constrained_backward)
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_annotations_anywhere_in_a_model_leave_its_gradients_as_they_are():
     """In rules, in loops, in conditionals, in recomputed parts and on ``jit``; steps run in the caller's mesh."""
     mesh = named_mesh(fsdp=2, model=2)
@@ -166,7 +166,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("check", [True, False], ids=["typed", "untyped"])
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_on_one_device_compute_what_they_compute_on_several(name, check):
@@ -325,7 +325,7 @@ class Sharded(nnx.Module):
         return self.second(jnp.tanh(self.first(x)))
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("form", ["class", "module"])
 def test_nnx_variables_with_axes_are_trained(form):
     """Flax makes annotated variables in the context of a mesh only; a pipeline makes them from the class without."""

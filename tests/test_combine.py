@@ -49,7 +49,7 @@ def partition(loss=mean, mesh=None, **options):
 RIGHT = (np.tanh(X @ WEIGHTS["a"]) @ WEIGHTS["b"]).argmax(-1) == Y
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("mesh", [(2, None), (2, 2)], ids=["one-replica", "two-replicas"])
 def test_sums_are_totals_of_the_batch_and_the_rest_are_means(mesh):
     pipeline = partition(mesh=mesh_of(*mesh), num_microbatches=4 if mesh[1] is None else 2)

@@ -14,7 +14,7 @@ from jaxpipe import _compat
 from tests.support.compare import assert_same_bits
 
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.versions
 
 
 def compiled_on(device, function, *avals):

@@ -238,7 +238,7 @@ def saved_bytes(function, *arguments) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(pullback, *arguments)))
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_rule_gives_its_own_gradients_and_stores_no_more_than_it_returns(name):
     example = EXAMPLES[name]

@@ -36,7 +36,7 @@ def value_and_gradients(case, decorate):
     return jax.value_and_grad(loss, has_aux=True), arguments
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LINEN])
 def test_linen_loss_gradients_and_state_are_those_of_the_plain_model(name):
     plain, arguments = value_and_gradients(LINEN[name], lambda cls: cls)
@@ -90,8 +90,9 @@ def nnx_step(cls, how):
     return value, jax.tree.leaves(gradients), state
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("how", ["nnx", "jax"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("nnx", marks=pytest.mark.core), pytest.param("jax", marks=pytest.mark.versions)]
+)
 def test_nnx_loss_gradients_and_state_are_those_of_the_plain_model(how):
     (*expected, old), (*actual, new) = nnx_step(NNXDigitsCNN, how), nnx_step(memory_encoded(NNXDigitsCNN), how)
     assert relative_l2(actual, expected) < FUSION
@@ -214,7 +215,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_works_under(name):
     transform = TRANSFORMS[name]

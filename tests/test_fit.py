@@ -58,7 +58,7 @@ def _fixed(build, stages, m):
     ("build", "stages", "m", "off"),
     [
         pytest.param(unet, 2, 4, 0.0, marks=pytest.mark.slow),
-        (mlp, 1, 2, 0.0),
+        pytest.param(mlp, 1, 2, 0.0, marks=pytest.mark.core),
         pytest.param(mlp, 3, 4, FUSION, marks=pytest.mark.slow),  # computes the exponentials of its softmax again
         pytest.param(unet, 1, 2, 0.0, marks=pytest.mark.slow),
         pytest.param(transformer, 2, 4, FUSION, marks=pytest.mark.slow),

@@ -147,7 +147,7 @@ def test_what_vgg16_for_imagenet_sends(options, values, indices, norms):
 # What must hold whatever is sent.
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("mode", MODES)
 def test_one_replica_sends_or_keeps_every_bit(mode, norm):
@@ -294,7 +294,7 @@ def collective_bytes(text):
     return found["all-reduce"] + found["all-gather"] // REPLICAS
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("dense_1d", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_bytes_in_the_compiled_program(mode, dense_1d):

@@ -123,7 +123,7 @@ def test_two_processes_give_the_bits_of_one(tmp_path):
         assert saved["data rows"].tolist() == list(range(8, 16))
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_stages_sharded_over_devices_of_two_processes_give_the_bits_of_one(tmp_path):
     """Once each stage's devices are in one process, once in both; and optimizer state split over both."""
     cases = ("model within", "model across", "zero")

@@ -69,7 +69,7 @@ def test_predicted_bytes_are_within_ten_percent_of_what_xla_reserves(build, stag
     assert report.compiled_bytes[0] == pytest.approx(predicted, rel=0.10)
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_the_arena_is_there_once():
     """More micro-batches in flight: temporaries grow by the arena's new slots and by the batch, not by copies of it."""
     few, many = mlp(4, 2), mlp(4, 8)
@@ -80,7 +80,7 @@ def test_the_arena_is_there_once():
     assert grown <= slots + batch + 0.02 * slots
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_parameters_are_not_copied_in_the_loop():
     """Twice the width of one stage's odd layer, which is packed: temporaries grow by what a backward pass needs.
 

@@ -180,8 +180,14 @@ def assert_close(tree, other):
     assert relative_l2(tree, other) < ORDER
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("module", [GPT(), Llama(), MixtureOfExperts()], ids=["gpt", "llama", "experts"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(GPT(), marks=pytest.mark.core, id="gpt"),
+        pytest.param(Llama(), marks=pytest.mark.versions, id="llama"),
+        pytest.param(MixtureOfExperts(), marks=pytest.mark.versions, id="experts"),
+    ],
+)
 def test_stages_replicas_and_sharded_kernels_train_as_one_device(module):
     pipeline = pipeline_of(module, named_mesh(stage=2, data=2, model=2))
     state = trained(pipeline)
@@ -199,7 +205,7 @@ def test_cuts_do_not_change_a_bit():
 
 
 @pytest.mark.parametrize("optimizer", [optax.adam(2**-7), optax.sgd(0.125, momentum=0.5)], ids=["adam", "momentum"])
-@pytest.mark.core
+@pytest.mark.versions
 def test_optimizer_state_split_over_replicas_gives_the_same_bits(optimizer):
     results = []
     for options in (None, PlanOptions(zero=1)):
@@ -267,7 +273,7 @@ class Logical(nn.Module):
 RULES = (("batch", ("data", "fsdp")), ("mlp", "tensor"), ("vocabulary", "tensor"), ("embed", "fsdp"), ("length", None))
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("axes", [{}, {"tensor": 2}, {"fsdp": 2}, {"tensor": 2, "fsdp": 2}], ids=str)
 def test_logical_axes_with_and_without_the_mesh_axes(axes):
     pipeline = pipeline_of(Logical(), named_mesh(stage=2, **axes), options=PlanOptions(axis_rules=RULES))
@@ -382,7 +388,7 @@ def test_evaluation_and_prediction_of_sharded_stages():
     assert relative_l2(*rows) < ORDER
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_checkpoints_go_from_any_layout_to_any(tmp_path):
     layouts = [
         (named_mesh(stage=2, data=2, model=2), PlanOptions(zero=1)),

@@ -50,7 +50,7 @@ def test_the_split_backward_pass_is_the_whole_one(name):
     assert built.weight_part and built.input_part
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ["cnn", "transformer"])
 def test_the_programs_for_a_gpu_give_the_same_gradients(name):
     graph, leaves, (value, gradients) = traced(name)

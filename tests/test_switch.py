@@ -46,7 +46,7 @@ def test_equal_branches_are_one():
     check([scaled(2.0), scaled(3.0), scaled(2.0), scaled(2.0)], 2, X)
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("factors", [(2.0, 3.0, 2.0), (2.0, 2.0), (2.0,)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64, jnp.int32])
 def test_a_branch_that_writes_over_what_it_is_given(factors, dtype):
@@ -170,7 +170,7 @@ def spmd_pipeline(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
     return pipeline_of(case, stages, 4, runtime="spmd", **options)
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("make", [pytest.param(deep, marks=pytest.mark.slow), dropped])
 def test_the_program_does_not_grow_with_stages_that_are_alike(make):
     three, five = (spmd_pipeline(make(n), n) for n in (3, 5))

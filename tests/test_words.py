@@ -71,7 +71,7 @@ def test_random_keys(shape, impl):
     assert np.array_equal(jax.random.key_data(again), raw)
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("room", [0, 3])
 def test_pack_and_unpack(room):
     values = [random_bits(SHAPES[k % len(SHAPES)], dtype, k) for k, dtype in enumerate(DTYPES)]

@@ -528,7 +528,7 @@ def test_every_name_that_a_plan_prints_is_taken():
         assert partition(schedule=printed, num_microbatches=4).plan.schedule == printed
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_a_raw_key_gives_what_a_typed_one_gives():
     pipeline = partition(NET, mesh=mesh_of(1), loss=lambda m, x: m(x, train=True).mean())
     states = [pipeline.init(key) for key in (jax.random.key(5), jax.random.PRNGKey(5), np.array([0, 5], np.uint32))]
@@ -538,7 +538,7 @@ def test_a_raw_key_gives_what_a_typed_one_gives():
     assert losses == losses[:1] * 3
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_keys_of_microbatches_go_with_arrays_on_one_device(pipeline, state):
     def plain(params, j):
         rngs = {"dropout": pipeline.microbatch_key(state, j)}

@@ -22,7 +22,7 @@ from jaxpipe.visualize.pictures import draw_stages
 
 @dataclass(frozen=True)
 class Options:
-    """What to plan.
+    """The plan to make.
 
     Attributes:
       microbatch_size: examples of a micro-batch.

@@ -40,7 +40,7 @@ from jaxpipe.text.units import bytes_text
 
 @dataclass(frozen=True)
 class Options:
-    """What to plan and how to train."""
+    """The plan to make, and the training to run."""
 
     shares: tuple[float, ...] = (0.85, 0.82, 0.8, 0.88)
     """Memory budgets, as shares of what the plan without one needs; the first that takes all methods is used."""
@@ -142,7 +142,7 @@ def planner(options: Options, model: DigitsNet) -> Callable[[int | None], jaxpip
 
 
 def methods(pipeline: jaxpipe.Pipeline) -> dict[str, str]:
-    """What of each method is in a plan, all read off the plan; a method that is not in use says nothing."""
+    """Return a text for each method that a plan uses, read off the plan."""
     plan = pipeline.plan
     stored: dict[str, int] = {}
     for stage in plan.stages:
@@ -156,25 +156,25 @@ def methods(pipeline: jaxpipe.Pipeline) -> dict[str, str]:
     again = [name for stage in plan.stages if stage.storage != "default" for name in stage.recomputed]
     cuts = tuple(stage.operators[1] for stage in plan.stages[:-1])
     last = next((r for r in plan.rounds if r.cuts == cuts), None)
-    found = dict.fromkeys(METHODS, "")
+    texts = dict.fromkeys(METHODS, "")
     if sparse:
-        found["encoded feature maps"] = ", ".join(f"{form} {bytes_text(size)}" for form, size in encoded.items())
+        texts["encoded feature maps"] = ", ".join(f"{form} {bytes_text(size)}" for form, size in encoded.items())
     if not pipeline.partition.network.is_uniform and order != given:
-        found["placement on unequal devices"] = f"stages on {', '.join(map(str, order))}, not on {given[0]}, ..."
+        texts["placement on unequal devices"] = f"stages on {', '.join(map(str, order))}, not on {given[0]}, ..."
     if plan.exchange_bytes is not None and plan.exchange_bytes < plan.memory["gradients"]:
         sent, dense = bytes_text(plan.exchange_bytes), bytes_text(plan.memory["gradients"])
-        found["block-sparse exchange"] = f"{sent} of {dense} sent in a step"
+        texts["block-sparse exchange"] = f"{sent} of {dense} sent in a step"
     if away:
-        found["stashes in peers' memory"] = f"{', '.join(away)}, in {sum(len(s.pieces) for s in plan.stages)} slices"
+        texts["stashes in peers' memory"] = f"{', '.join(away)}, in {sum(len(s.pieces) for s in plan.stages)} slices"
     if again:
-        found["recomputation"] = f"{len(again)} operators run again, the first of them {again[0]}"
+        texts["recomputation"] = f"{len(again)} operators run again, the first of them {again[0]}"
     if last is not None and cuts != plan.rounds[0].cuts:
         first = plan.rounds[0]
-        found["balance"] = (
+        texts["balance"] = (
             f"{len(plan.rounds)} rounds, fastest over slowest stage {first.rate:.2f} -> {last.rate:.2f}, "
             f"step {1e3 * first.step_seconds:.1f} -> {1e3 * last.step_seconds:.1f} ms"
         )
-    return found
+    return texts
 
 
 #: Peers' memory and recomputation are two sides of one method: what to do with stashes beyond the budget.
@@ -193,7 +193,7 @@ def within_a_budget(
 ) -> jaxpipe.Pipeline:
     """The pipeline of the first share that needs all methods, else of the last; a share may be too small, too."""
     needed = plan(None).plan.predicted_bytes
-    found = None
+    pipeline = None
     for share in shares:
         console.print(f"without a budget {bytes_text(needed)} on each device; {share:.0%} of that are allowed")
         try:
@@ -202,12 +202,12 @@ def within_a_budget(
         except jaxpipe.MemoryBudgetError as error:
             console.print(str(error))
             continue
-        found = tried
-        if all(methods(found).values()):
+        pipeline = tried
+        if all(methods(pipeline).values()):
             break
-    if found is None:
+    if pipeline is None:
         raise SystemExit("no plan keeps any of these budgets")
-    return found
+    return pipeline
 
 
 def show(found: dict[str, str], console: Console) -> None:
@@ -269,8 +269,8 @@ def main(options: Options) -> tuple[dict[str, str], float, float]:
     pipeline = within_a_budget(plan, options.shares, console)
     print(pipeline.plan)
     print(pipeline.partition)
-    found = methods(pipeline)
-    show(found, console)
+    texts = methods(pipeline)
+    show(texts, console)
     console.print(f"planned and compiled in {time.perf_counter() - start:.0f} s")
 
     first = {name: x[: options.batch_size] for name, x in data.items()}
@@ -288,7 +288,7 @@ def main(options: Options) -> tuple[dict[str, str], float, float]:
         pipeline.report(options.out / "report.html")
         console.print(f"wrote {options.out / 'report.html'}")
     console.print(f"test accuracy {accuracy:.2%}")
-    return found, off, accuracy
+    return texts, off, accuracy
 
 
 if __name__ == "__main__":

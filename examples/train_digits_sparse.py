@@ -58,7 +58,7 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than densely."""
+        """Return the bytes of a dense exchange, as a multiple of those sent."""
         return self.dense / self.sent
 
 
@@ -160,7 +160,7 @@ def main(options: Options) -> list[Result]:
         with console.status(f"training, {setting}"):
             results.append(train(plan(options, k), setting, options, options.seed))
     table = Table(title=f"{options.replicas} replicas, {options.epochs} epochs, {options.mode}", title_justify="left")
-    for column in ("exchange", "test accuracy", "handed on by a replica", "fewer bytes", "seconds"):
+    for column in ("exchange", "test accuracy", "sent by a replica", "fewer bytes", "seconds"):
         table.add_column(column, justify="left" if column == "exchange" else "right")
     for r in results:
         row = r.setting, f"{r.accuracy:.2%}", bytes_text(r.sent), f"{r.ratio:.0f}x", f"{r.seconds:.0f}"

@@ -88,15 +88,15 @@ def main(options: Options) -> float:
         print(f"{jax.process_count()} processes, {len(devices)} devices")
         print(pipeline.plan)
 
-    own = pipeline.local_rows(options.batch_size)
+    local_rows = pipeline.local_rows(options.batch_size)
     with jaxpipe.Checkpointer(pipeline, options.checkpoints, every=options.every, keep=2) as checkpointer:
-        found = checkpointer.restore()
-        if found is None:
+        restored = checkpointer.restore()
+        if restored is None:
             state = pipeline.init(jax.random.key(0))
         else:
-            state, order.bit_generator.state = found
+            state, order.bit_generator.state = restored
         for step in range(int(state.step) + 1, options.steps + 1):
-            chosen = order.choice(train, options.batch_size, replace=False)[own]
+            chosen = order.choice(train, options.batch_size, replace=False)[local_rows]
             state, metrics = pipeline.step(state, {name: x[chosen] for name, x in data.items()})
             checkpointer.after_step(state, data=order.bit_generator.state)
             if first and step % options.every == 0:

@@ -64,7 +64,7 @@ def loss(model: Transformer, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def evaluate(model: Transformer, batch: dict[str, jax.Array]) -> jax.Array:
-    """The same without dropout."""
+    """Return the loss without dropout."""
     logits = model(batch["text"][:, :-1], train=False)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["text"][:, 1:]).mean()
 
@@ -122,8 +122,8 @@ def main(options: Options) -> tuple[float, float, float]:
 
     count = min(512, (len(test) - 1) // length // rows * rows)
     starts = np.linspace(0, len(test) - length - 1, count).astype(int)
-    found = pipeline.evaluate(state, {"text": test[starts[:, None] + np.arange(length + 1)]})
-    bits = float(found["loss"]) / np.log(2)
+    measured = pipeline.evaluate(state, {"text": test[starts[:, None] + np.arange(length + 1)]})
+    bits = float(measured["loss"]) / np.log(2)
     single, pairs = counted_bits(train, test)
     print(f"{bits:.2f} bits per character; knowing single characters takes {single:.2f}, knowing pairs {pairs:.2f}")
     return bits, single, pairs

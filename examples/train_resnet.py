@@ -67,7 +67,7 @@ def load(seed: int) -> tuple[Data, Data]:
 
 
 def linear_accuracy(data: Data, test: Data) -> float:
-    """Of a classifier without hidden layers."""
+    """Return the accuracy of a classifier without hidden layers."""
     flat = [part["image"].reshape(len(part["label"]), -1) for part in (data, test)]
     return float(LogisticRegression(max_iter=1000).fit(flat[0], data["label"]).score(flat[1], test["label"]))
 

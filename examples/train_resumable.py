@@ -78,11 +78,11 @@ def main(options: Options) -> float:
 
     pipeline = plan(options)
     with jaxpipe.Checkpointer(pipeline, options.checkpoints, every=options.every, keep=2) as checkpointer:
-        found = checkpointer.restore()
-        if found is None:
+        restored = checkpointer.restore()
+        if restored is None:
             state = pipeline.init(jax.random.key(0))
         else:
-            state, order.bit_generator.state = found
+            state, order.bit_generator.state = restored
             print(f"goes on from step {state.step}")
         for step in range(int(state.step), options.steps):
             chosen = order.choice(rows, options.batch_size, replace=False)

@@ -49,7 +49,7 @@ def draw(rng: np.random.Generator, count: int, side: int) -> Data:
     y, x = np.mgrid[:side, :side]
     images = rng.normal(0, 0.15, (count, side, side))
     classes = np.zeros((count, side, side), np.int32)
-    for image, found in zip(images, classes, strict=True):
+    for image, labels in zip(images, classes, strict=True):
         slope = rng.uniform(-0.5, 0.5, 2) / side
         image += slope[0] * x + slope[1] * y
         for _ in range(rng.integers(1, 4)):
@@ -57,7 +57,7 @@ def draw(rng: np.random.Generator, count: int, side: int) -> Data:
             dx, dy = (np.abs(axis - rng.uniform(radius, side - radius)) for axis in (x, y))
             inside = np.hypot(dx, dy) < radius if kind == 1 else np.maximum(dx, dy) < 0.9 * radius
             image[inside] += rng.uniform(0.5, 1.0)
-            found[inside] = kind
+            labels[inside] = kind
     return {"image": images[..., None].astype(np.float32), "class": classes}
 
 
@@ -79,7 +79,7 @@ def mean_iou(found: np.ndarray, classes: np.ndarray) -> float:
 
 
 def threshold_iou(data: Data, test: Data) -> float:
-    """Of calling all pixels above some brightness a square, or a disc; the best threshold on the training data."""
+    """Return the score of a brightness threshold for squares and discs, the best one on the training data."""
 
     def iou(data: Data, limit: float, kind: int) -> float:
         return mean_iou(np.where(data["image"][..., 0] > limit, kind, 0), data["class"])
@@ -117,8 +117,8 @@ def main(options: Options) -> tuple[float, float]:
             if step % 10 == 0:
                 status.update(f"step {step} of {options.steps}: loss {metrics['loss']:.4f}")
     print(f"trained {options.steps} steps in {time.perf_counter() - start:.0f} s, compilation included")
-    found = np.asarray(pipeline.predict(state, test))
-    reached, baseline = mean_iou(found, test["class"]), threshold_iou(draw(rng, 128, options.side), test)
+    predicted = np.asarray(pipeline.predict(state, test))
+    reached, baseline = mean_iou(predicted, test["class"]), threshold_iou(draw(rng, 128, options.side), test)
     print(f"intersection over union {reached:.3f}; a threshold on brightness reaches {baseline:.3f}")
     return reached, baseline
 

@@ -246,10 +246,10 @@ def simulate_devices(count: int) -> list[Any]:
     jax.config.update("jax_platforms", "cpu")
     with contextlib.suppress(RuntimeError):  # devices were looked for: those that there are must do
         jax.config.update("jax_num_cpu_devices", count)
-    found = jax.devices()
-    if len(found) < count:
-        raise UsageError(f"{count} devices are needed, but JAX was started with {len(found)} before.")
-    return found
+    devices = jax.devices()
+    if len(devices) < count:
+        raise UsageError(f"{count} devices are needed, but JAX was started with {len(devices)} before.")
+    return devices
 
 
 def load(target: str) -> tuple[Any, Any, Callable[..., Any], Any]:
@@ -264,17 +264,17 @@ def load(target: str) -> tuple[Any, Any, Callable[..., Any], Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ImportError as error:
         raise UsageError(f"The module {module!r} of {target!r} cannot be imported: {error}.") from error
-    function = getattr(found, name, None)
+    function = getattr(imported, name, None)
     if not callable(function):
         raise UsageError(f"The module {module!r} has no function {name!r}.")
-    made = function()
-    if not isinstance(made, tuple) or len(made) != 4:
-        kind = f"{len(made)} values" if isinstance(made, tuple) else repr(type(made).__name__)
+    task = function()
+    if not isinstance(task, tuple) or len(task) != 4:
+        kind = f"{len(task)} values" if isinstance(task, tuple) else repr(type(task).__name__)
         raise UsageError(f"{target} returned {kind}; it must return (model, batch, loss, optimizer).")
-    return made
+    return task
 
 
 def _write(text: str, output: Path | None) -> None:

@@ -12,7 +12,7 @@ class JaxpipeError(Exception):
 
 
 class DifferentiationError(JaxpipeError, TypeError):
-    """A derivative was asked for that a memory-encoded function does not have."""
+    """A derivative that a memory-encoded function does not support, such as forward mode."""
 
 
 class ModelError(JaxpipeError, TypeError):
@@ -32,7 +32,7 @@ class BatchError(JaxpipeError, ValueError):
 
 
 class CheckpointError(JaxpipeError, ValueError):
-    """A checkpoint that is not there, is damaged, or is of another model or optimizer."""
+    """A checkpoint that is missing, damaged, or of another model or optimizer."""
 
 
 class NonFiniteError(JaxpipeError, ArithmeticError):

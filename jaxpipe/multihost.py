@@ -75,11 +75,11 @@ def initialize_distributed(
     """
     address = coordinator_address or os.environ.get(ADDRESS)
     count = num_processes if num_processes is not None else _number(COUNT)
-    own = process_id if process_id is not None else _number(NUMBER)
+    process = process_id if process_id is not None else _number(NUMBER)
     if address is None and not _compat.is_in_cluster():
         return 1
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, count, own, heartbeat_timeout_seconds=heartbeat_timeout_seconds, **options)
+    jax.distributed.initialize(address, count, process, heartbeat_timeout_seconds=heartbeat_timeout_seconds, **options)
     sys.excepthook = _end
     return _compat.num_processes()
 
@@ -187,12 +187,12 @@ def agree(what: str, text: str) -> None:
     if jax.process_count() == 1:
         return
     mine = hashlib.sha256(text.encode()).digest()
-    found = _gather_bytes(mine)
-    others = [k for k, one in enumerate(found) if one != found[0]]
+    digests = _gather_bytes(mine)
+    others = [k for k, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise PartitionError(
             f"{what} of process{'es' if len(others) > 1 else ''} {', '.join(map(str, others))} differs from that of "
-            f"process 0, of {len(found)}. All run the same script: call partition with the same model, loss, "
+            f"process 0, of {len(digests)}. All run the same script: call partition with the same model, loss, "
             "optimizer, mesh and shapes (those of the whole batch) in each of them, with the same versions installed."
         )
 
@@ -221,8 +221,8 @@ def place(value: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(np.shape(value), sharding, local)
 
 
-def settled(results: _T) -> _T:
-    """Results of a program that all processes run, once they are there, if their devices are CPUs.
+def block_if_cpu(results: _T) -> _T:
+    """Return the results of a program that all processes run; on CPUs, wait for them first.
 
     XLA:CPU runs programs that wait for Gloo on a few threads: several in flight may wait for each other forever.
     """
@@ -239,9 +239,9 @@ def mine(devices: Sequence[Any]) -> list[Any]:
 def _pickled(error: Exception) -> bytes:
     """An error as bytes; one that cannot be taken along is told by its text."""
     try:
-        found = pickle.dumps(error)
-        pickle.loads(found)
-        return found
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+        return pickled
     except Exception:
         return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
 
@@ -250,5 +250,5 @@ def _gather_bytes(text: bytes) -> list[bytes]:
     """Return what each process has given, by process."""
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(text)))).reshape(-1).tolist()
     padded = np.frombuffer(text.ljust(max(*sizes, 1), b"\0"), np.uint8)
-    found = np.asarray(multihost_utils.process_allgather(padded), np.uint8)
-    return [row[:size].tobytes() for row, size in zip(found, sizes, strict=True)]
+    rows = np.asarray(multihost_utils.process_allgather(padded), np.uint8)
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -23,7 +23,7 @@ class PlanOptions:
       devices_per_stage: how many devices of the axis of stages each stage has: one (False), a number for all, or one
         for each stage that add up to all devices, as ``(3, 1)``. True: as many stages and as many devices in each as
         make the step the shortest, by prediction. Micro-batch j goes to device j mod k of a stage with k devices, the
-        schedule is a table of such deals (``jaxpipe.schedules.replicas``), and gradients are added up within each
+        schedule is a table of such rounds (``jaxpipe.schedules.replicas``), and gradients are added up within each
         stage.
       shardings: by name of a variable, or a pattern with ``*``, the partition spec of its dimensions over the mesh axes
         beside those two. It counts instead of the model's own annotations; the first pattern that fits does.

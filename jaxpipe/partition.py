@@ -26,7 +26,7 @@ from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models import check_arguments, check_batch
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics
 from jaxpipe.models.bound_model import BoundModel, UserFunction, bind, check_model, needs_variables
-from jaxpipe.models.microbatch_program import Objective, microbatch_shapes, trace_results, with_rows
+from jaxpipe.models.microbatch_program import MicrobatchProgram, microbatch_shapes, trace_results, with_rows
 from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.unroll_layers import check_unroll, scanned_variables, trace_unrolled
@@ -35,23 +35,31 @@ from jaxpipe.options import PlanOptions
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.planning import check_request
 from jaxpipe.planning.arrange_devices import stay
-from jaxpipe.planning.assemble_plan import Draft, Traced, choose, draft, frozen_stages, sections_for, teams_of
+from jaxpipe.planning.assemble_plan import (
+    Candidate,
+    Traced,
+    build_candidate,
+    choose,
+    frozen_stages,
+    stage_replicas_of,
+    stages_for,
+)
 from jaxpipe.planning.choose_runtime import check_runtime_features
 from jaxpipe.planning.cuts.interleaved_cuts import chunked
 from jaxpipe.planning.cuts.partition_layers import partition_layers
 from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.describe_plan import least_seconds, rates_in
-from jaxpipe.planning.planned import Planned
+from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.planning.request import Request
-from jaxpipe.planning.searched_schedules import searched_drafts
+from jaxpipe.planning.searched_schedules import searched_candidates
 from jaxpipe.planning.storage.choose_storage import check_solver
 from jaxpipe.planning.storage.host_memory import check_host_memory
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.gradient_precision import check_effect, check_gradient_dtype
 from jaxpipe.runtime.replica_exchange import check_exchange
-from jaxpipe.runtime.sections import Placement, Section, places_to_cut, variable_spans
-from jaxpipe.schedules import Schedule, candidates
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.runtime.stages import Placement, Stage, places_to_cut, variable_spans
+from jaxpipe.schedules import Schedule, schedule_makers
+from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import DATA, with_own_names
 from jaxpipe.sharding.submesh import joined_mesh, split_mesh
@@ -79,7 +87,7 @@ def partition(
     predict: UserFunction | None = None,
     memory: int | str | None = None,
     num_microbatches: int | None = None,
-    schedule: candidates.ScheduleMaker | str = "auto",
+    schedule: schedule_makers.ScheduleMaker | str = "auto",
     profile: Profile | Source | None = None,
     network: Network | None = None,
     storage: Codecs | Literal["auto"] = "auto",
@@ -124,8 +132,8 @@ def partition(
       predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``; it sets the mode as ``evaluate`` does.
       memory: most bytes on a device, as an int or a text such as ``"8GiB"``. If the default storage needs more, an
         integer program chooses for every tensor whether it is stored, in which form, or computed again.
-      num_microbatches: of each replica; left out: enough for a bubble below a fifth, and, for a model that normalizes
-        over examples (BatchNorm), so few that each has 4 of them. A ``FewExamplesWarning`` tells of fewer.
+      num_microbatches: per replica. None: enough for a bubble below a fifth, and, for a model that normalizes over
+        examples (BatchNorm), few enough that each has at least 4. Fewer raise a ``FewExamplesWarning``.
       schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
         common spelling (``"1f1b"``, ``"GPipe"``, ``"zb"``). ``"auto"``: the one whose step is predicted to be the
         shortest within the budget. With a program for each stage these are the textbook's 1F1B, interleaved,
@@ -146,7 +154,7 @@ def partition(
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
         Asynchronous schedules, several devices in a stage, ``memory``, the host's memory and batches of several
-        sizes need ``"mpmd"``. ``"auto"``: the one that has what is asked for; of the two, ``"spmd"`` only if the
+        sizes need ``"mpmd"``. ``"auto"``: the one that supports the request; if both do, ``"spmd"`` only if the
         longest stage's work on a micro-batch is shorter than the host's calls and sends for it (25 and 40 us each)
         and its step is predicted to be shorter. The plan says which, and why.
       options: ``jaxpipe.PlanOptions(...)``: devices per stage, scans over layers, the host's memory, steps that are not
@@ -155,7 +163,7 @@ def partition(
     Raises:
       PartitionError: if the mesh, the network, the loss, the optimizer, the gradient exchange or the number of stages
         does not fit, the host's memory cannot be used, or ``gradient_dtype`` is no type for sums of gradients.
-      ScheduleError: if the schedule is not valid, or there is none of this size.
+      ScheduleError: if the schedule is not valid, or does not exist for this size.
       ModelError: if the model is none of the above, or ``storage`` names an unknown codec.
       BatchError: if the batch cannot be cut into micro-batches.
       MemoryBudgetError: if no plan within ``memory`` is found; its ``smallest`` is a budget that is kept.
@@ -228,13 +236,13 @@ def partition(
 
 
 @progress("Tracing the model")
-def make_plan(request: Request, batch: Any, variables: Any = None) -> Planned:
+def make_plan(request: Request, batch: Any, variables: Any = None) -> PlannedStep:
     """Trace, profile, cut and lay out a model for batches of the given shapes, and show how far that is."""
     with building_for(request.mesh.devices.flat[0].platform):
         return _make_plan(request, batch, variables)
 
 
-def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
+def _make_plan(request: Request, batch: Any, variables: Any) -> PlannedStep:
     size = check_batch.batch_size(batch)
     m = request.num_microbatches
     if m is None:
@@ -242,18 +250,20 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     check_batch.check_microbatches(size, request.replicas, m)
     schedules = []
     if isinstance(request.devices_per_stage, tuple):
-        schedules = candidates.make_team_schedules(request.schedules, Teams(request.devices_per_stage), m)
+        schedules = schedule_makers.make_replicated_schedules(
+            request.schedules, StageReplicas(request.devices_per_stage), m
+        )
     elif not request.devices_per_stage:
-        schedules = candidates.make_schedules(request.schedules, request.num_stages, m)
+        schedules = schedule_makers.make_schedules(request.schedules, request.num_stages, m)
     check_runtime_features(request, schedules)
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
-    one = microbatch_shapes(batch, request.replicas * m)
+    microbatch = microbatch_shapes(batch, request.replicas * m)
 
-    model = bind(request.model, request.loss, one, variables, request.submesh.shape, request.options.axis_rules)
+    model = bind(request.model, request.loss, microbatch, variables, request.submesh.shape, request.options.axis_rules)
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
-    model, objective = trace_unrolled(model, request.loss, one, request.unroll_scans)
+    model, objective = trace_unrolled(model, request.loss, microbatch, request.unroll_scans)
     warn_unused(request.policy, (op.path for op in objective.graph.operators), "storage")
-    enough = _leaving_examples(request, model, objective, one, size, m)
+    enough = _leaving_examples(request, model, objective, microbatch, size, m)
     if enough != m:
         return make_plan(replace(request, num_microbatches=enough), batch, variables)
     multihost.agree("The program", program_text(objective.graph))
@@ -268,33 +278,39 @@ def _make_plan(request: Request, batch: Any, variables: Any) -> Planned:
     shardings = shardings_of(model, update, objective, request.submesh, request.replicas, request.options)
     profile = _profile(request, objective, frozen_names(model, update.trained))
     request, profile, links = _for_groups(request, objective, shardings, profile)
-    traced = Traced(objective, model, update, profile, links, batch, one, batching, local, shardings)
+    traced = Traced(objective, model, update, profile, links, batch, microbatch, batching, local, shardings)
 
-    def cut_again(before: Draft, charged: Profile) -> Draft:
-        schedule, teams = before.schedule, before.program.teams
-        other = _place(request, traced, charged, schedule.num_chunks, False if teams.single else teams.widths)
-        bound = before.found.lower_bound_seconds
+    def cut_again(before: Candidate, charged: Profile) -> Candidate:
+        schedule, stage_replicas = before.schedule, before.program.stage_replicas
+        other = _place(
+            request,
+            traced,
+            charged,
+            schedule.num_chunks,
+            False if stage_replicas.is_single else stage_replicas.per_stage,
+        )
+        bound = before.partition.lower_bound_seconds
         other = replace(other, profile=traced.profile, lower_bound_seconds=bound)
-        return draft(request, traced, other, schedule, *sections_for(request, traced, other), before.maker)
+        return build_candidate(request, traced, other, schedule, *stages_for(request, traced, other), before.maker)
 
     ways = (request.devices_per_stage,) if request.devices_per_stage is not True else (False, True)
-    drafts: list[Draft] = []
+    candidates: list[Candidate] = []
     errors: list[PartitionError | ScheduleError] = []
     for replicate in ways:
         tell(f"Cutting {len(objective.graph.operators)} operators into stages, on {request.mesh.devices.size} devices")
         try:
-            drafts += _drafts(request, traced, replicate)
+            candidates += _candidates(request, traced, replicate)
         except (PartitionError, ScheduleError) as error:  # another way will do
             errors.append(error)
-    if not drafts:
+    if not candidates:
         raise errors[0]
-    planned = choose(request, traced, drafts, cut_again)
+    planned = choose(request, traced, candidates, cut_again)
     multihost.agree("The plan", planned.plan.to_json())
     return planned
 
 
 def _for_groups(
-    request: Request, objective: Objective, shardings: Shardings, profile: Profile
+    request: Request, objective: MicrobatchProgram, shardings: Shardings, profile: Profile
 ) -> tuple[Request, Profile, Network]:
     """Return the request and the profile for groups of devices that share a stage, and the links between groups."""
     links, whole = request.network, joined_mesh(request.mesh, request.submesh)
@@ -307,7 +323,7 @@ def _for_groups(
     return request if request.network is None else replace(request, network=links), profile, links
 
 
-def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...]) -> list[Draft]:
+def _candidates(request: Request, traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candidate]:
     """A program for each schedule that may be the fastest, with stages on one device each or on several."""
     m = traced.batching.num_microbatches
 
@@ -316,34 +332,34 @@ def _drafts(request: Request, traced: Traced, replicate: bool | tuple[int, ...])
         return _place(request, traced, traced.profile, num_chunks, replicate)
 
     @functools.cache
-    def sections(num_chunks: int) -> tuple[Placement, tuple[Section, ...]]:
-        return sections_for(request, traced, placed(num_chunks))
+    def stages(num_chunks: int) -> tuple[Placement, tuple[Stage, ...]]:
+        return stages_for(request, traced, placed(num_chunks))
 
-    def drafts_of(makers: Sequence[candidates.ScheduleMaker]) -> list[Draft]:
+    def candidates_of(makers: Sequence[schedule_makers.ScheduleMaker]) -> list[Candidate]:
         if replicate:
-            schedules = candidates.make_team_schedules(makers, teams_of(placed(1), request), m)
+            schedules = schedule_makers.make_replicated_schedules(makers, stage_replicas_of(placed(1), request), m)
         else:
-            schedules = candidates.make_schedules(makers, request.num_stages, m)
-        return _of_schedules(request, traced, schedules, placed, sections)
+            schedules = schedule_makers.make_schedules(makers, request.num_stages, m)
+        return _of_schedules(request, traced, schedules, placed, stages)
 
-    if replicate and teams_of(placed(1), request).single:
+    if replicate and stage_replicas_of(placed(1), request).is_single:
         return []
-    if request.schedules is candidates.AUTO and request.runtime != "spmd":
+    if request.schedules is schedule_makers.AUTO and request.runtime != "spmd":
         # Devices that run free have schedules of their own; where one program is better, it has its own too.
-        drafts = drafts_of(candidates.AUTO_FREE)
-        if drafts and drafts[0].runtime.name == "mpmd":
-            drafts = [candidate for candidate in drafts if candidate.runtime.name == "mpmd"]
+        candidates = candidates_of(schedule_makers.AUTO_FREE)
+        if candidates and candidates[0].runtime.name == "mpmd":
+            candidates = [candidate for candidate in candidates if candidate.runtime.name == "mpmd"]
             if request.num_stages == 1 or replicate:
-                return drafts
-            sources = list(drafts)
+                return candidates
+            sources = list(candidates)
             # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
-            if all(candidate.schedule.num_chunks == 1 for candidate in drafts):
-                free = candidates.make_schedules(candidates.AUTO_FREE, request.num_stages, m)
+            if all(candidate.schedule.num_chunks == 1 for candidate in candidates):
+                free = schedule_makers.make_schedules(schedule_makers.AUTO_FREE, request.num_stages, m)
                 chunked_tables = [schedule for schedule in free if schedule.num_chunks > 1]
                 with contextlib.suppress(PartitionError):  # too few operators for so many stages
-                    sources += _of_schedules(request, traced, chunked_tables, placed, sections)
-            return drafts + searched_drafts(traced, drafts, sources)
-    return drafts_of(request.schedules)
+                    sources += _of_schedules(request, traced, chunked_tables, placed, stages)
+            return candidates + searched_candidates(traced, candidates, sources)
+    return candidates_of(request.schedules)
 
 
 def _of_schedules(
@@ -351,23 +367,23 @@ def _of_schedules(
     traced: Traced,
     schedules: Sequence[Schedule],
     placed: Callable[[int], Partition],
-    sections: Callable[[int], tuple[Placement, tuple[Section, ...]]],
-) -> list[Draft]:
+    stages: Callable[[int], tuple[Placement, tuple[Stage, ...]]],
+) -> list[Candidate]:
     """A program for each of some schedules that may be faster than those before it."""
-    drafts: list[Draft] = []
+    candidates: list[Candidate] = []
     for schedule in schedules:
         v, least = schedule.num_chunks, 0.0
         try:
-            if drafts:
-                trimmed = without_backward(schedule, frozen_stages(traced, sections(v)[1]))
-                free = drafts[0].runtime.name == "mpmd"
-                least = least_seconds(trimmed, placed(v), teams_of(placed(v), request), lockstep=not free)
+            if candidates:
+                trimmed = without_backward(schedule, frozen_stages(traced, stages(v)[1]))
+                free = candidates[0].runtime.name == "mpmd"
+                least = least_seconds(trimmed, placed(v), stage_replicas_of(placed(v), request), lockstep=not free)
         except PartitionError:  # too few operators for so many stages; others will do
             continue
-        if not drafts or least < min(found.seconds for found in drafts):
+        if not candidates or least < min(earlier.seconds for earlier in candidates):
             tell(f"{schedule.name}: {request.num_stages * v} stages with default storage")
-            drafts.append(draft(request, traced, placed(v), schedule, *sections(v)))
-    return drafts
+            candidates.append(build_candidate(request, traced, placed(v), schedule, *stages(v)))
+    return candidates
 
 
 def _rows(x: Any, count: int) -> Any:
@@ -380,7 +396,7 @@ def _counts(size: int, replicas: int) -> list[int]:
 
 
 def _leaving_examples(
-    request: Request, model: BoundModel, objective: Objective, one: Any, size: int, num_microbatches: int
+    request: Request, model: BoundModel, objective: MicrobatchProgram, microbatch: Any, size: int, num_microbatches: int
 ) -> int:
     """Return a number of micro-batches that leaves enough examples to each if the model normalizes over them.
 
@@ -390,8 +406,8 @@ def _leaving_examples(
     if rows >= FEW_EXAMPLES:
         return num_microbatches
 
-    def trace(rows: int) -> Objective:
-        return trace_results(model, request.loss, with_rows(one, rows))[0]
+    def trace(rows: int) -> MicrobatchProgram:
+        return trace_results(model, request.loss, with_rows(microbatch, rows))[0]
 
     modules = find_statistics(objective, rows, trace).modules
     if not modules:
@@ -411,16 +427,16 @@ def _default_microbatches(size: int, request: Request) -> int:
     Where the model normalizes over examples, ``make_plan`` takes fewer, so that each has enough of them.
     """
     counts = _counts(size, request.replicas)
-    num_stages, deal = request.num_stages, 1
+    num_stages, round_size = request.num_stages, 1
     if isinstance(request.devices_per_stage, tuple):
-        num_stages, deal = len(request.devices_per_stage), Teams(request.devices_per_stage).deal
+        num_stages, round_size = len(request.devices_per_stage), StageReplicas(request.devices_per_stage).round_size
     if not counts:
         return 1
-    wanted = deal * (1 if num_stages == 1 else MICROBATCHES_PER_STAGE * num_stages)
+    wanted = round_size * (1 if num_stages == 1 else MICROBATCHES_PER_STAGE * num_stages)
     return next((m for m in counts if m >= wanted), counts[-1])
 
 
-def _profile(request: Request, objective: Objective, frozen: tuple[str, ...]) -> Profile:
+def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, ...]) -> Profile:
     graph = objective.graph
     if isinstance(request.profile, Profile):
         count = len(request.profile.names)
@@ -436,7 +452,7 @@ def _profile(request: Request, objective: Objective, frozen: tuple[str, ...]) ->
                 f"does not train {len(frozen)}; {other} is among one of them only. Pass the same optimizer to "
                 "profile_model, or none: a profile with the work for all gradients in it does for any optimizer."
             )
-        profile = settled(request.profile, request.mesh.devices.flat[0])
+        profile = with_rates(request.profile, request.mesh.devices.flat[0])
         return without_frozen_work(profile, objective, frozen)
     source = request.profile
     tell(f"Profiling {len(graph.operators)} operators, {source}")
@@ -446,7 +462,7 @@ def _profile(request: Request, objective: Objective, frozen: tuple[str, ...]) ->
     return replace(profile, frozen=frozen)
 
 
-def settled(profile: Profile, device: Any) -> Profile:
+def with_rates(profile: Profile, device: Any) -> Profile:
     """The profile with rates: its own, those of the kind of device that it names, or those of a device."""
     return replace(profile, rates=profile.rates or known_rates(profile.device_kind) or rates_of(device))
 
@@ -464,7 +480,7 @@ def _place(
     stages = len(replicate) if isinstance(replicate, tuple) else 1 if replicate else request.num_stages * num_chunks
     if stages > places + 1:
         raise PartitionError(
-            f"{stages} stages were asked for, but the model has {len(profile.names)} "
+            f"The plan needs {stages} stages, but the model has {len(profile.names)} "
             f"operators with {places} places where it may be cut, so it makes between 1 and {places + 1} stages. "
             f"{_scan(request, objective) or _widest(objective, traced.model)}".rstrip()
         )
@@ -476,25 +492,25 @@ def _place(
     if replicate:
         return partition_layers(profile, network, replicate=replicate, idle=False, **asked)
     asked["replicate"] = request.replicas
-    found = partition_layers(profile, network, num_stages=request.num_stages, **asked)
+    placed = partition_layers(profile, network, num_stages=request.num_stages, **asked)
     if request.network is None:
-        found = replace(stay(found, request.mesh), network=traced.links)
-    return found if num_chunks == 1 else chunked(found, num_chunks, **asked)
+        placed = replace(stay(placed, request.mesh), network=traced.links)
+    return placed if num_chunks == 1 else chunked(placed, num_chunks, **asked)
 
 
-def _scan(request: Request, objective: Objective) -> str:
+def _scan(request: Request, objective: MicrobatchProgram) -> str:
     """Return how to cut layers that are one operator."""
     lengths = () if request.unroll_scans else scanned_variables(objective).values()
     fix = "PlanOptions(unroll_scans=True) cuts between them"
     return f"Its {max(lengths)} layers are one scan: {fix}." if lengths else ""
 
 
-def _widest(objective: Objective, model: BoundModel) -> str:
+def _widest(objective: MicrobatchProgram, model: BoundModel) -> str:
     """Return which variable keeps most operators in one stage."""
-    found = variable_spans(objective)
-    if not found:
+    tied = variable_spans(objective)
+    if not tied:
         return ""
-    spans = [(high - low, t, low, high) for t, groups in found.items() for low, high in groups]
+    spans = [(high - low, t, low, high) for t, groups in tied.items() for low, high in groups]
     _, t, low, high = max(spans)
     names = dict(zip((*objective.parameters, *objective.state), (*model.parameters, *model.state), strict=True))
     if high - low < 2:

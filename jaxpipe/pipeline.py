@@ -22,7 +22,7 @@ from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import UserFunction, with_values
 from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
-from jaxpipe.models.microbatch_program import Objective, trace_loss, trace_prediction, with_rows
+from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, trace_prediction, with_rows
 from jaxpipe.models.training_mode import warn_if_training
 from jaxpipe.plan import Plan
 from jaxpipe.planning.compile_within_budget import within_budget
@@ -30,7 +30,7 @@ from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.describe_plan import processes_of
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import plan_timeline
-from jaxpipe.planning.planned import Planned
+from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.initialize_state import initial_state
@@ -55,8 +55,8 @@ class Pipeline:
         mesh: Mesh,
         functions: Mapping[str, UserFunction | None],
         optimizer: Any,
-        make_plan: Callable[[Any, Any], Planned],
-        planned: Planned | None,
+        make_plan: Callable[[Any, Any], PlannedStep],
+        planned: PlannedStep | None,
         batches: Sequence[Any] = (None,),
     ):
         self._mesh = mesh
@@ -65,7 +65,7 @@ class Pipeline:
         self._make_plan = make_plan
         self._ready = None if planned is None else (planned, runtime_of(planned))
         self._batch, *self._ahead = batches
-        self._forwards: dict[Any, tuple[Objective, Callable[[TrainState, Any], Any]]] = {}
+        self._forwards: dict[Any, tuple[MicrobatchProgram, Callable[[TrainState, Any], Any]]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -169,7 +169,7 @@ class Pipeline:
         return self._mesh if planned is None else joined_mesh(planned.mesh, planned.shardings.submesh)
 
     @property
-    def _planned(self) -> Planned:
+    def _planned(self) -> PlannedStep:
         return self._planned_and_runtime[0]
 
     @property
@@ -177,7 +177,7 @@ class Pipeline:
         return self._planned_and_runtime[1]
 
     @property
-    def _planned_and_runtime(self) -> tuple[Planned, Runtime]:
+    def _planned_and_runtime(self) -> tuple[PlannedStep, Runtime]:
         if self._ready is None:
             raise PartitionError(
                 "This pipeline has no plan yet, because partition was given no batch, or a function whose variables "
@@ -212,9 +212,9 @@ class Pipeline:
                 self._ready = planned, runtime_of(planned)
         planned = self._planned
         model = planned.model if variables is None else with_values(planned.model, variables)
-        if model.own.values is None and model.own.initialize is None:
+        if model.original.values is None and model.original.initialize is None:
             raise PartitionError("The model has no values and cannot be initialized; pass variables= to init.")
-        return multihost.settled(initial_state(self._runtime, model, self._optimizer, key))
+        return multihost.block_if_cpu(initial_state(self._runtime, model, self._optimizer, key))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """One training step; donates ``state``.
@@ -286,14 +286,14 @@ class Pipeline:
     def _metrics(self, state: TrainState, batch: Any, results: StepResults) -> dict[str, Any]:
         """Return the metrics of a step that has led to a state; with ``on_nonfinite="raise"`` it may raise instead."""
         counters, planned = results.counters, self._planned
-        if not any(section.stage and section.stage.storage.sparse for section in planned.program.sections):
+        if not any(stage.vjp and stage.vjp.plan.sparse for stage in planned.program.stages):
             del counters["overflows"]
         if planned.update.on_nonfinite is not None:
             self._look_at_nonfinite(state, batch, results.loss, counters)
-        found = _metrics(planned.program.objective, results.loss, results.metrics) | counters
+        metrics = _metrics(planned.program.objective, results.loss, results.metrics) | counters
         if self._learning_rate is not None:
-            found["learning_rate"] = state.shared[self._learning_rate]
-        return found
+            metrics["learning_rate"] = state.shared[self._learning_rate]
+        return metrics
 
     def _look_at_nonfinite(self, state: TrainState, batch: Any, loss: Any, counters: dict[str, Any]) -> None:
         stages, stopped = counters.pop("nonfinite_stages"), counters.pop("stopped")
@@ -338,8 +338,8 @@ class Pipeline:
         planned = self._planned
         pairs = zip(given, (v.aval for v in planned.model.parameters), strict=True)
         gradients = [np.zeros(aval.shape, aval.dtype) if g is None else g for g, aval in pairs]
-        found = _metrics(planned.program.objective, loss, metrics)
-        return (loss, found), planned.model.parameter_tree(gradients)
+        named_metrics = _metrics(planned.program.objective, loss, metrics)
+        return (loss, named_metrics), planned.model.parameter_tree(gradients)
 
     @outside_jit
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
@@ -380,7 +380,7 @@ class Pipeline:
 
         Args:
           state: of this pipeline.
-          directory: made if it is not there.
+          directory: created if it does not exist.
           data: where the run is in its data, as JSON.
 
         Raises:
@@ -402,7 +402,7 @@ class Pipeline:
           step: which; left out: the last.
 
         Raises:
-          CheckpointError: if there is none, it is damaged, or of another model or optimizer.
+          CheckpointError: if the checkpoint is missing, damaged, or of another model or optimizer.
         """
         last = step if step is not None else multihost.from_first(lambda: max(steps_of(directory), default=None))
         return put(self._runtime, multihost.on_all(lambda: open_checkpoint(directory, last)))
@@ -460,10 +460,10 @@ class Pipeline:
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
         self._keep_budget()
-        found, plan = self._runtime.bytes(), self.plan
+        compiled, plan = self._runtime.bytes(), self.plan
         host = 0 if plan.host is None else plan.host.bytes
         count = self.mesh.devices.size
-        return MemoryReport(plan.device_bytes, found.reserved, found.temporary, (host,) * count, found.host)
+        return MemoryReport(plan.device_bytes, compiled.reserved, compiled.temporary, (host,) * count, compiled.host)
 
     def _check(self, state: TrainState, batch: Any) -> Any:
         """Return the shapes of the whole batch of which this process passes its rows."""
@@ -476,14 +476,16 @@ class Pipeline:
     @cached_property
     def _learning_rate(self) -> int | None:
         """Return where in the shared optimizer state ``optax.inject_hyperparams`` keeps its (first) learning rate."""
-        colored = self._planned.update.colored
-        flat, _ = jax.tree_util.tree_flatten_with_path(colored.state_shape)
+        by_stage = self._planned.update.by_stage
+        flat, _ = jax.tree_util.tree_flatten_with_path(by_stage.state_shape)
         paths = [jax.tree_util.keystr(path) for path, _ in flat]
-        owned = zip(colored.state_stacks.leaf_of, colored.state_stage, strict=True)
+        owned = zip(by_stage.state_stacks.leaf_of, by_stage.state_stage, strict=True)
         shared = [paths[k] for k, owner in owned if owner is None]
         return next((k for k, path in enumerate(shared) if path.endswith(".hyperparams['learning_rate']")), None)
 
-    def _forward(self, name: str, state: TrainState, batch: Any) -> tuple[Objective, Callable[[TrainState, Any], Any]]:
+    def _forward(
+        self, name: str, state: TrainState, batch: Any
+    ) -> tuple[MicrobatchProgram, Callable[[TrainState, Any], Any]]:
         """Return what ``evaluate`` or ``predict`` computes for a batch, and a function that runs it."""
         check_state.check_state(state, self.plan.identity)
         shapes = shard_batch.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
@@ -494,7 +496,7 @@ class Pipeline:
             self._forwards[key] = objective, self._runtime.forward(name, objective, shapes, batching)
         return self._forwards[key]
 
-    def _trace_forward(self, name: str, shapes: Any) -> tuple[Objective, Batching]:
+    def _trace_forward(self, name: str, shapes: Any) -> tuple[MicrobatchProgram, Batching]:
         function = self._functions[name]
         if function is None:
             raise PartitionError(f"partition was given no {name} function; pass {name}=lambda model, batch: ...")
@@ -506,17 +508,17 @@ class Pipeline:
         m = counts[-1]
         batching = Batching(tuple(not x.shape for x in jax.tree.leaves(shapes)), replicas, m)
         rows = size // (replicas * m)
-        one = with_rows(shapes, rows)
+        microbatch = with_rows(shapes, rows)
         trace = trace_loss if name == "evaluate" else trace_prediction
-        objective = trace(planned.model, function, one, name)
+        objective = trace(planned.model, function, microbatch, name)
         if not any(known == name for known, *_ in self._forwards):
             retrace = functools.partial(trace, planned.model, function, name=name)
-            warn_if_training(objective, planned.model, name, rows, lambda n: retrace(with_rows(one, n)))
+            warn_if_training(objective, planned.model, name, rows, lambda n: retrace(with_rows(microbatch, n)))
         return objective, batching
 
 
-def _metrics(objective: Objective, loss: Any, leaves: Sequence[Any]) -> dict[str, Any]:
+def _metrics(objective: MicrobatchProgram, loss: Any, leaves: Sequence[Any]) -> dict[str, Any]:
     """The loss beside the user's metrics; metrics that are not a dictionary stand under ``"metrics"``."""
     metrics = jax.tree.unflatten(objective.tree, leaves)
-    found = metrics if isinstance(metrics, dict) else {"metrics": metrics}
-    return found if objective.metrics_only else {"loss": loss, **found}
+    by_name = metrics if isinstance(metrics, dict) else {"metrics": metrics}
+    return by_name if objective.metrics_only else {"loss": loss, **by_name}

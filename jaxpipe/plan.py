@@ -12,7 +12,7 @@ import msgspec
 from rich.table import Table
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.checked_json import Amount, Count, Positive, read_json
 from jaxpipe.text.html_table import html_table
@@ -110,7 +110,7 @@ class BalanceRound:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The use of the host's memory, if any was asked for.
+    """The use of the host's memory, if ``host_memory`` was passed.
 
     Attributes:
       budget: bytes for each device that stashes may use.
@@ -168,11 +168,11 @@ class Plan:
       exchange_bytes: what each device hands to the collectives of a block-sparse gradient exchange in a step after
         its warm-up; None if gradients are exchanged whole.
       staleness: by stage, how many updates its weights lack at most when a gradient is computed with them, if they
-        change while micro-batches are on their way; a step then is as many updates as there are groups of these.
+        change while micro-batches are in flight; a step then makes one update for each group of micro-batches.
       per_stage: whether the optimizer looks at the gradients of each stage apart (``jaxpipe.gradients.per_stage``), so
         that what it does depends on where the model is cut.
-      raised_from: the budget that was asked for, if there was no plan for it and the caller let it be raised.
-      host: what becomes of the memory of the host, if that was asked for.
+      raised_from: the requested budget, if no plan kept it and the caller allowed a larger one.
+      host: the use of the host's memory, if it was requested.
       rates: whose rates messages, stashes, sums of gradients and recomputation are charged at, if the profile is not of
         the mesh's kind of device or has none.
       notes: differences from plain training, one sentence each: annotations left out, types of sums.
@@ -242,9 +242,9 @@ class Plan:
         return self.each_device or (self.predicted_bytes,) * (len(devices) * math.prod(self.axes.values()))
 
     @property
-    def teams(self) -> Teams:
+    def stage_replicas(self) -> StageReplicas:
         """Return how many devices of each replica every stage has."""
-        return Teams(tuple(len(stage.devices) // self.replicas for stage in self.stages))
+        return StageReplicas(tuple(len(stage.devices) // self.replicas for stage in self.stages))
 
     @property
     def identity(self) -> str:
@@ -264,14 +264,14 @@ class Plan:
           PartitionError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
         file = read_json(text, _File, "The plan")
-        found = cls(**{field.name: getattr(file, field.name) for field in dataclasses.fields(cls)})
-        counts = [len(stage.devices) for stage in found.stages]
-        if not counts or min(counts) < found.replicas:
+        plan = cls(**{field.name: getattr(file, field.name) for field in dataclasses.fields(cls)})
+        counts = [len(stage.devices) for stage in plan.stages]
+        if not counts or min(counts) < plan.replicas:
             raise PartitionError(
-                f"the plan: replicas={found.replicas} and stages on {counts} devices; there must be a stage, and every "
+                f"the plan: replicas={plan.replicas} and stages on {counts} devices; there must be a stage, and every "
                 "stage must have a device for each replica."
             )
-        return found
+        return plan
 
     def __str__(self) -> str:
         return table_text(self.__rich__())
@@ -281,7 +281,7 @@ class Plan:
         return html_table(self.__rich__())
 
     def __rich__(self) -> Table:
-        widths = self.teams.widths
+        widths = self.stage_replicas.per_stage
         size = f"{self.replicas} replicas" if set(widths) <= {1} else f"{' + '.join(map(str, widths))} devices"
         size += "".join(f" x {axis} {count}" for axis, count in self.axes.items())
         title = (

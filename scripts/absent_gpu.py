@@ -1,4 +1,4 @@
-"""A GPU that is not here, to compile for: the compiler is told what it is by a description in place of a driver.
+"""An absent GPU to compile for: a description in place of a driver gives the compiler its properties.
 
 Needs ``pip install '.[cuda]'``, on any machine, and ``JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1``; with
 a GPU, CUDA_VISIBLE_DEVICES has to be empty. Nothing can be run, so there are no times, and kernels are not tuned.

@@ -1,4 +1,4 @@
-"""How long the training step of a pipeline of 8 stages takes to compile, against its stages' own programs.
+"""Measure the compile time of the training step of a pipeline of 8 stages, against its stages' own programs.
 
     python -m scripts.bench_compile
     python -m scripts.bench_compile --models MLP --stages 4 --rounds 1 --out out/some.json
@@ -55,7 +55,7 @@ def compile_step(pipeline: jaxpipe.Pipeline) -> None:
 def compile_stages(pipeline: jaxpipe.Pipeline) -> None:
     """Each stage's own programs, from the start."""
     program = pipeline._planned.program
-    for s in range(len(program.sections)):
+    for s in range(len(program.stages)):
         for function, operands in stage_programs(program, s).values():
             jax.jit(function).lower(*operands).compile()
 
@@ -74,9 +74,9 @@ def measure(name: str, stages: int, rounds: int) -> Row:
     mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
     options: dict[str, Any] = {"num_microbatches": MICROBATCHES, "profile": "analytic", "runtime": "spmd"}
     pipeline = jaxpipe.partition(problem.model, mesh, problem.batch, loss=problem.loss, optimizer=OPTIMIZER, **options)
-    found = [(timed(compile_step, pipeline), timed(compile_stages, pipeline)) for _ in range(rounds)]
-    step, alone = ([pair[k][0] for pair in found] for k in (0, 1))
-    by_clock, by_work = ([a[k] / b[k] for a, b in found] for k in (0, 1))
+    pairs = [(timed(compile_step, pipeline), timed(compile_stages, pipeline)) for _ in range(rounds)]
+    step, alone = ([pair[k][0] for pair in pairs] for k in (0, 1))
+    by_clock, by_work = ([a[k] / b[k] for a, b in pairs] for k in (0, 1))
     schedule = pipeline.schedule.name
     ratios = quartiles(by_clock)[1], quartiles(by_work)[1]
     return Row(name, stages, schedule, quartiles(step), quartiles(alone), *ratios, rounds)

@@ -54,8 +54,8 @@ def measure(devices: Sequence[Any], steps: int) -> dict[str, Any]:
     spent: dict[str, list[float]] = {}
     for _ in range(steps):
         given = compiled.loader.load(state) | compiled.loader.place_batch([batch])
-        made = _timed(compiled.dispatch, given, spent)
-        state = runtime._where.state_of(state, made)
+        results = _timed(compiled.dispatch, given, spent)
+        state = runtime._where.state_of(state, results)
         jax.block_until_ready(state)
     seconds = []
     for _ in range(steps):

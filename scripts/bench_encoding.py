@@ -94,7 +94,7 @@ def blocks(policy: Callable[..., Any] | None, every: int = 1) -> Wrap:
 
 
 def with_barrier(apply: Apply) -> Apply:
-    """The same, with a barrier between what its forward pass saves and its backward pass."""
+    """Return the function with a barrier between what its forward pass saves and its backward pass."""
 
     apart = jax.custom_vjp(apply)
 
@@ -111,7 +111,7 @@ def with_barrier(apply: Apply) -> Apply:
 
 @dataclass(frozen=True)
 class Variant:
-    """How the model is wrapped, its ``apply`` and its loss; and whether densities are measured before it is traced."""
+    """A way to wrap a model, its ``apply`` and its loss; and whether densities are measured before it is traced."""
 
     wrap: Wrap = identity
     wrap_apply: Wrap = identity
@@ -123,7 +123,7 @@ class Variant:
         return problem.loss(self.wrap, self.wrap_apply, self.wrap_loss)
 
     def tracing(self, density: jaxpipe.Density | None) -> contextlib.AbstractContextManager[None]:
-        """What has to be in force while it is traced."""
+        """Return a context in which it is traced."""
         return jaxpipe.with_density(density) if self.measured and density else contextlib.nullcontext()
 
 
@@ -167,7 +167,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Measured:
-    """What is measured of one program: bytes, seconds, and how its gradients differ from those of ``plain``."""
+    """The figures of one program: bytes, seconds, and the distance of its gradients from those of ``plain``."""
 
     stored: int
     temporaries: int
@@ -198,7 +198,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Options:
-    """How long to measure, and within how many bytes to look for the largest batch."""
+    """The seconds to measure for, and the bytes that limit the largest batch."""
 
     rounds: int
     seconds: float
@@ -253,9 +253,9 @@ def build_all(problem: Problem, chosen: Mapping[str, Variant], density: Any, bui
         for name, variant in chosen.items():
             last[name] = build(problem, variant, density)
             times[name].append((last[name].lower, last[name].compile))
-    lower = {name: min(seconds for seconds, _ in found) for name, found in times.items()}
-    compiling = {name: min(seconds for _, seconds in found) for name, found in times.items()}
-    return {name: replace(made, lower=lower[name], compile=compiling[name]) for name, made in last.items()}
+    lower = {name: min(seconds for seconds, _ in pairs) for name, pairs in times.items()}
+    compiling = {name: min(seconds for _, seconds in pairs) for name, pairs in times.items()}
+    return {name: replace(built, lower=lower[name], compile=compiling[name]) for name, built in last.items()}
 
 
 def report_of(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -> tuple[int, int]:
@@ -296,14 +296,14 @@ def peak_of(case: Case, variant: Variant) -> int | None:
 
 def peaks(cases: Sequence[Case], variants: Sequence[str]) -> dict[str, int]:
     """Peaks by ``model:variant``. To be called before this process takes hold of the device."""
-    found: dict[str, int] = {}
+    peaks_by_label: dict[str, int] = {}
     for label in (f"{case.name}:{variant}" for case in cases for variant in variants):
         command = [sys.executable, "-m", "scripts.bench_encoding", "--peak-of", label]
         peak = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         if peak is None:
             break
-        found[label] = peak
-    return found
+        peaks_by_label[label] = peak
+    return peaks_by_label
 
 
 def needed(case: Case, batch: int, variant: Variant, density: jaxpipe.Density | None) -> float:
@@ -317,7 +317,7 @@ def needed(case: Case, batch: int, variant: Variant, density: jaxpipe.Density | 
 
 
 def largest_batch(case: Case, variant: Variant, density: jaxpipe.Density | None, cap: int) -> int:
-    """The largest batch whose step needs at most ``cap`` bytes, to one part in sixteen; 0 if there is none."""
+    """The largest batch whose step needs at most ``cap`` bytes, to one part in sixteen; 0 if no batch fits."""
     fits, fails = 0, case.batch
     while needed(case, fails, variant, density) <= cap:
         fits, fails = fails, 2 * fails
@@ -339,14 +339,14 @@ def measure(case: Case, chosen: Mapping[str, Variant], peak: Mapping[str, int], 
         density = jaxpipe.measure_density(SMALLEST.loss(problem), *problem.arguments)
         density_seconds = time.perf_counter() - start
     reports = {name: report_of(problem, variant, density) for name, variant in chosen.items()}
-    made = build_all(problem, chosen, density, options.builds)
-    steps = {name: functools.partial(each.step, *problem.arguments) for name, each in made.items()}
+    built = build_all(problem, chosen, density, options.builds)
+    steps = {name: functools.partial(each.step, *problem.arguments) for name, each in built.items()}
     times = alternate(steps, options.rounds, options.seconds)
     gradients = jax.tree.leaves(jax.device_get(steps["plain"]()[1]))
-    found = {}
-    for name, each in made.items():
+    measured = {}
+    for name, each in built.items():
         difference, ulps, same = compare(gradients, jax.tree.leaves(jax.device_get(steps[name]()[1])))
-        found[name] = Measured(
+        measured[name] = Measured(
             stored=reports[name][0],
             temporaries=each.step.memory_analysis().temp_size_in_bytes,
             lower=each.lower,
@@ -367,7 +367,7 @@ def measure(case: Case, chosen: Mapping[str, Variant], peak: Mapping[str, int], 
         plain_stored_with_constants=reports["plain"][1],
         density_seconds=density_seconds,
         rounds=len(times["plain"]),
-        variants=found,
+        variants=measured,
     )
 
 
@@ -390,7 +390,7 @@ def geometric_means(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 def table(rows: Sequence[Row], means: Mapping[str, Mapping[str, float]]) -> Table:
     """The results to read."""
     result = Table(title="Relative to plain jax.grad", title_justify="left", caption="In brackets: quartiles.")
-    searched = any(found.largest_batch is not None for row in rows for found in row.variants.values())
+    searched = any(figures.largest_batch is not None for row in rows for figures in row.variants.values())
     for column in ("model", "variant"):
         result.add_column(column)
     columns = ["stored MiB", "temp. MiB", "peak", "lower s", "compile s", "step ms", "time", "gradients: L2, ulps"]
@@ -398,22 +398,22 @@ def table(rows: Sequence[Row], means: Mapping[str, Mapping[str, float]]) -> Tabl
         result.add_column(column, justify="right")
     for row in rows:
         plain = row.variants["plain"]
-        for name, found in row.variants.items():
-            low, median, high = found.time_ratio
+        for name, figures in row.variants.items():
+            low, median, high = figures.time_ratio
             result.add_row(
                 row.name if name == "plain" else "",
                 name,
-                f"{found.stored / 2**20:.1f} = {found.stored / plain.stored:.3f}",
-                f"{found.temporaries / 2**20:.1f} = {found.temporaries / plain.temporaries:.3f}",
-                f"{found.peak / plain.peak:.3f}" if found.peak and plain.peak else "",
-                f"{found.lower:.2f}",
-                f"{found.compile:.2f}",
-                f"{1e3 * found.step[1]:.1f}",
+                f"{figures.stored / 2**20:.1f} = {figures.stored / plain.stored:.3f}",
+                f"{figures.temporaries / 2**20:.1f} = {figures.temporaries / plain.temporaries:.3f}",
+                f"{figures.peak / plain.peak:.3f}" if figures.peak and plain.peak else "",
+                f"{figures.lower:.2f}",
+                f"{figures.compile:.2f}",
+                f"{1e3 * figures.step[1]:.1f}",
                 "" if name == "plain" else f"{median:.3f} ({low:.3f}-{high:.3f})",
                 "identical"
-                if found.bit_identical
-                else f"{found.gradient_difference:.1e}, {found.gradient_difference_ulps:.1f}",
-                *[str(found.largest_batch)] * searched,
+                if figures.bit_identical
+                else f"{figures.gradient_difference:.1e}, {figures.gradient_difference_ulps:.1f}",
+                *[str(figures.largest_batch)] * searched,
             )
         result.add_section()
     for name, mean in means.items():
@@ -464,7 +464,7 @@ def main() -> None:
     for case in cases:
         rows.append(measure(case, chosen, peak, options))
         save(arguments.out, rows)
-        ratios = ", ".join(f"{name} {found.time_ratio[1]:.3f}" for name, found in rows[-1].variants.items())
+        ratios = ", ".join(f"{name} {figures.time_ratio[1]:.3f}" for name, figures in rows[-1].variants.items())
         print(f"{case.name}: time ratios {ratios}", file=sys.stderr, flush=True)
         jax.clear_caches()
         gc.collect()

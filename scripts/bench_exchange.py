@@ -76,8 +76,8 @@ def frontier(blocks: Sequence[int], modes: Sequence[str], seeds: int, epochs: in
         options = example.Options(epochs=epochs, mode="own" if mode == "dense" else mode)
         pipeline = example.plan(options, k)
         setting = "dense" if k is None else f"k = {k}"
-        found = [example.train(pipeline, setting, options, seed) for seed in range(seeds)]
-        points.append(Point(setting, mode, tuple(r.accuracy for r in found), found[0].ratio))
+        runs = [example.train(pipeline, setting, options, seed) for seed in range(seeds)]
+        points.append(Point(setting, mode, tuple(r.accuracy for r in runs), runs[0].ratio))
         print(f"{mode} {setting}: {points[-1].mean:.4f}, {points[-1].ratio:.0f}x", file=sys.stderr, flush=True)
     return points
 
@@ -97,9 +97,9 @@ def cost(width: int, rounds: int, seconds: float) -> Cost:
         update = jax.shard_map(transformation.update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs))
         steps[name] = _repeated(jax.jit(update, donate_argnums=1), gradient, jax.jit(init)(start))
     alone = block_sparse(k=1)
-    one = jax.tree.map(lambda x: jax.device_put(x[:width], jax.devices()[0]), gradient)
-    steps["choosing"] = _repeated(jax.jit(alone.update, donate_argnums=1), one, alone.init(one))
-    times = {name: quartiles(found) for name, found in alternate(steps, rounds, seconds).items()}
+    local_gradient = jax.tree.map(lambda x: jax.device_put(x[:width], jax.devices()[0]), gradient)
+    steps["choosing"] = _repeated(jax.jit(alone.update, donate_argnums=1), local_gradient, alone.init(local_gradient))
+    times = {name: quartiles(samples) for name, samples in alternate(steps, rounds, seconds).items()}
     dense_bytes = 4 * width * width
     sent = {mode: exchange.traffic(shape).bytes for mode, exchange in exchanges.items()}
     ring = 2 * (REPLICAS - 1) / REPLICAS
@@ -155,8 +155,8 @@ def main() -> None:
     result = {**header(), "replicas": REPLICAS, "frontier": rows, "costs": [asdict(c) for c in costs]}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    for found in tables(points, costs):
-        Console(width=120).print(found)
+    for table in tables(points, costs):
+        Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def make_bare(width: int, rows: int, microbatches: int, products: bool) -> Calla
     A device works in ``microbatches`` of the M + 2 (S - 1) pair ticks. What a layer gets stands in for what it got.
     """
     mesh = Mesh(np.array(jax.devices()), ("stage",))
-    own = LAYERS // STAGES
+    layers_here = LAYERS // STAGES
 
     def forward(x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
         for w in weights:
@@ -125,18 +125,18 @@ def make_bare(width: int, rows: int, microbatches: int, products: bool) -> Calla
         stage = lax.axis_index("stage")
 
         def tick(carry: Any, t: jax.Array) -> Any:
-            there, back, gradients = carry
+            activation, back, gradients = carry
             if products:
                 j = t - stage
                 active = (j >= 0) & (j < microbatches)
-                there = lax.cond(active, lambda x: forward(x, weights), lambda x: x, there)
-            back, there = lax.optimization_barrier((back, lax.ppermute(there, "stage", [(0, 1)])))
+                activation = lax.cond(active, lambda x: forward(x, weights), lambda x: x, activation)
+            back, activation = lax.optimization_barrier((back, lax.ppermute(activation, "stage", [(0, 1)])))
             if products:
                 j = t - 2 * (STAGES - 1) + stage
                 active = (j >= 0) & (j < microbatches)
                 back, gradients = lax.cond(active, lambda x: backward(x, weights), lambda x: (x, gradients), back)
             back = lax.ppermute(back, "stage", [(1, 0)])
-            return (there, back, gradients), None
+            return (activation, back, gradients), None
 
         ticks = jnp.arange(microbatches + 2 * (STAGES - 1))
         gradients = [jnp.zeros_like(w) for w in weights] if products else []
@@ -148,7 +148,7 @@ def make_bare(width: int, rows: int, microbatches: int, products: bool) -> Calla
     weights = np.eye(width, dtype=np.float32)[::-1]
     place = jax.make_array_from_callback
     data = place(shape, NamedSharding(mesh, P("stage")), lambda k: x[k])
-    held = [place(weights.shape, NamedSharding(mesh, P()), lambda k: weights[k]) for _ in range(own)]
+    held = [place(weights.shape, NamedSharding(mesh, P()), lambda k: weights[k]) for _ in range(layers_here)]
     compiled = jax.jit(mapped).lower(held, data).compile()
     return lambda: compiled(held, data)
 
@@ -170,7 +170,7 @@ def run(number: int, count: int, width: int, rows: int, microbatches: int, round
 
 
 def measured(count: int, *arguments: int) -> dict[str, Any]:
-    """What ``run`` prints, in so many processes."""
+    """Return the output of ``run`` in so many processes."""
     command = [sys.executable, "-m", "scripts.bench_hosts", "--run", *map(str, arguments)]
     if count > 1:
         command = [sys.executable, "scripts/launch_local", str(count), "--", *command]
@@ -182,9 +182,9 @@ def measured(count: int, *arguments: int) -> dict[str, Any]:
 def measure(width: int, rows: int, microbatches: int, rounds: int) -> tuple[Row, dict[str, Any]]:
     """One width, and where it was measured."""
     alone = measured(1, width, rows, microbatches, rounds)
-    found = measured(STAGES, width, rows, microbatches, rounds)
+    timings = measured(STAGES, width, rows, microbatches, rounds)
     single = quartiles(alone["seconds"]["pipeline"])
-    pipeline, bare, messages = (quartiles(found["seconds"][name]) for name in ("pipeline", "bare", "messages"))
+    pipeline, bare, messages = (quartiles(timings["seconds"][name]) for name in ("pipeline", "bare", "messages"))
     ideal = single[1] * (microbatches + STAGES - 1) / (STAGES * microbatches)
     row = Row(
         width=width,
@@ -199,7 +199,7 @@ def measure(width: int, rows: int, microbatches: int, rounds: int) -> tuple[Row,
         of_bare=bare[1] / pipeline[1],
         of_ideal=ideal / pipeline[1],
     )
-    return row, found["header"]
+    return row, timings["header"]
 
 
 def table(rows: list[Row]) -> Table:

@@ -136,10 +136,10 @@ class Jitted:
 
     @property
     def bytes(self) -> int:
-        """That XLA reserves."""
-        found = self.compiled.memory_analysis()
-        total = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
-        return total - found.alias_size_in_bytes
+        """Return the bytes that XLA reserves."""
+        analysis = self.compiled.memory_analysis()
+        total = analysis.argument_size_in_bytes + analysis.output_size_in_bytes + analysis.temp_size_in_bytes
+        return total - analysis.alias_size_in_bytes
 
 
 def jitted(case: Case, optimizer: Any, policy: Callable[..., Any] | None, variables: Any, batch: Any) -> Jitted:
@@ -245,7 +245,7 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
     times: dict[str, list[float]] = {}
     if rounds:
         steps = {label: stepper(pipeline, states[label], batch) for label, pipeline in pipelines.items()}
-        steps |= {label: jitted_stepper(found, batch) for label, found in today.items()}
+        steps |= {label: jitted_stepper(variant, batch) for label, variant in today.items()}
         times = alternate(steps, rounds, seconds)
 
     def ratio(label: str) -> Quartiles | None:
@@ -274,8 +274,8 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
             )
         )
     nothing = (None,) * 3
-    for label, found in today.items():
-        rows.append(Row(name, stages, label, *nothing, found.bytes, None, None, "", None, None, ratio(label), None))
+    for label, variant in today.items():
+        rows.append(Row(name, stages, label, *nothing, variant.bytes, None, None, "", None, None, ratio(label), None))
     for label, message in failed.items():
         known = budgets[label], predicted.get(label), None, None, spent[label], None
         rows.append(Row(name, stages, label, *known, message, *nothing, None))
@@ -284,9 +284,9 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
 
 def table(rows: list[Row]) -> Table:
     """The rows for people."""
-    found = Table(title="memory budgets", title_justify="left")
+    grid = Table(title="memory budgets", title_justify="left")
     for name in ("model", "stages", "variant"):
-        found.add_column(name)
+        grid.add_column(name)
     for name in (
         "budget",
         "predicted",
@@ -299,25 +299,25 @@ def table(rows: list[Row]) -> Table:
         "difference",
         "storage",
     ):
-        found.add_column(name, justify="right")
+        grid.add_column(name, justify="right")
     for r in rows:
         sizes = ["" if n is None else f"{n / 2**20:.1f}" for n in (r.budget, r.predicted, r.settled, r.compiled)]
         seconds = ["" if x is None else f"{x:.1f}" for x in (r.plan_seconds, r.solve_seconds)]
         added = "" if r.added is None else f"{r.added:+.1%}"
         ratio = "" if r.ratio is None else f"{r.ratio[1]:.2f}"
         off = "" if r.difference is None else f"{r.difference:.0e}"
-        found.add_row(r.model, str(r.stages), r.variant, *sizes, *seconds, added, ratio, off, r.status[:40])
-    return found
+        grid.add_row(r.model, str(r.stages), r.variant, *sizes, *seconds, added, ratio, off, r.status[:40])
+    return grid
 
 
 def earlier(path: Path) -> list[Row]:
-    """What a file holds that was measured with the same versions on the same machine."""
+    """Return the rows of a file that were measured with the same versions on the same machine."""
     if not path.exists():
         return []
-    found = json.loads(path.read_text())
-    if any(found[name] != header()[name] for name in ("versions", "machine")):
+    record = json.loads(path.read_text())
+    if any(record[name] != header()[name] for name in ("versions", "machine")):
         return []
-    return [Row(**row) for row in found["rows"]]
+    return [Row(**row) for row in record["rows"]]
 
 
 def main() -> None:

@@ -73,15 +73,15 @@ def linen(module: nn.Module, batch: Any, call: Callable[[Any, Any], Any]) -> Pro
     """``call(apply, batch)`` is the mean loss."""
 
     def init() -> tuple[Any, Any]:
-        found: dict[str, Any] = {}
+        collections: dict[str, Any] = {}
 
         def initialize(*args: Any, **kwargs: Any) -> Any:
             result, variables = module.init_with_output(jax.random.key(0), *args, **kwargs)
-            found.update(variables)
+            collections.update(variables)
             return result
 
         call(initialize, batch)
-        return found.pop("params"), found
+        return collections.pop("params"), collections
 
     def plain(params: Any, state: Any, key: Any, batch: Any) -> tuple[jax.Array, Any]:
         new = state

@@ -91,20 +91,20 @@ def cases() -> list[Case]:
     )
     racks = Network.from_nodes([Node(devices=8, bandwidth_bytes_per_second=NVLINK_V100)] * 8, INFINIBAND_HDR, 5e-6)
     uniform16, uniform64 = Network.uniform(16, 1e10), Network.uniform(64, 1e10)
-    found = []
+    listed = []
     for model in ("pipedream", "min_max", "throughput", "synchronous"):
         options = {"cost_model": model, "num_microbatches": 64}
-        found.append(Case("ResNet-101 size, 16 devices", resnet, uniform16, options))
-        found.append(Case("1000 operators, 64 devices", long, uniform64, options))
+        listed.append(Case("ResNet-101 size, 16 devices", resnet, uniform16, options))
+        listed.append(Case("1000 operators, 64 devices", long, uniform64, options))
     for model in ("min_max", "synchronous"):
         options = {"cost_model": model, "num_microbatches": 64}
-        found.append(Case("ResNet-101 size, 2 nodes of 8", resnet, nodes, options))
-        found.append(Case("ResNet-101 size, 16 unlike devices", resnet, unlike, options))
-        found.append(Case("1000 operators, 8 nodes of 8", long, racks, options))
-        found.append(Case("ResNet-101 size, 16 unlike, straight", resnet, unlike, {**options, "replicate": False}))
+        listed.append(Case("ResNet-101 size, 2 nodes of 8", resnet, nodes, options))
+        listed.append(Case("ResNet-101 size, 16 unlike devices", resnet, unlike, options))
+        listed.append(Case("1000 operators, 8 nodes of 8", long, racks, options))
+        listed.append(Case("ResNet-101 size, 16 unlike, straight", resnet, unlike, {**options, "replicate": False}))
     memory = {"cost_model": "throughput", "num_microbatches": 64, "memory": 40e9}
-    found.append(Case("1000 operators, 64 devices, 40 GB", long, uniform64, memory))
-    return found
+    listed.append(Case("1000 operators, 64 devices, 40 GB", long, uniform64, memory))
+    return listed
 
 
 def main() -> None:
@@ -119,7 +119,7 @@ def main() -> None:
         if arguments.only not in f"{case.name} {model}":
             continue
         start = time.perf_counter()
-        found = partition_layers(case.profile, case.network, **case.options)
+        partition = partition_layers(case.profile, case.network, **case.options)
         seconds = time.perf_counter() - start
         row = {
             "case": case.name,
@@ -127,15 +127,15 @@ def main() -> None:
             "operators": len(case.profile.names),
             "devices": case.network.num_devices,
             "seconds": seconds,
-            "objective_seconds": found.bottleneck_seconds,
-            "ratio_to_bound": found.ratio,
-            "stages": [len(stage.devices) for stage in found.stages],
-            "searched": found.searched,
+            "objective_seconds": partition.bottleneck_seconds,
+            "ratio_to_bound": partition.ratio,
+            "stages": [len(stage.devices) for stage in partition.stages],
+            "searched": partition.searched,
         }
         rows.append(row)
         print(
-            f"{case.name:38s} {model:12s} {seconds:7.2f} s  {found.ratio:6.3f} of the bound, "
-            f"{len(found.stages)} stages; {found.searched}",
+            f"{case.name:38s} {model:12s} {seconds:7.2f} s  {partition.ratio:6.3f} of the bound, "
+            f"{len(partition.stages)} stages; {partition.searched}",
             flush=True,
         )
     if arguments.out:

@@ -35,7 +35,7 @@ from rich.table import Table
 
 import jaxpipe
 from examples import models
-from jaxpipe.costs.operator_groups import stage_programs
+from jaxpipe.costs.operator_groups import group_programs
 from jaxpipe.costs.timing import examples, on_device
 from scripts.bench_pipeline import MICROBATCHES, Problem, cnn, linen, transformer
 from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
@@ -77,7 +77,7 @@ class Row:
 
 
 def run_device(stage: int, core: int, options: argparse.Namespace, both: Any, other: Any, results: Any) -> None:
-    """What the process of one stage does: it profiles if it is the first, and runs its stage while the other does.
+    """Run the process of one stage: the first one profiles, and each runs its stage while the other does.
 
     Args:
       stage: which.
@@ -103,8 +103,8 @@ def run_device(stage: int, core: int, options: argparse.Namespace, both: Any, ot
             profile = jaxpipe.Profile.from_json(other.recv())
         pipeline = partitioned(problem, profile)
         steps = {}
-        built = pipeline._planned.program.sections[stage].stage
-        for label, program in zip(("forward", "backward"), stage_programs(built), strict=True):
+        built = pipeline._planned.program.stages[stage].vjp
+        for label, program in zip(("forward", "backward"), group_programs(built), strict=True):
             arguments = on_device(program.arguments, device)
             compiled = jax.jit(program.function).lower(*arguments).compile()
             steps[label] = functools.partial(compiled, *examples(arguments, device))

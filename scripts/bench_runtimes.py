@@ -82,9 +82,9 @@ def in_turns(pipelines: dict[str, Any], batch: Any, rounds: int) -> dict[str, li
 
 def step_times(stages: int, rounds: int) -> dict[str, Any]:
     """Return seconds of a step of a GPT of 8 layers of 256, 8 micro-batches of 4 x 128 tokens."""
-    made, batch = pipelines(*GPT, stages, *TOKENS)
-    schedules = {f"{name} schedule": pipeline.plan.schedule for name, pipeline in made.items()}
-    seconds = in_turns(made, batch, rounds)
+    by_runtime, batch = pipelines(*GPT, stages, *TOKENS)
+    schedules = {f"{name} schedule": pipeline.plan.schedule for name, pipeline in by_runtime.items()}
+    seconds = in_turns(by_runtime, batch, rounds)
     ratios = [a / b for a, b in zip(*(seconds[name] for name in RUNTIMES), strict=True)]
     medians = {f"{name} seconds": statistics.median(values) for name, values in seconds.items()}
     return {"stages": stages, **schedules, **medians, "mpmd / spmd, median": statistics.median(ratios)}
@@ -118,32 +118,32 @@ def work(rounds: int) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     jax.config.update("jax_num_cpu_devices", 1)
     jaxpipe.initialize_distributed()
-    made = {}
+    by_name = {}
     for name in SCHEDULES:
         pipeline, batch = pipelines(*GPT, 2, *TOKENS, runtimes=("mpmd",), profile="measured", schedule=name)
-        made[name] = pipeline["mpmd"]
+        by_name[name] = pipeline["mpmd"]
     batch = jax.tree.map(np.asarray, batch)
-    seconds = in_turns(made, batch, rounds)
+    seconds = in_turns(by_name, batch, rounds)
     plans = {
         name: {"schedule": pipeline.plan.schedule, "predicted seconds": pipeline.plan.step_seconds}
-        for name, pipeline in made.items()
+        for name, pipeline in by_name.items()
     }
     print(json.dumps({"rank": rank, "seconds": seconds, "plans": plans}), flush=True)
 
 
 def compile_times(layers: int, stages: int) -> dict[str, Any]:
     """Seconds until the training step of a GPT of so many layers is compiled, from the plan on."""
-    made, batch = pipelines(layers, 256, stages, 1, 64)
-    found: dict[str, Any] = {"layers": layers, "stages": stages}
+    by_runtime, batch = pipelines(layers, 256, stages, 1, 64)
+    row: dict[str, Any] = {"layers": layers, "stages": stages}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     for name in RUNTIMES:
         jax.clear_caches()
         begin = time.perf_counter(), time.process_time()
-        made[name]._runtime.prepare(shapes)
-        found[f"{name} seconds"] = time.perf_counter() - begin[0]
-        found[f"{name} processor seconds"] = time.process_time() - begin[1]
-    found["mpmd / spmd"] = found["mpmd seconds"] / found["spmd seconds"]
-    return found
+        by_runtime[name]._runtime.prepare(shapes)
+        row[f"{name} seconds"] = time.perf_counter() - begin[0]
+        row[f"{name} processor seconds"] = time.process_time() - begin[1]
+    row["mpmd / spmd"] = row["mpmd seconds"] / row["spmd seconds"]
+    return row
 
 
 def main() -> None:

@@ -179,7 +179,10 @@ def main() -> None:
     for name, case in cases.items():
         predicted, measured = case.plan.step_seconds, quartiles(times[name])
         rows[name] = {"predicted": predicted, "measured": measured, "ratio": measured[1] / predicted}
-        rows[name] |= {"away": [stage.away for stage in case.plan.stages], "devices": case.plan.teams.widths}
+        rows[name] |= {
+            "away": [stage.away for stage in case.plan.stages],
+            "devices": case.plan.stage_replicas.per_stage,
+        }
         rows[name] |= {"cuts": [stage.operators[0] for stage in case.plan.stages[1:]]}
         report = case.memory_report()
         rows[name] |= {"budget": case.plan.budget, "predicted_bytes": report.predicted_bytes}

@@ -33,7 +33,7 @@ DEFAULT = [name for name in VARIANTS if name not in ("encoded", "smallest", "bar
 
 
 def compiled(problem: Problem, variant: Variant, density: jaxpipe.Density | None, device: Any) -> dict[str, Any]:
-    """Return what is known of a step. The arguments' mesh tells what it is built for."""
+    """Return the figures of a step, built for the mesh of its arguments."""
     here = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), problem.arguments)
     return summary(build(replace(problem, arguments=arguments), variant, density))
@@ -49,11 +49,11 @@ def measure(case: Case, names: Sequence[str], device: Any) -> dict[str, Any]:
         if any(VARIANTS[name].measured for name in names):
             density = jaxpipe.measure_density(SMALLEST.loss(problem), *problem.arguments)
     variants = {"plain": PLAIN, **{name: VARIANTS[name] for name in names}}
-    found = {name: compiled(problem, variant, density, device) for name, variant in variants.items()}
+    programs = {name: compiled(problem, variant, density, device) for name, variant in variants.items()}
     return {
         "name": case.name,
         "batch": case.batch,
-        **{key: {name: row[key] for name, row in found.items()} for key in ("temporaries", "products", "flops")},
+        **{key: {name: row[key] for name, row in programs.items()} for key in ("temporaries", "products", "flops")},
     }
 
 

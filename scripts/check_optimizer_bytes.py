@@ -1,4 +1,4 @@
-"""What a step with an optimizer reserves more than one with plain SGD, in parameters: its state, or copies besides.
+"""Measure what an optimizer reserves beyond plain SGD, in units of the parameters: its state, or copies besides.
 
     python -m scripts.check_optimizer_bytes  # on CPU devices
     JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.check_optimizer_bytes --absent
@@ -69,7 +69,7 @@ def measure(stages: int, devices: Any) -> list[Row]:
         for rows, columns in itertools.pairwise(WIDTHS)
     ]
     batch = jax.ShapeDtypeStruct((MICROBATCHES * ROWS, WIDTHS[0]), jnp.float32)
-    found: list[Row] = []
+    measured: list[Row] = []
     for name, optimizer in OPTIMIZERS.items():
         pipeline = jaxpipe.partition(
             jax.tree_util.Partial(network, zeros),
@@ -83,9 +83,9 @@ def measure(stages: int, devices: Any) -> list[Row]:
         )
         report, parameters = pipeline.memory_report(), pipeline.plan.memory["parameters"]
         compiled = report.compiled_bytes[0]
-        beyond = (compiled - (found[0].compiled if found else compiled)) / parameters
-        found.append(Row(stages, name, parameters, report.predicted_bytes[0], compiled, beyond))
-    return found
+        beyond = (compiled - (measured[0].compiled if measured else compiled)) / parameters
+        measured.append(Row(stages, name, parameters, report.predicted_bytes[0], compiled, beyond))
+    return measured
 
 
 def main() -> None:

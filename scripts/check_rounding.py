@@ -1,11 +1,11 @@
-"""How far compiled float32 gradients are from those in float64: plain, encoded, and plain with a barrier.
+"""Measure the distance of compiled float32 gradients from float64 ones: plain, encoded, and plain with a barrier.
 
     python -m scripts.check_rounding
     python -m scripts.check_rounding --models ViT-B --out out/rounding.json
 
-XLA fuses an encoded program otherwise than a plain one, so that sums are rounded otherwise. Which of two results is
-nearer to the truth is told by a third, the plain gradient with all numbers in float64. Errors are in units in the last
-place (of float32) of an array's largest entry, the largest over all arrays that are not rounding errors themselves, and
+XLA fuses an encoded program otherwise than a plain one, so that sums are rounded otherwise. The plain gradient
+with all numbers in float64 decides which of two results is nearer to the truth. Errors are in units in the last place
+(of float32) of an array's largest entry, the largest over all arrays that are not rounding errors themselves, and
 as the relative L2 norm over all parameters. Dropout leaves out the same elements in both precisions.
 """
 
@@ -25,7 +25,7 @@ from scripts.measuring import header
 
 
 def gradients(problem: Problem, variant: Variant, arguments: Any) -> list[np.ndarray]:
-    """Of one compiled step."""
+    """Return the gradients of one compiled step."""
     step = jax.jit(jax.value_and_grad(variant.loss(problem), has_aux=True))
     return [np.asarray(x) for x in jax.tree.leaves(jax.device_get(step(*arguments)[1]))]
 
@@ -63,13 +63,13 @@ def main() -> None:
     for case in (case for case in CASES if case.name in options.models):
         problem = case.make(case.batch)
         chosen = {"plain": PLAIN, **{name: VARIANTS[name] for name in options.variants}}
-        found = {name: gradients(problem, variant, problem.arguments) for name, variant in chosen.items()}
+        gradients_of = {name: gradients(problem, variant, problem.arguments) for name, variant in chosen.items()}
         jax.config.update("jax_enable_x64", True)
         with mock.patch.object(jax.random, "bernoulli", drawn):
             truth = gradients(problem, PLAIN, jax.tree.map(widened, problem.arguments))
         jax.config.update("jax_enable_x64", False)
         assert all(x.dtype == np.float64 for x in truth), "some gradient was not computed in float64"
-        row = {name: errors(values, truth) for name, values in found.items()}
+        row = {name: errors(values, truth) for name, values in gradients_of.items()}
         rows.append({"model": case.name, "batch": case.batch, "errors": row})
         for name, error in row.items():
             print(f"{case.name:8} {name:10} {error['ulps']:8.1f} ulps  {error['relative_l2']:.2e}", flush=True)

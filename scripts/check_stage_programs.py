@@ -84,12 +84,12 @@ def pipeline_of(case: Case, devices: Any, runtime: str, options: argparse.Namesp
         batch["y"] = jax.ShapeDtypeStruct((rows,), jnp.int32)
 
     def loss(model: Any, batch: Any) -> Any:
-        found = model(batch["x"], train=True) if case.train else model(batch["x"])
+        logits = model(batch["x"], train=True) if case.train else model(batch["x"])
         if case.classes:
-            return entropy(found, batch["y"])
+            return entropy(logits, batch["y"])
         if case.dtype == jnp.int32:
-            return entropy(found[:, :-1], batch["x"][:, 1:])
-        return jnp.square(found[..., :1] - batch["x"][..., :1]).mean()
+            return entropy(logits[:, :-1], batch["x"][:, 1:])
+        return jnp.square(logits[..., :1] - batch["x"][..., :1]).mean()
 
     mesh = jax.sharding.Mesh(np.asarray(devices[:STAGES]), ("stage",))
     return jaxpipe.partition(
@@ -171,12 +171,12 @@ def main() -> None:
     if options.cpu:
         jax.config.update("jax_num_cpu_devices", STAGES)
     devices = jax.devices() if options.cpu else h100s(STAGES).devices
-    found = {}
+    cases = {}
     for name in options.models:
         pipeline = pipeline_of(CASES[name], devices, "mpmd", options)
         print(name, pipeline.plan, sep="\n", file=sys.stderr, flush=True)
         rows = measure(pipeline)
-        found[name] = {"schedule": pipeline.plan.schedule, "devices": rows}
+        cases[name] = {"schedule": pipeline.plan.schedule, "devices": rows}
         for row in rows:
             off = row["predicted"] / row["compiled"] - 1, row["estimated"] / row["compiled"] - 1
             split = ", ".join(f"{key} {n / MIB:.0f}" for key, n in row["split"].items())
@@ -189,9 +189,9 @@ def main() -> None:
         if name in options.spmd:
             report = pipeline_of(CASES[name], devices, "spmd", options).memory_report()
             sizes = {"predicted": report.predicted_bytes[0], "compiled": report.compiled_bytes[0]}
-            found[name]["one_program"] = sizes
+            cases[name]["one_program"] = sizes
             print(f"{name} as one program: {sizes['compiled'] / MIB:.1f} MiB on each device", flush=True)
-        result = {**header(), "device": devices[0].device_kind, "microbatches": MICROBATCHES, "models": found}
+        result = {**header(), "device": devices[0].device_kind, "microbatches": MICROBATCHES, "models": cases}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
         jax.clear_caches()

@@ -212,13 +212,13 @@ def workers(commands: list[list[str]], environments: list[dict[str, str]]) -> li
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **MALLOC, **more})
         for command, more in zip(commands, environments, strict=True)
     ]
-    found = []
+    outputs = []
     for process in started:
         text = process.communicate()[0]
         if process.returncode:
             raise SystemExit(f"{' '.join(process.args)} ended with {process.returncode}")  # type: ignore[arg-type]
-        found.append(json.loads(next(line for line in text.splitlines() if line.startswith('{"rank"'))))
-    return sorted(found, key=lambda one: one["rank"])
+        outputs.append(json.loads(next(line for line in text.splitlines() if line.startswith('{"rank"'))))
+    return sorted(outputs, key=lambda one: one["rank"])
 
 
 def measure_jax(tool: str, model: str, size: Size, rounds: int) -> list[dict[str, Any]]:
@@ -233,7 +233,7 @@ def measure_jax(tool: str, model: str, size: Size, rounds: int) -> list[dict[str
             {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(k)}
             for k in range(count)
         ]
-    return workers([command] * count, [{**one, "JAX_PLATFORMS": "cpu"} for one in settings])
+    return workers([command] * count, [{**variables, "JAX_PLATFORMS": "cpu"} for variables in settings])
 
 
 def measure_torch(python: str, tool: str, model: str, size: Size, rounds: int) -> list[dict[str, Any]]:
@@ -288,24 +288,24 @@ def main() -> None:
     if len(os.sched_getaffinity(0)) < STAGES:
         sys.exit(f"this needs {STAGES} cores, one for each stage")
     rounds = 3 if options.quick else options.rounds
-    found: list[Row] = []
+    measured: list[Row] = []
     result: dict[str, Any] = {}
     for model in options.models:
         size = (QUICK if options.quick else SIZES)[model]
         alone, both = (measure_jax(tool, model, size, rounds) for tool in ("single", "pipeline"))
         result |= alone[0]["header"]
-        found.append(row(model, "jaxpipe", size, alone, both))
+        measured.append(row(model, "jaxpipe", size, alone, both))
         if options.torch:
             alone = measure_torch(options.torch, "single", model, size, rounds)
             result["versions"] |= {"torch": alone[0]["torch"]}
             for tool, name in (("pipelining", "torch.distributed.pipelining"), ("gpipe", "torchgpipe")):
                 both = measure_torch(options.torch, tool, model, size, rounds)
-                found.append(row(model, name, size, alone, both))
+                measured.append(row(model, name, size, alone, both))
     result |= {"command": sys.orig_argv[1:], "stages": STAGES, "layers": LAYERS}
-    result |= {"sizes": {model: asdict(size) for model, size in SIZES.items()}, "rows": [asdict(r) for r in found]}
+    result |= {"sizes": {model: asdict(size) for model, size in SIZES.items()}, "rows": [asdict(r) for r in measured]}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    Console(width=140).print(table(found))
+    Console(width=140).print(table(measured))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all benchmarks share: where they run, how they repeat, how they keep the allocator out of the figures."""
+"""Code that all benchmarks share: devices, repetitions, and allocator settings that stay out of the figures."""
 
 import os
 import platform
@@ -73,7 +73,7 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 
 def header() -> dict[str, Any]:
-    """Where and when this runs."""
+    """Return the machine, the versions and the time of this run."""
     versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     versions |= {"flax": flax.__version__, "jaxpipe": jaxpipe.__version__}
     machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count()}

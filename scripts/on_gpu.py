@@ -18,7 +18,7 @@ kernels. Rows:
   bits      whether gradients of ``memory_encoded`` have every bit of plain ones, under flags of XLA that are named
   codecs    ``scripts.bench_codecs``; calls: ``scripts.bench_dispatch``, whose sends need several devices
   largest   a batch whose step runs in the device's memory: where a line through the bytes of two batches meets it, or
-            the first that runs of 15, 14, 12 and 8 sixteenths on the way there
+            the first of 15, 14, 12 and 8 sixteenths of it that runs
 """
 
 import argparse

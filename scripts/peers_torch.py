@@ -39,9 +39,9 @@ def data(model: str, width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]
 def resident(field: str) -> int:
     """Bytes of this process in memory: ``VmRSS`` now, ``VmHWM`` at the most since ``forget_peak``."""
     text = Path("/proc/self/status").read_text(encoding="utf-8")
-    found = re.search(rf"{field}:\s+(\d+) kB", text)
-    assert found is not None
-    return 1024 * int(found[1])
+    match = re.search(rf"{field}:\s+(\d+) kB", text)
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 def forget_peak() -> None:
@@ -147,8 +147,8 @@ def alternate(steps: dict[str, Any], rounds: int, cores: set[int], meet: Callabl
     """Measure seconds of steps that take turns, each on cores of its own or on all; processes meet before each."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 3):
-        for name, (step, own) in steps.items():
-            os.sched_setaffinity(0, own or cores)
+        for name, (step, pinned) in steps.items():
+            os.sched_setaffinity(0, pinned or cores)
             meet()
             start = time.perf_counter()
             step()

@@ -39,7 +39,7 @@ def browse(browser: str, page: Path, *options: str) -> str:
 
 
 def check_pictures(browser: str, page: Path) -> int:
-    """How many pictures the browser shows; all of the page's, or it is an error."""
+    """Return the number of pictures that the browser shows; raise an error unless it is all of them."""
     text = page.read_text()
     policy = re.search(r'<meta http-equiv="Content-Security-Policy"[^>]*>', text)
     if policy is None:
@@ -47,10 +47,10 @@ def check_pictures(browser: str, page: Path) -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "page.html"
         copy.write_text(text.replace(policy[0], "").replace("</body>", f"{COUNT}</body>"))
-        found = re.search(r"<title>shown (\d+) of (\d+)</title>", browse(browser, copy, "--dump-dom"))
+        match = re.search(r"<title>shown (\d+) of (\d+)</title>", browse(browser, copy, "--dump-dom"))
     expected = len(re.findall("<img ", text))
-    if found is None or [int(n) for n in found.groups()] != [expected, expected]:
-        raise SystemExit(f"{expected} pictures in the page; the browser says {found and found[0]}")
+    if match is None or [int(n) for n in match.groups()] != [expected, expected]:
+        raise SystemExit(f"{expected} pictures in the page; the browser says {match and match[0]}")
     return expected
 
 

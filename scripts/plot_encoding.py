@@ -56,7 +56,7 @@ def draw_times(axes: Axes, rows: Sequence[Row], means: Mapping[str, Row]) -> Non
 
 
 def finish(axes: Axes, unit: str, title: str) -> None:
-    """What the panels have in common."""
+    """Set up what the panels have in common."""
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_xlabel(unit)
     axes.set_title(title)

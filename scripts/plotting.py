@@ -1,4 +1,4 @@
-"""What all plot scripts share: read a benchmark's JSON file, write an image."""
+"""Code that all plot scripts share: read a benchmark's JSON file, write an image."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Weights that change on the way, against a plain loop over the same recurrence of delayed gradients."""
+"""Asynchronous weight updates, against a plain loop over the same recurrence of delayed gradients."""
 
 import functools
 
@@ -39,7 +39,7 @@ def test_weight_versions_of_four_stages_and_eight_mini_batches():
 def recurrence(pipeline: jaxpipe.Pipeline, name: str, optimizer, keys, replicas: int):
     """Mini-batch after mini-batch: the gradient at each stage's old weights goes to the newest. Loss and variables."""
     schedule, model, case = pipeline.schedule, pipeline._planned.model, case_of(name)
-    stages = model.parameter_tree(pipeline._planned.stages.parameters)
+    stages = model.parameter_tree(pipeline._planned.stage_placement.parameters)
     params, state = case.start(jax.random.key(3))
     history, slots, m = [params], optimizer.init(params), schedule.num_microbatches
     states, losses = [state] * replicas, []
@@ -57,9 +57,9 @@ def recurrence(pipeline: jaxpipe.Pipeline, name: str, optimizer, keys, replicas:
         for r in range(replicas):
             k = r * m + j
             batch = jax.tree.map(lambda x, k=k: x[k * rows : (k + 1) * rows], case.batch)
-            (loss, states[r]), found = gradient(used, states[r], keys[k], batch)
+            (loss, states[r]), step_gradient = gradient(used, states[r], keys[k], batch)
             losses.append(loss)
-            total = found if total is None else jax.tree.map(jnp.add, total, found)
+            total = step_gradient if total is None else jax.tree.map(jnp.add, total, step_gradient)
         if (j + 1) % schedule.group == 0:
             mean = jax.tree.map(lambda x: x / (schedule.group * replicas), total)
             new, slots = update(mean, slots, history[-1])
@@ -79,17 +79,17 @@ def check(
     pipeline = planned_of(name, stages, m, replicas, schedule=schedule, optimizer=optimizer)
     assert pipeline.plan.per_stage == ("each stage apart" in str(pipeline.plan)) == (clip is not None)
     if clip is not None:  # the same by optax's own means, where the stages are known
-        labels = pipeline._planned.model.parameter_tree(pipeline._planned.stages.parameters)
+        labels = pipeline._planned.model.parameter_tree(pipeline._planned.stage_placement.parameters)
         clips = {s: optax.clip_by_global_norm(clip) for s in range(stages)}
         optimizer = optax.chain(optax.multi_transform(clips, lambda _: labels), momentum)
     state = pipeline.init(jax.random.key(3))
     keys = [pipeline.microbatch_key(state, j) for j in range(m * (replicas or 1))]
     loss, wanted = recurrence(pipeline, name, optimizer, keys, replicas or 1)
     state, metrics = pipeline.step(state, case_of(name).batch)
-    found = arrays(pipeline.parameters(state))
+    trained = arrays(pipeline.parameters(state))
     if exact:
-        assert_same_bits(found, arrays(wanted))
-    assert relative_l2(found, arrays(wanted)) < FUSION
+        assert_same_bits(trained, arrays(wanted))
+    assert relative_l2(trained, arrays(wanted)) < FUSION
     # Losses are added up in another order.
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-6)
 
@@ -109,7 +109,7 @@ def test_each_stage_is_clipped_by_its_own_norm(schedule):
     before = arrays(pipeline.parameters(start))
     after = arrays(pipeline.parameters(pipeline.step(start, case_of("mlp").batch)[0]))
     model = pipeline._planned.model
-    stages = jax.tree.leaves(model.parameter_tree(pipeline._planned.stages.parameters))
+    stages = jax.tree.leaves(model.parameter_tree(pipeline._planned.stage_placement.parameters))
     for s in (0, 1):
         squares = [np.square(b - a).sum() for a, b, n in zip(after, before, stages, strict=True) if n == s]
         assert np.sqrt(sum(squares)) == pytest.approx(1e-3, rel=1e-3)  # a difference of parameters has rounding errors
@@ -127,8 +127,8 @@ def test_a_transformation_per_stage_keeps_nothing():
 def test_without_a_pipeline_all_parameters_are_one_stage():
     gradients = {"a": jnp.arange(3.0), "b": {"c": jnp.arange(4.0)}}
     clip = optax.clip_by_global_norm(0.5)
-    found, _ = per_stage(clip).update(gradients, per_stage(clip).init(gradients))
-    assert_same_bits(arrays(found), arrays(clip.update(gradients, clip.init(gradients))[0]))
+    clipped, _ = per_stage(clip).update(gradients, per_stage(clip).init(gradients))
+    assert_same_bits(arrays(clipped), arrays(clip.update(gradients, clip.init(gradients))[0]))
 
 
 @pytest.mark.slow
@@ -146,8 +146,8 @@ def test_every_asynchronous_schedule_on_more_models(name, stages, schedule):
 def test_value_and_grad_is_synchronous():
     pipelines = [planned_of("mlp", 2, 4, None, schedule=schedule) for schedule in (pipedream, one_f_one_b)]
     batch = case_of("mlp").batch
-    found = [pipeline.value_and_grad(pipeline.init(jax.random.key(3)), batch) for pipeline in pipelines]
-    assert_same_bits(*(arrays(x) for x in found))
+    answers = [pipeline.value_and_grad(pipeline.init(jax.random.key(3)), batch) for pipeline in pipelines]
+    assert_same_bits(*(arrays(x) for x in answers))
 
 
 def test_one_name_is_enough():

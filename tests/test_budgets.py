@@ -230,4 +230,4 @@ def test_names_of_tensors_tell_module_operator_type_and_shape():
     assert len(names) == 3
     assert all(re.match(r"(Net/\S.*|batch\['\w+'\]) \w+\[[\d,]*\] \([\d.]+ [KM]?i?B\)$", name) for name in names)
     sizes = [float(re.search(r"\(([\d.]+) KiB", name)[1]) for name in names]
-    assert all(one >= two for one, two in itertools.pairwise(sizes))
+    assert all(larger >= smaller for larger, smaller in itertools.pairwise(sizes))

@@ -187,19 +187,19 @@ def test_a_checkpoint_becomes_plain_flax_and_optax(four_stages):
     folder, variables = four_stages
     pipeline = compiled("cnn-linen", 1)
     state = pipeline.restore(folder)
-    found = load(folder)
-    assert_same_bits(found.variables, variables)
+    loaded = load(folder)
+    assert_same_bits(loaded.variables, variables)
     predicted = pipeline.predict(state, case_of("cnn-linen").batch)
-    np.testing.assert_array_equal(plain_prediction(found.variables), predicted)
-    assert (found.step, found.data) == (2, [1, 2])
-    np.testing.assert_array_equal(jax.random.key_data(found.key), jax.random.key_data(jax.random.key(3)))
+    np.testing.assert_array_equal(plain_prediction(loaded.variables), predicted)
+    assert (loaded.step, loaded.data) == (2, [1, 2])
+    np.testing.assert_array_equal(jax.random.key_data(loaded.key), jax.random.key_data(jax.random.key(3)))
 
     optimizer = adam()
     shapes = jax.eval_shape(optimizer.init, variables["params"])
-    found = load(folder, variables=jax.eval_shape(lambda: variables), optimizer_state=shapes)
-    assert_same_bits(found.variables, variables)
-    assert jax.tree.structure(found.optimizer_state) == jax.tree.structure(shapes)
-    assert int(found.optimizer_state[1][0].count) == 2
+    loaded = load(folder, variables=jax.eval_shape(lambda: variables), optimizer_state=shapes)
+    assert_same_bits(loaded.variables, variables)
+    assert jax.tree.structure(loaded.optimizer_state) == jax.tree.structure(shapes)
+    assert int(loaded.optimizer_state[1][0].count) == 2
 
 
 def test_the_optimizer_state_is_that_of_plain_optax(tmp_path):
@@ -216,12 +216,12 @@ def test_the_optimizer_state_is_that_of_plain_optax(tmp_path):
     )
     state, _ = pipeline.step(pipeline.init(jax.random.key(0)), batch)
     pipeline.save(state, tmp_path)
-    found = load(tmp_path, variables=model, optimizer_state=optax.sgd(0.5, momentum=0.9).init(model))
+    loaded = load(tmp_path, variables=model, optimizer_state=optax.sgd(0.5, momentum=0.9).init(model))
     # d/da = [[1, 1], [1, 1]], d/db = [[2], [2]]; the trace after one step is the gradient.
-    trace = found.optimizer_state[0].trace
+    trace = loaded.optimizer_state[0].trace
     assert_same_bits(trace.args[0], {"a": np.ones((2, 2), np.float32), "b": np.full((2, 1), 2, np.float32)})
     expected = {"a": np.full((2, 2), 0.5, np.float32), "b": np.zeros((2, 1), np.float32)}
-    assert_same_bits(found.variables.args[0], expected)
+    assert_same_bits(loaded.variables.args[0], expected)
 
 
 def test_nnx_modules_are_updated_from_a_checkpoint(tmp_path):
@@ -233,8 +233,8 @@ def test_nnx_modules_are_updated_from_a_checkpoint(tmp_path):
     expected = nnx.state(case_of("cnn-nnx").model, nnx.Not(nnx.RngState))
     assert_same_bits(nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.RngState))), nnx.to_pure_dict(expected))
     optimizer_state = jax.eval_shape(adam().init, nnx.state(module, nnx.Param))
-    found = load(tmp_path, optimizer_state=optimizer_state).optimizer_state
-    assert jax.tree.structure(found) == jax.tree.structure(optimizer_state)
+    restored = load(tmp_path, optimizer_state=optimizer_state).optimizer_state
+    assert jax.tree.structure(restored) == jax.tree.structure(optimizer_state)
 
 
 # Refused
@@ -407,9 +407,9 @@ def test_a_changed_description_is_refused(saved_mlp, tmp_path):
     """Also where it is still JSON, such as another position in the data."""
     shutil.copytree(saved_mlp, tmp_path / "copy")
     file = tmp_path / "copy" / "2" / "about" / "metadata"
-    found = json.loads(file.read_text())
-    found["about"]["data"]["epoch"] = 2
-    file.write_text(json.dumps(found))
+    description = json.loads(file.read_text())
+    description["about"]["data"]["epoch"] = 2
+    file.write_text(json.dumps(description))
     with pytest.raises(
         jaxpipe.CheckpointError, match=r"is damaged: about/metadata cannot be read .*its checksum is another"
     ):

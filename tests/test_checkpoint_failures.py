@@ -17,7 +17,7 @@ from tests.support.compare import assert_same_bits
 
 @functools.cache
 def large_pipeline():
-    """Of 512 KiB that cannot be compressed."""
+    """Return a pipeline whose state has 512 KiB that cannot be compressed."""
     model = jax.tree_util.Partial(lambda w, x: x @ w, jax.random.normal(jax.random.key(0), (256, 512)))
     return jaxpipe.partition(
         model,

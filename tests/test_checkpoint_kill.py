@@ -77,9 +77,9 @@ class Runs:
 
 @pytest.fixture
 def runs(tmp_path):
-    found = Runs(tmp_path / "run")
-    yield found
-    found.close()
+    started = Runs(tmp_path / "run")
+    yield started
+    started.close()
 
 
 def kill_again_and_again(runs: Runs, directory: Path, count: int) -> None:
@@ -95,18 +95,18 @@ def kill_again_and_again(runs: Runs, directory: Path, count: int) -> None:
         assert code == -signal.SIGKILL
         unfinished += any(not p.name.isdecimal() for p in directory.glob("[!.]*"))
         complete = max(told.get("complete", 0), complete)
-        there = steps(directory)
-        assert max(there, default=0) >= complete
-        for saved in there:  # nothing half-written, nothing half-deleted
+        saved_steps = steps(directory)
+        assert max(saved_steps, default=0) >= complete
+        for saved in saved_steps:  # nothing half-written, nothing half-deleted
             assert jaxpipe.checkpoint.load(directory, step=saved).step == saved
-        if there:
+        if saved_steps:
             with jaxpipe.Checkpointer(reference.pipeline, directory) as checkpointer:
-                found = checkpointer.restore()
-            assert found is not None
-            reference.advance(there[-1])
-            assert_same_bits(found[0], reference.state)
-            assert found[1] == reference.data.bit_generator.state
-            complete = there[-1]
+                restored = checkpointer.restore()
+            assert restored is not None
+            reference.advance(saved_steps[-1])
+            assert_same_bits(restored[0], reference.state)
+            assert restored[1] == reference.data.bit_generator.state
+            complete = saved_steps[-1]
     assert complete > 0
     assert unfinished > count // 10  # deaths in the midst of a save, which are what this is about
 

@@ -142,7 +142,7 @@ def test_sparse_codecs_work_under_vmap():
 
 @pytest.mark.parametrize("codec", [bitmap, csr])
 def test_sparse_codecs_work_inside_shard_map(codec):
-    """Where a loop's carry has to vary over the mesh axes that its results vary over."""
+    """A loop's carry has to vary over the mesh axes that its results vary over."""
     mesh = jax.make_mesh((1,), ("data",))
     x = jax.device_put(sparse_array((1, 50, 9), 0.4, jnp.float32), jax.NamedSharding(mesh, jax.P("data")))
     there_and_back = jax.shard_map(

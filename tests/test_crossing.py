@@ -37,10 +37,10 @@ TWO = devices(0, 1)
 
 
 def test_messages_that_cross_become_one_program():
-    there, back = send(0, 1, 0, 10), send(1, 0, 1, 11)
+    forth, back = send(0, 1, 0, 10), send(1, 0, 1, 11)
     work = [call(0, (), (0,)), call(1, (), (1,))]
-    assert join_messages([*work, there, back], TWO) == [*work, Exchange(there, back)]
-    assert join_messages([work[0], there, work[1], back], TWO) == [*work, Exchange(there, back)]
+    assert join_messages([*work, forth, back], TWO) == [*work, Exchange(forth, back)]
+    assert join_messages([work[0], forth, work[1], back], TWO) == [*work, Exchange(forth, back)]
 
 
 def test_messages_within_a_process_stay_as_they_are():

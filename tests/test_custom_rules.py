@@ -227,7 +227,7 @@ EXAMPLES = {
 
 
 def saved_bytes(function, *arguments) -> int:
-    """What ``jax.vjp`` keeps, arguments excluded."""
+    """Return the residuals of ``jax.vjp``, arguments excluded."""
     given: set[int] = set()
 
     def pullback(*values):

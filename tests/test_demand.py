@@ -1,4 +1,4 @@
-"""What each operator's backward pass needs, as literal tables."""
+"""The residuals that each operator's backward pass reads, as literal tables."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import jaxpipe
 from jaxpipe import memory_encoded
 from jaxpipe.graph.codec_policy import parse
 from jaxpipe.graph.graph import trace
-from jaxpipe.residuals import backward_graph
+from jaxpipe.residuals.backward_graph import build_backward_graph
 from tests.support.compare import assert_same_bits
 
 
@@ -20,7 +20,7 @@ def needed(function, *args, wrt=None, **options):
     """dtype and shape of every tensor that the backward pass reads and that depends on an argument."""
     graph = trace(lambda *a: [function(*a)], *args)
     inputs = graph.inputs if wrt is None else [graph.inputs[k] for k in wrt]
-    result = backward_graph.linearize(graph, inputs, **options)
+    result = build_backward_graph(graph, inputs, **options)
     dependent = set(result.graph.inputs)
     for op in result.graph.operators:
         if not dependent.isdisjoint(op.inputs):
@@ -83,9 +83,9 @@ def test_masks_in_a_row_are_one_mask(function, masks):
 
 def test_exp_needs_its_output_and_log_its_input():
     graph = trace(lambda x: [jnp.exp(x)], X)
-    assert backward_graph.linearize(graph, graph.inputs).needs == graph.outputs
+    assert build_backward_graph(graph, graph.inputs).needs == graph.outputs
     graph = trace(lambda x: [jnp.log(x)], X)
-    assert backward_graph.linearize(graph, graph.inputs).needs == graph.inputs
+    assert build_backward_graph(graph, graph.inputs).needs == graph.inputs
 
 
 def test_a_product_needs_only_the_factor_of_what_moves():
@@ -128,12 +128,12 @@ def test_a_gradient_that_does_not_look_at_its_cotangent_is_not_zero():
 
 def test_what_leads_to_no_output_is_not_differentiated():
     graph = trace(lambda x: [jnp.sin(x), jnp.argmax(jnp.exp(x))], X)
-    assert [step.name for step in backward_graph.linearize(graph, graph.inputs).backward] == ["sin"]
+    assert [step.name for step in build_backward_graph(graph, graph.inputs).steps] == ["sin"]
 
 
 def test_equal_operators_share_a_cut():
     graph = trace(lambda x: [jnp.sin(jnp.sin(jnp.sin(x)))], X)
-    programs = {id(step.program) for step in backward_graph.linearize(graph, graph.inputs).backward}
+    programs = {id(step.program) for step in build_backward_graph(graph, graph.inputs).steps}
     assert len(programs) == 1
 
 
@@ -143,12 +143,12 @@ def test_cotangents_of_an_unused_output_are_zero():
         return [carry]
 
     graph = trace(two, X)
-    (step,) = [s for s in backward_graph.linearize(graph, graph.inputs).backward if s.name == "scan"]
+    (step,) = [s for s in build_backward_graph(graph, graph.inputs).steps if s.name == "scan"]
     assert np.all([t in (*graph.outputs, *step.cotangents_in) for t in graph.outputs])
 
 
 def test_results_without_a_cotangent_are_not_multiplied_by_zero():
-    """Of a conditional with two results one is read: the derivative of the other, at infinity, is nobody's."""
+    """A conditional has two results and one is read: the derivative of the other, at infinity, must not count."""
 
     def one_of_two(x, y):
         return jax.lax.cond(x.sum() > 0, lambda a, b: (a * 2.0, b * b), lambda a, b: (jnp.sin(b), a), x, y)[1]

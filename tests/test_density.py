@@ -33,8 +33,8 @@ def test_density_is_the_fraction_that_is_not_zero():
         hidden = jax.nn.relu(hidden @ w)
         expected.append(float(np.count_nonzero(hidden) / hidden.size))
     measured = measure_density(encoded, x, ws)
-    found = [fraction for name, fraction in measured.fractions.items() if name.startswith("relu")]
-    assert found == pytest.approx(expected, rel=1e-6)  # an average of float32
+    fractions = [fraction for name, fraction in measured.fractions.items() if name.startswith("relu")]
+    assert fractions == pytest.approx(expected, rel=1e-6)  # an average of float32
 
 
 def test_room_follows_the_measurement():

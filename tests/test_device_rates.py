@@ -16,7 +16,7 @@ from jaxpipe.costs.device_rates import Rates, rates_of_kind
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.graph.graph import trace
-from jaxpipe.residuals import backward_graph
+from jaxpipe.residuals.backward_graph import build_backward_graph
 
 
 #: Only arithmetic costs time, or only memory, or only starting kernels.
@@ -32,7 +32,7 @@ def estimate(function, *avals, rates=MEMORY):
     """The profile of a function whose arguments are in memory anyway."""
     graph = trace(lambda *a: [function(*a)], *avals)
     wrt = [t for t in graph.inputs if jnp.issubdtype(graph.tensors[t].dtype, jnp.floating)]
-    return analytic(backward_graph.linearize(graph, wrt), rates, held=graph.inputs)
+    return analytic(build_backward_graph(graph, wrt), rates, held=graph.inputs)
 
 
 # What is one kernel
@@ -69,7 +69,7 @@ def test_random_bits_are_drawn_where_they_are_used():
     # One kernel reads x and writes the result and the mask, a byte for each element; another packs the mask into bits.
     # The random words, four bytes for each element, are never in memory. The key is a few bytes.
     assert 0 <= sum(profile.forward_seconds) - (4 * n + 4 * n + n + n + n / 8) <= 64
-    # To draw a word takes about a hundred operations, twenty rounds of five with keys added on the way.
+    # To draw a word takes about a hundred operations, twenty rounds of five with keys added in between.
     arithmetic = sum(estimate(dropout, shape(n), shape(2, dtype=jnp.uint32), rates=ARITHMETIC).forward_seconds)
     assert 100 * n < arithmetic < 130 * n
 

@@ -62,7 +62,7 @@ def test_bit_identical_where_every_operator_runs_alone(name):
 
 @pytest.mark.slow
 def test_a_compiled_vision_transformer_is_within_two_ulps():
-    """Of each tensor's largest entry: XLA may fuse what runs again otherwise, and then adds up in another order."""
+    """Ulps are those of the largest entry: XLA may fuse recomputed work otherwise, and add in another order."""
     plain, arguments = value_and_gradients(LINEN["vit"], lambda cls: cls)
     encoded, _ = value_and_gradients(LINEN["vit"], memory_encoded)
     (_, expected), (_, actual) = jax.jit(plain)(*arguments), jax.jit(encoded)(*arguments)

@@ -84,9 +84,9 @@ def test_train_hosts_runs_alone(capsys, tmp_path):
 @pytest.mark.slow
 def test_all_methods_are_in_one_plan(capsys, tmp_path):
     example = runpy.run_path(str(EXAMPLES / "train_all_methods.py"))
-    found, off, accuracy = example["main"](example["Options"](epochs=40, out=tmp_path))
+    methods, off, accuracy = example["main"](example["Options"](epochs=40, out=tmp_path))
     printed = capsys.readouterr().out
-    assert [method for method, text in found.items() if not text] == []
+    assert [method for method, text in methods.items() if not text] == []
     assert re.search(r"in peers' memory: of stage \d", printed) and "block-sparse exchange: " in printed
     assert off < 1e-6 and accuracy > 0.9  # bit-identical where this was written
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
@@ -133,8 +133,8 @@ def test_train_unet_finds_shapes(capsys):
 
 def test_overlap_and_shapes_by_hand():
     example = runpy.run_path(str(EXAMPLES / "train_unet.py"))
-    found, classes = np.array([[1, 1, 2, 0]]), np.array([[1, 2, 2, 0]])
-    assert example["mean_iou"](found, classes) == 0.5  # 1 of 2 pixels for each shape
+    predicted, classes = np.array([[1, 1, 2, 0]]), np.array([[1, 2, 2, 0]])
+    assert example["mean_iou"](predicted, classes) == 0.5  # 1 of 2 pixels for each shape
     drawn = example["draw"](np.random.default_rng(0), 8, 32)
     assert drawn["image"].shape == (8, 32, 32, 1) and set(np.unique(drawn["class"])) == {0, 1, 2}
 

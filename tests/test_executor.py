@@ -51,16 +51,16 @@ usual = functools.cache(functools.partial(trained, schedule=one_f_one_b))
 
 def check(name: str, stages: int, m: int, schedule, replicas: int | None = None, exact: bool = True) -> None:
     """Gradients against plain ones; training and evaluation against the same pipeline with its usual schedule."""
-    found, keys = trained(name, stages, m, schedule, replicas, exact)
+    trained_state, keys = trained(name, stages, m, schedule, replicas, exact)
     beside, _ = usual(name, stages, m, replicas=replicas, exact=exact)
     case = case_of(name)
     expected = plain_gradients(case, *case.start(jax.random.key(3)), keys, replicas or 1, m)
     if exact:
-        assert_same_bits(found[3], arrays(expected[1]))
-        assert_same_bits(found, beside)
+        assert_same_bits(trained_state[3], arrays(expected[1]))
+        assert_same_bits(trained_state, beside)
     tolerance = TOLERANCE.get(name, FUSION)
-    assert relative_l2(found[3], arrays(expected[1])) < tolerance
-    assert relative_l2(found, beside) < tolerance
+    assert relative_l2(trained_state[3], arrays(expected[1])) < tolerance
+    assert relative_l2(trained_state, beside) < tolerance
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_corrupted_tables_are_rejected_with_the_work_named(seed, p, m, v, split,
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, zero_bubble])
 def test_nothing_is_computed_twice(schedule):
-    """As many products as in plain training: each stage's forward once, each cotangent once."""
+    """The program has as many products as plain training: each stage's forward once, each cotangent once."""
     model, batch = layers(4), jnp.ones((8, 4))  # a product with one row is none to XLA
 
     def loss(model, x):
@@ -257,7 +257,7 @@ def test_messages_wait_in_an_inbox():
     [
         (lambda p, m: one_f_one_b(p + 1, m), "gave 1f1b for 3 stages and 4 micro-batches"),
         (lambda p, m: "1f1b", "gave a str"),
-        (interleaved, "4 stages were asked for"),
+        (interleaved, "The plan needs 4 stages"),
     ],
 )
 def test_a_schedule_that_does_not_fit(schedule, message):
@@ -275,7 +275,7 @@ def test_a_schedule_that_does_not_fit(schedule, message):
 
 
 def test_auto_is_the_schedule_whose_step_is_predicted_to_be_the_shortest():
-    """Where work takes long, splitting the backward pass pays; where it does not, what a tick costs besides counts."""
+    """Splitting the backward pass pays for long work; for short work the overhead of a tick counts."""
     m, batch = 8, jax.ShapeDtypeStruct((8 * 1024, 256), jnp.float32)
     weights = [jnp.zeros((256, 256))] * 8
     model = jax.tree_util.Partial(lambda w, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), w, x), weights)

@@ -1,4 +1,4 @@
-"""What `memory_encoded` stores for each family of operators, as a literal table.
+"""The residuals of `memory_encoded` for each family of operators, as a literal table.
 
 The operand is ``float32[4, 64]``, the result of a product that is too long to be run again: it is stored only if the
 derivative cannot do with less. What the derivative depends on stands beside each entry.

@@ -14,7 +14,7 @@ from jaxpipe.errors import MemoryBudgetError, ModelError, PartitionError
 from jaxpipe.graph.graph import trace
 from jaxpipe.planning import plan_storage
 from jaxpipe.planning.balance_stages import balanced
-from jaxpipe.residuals.stage_programs import assemble, backward, build, forward
+from jaxpipe.residuals.vjp_program import assemble, backward, build, forward
 from jaxpipe.runtime.mpmd.device_bytes import Peak
 from tests.support.budget_models import KEY, built_pipeline, mlp, resnet, transformer, unet
 from tests.support.compare import FUSION, relative_l2
@@ -33,8 +33,8 @@ def unlimited(build, stages, m):
 
 def gradients(pipeline, state, batch):
     """Loss and gradients; a state fits every pipeline with the same cuts, whatever it stores."""
-    (loss, _), found = pipeline.value_and_grad(state, batch)
-    return loss, found
+    (loss, _), gradient = pipeline.value_and_grad(state, batch)
+    return loss, gradient
 
 
 def moved(usual, state, pipeline):
@@ -136,7 +136,7 @@ def test_a_plan_for_one_function():
             assert raised.peak_bytes <= raised.budget_bytes
             break
         assert plan.peak_bytes <= budget and plan.added_seconds >= previous.added_seconds
-        stage = assemble(built.linearization, plan.choices)
+        stage = assemble(built.backward_graph, plan.choices)
 
         @jax.jit
         def both(w, x, stage=stage):
@@ -263,17 +263,17 @@ def test_cuts_follow_what_storage_adds():
         asked.append(profile)
         return make(deep, 4, 8, profile=profile)[0]._planned
 
-    found = balanced(dataclasses.replace(first, plan=plan), cut_again).plan
+    balanced_plan = balanced(dataclasses.replace(first, plan=plan), cut_again).plan
     (charged,) = asked  # one round, after which nothing is added any more
-    own = slice(*stage.operators)
+    operators = slice(*stage.operators)
     extra = np.subtract(charged.backward_seconds, first.profile.backward_seconds)
-    assert extra[own].sum() == pytest.approx(work, rel=1e-9) and extra.sum() == pytest.approx(work, rel=1e-9)
-    before, after = found.rounds
+    assert extra[operators].sum() == pytest.approx(work, rel=1e-9) and extra.sum() == pytest.approx(work, rel=1e-9)
+    before, after = balanced_plan.rounds
     assert before.cuts == tuple(s.operators[1] for s in first.plan.stages[:-1])
     assert before.rate == pytest.approx(0.5, abs=0.05)
     assert after.cuts[0] < before.cuts[0] and after.rate > 0.7 > before.rate
-    assert found.step_seconds == after.step_seconds < before.step_seconds
-    assert type(found).from_json(found.to_json()) == found
+    assert balanced_plan.step_seconds == after.step_seconds < before.step_seconds
+    assert type(balanced_plan).from_json(balanced_plan.to_json()) == balanced_plan
 
 
 @pytest.mark.slow

@@ -89,9 +89,9 @@ def test_there_is_no_backward_work_below_the_first_trained_parameter():
         assert pipe.schedule.when(s, Kind.BACKWARD) == {}
         assert len(pipe.schedule.when(s, Kind.FORWARD)) == COUNT
     pipe.schedule.validate()
-    sections = pipe._planned.program.sections
-    assert all(section.returning == () for section in sections[: pipe.schedule.frozen + 1])
-    assert all(section.returning for section in sections[pipe.schedule.frozen + 1 :])
+    stages = pipe._planned.program.stages
+    assert all(part.returning == () for part in stages[: pipe.schedule.frozen + 1])
+    assert all(part.returning for part in stages[pipe.schedule.frozen + 1 :])
     assert len(pipe.schedule.ticks) == len(one_f_one_b(4, COUNT).ticks) - pipe.schedule.frozen
 
 

@@ -89,8 +89,8 @@ def test_blocks_of_each_kind_of_parameter():
         }
     )
     rules = {"embed": 0, "layers": (0, -1)}
-    found = {b.path: (b.layers, b.count, b.size, b.is_whole) for b in find_blocks(tree, 2, False, rules)}
-    assert found == {
+    blocks = {b.path: (b.layers, b.count, b.size, b.is_whole) for b in find_blocks(tree, 2, False, rules)}
+    assert blocks == {
         "conv/kernel": (1, 32, 3 * 3 * 16, False),
         "conv/bias": (1, 32, 1, False),
         "dense/kernel": (1, 10, 100, False),
@@ -139,9 +139,9 @@ def vgg16():
     ],
 )
 def test_what_vgg16_for_imagenet_sends(options, values, indices, norms):
-    found = block_sparse(k=1, **options).traffic(vgg16())
-    assert (found.values, found.indices, found.norms) == (values, indices, norms)
-    assert found.bytes == 4 * (values + indices + norms) and found.dense_bytes == 4 * 138_357_544
+    traffic = block_sparse(k=1, **options).traffic(vgg16())
+    assert (traffic.values, traffic.indices, traffic.norms) == (values, indices, norms)
+    assert traffic.bytes == 4 * (values + indices + norms) and traffic.dense_bytes == 4 * 138_357_544
 
 
 # What must hold whatever is sent.
@@ -186,7 +186,7 @@ def test_all_blocks_are_dense_sgd_with_momentum(mode, replicas):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dense_1d", [True, False])
 def test_nothing_is_lost_over_many_steps(mode, norm, dense_1d):
-    """What was sent and what is left is what there was, to the last bit: all numbers are small multiples of 1/4."""
+    """Sent and unsent parts add up to the gradient, to the last bit: all numbers are small multiples of 1/4."""
     run = Replicas(block_sparse("data", k=2, norm=norm, mode=mode, dense_1d=dense_1d))
     total = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), PARAMETERS)
     sent = total
@@ -221,12 +221,12 @@ def test_contraction(mode, k):
 @pytest.mark.parametrize("mode", MODES)
 def test_another_order_of_replicas_only_reorders_the_residuals(mode):
     order = [2, 0, 3, 1]
-    one, other = (Replicas(block_sparse("data", k=1, mode=mode)) for _ in range(2))
+    first, second = (Replicas(block_sparse("data", k=1, mode=mode)) for _ in range(2))
     for step in range(5):
         gradients = whole_gradients(step)
-        updates = same_everywhere(one(gradients))
-        assert_same_bits(same_everywhere(other(jax.tree.map(lambda g: g[order], gradients))), updates)
-        assert_same_bits(other.residual(), jax.tree.map(lambda r: r[order], one.residual()))
+        updates = same_everywhere(first(gradients))
+        assert_same_bits(same_everywhere(second(jax.tree.map(lambda g: g[order], gradients))), updates)
+        assert_same_bits(second.residual(), jax.tree.map(lambda r: r[order], first.residual()))
 
 
 # Against NumPy.
@@ -262,7 +262,7 @@ def cnn():
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("mode", MODES)
 def test_twenty_steps_of_a_cnn_agree_with_numpy(cnn, mode, norm):
-    """The same picks every time, so that only roundings differ: of the sum of four, and of momentum in one kernel."""
+    """Every run picks the same blocks, so only roundings differ: of the sum of four, and of momentum in one kernel."""
     params, gradients = cnn
     run = Replicas(
         optax.chain(block_sparse("data", k=2, norm=norm, mode=mode), optax.trace(0.9), optax.scale(-0.05)), params
@@ -287,11 +287,11 @@ def test_twenty_steps_of_a_cnn_agree_with_numpy(cnn, mode, norm):
 def collective_bytes(text):
     """Bytes that one replica hands to the collectives of a compiled program: results, of gathers a replica's part."""
     sizes = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2}
-    found = {"all-reduce": 0, "all-gather": 0}
+    sent = {"all-reduce": 0, "all-gather": 0}
     for result, name in re.findall(r"= (.*?) (all-reduce|all-gather)(?:-start)?\(", text):
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result):
-            found[name] += sizes[dtype] * int(np.prod([int(d) for d in dims.split(",") if d] or [1]))
-    return found["all-reduce"] + found["all-gather"] // REPLICAS
+            sent[name] += sizes[dtype] * int(np.prod([int(d) for d in dims.split(",") if d] or [1]))
+    return sent["all-reduce"] + sent["all-gather"] // REPLICAS
 
 
 @pytest.mark.versions
@@ -308,7 +308,7 @@ def test_bytes_in_the_compiled_program(mode, dense_1d):
 
 
 def test_bytes_of_the_run_length_code():
-    """Of block-major gradients: a run for each block, and one for a vector that is sent whole."""
+    """Block-major gradients have a run for each block, and one for a vector that is sent whole."""
     exchange = block_sparse(k=2)
     rng = np.random.default_rng(0)
     gradients = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), PARAMETERS)
@@ -358,8 +358,8 @@ def test_resumed_runs_need_the_residuals(keep_residual):
         saved = saved._replace(residual=jax.tree.map(np.zeros_like, saved.residual))
     second = Replicas(block_sparse("data", k=1))
     second.state = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), saved, second.state)
-    found = [second(whole_gradients(step)) for step in range(3, 6)]
-    same = [np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (found, expected[3:])), strict=True)]
+    resumed = [second(whole_gradients(step)) for step in range(3, 6)]
+    same = [np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (resumed, expected[3:])), strict=True)]
     assert all(same) == keep_residual
 
 
@@ -378,7 +378,7 @@ def test_half_precision_gradients_keep_what_their_type_could_not_hold():
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_not_finite_blocks_are_sent_and_leave_nothing(dtype, norm, sign):
-    """A NaN of either sign: sorted by its bits, a negative one would come last, and stay for ever."""
+    """A NaN of either sign: sorted by its bits, a negative one would come last, and never be sent."""
     transformation = block_sparse(k=2, norm=norm)
     not_finite = jnp.array([jnp.copysign(jnp.nan, sign), jnp.inf, 1.0])
     gradients = jnp.ones((5, 3)).at[0].set(not_finite).astype(dtype)
@@ -400,12 +400,12 @@ def test_a_state_made_of_varying_parameters_is_a_carry():
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
 
     def run(params, gradients):
-        own = jax.lax.pcast(params, "data", to="varying")
+        varying = jax.lax.pcast(params, "data", to="varying")
 
         def step(state, g):
             return transformation.update({"w": g}, state)[::-1]
 
-        _, updates = jax.lax.scan(step, transformation.init({"w": own}), gradients[0])
+        _, updates = jax.lax.scan(step, transformation.init({"w": varying}), gradients[0])
         return updates["w"]
 
     gradients = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5, 4)), jnp.float32)
@@ -434,8 +434,8 @@ def test_nothing_is_sent_in_blocks_that_whole_takes_fewer_bytes():
 
 
 def test_without_checked_types_the_result_is_the_same():
-    one, other = (Replicas(block_sparse("data", k=2), check_vma=flag) for flag in (True, False))
-    assert_same_bits(one(whole_gradients(0)), other(whole_gradients(0)))
+    checked, unchecked = (Replicas(block_sparse("data", k=2), check_vma=flag) for flag in (True, False))
+    assert_same_bits(checked(whole_gradients(0)), unchecked(whole_gradients(0)))
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def sparse():
 
 @pytest.fixture(scope="module")
 def replica_gradients():
-    """Of a replica's half of the batch."""
+    """The gradient function that a replica applies to its half of the batch."""
     return jax.jit(jax.grad(lambda params, batch: loss(lambda x: models.mlp(params, x), batch)))
 
 
@@ -76,9 +76,9 @@ def test_parameters_are_those_of_the_method(sparse, replica_gradients):
     half = ROWS // REPLICAS
     for step in range(3):
         parts = [jax.tree.map(lambda x, r=r: x[r * half : (r + 1) * half], data(step)) for r in range(REPLICAS)]
-        found = [jax.tree.map(np.asarray, replica_gradients(expected, part)) for part in parts]
-        tree = jax.tree.structure(found[0])
-        rows = zip(*map(jax.tree.leaves, found), strict=True)
+        gradients = [jax.tree.map(np.asarray, replica_gradients(expected, part)) for part in parts]
+        tree = jax.tree.structure(gradients[0])
+        rows = zip(*map(jax.tree.leaves, gradients), strict=True)
         means = jax.tree.unflatten(tree, [reference(k, list(row)) for k, row in enumerate(rows)])
         velocity = jax.tree.map(lambda v, u: np.float32(0.5) * v + u, velocity, means)
         expected = jax.tree.map(lambda w, v: w - np.float32(0.125) * v, expected, velocity)
@@ -148,7 +148,7 @@ def test_a_resumed_run_goes_on_with_its_residuals(sparse):
     ],
 )
 def test_memory_is_predicted(stages, replicas, options):
-    """Of a model whose gradients are what matters."""
+    """The gradients are most of the memory of the model."""
     devices = np.array(jax.devices()[: stages * replicas]).reshape(replicas, stages)
     model = jax.tree_util.Partial(models.mlp, models.init_mlp(jax.random.key(0), [256] * 4 + [8]))
     batch = jax.ShapeDtypeStruct((8, 256), "float32"), jax.ShapeDtypeStruct((8,), "int32")
@@ -209,9 +209,9 @@ def test_a_mask_of_the_model_selects_what_an_optimizer_decays():
 
 def test_stages_without_replicas_exchange_nothing():
     alone = pipeline(block_sparse(k=1), replicas=1)
-    found, told, state = trained(alone, steps=1)
+    updated, told, state = trained(alone, steps=1)
     dense, _, _ = trained(pipeline(replicas=1), steps=1)
-    assert_same_bits(jax.tree.map(jnp.asarray, found), jax.tree.map(jnp.asarray, dense))
+    assert_same_bits(jax.tree.map(jnp.asarray, updated), jax.tree.map(jnp.asarray, dense))
     assert state.residual == () and "sent_share" not in told[0]
 
 

@@ -1,4 +1,4 @@
-"""Memory of the host for stashes: as it is asked for, what is refused, and devices and links that do not have it."""
+"""Host memory for stashes: the argument, refusals, and devices and links without it."""
 
 import functools
 import sys
@@ -101,7 +101,7 @@ def budget() -> int:
 
 @pytest.mark.parametrize(("size", "rate"), [(16, 1e15), (2**20, 1e3)])
 def test_a_host_without_room_or_with_a_slow_link_is_left_alone(size, rate):
-    """What is over the budget is computed again then."""
+    """Tensors that exceed the budget are recomputed instead."""
     slow = Network(np.full((2, 2), 1e3), host_bandwidth_bytes_per_second=(rate,) * 2)
     plan = plan_with(budget(), size, slow)
     assert plan.host == HostPlan(size, 0) and any(stage.added_seconds for stage in plan.stages)

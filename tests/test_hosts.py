@@ -72,9 +72,9 @@ def launch(count: int, *arguments: object) -> str:
 @contextlib.contextmanager
 def started(count: int, *arguments: object):
     """Processes of a task, which the test kills."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
     each = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(count)}
     command = [sys.executable, RUN, *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -90,8 +90,8 @@ def started(count: int, *arguments: object):
 
 
 def read_until(process, line: str) -> None:
-    for found in process.stdout:
-        if found.startswith(line):
+    for text in process.stdout:
+        if text.startswith(line):
             return
     raise AssertionError(f"no {line!r}; the process has ended")
 
@@ -101,15 +101,15 @@ def check_same(folder: Path, count: int, cases: tuple[str, ...], everything: boo
         expected, sizes = hosts_run.results(case, everything), []
         for k in range(count):
             with np.load(folder / f"{k}.npz") as saved:
-                found = {name: saved[name] for name in saved.files if name.startswith(f"{case} ")}
-            rows = found.pop(f"{case} rows")
+                arrays = {name: saved[name] for name in saved.files if name.startswith(f"{case} ")}
+            rows = arrays.pop(f"{case} rows")
             if everything and "spmd" not in case:
                 # Messages between processes are put together: an array may wait for another one.
-                sizes.append({name: int(found.pop(name)) for name in list(found) if name.startswith(f"{case} bytes")})
+                sizes.append({name: int(arrays.pop(name)) for name in list(arrays) if name.startswith(f"{case} bytes")})
             mine = {name: x[rows] if name == f"{case} prediction" else x for name, x in expected.items()}
             if sizes:
                 mine = {name: x for name, x in mine.items() if name not in sizes[0]}
-            assert_same_bits(found, mine)
+            assert_same_bits(arrays, mine)
         assert all(size == sizes[0] and min(size.values()) > 0 for size in sizes)
 
 
@@ -190,18 +190,18 @@ def test_processes_agree_on_plans_and_on_errors(tmp_path):
     smallest, reserved = first["offered"]
     assert 1000 < reserved <= smallest
     assert (first["all"], second["all"]) == (0, 1)
-    for found in (first, second):
-        assert found["first fails"].startswith("CheckpointError: a file is missing")
-        assert found["last fails"] == "CheckpointError: a file is missing Process 1 of 2 has raised this."
-        assert found["other program"].startswith(
+    for answers in (first, second):
+        assert answers["first fails"].startswith("CheckpointError: a file is missing")
+        assert answers["last fails"] == "CheckpointError: a file is missing Process 1 of 2 has raised this."
+        assert answers["other program"].startswith(
             "PartitionError: The program of process 1 differs from that of process 0"
         )
-        assert re.match(r"PartitionError: The mesh has no device of process [01], of 2", found["half a mesh"])
-        assert found["rows"].startswith(
+        assert re.match(r"PartitionError: The mesh has no device of process [01], of 2", answers["half a mesh"])
+        assert answers["rows"].startswith(
             "BatchError: batch['x'] is float32[32, 8], the plan was made for float32[16, 8]"
         )
-        assert found["no checkpoint"].startswith("CheckpointError: directory=")
-        assert found["find"].startswith("PartitionError: find_nonfinite needs all stages in one process")
+        assert answers["no checkpoint"].startswith("CheckpointError: directory=")
+        assert answers["find"].startswith("PartitionError: find_nonfinite needs all stages in one process")
 
 
 class Reference:
@@ -232,17 +232,17 @@ def test_a_process_that_dies_ends_the_other_and_the_run_goes_on(tmp_path, case, 
     assert (code == 1 and "another process has died" in text) or (
         code == -signal.SIGABRT and "another task died" in text
     )
-    there = steps(tmp_path)
-    assert there and there[-1] >= 2
+    saved_steps = steps(tmp_path)
+    assert saved_steps and saved_steps[-1] >= 2
     reference = Reference(case)
-    reference.advance(there[-1])
-    found = jaxpipe.checkpoint.load(tmp_path)
-    assert_same_bits(jax.tree.leaves(found.variables), jax.tree.leaves(reference.pipeline.parameters(reference.state)))
+    reference.advance(saved_steps[-1])
+    loaded = jaxpipe.checkpoint.load(tmp_path)
+    assert_same_bits(jax.tree.leaves(loaded.variables), jax.tree.leaves(reference.pipeline.parameters(reference.state)))
     state = reference.pipeline.restore(tmp_path)  # in one process, what two have saved
     assert_same_bits(state, reference.state)
     if dies == 0:
-        until = there[-1] + 4
-        assert f"[1] begins {there[-1]} " in launch(2, 2, "train", tmp_path, case, 2, until)
+        until = saved_steps[-1] + 4
+        assert f"[1] begins {saved_steps[-1]} " in launch(2, 2, "train", tmp_path, case, 2, until)
         reference.advance(until)
         assert_same_bits(reference.pipeline.restore(tmp_path), reference.state)
 

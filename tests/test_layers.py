@@ -64,10 +64,10 @@ class Plans:
         yield from extend(set(range(self.network.num_devices)), ())
 
     def crossing(self, before):
-        made = {
+        sent = {
             (e.source, e.output): e.bytes for e in self.profile.edges if e.source in before and e.target not in before
         }
-        return sum(made.values())
+        return sum(sent.values())
 
     def price(self, model, chain, teams):
         p, net, m = self.profile, self.network, self.m
@@ -213,11 +213,11 @@ def check_instance(seed):
                     fits.memory = (budget - 1,) * net.num_devices
                     assert fits.best(model) == math.inf
             continue
-        found = partition_layers(profile, net, **options)
+        partition = partition_layers(profile, net, **options)
         # Sums of the same numbers in another order; all are below a thousand.
-        assert found.bottleneck_seconds == pytest.approx(best, rel=1e-12), (seed, model)
-        assert plans.price_of(found) == pytest.approx(best, rel=1e-12), (seed, model)
-        assert found.lower_bound_seconds == pytest.approx(best, rel=1e-12), (seed, model)
+        assert partition.bottleneck_seconds == pytest.approx(best, rel=1e-12), (seed, model)
+        assert plans.price_of(partition) == pytest.approx(best, rel=1e-12), (seed, model)
+        assert partition.lower_bound_seconds == pytest.approx(best, rel=1e-12), (seed, model)
 
 
 @pytest.mark.core
@@ -264,7 +264,7 @@ def test_layers_that_repeat_are_cut_into_stages_that_are_alike(seed, stages):
     """The search alone finds a plan that is slower, or as fast with stages that are not alike."""
     profile, network, m, size = repeating(seed), Network.uniform(stages, 2.0), 8, 9
     options = {"num_microbatches": m, "num_stages": stages, "replicate": False, "reorder": False}
-    found = partition_layers(profile, network, **options)
+    partition = partition_layers(profile, network, **options)
     plans, count = Plans(profile, network, num_microbatches=m), len(profile.names)
 
     def price(cuts):
@@ -277,9 +277,9 @@ def test_layers_that_repeat_are_cut_into_stages_that_are_alike(seed, stages):
         for first in range(3, count - 2)
         if (cuts := tuple(range(first, first + length * (stages - 2) + 1, length)))[-1] <= count - 3
     }
-    cuts = tuple(stage.operators.stop for stage in found.stages[:-1])
+    cuts = tuple(stage.operators.stop for stage in partition.stages[:-1])
     assert cuts in alike
-    assert found.bottleneck_seconds == pytest.approx(price(cuts), rel=1e-12)
+    assert partition.bottleneck_seconds == pytest.approx(price(cuts), rel=1e-12)
     assert price(cuts) == min(alike.values())
 
 
@@ -298,24 +298,24 @@ def test_layers_that_repeat_are_cut_into_stages_that_are_alike(seed, stages):
 )
 def test_published_optima(network, devices, seconds, sizes):
     profile = Profile.from_pipedream(DATA / network / "graph.txt")
-    found = partition_layers(profile, Network.uniform(devices, 1e9), cost_model="pipedream")
-    assert found.bottleneck_seconds == pytest.approx(seconds, abs=5e-10)
+    partition = partition_layers(profile, Network.uniform(devices, 1e9), cost_model="pipedream")
+    assert partition.bottleneck_seconds == pytest.approx(seconds, abs=5e-10)
     if sizes:
-        assert [len(stage.devices) for stage in found.stages] == sizes
+        assert [len(stage.devices) for stage in partition.stages] == sizes
 
 
 def test_published_straight_pipeline():
     profile = Profile.from_pipedream(DATA / "vgg16" / "graph.txt")
-    found = partition_layers(profile, Network.uniform(4, 1e9), cost_model="pipedream", replicate=False)
-    assert found.bottleneck_seconds == pytest.approx(0.411041792, abs=5e-10)
+    partition = partition_layers(profile, Network.uniform(4, 1e9), cost_model="pipedream", replicate=False)
+    assert partition.bottleneck_seconds == pytest.approx(0.411041792, abs=5e-10)
 
 
 def test_residual_network_keeps_only_what_is_read_again():
     # The published program charges 0.1675 s, as it keeps a block's input alive after its last reader.
     profile = Profile.from_pipedream(DATA / "resnet50" / "graph.txt")
-    found = partition_layers(profile, Network.uniform(4, 1e9), cost_model="pipedream")
-    assert found.bottleneck_seconds <= 0.162880924 + 5e-10
-    assert found.ratio == 1.0
+    partition = partition_layers(profile, Network.uniform(4, 1e9), cost_model="pipedream")
+    assert partition.bottleneck_seconds <= 0.162880924 + 5e-10
+    assert partition.ratio == 1.0
 
 
 # What must hold for any instance.
@@ -345,11 +345,11 @@ def test_names_of_devices_do_not_matter(cost_model, replicate):
         profile, matrix = random_chain(r, 7), random_matrix(r, 5)
         speed = r.choice([1.0, 2.0], 5)
         shuffled = r.permutation(5)
-        one = Network(matrix, 0.01, speed=tuple(speed))
-        two = Network(matrix[np.ix_(shuffled, shuffled)], 0.01, speed=tuple(speed[shuffled]))
+        first = Network(matrix, 0.01, speed=tuple(speed))
+        second = Network(matrix[np.ix_(shuffled, shuffled)], 0.01, speed=tuple(speed[shuffled]))
         prices = [
             partition_layers(profile, net, cost_model=cost_model, replicate=replicate).bottleneck_seconds
-            for net in (one, two)
+            for net in (first, second)
         ]
         # The same sums in another order.
         assert prices[0] == pytest.approx(prices[1], rel=1e-12)
@@ -382,10 +382,10 @@ def test_every_result_is_sent_once_and_over_every_boundary_on_its_way():
     edges = (Edge(0, 1, 3, 0), Edge(0, 3, 3, 0), Edge(0, 3, 5, 1), Edge(1, 2, 1), Edge(2, 3, 1))
     ones = (1.0,) * 4
     profile = Profile(tuple("abcd"), ones, ones, ones, ones, edges=edges)
-    found = partition_layers(
+    partition = partition_layers(
         profile, Network.uniform(4, 1e9), cost_model="min_max", replicate=False, num_stages=4, reorder=False
     )
-    assert [stage.sent_bytes for stage in found.stages] == [8, 9, 9, 0]
+    assert [stage.sent_bytes for stage in partition.stages] == [8, 9, 9, 0]
 
 
 def test_operators_that_share_a_parameter_stay_together():
@@ -412,11 +412,11 @@ def test_many_different_devices(monkeypatch):
         exact = partition_layers(profile, network, cost_model="min_max", replicate=replicate)
         with monkeypatch.context() as patch:
             patch.setattr("jaxpipe.planning.cuts.partition_layers.MOST_WORK", 0)
-            found = partition_layers(profile, network, cost_model="min_max", replicate=replicate)
-        assert "some orders of the devices" in found.searched and "all placements" in exact.searched
-        price = Plans(profile, network).price_of(found)
-        assert price == pytest.approx(found.bottleneck_seconds, rel=1e-12)
-        assert found.lower_bound_seconds <= exact.bottleneck_seconds <= found.bottleneck_seconds <= 1.5 * price
+            partition = partition_layers(profile, network, cost_model="min_max", replicate=replicate)
+        assert "some orders of the devices" in partition.searched and "all placements" in exact.searched
+        price = Plans(profile, network).price_of(partition)
+        assert price == pytest.approx(partition.bottleneck_seconds, rel=1e-12)
+        assert partition.lower_bound_seconds <= exact.bottleneck_seconds <= partition.bottleneck_seconds <= 1.5 * price
 
 
 def test_too_many_cuts(monkeypatch):
@@ -430,11 +430,11 @@ def test_too_many_cuts(monkeypatch):
     exact = partition_layers(profile, Network.uniform(2, 1e9), **options)
     assert (exact.bottleneck_seconds, exact.searched) == (12.0, "all cuts, all placements")
     monkeypatch.setattr("jaxpipe.planning.cuts.cut_space.MOST_DOWN_SETS", 100)
-    found = partition_layers(profile, Network.uniform(2, 1e9), **options)
-    assert found.searched == "one order's cuts, all placements"
+    partition = partition_layers(profile, Network.uniform(2, 1e9), **options)
+    assert partition.searched == "one order's cuts, all placements"
     plans = Plans(profile, Network.uniform(2, 1e9))
-    assert plans.price_of(found) == pytest.approx(found.bottleneck_seconds, rel=1e-12)
-    assert 11.5 == found.lower_bound_seconds <= found.bottleneck_seconds <= 12.0
+    assert plans.price_of(partition) == pytest.approx(partition.bottleneck_seconds, rel=1e-12)
+    assert 11.5 == partition.lower_bound_seconds <= partition.bottleneck_seconds <= 12.0
     kept = partition_layers(profile, Network.uniform(2, 1e9), reorder=False, **options)
     assert kept.order == tuple(range(10)) and kept.bottleneck_seconds == 14.0
 
@@ -444,9 +444,9 @@ def test_too_many_cuts(monkeypatch):
 
 def test_answer_as_json_and_as_a_table():
     profile = Profile.from_pipedream(DATA / "alexnet" / "graph.txt")
-    found = partition_layers(profile, Network.uniform(4, 1e9), cost_model="pipedream")
-    assert Partition.from_json(found.to_json()) == found
-    text = str(found)
+    partition = partition_layers(profile, Network.uniform(4, 1e9), cost_model="pipedream")
+    assert Partition.from_json(partition.to_json()) == partition
+    text = str(partition)
     assert "2 stages on 4 of 4 devices, pipedream" in text and "34.2 ms" in text
     assert "4 answers as good" in text and "searched: all cuts, all placements" in text
 

@@ -1,4 +1,4 @@
-"""Where stages keep their arrays: nothing lost, nothing overlapping, nothing wasted where stages are alike."""
+"""Layouts of the arrays of stages: nothing lost, nothing overlapping, nothing wasted where stages are alike."""
 
 import math
 

@@ -29,8 +29,8 @@ def achievable(held, movable, away, period, bandwidth, latency, teams):
     ]
     rows = [[float(pair[end] == k) for pair in pairs] for end in (0, 1) for k in range(p)]
     limits = [min(held[k] - mean, movable[k]) if held[k] > mean else mean - held[k] for _ in (0, 1) for k in range(p)]
-    found = linprog([-1.0] * len(pairs), rows, limits, bounds=[(0, n) for n in most])
-    return -found.fun
+    optimum = linprog([-1.0] * len(pairs), rows, limits, bounds=[(0, n) for n in most])
+    return -optimum.fun
 
 
 def network_of(rng, count, rates=(1.0, 2.0, 4.0, 16.0), latency=0.0):
@@ -52,9 +52,9 @@ def test_score_is_the_largest_flow(seed):
     held = [(p - i) * int(stash[i]) for i in range(p)]
     movable = [max(p - i - 2, 0) * int(stash[i]) for i in range(p)]
     away = [p - 1 - i for i in range(p)]
-    for one, score in zip(mappings, scores, strict=True):
+    for mapping, score in zip(mappings, scores, strict=True):
         links = network.bandwidth_bytes_per_second, network.latency_seconds
-        assert score == pytest.approx(achievable(held, movable, away, 0.75, *links, one.tolist()), rel=1e-9)
+        assert score == pytest.approx(achievable(held, movable, away, 0.75, *links, mapping.tolist()), rel=1e-9)
 
 
 def chain(count, sent):
@@ -68,7 +68,9 @@ def placed(network, p, m, k=1, sent=2.0):
 
 
 def slowest(network, teams, size):
-    return max(network.seconds(a, b, size) for one, two in itertools.pairwise(teams) for a in one for b in two)
+    return max(
+        network.seconds(a, b, size) for first, second in itertools.pairwise(teams) for a in first for b in second
+    )
 
 
 @pytest.mark.parametrize(("p", "k"), [(3, 1), (4, 1), (5, 1), (3, 2)])
@@ -76,9 +78,9 @@ def slowest(network, teams, size):
 def test_the_best_of_all_mappings_that_are_no_slower(p, k, seed):
     rng = np.random.default_rng(seed)
     network, m = network_of(rng, p * k), 2 * p
-    found = placed(network, p, m, k)
+    partition = placed(network, p, m, k)
     stash, period = [8.0] * p, [0.6, 40.0, 3.0][seed]
-    best = best_mapping(found, textbook(p, m), stash, period, [2.0, 2.0])
+    best = best_mapping(partition, textbook(p, m), stash, period, [2.0, 2.0])
     held, movable = [(p - i) * 8.0 for i in range(p)], [max(p - i - 2, 0) * 8.0 for i in range(p)]
     away = [p - 1 - i for i in range(p)]
     latency = network.latency_seconds
@@ -86,8 +88,8 @@ def test_the_best_of_all_mappings_that_are_no_slower(p, k, seed):
     def score(teams, period):
         return achievable(held, movable, away, period, network.bandwidth_bytes_per_second, latency, teams)
 
-    own = [stage.devices for stage in found.stages]
-    limit = slowest(network, own, 2.0)
+    devices = [stage.devices for stage in partition.stages]
+    limit = slowest(network, devices, 2.0)
     teams = {
         tuple(tuple(sorted(order[i * k : i * k + k])) for i in range(p))
         for order in itertools.permutations(range(p * k))
@@ -102,18 +104,18 @@ def test_the_best_of_all_mappings_that_are_no_slower(p, k, seed):
         assert score(chosen, period) == pytest.approx(max(scores), rel=1e-8)
         if max(scores) < everything * (1 - 1e-8):
             break
-        teams = [team for team, one in zip(teams, scores, strict=True) if one >= max(scores) * (1 - 1e-8)]
+        teams = [team for team, value in zip(teams, scores, strict=True) if value >= max(scores) * (1 - 1e-8)]
         period /= 2
-    assert [stage.operators for stage in best.stages] == [stage.operators for stage in found.stages]
-    assert best.bottleneck_seconds == found.bottleneck_seconds
+    assert [stage.operators for stage in best.stages] == [stage.operators for stage in partition.stages]
+    assert best.bottleneck_seconds == partition.bottleneck_seconds
 
 
 def test_a_fast_link_is_for_the_stage_that_lends_most():
     """A ring of equal links and one fast chord: the ends of the pipeline are put on it."""
     matrix = np.ones((4, 4))
     matrix[1, 3] = matrix[3, 1] = 100.0
-    found = placed(Network(matrix), 4, 16)
-    best = best_mapping(found, textbook(4, 16), [10.0] * 4, 1.0, [2.0, 2.0])
+    partition = placed(Network(matrix), 4, 16)
+    best = best_mapping(partition, textbook(4, 16), [10.0] * 4, 1.0, [2.0, 2.0])
     assert {best.stages[0].devices[0], best.stages[3].devices[0]} == {1, 3}
     assert "all mappings for swaps" in best.searched and "all mappings for swaps" in str(best)
     assert type(best).from_json(best.to_json()) == best
@@ -135,14 +137,14 @@ def test_memory_of_devices_is_kept():
 def test_many_devices_are_exchanged_in_pairs(monkeypatch):
     monkeypatch.setattr(device_mapping, "MOST_DEVICES", 4)
     network = network_of(np.random.default_rng(0), 6, rates=tuple(range(1, 30)))
-    found = placed(network, 6, 12, sent=0.0)  # so that any mapping is as fast
+    partition = placed(network, 6, 12, sent=0.0)  # so that any mapping is as fast
     schedule, stash = textbook(6, 12), [300.0] * 6
-    best = best_mapping(found, schedule, stash, 1.0)
+    best = best_mapping(partition, schedule, stash, 1.0)
     assert "exchanges of two devices for swaps" in best.searched
     wanted = demand(schedule, stash, 1.0)
     before, after = (
-        movable_bytes(wanted, network.bandwidth, network.latency, np.array([[s.devices for s in one.stages]]))[0]
-        for one in (found, best)
+        movable_bytes(wanted, network.bandwidth, network.latency, np.array([[s.devices for s in mapped.stages]]))[0]
+        for mapped in (partition, best)
     )
     assert after > before
     assert sorted(d for stage in best.stages for d in stage.devices) == list(range(6))
@@ -150,7 +152,7 @@ def test_many_devices_are_exchanged_in_pairs(monkeypatch):
 
 def test_where_nothing_can_be_gained_all_stays():
     """Links that are all alike, and a schedule with several stages on a device."""
-    found = placed(Network.uniform(4, 1e9), 4, 8)
-    assert best_mapping(found, textbook(4, 8), [1.0] * 4, 1.0).stages == found.stages
+    partition = placed(Network.uniform(4, 1e9), 4, 8)
+    assert best_mapping(partition, textbook(4, 8), [1.0] * 4, 1.0).stages == partition.stages
     other = placed(network_of(np.random.default_rng(0), 4), 4, 8)
     assert best_mapping(other, interleaved(4, 8), [1.0] * 4, 1.0) is other

@@ -155,9 +155,9 @@ def stacks(x, a):
     """A loop that stacks something of each iteration."""
 
     def body(carry, _):
-        made = carry @ a
-        other = jnp.sin(made) @ a
-        return (jnp.sin(jnp.cos(other) @ a) @ other) @ made, made
+        product = carry @ a
+        other = jnp.sin(product) @ a
+        return (jnp.sin(jnp.cos(other) @ a) @ other) @ product, product
 
     return jax.lax.scan(body, x, None, length=4)
 
@@ -166,8 +166,8 @@ def stacks(x, a):
 @pytest.mark.parametrize("function", [results_first, stacks])
 def test_loops_need_their_results_to_the_end(function):
     avals = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 2
-    found = jax.jit(function).lower(*avals).compile().memory_analysis()
-    reserved = found.temp_size_in_bytes + found.output_size_in_bytes
+    analysis = jax.jit(function).lower(*avals).compile().memory_analysis()
+    reserved = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
     # XLA has counters and tuples besides.
     assert peak_bytes(function, *avals) == pytest.approx(reserved, rel=1e-3)
 
@@ -210,8 +210,8 @@ def test_gradients_of_pooling_need_positions():
         return jax.grad(lambda x: jnp.square(nn.max_pool(jnp.sin(x), (2, 2), (2, 2))).sum())(x)
 
     x = jax.ShapeDtypeStruct((8, 32, 32, 16), jnp.float32)
-    found = jax.jit(function).lower(x).compile().memory_analysis()
-    reserved = found.temp_size_in_bytes + found.output_size_in_bytes
+    analysis = jax.jit(function).lower(x).compile().memory_analysis()
+    reserved = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
     assert peak_bytes(function, x) == pytest.approx(reserved, rel=0.05)  # the bound for all predictions
     assert reserved > 6 * x.size * 4
 

@@ -115,11 +115,11 @@ def test_linen_methods():
     bound = bind(module, loss, X)
     assert names(bound.parameters) == ["decoder/bias", "decoder/kernel", "encoder/bias", "encoder/kernel"]
     parameters, _ = bound.initialize(KEY)
-    made = bound.parameter_tree(parameters)
-    assert_same_bits(made["encoder"], module.init(KEY, rows(), method="encode")["params"]["encoder"])
+    params = bound.parameter_tree(parameters)
+    assert_same_bits(params["encoder"], module.init(KEY, rows(), method="encode")["params"]["encoder"])
     result, new = bound.run(loss, parameters, [], KEY, rows())
-    z = module.apply({"params": made}, rows(), method="encode")
-    assert_same_bits(result, module.apply({"params": made}, rows()) + z.sum())
+    z = module.apply({"params": params}, rows(), method="encode")
+    assert_same_bits(result, module.apply({"params": params}, rows()) + z.sum())
     assert new == []
     # A loss that uses a part of the model has the variables of that part.
     part = bind(module, lambda model, x: model(x, method="encode"), X)

@@ -13,7 +13,7 @@ import jaxpipe
 from jaxpipe import _compat
 from jaxpipe.errors import MemoryBudgetError, ScheduleError
 from jaxpipe.planning.dispatch_timeline import CALL_SECONDS, SEND_SECONDS, Dispatching, dispatched_timeline
-from jaxpipe.schedules import Teams, gpipe, interleaved, one_f_one_b, simulate, zero_bubble
+from jaxpipe.schedules import StageReplicas, gpipe, interleaved, one_f_one_b, simulate, zero_bubble
 
 
 WIDTH, LAYERS, ROWS, M = 64, 8, 32, 8
@@ -55,40 +55,44 @@ def default():
 
 def free(schedule, forward, backward, messages, processes):
     zero = [0.0] * len(forward)
-    return dispatched_timeline(schedule, forward, backward, zero, Dispatching(messages, processes, Teams((1, 1))))
+    return dispatched_timeline(
+        schedule, forward, backward, zero, Dispatching(messages, processes, StageReplicas((1, 1)))
+    )
 
 
 ONE = [(0,), (0,)]
 
 
 def test_devices_run_free_and_messages_overlap():
-    found = free(textbook(2, 2), [1.0, 1.0], [2.0, 2.0], [(0.5, 0.0), (0.0, 0.25)], ONE)
+    timeline = free(textbook(2, 2), [1.0, 1.0], [2.0, 2.0], [(0.5, 0.0), (0.0, 0.25)], ONE)
     # F0 1, its way 0.5, F0 B0 F1 B1 of stage 1 in two calls 6, the way back 0.25, B1 2; four calls in a row.
-    assert found.makespan == pytest.approx(9.75 + 4 * CALL_SECONDS + 2 * SEND_SECONDS, rel=1e-12)
+    assert timeline.makespan == pytest.approx(9.75 + 4 * CALL_SECONDS + 2 * SEND_SECONDS, rel=1e-12)
 
 
 @pytest.mark.parametrize("m", [1, 8])
 def test_stages_without_work_take_as_long_as_the_host_calls_and_sends(m):
-    found = free(textbook(2, m), [0.0, 0.0], [0.0, 0.0], [(0.0, 0.0)] * 2, ONE)
+    timeline = free(textbook(2, m), [0.0, 0.0], [0.0, 0.0], [(0.0, 0.0)] * 2, ONE)
     # Of each micro-batch: forward and backward of stage 0, both in one of stage 1; an activation and a cotangent.
-    assert found.makespan == pytest.approx(m * (3 * CALL_SECONDS + 2 * SEND_SECONDS), rel=1e-12)
+    assert timeline.makespan == pytest.approx(m * (3 * CALL_SECONDS + 2 * SEND_SECONDS), rel=1e-12)
 
 
 def test_processes_call_at_the_same_time():
-    one, two = (free(textbook(2, 8), [0.0] * 2, [0.0] * 2, [(0.0, 0.0)] * 2, p) for p in (ONE, [(0,), (1,)]))
-    assert two.makespan < 0.8 * one.makespan
+    alone, together = (free(textbook(2, 8), [0.0] * 2, [0.0] * 2, [(0.0, 0.0)] * 2, p) for p in (ONE, [(0,), (1,)]))
+    assert together.makespan < 0.8 * alone.makespan
 
 
 def test_zero_bubble_makes_two_calls_of_a_backward_pass():
     zero = [0.0, 0.0]
-    found = dispatched_timeline(zero_bubble(2, 1), zero, zero, zero, Dispatching([(0.0, 0.0)] * 2, ONE, Teams((1, 1))))
+    timeline = dispatched_timeline(
+        zero_bubble(2, 1), zero, zero, zero, Dispatching([(0.0, 0.0)] * 2, ONE, StageReplicas((1, 1)))
+    )
     # F, I, W of stage 0; F with I, and W, of stage 1: the last weight work follows the message back.
-    assert found.makespan == pytest.approx(5 * CALL_SECONDS + 2 * SEND_SECONDS, abs=SEND_SECONDS)
+    assert timeline.makespan == pytest.approx(5 * CALL_SECONDS + 2 * SEND_SECONDS, abs=SEND_SECONDS)
 
 
 def test_messages_take_their_own_time_on_each_boundary_and_direction():
-    found = simulate(gpipe(3, 1), forward=1, backward=1, communication=[(10, 20), (100, 200)], lockstep=False)
-    assert found.makespan == 6 + 10 + 20 + 100 + 200
+    timeline = simulate(gpipe(3, 1), forward=1, backward=1, communication=[(10, 20), (100, 200)], lockstep=False)
+    assert timeline.makespan == 6 + 10 + 20 + 100 + 200
 
 
 @pytest.mark.parametrize("options", [{"communication": [(1, 1)]}, {"communication": [(1, 1)] * 2, "lockstep": False}])

@@ -129,8 +129,8 @@ def test_parameters_and_batches_that_are_not_finite_are_named():
     assert str(pipeline.find_nonfinite(state, batch)) == "stage 0, micro-batch 0, batch['x']"
     variables = pipeline.parameters(state)
     variables["params"]["Block_3"]["kernel"] = np.full((6, 6), np.nan, np.float32)
-    found = pipeline.find_nonfinite(pipeline.init(jax.random.key(0), variables=variables), batch_of())
-    assert (found.stage, found.microbatch, found.what) == (stage_of(pipeline, 3), 0, "parameter Block_3/kernel")
+    origin = pipeline.find_nonfinite(pipeline.init(jax.random.key(0), variables=variables), batch_of())
+    assert (origin.stage, origin.microbatch, origin.what) == (stage_of(pipeline, 3), 0, "parameter Block_3/kernel")
     assert pipeline.find_nonfinite(state, batch_of()) is None
 
 

@@ -173,17 +173,17 @@ def by_stage(update, inputs, evaluate=lambda op, values: op.evaluate(*values)):
     known = [dict(graph.constants) for _ in range(2)]
     for t, value in zip(graph.inputs, inputs, strict=True):
         for s, env in enumerate(known):
-            if update.color.get(t, s) == s:
+            if update.stage_of.get(t, s) == s:
                 env[t] = value
 
     def read(t, s):
         if t not in known[s]:
             assert t in exchanged, f"stage {s} needs tensor {t}, which nobody sends it"
-            known[s][t] = known[update.color[t]][t]
+            known[s][t] = known[update.stage_of[t]][t]
         return known[s][t]
 
     for op in graph.operators:
-        home = {update.color[t] for t in op.outputs if t in update.color}
+        home = {update.stage_of[t] for t in op.outputs if t in update.stage_of}
         for s in home or range(2):
             values = evaluate(op, [read(t, s) for t in op.inputs])
             known[s].update(zip(op.outputs, values, strict=True))
@@ -198,7 +198,7 @@ WORKING = [name for name in MAKERS if name not in REFUSED]
 @pytest.mark.parametrize("name", WORKING)
 def test_every_stage_has_what_its_part_of_the_update_needs(name, model):
     traced = without_frozen(trace_update(made(name), model))
-    update = by_stages.color_update(traced, model, STAGES)
+    update = by_stages.partition_update(traced, model, STAGES)
     inputs = [traced.graph.tensors[t].aval for t in traced.graph.inputs]
     new = by_stage(update, inputs, lambda op, _: [traced.graph.tensors[t].aval for t in op.outputs])
     before = [*jax.tree.leaves(MODEL), *traced.state_avals]
@@ -221,7 +221,7 @@ MAGNIFIED |= {"dadapt_adamw": 256, "prodigy": 256}
 def test_split_by_stage_it_gives_the_update_of_optax(name, model):
     optimizer = made(name)
     traced = without_frozen(trace_update(optimizer, model))
-    update = by_stages.color_update(traced, model, STAGES)
+    update = by_stages.partition_update(traced, model, STAGES)
     plain, plain_state = MODEL, optimizer.init(MODEL)
     parameters, state = jax.tree.leaves(MODEL), jax.tree.leaves(plain_state)
     for gradients in GRADIENTS:
@@ -242,7 +242,7 @@ def test_split_by_stage_it_gives_the_update_of_optax(name, model):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_split_is_refused_by_name(name, model):
     with pytest.raises(PartitionError, match=re.compile(f"^optimizer: .*{REFUSED[name][1]}", re.DOTALL)):
-        by_stages.color_update(without_frozen(trace_update(made(name), model)), model, STAGES)
+        by_stages.partition_update(without_frozen(trace_update(made(name), model)), model, STAGES)
 
 
 def test_every_name_of_the_lists_is_still_in_optax():
@@ -253,7 +253,7 @@ def test_every_name_of_the_lists_is_still_in_optax():
 def test_lbfgs_is_refused_without_its_line_search_too(model):
     traced = trace_update(optax.lbfgs(0.1, linesearch=None), model)
     with pytest.raises(PartitionError, match="scan of scale_by_lbfgs combines large values"):
-        by_stages.color_update(traced, model, STAGES)
+        by_stages.partition_update(traced, model, STAGES)
 
 
 def test_an_optimizer_of_another_tree_is_refused_with_what_optax_says(model):
@@ -329,7 +329,7 @@ def test_a_parameter_with_an_update_of_zero_is_handed_on_as_it_is(model):
 def test_moments_that_nobody_reads_stay_as_they_were(model):
     optimizer = NEEDED["a mask behind adam"][0]()
     traced = without_frozen(trace_update(optimizer, model))
-    update = by_stages.color_update(traced, model, STAGES)
+    update = by_stages.partition_update(traced, model, STAGES)
     leaves, state = jax.tree.leaves(MODEL), jax.tree.leaves(optimizer.init(MODEL))
     new = by_stage(update, [*leaves, *jax.tree.leaves(GRADIENTS[0])[2:], *state])[4:]
     expected = jax.tree.leaves(optimizer.update(GRADIENTS[0], optimizer.init(MODEL), MODEL)[1])

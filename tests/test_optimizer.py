@@ -87,16 +87,16 @@ OPTIMIZERS = {
 @pytest.fixture(scope="module")
 def gradients():
     """``gradients(stages, state)``: what a step from a state feeds its optimizer."""
-    made = {}
+    pipelines = {}
 
     def of(stages, state):
-        if stages not in made:
+        if stages not in pipelines:
             pipeline = partition(optax.sgd(0.1), stages)
-            made[stages] = pipeline, pipeline.init(KEY)
-        pipeline, own = made[stages]
+            pipelines[stages] = pipeline, pipeline.init(KEY)
+        pipeline, initial = pipelines[stages]
         # The same parameters; the optimizer's state does not matter to a gradient.
-        own = dataclasses.replace(own, parameters=state.parameters, step=state.step)
-        return pipeline.value_and_grad(own, BATCH)[1]
+        initial = dataclasses.replace(initial, parameters=state.parameters, step=state.step)
+        return pipeline.value_and_grad(initial, BATCH)[1]
 
     return of
 
@@ -133,9 +133,9 @@ def test_three_steps_are_those_of_optax(name, stages, gradients):
         gradient = gradients(stages, state)
         state, _ = pipeline.step(state, BATCH)
         plain, plain_state = update(gradient, plain_state, plain)
-    found = pipeline.parameters(state)
-    assert jax.tree.structure(found) == jax.tree.structure(plain)
-    for a, b, start in zip(*map(jax.tree.leaves, (found, plain, model())), strict=True):
+    trained = pipeline.parameters(state)
+    assert jax.tree.structure(trained) == jax.tree.structure(plain)
+    for a, b, start in zip(*map(jax.tree.leaves, (trained, plain, model())), strict=True):
         assert not np.array_equal(b, start)
         if name in EXACT:
             assert_same_bits(a, b)

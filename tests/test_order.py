@@ -46,8 +46,8 @@ def programs(draw):
 
 def crossing_bytes(graph, c):
     """Bytes of float32 tensors that are made before an operator and read from it on."""
-    made = {t for op in graph.operators[:c] for t in op.outputs}
-    return sum(4 * graph.tensors[t].size for t in made & {t for op in graph.operators[c:] for t in op.inputs})
+    written = {t for op in graph.operators[:c] for t in op.outputs}
+    return sum(4 * graph.tensors[t].size for t in written & {t for op in graph.operators[c:] for t in op.inputs})
 
 
 def assert_topological(graph):
@@ -74,12 +74,12 @@ def test_the_new_order_computes_the_same(graph):
 def test_spans_and_cuts(graph):
     operators = graph.operators
     users = {t: [k for k, op in enumerate(operators) if t in op.inputs] for t in graph.parameters}
-    found = spans(graph, graph.parameters, {})
-    assert found == {t: (min(at), max(at)) for t, at in users.items() if at}
+    ranges = spans(graph, graph.parameters, {})
+    assert ranges == {t: (min(at), max(at)) for t, at in users.items() if at}
 
     positions = range(len(operators) + 1)
     split = [any(min(at) < c <= max(at) for at in users.values() if at) for c in positions]
-    assert allowed_cuts(graph, found.values()) == [not s for s in split]
+    assert allowed_cuts(graph, ranges.values()) == [not s for s in split]
 
 
 @pytest.mark.core
@@ -116,8 +116,8 @@ def test_weight_decay_in_the_loss_ties_nothing_together():
     graph = trace(decayed, *avals).with_parameters([True] * 4 + [False])
 
     def tied(graph):
-        found = sorted(spans(graph, graph.parameters, {}).values())
-        return [high >= low for (_, high), (low, _) in itertools.pairwise(found)]
+        ranges = sorted(spans(graph, graph.parameters, {}).values())
+        return [high >= low for (_, high), (low, _) in itertools.pairwise(ranges)]
 
     assert all(tied(graph))  # as written: every weight is read once more at the end
     ordered = parameter_work_in_place(graph)

@@ -38,8 +38,8 @@ def test_wheel_of_the_sdist_imports_from_an_empty_environment(tmp_path):
     assert {name.partition("/")[0] for name in names} == {"jaxpipe", wheel.name.rsplit("-", 3)[0] + ".dist-info"}
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel), PYTHONPATH="")
     code = "import jaxpipe; print(jaxpipe.__file__, jaxpipe.partition.__name__)"
-    found = run(python, "-c", code, PYTHONPATH=sysconfig.get_paths()["purelib"]).split()
-    assert Path(found[0]).is_relative_to(tmp_path / "empty") and found[1] == "partition"
+    words = run(python, "-c", code, PYTHONPATH=sysconfig.get_paths()["purelib"]).split()
+    assert Path(words[0]).is_relative_to(tmp_path / "empty") and words[1] == "partition"
     assert "convert-profile" in run(
         str(tmp_path / "empty" / "bin" / "jaxpipe"), "--help", PYTHONPATH=sysconfig.get_paths()["purelib"]
     )

@@ -20,7 +20,7 @@ from tests.support.pipeline_models import cnn_linen
 
 
 class Outline(HTMLParser):
-    """What a browser would see: elements with their attributes, and texts."""
+    """Return what a browser would see: elements with their attributes, and texts."""
 
     def __init__(self, text):
         super().__init__()
@@ -84,7 +84,7 @@ def test_plain_bytes_are_those_of_jax_grad(decorate):
     mesh = jax.make_mesh((1,), ("stage",), devices=jax.devices()[:1])
     options = {"num_microbatches": 1, "profile": "analytic", "optimizer": optax.sgd(0.1)}
     pipeline = jaxpipe.partition(jax.tree_util.Partial(call, variables), mesh, batch, loss=loss, **options)
-    # ReLU keeps a byte for each of 4 x 8 elements, the square its operand in float32; the batch is at hand anyway.
+    # ReLU keeps a byte for each of 4 x 8 elements, the square its operand in float32; the batch is stored anyway.
     assert plain_stash_bytes(pipeline._planned.program) == (4 * 8 + 4 * 8 * 4,)
 
 

@@ -1,4 +1,4 @@
-"""What is said when something does not fit: the numbers, the rule and the fix, if possible before tracing."""
+"""Errors for what does not fit: the numbers, the rule and the fix, if possible before tracing."""
 
 import re
 
@@ -183,7 +183,7 @@ def test_losses_that_are_no_number_are_refused(loss, message):
 def test_more_stages_than_operators():
     # A product, a sum, a division.
     model = jax.tree_util.Partial(lambda w, x: x @ w, jnp.ones((3, 1)))
-    message = r"4 stages were asked for, but the model has 3 operators with 2 places .* between 1 and 3 stages"
+    message = r"The plan needs 4 stages, but the model has 3 operators with 2 places .* between 1 and 3 stages"
     with pytest.raises(PartitionError, match=message):
         partition(model, mesh_of(4))
     assert len(partition(model, mesh_of(2)).plan.stages) == 2
@@ -199,7 +199,7 @@ def test_a_tied_parameter_is_named():
 
     # Product, tanh, product, tanh, sum, of which no cut may part the first three.
     message = (
-        r"4 stages were asked for, but the model has 5 operators with 2 places .*between 1 and 3 stages\. Variable w "
+        r"The plan needs 4 stages, but the model has 5 operators with 2 places .*between 1 and 3 stages\. Variable w "
         r"is used from operator 0 \(Tied\) to operator 2 \(Tied\), .*Untie it, or use fewer stages"
     )
     with pytest.raises(PartitionError, match=message):

@@ -1,4 +1,4 @@
-"""What the picture of a partition shows, against literal tables."""
+"""Pictures of partitions, against literal tables."""
 
 import sys
 from types import SimpleNamespace
@@ -64,8 +64,8 @@ def test_stages_have_their_bounds():
 def test_times_of_a_step_do_not_stand_beside_those_of_a_micro_batch():
     """Eleven micro-batches of 3 us and less: bars of that height, and no line at 30 us."""
     times = {"compute": [2e-6, 3e-6], "communication": [1e-6, 1e-6], "bottleneck": 30e-6}
-    found = make_partition([[0], [1]], **times, cost_model="synchronous")
-    figure = draw_stages(found)
+    partition = make_partition([[0], [1]], **times, cost_model="synchronous")
+    figure = draw_stages(partition)
     (axes,) = figure.axes
     assert not list(axes.lines) and axes.get_ylim()[1] < 4e-3
     assert figure.get_suptitle().endswith("; all micro-batches of a step take 30 us, at least 15 us")

@@ -1,4 +1,4 @@
-"""What the pictures show, against literal tables."""
+"""Pictures of plans, against literal tables."""
 
 import sys
 from dataclasses import replace
@@ -124,7 +124,7 @@ def test_split_backward_is_drawn_in_two_kinds():
     schedule = zero_bubble(2, 4)
     plan = make_other(schedule, weight_seconds=1e-3)
     (axes,) = draw_timeline(plan, schedule).axes
-    drawn = {name: len(found) for name, found in bars(axes).items()}
+    drawn = {name: len(drawn_bars) for name, drawn_bars in bars(axes).items()}
     assert drawn == {"waits": 2, "forward": 8, "backward, inputs": 8, "backward, weights": 8}
     assert [bar.get_width() for bar in bars(axes)["backward, weights"]] == pytest.approx([1.0] * 8)
     _, first, _ = draw_memory(plan, schedule).axes

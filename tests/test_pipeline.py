@@ -139,8 +139,8 @@ def test_weighted_loss_is_divided_by_the_total_weight():
     (value, metrics), gradient = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), loss.batch)
 
     def whole(params):
-        total, weight, found = loss(functools.partial(zoo.mlp, params), loss.batch)
-        return total / weight, found["accuracy"] / weight
+        total, weight, metrics = loss(functools.partial(zoo.mlp, params), loss.batch)
+        return total / weight, metrics["accuracy"] / weight
 
     (expected, accuracy), wanted = jax.jit(jax.value_and_grad(whole, has_aux=True))(loss.params)
     # Four sums of a quarter each, against one sum over all: float32 rounding.
@@ -168,9 +168,9 @@ def test_evaluate_and_predict_run_on_the_same_placement():
     assert predicted.shape == logits.shape
     # The plain logits are those of one batch of 12, the pipeline's of micro-batches: other blocks in the products.
     assert relative_l2(predicted, logits) < FUSION
-    found = pipeline.evaluate(state, batch)
-    assert set(found) == {"accuracy"}
-    assert float(found["accuracy"]) == pytest.approx(float((logits.argmax(-1) == batch["y"]).mean()))
+    metrics = pipeline.evaluate(state, batch)
+    assert set(metrics) == {"accuracy"}
+    assert float(metrics["accuracy"]) == pytest.approx(float((logits.argmax(-1) == batch["y"]).mean()))
 
 
 def test_linen_variables_are_those_of_plain_init_and_given_ones_are_kept(key):
@@ -300,8 +300,8 @@ def test_a_tied_embedding_is_lent_to_the_last_stage(key, schedule):
     assert relative_l2(jax.tree.leaves(gradient), jax.tree.leaves(wanted)) < FUSION
     state, _ = pipeline.step(state, tokens)
     after = jax.tree.map(lambda p, g: p - 0.1 * g, params, wanted)
-    found = pipeline.parameters(state)["params"]
-    assert relative_l2(jax.tree.leaves(found), jax.tree.leaves(after)) < FUSION
+    trained = pipeline.parameters(state)["params"]
+    assert relative_l2(jax.tree.leaves(trained), jax.tree.leaves(after)) < FUSION
     # Losses of micro-batches are added up: float32 rounding.
     assert float(pipeline.evaluate(state, tokens)["loss"]) == pytest.approx(float(jax.jit(plain)(after)), rel=1e-6)
 
@@ -408,7 +408,7 @@ def counted(model, x):
 
 
 def test_metrics_may_be_variables_as_they_are(key):
-    """Of an early stage: a parameter, and state before a call, which is 0, 1, 2, 3 for four micro-batches."""
+    """The metrics are an early stage's parameter and its state before a call: 0, 1, 2, 3 for four micro-batches."""
     model, batch = Counting(nnx.Rngs(0)), jnp.ones((8, 3))
     options = {"loss": counted, "evaluate": counted, "optimizer": optax.sgd(0.1), "profile": "analytic"}
     pipeline = jaxpipe.partition(model, mesh_of(2, None), batch, num_microbatches=4, **options)
@@ -442,9 +442,9 @@ def test_numpy_batches_of_64_bits_are_those_of_32(key):
         pipeline = jaxpipe.partition(case.model, mesh_of(2, None), planned, **options)
         for batch in (wide, narrow):
             state = pipeline.init(key)
-            found = [pipeline.value_and_grad(state, batch), pipeline.evaluate(state, batch)]
-            found += [pipeline.predict(state, batch), pipeline.step(state, batch)[1]]
-            results.append(jax.tree.leaves(found))
+            answers = [pipeline.value_and_grad(state, batch), pipeline.evaluate(state, batch)]
+            answers += [pipeline.predict(state, batch), pipeline.step(state, batch)[1]]
+            results.append(jax.tree.leaves(answers))
     for result in results[1:]:
         assert_same_bits(result, results[0])
 

@@ -12,16 +12,16 @@ from jaxpipe.costs import Rates, rates_of
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.graph.graph import trace
-from jaxpipe.residuals import backward_graph
+from jaxpipe.residuals.backward_graph import build_backward_graph
 
 
 #: Only arithmetic costs time, or only memory.
 ARITHMETIC, MEMORY = Rates(flops=1.0, bytes=1e30), Rates(flops=1e30, bytes=1.0)
 
 
-def linearized(function, *shapes):
+def backward_graph_of(function, *shapes):
     graph = trace(lambda *a: [function(*a)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
-    return backward_graph.linearize(graph, graph.inputs)
+    return build_backward_graph(graph, graph.inputs)
 
 
 def conv(x, kernel, groups=1):
@@ -33,19 +33,19 @@ def conv(x, kernel, groups=1):
 @pytest.mark.core
 def test_one_product():
     n, k, m = 5, 7, 11
-    linearization = linearized(lambda x, w: x @ w, (n, k), (k, m))
+    backward_graph = backward_graph_of(lambda x, w: x @ w, (n, k), (k, m))
     flops, numbers = 2 * n * k * m, n * k + k * m + n * m
-    profile = analytic(linearization, ARITHMETIC)
+    profile = analytic(backward_graph, ARITHMETIC)
     # Backward two products of the same size, one for each operand.
     assert (profile.source, profile.forward_seconds, profile.backward_seconds) == ("analytic", (flops,), (2 * flops,))
-    profile = analytic(linearization, MEMORY)
+    profile = analytic(backward_graph, MEMORY)
     assert (profile.forward_seconds, profile.backward_seconds) == ((4 * numbers,), (8 * numbers,))
 
 
 def test_a_batched_product():
     b, n, k, m = 3, 5, 7, 11
-    linearization = linearized(lambda x, w: jnp.einsum("bnk,bkm->bnm", x, w), (b, n, k), (b, k, m))
-    profile = analytic(linearization, ARITHMETIC)
+    backward_graph = backward_graph_of(lambda x, w: jnp.einsum("bnk,bkm->bnm", x, w), (b, n, k), (b, k, m))
+    profile = analytic(backward_graph, ARITHMETIC)
     assert sum(profile.forward_seconds) == 2 * b * n * k * m
 
 
@@ -53,25 +53,25 @@ def test_a_batched_product():
 @pytest.mark.parametrize("groups", [1, 2])
 def test_one_convolution(groups):
     n, h, w, c, o, size = 2, 6, 5, 4, 8, 3
-    linearization = linearized(lambda x, k: conv(x, k, groups), (n, h, w, c), (size, size, c // groups, o))
+    backward_graph = backward_graph_of(lambda x, k: conv(x, k, groups), (n, h, w, c), (size, size, c // groups, o))
     flops = 2 * n * h * w * o * size * size * c // groups
     numbers = n * h * w * (c + o) + size * size * c // groups * o
-    assert analytic(linearization, ARITHMETIC).forward_seconds == (flops,)
-    assert analytic(linearization, MEMORY).forward_seconds == (4 * numbers,)
-    assert analytic(linearization, MEMORY).forward_flops == (flops,)
+    assert analytic(backward_graph, ARITHMETIC).forward_seconds == (flops,)
+    assert analytic(backward_graph, MEMORY).forward_seconds == (4 * numbers,)
+    assert analytic(backward_graph, MEMORY).forward_flops == (flops,)
 
 
 def test_backward_of_a_convolution():
     # With stride 1 and "SAME" both derivatives are convolutions of as many products as the forward one.
     n, h, w, c, o, size = 2, 6, 5, 4, 8, 3
-    profile = analytic(linearized(conv, (n, h, w, c), (size, size, c, o)), ARITHMETIC)
+    profile = analytic(backward_graph_of(conv, (n, h, w, c), (size, size, c, o)), ARITHMETIC)
     assert profile.backward_seconds == (2 * profile.forward_seconds[0],)
 
 
 def test_what_is_fused_reads_once_and_writes_once_and_views_cost_nothing():
-    linearization = linearized(lambda x: (jnp.sin(x) * 2).reshape(6), (2, 3))
-    names = [op.name for op in linearization.source.operators]
-    profile = analytic(linearization, MEMORY, held=linearization.source.inputs)
+    backward_graph = backward_graph_of(lambda x: (jnp.sin(x) * 2).reshape(6), (2, 3))
+    names = [op.name for op in backward_graph.source.operators]
+    profile = analytic(backward_graph, MEMORY, held=backward_graph.source.inputs)
     # One kernel: the first operator reads six numbers of four bytes, the second writes them.
     assert dict(zip(names, profile.forward_seconds, strict=True)) == {"sin": 24, "mul": 24, "reshape": 0}
 
@@ -80,7 +80,7 @@ def test_the_inside_of_a_loop_counts_as_often_as_it_runs():
     def loop(x, w):
         return jax.lax.scan(lambda c, _: (c @ w, None), x, length=9)[0]
 
-    (seconds,) = analytic(linearized(loop, (4, 4), (4, 4)), ARITHMETIC).forward_seconds
+    (seconds,) = analytic(backward_graph_of(loop, (4, 4), (4, 4)), ARITHMETIC).forward_seconds
     assert seconds == 9 * 2 * 4 * 4 * 4
 
 
@@ -89,8 +89,8 @@ def test_rates_by_device_kind():
         device_kind = "NVIDIA A100-SXM4-80GB"
 
     # Of the data sheet, products get seven tenths and memory nine.
-    found = rates_of(Device())
-    assert (found.flops, found.half_flops, found.bytes) == pytest.approx((0.7 * 156e12, 0.7 * 312e12, 0.9 * 1.9e12))
+    rates = rates_of(Device())
+    assert (rates.flops, rates.half_flops, rates.bytes) == pytest.approx((0.7 * 156e12, 0.7 * 312e12, 0.9 * 1.9e12))
     Device.device_kind = "NVIDIA L40S"
     assert (rates_of(Device()).flops, rates_of(Device()).bytes) == pytest.approx((0.7 * 183e12, 0.9 * 0.864e12))
     Device.device_kind = "cpu"

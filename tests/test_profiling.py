@@ -16,7 +16,7 @@ import pytest
 import jaxpipe
 from jaxpipe.costs import measured_seconds
 from jaxpipe.costs.device_rates import OTHER
-from jaxpipe.costs.operator_groups import cut_groups, group_stage, stage_programs
+from jaxpipe.costs.operator_groups import cut_groups, group_programs, group_vjp
 from jaxpipe.costs.profile import NUMBERS
 from jaxpipe.costs.profile_cache import cache_folder, cache_key
 from jaxpipe.costs.roofline import analytic
@@ -24,13 +24,13 @@ from jaxpipe.costs.timing import Timing, time_runs
 from jaxpipe.graph.graph import trace
 from jaxpipe.models.bound_model import bind
 from jaxpipe.models.microbatch_program import trace_loss
-from jaxpipe.residuals import backward_graph
+from jaxpipe.residuals.backward_graph import build_backward_graph
 from tests.support.pipeline_models import CASES, cnn_linen, mlp, transformer
 
 
-def linearized(function, *shapes):
+def backward_graph_of(function, *shapes):
     graph = trace(lambda *a: [function(*a)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
-    return backward_graph.linearize(graph, graph.inputs)
+    return build_backward_graph(graph, graph.inputs)
 
 
 @pytest.fixture
@@ -42,14 +42,14 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def stopwatch(monkeypatch):
     """Nothing is run: the first program takes no time, the next ones 1, 2, 3 ... seconds, a tenth of it the spread."""
-    found = []
+    times = []
 
     def time_program(lowered, arguments, device):
-        found.append(float(len(found)))
-        return Timing(found[-1], found[-1] / 10)
+        times.append(float(len(times)))
+        return Timing(times[-1], times[-1] / 10)
 
     monkeypatch.setattr(measured_seconds, "time_program", time_program)
-    return found
+    return times
 
 
 # Groups
@@ -57,9 +57,9 @@ def stopwatch(monkeypatch):
 
 @pytest.mark.parametrize("name", ["resnet", "unet", "transformer"])
 def test_groups_have_every_operator_once(name):
-    linearization = linearized_case(CASES[name](4))
-    graph = linearization.source
-    groups = cut_groups(graph, analytic(linearization, OTHER).seconds)
+    backward_graph = linearized_case(CASES[name](4))
+    graph = backward_graph.source
+    groups = cut_groups(graph, analytic(backward_graph, OTHER).seconds)
     assert list(itertools.chain(*groups)) == list(range(len(graph.operators)))
     assert 1 < len(groups) <= 50
 
@@ -68,7 +68,7 @@ def test_a_group_ends_with_a_product():
     def network(x, a, b):
         return jnp.tanh(jnp.tanh(x @ a) @ b).sum()
 
-    graph = linearized(network, (2, 4), (4, 4), (4, 3)).source
+    graph = backward_graph_of(network, (2, 4), (4, 4), (4, 3)).source
     assert [op.name for op in graph.operators] == ["dot_general", "tanh", "dot_general", "tanh", "reduce_sum"]
     assert cut_groups(graph, [1, 1, 1, 1, 1]) == [range(1), range(1, 3), range(3, 5)]
     # A product is too short to be timed by itself; so is what is left at the end.
@@ -81,11 +81,11 @@ def test_an_operator_with_side_effects_is_not_run(capfd, stopwatch):
         jax.debug.print("here {}", y.sum())
         return (y @ a).sum()
 
-    linearization = linearized(network, (4, 4), (4, 4))
-    operators = linearization.source.operators
+    backward_graph = backward_graph_of(network, (4, 4), (4, 4))
+    operators = backward_graph.source.operators
     (position,) = [k for k, op in enumerate(operators) if op.has_effects]
-    assert range(position, position + 1) in cut_groups(linearization.source, [1.0] * len(operators))
-    profile = measured_seconds.measure(linearization, jax.devices()[0])
+    assert range(position, position + 1) in cut_groups(backward_graph.source, [1.0] * len(operators))
+    profile = measured_seconds.measure(backward_graph, jax.devices()[0])
     assert profile.forward_seconds[position] < 1e-3 and sum(profile.forward_seconds) >= 1
     jax.effects_barrier()
     assert "here" not in capfd.readouterr().out
@@ -98,27 +98,27 @@ def test_the_programs_of_groups_compute_the_gradient():
     def network(x, a, b):
         return jnp.square(jax.nn.relu(x @ a) @ b).sum()
 
-    linearization = linearized(network, (3, 4), (4, 5), (5, 2))
+    backward_graph = backward_graph_of(network, (3, 4), (4, 5), (5, 2))
     values = [jax.random.normal(jax.random.key(k), s) for k, s in enumerate([(3, 4), (4, 5), (5, 2)])]
-    graph = linearization.source
+    graph = backward_graph.source
     env = dict(zip(graph.inputs, values, strict=True))
     ran = []
     for group in cut_groups(graph, [1.0] * len(graph.operators)):
-        stage = group_stage(linearization, group)
-        forward, backward = stage_programs(stage)
-        outputs, own = jax.jit(forward.function)(*(env[t] for t in stage.graph.inputs))
+        stage = group_vjp(backward_graph, group)
+        forward, backward = group_programs(stage)
+        outputs, encoded_values = jax.jit(forward.function)(*(env[t] for t in stage.graph.inputs))
         env.update(zip(stage.graph.outputs, outputs, strict=True))
-        ran.append((stage, backward, own))
+        ran.append((stage, backward, encoded_values))
     cotangents = {graph.outputs[0]: jnp.ones(())}
-    for stage, backward, own in reversed(ran):
+    for stage, backward, encoded_values in reversed(ran):
         parameters, shared, encoded, seeds = backward.arguments
-        assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, encoded)
-        there = {*stage.graph.inputs, *stage.graph.outputs}
-        known = [env[t] for t in stage.storage.stored if t in there]
+        assert jax.tree.map(jnp.shape, encoded_values) == jax.tree.map(jnp.shape, encoded)
+        boundary = {*stage.graph.inputs, *stage.graph.outputs}
+        known = [env[t] for t in stage.plan.stored if t in boundary]
         assert len(known) == len(shared) and not parameters and len(seeds) == 1
-        (seed,) = (cotangents[t] for t in stage.linearization.source.outputs)
-        found = jax.jit(backward.function)([], known, own, [seed])
-        for t, value in zip(stage.linearization.wrt, found, strict=True):
+        (seed,) = (cotangents[t] for t in stage.backward_graph.source.outputs)
+        input_cotangents = jax.jit(backward.function)([], known, encoded_values, [seed])
+        for t, value in zip(stage.backward_graph.wrt, input_cotangents, strict=True):
             cotangents[t] = value
     for got, wanted in zip([cotangents[t] for t in graph.inputs], jax.grad(network, (0, 1, 2))(*values), strict=True):
         assert np.array_equal(got, wanted)
@@ -162,9 +162,9 @@ def test_equal_groups_are_timed_once(stopwatch):
             x = jnp.tanh(x @ w)
         return x.sum()
 
-    linearization = linearized(network, (2, 4), *[(4, 4)] * 6)
-    names = [op.name for op in linearization.source.operators]
-    profile = measured_seconds.measure(linearization, jax.devices()[0])
+    backward_graph = backward_graph_of(network, (2, 4), *[(4, 4)] * 6)
+    names = [op.name for op in backward_graph.source.operators]
+    profile = measured_seconds.measure(backward_graph, jax.devices()[0])
     # What starts a program; then forward and backward of: the first product, a tanh with a product, tanh and the sum.
     assert len(stopwatch) == 1 + 3 * 2
     by_layer = [
@@ -189,12 +189,12 @@ def test_operators_share_the_seconds_of_their_group(stopwatch):
     def network(x, a, b):
         return jnp.sin(jnp.tanh(x @ a) @ b).sum()
 
-    linearization = linearized(network, (8, 16), (16, 8), (8, 4))
-    profile = measured_seconds.measure(linearization, jax.devices()[0])
+    backward_graph = backward_graph_of(network, (8, 16), (16, 8), (8, 4))
+    profile = measured_seconds.measure(backward_graph, jax.devices()[0])
     total = sum(stopwatch)
     assert sum(profile.seconds) == pytest.approx(total)
     assert sum(profile.forward_spread) + sum(profile.backward_spread) == pytest.approx(total / 10)
-    groups = cut_groups(linearization.source, profile.seconds)
+    groups = cut_groups(backward_graph.source, profile.seconds)
     for k, group in enumerate(groups):
         forward, backward = (
             column[group.start : group.stop]
@@ -208,8 +208,8 @@ def test_operators_share_the_seconds_of_their_group(stopwatch):
 
 @pytest.mark.core
 def test_measured():
-    linearization = linearized(lambda x, w: jnp.tanh(x @ w).reshape(-1).sum(), (64, 64), (64, 64))
-    profile = measured_seconds.measure(linearization, jax.devices()[0])
+    backward_graph = backward_graph_of(lambda x, w: jnp.tanh(x @ w).reshape(-1).sum(), (64, 64), (64, 64))
+    profile = measured_seconds.measure(backward_graph, jax.devices()[0])
     assert (profile.source, profile.device_kind) == ("measured", "cpu")
     assert profile.names == ("dot_general", "tanh", "reshape", "reduce_sum")
     assert sum(profile.forward_seconds) > 0 and sum(profile.backward_seconds) > 0
@@ -233,7 +233,7 @@ def partitioned(case, stages=1, m=2, **options):
 def test_residuals_are_the_stash_of_one_stage(name):
     pipeline = partitioned(CASES[name](8))
     program = pipeline._planned.program
-    stashed = program.stash_avals(program.sections[0])
+    stashed = program.stash_avals(program.stages[0])
     assert sum(pipeline.profile.residual_bytes) == sum(a.size * a.dtype.itemsize for a in stashed) > 0
 
 
@@ -243,12 +243,12 @@ def test_residuals_belong_to_the_operator_that_makes_them():
         return (jax.nn.relu(x @ a) @ b).sum()
 
     graph = trace(lambda *v: [network(*v)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in [(16, 4), (4, 8), (8, 2)]))
-    linearization = backward_graph.linearize(graph.with_parameters([False, True, True]), graph.inputs[1:])
-    profile = analytic(linearization, OTHER, held=graph.inputs[:1])
+    backward_graph = build_backward_graph(graph.with_parameters([False, True, True]), graph.inputs[1:])
+    profile = analytic(backward_graph, OTHER, held=graph.inputs[:1])
     assert profile.names == ("dot_general", "relu", "dot_general", "reduce_sum")
     # What the relu writes tells its own derivative too, 16x8 floats; the network's input is kept anyway.
     assert profile.residual_bytes == (0, 16 * 8 * 4, 0, 0)
-    profile = analytic(linearization, OTHER)
+    profile = analytic(backward_graph, OTHER)
     # Otherwise the first product needs it, 16x4 floats.
     assert profile.residual_bytes == (16 * 4 * 4, 16 * 8 * 4, 0, 0)
 
@@ -258,7 +258,7 @@ def test_residuals_belong_to_the_operator_that_makes_them():
 
 def linearized_case(case):
     objective = trace_loss(bind(case.model, case.loss, case.batch), case.loss, case.batch)
-    return backward_graph.linearize(objective.graph, objective.parameters, seeds=objective.results[:1])
+    return build_backward_graph(objective.graph, objective.parameters, seeds=objective.results[:1])
 
 
 def profile_of(case, **options):
@@ -423,5 +423,5 @@ def test_the_key_is_the_same_in_every_process():
         "print(cache_key(linearized_case(cnn_linen(4)), jax.devices('cpu')[0]))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1", "JAX_PLATFORMS": "cpu"}
-    found = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    assert found.stdout.strip() == cache_key(linearized_case(cnn_linen(4)), jax.devices("cpu")[0])
+    process = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    assert process.stdout.strip() == cache_key(linearized_case(cnn_linen(4)), jax.devices("cpu")[0])

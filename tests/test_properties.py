@@ -21,10 +21,10 @@ from jaxpipe import memory_encoded, residual_report, without_encoding
 from jaxpipe.graph.codec_policy import CODECS, parse
 from jaxpipe.graph.graph import Graph, is_differentiable, trace
 from jaxpipe.graph.op_cost import VIEWS
-from jaxpipe.residuals import stage_programs
-from jaxpipe.residuals.backward_graph import Linearization, linearize
-from jaxpipe.residuals.choose_formats import Choices, Derivations, check_plan, smallest_form
-from jaxpipe.residuals.stored_formats import Form, Storage
+from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
+from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, check_plan, smallest_format
+from jaxpipe.residuals.stored_formats import Format, SavedFormat
 
 
 Array = Any
@@ -35,7 +35,7 @@ LARGEST = 800
 
 @dataclass
 class Scope:
-    """What a step may read besides arrays of the pool. Without ``given``, records which weights are asked for."""
+    """The operands of a step besides arrays of the pool. Without ``given``, it records the weights that are read."""
 
     key: Array
     index: Array
@@ -142,7 +142,7 @@ def two_terms(x: Array) -> Array:
 
 @jax.custom_jvp
 def own_relu(x: Array) -> Array:
-    """Of the form of ``jax.nn.relu``."""
+    """A function of the form of ``jax.nn.relu``."""
     return lax.max(x, 0.0)
 
 
@@ -278,49 +278,51 @@ class Case:
         chosen = rng.permutation(floating)[: rng.integers(1, floating + 1)]
         return sorted(chosen.tolist()) if self.partly else list(range(floating))
 
-    def linearization(self, leaves: Sequence[Array]) -> Linearization:
+    def backward_graph(self, leaves: Sequence[Array]) -> BackwardGraph:
         graph = trace(self.flat_function, *leaves)
         if self.parameters:
             graph = graph.with_parameters([k < len(leaves) - 4 for k in range(len(leaves))])
-        return linearize(graph, [graph.inputs[k] for k in self.moving(leaves)], policy=parse(self.codecs))
+        return build_backward_graph(graph, [graph.inputs[k] for k in self.moving(leaves)], policy=parse(self.codecs))
 
-    def plan(self, linearization: Linearization) -> Choices:
+    def plan(self, backward_graph: BackwardGraph) -> ResidualPlan:
         """A random plan among the legal ones: any operator without side effects may run again."""
-        rng, graph = np.random.default_rng(self.seed), linearization.graph
+        rng, graph = np.random.default_rng(self.seed), backward_graph.graph
         producers = {t: op for op in graph.operators for t in op.outputs}
         known = always_known(graph)
-        forms: dict[int, Form] = {}
-        pending = list(linearization.needs)
+        formats: dict[int, SavedFormat] = {}
+        pending = list(backward_graph.needs)
         while pending:
             t = pending.pop()
-            if t in forms or t in known:
+            if t in formats or t in known:
                 continue
             op = producers.get(t)
             if op is None or op.has_effects or rng.random() >= self.recomputed:
-                forms[t] = smallest_form(graph, t, self.codecs)
+                formats[t] = smallest_format(graph, t, self.codecs)
             else:
-                forms[t] = Form(Storage.ALIAS if op.name in VIEWS else Storage.RECOMPUTE)
+                formats[t] = SavedFormat(Format.ALIAS if op.name in VIEWS else Format.RECOMPUTE)
                 pending.extend(op.inputs)
-        sparse = [Storage(name) for name in ("bitmap", "csr") if name in self.codecs]
-        for t in [t for t in forms if forms[t] == Form(Storage.KEEP) and t in producers] if sparse else []:
+        sparse = [Format(name) for name in ("bitmap", "csr") if name in self.codecs]
+        for t in [t for t in formats if formats[t] == SavedFormat(Format.KEEP) and t in producers] if sparse else []:
             tensor = graph.tensors[t]
             if is_differentiable(tensor.aval) and rng.random() < 0.7:
                 # Room for everything, for nothing, or in between: what does not fit is computed again.
-                chosen = Form(sparse[rng.integers(len(sparse))], int(rng.choice([0, tensor.size // 2, tensor.size])))
-                forms = with_sparse(graph, forms, t, chosen)
-        return Choices(forms)
+                chosen = SavedFormat(
+                    sparse[rng.integers(len(sparse))], int(rng.choice([0, tensor.size // 2, tensor.size]))
+                )
+                formats = with_sparse(graph, formats, t, chosen)
+        return ResidualPlan(formats)
 
 
-def with_sparse(graph: Graph, forms: dict[int, Form], t: int, chosen: Form) -> dict[int, Form]:
-    """The forms with a sparse one for ``t``, and the inputs that its way back needs; unchanged if there is none."""
-    trial = {**forms, t: chosen}
+def with_sparse(graph: Graph, formats: dict[int, SavedFormat], t: int, chosen: SavedFormat) -> dict[int, SavedFormat]:
+    """The formats with a sparse one for ``t`` and the inputs of its overflow path; unchanged without such a path."""
+    trial = {**formats, t: chosen}
     known = always_known(graph)
-    program, leaves = Derivations(graph).fallback(t, Choices(trial), known)
-    made = {u for op in program for u in op.outputs}
-    lost = {u for op in program for u in op.inputs} - made - known - set(leaves)
+    program, leaves = Derivations(graph).fallback(t, ResidualPlan(trial), known)
+    written = {u for op in program for u in op.outputs}
+    lost = {u for op in program for u in op.inputs} - written - known - set(leaves)
     if any(op.has_effects for op in program) or not lost <= set(graph.inputs):
-        return forms
-    return {**trial, **dict.fromkeys(lost, Form(Storage.KEEP))}
+        return formats
+    return {**trial, **dict.fromkeys(lost, SavedFormat(Format.KEEP))}
 
 
 def cases(values: Sequence[str]) -> st.SearchStrategy[Case]:
@@ -360,24 +362,24 @@ def always_known(graph: Graph) -> set[int]:
     return known | set(graph.constants)
 
 
-def read_in_backward(linearization: Linearization, plan: Choices) -> set[int]:
+def read_in_backward(backward_graph: BackwardGraph, plan: ResidualPlan) -> set[int]:
     """Tensors that some backward step reads, or that a tensor recomputed for one is made of."""
-    producers = {t: op for op in linearization.graph.operators for t in op.outputs}
-    known = always_known(linearization.graph)
-    found: set[int] = set()
+    producers = {t: op for op in backward_graph.graph.operators for t in op.outputs}
+    known = always_known(backward_graph.graph)
+    read: set[int] = set()
 
     def visit(t: int) -> None:
-        if t not in found and t not in known:
-            found.add(t)
-            form = plan.forms.get(t)
-            exact = form is not None and form.storage.is_stored and not form.storage.is_sparse
+        if t not in read and t not in known:
+            read.add(t)
+            fmt = plan.formats.get(t)
+            exact = fmt is not None and fmt.format.is_stored and not fmt.format.is_sparse
             for source in () if exact else producers[t].inputs:
                 visit(source)
 
-    for consumer in linearization.backward:
+    for consumer in backward_graph.steps:
         for t in consumer.needs:
             visit(t)
-    return found
+    return read
 
 
 def plain_vjp(
@@ -422,20 +424,20 @@ def assert_same_bits(actual: Sequence[Array | None], expected: Sequence[Array]) 
 def check_gradients(case: Case) -> None:
     """Gradients, whole or in two parts, have the bits of ``jax.vjp``; the stash has the bytes of the plan."""
     leaves = case.arguments()
-    linearization = case.linearization(leaves)
-    built = stage_programs.assemble(linearization, case.plan(linearization))
-    graph, wrt = linearization.graph, list(linearization.wrt)
+    backward_graph = case.backward_graph(leaves)
+    built = vjp_program.assemble(backward_graph, case.plan(backward_graph))
+    graph, wrt = backward_graph.graph, list(backward_graph.wrt)
     rng = np.random.default_rng(case.seed + 1)
-    shapes = [linearization.source.tensors[t].shape for t in linearization.source.outputs]
+    shapes = [backward_graph.source.tensors[t].shape for t in backward_graph.source.outputs]
     cotangents = [jnp.asarray(draw_array(rng, shape, case.values)) for shape in shapes]
     seeds = [ct if k == 0 or rng.random() < 0.8 else None for k, ct in enumerate(cotangents)]
     parameters = [leaf for t, leaf in zip(graph.inputs, leaves, strict=True) if t in graph.parameters]
 
     with jax.disable_jit():
-        outputs, stash = stage_programs.forward(built, leaves)
-        whole = stage_programs.backward(built, parameters, stash, seeds)
-        first, saved = stage_programs.backward_input(built, parameters, stash, seeds)
-        second = stage_programs.backward_weight(built, parameters, stash, saved)
+        outputs, stash = vjp_program.forward(built, leaves)
+        whole = vjp_program.backward(built, parameters, stash, seeds)
+        first, saved = vjp_program.backward_input(built, parameters, stash, seeds)
+        second = vjp_program.backward_weight(built, parameters, stash, saved)
 
     expected_outputs, expected = plain_vjp(case, leaves, case.moving(leaves), seeds)
     assert_same_bits(outputs, expected_outputs)
@@ -443,26 +445,26 @@ def check_gradients(case: Case) -> None:
     parts = [*built.input_part, *built.weight_part]
     assert sorted(parts) == wrt
     assert_same_bits([[*first, *second][parts.index(t)] for t in wrt], expected)
-    assert sum(part.nbytes for parts in stash for part in parts) == built.storage.stash_bytes(graph)
+    assert sum(part.nbytes for parts in stash for part in parts) == built.plan.stash_bytes(graph)
     actual = [[(part.shape, part.dtype) for part in parts] for parts in stash]
     assert actual == [[(aval.shape, aval.dtype) for aval in avals] for avals in built.stash_avals]
 
 
 def check_necessity(case: Case) -> None:
     """Whatever a legal plan stores is read in the backward pass; with one choice less or more it is not legal."""
-    linearization = case.linearization(case.arguments())
-    plan = case.plan(linearization)
-    check_plan(linearization, plan)
-    read = read_in_backward(linearization, plan)
+    backward_graph = case.backward_graph(case.arguments())
+    plan = case.plan(backward_graph)
+    check_plan(backward_graph, plan)
+    read = read_in_backward(backward_graph, plan)
     assert set(plan.stored) <= read
-    for t in range(len(linearization.graph.tensors)):
-        forms = dict(plan.forms)
-        if forms.pop(t, None) is None:
-            if t in read:  # on the way back to a sparse tensor: storing it is legal, and shortens the way
+    for t in range(len(backward_graph.graph.tensors)):
+        formats = dict(plan.formats)
+        if formats.pop(t, None) is None:
+            if t in read:  # on the overflow path of a sparse tensor: storing it is legal, and shortens the path
                 continue
-            forms[t] = Form(Storage.KEEP)
+            formats[t] = SavedFormat(Format.KEEP)
         with pytest.raises(ValueError, match="storage plan"):
-            check_plan(linearization, Choices(forms))
+            check_plan(backward_graph, ResidualPlan(formats))
 
 
 def check_report(case: Case) -> None:

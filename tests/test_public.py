@@ -18,10 +18,10 @@ MODULES = ("jaxpipe.costs.topology", "jaxpipe.visualize.traces")
 
 
 def public_names(module):
-    """Where each public name of a module is defined, with what it stands for."""
-    found = importlib.import_module(module)
-    for name in dir(found):
-        value = getattr(found, name)
+    """Yield the full name and the value of each public name of a module, by its definition."""
+    imported = importlib.import_module(module)
+    for name in dir(imported):
+        value = getattr(imported, name)
         if name.startswith("_") or not callable(value) or not str(value.__module__).startswith("jaxpipe"):
             continue
         if module in PUBLIC or value.__module__ == module:

@@ -87,8 +87,8 @@ def test_two_modules_that_share_a_part():
         def __init__(self, linear):
             self.linear = linear
 
-    one, two = Part(shared), Part(shared)
-    call = purify(lambda a, b, x: a.linear(b.linear(x)), one, two, jnp.ones((1, 2)))
+    first, second = Part(shared), Part(shared)
+    call = purify(lambda a, b, x: a.linear(b.linear(x)), first, second, jnp.ones((1, 2)))
     assert sum(role is Role.PARAMETER for role in call.roles) == 2
     assert call.names[:2] == ("0/linear/bias", "0/linear/kernel")
 

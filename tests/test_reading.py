@@ -75,13 +75,13 @@ def mutated(data, draw):
 
 
 def assert_reads_or_refuses(kind, text):
-    """A text is read into a value that can be shown and written, or refused by an error of ours that has a text."""
+    """Anything that can be read can also be shown and written; every failure has a named error with a text."""
     try:
-        found = type(VALUES[kind]).from_json(text)
+        value = type(VALUES[kind]).from_json(text)
     except JaxpipeError as error:
         assert str(error)
     else:
-        assert str(found) and type(found).from_json(found.to_json()) == found
+        assert str(value) and type(value).from_json(value.to_json()) == value
 
 
 @pytest.mark.parametrize("kind", VALUES)
@@ -282,9 +282,9 @@ def test_plans_of_the_largest_numbers_are_read_again(cost_model):
     latency = 9e18 if cost_model in ("synchronous", "min_max") else 0.0
     slow = Network([[0, 2.0**-63], [2.0**-63, 0]], latency, (2.0**-63, 2.0**-63))
     options = {"cost_model": cost_model, "num_microbatches": 4 if cost_model in ("synchronous", "throughput") else None}
-    found = partition_layers(profile, slow, num_stages=2, replicate=False, **options)
-    assert "Infinity" not in found.to_json()
-    assert Partition.from_json(found.to_json()) == found
+    partition = partition_layers(profile, slow, num_stages=2, replicate=False, **options)
+    assert "Infinity" not in partition.to_json()
+    assert Partition.from_json(partition.to_json()) == partition
 
 
 def test_an_object_has_each_name_once():

@@ -9,7 +9,8 @@ from jaxpipe import memory_encoded
 from jaxpipe.graph import rules
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.rules import max_pool, pick, relu
-from jaxpipe.residuals import backward_graph, choose_formats, stage_programs
+from jaxpipe.residuals import choose_formats, vjp_program
+from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.target import building_for
 from tests.support.compare import assert_same_bits, relative_l2
 
@@ -30,9 +31,9 @@ def special(rng, shape, dtype):
 
 def encoded_vjp(function, x, cotangent):
     graph = trace(lambda x: [function(x)], x)
-    built = stage_programs.build(graph, graph.inputs)
-    outputs, stash = stage_programs.forward(built, [x])
-    (gradient,) = stage_programs.backward(built, [], stash, [cotangent])
+    built = vjp_program.build(graph, graph.inputs)
+    outputs, stash = vjp_program.forward(built, [x])
+    (gradient,) = vjp_program.backward(built, [], stash, [cotangent])
     return outputs[0], gradient
 
 
@@ -170,9 +171,11 @@ def test_a_max_pool_without_windows(rows, height, stride):
 @pytest.mark.core
 def test_relu_before_a_pool_stores_nothing_at_full_size():
     graph = trace(lambda x: [pool(jax.nn.relu(x), (2, 2), (2, 2), "VALID")], jnp.ones((2, 8, 8, 4)))
-    linearization = backward_graph.linearize(graph, graph.inputs)
-    plan = choose_formats.default_plan(linearization)
-    stored = sorted((choose_formats.stored_bytes(linearization.graph.tensors[t], plan.forms[t])) for t in plan.stored)
+    backward_graph = build_backward_graph(graph, graph.inputs)
+    plan = choose_formats.default_plan(backward_graph)
+    stored = sorted(
+        (choose_formats.stored_bytes(backward_graph.graph.tensors[t], plan.formats[t])) for t in plan.stored
+    )
     # 2 * 4 * 4 * 4 outputs: 1 bit each for the sign, 2 bits each for the position.
     assert stored == [16, 32]
 

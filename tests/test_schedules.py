@@ -223,9 +223,9 @@ def test_literal_tables_for_paper(made, rows):
 
 
 def test_literal_interleaved_table():
-    made = interleaved(2, 2)
-    made.validate()
-    assert to_csv(made) == "0F0,0F1,2F0,2F1,,2B0,,2B1,0B0,0B1\n,1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1,\n"
+    schedule = interleaved(2, 2)
+    schedule.validate()
+    assert to_csv(schedule) == "0F0,0F1,2F0,2F1,,2B0,,2B1,0B0,0B1\n,1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1,\n"
 
 
 @pytest.mark.core

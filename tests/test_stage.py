@@ -9,9 +9,9 @@ import pytest
 
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.liveness import peak_bytes
-from jaxpipe.residuals import stage_programs
+from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import derived_from
-from jaxpipe.residuals.stored_formats import Form, Storage
+from jaxpipe.residuals.stored_formats import Format, SavedFormat
 from jaxpipe.target import building_for
 from tests.support.compare import assert_same_bits
 from tests.support.encoded_models import LINEN
@@ -36,13 +36,13 @@ def traced(name):
 @pytest.mark.parametrize("name", ["cnn", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_the_split_backward_pass_is_the_whole_one(name):
     graph, leaves, (value, gradients) = traced(name)
-    built = stage_programs.build(graph, graph.inputs)
+    built = vjp_program.build(graph, graph.inputs)
     parameters = [leaves[graph.inputs.index(t)] for t in built.parameters]
     with jax.disable_jit():
-        (output,), stash = stage_programs.forward(built, leaves)
-        whole = stage_programs.backward(built, parameters, stash, [jnp.ones(())])
-        early, saved = stage_programs.backward_input(built, parameters, stash, [jnp.ones(())])
-        late = stage_programs.backward_weight(built, parameters, stash, saved)
+        (output,), stash = vjp_program.forward(built, leaves)
+        whole = vjp_program.backward(built, parameters, stash, [jnp.ones(())])
+        early, saved = vjp_program.backward_input(built, parameters, stash, [jnp.ones(())])
+        late = vjp_program.backward_weight(built, parameters, stash, saved)
     assert output == value
     assert_same_bits(whole, list(gradients))
     parts = dict(zip(built.input_part, early, strict=True)) | dict(zip(built.weight_part, late, strict=True))
@@ -55,11 +55,11 @@ def test_the_split_backward_pass_is_the_whole_one(name):
 def test_the_programs_for_a_gpu_give_the_same_gradients(name):
     graph, leaves, (value, gradients) = traced(name)
     with building_for("gpu"):
-        built = stage_programs.build(graph, graph.inputs)
+        built = vjp_program.build(graph, graph.inputs)
     parameters = [leaves[graph.inputs.index(t)] for t in built.parameters]
     with jax.disable_jit(), building_for("gpu"):
-        (output,), stash = stage_programs.forward(built, leaves)
-        whole = stage_programs.backward(built, parameters, stash, [jnp.ones(())])
+        (output,), stash = vjp_program.forward(built, leaves)
+        whole = vjp_program.backward(built, parameters, stash, [jnp.ones(())])
     assert output == value
     assert_same_bits(whole, list(gradients))
 
@@ -80,12 +80,12 @@ def test_on_a_gpu_blocks_that_run_again_keep_what_products_write():
         gradients = jax.grad(residual_blocks, range(7))(*leaves)
     wide = 4 * 64 * 512
     with building_for("gpu"):
-        built = stage_programs.build(graph, graph.inputs, held=graph.inputs)
-        held = {t: Form(Storage.KEEP) for t in graph.inputs}
+        built = vjp_program.build(graph, graph.inputs, held=graph.inputs)
+        held = {t: SavedFormat(Format.KEEP) for t in graph.inputs}
         producers = {t: op for op in built.graph.operators for t in op.outputs}
-        again = stage_programs.assemble(built.linearization, derived_from(built.linearization, held, producers))
-        step = functools.partial(stage_programs.backward, again)
-        assert again.storage.stash_bytes(built.graph) == 4 * sum(leaf.size for leaf in leaves)
+        again = vjp_program.assemble(built.backward_graph, derived_from(built.backward_graph, held, producers))
+        step = functools.partial(vjp_program.backward, again)
+        assert again.plan.stash_bytes(built.graph) == 4 * sum(leaf.size for leaf in leaves)
         stash = [(leaf,) for leaf in leaves]
         with jax.disable_jit():
             assert_same_bits(step([], stash, [jnp.ones(())]), list(gradients))
@@ -103,13 +103,13 @@ def test_on_a_gpu_a_product_waits_for_what_is_packed_before_it():
 
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (16, 16), (8, 16))]
     graph = trace(lambda *values: [loss(*values)], *arguments).with_parameters([True, True, False])
-    built = stage_programs.build(graph, graph.inputs, held=graph.inputs)
-    assert [built.storage.forms[t].storage for t in built.storage.stored].count(Storage.MASK) == 1
+    built = vjp_program.build(graph, graph.inputs, held=graph.inputs)
+    assert [built.plan.formats[t].format for t in built.plan.stored].count(Format.MASK) == 1
     by_platform = {}
     for platform in ("cpu", "gpu"):
         with building_for(platform):
             by_platform[platform] = equations(
-                jax.make_jaxpr(functools.partial(stage_programs.forward, built))(arguments).jaxpr
+                jax.make_jaxpr(functools.partial(vjp_program.forward, built))(arguments).jaxpr
             )
     assert "optimization_barrier" not in by_platform["cpu"]
     barrier, products = (
@@ -126,10 +126,10 @@ def test_on_a_gpu_no_barrier_stands_amid_elementwise_work():
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (16, 16), (8, 16))]
     graph = trace(lambda *values: [loss(*values)], *arguments).with_parameters([True, True, False])
     with building_for("gpu"):
-        built = stage_programs.build(graph, graph.inputs, held=graph.inputs)
-        _, stash = jax.eval_shape(functools.partial(stage_programs.forward, built), arguments)
+        built = vjp_program.build(graph, graph.inputs, held=graph.inputs)
+        _, stash = jax.eval_shape(functools.partial(vjp_program.forward, built), arguments)
         parameters = [arguments[graph.inputs.index(t)] for t in built.parameters]
-        backward = functools.partial(stage_programs.backward, built)
+        backward = functools.partial(vjp_program.backward, built)
         names = equations(jax.make_jaxpr(backward)(parameters, stash, [jnp.ones(())]).jaxpr)
     elementwise = [k for k, name in enumerate(names) if name in ("exp", "cos", "sin", "tanh", "mul")]
     assert "optimization_barrier" in names[: elementwise[0]]
@@ -140,11 +140,11 @@ def test_on_a_gpu_no_barrier_stands_amid_elementwise_work():
 @pytest.mark.parametrize("name", ["cnn", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_steps_behind_fences_give_the_same_gradients(name):
     graph, leaves, (_, gradients) = traced(name)
-    built = stage_programs.build(graph, graph.inputs)
+    built = vjp_program.build(graph, graph.inputs)
     parameters = [leaves[graph.inputs.index(t)] for t in built.parameters]
     with jax.disable_jit():
-        _, stash = stage_programs.forward(built, leaves)
-        fenced = stage_programs.backward(built, parameters, stash, [jnp.ones(())], fenced=True)
+        _, stash = vjp_program.forward(built, leaves)
+        fenced = vjp_program.backward(built, parameters, stash, [jnp.ones(())], fenced=True)
     assert_same_bits(fenced, list(gradients))
 
 
@@ -155,7 +155,7 @@ def test_delayed_are_the_weights_of_products_and_nothing_large_is_saved_twice():
     shapes = [(4, 8), (8, 8), (8,), (8, 3)]
     graph = trace(two, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
     graph = graph.with_parameters([False, True, True, True])
-    built = stage_programs.build(graph, graph.inputs)
+    built = vjp_program.build(graph, graph.inputs)
     x, w1, b1, w2 = graph.inputs
     assert built.input_part == (x, b1) and built.weight_part == (w1, w2)
     assert len(built.saved) == 2  # the cotangents of both products
@@ -171,16 +171,16 @@ def test_stages_in_a_row_have_the_gradients_of_the_whole(cuts):
     done = []
     with jax.disable_jit():
         for part in sections:
-            built = stage_programs.build(part, part.inputs)
-            outputs, stash = stage_programs.forward(built, [known[t] for t in part.inputs])
+            built = vjp_program.build(part, part.inputs)
+            outputs, stash = vjp_program.forward(built, [known[t] for t in part.inputs])
             known.update(zip(part.outputs, outputs, strict=True))
             done.append((built, [known[t] for t in built.parameters], stash))
         cotangents = {graph.outputs[0]: jnp.ones(())}
         for built, parameters, stash in reversed(done):
-            source = built.linearization.source
+            source = built.backward_graph.source
             arrived = [cotangents.get(t) for t in source.outputs]
-            made = stage_programs.backward(built, parameters, stash, arrived)
-            for t, value in zip(built.linearization.wrt, made, strict=True):
+            returned = vjp_program.backward(built, parameters, stash, arrived)
+            for t, value in zip(built.backward_graph.wrt, returned, strict=True):
                 shared = t in graph.inputs and t in cotangents
                 cotangents[t] = cotangents[t] + value if shared else value
     assert_same_bits([cotangents[t] for t in graph.inputs], list(gradients))
@@ -188,11 +188,11 @@ def test_stages_in_a_row_have_the_gradients_of_the_whole(cuts):
 
 def test_the_stash_is_what_was_announced():
     graph, leaves, _ = traced("cnn")
-    built = stage_programs.build(graph, graph.inputs)
-    _, stash = stage_programs.forward(built, leaves)
+    built = vjp_program.build(graph, graph.inputs)
+    _, stash = vjp_program.forward(built, leaves)
     actual = [[(part.shape, part.dtype) for part in parts] for parts in stash]
     assert actual == [[(a.shape, a.dtype) for a in avals] for avals in built.stash_avals]
-    assert sum(part.nbytes for parts in stash for part in parts) == built.storage.stash_bytes(built.graph)
+    assert sum(part.nbytes for parts in stash for part in parts) == built.plan.stash_bytes(built.graph)
     stored = {id(part) for parts in stash for part in parts}
     assert not stored & {id(leaf) for leaf in leaves}
 
@@ -205,23 +205,23 @@ def test_two_programs_need_less_than_one_plain_program():
     leaves, treedef = jax.tree.flatten(params)
     graph = trace(lambda *a: [loss(jax.tree.unflatten(treedef, a[:-1]), rest, a[-1])[0]], *leaves, x)
     graph = graph.with_parameters([True] * len(leaves) + [False])
-    built = stage_programs.build(graph, graph.inputs[:-1], held=graph.inputs)
+    built = vjp_program.build(graph, graph.inputs[:-1], held=graph.inputs)
     plain = jax.jit(jax.grad(lambda leaves, x: loss(jax.tree.unflatten(treedef, leaves), rest, x)[0]))
     temporaries = plain.lower(leaves, x).compile().memory_analysis().temp_size_in_bytes
     parameters = [leaves[graph.inputs.index(t)] for t in built.parameters]
-    backward = jax.jit(lambda p, s: stage_programs.backward(built, p, s, [jnp.ones(())]))
+    backward = jax.jit(lambda p, s: vjp_program.backward(built, p, s, [jnp.ones(())]))
     apart = backward.lower(parameters, list(built.stash_avals)).compile().memory_analysis().temp_size_in_bytes
-    assert apart + built.storage.stash_bytes(built.graph) < 0.8 * temporaries
+    assert apart + built.plan.stash_bytes(built.graph) < 0.8 * temporaries
 
 
 def test_cotangents_of_an_output_returned_twice_add_up():
     graph = trace(lambda x: (lambda y: [y, y])(jnp.sin(x)), jnp.ones(3))
-    built = stage_programs.build(graph, graph.inputs)
+    built = vjp_program.build(graph, graph.inputs)
     x = jnp.arange(3.0)
-    _, stash = stage_programs.forward(built, [x])
-    (gradient,) = stage_programs.backward(built, [], stash, [jnp.ones(3), 2 * jnp.ones(3)])
+    _, stash = vjp_program.forward(built, [x])
+    (gradient,) = vjp_program.backward(built, [], stash, [jnp.ones(3), 2 * jnp.ones(3)])
     assert np.array_equal(gradient, 3 * jnp.cos(x))
-    assert stage_programs.backward(built, [], stash, [None, None]) == [None]
+    assert vjp_program.backward(built, [], stash, [None, None]) == [None]
 
 
 def test_on_a_gpu_stored_products_are_matrices_only_where_no_device_would_gather_them():
@@ -232,11 +232,11 @@ def test_on_a_gpu_stored_products_are_matrices_only_where_no_device_would_gather
     for shape in ({}, {"model": 2}):
         graph = replace(whole.with_parameters([True, False]), stage_shape=shape)
         with building_for("gpu"):
-            built = stage_programs.build(graph, graph.inputs, held=graph.inputs)
-            _, stash = jax.eval_shape(functools.partial(stage_programs.forward, built), arguments)
-            backward = functools.partial(stage_programs.backward, built)
+            built = vjp_program.build(graph, graph.inputs, held=graph.inputs)
+            _, stash = jax.eval_shape(functools.partial(vjp_program.forward, built), arguments)
+            backward = functools.partial(vjp_program.backward, built)
             parameters = [arguments[graph.inputs.index(t)] for t in built.parameters]
             names = equations(jax.make_jaxpr(backward)(parameters, stash, [jnp.ones(())]).jaxpr)
-        assert [built.graph.tensors[t].shape for t in built.storage.stored if t not in graph.inputs] == [(2, 2, 8, 16)]
+        assert [built.graph.tensors[t].shape for t in built.plan.stored if t not in graph.inputs] == [(2, 2, 8, 16)]
         reshapes.append(names.count("reshape"))
     assert reshapes[0] and not reshapes[1]

@@ -226,8 +226,8 @@ def test_other_lengths_and_a_smaller_last_batch_train_as_plain_training_does():
         rows = [jax.tree.map(lambda x, j=j: x[2 * j : 2 * j + 2], batch) for j in range(m)]
         pairs = [gradient_of(params, pipeline.microbatch_key(state, j), rows[j]) for j in range(m)]
         loss, gradient = jax.tree.map(lambda *xs: functools.reduce(jnp.add, xs) / len(xs), *pairs)
-        (value, _), found = pipeline.value_and_grad(state, batch)
-        assert relative_l2(arrays(found), arrays(gradient)) < FUSION
+        (value, _), trained_gradient = pipeline.value_and_grad(state, batch)
+        assert relative_l2(arrays(trained_gradient), arrays(gradient)) < FUSION
         assert float(value) == pytest.approx(float(loss), rel=1e-6)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
         state, metrics = pipeline.step(state, batch)
@@ -282,15 +282,15 @@ def test_a_state_of_another_optimizer_or_runtime_is_refused():
 
 
 def test_a_checkpoint_of_either_runtime_restores_into_the_other(tmp_path):
-    case, found = case_of("mlp"), {}
+    case, restored = case_of("mlp"), {}
     for runtime, other in (("mpmd", "spmd"), ("spmd", "mpmd")):
         pipeline = stages_of("mlp", 2, 4, None, runtime=runtime)
         state, _ = pipeline.step(pipeline.init(jax.random.key(3)), case.batch)
         pipeline.save(state, tmp_path / runtime)
         second = stages_of("mlp", 4, 4, None, runtime=other)
         state, _ = second.step(second.restore(tmp_path / runtime), case.batch)
-        found[runtime] = arrays(second.parameters(state))
-    assert_same_bits(found["mpmd"], found["spmd"])
+        restored[runtime] = arrays(second.parameters(state))
+    assert_same_bits(restored["mpmd"], restored["spmd"])
 
 
 def test_an_error_before_the_updates_leaves_the_state_usable(monkeypatch):
@@ -324,9 +324,9 @@ def test_each_device_reports_its_own_bytes():
     )  # fmt: skip
     report = pipeline.memory_report()
     assert len(report.compiled_bytes) == len(report.predicted_bytes) == 2
-    own = [4 * sum(int(np.prod(weights[k].shape)) for k in stage) for stage in ((0, 1), (2, 3))]
+    parameter_bytes = [4 * sum(int(np.prod(weights[k].shape)) for k in stage) for stage in ((0, 1), (2, 3))]
     # Parameters and their gradients at least.
-    assert all(size >= 2 * least for size, least in zip(report.compiled_bytes, own, strict=True))
+    assert all(size >= 2 * least for size, least in zip(report.compiled_bytes, parameter_bytes, strict=True))
 
 
 def test_an_unknown_runtime_is_refused():
@@ -391,9 +391,9 @@ def test_layers_may_call_python(replicas):
     options = {"optimizer": optax.sgd(0.1), "num_microbatches": 4, "profile": "analytic", "runtime": "mpmd"}
     model = jax.tree_util.Partial(apply, weights)
     pipeline = jaxpipe.partition(model, mesh_of(4, replicas), batch, loss=loss, **options)
-    (found, _), gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(2)), batch)
+    (value, _), gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(2)), batch)
     # The same with JAX's own function.
     plain = jax.value_and_grad(
         lambda weights: loss(lambda x: functools.reduce(lambda x, w: jax.nn.relu(x @ w), weights, x), batch)
     )
-    assert relative_l2([found, *jax.tree.leaves(gradients)], list(jax.tree.leaves(plain(weights)))) < FUSION
+    assert relative_l2([value, *jax.tree.leaves(gradients)], list(jax.tree.leaves(plain(weights)))) < FUSION

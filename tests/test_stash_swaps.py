@@ -52,8 +52,8 @@ def budget_of(plan) -> int:
 
 
 def check_gradients(pipeline, replicas: int = 1, schedule="1f1b") -> None:
-    found = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), BATCH)
-    assert_same_bits(*(list(map(np.asarray, jax.tree.leaves(x))) for x in (found, usual(replicas, schedule)[1])))
+    answer = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), BATCH)
+    assert_same_bits(*(list(map(np.asarray, jax.tree.leaves(x))) for x in (answer, usual(replicas, schedule)[1])))
 
 
 @pytest.mark.core
@@ -159,7 +159,7 @@ def test_a_stash_is_at_home_when_its_passes_run(make, p, m):
 
 
 def _gone(schedule, points, device):
-    """How many stashes are away after each action of a device."""
+    """Return the number of swapped stashes after each action of a device."""
     for position, _ in enumerate(schedule.order(device)):
         yield sum(points.leaves[j] < position < points.returns[j] for j in points.leaves)
 

@@ -94,11 +94,11 @@ def by_class(model, x):
 
 
 def modules_of(model, loss, rows):
-    one = jax.ShapeDtypeStruct((rows, 4), jnp.float32)
-    bound = bind(model, loss, one)
+    microbatch = jax.ShapeDtypeStruct((rows, 4), jnp.float32)
+    bound = bind(model, loss, microbatch)
 
     def trace(rows):
-        return trace_results(bound, loss, with_rows(one, rows))[0]
+        return trace_results(bound, loss, with_rows(microbatch, rows))[0]
 
     return find_statistics(trace(rows), rows, trace).modules
 

@@ -10,16 +10,17 @@ import pytest
 from jaxpipe.graph.codec_policy import parse
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.op_cost import is_product, rerun_work, weight
-from jaxpipe.residuals import backward_graph, choose_formats
-from jaxpipe.residuals.choose_formats import Choices
-from jaxpipe.residuals.stored_formats import Form, Storage
+from jaxpipe.residuals import choose_formats
+from jaxpipe.residuals.backward_graph import build_backward_graph
+from jaxpipe.residuals.choose_formats import ResidualPlan
+from jaxpipe.residuals.stored_formats import Format, SavedFormat
 from jaxpipe.target import building_for
 
 
-def linearized(function, *shapes, parameters=(), wrt=None):
+def backward_graph_of(function, *shapes, parameters=(), wrt=None):
     graph = trace(lambda *a: [function(*a)], *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
     graph = graph.with_parameters([k in parameters for k in range(len(shapes))])
-    return backward_graph.linearize(graph, graph.inputs if wrt is None else [graph.inputs[k] for k in wrt])
+    return build_backward_graph(graph, graph.inputs if wrt is None else [graph.inputs[k] for k in wrt])
 
 
 def is_cheap(op):
@@ -27,13 +28,13 @@ def is_cheap(op):
     return rerun_work(op) is not None and not is_product(op)
 
 
-def cheapest(linearization):
+def cheapest(backward_graph):
     """The fewest stored bytes, by trying every set of tensors. Work limits do not matter at these sizes."""
-    graph = linearization.graph
+    graph = backward_graph.graph
     at_hand = graph.derived_from_parameters()
     producers = {t: op for op in graph.operators for t in op.outputs}
     related = set()
-    pending = [t for t in linearization.needs if t not in at_hand]
+    pending = [t for t in backward_graph.needs if t not in at_hand]
     while pending:
         t = pending.pop()
         if t not in related:
@@ -57,7 +58,7 @@ def cheapest(linearization):
     for count in range(len(related) + 1):
         for chosen in itertools.combinations(sorted(related), count):
             total = sum(sizes[t] for t in chosen)
-            if (best is None or total < best) and all(follows(t, set(chosen)) for t in linearization.needs):
+            if (best is None or total < best) and all(follows(t, set(chosen)) for t in backward_graph.needs):
                 best = total
     return best
 
@@ -80,19 +81,19 @@ def residual(x, w):
 @pytest.mark.core
 @pytest.mark.parametrize("function", [gelu_block, norm, residual, lambda x, w: jnp.where(x @ w > 0, x, 1.0) * 3])
 def test_default_plan_is_the_smallest_by_brute_force(function):
-    linearization = linearized(function, (8, 16), (16, 16), parameters=[1])
-    plan = choose_formats.default_plan(linearization)
-    choose_formats.check_plan(linearization, plan)
-    assert plan.stash_bytes(linearization.graph) == cheapest(linearization)
+    backward_graph = backward_graph_of(function, (8, 16), (16, 16), parameters=[1])
+    plan = choose_formats.default_plan(backward_graph)
+    choose_formats.check_plan(backward_graph, plan)
+    assert plan.stash_bytes(backward_graph.graph) == cheapest(backward_graph)
 
 
 def test_of_equal_cuts_the_one_nearest_to_the_backward_pass():
     # x and sin(x) and sin(x) + 1 have one size; exp needs its output, which is nearest.
-    linearization = linearized(lambda x: jnp.exp(jnp.sin(x) + 1), (8,), wrt=[0])
-    plan = choose_formats.default_plan(linearization)
-    (step,) = [s for s in linearization.backward if s.name == "exp"]
-    assert plan.forms[step.needs[0]].storage in (Storage.KEEP, Storage.RECOMPUTE)
-    assert plan.stash_bytes(linearization.graph) == 32
+    backward_graph = backward_graph_of(lambda x: jnp.exp(jnp.sin(x) + 1), (8,), wrt=[0])
+    plan = choose_formats.default_plan(backward_graph)
+    (step,) = [s for s in backward_graph.steps if s.name == "exp"]
+    assert plan.formats[step.needs[0]].format in (Format.KEEP, Format.RECOMPUTE)
+    assert plan.stash_bytes(backward_graph.graph) == 32
 
 
 def test_swap_store_the_convolution_and_recompute_the_normalization():
@@ -101,34 +102,34 @@ def test_swap_store_the_convolution_and_recompute_the_normalization():
         mean, square = h.mean((0, 1, 2)), (h**2).mean((0, 1, 2))
         return jax.nn.relu((h - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5))
 
-    linearization = linearized(block, (4, 8, 8, 32), (3, 3, 32, 8), parameters=[1], wrt=[1])
-    plan = choose_formats.default_plan(linearization, held=linearization.graph.inputs)
-    maps = [t for t in plan.stored if linearization.graph.tensors[t].size == 4 * 8 * 8 * 8]
-    producers = {t: op.name for op in linearization.graph.operators for t in op.outputs}
+    backward_graph = backward_graph_of(block, (4, 8, 8, 32), (3, 3, 32, 8), parameters=[1], wrt=[1])
+    plan = choose_formats.default_plan(backward_graph, held=backward_graph.graph.inputs)
+    maps = [t for t in plan.stored if backward_graph.graph.tensors[t].size == 4 * 8 * 8 * 8]
+    producers = {t: op.name for op in backward_graph.graph.operators for t in op.outputs}
     assert [producers[t] for t in maps] == ["conv_general_dilated"]
 
 
 def test_parameters_and_what_follows_from_them_are_never_stored():
-    linearization = linearized(lambda x, a, b: x @ (a @ b), (4, 8), (8, 8), (8, 8), parameters=[1, 2])
-    plan = choose_formats.default_plan(linearization)
-    assert plan.stored == (linearization.graph.inputs[0],)
+    backward_graph = backward_graph_of(lambda x, a, b: x @ (a @ b), (4, 8), (8, 8), (8, 8), parameters=[1, 2])
+    plan = choose_formats.default_plan(backward_graph)
+    assert plan.stored == (backward_graph.graph.inputs[0],)
 
 
 def test_an_input_is_stored_rather_than_a_view_of_it():
-    linearization = linearized(lambda x, scale: jnp.sin(x) * scale.reshape(1, 8), (4, 8), (8,))
-    plan = choose_formats.default_plan(linearization)
-    x, scale = linearization.graph.inputs
+    backward_graph = backward_graph_of(lambda x, scale: jnp.sin(x) * scale.reshape(1, 8), (4, 8), (8,))
+    plan = choose_formats.default_plan(backward_graph)
+    x, scale = backward_graph.graph.inputs
     assert plan.stored == (x, scale)
-    assert Form(Storage.ALIAS) in plan.forms.values()
+    assert SavedFormat(Format.ALIAS) in plan.formats.values()
 
 
 def test_held_inputs_cost_nothing():
-    linearization = linearized(lambda x: jax.nn.relu(x), (8, 8))
-    (x,) = linearization.graph.inputs
-    bought = choose_formats.default_plan(linearization)
-    assert set(bought.forms.values()) == {Form(Storage.MASK)}
-    held = choose_formats.default_plan(linearization, held=[x])
-    assert held.forms[x] == Form(Storage.KEEP)
+    backward_graph = backward_graph_of(lambda x: jax.nn.relu(x), (8, 8))
+    (x,) = backward_graph.graph.inputs
+    bought = choose_formats.default_plan(backward_graph)
+    assert set(bought.formats.values()) == {SavedFormat(Format.MASK)}
+    held = choose_formats.default_plan(backward_graph, held=[x])
+    assert held.formats[x] == SavedFormat(Format.KEEP)
 
 
 def test_recomputation_is_bounded():
@@ -138,25 +139,25 @@ def test_recomputation_is_bounded():
             h = jnp.exp(jnp.sin(h))
         return h
 
-    linearization = linearized(chain, (8, 8), (8, 8), parameters=[1])
-    plan = choose_formats.default_plan(linearization)
-    producers = {t: op for op in linearization.graph.operators for t in op.outputs}
+    backward_graph = backward_graph_of(chain, (8, 8), (8, 8), parameters=[1])
+    plan = choose_formats.default_plan(backward_graph)
+    producers = {t: op for op in backward_graph.graph.operators for t in op.outputs}
 
     def work(t):
         if plan.is_stored(t):
             return 0
-        return (weight(producers[t]) or 0) + max((work(u) for u in producers[t].inputs if u in plan.forms), default=0)
+        return (weight(producers[t]) or 0) + max((work(u) for u in producers[t].inputs if u in plan.formats), default=0)
 
-    assert 0 < max(map(work, plan.forms)) <= choose_formats.RECOMPUTE_WORK_LIMIT
+    assert 0 < max(map(work, plan.formats)) <= choose_formats.RECOMPUTE_WORK_LIMIT
 
 
 @pytest.mark.parametrize(
     ("codecs", "allowed"),
     [
-        ((), {Storage.KEEP}),
-        (("mask",), {Storage.KEEP, Storage.MASK}),
-        (("index",), {Storage.KEEP, Storage.POOL_INDEX}),
-        (("alias", "recompute"), {Storage.KEEP, Storage.ALIAS, Storage.RECOMPUTE}),
+        ((), {Format.KEEP}),
+        (("mask",), {Format.KEEP, Format.MASK}),
+        (("index",), {Format.KEEP, Format.POOL_INDEX}),
+        (("alias", "recompute"), {Format.KEEP, Format.ALIAS, Format.RECOMPUTE}),
     ],
 )
 def test_codecs_bound_the_plan(codecs, allowed):
@@ -165,25 +166,25 @@ def test_codecs_bound_the_plan(codecs, allowed):
         return jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") + y[:, ::2, ::2]
 
     graph = trace(lambda x: [net(x)], jnp.ones((2, 16)))
-    linearization = backward_graph.linearize(graph, graph.inputs, policy=parse(codecs))
-    plan = choose_formats.default_plan(linearization, parse(codecs))
-    choose_formats.check_plan(linearization, plan)
-    assert {form.storage for form in plan.forms.values()} <= allowed
+    backward_graph = build_backward_graph(graph, graph.inputs, policy=parse(codecs))
+    plan = choose_formats.default_plan(backward_graph, parse(codecs))
+    choose_formats.check_plan(backward_graph, plan)
+    assert {fmt.format for fmt in plan.formats.values()} <= allowed
 
 
 def test_check_plan_names_what_is_wrong():
-    linearization = linearized(lambda x: jax.nn.relu(jnp.sin(x)), (4, 4))
-    plan = choose_formats.default_plan(linearization)
+    backward_graph = backward_graph_of(lambda x: jax.nn.relu(jnp.sin(x)), (4, 4))
+    plan = choose_formats.default_plan(backward_graph)
     (some,) = plan.stored[:1]
-    missing = Choices({t: form for t, form in plan.forms.items() if t != some})
+    missing = ResidualPlan({t: fmt for t, fmt in plan.formats.items() if t != some})
     with pytest.raises(ValueError, match=rf"needs tensor %{some}, for which there is no choice"):
-        choose_formats.check_plan(linearization, missing)
-    surplus = Choices({**plan.forms, 999: Form(Storage.KEEP)})
+        choose_formats.check_plan(backward_graph, missing)
+    surplus = ResidualPlan({**plan.formats, 999: SavedFormat(Format.KEEP)})
     with pytest.raises(ValueError, match=r"nothing in the backward pass reads tensors \[999\]"):
-        choose_formats.check_plan(linearization, surplus)
-    (x,) = linearization.graph.inputs
+        choose_formats.check_plan(backward_graph, surplus)
+    (x,) = backward_graph.graph.inputs
     with pytest.raises(ValueError, match=rf"tensor %{x} is to be recomputed, but it is an input"):
-        choose_formats.check_plan(linearization, Choices({**plan.forms, x: Form(Storage.RECOMPUTE)}))
+        choose_formats.check_plan(backward_graph, ResidualPlan({**plan.formats, x: SavedFormat(Format.RECOMPUTE)}))
 
 
 def test_a_product_runs_again_only_if_it_is_cheap_and_a_small_part():
@@ -192,9 +193,9 @@ def test_a_product_runs_again_only_if_it_is_cheap_and_a_small_part():
 
     def stored(inner):
         shapes = (64, inner), (inner, 256), (256, 512)
-        linearization = linearized(net, *shapes, parameters=[1, 2], wrt=[1, 2])
-        plan = choose_formats.default_plan(linearization, held=linearization.graph.inputs)
-        return {linearization.graph.tensors[t].shape for t in plan.stored} - {(64, inner)}
+        backward_graph = backward_graph_of(net, *shapes, parameters=[1, 2], wrt=[1, 2])
+        plan = choose_formats.default_plan(backward_graph, held=backward_graph.graph.inputs)
+        return {backward_graph.graph.tensors[t].shape for t in plan.stored} - {(64, inner)}
 
     assert stored(8) == {(64, 512)}  # 1.5 % of all multiplications
     assert stored(40) == {(64, 256), (64, 512)}  # 40 of 552 for each element: 7.2 %, above the bound of 7 %
@@ -208,9 +209,9 @@ def test_a_narrow_convolution_counts_for_the_time_that_it_takes():
 
     def is_stored(width):
         shapes = (2, 8, 8, 3), (3, 3, 3, width), (3, 3, width, width)
-        linearization = linearized(net, *shapes, parameters=[1, 2], wrt=[1, 2])
-        plan = choose_formats.default_plan(linearization, held=linearization.graph.inputs)
-        first, *_ = [op for op in linearization.graph.operators if is_product(op)]
+        backward_graph = backward_graph_of(net, *shapes, parameters=[1, 2], wrt=[1, 2])
+        plan = choose_formats.default_plan(backward_graph, held=backward_graph.graph.inputs)
+        first, *_ = [op for op in backward_graph.graph.operators if is_product(op)]
         return plan.is_stored(first.outputs[0])
 
     # Of 432 + 6 * 2304 multiplications for each pixel 3 %, but with as much time as 2000 of them 13 %.
@@ -228,14 +229,14 @@ def test_on_a_gpu_products_run_again_by_what_they_free_up_to_a_fifth_of_their_ti
         return x.sum()
 
     shapes = [shape for _ in range(depth) for shape in ((width, 4 * width), (4 * width, width))]
-    linearization = linearized(mlp, *shapes, (4096, width), parameters=range(2 * depth), wrt=range(2 * depth))
+    backward_graph = backward_graph_of(mlp, *shapes, (4096, width), parameters=range(2 * depth), wrt=range(2 * depth))
     with building_for("gpu"):
-        plan = choose_formats.default_plan(linearization, held=linearization.graph.inputs)
-    by_default = choose_formats.default_plan(linearization, held=linearization.graph.inputs)
-    graph = linearization.graph
+        plan = choose_formats.default_plan(backward_graph, held=backward_graph.graph.inputs)
+    by_default = choose_formats.default_plan(backward_graph, held=backward_graph.graph.inputs)
+    graph = backward_graph.graph
     wide = [op.outputs[0] for op in graph.operators if is_product(op) and op.equation.outvars[0].aval.shape[1] > width]
     narrow = [op.outputs[0] for op in graph.operators if is_product(op) and op.outputs[0] not in wide]
-    again = [t for t, form in plan.forms.items() if form.storage is Storage.RECOMPUTE]
+    again = [t for t, fmt in plan.formats.items() if fmt.format is Format.RECOMPUTE]
     # Wide results are four times the bytes for the same multiplications; 20 equal products, of which 4 are a fifth.
     assert [t for t in again if t in (*wide, *narrow)] == wide[:4]
     saved = by_default.stash_bytes(graph) - plan.stash_bytes(graph)
@@ -246,9 +247,9 @@ def test_on_a_gpu_the_result_of_a_product_is_stored_rather_than_what_follows_fro
     def loss(w, v, x):
         return (jnp.exp(x @ w) @ v).sum()
 
-    linearization = linearized(loss, (512, 512), (512, 512), (64, 512), parameters=(0, 1))
-    graph = linearization.graph
+    backward_graph = backward_graph_of(loss, (512, 512), (512, 512), (64, 512), parameters=(0, 1))
+    graph = backward_graph.graph
     (product, _) = (op.outputs[0] for op in graph.operators if is_product(op))
-    assert product not in choose_formats.default_plan(linearization).stored
+    assert product not in choose_formats.default_plan(backward_graph).stored
     with building_for("gpu"):
-        assert product in choose_formats.default_plan(linearization).stored
+        assert product in choose_formats.default_plan(backward_graph).stored

@@ -23,8 +23,8 @@ WIDTH = 16
 
 def branches_of(function, *operands) -> int:
     """Branches of the conditional in a program, 0 for none."""
-    found = [e for e in jax.make_jaxpr(function)(*operands).eqns if e.primitive.name == "cond"]
-    return sum(len(e.params["branches"]) for e in found)
+    conditionals = [e for e in jax.make_jaxpr(function)(*operands).eqns if e.primitive.name == "cond"]
+    return sum(len(e.params["branches"]) for e in conditionals)
 
 
 def check(branches, expected: int, *operands) -> None:
@@ -50,20 +50,20 @@ def test_equal_branches_are_one():
 @pytest.mark.parametrize("factors", [(2.0, 3.0, 2.0), (2.0, 2.0), (2.0,)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64, jnp.int32])
 def test_a_branch_that_writes_over_what_it_is_given(factors, dtype):
-    own, gradient = [X.astype(dtype), jnp.ones((3,), dtype)], [jnp.full((2, 3), 5, dtype)]
+    buffers, gradient = [X.astype(dtype), jnp.ones((3,), dtype)], [jnp.full((2, 3), 5, dtype)]
 
     def branch(by):
         return lambda own, arrays, turn: [own[0] * dtype(by) + arrays[0], own[1] - dtype(by)]
 
     @jax.jit
     def run(k, stop):
-        guarded = overwrite(k, list(map(branch, factors)), own, gradient, unless=stop)
-        return overwrite(k, list(map(branch, factors)), own, gradient), guarded
+        guarded = overwrite(k, list(map(branch, factors)), buffers, gradient, unless=stop)
+        return overwrite(k, list(map(branch, factors)), buffers, gradient), guarded
 
     for k, by in enumerate(factors):
-        expected = jax.jit(branch(by))(own, gradient, 0)
+        expected = jax.jit(branch(by))(buffers, gradient, 0)
         assert_same_bits(run(jnp.int32(k), jnp.bool_(False)), (expected, expected))
-        assert_same_bits(run(jnp.int32(k), jnp.bool_(True))[1], own)
+        assert_same_bits(run(jnp.int32(k), jnp.bool_(True))[1], buffers)
 
 
 def test_there_is_no_conditional_if_all_are_equal():

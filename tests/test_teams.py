@@ -22,7 +22,7 @@ from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.planning import partition_layers
 from jaxpipe.planning.dispatch_timeline import CALL_SECONDS
 from jaxpipe.schedules import one_f_one_b
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.replicas import StageReplicas
 from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
 from tests.support.meshes import mesh_of
 from tests.support.pipeline_models import case_of, classifier, entropy, images, linen, pipeline_of
@@ -39,16 +39,16 @@ EXACT = optax.sgd(0.5, momentum=0.5)
 
 
 def test_microbatches_are_dealt_round_robin():
-    teams = Teams((2, 3))
-    assert (teams.deal, teams.groups) == (6, ((0, 1), (2, 3, 4)))
-    assert ([teams.turns(s) for s in range(2)], teams.most_turns) == ([3, 2], 3)
-    assert (teams.deals(12), teams.deals(13)) == (2, 3)
+    stage_replicas = StageReplicas((2, 3))
+    assert (stage_replicas.round_size, stage_replicas.groups) == (6, ((0, 1), (2, 3, 4)))
+    assert ([stage_replicas.per_device(s) for s in range(2)], stage_replicas.most_per_device) == ([3, 2], 3)
+    assert (stage_replicas.rounds(12), stage_replicas.rounds(13)) == (2, 3)
 
 
 @pytest.mark.parametrize("widths", [(), (2, 0), (-1, 3)])
 def test_every_stage_has_a_device(widths):
-    with pytest.raises(ScheduleError, match=r"Teams\(widths=.* at least 1"):
-        Teams(widths)
+    with pytest.raises(ScheduleError, match=r"StageReplicas\(per_stage=.* at least 1 device"):
+        StageReplicas(widths)
 
 
 @functools.cache
@@ -64,20 +64,20 @@ def add(a, b):
 def plain_step(case, params, state, keys, widths):
     """Loss, gradients by width, and state of one step of plain accumulation; state in the micro-batches' order."""
     rows = jax.tree.map(lambda x: x.reshape(len(keys), -1, *x.shape[1:]), case.batch)
-    found = []
+    answers = []
     for j, key in enumerate(keys):
         (loss, state), gradient = gradient_of(case.plain)(params, state, key, jax.tree.map(lambda x, j=j: x[j], rows))
-        found.append((loss, gradient))
+        answers.append((loss, gradient))
     totals = {}
     for k in set(widths):
-        mine = [functools.reduce(add, found[r::k]) for r in range(min(k, len(found)))]
+        mine = [functools.reduce(add, answers[r::k]) for r in range(min(k, len(answers)))]
         totals[k] = jax.tree.map(lambda x: x / len(keys), functools.reduce(add, mine))
     return totals[widths[-1]][0], {k: gradient for k, (_, gradient) in totals.items()}, state
 
 
 def of_stages(pipeline, gradients):
-    """Of gradients by width, each parameter's by the width of the stage that it is placed in."""
-    widths = [pipeline.plan.teams.widths[s] for s in pipeline._planned.stages.parameters]
+    """Pick each parameter's gradient, of gradients by width, by the width of its stage."""
+    widths = [pipeline.plan.stage_replicas.per_stage[s] for s in pipeline._planned.stage_placement.parameters]
     leaves = {k: jax.tree.leaves(gradient) for k, gradient in gradients.items()}
     tree = jax.tree.structure(next(iter(gradients.values())))
     return jax.tree.unflatten(tree, [leaves[k][n] for n, k in enumerate(widths)])
@@ -111,7 +111,7 @@ def check_exactly(widths, m=M, steps=3, **options):
     [pytest.param(WIDTHS[0], marks=pytest.mark.core), WIDTHS[1], pytest.param(WIDTHS[2], marks=pytest.mark.slow)],
 )
 def test_parameters_after_three_steps_are_those_of_plain_accumulation(widths):
-    """8 micro-batches: the last deal of 3 is short."""
+    """8 micro-batches: the last round of 3 is short."""
     check_exactly(widths)
 
 
@@ -149,8 +149,8 @@ def test_a_budget_is_kept_with_the_same_gradients():
     assert any(stage.added_seconds > 0 for stage in small.plan.stages)
     assert max(small.memory_report().compiled_bytes) <= budget
     batch = jax.random.normal(jax.random.key(1), (960, 64))
-    found = [pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch) for pipeline in (usual, small)]
-    assert_same_bits(*(jax.tree.map(np.asarray, one) for one in found))
+    answers = [pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch) for pipeline in (usual, small)]
+    assert_same_bits(*(jax.tree.map(np.asarray, answer) for answer in answers))
 
 
 class Normalized(nn.Module):
@@ -212,19 +212,19 @@ def trained(widths, convolutions, steps=2):
 
 def check_statistics(widths, convolutions):
     pipeline, state, wanted = trained(widths, convolutions)
-    found = pipeline.parameters(state)
+    parameters = pipeline.parameters(state)
     for part in ("params", "batch_stats"):
-        assert relative_l2(arrays(found[part]), arrays(wanted[part])) < FUSION
+        assert relative_l2(arrays(parameters[part]), arrays(wanted[part])) < FUSION
     for x in (*state.parameters, *state.variables, *state.optimizer):
         first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
         for other in others:
             assert_same_bits(other, first)
-    return pipeline, state, found
+    return pipeline, state, parameters
 
 
 @pytest.mark.slow
 def test_running_statistics_and_dropout_are_those_of_plain_training():
-    """And all devices of a stage agree; evaluation and prediction take batches that no deal divides."""
+    """And all devices of a stage agree; evaluation and prediction take batches that no round divides."""
     pipeline, state, variables = check_statistics((2, 1), False)
     batch = images(8, 8, 1, rows=14)
     logits = jax.jit(lambda v, x: normalized_case(False).model.apply(v, x, train=False))(variables, batch["x"])
@@ -243,7 +243,7 @@ def test_running_statistics_of_convolutions(widths):
 
 
 def test_a_checkpoint_goes_on_in_stages_that_are_alike(tmp_path):
-    """With the same bits: what is saved knows nothing of teams."""
+    """With the same bits: what is saved knows nothing of replicas."""
     case = normalized_case(False)
     pipeline = normalized_pipeline((2, 1))
     state, _ = pipeline.step(pipeline.init(jax.random.key(3)), case.batch)
@@ -292,16 +292,18 @@ def test_state_is_folded_in_the_order_of_the_micro_batches():
     state = pipeline.init(jax.random.key(0))
     variables = pipeline.parameters(state)
     assert any(
-        "seen" in v.name for k, v in enumerate(pipeline._planned.model.state) if not pipeline._planned.stages.state[k]
+        "seen" in v.name
+        for k, v in enumerate(pipeline._planned.model.state)
+        if not pipeline._planned.stage_placement.state[k]
     )
     seen = variables["seen"]
     apply = jax.jit(lambda seen, x: Halving().apply({**variables, "seen": seen}, x, mutable=["seen"])[1]["seen"])
     for rows in batch.reshape(7, 2, 5):
         seen = apply(seen, rows)
     state, _ = pipeline.step(state, batch)
-    found = pipeline.parameters(state)["seen"]
-    assert int(found["count"]) == int(variables["seen"]["count"]) + 7
-    assert_same_bits(found, jax.tree.map(np.asarray, seen))
+    updated = pipeline.parameters(state)["seen"]
+    assert int(updated["count"]) == int(variables["seen"]["count"]) + 7
+    assert_same_bits(updated, jax.tree.map(np.asarray, seen))
 
 
 def test_state_that_the_next_micro_batch_reads_needs_one_device():
@@ -406,7 +408,7 @@ def test_the_planner_chooses_teams_where_stages_cannot_be_balanced():
     chosen = layers(True, profile=profile)
     assert chosen.plan.step_seconds < single.plan.step_seconds
     assert sum(len(stage.devices) for stage in chosen.plan.stages) == 4
-    assert max(chosen.plan.teams.widths) > 1
+    assert max(chosen.plan.stage_replicas.per_stage) > 1
 
 
 def test_devices_of_a_network_are_put_into_teams():
@@ -425,15 +427,15 @@ def test_widths_on_paper():
     profile = jaxpipe.Profile.chain("abcdef", [4, 1, 1, 2, 1, 3], [0] * 6, [0] * 6, [0] * 6, [0] * 6)
     for widths in [(3, 1), (2, 1, 1), (1, 3), (1, 2, 1)]:
         options = {"cost_model": "min_max", "replicate": widths, "reorder": False}
-        found = partition_layers(profile, Network.uniform(4, 1.0), **options)
-        assert tuple(len(stage.devices) for stage in found.stages) == widths
+        partition = partition_layers(profile, Network.uniform(4, 1.0), **options)
+        assert tuple(len(stage.devices) for stage in partition.stages) == widths
         seconds = profile.forward_seconds
         best = min(
             max(sum(seconds[a:b]) / k for (a, b), k in zip(itertools.pairwise((0, *cuts, 6)), widths, strict=True))
             for cuts in itertools.combinations(range(1, 6), len(widths) - 1)
         )
-        assert found.bottleneck_seconds == pytest.approx(best)
-        assert jaxpipe.planning.Partition.from_json(found.to_json()) == found
+        assert partition.bottleneck_seconds == pytest.approx(best)
+        assert jaxpipe.planning.Partition.from_json(partition.to_json()) == partition
 
 
 @pytest.mark.parametrize(
@@ -452,19 +454,19 @@ def test_widths_on_paper():
             "devices_per_stage=3: each stage would have 3 of the 4 devices along 'stage'",
         ),
         ((3, 1), {"schedule": "interleaved"}, r"interleaved-2, which has several stages on a device; with .* 3 \+ 1"),
-        ((3, 1), {"schedule": "pipedream"}, "gave pipedream, which changes weights on the way"),
+        ((3, 1), {"schedule": "pipedream"}, "gave pipedream, which updates weights within a step"),
         ((3, 1), {"gradient_exchange": jaxpipe.gradients.block_sparse(k=1)}, "between the replicas of a whole"),
         (
             (3, 1),
             {"schedule": lambda p, m: one_f_one_b(p, 12)},
             r"num_microbatches=4\) gave 1f1b for 2 stages and 12 micro-batches\. Pass num_microbatches=36, or another "
-            r"table\. With stages on 3 \+ 1 devices \(devices_per_stage=\) a micro-batch of a schedule is a deal of 3, "
-            ".* so num_microbatches=12 are 4 for it",
+            r"table\. With stages on 3 \+ 1 devices \(devices_per_stage=\) a micro-batch of a schedule is a round of "
+            "3, .* so num_microbatches=12 are 4 for it",
         ),
         (
             (3, 1),
             {"schedule": lambda p, m: one_f_one_b(4, m)},
-            r"Pass devices_per_stage= for 4 stages, or .* a deal of 3",
+            r"Pass devices_per_stage= for 4 stages, or .* a round of 3",
         ),
     ],
 )
@@ -477,12 +479,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_traced(replicate, optio
 
 
 def test_a_batch_of_one_row_is_for_stages_on_several_devices_too():
-    assert layers((1, 1, 2), rows=1, m=1).plan.teams.widths == (1, 1, 2)
+    assert layers((1, 1, 2), rows=1, m=1).plan.stage_replicas.per_stage == (1, 1, 2)
 
 
 def test_a_schedule_that_does_not_exist_for_so_many_deals_tells_of_deals():
-    """``interleaved`` wants a multiple of the stages: 3 deals are none, though 8 micro-batches are."""
-    with pytest.raises(ScheduleError, match=r"num_microbatches=3, .* is a deal of 3, .* num_microbatches=8 are 3 for"):
+    """``interleaved`` wants a multiple of the stages: 3 rounds are none, though 8 micro-batches are."""
+    with pytest.raises(ScheduleError, match=r"num_microbatches=3, .* is a round of 3, .* num_microbatches=8 are 3 for"):
         layers((3, 1), m=8, schedule="interleaved")
 
 
@@ -490,7 +492,7 @@ def test_the_planner_goes_on_with_one_device_each_where_a_schedule_is_not_for_te
     profile = one_costly_layer()
     assert len(layers(True, m=8, profile=profile).plan.stages) < 4
     plan = layers(True, m=8, profile=profile, schedule="interleaved").plan
-    assert (plan.schedule, plan.teams.single) == ("interleaved-2", True)
+    assert (plan.schedule, plan.stage_replicas.is_single) == ("interleaved-2", True)
 
 
 @pytest.mark.parametrize("widths", [(3, 1), 2, True])

@@ -15,8 +15,8 @@ from tests.support.pipeline_models import cnn_linen
 
 def slices(text, process=0, device=0):
     events = json.loads(text)["traceEvents"]
-    found = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (process, device)]
-    return [(e["name"], e["ts"], e["dur"]) for e in found]
+    selected = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (process, device)]
+    return [(e["name"], e["ts"], e["dur"]) for e in selected]
 
 
 def test_rows_are_devices_and_gaps_are_waits():
@@ -71,7 +71,7 @@ def test_pipelines_have_a_timeline(schedule):
     if schedule == "interleaved":
         return  # measuring compiles each stage's programs
     measured = pipeline.timeline(measured=True)
-    actions = [[(span.stage, span.action) for span in found.spans] for found in (timeline, measured)]
+    actions = [[(span.stage, span.action) for span in line.spans] for line in (timeline, measured)]
     assert actions[0] == actions[1]
     kinds = "FIW" if schedule == "zero_bubble" else "FB"
     assert {span.action.kind.value for span in measured.spans} == set(kinds)

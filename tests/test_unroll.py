@@ -16,7 +16,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import is_differentiable, trace
 from jaxpipe.graph.split_scan import MixedRowsError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
-from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.residuals import vjp_program
 from jaxpipe.schedules import interleaved, one_f_one_b
 from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
 from tests.support.pipeline_models import (
@@ -129,8 +129,8 @@ def check(name: str, stages: int, optimizer, **options) -> None:
     for _ in range(2):
         keys = jnp.stack([pipeline.microbatch_key(state, j) for j in range(4)])
         loss, gradient, variables = plain_gradients(case, params, variables, keys, 1, 4)
-        (found, _), ours = pipeline.value_and_grad(state, case.batch)
-        assert float(found) == pytest.approx(float(loss), rel=FUSION)
+        (value, _), ours = pipeline.value_and_grad(state, case.batch)
+        assert float(value) == pytest.approx(float(loss), rel=FUSION)
         assert [x.shape for x in arrays(ours)] == [x.shape for x in arrays(gradient)]
         assert relative_l2(arrays(ours), arrays(gradient)) < FUSION
         updates, slots = jax.jit(optimizer.update)(gradient, slots, params)
@@ -172,8 +172,8 @@ def test_scans_train_in_stages_on_several_devices(name, widths):
 
 def test_inner_stages_are_alike():
     case = linen(zoo.ScannedMLP(num_layers=8, width=32), images(32, rows=64), classifier())
-    _, one, two, _ = unrolled_pipeline(case, 4)._planned.program.sections
-    assert [op.label for op in one.graph.operators] == [op.label for op in two.graph.operators]
+    _, second, third, _ = unrolled_pipeline(case, 4)._planned.program.stages
+    assert [op.label for op in second.graph.operators] == [op.label for op in third.graph.operators]
 
 
 @functools.cache
@@ -187,8 +187,8 @@ def test_stages_on_several_devices_have_their_own_layers(replicate, widths):
     pipeline = unrolled_pipeline(
         wide(64), 3, options=jaxpipe.PlanOptions(unroll_scans=True, devices_per_stage=replicate)
     )
-    assert widths in (None, pipeline.plan.teams.widths)
-    names, stages = (v.name for v in pipeline._planned.model.parameters), pipeline._planned.stages.parameters
+    assert widths in (None, pipeline.plan.stage_replicas.per_stage)
+    names, stages = (v.name for v in pipeline._planned.model.parameters), pipeline._planned.stage_placement.parameters
     home = {name: stage for name, stage in zip(names, stages, strict=True) if "Dense_0/kernel[" in name}
     assert len(home) == LAYERS and len(set(home.values())) > 1
     assert sum(len(stage.devices) for stage in pipeline.plan.stages) == 3
@@ -210,14 +210,14 @@ def test_unrolled_scans_are_planned_within_a_budget(options):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"options": jaxpipe.PlanOptions(unroll_scans=True, devices_per_stage=(2, 1))}])
 def test_unrolled_scans_train_within_a_budget(options):
-    """What is computed again may be fused in another way."""
+    """Recomputed operators may be fused in another way."""
     small, budget = within_a_budget(0.95, **options)
     assert max(small.memory_report().compiled_bytes) <= budget
     state = small.init(jax.random.key(3))
     keys = jnp.stack([small.microbatch_key(state, j) for j in range(4)])
     loss, gradient, _ = plain_gradients(wide(), *wide().start(jax.random.key(3)), keys, 1, 4)
-    (found, _), ours = small.value_and_grad(state, wide().batch)
-    assert float(found) == pytest.approx(float(loss), rel=FUSION)
+    (value, _), ours = small.value_and_grad(state, wide().batch)
+    assert float(value) == pytest.approx(float(loss), rel=FUSION)
     assert relative_l2(arrays(ours), arrays(gradient)) < FUSION
 
 
@@ -254,15 +254,15 @@ def test_unrolled_programs_compute_and_differentiate_as_the_scan_does(rows, reve
     cuts = groups_of_rows(5, rows)
     inputs, outputs = Stacks((cuts, cuts, None, None)), Stacks((None, cuts))
     graph = split_rows(trace(lambda *xs: list(run(*xs)), *operands), inputs, outputs)
-    built = stages.build(graph, [t for t in graph.inputs if is_differentiable(graph.tensors[t].aval)])
+    built = vjp_program.build(graph, [t for t in graph.inputs if is_differentiable(graph.tensors[t].aval)])
     with jax.disable_jit():
         expected, pullback = jax.vjp(run, *operands)
         seeds = jnp.float32(1), jnp.ones((5, 3))
         gradients = pullback(seeds)
-        found, stash = stages.forward(built, inputs.split(operands))
+        pieces, stash = vjp_program.forward(built, inputs.split(operands))
         known = [dict(zip(graph.inputs, inputs.split(operands), strict=True))[t] for t in built.parameters]
-        ours = stages.backward(built, known, stash, outputs.split(seeds))
-    results = outputs.join(found), inputs.join(ours)
+        ours = vjp_program.backward(built, known, stash, outputs.split(seeds))
+    results = outputs.join(pieces), inputs.join(ours)
     if rows == 1:
         assert_same_bits(results, (list(expected), list(gradients)))
     # Several iterations stay a scan, which is compiled as one program: XLA fuses its operators.
@@ -311,10 +311,10 @@ def test_updates_of_pieces_are_those_of_whole_parameters(name):
     cuts = Stacks(tuple(groups_of_rows(5, 2) if x.shape[:1] == (5,) else None for x in leaves))
     after = Stacks(cuts.bounds[: len(STACK)] + cuts.bounds[2 * len(STACK) :])
     graph = split_rows(trace(update, *leaves), cuts, after)
-    found = after.join(graph.evaluate(cuts.split(leaves)))
+    joined = after.join(graph.evaluate(cuts.split(leaves)))
     expected = update(*leaves)
-    assert [x.shape for x in found] == [x.shape for x in expected]
-    assert relative_l2(found, expected) < FUSION
+    assert [x.shape for x in joined] == [x.shape for x in expected]
+    assert relative_l2(joined, expected) < FUSION
     made_of_inputs = set(graph.inputs)
     sizes = []
     for op in graph.operators:
@@ -369,9 +369,9 @@ def test_checkpoints_go_from_unrolled_stages_to_whole_scans_and_back(tmp_path):
     cut.save(state, tmp_path / "cut")
     plain = jaxpipe.checkpoint.load(tmp_path / "cut")
     assert_same_bits(jax.tree.leaves(plain.variables), jax.tree.leaves(expected))
-    there = whole.restore(tmp_path / "cut")
-    assert_same_bits(whole.parameters(there), expected)
-    whole.save(there, tmp_path / "whole")
+    restored = whole.restore(tmp_path / "cut")
+    assert_same_bits(whole.parameters(restored), expected)
+    whole.save(restored, tmp_path / "whole")
     back = cut.restore(tmp_path / "whole")
     assert_same_bits(arrays([back.parameters, back.optimizer]), arrays([state.parameters, state.optimizer]))
 

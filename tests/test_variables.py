@@ -81,18 +81,18 @@ def without_random(pure):
 )
 def test_nnx_variables_in_any_tree(layered, tree_of):
     module = Layers(nnx.Rngs(7))
-    found = layered.parameters(layered.init(KEY, variables=tree_of(module)))
+    parameters = layered.parameters(layered.init(KEY, variables=tree_of(module)))
     wanted = nnx.state(module, nnx.Not(nnx.RngState))
-    assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(wanted))
+    assert_same_bits(jax.tree.leaves(parameters), jax.tree.leaves(wanted))
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("wrap", [lambda v: v, freeze, lambda v: Net().bind(v)], ids=["dict", "frozen", "bound"])
 def test_linen_variables_in_any_tree(net, wrap):
     variables = Net().init(jax.random.key(7), X)
-    found = net.parameters(net.init(KEY, variables=wrap(variables)))
-    assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(variables))
-    assert jax.tree.structure(found) == jax.tree.structure(variables)
+    parameters = net.parameters(net.init(KEY, variables=wrap(variables)))
+    assert_same_bits(jax.tree.leaves(parameters), jax.tree.leaves(variables))
+    assert jax.tree.structure(parameters) == jax.tree.structure(variables)
 
 
 @pytest.mark.core
@@ -102,18 +102,18 @@ def test_linen_parameters_without_their_level(planned):
     module = nn.Sequential([nn.Dense(4), nn.Dense(2)])
     variables = module.init(jax.random.key(7), X)
     pipeline = pipeline_of(module, X if planned else None)
-    found = pipeline.parameters(pipeline.init(KEY, X, variables=freeze(variables["params"])))
-    assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(variables))
-    assert jax.tree.structure(found) == jax.tree.structure(variables)
+    parameters = pipeline.parameters(pipeline.init(KEY, X, variables=freeze(variables["params"])))
+    assert_same_bits(jax.tree.leaves(parameters), jax.tree.leaves(variables))
+    assert jax.tree.structure(parameters) == jax.tree.structure(variables)
 
 
 @pytest.mark.parametrize("boxed", [True, False], ids=["boxed-model", "boxed-variables"])
 def test_boxes_around_arrays_are_no_part_of_their_path(boxed):
     pipeline = pipeline_of(Net(boxed))
     variables = Net(not boxed).init(jax.random.key(7), X)
-    found = pipeline.parameters(pipeline.init(KEY, variables=variables))
-    assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(variables))
-    assert isinstance(found["params"]["Dense_1"]["kernel"], nn.Partitioned) == boxed
+    parameters = pipeline.parameters(pipeline.init(KEY, variables=variables))
+    assert_same_bits(jax.tree.leaves(parameters), jax.tree.leaves(variables))
+    assert isinstance(parameters["params"]["Dense_1"]["kernel"], nn.Partitioned) == boxed
 
 
 def test_a_functions_variables_without_what_wraps_them():
@@ -121,8 +121,8 @@ def test_a_functions_variables_without_what_wraps_them():
     model = jax.tree_util.Partial(lambda w, x: jnp.tanh(x @ w["a"]) @ w["b"], weights)
     pipeline = pipeline_of(model)
     other = jax.tree.map(lambda x: x + 1, weights)
-    found = pipeline.parameters(pipeline.init(KEY, variables=other))
-    assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(other))
+    parameters = pipeline.parameters(pipeline.init(KEY, variables=other))
+    assert_same_bits(jax.tree.leaves(parameters), jax.tree.leaves(other))
 
 
 def test_variables_that_do_not_fit_are_listed(layered, net):

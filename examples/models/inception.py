@@ -40,8 +40,8 @@ class InceptionBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        one, reduce3, three, reduce5, five, project = self.channels
-        a = nn.relu(nn.Conv(one, (1, 1))(x))
+        pointwise, reduce3, three, reduce5, five, project = self.channels
+        a = nn.relu(nn.Conv(pointwise, (1, 1))(x))
         b = nn.relu(nn.Conv(reduce3, (1, 1))(x))
         b = nn.relu(nn.Conv(three, (3, 3))(b))
         c = nn.relu(nn.Conv(reduce5, (1, 1))(x))
@@ -69,9 +69,9 @@ class Inception(nn.Module):
         for i, stage in enumerate(self.stages):
             if i > 0:
                 x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
-            for one, reduce3, three, reduce5, five, project in stage:
+            for pointwise, reduce3, three, reduce5, five, project in stage:
                 scaled = (
-                    one * self.width // 64,
+                    pointwise * self.width // 64,
                     reduce3 * self.width // 64,
                     three * self.width // 64,
                     reduce5 * self.width // 64,

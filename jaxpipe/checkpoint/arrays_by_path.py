@@ -24,10 +24,10 @@ def leaf_paths(structure: Any) -> list[Path]:
       [('dense', '0'), ('dense', '1'), ('scale',)]
     """
     numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
-    found: list[Path] = [()] * structure.num_leaves
+    paths: list[Path] = [()] * structure.num_leaves
     for path, k in jax.tree_util.tree_flatten_with_path(_pure(numbered))[0]:
-        found[k] = tuple(str(getattr(p, "key", getattr(p, "idx", getattr(p, "name", p)))) for p in path)
-    return found
+        paths[k] = tuple(str(getattr(p, "key", getattr(p, "idx", getattr(p, "name", p)))) for p in path)
+    return paths
 
 
 def _pure(tree: Any) -> Any:
@@ -57,10 +57,10 @@ def nest(leaves: Mapping[Path, Any]) -> Any:
 
 def pick(tree: Any, paths: Sequence[Path]) -> list[Any]:
     """The leaves of nested dictionaries at some paths."""
-    found = []
+    leaves = []
     for path in paths:
         inner = tree
         for key in path:
             inner = inner[key]
-        found.append(inner)
-    return found
+        leaves.append(inner)
+    return leaves

@@ -43,7 +43,7 @@ class Checkpointer:
 
     Args:
       pipeline: whose states are saved.
-      directory: where to; made if it is not there. One run has one directory.
+      directory: where to save; created if it does not exist. One run has one directory.
       every: steps between two checkpoints.
       keep: how many of the last checkpoints are kept; None for all.
 
@@ -85,16 +85,16 @@ class Checkpointer:
         """The state of the last checkpoint, or of one step, and the ``data`` saved with it.
 
         Returns:
-          None if there is no checkpoint at all and no step was asked for.
+          None if the directory has no checkpoint and ``step`` is None.
 
         Raises:
           CheckpointError: as ``Pipeline.restore``.
         """
         self._writer.wait()
-        there = multihost.from_first(lambda: self.steps)
-        if step is None and not there:
+        steps = multihost.from_first(lambda: self.steps)
+        if step is None and not steps:
             return None
-        saved = multihost.on_all(lambda: open_checkpoint(self._writer.directory, there[-1] if step is None else step))
+        saved = multihost.on_all(lambda: open_checkpoint(self._writer.directory, steps[-1] if step is None else step))
         state = put(self._pipeline._runtime, saved)
         self._step = self._saved = saved.step
         return state, saved.data

@@ -70,10 +70,10 @@ def describe(contents: Contents) -> dict[str, dict[Path, Leaf]]:
     items = [(group, path, x) for group, arrays in contents.arrays.items() for path, x in arrays.items()]
     with ThreadPoolExecutor() as pool:
         leaves = list(pool.map(leaf, items))
-    found: dict[str, dict[Path, Leaf]] = {group: {} for group in contents.arrays}
+    described_leaves: dict[str, dict[Path, Leaf]] = {group: {} for group in contents.arrays}
     for (group, path, _), described in zip(items, leaves, strict=True):
-        found[group][path] = described
-    return found
+        described_leaves[group][path] = described
+    return described_leaves
 
 
 def checksum(x: np.ndarray) -> int:
@@ -98,7 +98,7 @@ def is_key(x: Any) -> bool:
 
 
 def differences(saved: Mapping[Path, Leaf], wanted: Mapping[Path, Leaf], owner: str) -> str | None:
-    """In words, the first leaves in which a checkpoint differs from what its reader has; None if there are none.
+    """Describe the first leaves in which a checkpoint differs from its reader's; return None if all agree.
 
     Example:
       >>> differences({("w",): Leaf((2,), "float32")}, {("w",): Leaf((3,), "float32")}, "the model")
@@ -113,8 +113,10 @@ def differences(saved: Mapping[Path, Leaf], wanted: Mapping[Path, Leaf], owner: 
             extra.append(f"{name} ({saved[path]}) is only in the checkpoint")
         elif str(saved[path]) != str(wanted[path]):
             other.append(f"{name} is {saved[path]} in the checkpoint, {wanted[path]} in {owner}")
-    found = [text for texts in itertools.zip_longest(other, missing, extra) for text in texts if text]  # some of each
-    if not found:
+    sentences = [
+        text for texts in itertools.zip_longest(other, missing, extra) for text in texts if text
+    ]  # some of each
+    if not sentences:
         return None
-    rest = len(found) - _NAMED
-    return "; ".join(found[:_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
+    rest = len(sentences) - _NAMED
+    return "; ".join(sentences[:_NAMED]) + (f"; and {rest} more" if rest > 0 else "")

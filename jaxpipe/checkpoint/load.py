@@ -45,7 +45,8 @@ def load(directory: Any, *, step: int | None = None, variables: Any = None, opti
       The checkpoint. Random streams of an NNX module are not in it: pass its variables to ``nnx.update``.
 
     Raises:
-      CheckpointError: if there is none, it is damaged, or has other arrays than ``variables`` or ``optimizer_state``.
+      CheckpointError: if the checkpoint is missing, damaged, or has other arrays than ``variables`` or
+        ``optimizer_state``.
 
     Example:
       >>> import jax.numpy as jnp, jaxpipe, optax, tempfile
@@ -78,5 +79,5 @@ def _tree(saved: Saved, group: str, like: Any, name: str) -> Any:
     leaves, structure = jax.tree.flatten(like)
     paths = leaf_paths(structure)
     check(saved, group, expected(paths, leaves), name)
-    found = read(saved, {group: paths})[group]
-    return jax.tree.unflatten(structure, [typed(x, leaf.dtype) for x, leaf in zip(found, leaves, strict=True)])
+    arrays = read(saved, {group: paths})[group]
+    return jax.tree.unflatten(structure, [typed(x, leaf.dtype) for x, leaf in zip(arrays, leaves, strict=True)])

@@ -46,14 +46,14 @@ class _Part:
 
 
 def _names(planned: ExecutablePlan) -> _Names:
-    model = planned.model.own
+    model = planned.model.original
     count, total = len(model.parameters), len(model.parameters) + len(model.state)
     numbered = model.variable_tree(list(range(count)), list(range(count, total)))
-    found = dict(zip(jax.tree.leaves(numbered), leaf_paths(jax.tree.structure(numbered)), strict=True))
+    path_of = dict(zip(jax.tree.leaves(numbered), leaf_paths(jax.tree.structure(numbered)), strict=True))
     return _Names(
-        tuple(found[k] for k in range(count)),
-        tuple(found[k] for k in range(count, total)),
-        tuple(leaf_paths(jax.tree.structure(planned.update.colored.state_shape))),
+        tuple(path_of[k] for k in range(count)),
+        tuple(path_of[k] for k in range(count, total)),
+        tuple(leaf_paths(jax.tree.structure(planned.update.by_stage.state_shape))),
     )
 
 
@@ -75,7 +75,7 @@ def take(runtime: Runtime, state: TrainState, data: Any = None) -> Contents | No
         return None
     of_parameters, of_state = planned.model.stacks
     parameters, variables = of_parameters.join(arrays.parameters), of_state.join(arrays.variables)
-    optimizer = planned.update.colored.state_stacks.join(arrays.optimizer)
+    optimizer = planned.update.by_stage.state_stacks.join(arrays.optimizer)
     return Contents(
         step=int(state.step),
         skipped=int(state.skipped),
@@ -114,9 +114,9 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
       CheckpointError: if the checkpoint is of another model or optimizer, or is damaged.
     """
     planned = runtime.planned
-    names, colored, exchange = _names(planned), planned.update.colored, planned.update.exchange
+    names, by_stage, exchange = _names(planned), planned.update.by_stage, planned.update.exchange
     check(saved, VARIABLES, _variable_leaves(planned, names), "the model")
-    check(saved, OPTIMIZER, expected(names.optimizer, jax.tree.leaves(colored.state_shape)), "the optimizer")
+    check(saved, OPTIMIZER, expected(names.optimizer, jax.tree.leaves(by_stage.state_shape)), "the optimizer")
     has_residuals = bool(saved.leaves[RESIDUALS])
     if has_residuals and exchange is None:
         warnings.warn(
@@ -125,8 +125,8 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
             stacklevel=4,
         )
     parts, common = multihost.on_all(lambda: _read_stages(runtime, saved, names, has_residuals))
-    shared = [k for k, owner in enumerate(colored.state_stage) if owner is None]
-    values = [typed(x, colored.state_avals[k].dtype) for k, x in zip(shared, common, strict=True)]
+    shared = [k for k, owner in enumerate(by_stage.state_stage) if owner is None]
+    values = [typed(x, by_stage.state_avals[k].dtype) for k, x in zip(shared, common, strict=True)]
     return runtime.assemble(parts, CommonArrays(values, saved.key, np.int32(saved.step), np.int32(saved.skipped)))
 
 
@@ -135,19 +135,19 @@ def _read_stages(
 ) -> tuple[dict[int, Any], list[np.ndarray]]:
     """The parts of this process's places, and the optimizer state that all stages share."""
     planned, parts = runtime.planned, {}
-    colored, exchange = planned.update.colored, planned.update.exchange
+    by_stage, exchange = planned.update.by_stage, planned.update.exchange
     for place in runtime.places:
         every = runtime.devices_of(place)
         if not multihost.mine(every):
             continue
         parameters, variables = planned.placement.held_by(place)
-        own = [k for k, owner in enumerate(colored.state_stage) if owner == place]
-        stacks = *planned.model.stacks, colored.state_stacks
+        slot_numbers = [k for k, owner in enumerate(by_stage.state_stage) if owner == place]
+        stacks = *planned.model.stacks, by_stage.state_stacks
         paths = names.parameters, names.state, names.optimizer
         of_parameters, of_state, of_optimizer = (
             [_Part(group, leaves[cuts.leaf_of[k]], cuts.rows_of[k]) for k in pieces]
             for group, leaves, cuts, pieces in zip(
-                (VARIABLES, VARIABLES, OPTIMIZER), paths, stacks, (parameters, variables, own), strict=True
+                (VARIABLES, VARIABLES, OPTIMIZER), paths, stacks, (parameters, variables, slot_numbers), strict=True
             )
         )
         held = [part.path for part in of_parameters]
@@ -156,21 +156,21 @@ def _read_stages(
             OPTIMIZER: list(dict.fromkeys(part.path for part in of_optimizer)),
             RESIDUALS: held if has_residuals and exchange is not None else [],
         }
-        found = read(saved, wanted)
-        leaves = {group: dict(zip(wanted[group], found[group], strict=True)) for group in (VARIABLES, OPTIMIZER)}
+        arrays = read(saved, wanted)
+        leaves = {group: dict(zip(wanted[group], arrays[group], strict=True)) for group in (VARIABLES, OPTIMIZER)}
         parameters, variables, slots = (
             [x.of(leaves[x.group]) for x in group] for group in (of_parameters, of_state, of_optimizer)
         )
-        residuals = [_spread(x, len(every)) for x in found[RESIDUALS]]
+        residuals = [_spread(x, len(every)) for x in arrays[RESIDUALS]]
         parts[place] = runtime.stage_part(place, StageArrays(parameters, variables, slots, residuals))
-    leaf_of = colored.state_stacks.leaf_of
-    shared = [names.optimizer[leaf_of[k]] for k, owner in enumerate(colored.state_stage) if owner is None]
+    leaf_of = by_stage.state_stacks.leaf_of
+    shared = [names.optimizer[leaf_of[k]] for k, owner in enumerate(by_stage.state_stage) if owner is None]
     return parts, read(saved, {OPTIMIZER: shared})[OPTIMIZER]
 
 
 def _variable_leaves(planned: ExecutablePlan, names: _Names) -> Any:
-    own = planned.model.own
-    avals = [v.aval for v in (*own.parameters, *own.state)]
+    model = planned.model.original
+    avals = [v.aval for v in (*model.parameters, *model.state)]
     return expected((*names.parameters, *names.state), avals)
 
 

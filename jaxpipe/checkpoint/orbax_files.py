@@ -75,7 +75,7 @@ class Writer:
     Of several processes the first one writes; all call the methods, and what fails there fails in all.
 
     Args:
-      directory: made if it is not there.
+      directory: created if it does not exist.
       keep: how many to keep; None for all.
 
     Raises:
@@ -221,16 +221,16 @@ def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
       step: which; left out: the last.
 
     Raises:
-      CheckpointError: if it is not there, is damaged, or is not one of jaxpipe's.
+      CheckpointError: if the checkpoint is missing, damaged, or not one of jaxpipe's.
     """
-    there = steps(directory)
-    if not there:
+    saved_steps = steps(directory)
+    if not saved_steps:
         raise CheckpointError(f"directory={str(directory)!r} has no checkpoint; it must be one that was saved to.")
-    if step is not None and step not in there:
+    if step is not None and step not in saved_steps:
         raise CheckpointError(
-            f"directory={str(directory)!r} has no checkpoint of step={step}, only of {_listed(there)}."
+            f"directory={str(directory)!r} has no checkpoint of step={step}, only of {_listed(saved_steps)}."
         )
-    folder = FilePath(directory).absolute() / str(there[-1] if step is None else step)
+    folder = FilePath(directory).absolute() / str(saved_steps[-1] if step is None else step)
     try:
         about = _unsealed(json.loads((folder / _ABOUT / "metadata").read_text()))
         if about["format"] > FORMAT:
@@ -269,7 +269,7 @@ def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[n
     leaves: dict[Path, Leaf] = {(g, *path): saved.leaves[g][path] for g, paths in wanted.items() for path in paths}
     stored = {path: leaf for path, leaf in leaves.items() if math.prod(leaf.shape)}
     # What has no bytes is not on disk.
-    found = {path: np.zeros(leaf.shape, _dtype(leaf)) for path, leaf in leaves.items() if path not in stored}
+    arrays = {path: np.zeros(leaf.shape, _dtype(leaf)) for path, leaf in leaves.items() if path not in stored}
     if stored:
         tree = nest(dict.fromkeys(stored, 0))
         asked = nest(dict.fromkeys(stored, ocp.RestoreArgs(restore_type=np.ndarray)))
@@ -279,16 +279,16 @@ def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[n
             handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
             with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
                 restored = reader.restore(saved.folder / _ARRAYS, args=args)
-            found |= zip(stored, map(np.asarray, pick(restored, list(stored))), strict=True)
+            arrays |= zip(stored, map(np.asarray, pick(restored, list(stored))), strict=True)
         except Exception as error:  # whatever orbax and tensorstore say of files that are not theirs
             reason = str(error).splitlines()[0][:300] if str(error) else ""
             raise damaged(saved.folder, f"its arrays cannot be read ({type(error).__name__}: {reason})") from error
-    wrong = [path for path, x in found.items() if not _is_written(x, leaves[path])]
+    wrong = [path for path, x in arrays.items() if not _is_written(x, leaves[path])]
     if wrong:
         names = ", ".join("/".join(path) for path in wrong[:4])
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise damaged(saved.folder, f"{names}{more} do not have the values that were saved")
-    whole = nest(found)
+    whole = nest(arrays)
     return {g: pick(whole.get(g), paths) for g, paths in wanted.items()}
 
 
@@ -330,10 +330,10 @@ def _about(contents: Contents) -> dict[str, Any]:
     }
 
 
-def _unsealed(found: dict[str, Any]) -> dict[str, Any]:
-    if _crc_of_json(found["about"]) != found["crc32"]:
+def _unsealed(sealed: dict[str, Any]) -> dict[str, Any]:
+    if _crc_of_json(sealed["about"]) != sealed["crc32"]:
         raise ValueError("its checksum is another")
-    return found["about"]
+    return sealed["about"]
 
 
 def _crc_of_json(about: Any) -> int:

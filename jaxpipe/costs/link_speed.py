@@ -71,11 +71,11 @@ def measure_host_links(
     All devices of a process are measured at once, and in both directions: that is how a step uses links that devices of
     one machine may share.
     """
-    own = [device for device in devices if _is_mine(device)]
+    local_devices = [device for device in devices if _is_mine(device)]
     sizes = sorted(set(sizes))
     mine = np.full((len(devices), len(sizes)), np.nan)
     for k, size in enumerate(sizes):
-        mine[[_is_mine(device) for device in devices], k] = _host_seconds(own, size, repeats)
+        mine[[_is_mine(device) for device in devices], k] = _host_seconds(local_devices, size, repeats)
     latency, bandwidth = zip(*(fit_link(sizes, seconds) for seconds in _slowest(mine)), strict=True)
     return bandwidth, latency
 
@@ -156,11 +156,11 @@ def _exchange_seconds(first: Any, second: Any, size: int, repeats: int) -> float
 
 def _host_seconds(devices: Sequence[Any], size: int, repeats: int) -> float:
     """Until all of some devices have sent ``size`` bytes to the host and got as many from there."""
-    here = [SingleDeviceSharding(device) for device in devices]
-    there = [one.with_memory_kind("pinned_host") for one in here]
+    on_devices = [SingleDeviceSharding(device) for device in devices]
+    on_host = [sharding.with_memory_kind("pinned_host") for sharding in on_devices]
     data = [np.zeros(size, np.uint8)] * len(devices)
-    held = jax.device_put([*data, *data], [*here, *there])
-    return best_seconds(lambda: jax.device_put(held, [*there, *here]), repeats)
+    held = jax.device_put([*data, *data], [*on_devices, *on_host])
+    return best_seconds(lambda: jax.device_put(held, [*on_host, *on_devices]), repeats)
 
 
 def _product_seconds(device: Any, repeats: int) -> float:

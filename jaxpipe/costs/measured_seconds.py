@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from jaxpipe.costs.device_rates import rates_of
-from jaxpipe.costs.operator_groups import Program, cut_groups, group_stage, stage_programs
+from jaxpipe.costs.operator_groups import Program, cut_groups, group_programs, group_vjp
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.costs.timing import Timing, on_device, time_program
-from jaxpipe.residuals.backward_graph import Linearization
+from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.text.progress import progress, track
 
 
@@ -21,7 +21,7 @@ _KEY_NUMBER = re.compile(r"(?<=dense<)\d+(?=> : tensor<ui32>)")
 
 
 @progress("Profiling the operators")
-def measure(linearization: Linearization, device: Any, *, held: Iterable[int] = ()) -> Profile:
+def measure(backward_graph: BackwardGraph, device: Any, *, held: Iterable[int] = ()) -> Profile:
     """Compile and run the operators of a program in groups, each group's forward and backward program by itself.
 
     Groups whose programs are equal are run once. The seconds of a group are those of its program less what it takes to
@@ -33,8 +33,8 @@ def measure(linearization: Linearization, device: Any, *, held: Iterable[int] = 
       held: inputs that are kept alive anyway (tensor numbers).
     """
     held = tuple(held)
-    estimate = analytic(linearization, rates_of(device), held=held, device_kind=device.device_kind)
-    groups = cut_groups(linearization.source, estimate.seconds)
+    estimate = analytic(backward_graph, rates_of(device), held=held, device_kind=device.device_kind)
+    groups = cut_groups(backward_graph.source, estimate.seconds)
     stopwatch = Stopwatch(device)
     columns: dict[str, list[float]] = {
         name: [] for name in ("forward_seconds", "forward_spread", "backward_seconds", "backward_spread")
@@ -44,10 +44,10 @@ def measure(linearization: Linearization, device: Any, *, held: Iterable[int] = 
             "forward": estimate.forward_seconds[group.start : group.stop],
             "backward": estimate.backward_seconds[group.start : group.stop],
         }
-        if any(linearization.source.operators[k].has_effects for k in group):
+        if any(backward_graph.source.operators[k].has_effects for k in group):
             timings = [Timing(sum(share), 0.0) for share in shares.values()]
         else:
-            timings = [stopwatch.time(p) for p in stage_programs(group_stage(linearization, group, held))]
+            timings = [stopwatch.time(p) for p in group_programs(group_vjp(backward_graph, group, held))]
         timings += [Timing(0.0, 0.0)] * (len(shares) - len(timings))
         for (name, share), timing in zip(shares.items(), timings, strict=True):
             columns[f"{name}_seconds"] += _split(timing.median, share)

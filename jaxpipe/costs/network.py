@@ -62,9 +62,9 @@ class Network:
         if latency.shape != bandwidth.shape:
             raise PartitionError(f"latency_seconds is for {len(latency)} devices, the bandwidth for {count}.")
         _check_linked(bandwidth, "device")
-        settle = object.__setattr__
-        settle(self, "bandwidth_bytes_per_second", tuple(map(tuple, bandwidth.tolist())))
-        settle(self, "latency_seconds", tuple(map(tuple, latency.tolist())))
+        set_field = object.__setattr__
+        set_field(self, "bandwidth_bytes_per_second", tuple(map(tuple, bandwidth.tolist())))
+        set_field(self, "latency_seconds", tuple(map(tuple, latency.tolist())))
         rates = ("speed", 1.0), ("memory_bytes", math.inf), ("host_bandwidth_bytes_per_second", PCIE_3_X16)
         for field, default in rates:
             values = tuple(float(v) for v in getattr(self, field)) or (default,) * count
@@ -73,18 +73,18 @@ class Network:
                     f"{field} is {values}; it needs a positive number for each of {count} devices, between 2**-63 and "
                     "2**63."
                 )
-            settle(self, field, values)
+            set_field(self, field, values)
         given = np.array(self.host_latency_seconds, np.float64)
         if given.shape not in ((), (count,)) or not np.all((given >= 0) & (given < LARGEST)):
             raise PartitionError(
                 f"host_latency_seconds is {self.host_latency_seconds}; it needs a finite number that is not negative "
                 f"for each of {count} devices, or one for all."
             )
-        settle(self, "host_latency_seconds", tuple(np.broadcast_to(given, count).tolist()))
+        set_field(self, "host_latency_seconds", tuple(np.broadcast_to(given, count).tolist()))
         names = tuple(map(str, self.names)) or tuple(f"device {k}" for k in range(count))
         if len(names) != count:
             raise PartitionError(f"names has {len(names)} entries for {count} devices.")
-        settle(self, "names", names)
+        set_field(self, "names", names)
 
     @property
     def num_devices(self) -> int:

@@ -3,19 +3,19 @@
 from collections.abc import Iterable
 
 from jaxpipe.costs.profile import Edge, Profile
-from jaxpipe.residuals.backward_graph import Linearization
-from jaxpipe.residuals.choose_formats import Choices
+from jaxpipe.residuals.backward_graph import BackwardGraph
+from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.residuals.stored_formats import stored_bytes
 
 
-def count_costs(linearization: Linearization, plan: Choices, held: Iterable[int] = ()) -> Profile:
+def count_costs(backward_graph: BackwardGraph, plan: ResidualPlan, held: Iterable[int] = ()) -> Profile:
     """A profile of a program without seconds.
 
     Args:
-      linearization: the program and what its backward pass needs.
+      backward_graph: the program and what its backward pass needs.
       held: inputs that are kept alive anyway (tensor numbers): they are no residuals.
     """
-    graph = linearization.source
+    graph = backward_graph.source
     position = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
     size = [tensor.bytes for tensor in graph.tensors]
     nothing = [0.0] * len(graph.operators)
@@ -35,20 +35,20 @@ def count_costs(linearization: Linearization, plan: Choices, held: Iterable[int]
         forward_seconds=tuple(nothing),
         backward_seconds=tuple(nothing),
         parameter_bytes=tuple(parameter_bytes),
-        residual_bytes=tuple(_residual_bytes(linearization, plan, frozenset(held))),
+        residual_bytes=tuple(_residual_bytes(backward_graph, plan, frozenset(held))),
         edges=tuple(edges),
     )
 
 
-def homes(linearization: Linearization) -> dict[int, int]:
+def homes(backward_graph: BackwardGraph) -> dict[int, int]:
     """The operator of the source graph that each tensor of the forward pass counts for.
 
     What the derivative of an operator adds to the forward pass (a mask, positions in a window), and inputs of the
     program, count for the operator whose backward step needs them.
     """
-    graph = linearization.graph
-    home = {t: k for k, op in enumerate(linearization.source.operators) for t in op.outputs}
-    for step in linearization.backward:
+    graph = backward_graph.graph
+    home = {t: k for k, op in enumerate(backward_graph.source.operators) for t in op.outputs}
+    for step in backward_graph.steps:
         for t in step.needs:
             home.setdefault(t, home[step.cotangents_in[0]])
     for op in reversed(graph.operators):
@@ -57,11 +57,11 @@ def homes(linearization: Linearization) -> dict[int, int]:
     return home
 
 
-def _residual_bytes(linearization: Linearization, plan: Choices, held: frozenset[int]) -> list[float]:
+def _residual_bytes(backward_graph: BackwardGraph, plan: ResidualPlan, held: frozenset[int]) -> list[float]:
     """Bytes that a storage plan keeps of each operator's results."""
-    home = homes(linearization)
-    total = [0.0] * len(linearization.source.operators)
+    home = homes(backward_graph)
+    total = [0.0] * len(backward_graph.source.operators)
     for t in plan.stored:
         if t not in held:
-            total[home[t]] += stored_bytes(linearization.graph.tensors[t], plan.forms[t])
+            total[home[t]] += stored_bytes(backward_graph.graph.tensors[t], plan.formats[t])
     return total

@@ -12,10 +12,10 @@ from typing import Any
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.op_cost import is_product, weight
-from jaxpipe.residuals import stage_programs as stages
-from jaxpipe.residuals.backward_graph import Linearization
-from jaxpipe.residuals.stage_programs import Stage
-from jaxpipe.residuals.stored_formats import Storage
+from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.backward_graph import BackwardGraph
+from jaxpipe.residuals.stored_formats import Format
+from jaxpipe.residuals.vjp_program import VJPProgram
 
 
 #: A group takes at least this share of the estimated time, so that there are not more than about as many.
@@ -54,24 +54,24 @@ class Program:
     arguments: tuple[Any, ...]
 
 
-def group_stage(linearization: Linearization, operators: range, held: Sequence[int] = ()) -> Stage:
-    """A group as a stage.
+def group_vjp(backward_graph: BackwardGraph, operators: range, held: Sequence[int] = ()) -> VJPProgram:
+    """Return the forward and the backward program of a group.
 
     Args:
       held: inputs of the whole program that are kept alive anyway.
     """
-    graph = linearization.source
+    graph = backward_graph.source
     section = graph.section(operators.start, operators.stop)
-    made = {t for op in section.operators for t in op.outputs}
+    written = {t for op in section.operators for t in op.outputs}
     read = {t for op in section.operators for t in op.inputs}
     section = replace(
         section,
         inputs=tuple(t for t in section.inputs if t in read),
-        outputs=tuple(t for t in section.outputs if t in made),
+        outputs=tuple(t for t in section.outputs if t in written),
     )
-    moving = {t for step in linearization.backward for t in (*step.cotangents_in, *step.cotangents_out)}
+    moving = {t for step in backward_graph.steps for t in (*step.cotangents_in, *step.cotangents_out)}
     # An input of the group is stored once, whoever needs it; often it is the result of the product before it.
-    return stages.build(
+    return vjp_program.build(
         section,
         [t for t in section.inputs if t in moving],
         held=[*held, *section.inputs],
@@ -79,42 +79,42 @@ def group_stage(linearization: Linearization, operators: range, held: Sequence[i
     )
 
 
-def stage_programs(stage: Stage) -> Iterator[Program]:
+def group_programs(vjp: VJPProgram) -> Iterator[Program]:
     """The forward program, and the backward program if there is one.
 
-    What is stored as it is, and is an operand or a result of the stage anyway, is not written a second time.
+    What is stored as it is, and is an operand or a result of the vjp anyway, is not written a second time.
     """
-    graph, source, stored = stage.graph, stage.linearization.source, stage.storage.stored
-    there = {*graph.inputs, *graph.outputs}
-    shared = [t for t in stored if t in there and stage.storage.forms[t].storage is Storage.KEEP]
-    own = [t for t in stored if t not in shared]
+    graph, source, stored = vjp.graph, vjp.backward_graph.source, vjp.plan.stored
+    boundary = {*graph.inputs, *graph.outputs}
+    shared = [t for t in stored if t in boundary and vjp.plan.formats[t].format is Format.KEEP]
+    encoded_tensors = [t for t in stored if t not in shared]
 
     def forward(*inputs: Any) -> Any:
-        outputs, stash = stages.forward(stage, inputs)
+        outputs, stash = vjp_program.forward(vjp, inputs)
         parts = dict(zip(stored, stash, strict=True))
-        return outputs, [parts[t] for t in own]
+        return outputs, [parts[t] for t in encoded_tensors]
 
     yield Program(forward, tuple(graph.tensors[t].aval for t in graph.inputs))
-    if not stage.linearization.backward:
+    if not vjp.backward_graph.steps:
         return
-    received = {t for step in stage.linearization.backward for t in step.cotangents_in}
+    received = {t for step in vjp.backward_graph.steps for t in step.cotangents_in}
     seeds = [k for k, t in enumerate(source.outputs) if t in received]
 
     def backward(parameters: Any, values: Any, encoded: Any, cotangents: Any) -> Any:
         parts = {t: (value,) for t, value in zip(shared, values, strict=True)}
-        parts.update(zip(own, encoded, strict=True))
+        parts.update(zip(encoded_tensors, encoded, strict=True))
         given: list[Any] = [None] * len(source.outputs)
         for k, cotangent in zip(seeds, cotangents, strict=True):
             given[k] = cotangent
-        return stages.backward(stage, parameters, [parts[t] for t in stored], given, fenced=True)
+        return vjp_program.backward(vjp, parameters, [parts[t] for t in stored], given, fenced=True)
 
-    avals = dict(zip(stored, stage.stash_avals, strict=True))
+    avals = dict(zip(stored, vjp.stash_avals, strict=True))
     yield Program(
         backward,
         (
-            [graph.tensors[t].aval for t in stage.parameters],
+            [graph.tensors[t].aval for t in vjp.parameters],
             [graph.tensors[t].aval for t in shared],
-            [avals[t] for t in own],
+            [avals[t] for t in encoded_tensors],
             [source.tensors[source.outputs[k]].aval.to_tangent_aval() for k in seeds],
         ),
     )

@@ -74,16 +74,16 @@ def read(path: str | os.PathLike[str]) -> Profile:
 
 def _costs(text: str, where: str) -> dict[str, float]:
     given = dict(re.findall(r"(\w+)=(\[.*?\]|[^,]*)", text))
-    found = {}
+    costs = {}
     for field in _FIELDS:
         parts = given.get(field, "").strip("[] ").split(";")
         try:
-            found[field] = sum(map(float, parts))
+            costs[field] = sum(map(float, parts))
         except ValueError:
             raise PartitionError(
                 f"{where}: {field} is {given.get(field)!r:.80}; it must be a number or [a; b]."
             ) from None
-    return found
+    return costs
 
 
 def _sorted(names: list[str], edges: list[tuple[str, str]], path: Path) -> list[str]:

@@ -36,7 +36,7 @@ class Profile:
       forward_seconds, backward_seconds: time of each.
       parameter_bytes: parameters that each is the first to read.
       residual_bytes: what the backward pass keeps of each one's results.
-      edges: who reads whose results. Parameters and the batch's own arrays are at hand everywhere and have none.
+      edges: (producer, consumer) pairs. Parameters and the batch's arrays are available everywhere and have no edge.
       together: groups of operators that must be in one stage, because they share a parameter.
       forward_spread, backward_spread: half the range between the quartiles of repeated measurements, seconds; empty
         if nothing was measured.

@@ -25,7 +25,7 @@ from jaxpipe.costs.device_rates import rates_of
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import Graph, Operator
-from jaxpipe.residuals.backward_graph import Linearization
+from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.density import room
 
 
@@ -45,7 +45,7 @@ def cache_folder() -> Path:
     return (Path(chosen) if chosen else platformdirs.user_cache_path("jaxpipe", appauthor=False)) / "profiles"
 
 
-def cache_key(linearization: Linearization, device: Any, held: Iterable[int] = ()) -> str:
+def cache_key(backward_graph: BackwardGraph, device: Any, held: Iterable[int] = ()) -> str:
     """A hash of all that a measurement depends on.
 
     That is the program with its shapes, dtypes and codecs, what of it is differentiated, the kind of device, and the
@@ -57,9 +57,9 @@ def cache_key(linearization: Linearization, device: Any, held: Iterable[int] = (
         affinity = getattr(os, "sched_getaffinity", None)
         machine += [platform.machine(), platform.processor(), len(affinity(0)) if affinity else os.cpu_count()]
     options = [os.environ.get("XLA_FLAGS", ""), str(getattr(jax.config, "jax_default_matmul_precision", ""))]
-    program = [program_text(linearization.source), program_text(linearization.graph), linearization.wrt, list(held)]
-    steps = [(step.needs, step.cotangents_in, step.cotangents_out) for step in linearization.backward]
-    capacities = sorted(room(linearization.graph).items())
+    program = [program_text(backward_graph.source), program_text(backward_graph.graph), backward_graph.wrt, list(held)]
+    steps = [(step.needs, step.cotangents_in, step.cotangents_out) for step in backward_graph.steps]
+    capacities = sorted(room(backward_graph.graph).items())
     return hashlib.sha256(json.dumps([versions, machine, options, program, steps, capacities]).encode()).hexdigest()
 
 

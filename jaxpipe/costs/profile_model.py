@@ -17,11 +17,11 @@ from jaxpipe.graph.sharding_annotations import outside_mesh, without_annotations
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel, UserFunction, bind
 from jaxpipe.models.check_arguments import check_function
-from jaxpipe.models.microbatch_program import Objective, microbatch_shapes
+from jaxpipe.models.microbatch_program import MicrobatchProgram, microbatch_shapes
 from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.unroll_layers import check_unroll, trace_unrolled
-from jaxpipe.residuals.backward_graph import Linearization, linearize
+from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
 from jaxpipe.text.units import whole_number
 
 
@@ -87,16 +87,16 @@ def profile_model(
     shapes = check_batch.batch_shapes(batch)
     num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     check_batch.check_microbatches(check_batch.batch_size(shapes), 1, num_microbatches)
-    one = microbatch_shapes(shapes, num_microbatches)
+    microbatch = microbatch_shapes(shapes, num_microbatches)
     rows = check_unroll(unroll_scans, exchanged=False)
-    bound, objective = trace_unrolled(bind(model, loss, one, variables), loss, one, rows)
+    bound, objective = trace_unrolled(bind(model, loss, microbatch, variables), loss, microbatch, rows)
     frozen: tuple[str, ...] = ()
     if optimizer is not None:
         trained = without_frozen(trace_update(optimizer, bound)).trained
         frozen, objective = frozen_names(bound, trained), objective.training(trained)
     if rates is not None:
-        linearization, held = _program(objective)
-        profile = analytic(linearization, rates, held=held, device_kind=device)
+        backward_graph, held = _program(objective)
+        profile = analytic(backward_graph, rates, held=held, device_kind=device)
     else:
         profile = profile_objective(objective, source, jax.devices()[0] if device is None else device, cache=cache)
     return replace(profile, frozen=frozen)
@@ -107,23 +107,23 @@ def frozen_names(model: BoundModel, trained: Sequence[bool]) -> tuple[str, ...]:
     return tuple(v.name for v, kept in zip(model.parameters, trained, strict=True) if not kept)
 
 
-def profile_objective(objective: Objective, source: Source, device: Any, *, cache: bool = True) -> Profile:
+def profile_objective(objective: MicrobatchProgram, source: Source, device: Any, *, cache: bool = True) -> Profile:
     """Profile a traced micro-batch, measured on a device or estimated for it."""
-    linearization, held = _program(objective)
+    backward_graph, held = _program(objective)
     if source == "measured" and not cache:
-        return measure(linearization, device, held=held)
-    estimate = analytic(linearization, rates_of(device), held=held, device_kind=device.device_kind)
+        return measure(backward_graph, device, held=held)
+    estimate = analytic(backward_graph, rates_of(device), held=held, device_kind=device.device_kind)
     if source == "analytic":
         return estimate
-    key = kept.cache_key(linearization, device, held)
+    key = kept.cache_key(backward_graph, device, held)
     profile = kept.load(key, estimate)
     if profile is None:
-        profile = measure(linearization, device, held=held)
+        profile = measure(backward_graph, device, held=held)
         kept.save(key, profile)
     return profile
 
 
-def without_frozen_work(profile: Profile, objective: Objective, frozen: Sequence[str]) -> Profile:
+def without_frozen_work(profile: Profile, objective: MicrobatchProgram, frozen: Sequence[str]) -> Profile:
     """A profile of a program that is trained as a whole, less the work and the residuals of frozen parameters.
 
     They are left out in proportion to an estimate, operator by operator.
@@ -151,11 +151,14 @@ def without_frozen_work(profile: Profile, objective: Objective, frozen: Sequence
     )
 
 
-def _program(objective: Objective) -> tuple[Linearization, tuple[int, ...]]:
+def _program(objective: MicrobatchProgram) -> tuple[BackwardGraph, tuple[int, ...]]:
     """Return a micro-batch's program of one device with its derivative, and the inputs that every stage has."""
     graph = objective.graph
     if graph.stage_shape:
         avals = [tensor.aval for tensor in graph.tensors]
         operators = (without_annotations(op, [avals[t] for t in op.inputs]) for op in graph.operators)
         graph = replace(graph, operators=tuple(operators), stage_shape={})
-    return linearize(graph, objective.differentiated, seeds=[objective.results[0]]), (*objective.batch, objective.key)
+    return build_backward_graph(graph, objective.differentiated, seeds=[objective.results[0]]), (
+        *objective.batch,
+        objective.key,
+    )

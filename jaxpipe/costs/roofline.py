@@ -12,34 +12,36 @@ from jaxpipe.costs.operator_bytes import count_costs, homes
 from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import is_product, weight
-from jaxpipe.residuals.backward_graph import Linearization
-from jaxpipe.residuals.choose_formats import Choices, default_plan
-from jaxpipe.residuals.stored_formats import Storage, stored_bytes
+from jaxpipe.residuals.backward_graph import BackwardGraph
+from jaxpipe.residuals.choose_formats import ResidualPlan, default_plan
+from jaxpipe.residuals.stored_formats import Format, stored_bytes
 
 
-def analytic(linearization: Linearization, rates: Rates, *, held: Iterable[int] = (), device_kind: str = "") -> Profile:
+def analytic(
+    backward_graph: BackwardGraph, rates: Rates, *, held: Iterable[int] = (), device_kind: str = ""
+) -> Profile:
     """A roofline estimate of every operator of a graph and of its backward program.
 
     Args:
       held: inputs that are kept alive anyway (tensor numbers).
     """
     held = tuple(held)
-    plan = default_plan(linearization, held=held)
-    operators = linearization.source.operators
+    plan = default_plan(backward_graph, held=held)
+    operators = backward_graph.source.operators
     return dataclasses.replace(
-        count_costs(linearization, plan, held),
-        forward_seconds=tuple(forward_seconds(linearization, plan, rates)),
-        backward_seconds=tuple(backward_seconds(linearization, plan, rates)),
-        forward_flops=tuple(flops(op, linearization.source) for op in operators),
+        count_costs(backward_graph, plan, held),
+        forward_seconds=tuple(forward_seconds(backward_graph, plan, rates)),
+        backward_seconds=tuple(backward_seconds(backward_graph, plan, rates)),
+        forward_flops=tuple(flops(op, backward_graph.source) for op in operators),
         source="analytic",
         device_kind=device_kind,
         rates=rates,
     )
 
 
-def forward_seconds(linearization: Linearization, plan: Choices, rates: Rates) -> list[float]:
+def forward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: Rates) -> list[float]:
     """Seconds of each operator of the source graph, in a forward pass that stores what a plan says."""
-    graph, home = linearization.graph, homes(linearization)
+    graph, home = backward_graph.graph, homes(backward_graph)
     body, number = Body(rates), dict[int, int]()
     owner = 0
     for op in graph.operators:
@@ -48,20 +50,20 @@ def forward_seconds(linearization: Linearization, plan: Choices, rates: Rates) -
     results = [body.known(t, graph.tensors, number) for t in graph.outputs]
     for t in plan.stored:
         if t in number and t not in graph.inputs:
-            kept = plan.forms[t].storage is Storage.KEEP
-            size = stored_bytes(graph.tensors[t], plan.forms[t])
+            kept = plan.formats[t].format is Format.KEEP
+            size = stored_bytes(graph.tensors[t], plan.formats[t])
             results.append(number[t] if kept else body.convert(number[t], size, home[t]))
-    return owner_seconds(body, results, len(linearization.source.operators))
+    return owner_seconds(body, results, len(backward_graph.source.operators))
 
 
-def backward_seconds(linearization: Linearization, plan: Choices, rates: Rates) -> list[float]:
+def backward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: Rates) -> list[float]:
     """Seconds of the backward pass for each operator of the source graph, what is computed again included."""
-    graph, source = linearization.graph, linearization.source
+    graph, source = backward_graph.graph, backward_graph.source
     home = {t: k for k, op in enumerate(source.operators) for t in op.outputs}
     producers = {t: op for op in graph.operators for t in op.outputs}
     body, number, cotangents = Body(rates), dict[int, int](), dict[int, int]()
 
-    def recall(t: int, owner: int) -> int:
+    def rematerialize(t: int, owner: int) -> int:
         """The value of a tensor of the forward pass: stored, there anyway, or computed again."""
         pending = [t]
         while pending:
@@ -69,8 +71,8 @@ def backward_seconds(linearization: Linearization, plan: Choices, rates: Rates) 
             if u in number:
                 pending.pop()
             elif plan.is_stored(u):
-                value = body.value(stored_bytes(graph.tensors[u], plan.forms[u]))
-                plain = plan.forms[u].storage is Storage.KEEP
+                value = body.value(stored_bytes(graph.tensors[u], plan.formats[u]))
+                plain = plan.formats[u].format is Format.KEEP
                 number[u] = value if plain else body.convert(value, graph.tensors[u].bytes, owner)
             elif u in producers and (missing := [v for v in producers[u].inputs if v not in number]):
                 pending += missing
@@ -80,9 +82,9 @@ def backward_seconds(linearization: Linearization, plan: Choices, rates: Rates) 
                 body.known(u, graph.tensors, number)
         return number[t]
 
-    for step in reversed(linearization.backward):
+    for step in reversed(backward_graph.steps):
         owner, program = home[step.cotangents_in[0]], step.program
-        given = [recall(t, owner) for t in step.needs]
+        given = [rematerialize(t, owner) for t in step.needs]
         given += [body.known(t, source.tensors, cotangents) for t in step.cotangents_in]
         local = dict(zip(program.inputs, given, strict=True))
         for op in program.operators:
@@ -90,7 +92,7 @@ def backward_seconds(linearization: Linearization, plan: Choices, rates: Rates) 
         for t, result in zip(step.cotangents_out, program.outputs, strict=True):
             value = body.known(result, program.tensors, local)
             cotangents[t] = body.join(cotangents[t], value, owner) if t in cotangents else value
-    return owner_seconds(body, [cotangents[t] for t in linearization.wrt if t in cotangents], len(source.operators))
+    return owner_seconds(body, [cotangents[t] for t in backward_graph.wrt if t in cotangents], len(source.operators))
 
 
 def seconds(operators: Sequence[Operator], graph: Graph, rates: Rates) -> float:

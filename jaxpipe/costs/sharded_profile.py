@@ -13,7 +13,7 @@ from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.sharding_propagation import Propagated
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension
 
 
@@ -71,7 +71,7 @@ def groups_of(network: Network, mesh: Mesh, outer: Mesh, submesh: Submesh) -> tu
     return outer_network, link
 
 
-def divided(profile: Profile, objective: Objective, split: Propagated, submesh: Submesh, link: Link) -> Profile:
+def divided(profile: Profile, objective: MicrobatchProgram, split: Propagated, submesh: Submesh, link: Link) -> Profile:
     """Return a profile of groups of devices that share each operator's work.
 
     Args:

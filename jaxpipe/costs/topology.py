@@ -66,9 +66,9 @@ class Node:
         label = f"Node {self.name!r}" if self.name else "A node"
         if whole_number(self.devices, "devices", PartitionError) < 1:
             raise PartitionError(f"{label} has devices={self.devices}; it needs at least one.")
-        settle = object.__setattr__
+        set_field = object.__setattr__
         for name in ("bandwidth_bytes_per_second", "latency_seconds", "host_bandwidth_bytes_per_second"):
-            settle(self, name, _rate(getattr(self, name), f"{label} has {name}"))
+            set_field(self, name, _rate(getattr(self, name), f"{label} has {name}"))
         links = {}
         for pair, bandwidth in self.links.items():
             ends = tuple(sorted(pair))
@@ -81,7 +81,7 @@ class Node:
                     f"{label} has the link {ends} twice; give it once, with the rate of one direction."
                 )
             links[ends] = _rate(bandwidth, f"{label} has a link {pair} with the bandwidth")
-        settle(self, "links", links)
+        set_field(self, "links", links)
         for name in ("speed", "memory_bytes"):
             shape = np.shape(getattr(self, name))
             if shape not in ((), (self.devices,)):

@@ -84,12 +84,12 @@ def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
       (404, 4000)
     """
     sparse = [b for b in plan if not b.is_whole]
-    own = mode == "own"
+    own_blocks = mode == "own"
     return Traffic(
         values=sum(b.values for b in plan),
         blocks=sum(b.indices for b in sparse),
-        indices=sum(b.indices for b in sparse) if own else 0,
-        norms=0 if own else sum(b.layers * b.count for b in sparse),
+        indices=sum(b.indices for b in sparse) if own_blocks else 0,
+        norms=0 if own_blocks else sum(b.layers * b.count for b in sparse),
         value_bytes=sum(b.values * b.wire_itemsize(mode) for b in plan),
         dense_bytes=sum(int(np.prod(b.shape, dtype=np.int64)) * b.dtype.itemsize for b in plan),
     )
@@ -139,8 +139,8 @@ def exchange(
         return x[None] if axis_name is None else lax.all_gather(x, axis_name, to="invarying")
 
     def scores(s: int) -> Any:
-        found = [_scores(b, x, rule.norm) for b, x in zip(plans[s], read(s), strict=True) if not b.is_whole]
-        return _pad(found, wire.norms, jnp.float32)
+        block_scores = [_scores(b, x, rule.norm) for b, x in zip(plans[s], read(s), strict=True) if not b.is_whole]
+        return _pad(block_scores, wire.norms, jnp.float32)
 
     def message(s: int, scores: Any) -> tuple[Any, list[Any], list[Any]]:
         chosen = _choose(plans[s], scores)
@@ -157,8 +157,8 @@ def exchange(
 
     def finish(s: int) -> Any:
         gradients = read(s)
-        own = _cut(chosen, [b.indices for b in plans[s]])
-        residuals = [_unsent(b, x, numbers) for b, x, numbers in zip(plans[s], gradients, own, strict=True)]
+        sent = _cut(chosen, [b.indices for b in plans[s]])
+        residuals = [_unsent(b, x, numbers) for b, x, numbers in zip(plans[s], gradients, sent, strict=True)]
         sums = wire.unpack(s, whole, picks, arrived)
         averages = [(x / replicas).astype(b.dtype) for b, x in zip(plans[s], sums, strict=True)]
         return write(s, Averaged(averages, residuals, _squares(gradients), _squares(residuals)))
@@ -218,9 +218,9 @@ class _Wire:
         pieces: dict[Any, Any] = {}
         for dtype, flat, values in zip(self._dtypes, whole, arrived, strict=True):
             here = [b if b.dtype == dtype else None for b in plan]
-            one = _cut(flat, [b.values if b and b.is_whole else 0 for b in here])
-            other = _cut(values, [b.values if b and not b.is_whole else 0 for b in here])
-            pieces[dtype] = [x if b and b.is_whole else y for b, x, y in zip(here, one, other, strict=True)]
+            dense = _cut(flat, [b.values if b and b.is_whole else 0 for b in here])
+            sparse = _cut(values, [b.values if b and not b.is_whole else 0 for b in here])
+            pieces[dtype] = [x if b and b.is_whole else y for b, x, y in zip(here, dense, sparse, strict=True)]
         return [
             pieces[b.dtype][k].reshape(b.shape) if b.is_whole else _add_up(b, numbers[k], pieces[b.dtype][k])
             for k, b in enumerate(plan)
@@ -238,7 +238,7 @@ def _scores(b: Blocks, x: Any, norm: str) -> Any:
 def _choose(plan: Sequence[Blocks], scores: Any) -> list[Any]:
     """``int32[layers, k]`` for each gradient that is not sent whole: its best blocks; of equals, the first.
 
-    A block with a NaN is sent before others, whatever the NaN's sign: it would stay in the residual for ever.
+    A block with a NaN is sent before others, whatever the NaN's sign: it would never leave the residual otherwise.
     """
     sparse = [b for b in plan if not b.is_whole]
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)

@@ -149,10 +149,10 @@ def block_sparse(
         residuals = jax.tree.leaves(state.residual)
         corrected = [g if not r.size else g.astype(r.dtype) + r for g, r in zip(leaves, residuals, strict=True)]
 
-        def write(s: int, found: Averaged) -> Any:
-            kept = [new if old.size else old for old, new in zip(residuals, found.residuals, strict=True)]
-            share = sent_share(found.squares, found.unsent)
-            return found.gradients, kept, share.reshape(1), jnp.sqrt(found.unsent).reshape(1)
+        def write(s: int, averaged: Averaged) -> Any:
+            kept = [new if old.size else old for old, new in zip(residuals, averaged.residuals, strict=True)]
+            share = sent_share(averaged.squares, averaged.unsent)
+            return averaged.gradients, kept, share.reshape(1), jnp.sqrt(averaged.unsent).reshape(1)
 
         def run(plan: Sequence[Blocks], operands: Sequence[Any]) -> Any:
             return exchange([plan], settings.rule, axis_name, lambda f: f(0), lambda s: operands, write)
@@ -162,9 +162,9 @@ def block_sparse(
         new = BlockSparseState(state.step + 1, jax.tree.unflatten(tree, kept), share, norm)
         return jax.tree.unflatten(tree, averages), new
 
-    made = BlockSparse(init, update)
-    made.settings = settings
-    return made
+    transformation = BlockSparse(init, update)
+    transformation.settings = settings
+    return transformation
 
 
 def state_specs(state: Any, axis_name: str) -> Any:

@@ -34,7 +34,7 @@ def known_stages(numbers: Sequence[int]) -> Iterator[_Stages]:
 def per_stage(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
     """Apply a transformation to the gradients of each pipeline stage as if there were no others.
 
-    For what looks at a whole tree, as clipping by the global norm does. With weights that change on the way
+    For transformations that read the whole tree, such as clipping by the global norm. With asynchronous updates
     (``schedule="pipedream"``), a late stage updates before the gradient of an early one exists, so only the norm of its
     own is known. The result depends on where the model is cut; the plan says so. Stages are those that ``partition``
     chooses, together where a device has several; outside of a pipeline, all parameters are one stage.
@@ -72,13 +72,13 @@ def per_stage(transformation: optax.GradientTransformation) -> optax.GradientTra
         for stage in sorted(set(numbers)):
 
             def part(values: Sequence[Any], stage: int = stage) -> Any:
-                own = [x if n == stage else optax.MaskedNode() for x, n in zip(values, numbers, strict=True)]
-                return jax.tree.unflatten(tree, own)
+                masked = [x if n == stage else optax.MaskedNode() for x, n in zip(values, numbers, strict=True)]
+                return jax.tree.unflatten(tree, masked)
 
             given = None if params is None else part(weights)
-            found, _ = transformation.update(part(leaves), state, given)
+            transformed, _ = transformation.update(part(leaves), state, given)
             places = [k for k, n in enumerate(numbers) if n == stage]
-            for k, value in zip(places, jax.tree.leaves(found), strict=True):
+            for k, value in zip(places, jax.tree.leaves(transformed), strict=True):
                 new[k] = value
         return jax.tree.unflatten(tree, new), state
 

@@ -179,21 +179,21 @@ class Graph:
         """
         if not 0 <= start <= stop <= len(self.operators):
             raise ValueError(
-                f"Graph.section was asked for operators {start}:{stop}, but the graph has "
+                f"Graph.section got operators {start}:{stop}, but the graph has "
                 f"{len(self.operators)} operators; it needs 0 <= start <= stop <= {len(self.operators)}."
             )
         body = self.operators[start:stop]
-        made = ordered(t for op in body for t in op.outputs)
+        written = ordered(t for op in body for t in op.outputs)
         earlier = {t for op in self.operators[:start] for t in op.outputs}
         later = ordered((*(t for op in self.operators[stop:] for t in op.inputs), *self.outputs))
         passing = [t for t in later if t in earlier]
-        read = [t for op in body for t in op.inputs if t not in made and t not in self.constants]
+        read = [t for op in body for t in op.inputs if t not in written and t not in self.constants]
         inputs = tuple(ordered((*read, *passing)))
         return replace(
             self,
             operators=body,
             inputs=inputs,
-            outputs=tuple(ordered((*(t for t in made if t in later), *passing))),
+            outputs=tuple(ordered((*(t for t in written if t in later), *passing))),
             parameters=self.parameters & set(inputs),
         )
 

@@ -49,8 +49,8 @@ def parameter_work_in_place(graph: Graph, everywhere: Iterable[int] = ()) -> Gra
     rank = list(latest)
     for k, op in enumerate(graph.operators):
         if early[k]:
-            there = max((first_use.get(t, 0) for t in op.inputs), default=0)
-            rank[k] = min(latest[k], there)
+            latest_use = max((first_use.get(t, 0) for t in op.inputs), default=0)
+            rank[k] = min(latest[k], latest_use)
         if free[k]:
             first_use.update((t, rank[k]) for t in op.outputs)
     order = sorted(range(end), key=lambda k: (rank[k], not free[k], k))
@@ -65,17 +65,17 @@ def spans(graph: Graph, inputs: Iterable[int], together: Mapping[int, int]) -> d
       together: for an input, a tensor that must be made in the same stage (a state variable's new value).
     """
     wanted = set(inputs)
-    found: dict[int, tuple[int, int]] = {}
-    made = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
+    ranges: dict[int, tuple[int, int]] = {}
+    producers = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
     for k, op in enumerate(graph.operators):
         for t in wanted.intersection(op.inputs):
-            found[t] = (found.get(t, (k, k))[0], k)
+            ranges[t] = (ranges.get(t, (k, k))[0], k)
     for t, new in together.items():
-        if new in made:
-            k = made[new]
-            low, high = found.get(t, (k, k))
-            found[t] = (min(low, k), max(high, k))
-    return found
+        if new in producers:
+            k = producers[new]
+            low, high = ranges.get(t, (k, k))
+            ranges[t] = (min(low, k), max(high, k))
+    return ranges
 
 
 def uses_apart(graph: Graph, parameters: Iterable[int]) -> dict[int, tuple[tuple[int, int], ...]]:
@@ -84,11 +84,11 @@ def uses_apart(graph: Graph, parameters: Iterable[int]) -> dict[int, tuple[tuple
     Between two groups there is a product (an operator that is worth a stage of its own) with another parameter.
     """
     wanted, at_hand = set(parameters), graph.derived_from_parameters() | graph.parameters
-    found: dict[int, list[tuple[int, int]]] = {}
+    uses: dict[int, list[tuple[int, int]]] = {}
     products: list[int] = []
     for k, op in enumerate(graph.operators):
         for t in wanted.intersection(op.inputs):
-            groups = found.setdefault(t, [(k, k)])
+            groups = uses.setdefault(t, [(k, k)])
             low, high = groups[-1]
             if products and products[-1] > high and t not in graph.operators[products[-1]].inputs:
                 groups.append((k, k))
@@ -96,7 +96,7 @@ def uses_apart(graph: Graph, parameters: Iterable[int]) -> dict[int, tuple[tuple
                 groups[-1] = (low, k)
         if weight(op) is None and not at_hand.isdisjoint(op.inputs):
             products.append(k)
-    return {t: tuple(groups) for t, groups in found.items()}
+    return {t: tuple(groups) for t, groups in uses.items()}
 
 
 def allowed_cuts(graph: Graph, held_together: Iterable[tuple[int, int]]) -> list[bool]:

@@ -180,8 +180,8 @@ def _split(
     second = tuple(op for op in live(builder.operators, wanted) if not touched.isdisjoint(op.outputs))
     read = ordered((*(t for op in second for t in op.inputs), *wanted))
     seen = set(read)
-    made = {t for op in second for t in op.outputs}
-    needs = tuple(t for t in read if t not in touched and t not in made and t not in builder.constants)
+    written = {t for op in second for t in op.outputs}
+    needs = tuple(t for t in read if t not in touched and t not in written and t not in builder.constants)
     used = [(k, c) for k, c in cotangents.items() if c in seen]
     if carried and not used:  # a derivative of the user's own that does not look at its cotangent
         used = list(cotangents.items())
@@ -207,5 +207,5 @@ def _split(
 
 
 def writes_zeros(op: Operator) -> bool:
-    """Return whether an operator writes zeros: what JAX makes of a gradient that there is none of."""
+    """Return whether an operator writes zeros: JAX writes them for a gradient that does not exist."""
     return op.name == "broadcast_in_dim" and len(op.literals) == 1 and not np.any(op.literals[0])

@@ -51,8 +51,8 @@ def shared_program(programs: Sequence[TracedProgram]) -> Callable[..., Any]:
     program = _compat.literals_as_arguments(first.closed, [(first.folds[h][0], 1) for h in varying])
 
     def branch(row: Any, *operands: Any) -> Any:
-        found = _compat.evaluate_jaxpr(program, *(row[h] for h in varying), *jax.tree.leaves(operands))
-        return jax.tree.unflatten(first.tree, found)
+        leaves = _compat.evaluate_jaxpr(program, *(row[h] for h in varying), *jax.tree.leaves(operands))
+        return jax.tree.unflatten(first.tree, leaves)
 
     return branch
 
@@ -118,5 +118,5 @@ def _value(x: Any) -> Hashable:
         return "itself", id(x)
     if jax.dtypes.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key):
         return str(jax.random.key_impl(x)), _value(jax.random.key_data(x))
-    found = np.asarray(x)
-    return found.dtype.name, found.shape, found.tobytes()
+    array = np.asarray(x)
+    return array.dtype.name, array.shape, array.tobytes()

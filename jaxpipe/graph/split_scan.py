@@ -105,9 +105,9 @@ class _Rows:
             self.whole[t] = self.builder.tensor(tensor.aval, tensor.bits)
             return [self.whole[t]]
         sizes = [b - a for a, b in itertools.pairwise(cuts)]
-        made = [self.builder.tensor(tensor.aval.update(shape=(n, *tensor.shape[1:])), tensor.bits) for n in sizes]
-        self._made(t, made, cuts, frozenset([position]))
-        return made
+        numbers = [self.builder.tensor(tensor.aval.update(shape=(n, *tensor.shape[1:])), tensor.bits) for n in sizes]
+        self._made(t, numbers, cuts, frozenset([position]))
+        return numbers
 
     def leave(self, t: int, cuts: tuple[int, ...] | None) -> list[int]:
         """An output's numbers."""
@@ -148,18 +148,18 @@ class _Rows:
         groups = [self.pieces.get(t) or [self.whole[t]] for t in op.inputs]
         flat = [*itertools.chain(*groups)]
         avals = [self.builder.tensors[n].aval for n in flat]
-        made = iter(self.builder.emit(None, flat, op.path, avals, op.policy))
+        emitted = iter(self.builder.emit(None, flat, op.path, avals, op.policy))
         for t, out, group in zip(op.inputs, op.outputs, groups, strict=True):
-            found = [next(made) for _ in group]
+            pieces = [next(emitted) for _ in group]
             if t in self.pieces:
-                self._made(out, found, self.cuts[t], self.sources[t])
+                self._made(out, pieces, self.cuts[t], self.sources[t])
             else:
-                (self.whole[out],) = found
+                (self.whole[out],) = pieces
 
     def _by_piece(self, op: Operator, split: Sequence[int], params: Callable[[int], dict[str, Any]]) -> None:
         """The operator on each piece, with some parameters changed for its number of rows."""
         cuts = self.cuts[split[0]]
-        found = []
+        pieces = []
         for k, (a, b) in enumerate(itertools.pairwise(cuts)):
             operands = []
             for t in op.inputs:
@@ -168,9 +168,9 @@ class _Rows:
                 else:
                     scalar = self.graph.tensors[t].shape == ()
                     operands.append(self.whole[t] if scalar else self._rows(self.whole[t], a, b, op.path))
-            (made,) = self._again(op, operands, params(b - a))
-            found.append(made)
-        self._made(op.outputs[0], found, cuts, frozenset().union(*(self.sources[t] for t in split)))
+            (piece,) = self._again(op, operands, params(b - a))
+            pieces.append(piece)
+        self._made(op.outputs[0], pieces, cuts, frozenset().union(*(self.sources[t] for t in split)))
 
     def _reduce(self, op: Operator) -> None:
         (t,) = op.inputs
@@ -208,20 +208,20 @@ class _Rows:
             ]
             if b - a == 1:
                 rows = [self._call(lambda x: lax.squeeze(x, (0,)), [n], op)[0] for n in rows]
-                made = self.builder.read_call(body, [*shared, *carry, *rows], path=op.path, policy=op.policy)
-                made[count:] = [self._call(lambda x: lax.expand_dims(x, (0,)), [n], op)[0] for n in made[count:]]
+                results = self.builder.read_call(body, [*shared, *carry, *rows], path=op.path, policy=op.policy)
+                results[count:] = [self._call(lambda x: lax.expand_dims(x, (0,)), [n], op)[0] for n in results[count:]]
             else:
                 operands = [*shared, *carry, *rows]
                 variables = [_compat.variable(self.builder.tensors[n].aval) for n in operands]
                 equation = op.equation.replace(invars=variables)
-                made = self._again(op, operands, {"length": b - a}, equation)
-            carry = made[:count]
-            stacked.append(made[count:])
+                results = self._again(op, operands, {"length": b - a}, equation)
+            carry = results[:count]
+            stacked.append(results[count:])
         if reverse:
             stacked.reverse()
         self.whole.update(zip(op.outputs, carry, strict=False))
-        for t, found in zip(op.outputs[count:], zip(*stacked, strict=True), strict=True):
-            self._made(t, found, cuts, frozenset())
+        for t, stacked_pieces in zip(op.outputs[count:], zip(*stacked, strict=True), strict=True):
+            self._made(t, stacked_pieces, cuts, frozenset())
 
     def _is_pointwise(self, op: Operator, split: Sequence[int]) -> bool:
         if op.name not in _POINTWISE or len(op.outputs) != 1:

@@ -37,10 +37,10 @@ class Stacks:
     @cached_property
     def rows_of(self) -> tuple[slice | None, ...]:
         """The rows of each piece; None for a whole leaf."""
-        found: list[slice | None] = []
+        rows: list[slice | None] = []
         for cuts in self.bounds:
-            found += [None] if cuts is None else [slice(a, b) for a, b in itertools.pairwise(cuts)]
-        return tuple(found)
+            rows += [None] if cuts is None else [slice(a, b) for a, b in itertools.pairwise(cuts)]
+        return tuple(rows)
 
     def cut(self, piece: int, leaf: Any) -> Any:
         """One piece of its leaf; of a random key or a tracer too."""
@@ -63,21 +63,21 @@ class Stacks:
 
     def join(self, pieces: Sequence[Any]) -> list[Any]:
         """The leaves; on the host if the pieces are."""
-        found: list[Any] = []
-        for k, own in enumerate(self.groups(pieces)):
+        leaves: list[Any] = []
+        for k, group in enumerate(self.groups(pieces)):
             if self.bounds[k] is None:
-                found += own
+                leaves += group
             else:
-                on_host = all(isinstance(x, np.ndarray) for x in own)
-                found.append(np.concatenate(own) if on_host else jnp.concatenate(own))
-        return found
+                on_host = all(isinstance(x, np.ndarray) for x in group)
+                leaves.append(np.concatenate(group) if on_host else jnp.concatenate(group))
+        return leaves
 
     def groups(self, pieces: Sequence[Any]) -> list[list[Any]]:
         """Return what belongs to the pieces of each leaf."""
-        found: list[list[Any]] = [[] for _ in self.bounds]
+        groups: list[list[Any]] = [[] for _ in self.bounds]
         for k, x in zip(self.leaf_of, pieces, strict=True):
-            found[k].append(x)
-        return found
+            groups[k].append(x)
+        return groups
 
 
 def uncut(count: int) -> Stacks:

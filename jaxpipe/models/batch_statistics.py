@@ -14,7 +14,7 @@ from typing import Any
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph, Operator, live, read_graph
 from jaxpipe.graph.split_scan import scan_operands
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 
 
 #: Fewer examples than this are too few for their mean and variance to say anything of the batch.
@@ -63,7 +63,7 @@ class _Search:
     all: dict[str, None] = field(default_factory=dict)
 
 
-def find_statistics(objective: Objective, rows: int, trace: Callable[[int], Objective]) -> Statistics:
+def find_statistics(objective: MicrobatchProgram, rows: int, trace: Callable[[int], MicrobatchProgram]) -> Statistics:
     """Return the statistics over examples in the program of a micro-batch.
 
     Args:
@@ -81,7 +81,7 @@ def find_statistics(objective: Objective, rows: int, trace: Callable[[int], Obje
     return _find(*pair, _Search(_grown_axes))
 
 
-def _find(objective: Objective, larger: Objective, search: _Search) -> Statistics:
+def _find(objective: MicrobatchProgram, larger: MicrobatchProgram, search: _Search) -> Statistics:
     # Metrics may be any statistics of a batch.
     graph, other = (
         replace(x.graph, operators=live(x.graph.operators, (*x.results[:1], *x.new_state))) for x in (objective, larger)

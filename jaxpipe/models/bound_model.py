@@ -78,9 +78,9 @@ class BoundModel:
     cut: "CutModel | None" = None
 
     @property
-    def own(self) -> "BoundModel":
+    def original(self) -> "BoundModel":
         """The model with its variables in their own layout."""
-        return self if self.cut is None else self.cut.own
+        return self if self.cut is None else self.cut.original
 
     @property
     def stacks(self) -> tuple[Stacks, Stacks]:
@@ -95,11 +95,11 @@ class CutModel:
     """The places at which the variables of a model are cut.
 
     Attributes:
-      own: the model in its own layout.
+      original: the model in its own layout.
       parameters, state: how each is cut.
     """
 
-    own: BoundModel
+    original: BoundModel
     parameters: Stacks
     state: Stacks
 
@@ -231,7 +231,7 @@ def _bind(model: Any, function: UserFunction, batch: Any, variables: Any) -> Bou
 def with_values(bound: BoundModel, variables: Any) -> BoundModel:
     """Return the same model with given values, checked against its variables."""
     if bound.cut is not None:
-        return unstack(with_values(bound.own, variables), *bound.stacks)
+        return unstack(with_values(bound.original, variables), *bound.stacks)
     return replace(bound, values=bound.flatten(variables), initialize=None)
 
 
@@ -319,8 +319,8 @@ def _annotated(tree: Any) -> tuple[P, ...]:
 
 
 def _nnx_factory(model: Any) -> Callable[..., Any] | None:
-    made = model.func if isinstance(model, functools.partial) else model
-    return model if inspect.isclass(made) and issubclass(made, nnx.Module) else None
+    factory = model.func if isinstance(model, functools.partial) else model
+    return model if inspect.isclass(factory) and issubclass(factory, nnx.Module) else None
 
 
 def _check_factory(factory: Callable[..., Any]) -> None:

@@ -20,7 +20,7 @@ from jaxpipe.models.combine_metrics import check_reduced, flatten_metrics
 
 
 @dataclass(frozen=True, eq=False)
-class Objective:
+class MicrobatchProgram:
     """A loss, an evaluation or a prediction of one micro-batch.
 
     Attributes:
@@ -56,13 +56,13 @@ class Objective:
         tensors = self.graph.tensors
         return tuple(t for t in self.parameters if t not in self.frozen and is_differentiable(tensors[t].aval))
 
-    def training(self, trained: Sequence[bool]) -> "Objective":
+    def training(self, trained: Sequence[bool]) -> "MicrobatchProgram":
         """A copy of which only some parameters are trained."""
         left = (t for t, kept in zip(self.parameters, trained, strict=True) if not kept)
         return replace(self, frozen=frozenset(left))
 
 
-def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str = "loss") -> Objective:
+def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str = "loss") -> MicrobatchProgram:
     """Trace ``function(model, batch)``, which returns a scalar, ``(scalar, metrics)`` or ``(sum, weight, metrics)``.
 
     The results are a loss, a weight and the metrics; without a weight of its own a micro-batch weighs 1.
@@ -87,7 +87,7 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str 
 
 def trace_results(
     model: BoundModel, function: UserFunction, batch: Any, name: str = "loss"
-) -> tuple[Objective, list[tuple[str, tuple[int, ...]]]]:
+) -> tuple[MicrobatchProgram, list[tuple[str, tuple[int, ...]]]]:
     """``trace_loss`` without a check of what was traced; and the names and shapes of the metrics."""
     seen: dict[str, Any] = {}
     shapes: list[tuple[str, tuple[int, ...]]] = []
@@ -106,7 +106,7 @@ def trace_results(
     return replace(objective, **seen), shapes
 
 
-def trace_prediction(model: BoundModel, function: UserFunction, batch: Any, name: str = "predict") -> Objective:
+def trace_prediction(model: BoundModel, function: UserFunction, batch: Any, name: str = "predict") -> MicrobatchProgram:
     """Trace ``function(model, batch)``, which returns a tree of arrays with one row for each example.
 
     Raises:
@@ -149,7 +149,7 @@ def microbatch_rows(batch: Any) -> int:
     return next((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), 1)
 
 
-def _check_trained(objective: Objective, model: BoundModel) -> None:
+def _check_trained(objective: MicrobatchProgram, model: BoundModel) -> None:
     """Raise ``PartitionError`` if a loss depends on no parameter."""
     moved = set(objective.parameters)
     for op in objective.graph.operators:
@@ -188,21 +188,21 @@ def _parts(returned: Any, name: str) -> tuple[Any, Any, Any]:
     return loss, weight, metrics
 
 
-def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any, name: str) -> Objective:
+def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any, name: str) -> MicrobatchProgram:
     batch_leaves, batch_tree = jax.tree.flatten(batch)
-    own = model.own
-    parameters = [v.aval for v in own.parameters]
-    state = [v.aval for v in own.state]
+    original = model.original
+    parameters = [v.aval for v in original.parameters]
+    state = [v.aval for v in original.state]
     counts = [len(parameters), len(state), 1, len(batch_leaves)]
     number = 0
 
     def body(*leaves: Any) -> list[Any]:
         nonlocal number
         p, s, (key,), b = split(leaves, counts)
-        returned, new_state = own.run(function, p, s, key, jax.tree.unflatten(batch_tree, b))
-        found = results(returned)
-        number = len(found)
-        return [*found, *new_state]
+        returned, new_state = original.run(function, p, s, key, jax.tree.unflatten(batch_tree, b))
+        result_leaves = results(returned)
+        number = len(result_leaves)
+        return [*result_leaves, *new_state]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     shape = model.stage_shape
@@ -215,7 +215,7 @@ def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any, 
     graph = graph.with_parameters([k < len(parameters) for k in range(sum(counts))])
     graph = parameter_work_in_place(graph, [graph.inputs[len(parameters) + len(state)]])
     p, s, (k,), b = split(graph.inputs, counts)
-    return Objective(
+    return MicrobatchProgram(
         graph=replace(graph, stage_shape=shape),
         parameters=tuple(p),
         state=tuple(s),
@@ -234,7 +234,7 @@ def _cut(graph: Graph, model: BoundModel, counts: Sequence[int], number: int, na
     try:
         return split_rows(graph, inputs, Stacks((*(None,) * number, *state.bounds)))
     except MixedRowsError as error:
-        names = [v.name for v in (*model.own.parameters, *model.own.state)]
+        names = [v.name for v in (*model.original.parameters, *model.original.state)]
         raise PartitionError(
             f"unroll_scans: {name} uses {', '.join(names[k] for k in sorted(error.sources))} as a whole "
             f"({error.where}), but its layers are cut apart, as the loss has them in a scan. Use it as "

@@ -69,7 +69,7 @@ def trace_update(
     Raises:
       PartitionError: if the optimizer needs more than gradients, parameters and its state.
     """
-    whole, stacks = model.own, model.stacks[0]
+    whole, stacks = model.original, model.stacks[0]
     avals = [v.aval for v in whole.parameters]
     tree = without_captures(whole.parameter_tree(avals))
     state_shape = _named(optimizer, lambda: jax.eval_shape(optimizer.init, tree))

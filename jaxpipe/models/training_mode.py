@@ -7,7 +7,7 @@ from jaxpipe import _compat
 from jaxpipe.errors import TrainingModeWarning, warn
 from jaxpipe.models.batch_statistics import find_statistics
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 
 
 #: Primitives that make random numbers; others only make keys.
@@ -15,7 +15,7 @@ _DRAWS = frozenset(("random_bits", "random_gamma", "rng_bit_generator", "threefr
 
 
 def warn_if_training(
-    objective: Objective, model: BoundModel, name: str, rows: int, trace: Callable[[int], Objective]
+    objective: MicrobatchProgram, model: BoundModel, name: str, rows: int, trace: Callable[[int], MicrobatchProgram]
 ) -> None:
     """Give a ``TrainingModeWarning`` if a function draws from the model's random streams, or updates statistics.
 
@@ -47,7 +47,7 @@ def _warn(name: str, drawn: Sequence[str], updated: Sequence[str]) -> None:
     )
 
 
-def random_draws(objective: Objective) -> list[str]:
+def random_draws(objective: MicrobatchProgram) -> list[str]:
     """Return the paths of the modules that draw random numbers which follow from the micro-batch's key."""
     seeded, paths = {objective.key}, {}
     for op in objective.graph.operators:

@@ -11,10 +11,10 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph.split_scan import MixedRowsError, scan_operands, split_rows
 from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
 from jaxpipe.models.bound_model import BoundModel, UserFunction, unstack
-from jaxpipe.models.microbatch_program import Objective, trace_loss
+from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss
 
 
-def unroll(model: BoundModel, objective: Objective, rows: int) -> BoundModel:
+def unroll(model: BoundModel, objective: MicrobatchProgram, rows: int) -> BoundModel:
     """The model with the variables of its scans cut into groups of ``rows`` layers.
 
     Raises:
@@ -50,7 +50,9 @@ def unroll(model: BoundModel, objective: Objective, rows: int) -> BoundModel:
     )
 
 
-def trace_unrolled(model: BoundModel, loss: UserFunction, batch: Any, rows: int) -> tuple[BoundModel, Objective]:
+def trace_unrolled(
+    model: BoundModel, loss: UserFunction, batch: Any, rows: int
+) -> tuple[BoundModel, MicrobatchProgram]:
     """A model and its loss for one micro-batch, its scans cut into groups of ``rows`` iterations; 0: as they are."""
     objective = trace_loss(model, loss, batch)
     if not rows:
@@ -59,22 +61,22 @@ def trace_unrolled(model: BoundModel, loss: UserFunction, batch: Any, rows: int)
     return model, trace_loss(model, loss, batch)
 
 
-def scanned_variables(objective: Objective) -> dict[int, int]:
+def scanned_variables(objective: MicrobatchProgram) -> dict[int, int]:
     """The variables over whose first axis a scan runs, as they are or element by element made of them; its length."""
     graph = objective.graph
     origin = {t: t for t in (*objective.parameters, *objective.state)}
-    found: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     for op in graph.operators:
         if op.name == "scan":
             consts, carried, names = scan_operands(op)
-            found.update((origin[t], op.params["length"]) for t in names[consts + carried :] if t in origin)
+            lengths.update((origin[t], op.params["length"]) for t in names[consts + carried :] if t in origin)
         elif op.equation is None:
             origin.update((new, origin[old]) for old, new in zip(op.inputs, op.outputs, strict=True) if old in origin)
         elif len(op.inputs) == len(op.outputs) == 1 and op.inputs[0] in origin:
             same = graph.tensors[op.inputs[0]].shape[:1] == graph.tensors[op.outputs[0]].shape[:1]
             if same:
                 origin[op.outputs[0]] = origin[op.inputs[0]]
-    return found
+    return lengths
 
 
 def check_unroll(rows: int, exchanged: bool) -> int:

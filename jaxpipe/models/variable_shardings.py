@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.sharding_propagation import Propagated, propagate
 from jaxpipe.models.bound_model import BoundModel, Variable
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.traced_update import TracedUpdate
 from jaxpipe.options import AxisRules, PlanOptions
 from jaxpipe.sharding.mesh_axes import DATA
@@ -47,7 +47,7 @@ class Shardings:
     batch_axes: tuple[str, ...]
     _propagated: dict[int, Any] = field(default_factory=dict)
 
-    def propagated(self, objective: Objective) -> Propagated:
+    def propagated(self, objective: MicrobatchProgram) -> Propagated:
         """Return how the arrays of a program of these variables are split."""
         graph = objective.graph
         if id(graph) not in self._propagated:  # with the graph, so that its number stays its own
@@ -64,7 +64,7 @@ class Shardings:
             return P()
         return spec_of([self.batch_axes])
 
-    def specs(self, objective: Objective) -> Specs:
+    def specs(self, objective: MicrobatchProgram) -> Specs:
         """Return the specs of the arrays of a program of these variables."""
         return Specs(self.submesh, self.propagated(objective).specs, self.optimizer)
 
@@ -109,7 +109,12 @@ class _Resolver:
 
 
 def shardings_of(
-    model: BoundModel, update: TracedUpdate, objective: Objective, submesh: Submesh, replicas: int, options: PlanOptions
+    model: BoundModel,
+    update: TracedUpdate,
+    objective: MicrobatchProgram,
+    submesh: Submesh,
+    replicas: int,
+    options: PlanOptions,
 ) -> Shardings:
     """Return how a plan splits the variables of a model and its optimizer state.
 
@@ -120,10 +125,13 @@ def shardings_of(
       PartitionError: if an axis is unknown, splits nothing, or does not divide a dimension.
     """
     resolver = _Resolver(submesh.shape, options.axis_rules or get_logical_axis_rules())
-    _check_patterns(options.shardings, (*model.own.parameters, *model.own.state), resolver)
+    _check_patterns(options.shardings, (*model.original.parameters, *model.original.state), resolver)
     groups = []
     for variables, annotated, stacks in zip(
-        (model.own.parameters, model.own.state), model.own.annotated or ((), ()), model.stacks, strict=True
+        (model.original.parameters, model.original.state),
+        model.original.annotated or ((), ()),
+        model.stacks,
+        strict=True,
     ):
         marks = annotated or (P(),) * len(variables)
         whole = [_spec(v, mark, options.shardings, resolver) for v, mark in zip(variables, marks, strict=True)]
@@ -234,7 +242,7 @@ def _check_divides(variable: Variable, spec: P, shape: Mapping[str, int]) -> Non
             )
 
 
-def _check_used(shardings: Shardings, objective: Objective) -> None:
+def _check_used(shardings: Shardings, objective: MicrobatchProgram) -> None:
     """Raise ``PartitionError`` if devices along an axis would all do the same."""
     propagated = shardings.propagated(objective)
     used = {axis for axes in propagated.products.values() for axis in axes}

@@ -1,7 +1,7 @@
 """Decisions made before anything is compiled: where to cut, on which devices, what to save under a budget.
 
 In: a checked request, a profile of the model, a network, schedules.
-Out: ``Planned``: a plan with its seconds and bytes, and everything that a runtime needs to run it.
+Out: ``PlannedStep``: a plan with its seconds and bytes, and everything that a runtime needs to run it.
 """
 
 from jaxpipe.planning.cuts.partition_layers import partition_layers as partition_layers

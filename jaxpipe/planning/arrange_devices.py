@@ -18,8 +18,8 @@ def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mes
       mesh: with an axis ``stage``, and perhaps one of replicas.
       teams: the devices of each stage, as positions in ``mesh.devices.flat``; one for each replica, or, on a mesh
         with one axis, any number: they take places that follow each other.
-      network: tells which replicas of neighboring stages should exchange messages: of all ways to pair them, one
-        whose slowest link is the fastest.
+      network: its links decide which replicas of neighboring stages exchange messages: the pairing whose slowest
+        link is the fastest.
     """
     flat = mesh.devices.flatten()
     if mesh.devices.ndim == 1:
@@ -32,12 +32,12 @@ def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mes
     return Mesh(flat[places], mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def stay(found: Partition, mesh: Mesh) -> Partition:
+def stay(partition: Partition, mesh: Mesh) -> Partition:
     """Return the stages, each on the devices at its place in the mesh; for devices and links that are all alike."""
     places = np.moveaxis(np.arange(mesh.devices.size).reshape(mesh.devices.shape), mesh.axis_names.index(STAGE), 0)
     teams = places.reshape(len(places), -1).tolist()
-    stages = [replace(stage, devices=tuple(team)) for stage, team in zip(found.stages, teams, strict=True)]
-    return replace(found, stages=tuple(stages))
+    stages = [replace(stage, devices=tuple(team)) for stage, team in zip(partition.stages, teams, strict=True)]
+    return replace(partition, stages=tuple(stages))
 
 
 def pair(before: Sequence[int], team: Sequence[int], network: Network) -> tuple[int, ...]:

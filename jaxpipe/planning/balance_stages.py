@@ -11,7 +11,7 @@ from dataclasses import replace
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.plan import BalanceRound
-from jaxpipe.planning.planned import Planned
+from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.text.progress import tell
 
 
@@ -22,7 +22,7 @@ BALANCED = 0.9
 MOST_ROUNDS = 3
 
 
-def balanced(first: Planned, cut_again: Callable[[Profile], Planned | None]) -> Planned:
+def balanced(first: PlannedStep, cut_again: Callable[[Profile], PlannedStep | None]) -> PlannedStep:
     """The plan with the shortest step of all that the loop comes by, with a record of the rounds.
 
     Args:
@@ -42,18 +42,21 @@ def balanced(first: Planned, cut_again: Callable[[Profile], Planned | None]) -> 
         if later is None:  # the cuts we have do fit
             break
         now = later
-        found = _round(now)
-        if any(found.cuts == earlier.cuts for earlier in rounds):
+        latest = _round(now)
+        if any(latest.cuts == earlier.cuts for earlier in rounds):
             break
-        rounds.append(found)
-        tell(f"Cut again at {found.cuts}: fastest over slowest stage {found.rate:.2f}")
+        rounds.append(latest)
+        tell(f"Cut again at {latest.cuts}: fastest over slowest stage {latest.rate:.2f}")
         if now.plan.step_seconds < best.plan.step_seconds:
             best = now
     return replace(best, plan=replace(best.plan, rounds=tuple(rounds)))
 
 
-def _round(planned: Planned) -> BalanceRound:
-    network, stages = planned.partition.network, zip(planned.plan.stages, planned.plan.teams.widths, strict=True)
+def _round(planned: PlannedStep) -> BalanceRound:
+    network, stages = (
+        planned.partition.network,
+        zip(planned.plan.stages, planned.plan.stage_replicas.per_stage, strict=True),
+    )
     seconds = [
         (stage.forward_seconds + stage.backward_seconds) / (width * min(network.speed[d] for d in stage.devices))
         for stage, width in stages
@@ -65,12 +68,12 @@ def _round(planned: Planned) -> BalanceRound:
     )
 
 
-def _charged(planned: Planned) -> Profile:
+def _charged(planned: PlannedStep) -> Profile:
     """The profile with the seconds that each stage's storage adds, spread over the stage's operators."""
     backward = list(planned.profile.backward_seconds)
     for stage in planned.plan.stages:
         here = range(*stage.operators)
-        own = sum(backward[k] for k in here)
+        stage_seconds = sum(backward[k] for k in here)
         for k in here:
-            backward[k] += stage.added_seconds * (backward[k] / own if own else 1 / len(here))
+            backward[k] += stage.added_seconds * (backward[k] / stage_seconds if stage_seconds else 1 / len(here))
     return replace(planned.profile, backward_seconds=tuple(backward))

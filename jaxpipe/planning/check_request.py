@@ -15,8 +15,8 @@ from jaxpipe.errors import (
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES
 from jaxpipe.models.check_arguments import check_function
 from jaxpipe.schedules import BY_NAME, Schedule
-from jaxpipe.schedules.candidates import AUTO, ScheduleMaker
 from jaxpipe.schedules.names import plain_name, schedule_named
+from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker
 from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE
 
 
@@ -113,7 +113,7 @@ def check_network(network: Any, mesh: Mesh) -> None:
 
 
 def schedule_makers(schedule: Any) -> tuple[ScheduleMaker, ...]:
-    """Return what makes the tables that were asked for, of which the fastest is wanted.
+    """Return the makers of the requested tables, of which the planner takes the fastest.
 
     Raises:
       PartitionError: if there is no such name, or it is no function.

@@ -13,7 +13,7 @@ from jaxpipe.text.units import seconds_text
 
 
 def check_runtime_features(request: Request, schedules: Sequence[Schedule]) -> None:
-    """Raise ``PartitionError`` if one program is asked for with what only stage programs have."""
+    """Raise ``PartitionError`` if ``runtime="spmd"`` comes with a feature that only ``"mpmd"`` has."""
     for feature, rule in _only_in_stage_programs(request, schedules).items():
         if request.runtime == "spmd":
             raise PartitionError(
@@ -23,7 +23,7 @@ def check_runtime_features(request: Request, schedules: Sequence[Schedule]) -> N
 
 
 def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> dict[str, str]:
-    """Return what was asked for that one program for all devices does not have, and the rule."""
+    """Return the requested features that one program for all devices lacks, each with its rule."""
     features = {
         f"schedule={schedule.name}": "one program updates weights at the end of a step, not between micro-batches"
         for schedule in schedules
@@ -47,8 +47,8 @@ def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> 
     return features
 
 
-def choose_runtime(request: Request, program: Program, found: Partition) -> RuntimeChoice:
-    """Return the runtime that was asked for, or the one that does what a program needs, or the faster one.
+def choose_runtime(request: Request, program: Program, partition: Partition) -> RuntimeChoice:
+    """Return the requested runtime, or the only one that supports a program, or the faster one.
 
     Of the two that could do it, ``"auto"`` takes stage programs (``"mpmd"``), which need less memory. It takes one
     program (``"spmd"``) only if the work of every stage on a micro-batch is shorter than the host's calls and sends for
@@ -56,12 +56,12 @@ def choose_runtime(request: Request, program: Program, found: Partition) -> Runt
     """
     needed = _only_in_stage_programs(request, [program.schedule])
     runtimes = ("mpmd",) if needed else ("mpmd", "spmd")
-    predicted = {name: _step(request, program, found, name) for name in runtimes}
+    predicted = {name: _step(request, program, partition, name) for name in runtimes}
     if request.runtime != "auto":
         return RuntimeChoice(request.runtime, "as asked for", predicted)
     if needed:
         return RuntimeChoice("mpmd", f"only stage programs have {next(iter(needed))}", predicted)
-    work = _longest(stage_seconds(program, found, own_sums=True), found)
+    work = _longest(stage_seconds(program, partition, own_sums=True), partition)
     calls = call_seconds(program.schedule)
     texts = {name: seconds_text(seconds) for name, seconds in predicted.items()}
     compared = f"a stage works up to {seconds_text(work)} on a micro-batch, its calls take {seconds_text(calls)}"
@@ -71,12 +71,12 @@ def choose_runtime(request: Request, program: Program, found: Partition) -> Runt
     return RuntimeChoice("mpmd", compared, predicted)
 
 
-def _step(request: Request, program: Program, found: Partition, runtime: str) -> float:
-    seconds = stage_seconds(program, found, own_sums=runtime == "mpmd")
-    return step_seconds(program, found, runtime_timeline(request, program, found, seconds, runtime))
+def _step(request: Request, program: Program, partition: Partition, runtime: str) -> float:
+    seconds = stage_seconds(program, partition, own_sums=runtime == "mpmd")
+    return step_seconds(program, partition, runtime_timeline(request, program, partition, seconds, runtime))
 
 
-def _longest(seconds: Sequence[StageSeconds], found: Partition) -> float:
+def _longest(seconds: Sequence[StageSeconds], partition: Partition) -> float:
     """The work of the slowest stage on a micro-batch."""
-    speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
+    speed = [min(partition.network.speed[d] for d in stage.devices) for stage in partition.stages]
     return max((stage.forward + stage.backward) / s for stage, s in zip(seconds, speed, strict=True))

@@ -16,7 +16,7 @@ import jax
 from jaxpipe import multihost
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.plan import Plan
-from jaxpipe.planning.planned import Planned
+from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.planning.storage.choose_storage import raised
 from jaxpipe.planning.storage.storage_items import tensor_text
 from jaxpipe.residuals.stored_formats import stored_bytes
@@ -43,7 +43,7 @@ def is_near_budget(plan: Plan) -> bool:
     return plan.budget is not None and plan.predicted_bytes > NEAR * plan.budget
 
 
-def with_step(planned: Planned) -> Planned:
+def with_step(planned: PlannedStep) -> PlannedStep:
     """Compile the stage programs of a plan, in all processes at once; nothing if they have been compiled.
 
     What counts is the fullest device of any process.
@@ -59,7 +59,7 @@ def with_step(planned: Planned) -> Planned:
     return replace(planned, compiled=Compiled(step, size))
 
 
-def within_budget(planned: Planned, *, any_cuts: bool = False) -> Planned:
+def within_budget(planned: PlannedStep, *, any_cuts: bool = False) -> PlannedStep:
     """Compile the training step of a plan, and of smaller ones until one keeps the budget.
 
     Args:
@@ -72,7 +72,7 @@ def within_budget(planned: Planned, *, any_cuts: bool = False) -> Planned:
         return _within_budget(planned, any_cuts)
 
 
-def _within_budget(planned: Planned, any_cuts: bool) -> Planned:
+def _within_budget(planned: PlannedStep, any_cuts: bool) -> PlannedStep:
     tried = [with_step(planned)]
     budget, others = planned.plan.budget, planned.budget
     if budget is None or others is None:
@@ -99,25 +99,25 @@ def _within_budget(planned: Planned, any_cuts: bool) -> Planned:
     raise refusal(budget, smallest, others.default)
 
 
-def _smallest(planned: Planned, tried: Sequence[Planned]) -> Planned:
+def _smallest(planned: PlannedStep, tried: Sequence[PlannedStep]) -> PlannedStep:
     """The smallest plan, compiled; one of those that were tried if it is among them."""
     assert planned.budget is not None
     smallest = _for_budget(planned.budget.smallest(), planned)
     return next((other for other in tried if other.program is smallest.program), None) or with_step(smallest)
 
 
-def _for_budget(planned: Planned, first: Planned) -> Planned:
+def _for_budget(planned: PlannedStep, first: PlannedStep) -> PlannedStep:
     """A plan as one for the budget of the first plan."""
     kept = {name: getattr(first.plan, name) for name in ("budget", "rounds", "raised_from")}
     return replace(planned, plan=replace(planned.plan, **kept), budget=first.budget)
 
 
-def _reserved(planned: Planned) -> int:
+def _reserved(planned: PlannedStep) -> int:
     assert planned.compiled is not None
     return planned.compiled.reserved_bytes
 
 
-def refusal(budget: int, smallest: Planned, default: dict[str, int]) -> MemoryBudgetError:
+def refusal(budget: int, smallest: PlannedStep, default: dict[str, int]) -> MemoryBudgetError:
     """Return the error for a budget that no plan keeps, which offers what the smallest plan needs.
 
     Args:
@@ -143,19 +143,19 @@ def refusal(budget: int, smallest: Planned, default: dict[str, int]) -> MemoryBu
     )
 
 
-def largest_stored(planned: Planned) -> list[str]:
+def largest_stored(planned: PlannedStep) -> list[str]:
     """Return the largest tensors that a plan stores between the passes: module path, operator, shape and bytes."""
     objective = planned.program.objective
     leaves = jax.tree_util.tree_flatten_with_path(planned.batch)[0]
     inputs = {t: f"batch{jax.tree_util.keystr(path)}" for t, (path, _) in zip(objective.batch, leaves, strict=True)}
     producers = {t: op for op in objective.graph.operators for t in op.outputs}
     stored: dict[str, int] = {}
-    for section in planned.program.sections:
-        assert section.stage is not None
-        graph, forms = section.stage.graph, section.stage.storage.forms
+    for stage in planned.program.stages:
+        assert stage.vjp is not None
+        graph, formats = stage.vjp.graph, stage.vjp.plan.formats
         producers_here = {**producers, **{t: op for op in graph.operators for t in op.outputs}}
-        for t in section.stashed:
+        for t in stage.stashed:
             text = tensor_text(graph.tensors[t], producers_here.get(t), inputs.get(t, "an input"))
-            stored[text] = max(stored.get(text, 0), stored_bytes(graph.tensors[t], forms[t]))
+            stored[text] = max(stored.get(text, 0), stored_bytes(graph.tensors[t], formats[t]))
     ranked = sorted(stored.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST_NAMED]
     return [f"{text} ({bytes_text(size)})" for text, size in ranked if size]

@@ -22,14 +22,14 @@ from jaxpipe.planning.dispatch_timeline import Dispatching, SearchArguments, dis
 from jaxpipe.planning.request import Request
 from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.stage_budget import Fitted
-from jaxpipe.residuals.stored_formats import Storage, stored_bytes
+from jaxpipe.residuals.stored_formats import Format, stored_bytes
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import PAGE, Program
-from jaxpipe.runtime.sections import Section
 from jaxpipe.runtime.spmd.stage_branches import touched
+from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Kind, Schedule, Timeline, makespan_bound, simulate
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST, swap_points
 
 
@@ -58,14 +58,14 @@ class StageSeconds:
 
 
 def rates_in(profile: Profile) -> Rates:
-    """The rates of the device that a settled profile describes."""
+    """The rates of the device that a profile describes."""
     assert profile.rates is not None
     return profile.rates
 
 
 def stage_seconds(
     program: Program,
-    found: Partition,
+    partition: Partition,
     added: Sequence[float] | None = None,
     own_sums: bool = False,
     splits: bool | None = None,
@@ -79,45 +79,47 @@ def stage_seconds(
       splits: whether the backward work comes in two parts; left out: as the program's schedule has it.
     """
     splits = program.schedule.splits_backward if splits is None else splits
-    profile, rates = found.profile, rates_in(found.profile)
+    profile, rates = partition.profile, rates_in(partition.profile)
     seconds = []
-    for s, (section, placed) in enumerate(zip(program.sections, found.stages, strict=True)):
+    for s, (stage, placed) in enumerate(zip(program.stages, partition.stages, strict=True)):
         operators = slice(placed.operators.start, placed.operators.stop)
         backward = sum(profile.backward_seconds[operators]) + (0.0 if added is None else added[s])
         if own_sums and program.num_microbatches > 1:
-            backward += _summing_bytes(program, section) / rates.bytes
-        share = _weight_share(section, rates) if splits else 0.0
+            backward += _summing_bytes(program, stage) / rates.bytes
+        share = _weight_share(stage, rates) if splits else 0.0
         seconds.append(StageSeconds(sum(profile.forward_seconds[operators]), backward, share * backward))
     return seconds
 
 
-def _summing_bytes(program: Program, section: Section) -> int:
+def _summing_bytes(program: Program, stage: Stage) -> int:
     """Bytes read and written to add a micro-batch's gradients in a stage."""
-    assert section.stage is not None
-    wrt = set(section.stage.linearization.wrt) - program.objective.frozen
-    trained = [t for t in (*section.parameters, *section.borrowed) if t in wrt]
+    assert stage.vjp is not None
+    wrt = set(stage.vjp.backward_graph.wrt) - program.objective.frozen
+    trained = [t for t in (*stage.parameters, *stage.borrowed) if t in wrt]
     sums = [sum_dtype(a.dtype, program.gradient_dtype).itemsize * a.size for a in program.avals(trained)]
     return sum(4 * word_count(a) for a in program.avals(trained)) + 2 * sum(sums)
 
 
 def runtime_timeline(
-    request: Request, program: Program, found: Partition, seconds: Sequence[StageSeconds], runtime: str
+    request: Request, program: Program, partition: Partition, seconds: Sequence[StageSeconds], runtime: str
 ) -> Timeline:
     """A step in one of the runtimes."""
     if runtime == "mpmd":
-        processes = processes_of(request.mesh, found, program.num_devices)
-        dispatching = Dispatching(message_seconds(program, found), processes, program.teams)
-        return dispatched_timeline(program.schedule, *_seconds_on_devices(found, seconds), dispatching)
-    return step_timeline(program, found, seconds)
+        processes = processes_of(request.mesh, partition, program.num_devices)
+        dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
+        return dispatched_timeline(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
+    return step_timeline(program, partition, seconds)
 
 
-def least_seconds(schedule: Schedule, found: Partition, teams: Teams, lockstep: bool = True) -> float:
+def least_seconds(
+    schedule: Schedule, partition: Partition, stage_replicas: StageReplicas, lockstep: bool = True
+) -> float:
     """Return what a step takes at least with some cuts: its work alone."""
     work = []
-    for s, stage in enumerate(found.stages):
-        speed = min(found.network.speed[d] for d in stage.devices) / teams.turns(s)
+    for s, stage in enumerate(partition.stages):
+        speed = min(partition.network.speed[d] for d in stage.devices) / stage_replicas.per_device(s)
         operators = slice(stage.operators.start, stage.operators.stop)
-        sums = sum(found.profile.forward_seconds[operators]), sum(found.profile.backward_seconds[operators])
+        sums = sum(partition.profile.forward_seconds[operators]), sum(partition.profile.backward_seconds[operators])
         work.append([seconds / speed for seconds in sums])
     forward, backward = (list(seconds) for seconds in zip(*work, strict=True))
     if not schedule.splits_backward:
@@ -126,20 +128,22 @@ def least_seconds(schedule: Schedule, found: Partition, teams: Teams, lockstep: 
     return schedule.num_microbatches * max(f + b for f, b in zip(forward, backward, strict=True))
 
 
-def step_seconds(program: Program, found: Partition, timeline: Timeline) -> float:
+def step_seconds(program: Program, partition: Partition, timeline: Timeline) -> float:
     """A step with what devices that share a stage need to add up their gradients."""
-    if program.teams.single:
+    if program.stage_replicas.is_single:
         return timeline.makespan
-    model = Synchronous(found.network, program.num_microbatches)
+    model = Synchronous(partition.network, program.num_microbatches)
     weights = np.array([program.sums.bytes], np.float64)
-    return timeline.makespan + max(float(model.all_reduce_seconds(weights, Team(s.devices))[0]) for s in found.stages)
+    return timeline.makespan + max(
+        float(model.all_reduce_seconds(weights, Team(s.devices))[0]) for s in partition.stages
+    )
 
 
-def step_timeline(program: Program, found: Partition, seconds: Sequence[StageSeconds]) -> Timeline:
+def step_timeline(program: Program, partition: Partition, seconds: Sequence[StageSeconds]) -> Timeline:
     """A step as the executor walks through it, what every tick costs besides its work included."""
-    forward, backward_input, backward_weight = _seconds_on_devices(found, seconds)
-    each = _exchange_seconds(found, [4 * n for n in program.message_words])
-    each += handled_bytes(program) / rates_in(found.profile).bytes
+    forward, backward_input, backward_weight = _seconds_on_devices(partition, seconds)
+    each = _exchange_seconds(partition, [4 * n for n in program.message_words])
+    each += handled_bytes(program) / rates_in(partition.profile).bytes
     return simulate(
         program.schedule,
         forward=forward,
@@ -149,22 +153,24 @@ def step_timeline(program: Program, found: Partition, seconds: Sequence[StageSec
     )
 
 
-def stage_search_arguments(program: Program, found: Partition, added: Sequence[float] | None = None) -> SearchArguments:
+def stage_search_arguments(
+    program: Program, partition: Partition, added: Sequence[float] | None = None
+) -> SearchArguments:
     """Return the arguments of a search for a schedule of stage programs (``jaxpipe.schedules.list_schedule``).
 
     Args:
       added: by what storage within a budget costs.
     """
-    seconds = stage_seconds(program, found, added, own_sums=True, splits=True)
-    dispatching = Dispatching(message_seconds(program, found), (), program.teams)
-    return search_arguments(program.schedule, *_seconds_on_devices(found, seconds), dispatching)
+    seconds = stage_seconds(program, partition, added, own_sums=True, splits=True)
+    dispatching = Dispatching(message_seconds(program, partition), (), program.stage_replicas)
+    return search_arguments(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
 
 
 def _seconds_on_devices(
-    found: Partition, seconds: Sequence[StageSeconds]
+    partition: Partition, seconds: Sequence[StageSeconds]
 ) -> tuple[list[float], list[float], list[float]]:
     """Return the seconds of each stage on its own devices: forward, backward for inputs, and for weights."""
-    speed = [min(found.network.speed[d] for d in stage.devices) for stage in found.stages]
+    speed = [min(partition.network.speed[d] for d in stage.devices) for stage in partition.stages]
     pairs = list(zip(seconds, speed, strict=True))
     return (
         [stage.forward / s for stage, s in pairs],
@@ -173,20 +179,20 @@ def _seconds_on_devices(
     )
 
 
-def message_seconds(program: Program, found: Partition) -> list[tuple[float, float]]:
+def message_seconds(program: Program, partition: Partition) -> list[tuple[float, float]]:
     """By stage, until what it sends on is with the next, and its cotangents with the one before; the slowest replica's.
 
     What waits for a backward pass elsewhere, sums of gradients or copies of parameters go at other times.
     """
     messages = []
-    for s, section in enumerate(program.sections):
-        sizes = [program.bytes_of(tensors) for tensors in (section.leaving, section.returning)]
+    for s, stage in enumerate(program.stages):
+        sizes = [program.bytes_of(tensors) for tensors in (stage.leaving, stage.returning)]
         neighbors = [s + 1, s - 1]
         ways = []
         for size, other in zip(sizes, neighbors, strict=True):
-            inside = 0 <= other < len(found.stages)
-            pairs = _pairs(found.stages[s].devices, found.stages[other].devices) if inside and size else ()
-            ways.append(max((found.network.seconds(a, b, size) for a, b in pairs if a != b), default=0.0))
+            inside = 0 <= other < len(partition.stages)
+            pairs = _pairs(partition.stages[s].devices, partition.stages[other].devices) if inside and size else ()
+            ways.append(max((partition.network.seconds(a, b, size) for a, b in pairs if a != b), default=0.0))
         messages.append((ways[0], ways[1]))
     return messages
 
@@ -196,10 +202,10 @@ def _pairs(source: Sequence[int], target: Sequence[int]) -> Iterable[tuple[int, 
     return zip(source, target, strict=True) if len(source) == len(target) else itertools.product(source, target)
 
 
-def processes_of(mesh: Mesh, found: Partition, num_devices: int) -> list[tuple[int, ...]]:
+def processes_of(mesh: Mesh, partition: Partition, num_devices: int) -> list[tuple[int, ...]]:
     """The process of each replica, by device along the stage axis."""
     devices = mesh.devices.flatten().tolist()
-    return [tuple(devices[d].process_index for d in stage.devices) for stage in found.stages[:num_devices]]
+    return [tuple(devices[d].process_index for d in stage.devices) for stage in partition.stages[:num_devices]]
 
 
 def handled_bytes(program: Program) -> int:
@@ -223,7 +229,7 @@ def handled_bytes(program: Program) -> int:
 def describe(
     request: Request,
     program: Program,
-    found: Partition,
+    partition: Partition,
     memory: dict[str, int],
     microbatch_size: int,
     fitted: Sequence[Fitted],
@@ -232,11 +238,11 @@ def describe(
 ) -> Plan:
     """The plan of a program."""
     graph, runtime, shape = program.objective.graph, chosen.name, request.submesh.shape
-    seconds = stage_seconds(program, found, [fit.added_seconds for fit in fitted], own_sums=runtime == "mpmd")
-    messages = message_seconds(program, found) if runtime == "mpmd" else [(0.0, 0.0)] * len(seconds)
+    seconds = stage_seconds(program, partition, [fit.added_seconds for fit in fitted], own_sums=runtime == "mpmd")
+    messages = message_seconds(program, partition) if runtime == "mpmd" else [(0.0, 0.0)] * len(seconds)
     stages = []
-    for s, section in enumerate(program.sections):
-        placed = found.stages[s]
+    for s, stage in enumerate(program.stages):
+        placed = partition.stages[s]
         operators = slice(placed.operators.start, placed.operators.stop)
         stages.append(
             StagePlan(
@@ -250,19 +256,19 @@ def describe(
                 storage=fitted[s].status,
                 storage_gap=fitted[s].gap,
                 solve_seconds=fitted[s].solve_seconds,
-                stored=_stored_bytes(section),
-                recomputed=_recomputed(section),
-                slices=section.slices,
-                parameter_bytes=program.bytes_of(section.parameters),
-                stash_bytes=program.stash_bytes(section),
+                stored=_stored_bytes(stage),
+                recomputed=_recomputed(stage),
+                slices=stage.slices,
+                parameter_bytes=program.bytes_of(stage.parameters),
+                stash_bytes=program.stash_bytes(stage),
                 in_flight=program.in_flight(program.device(s), s // program.num_devices),
-                **_away(program, found, s),
-                sent_bytes=program.bytes_of(section.leaving),
+                **_away(program, partition, s),
+                sent_bytes=program.bytes_of(stage.leaving),
                 message_seconds=messages[s],
             )
         )
-    timeline = runtime_timeline(request, program, found, seconds, runtime)
-    bound = _schedule_bound(program, found, fitted) if runtime == "mpmd" else 0.0
+    timeline = runtime_timeline(request, program, partition, seconds, runtime)
+    bound = _schedule_bound(program, partition, fitted) if runtime == "mpmd" else 0.0
     described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
     return Plan(
         stages=tuple(stages),
@@ -270,11 +276,11 @@ def describe(
         num_microbatches=program.num_microbatches,
         microbatch_size=microbatch_size,
         schedule=program.schedule.name,
-        profile=found.profile.source,
-        rates=_whose_rates(request, found.profile),
-        step_seconds=step_seconds(program, found, timeline),
-        bubble_fraction=_idle_share(timeline, program.teams.widths),
-        lower_bound_seconds=found.lower_bound_seconds,
+        profile=partition.profile.source,
+        rates=_whose_rates(request, partition.profile),
+        step_seconds=step_seconds(program, partition, timeline),
+        bubble_fraction=_idle_share(timeline, program.stage_replicas.per_stage),
+        lower_bound_seconds=partition.lower_bound_seconds,
         schedule_bound_seconds=bound,
         budget=budget,
         memory=memory,
@@ -288,10 +294,10 @@ def describe(
     )
 
 
-def _schedule_bound(program: Program, found: Partition, fitted: Sequence[Fitted]) -> float:
+def _schedule_bound(program: Program, partition: Partition, fitted: Sequence[Fitted]) -> float:
     """Return seconds that no order of the stages' work stays below with as many stashes as the program's schedule."""
     schedule = program.schedule
-    arguments = stage_search_arguments(program, found, [fit.added_seconds for fit in fitted])
+    arguments = stage_search_arguments(program, partition, [fit.added_seconds for fit in fitted])
     return makespan_bound(schedule.num_stages, schedule.num_microbatches, **arguments)
 
 
@@ -337,32 +343,32 @@ def _idle_share(timeline: Timeline, widths: Sequence[int]) -> float:
     return 1 - busy / (timeline.makespan * sum(widths)) if timeline.makespan else 0.0
 
 
-def _weight_share(section: Section, rates: Rates) -> float:
+def _weight_share(stage: Stage, rates: Rates) -> float:
     """The part for weights of a stage's backward work, by estimate."""
-    assert section.stage is not None
-    parts = section.stage.input_steps, section.stage.weight_steps
+    assert stage.vjp is not None
+    parts = stage.vjp.input_steps, stage.vjp.weight_steps
     first, second = (
         sum(roofline.seconds(step.program.operators, step.program, rates) for step in steps) for steps in parts
     )
     return second / (first + second) if second else 0.0
 
 
-def _stored_bytes(section: Section) -> dict[str, int]:
+def _stored_bytes(stage: Stage) -> dict[str, int]:
     """Bytes of one micro-batch's stash, by storage."""
-    assert section.stage is not None
-    graph, forms = section.stage.graph, section.stage.storage.forms
-    found: dict[str, int] = {}
-    for t in section.stashed:
-        name = forms[t].storage.value
-        found[name] = found.get(name, 0) + stored_bytes(graph.tensors[t], forms[t])
-    return found
+    assert stage.vjp is not None
+    graph, formats = stage.vjp.graph, stage.vjp.plan.formats
+    bytes_of: dict[str, int] = {}
+    for t in stage.stashed:
+        name = formats[t].format.value
+        bytes_of[name] = bytes_of.get(name, 0) + stored_bytes(graph.tensors[t], formats[t])
+    return bytes_of
 
 
-def _recomputed(section: Section) -> tuple[str, ...]:
+def _recomputed(stage: Stage) -> tuple[str, ...]:
     """The operators of more than cheap arithmetic that the backward pass runs again."""
-    assert section.stage is not None
-    graph, forms = section.stage.graph, section.stage.storage.forms
-    again = {t for t, form in forms.items() if form.storage is Storage.RECOMPUTE}
+    assert stage.vjp is not None
+    graph, formats = stage.vjp.graph, stage.vjp.plan.formats
+    again = {t for t, fmt in formats.items() if fmt.format is Format.RECOMPUTE}
     return tuple(
         f"{op.path} {op.label}".strip()
         for op in graph.operators
@@ -370,48 +376,48 @@ def _recomputed(section: Section) -> tuple[str, ...]:
     )
 
 
-def _away(program: Program, found: Partition, s: int) -> dict[str, Any]:
+def _away(program: Program, partition: Partition, s: int) -> dict[str, Any]:
     """Return what the plan says of a stage's stashes that are away."""
-    section = program.sections[s]
-    if section.swap is None:
+    stage = program.stages[s]
+    if stage.swap is None:
         return {}
     points = swap_points(program.schedule, s)
-    sizes = dict(zip(section.stage.storage.stored, section.stage.stash_avals, strict=True)) if section.stage else {}
-    size = sum(4 * word_count(aval) for t in section.swap.tensors for aval in sizes.get(t, ()))
+    sizes = dict(zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True)) if stage.vjp else {}
+    size = sum(4 * word_count(aval) for t in stage.swap.tensors for aval in sizes.get(t, ()))
     pieces = tuple(
-        StashPiece(target.stage, found.stages[s if target.stage == HOST else target.stage].devices, n)
-        for target in section.swap.targets
+        StashPiece(target.stage, partition.stages[s if target.stage == HOST else target.stage].devices, n)
+        for target in stage.swap.targets
         if (n := round(size * target.share))
     )
     gone = max(points.returns[j] - points.leaves[j] - 1 for j in points.leaves)
     return {"away": points.away, "away_ticks": gone, "pieces": pieces}
 
 
-def stage_links(found: Partition, host_bytes: int = 0) -> Links:
+def stage_links(partition: Partition, host_bytes: int = 0) -> Links:
     """The direct links between the devices of two stages, and to their host's memory; of all replicas the slowest.
 
     Args:
       host_bytes: that each device may use of its host's memory.
     """
-    network = found.network
-    places = [np.ix_(one.devices, two.devices) for one in found.stages for two in found.stages]
-    shape = len(found.stages), len(found.stages)
+    network = partition.network
+    places = [np.ix_(source.devices, target.devices) for source in partition.stages for target in partition.stages]
+    shape = len(partition.stages), len(partition.stages)
     bandwidth = np.array([network.bandwidth[place].min() for place in places]).reshape(shape)
     latency = np.array([network.latency[place].max() for place in places]).reshape(shape)
     return Links(
         tuple(map(tuple, bandwidth.tolist())),
         tuple(map(tuple, latency.tolist())),
         host_bytes,
-        tuple(min(network.host_bandwidth_bytes_per_second[d] for d in stage.devices) for stage in found.stages),
-        tuple(max(network.host_latency_seconds[d] for d in stage.devices) for stage in found.stages),
+        tuple(min(network.host_bandwidth_bytes_per_second[d] for d in stage.devices) for stage in partition.stages),
+        tuple(max(network.host_latency_seconds[d] for d in stage.devices) for stage in partition.stages),
     )
 
 
-def _exchange_seconds(found: Partition, messages: Sequence[float]) -> float:
+def _exchange_seconds(partition: Partition, messages: Sequence[float]) -> float:
     """Return what sending a message forward and one back takes over the slowest link between neighbors."""
-    stages = itertools.pairwise(found.stages)
-    links = [link for one, two in stages for link in itertools.product(one.devices, two.devices)]
-    return sum(max((found.network.seconds(*link, size) for link in links), default=0.0) for size in messages)
+    stages = itertools.pairwise(partition.stages)
+    links = [link for first, second in stages for link in itertools.product(first.devices, second.devices)]
+    return sum(max((partition.network.seconds(*link, size) for link in links), default=0.0) for size in messages)
 
 
 def _modules(paths: Any) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from jaxpipe.schedules import Kind, Schedule, Timeline, simulate
 from jaxpipe.schedules.joined_work import program_kinds
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.replicas import StageReplicas
 
 
 #: Seconds of the host for a call of a compiled program with about 40 arrays, and for a send to another device of its
@@ -26,12 +26,12 @@ class Dispatching:
     Attributes:
       messages: by stage, seconds until what it sends on has arrived, and the cotangents that it sends back.
       processes: by stage of the first chunk, the process of each of its devices.
-      teams: the devices of each stage, which share its micro-batches; an entry of the table is a deal of these.
+      stage_replicas: the devices of each stage, which share its micro-batches; an entry of the table is a round.
     """
 
     messages: Sequence[tuple[float, float]]
     processes: Sequence[Sequence[int]]
-    teams: Teams
+    stage_replicas: StageReplicas
 
 
 def call_seconds(schedule: Schedule) -> float:
@@ -61,11 +61,11 @@ def dispatched_timeline(
     first = {s: {kinds[0] for kinds in program_kinds(schedule, s)} for s in range(count)}
     whole = Kind.BACKWARD_INPUT if schedule.splits_backward else Kind.BACKWARD
 
-    teams = dispatching.teams
+    stage_replicas = dispatching.stage_replicas
 
     def called(kind: Kind, seconds: Sequence[float]) -> list[float]:
         calls = [seconds[s] + CALL_SECONDS * (kind in first[s]) for s in range(count)]
-        return [teams.turns(s % schedule.num_stages) * n for s, n in enumerate(calls)]
+        return [stage_replicas.per_device(s % schedule.num_stages) * n for s, n in enumerate(calls)]
 
     return simulate(
         schedule,
@@ -82,7 +82,7 @@ def _links(schedule: Schedule, dispatching: Dispatching) -> list[tuple[float, fl
     """Return the seconds of the messages between each stage and the next, forward and back."""
     if schedule.num_stages == 1:
         return [(0.0, 0.0)] * (schedule.total_stages - 1)
-    messages, rounds = dispatching.messages, dispatching.teams.most_turns
+    messages, rounds = dispatching.messages, dispatching.stage_replicas.most_per_device
     boundaries = range(schedule.total_stages - 1)
     ahead = [rounds * (messages[s][0] + SEND_SECONDS) for s in boundaries]
     back = [rounds * (messages[s + 1][1] + SEND_SECONDS) * (s >= schedule.frozen) for s in boundaries]
@@ -117,7 +117,7 @@ def search_arguments(
       forward, backward_input, backward_weight: seconds of a micro-batch, by stage, as if it split the backward pass.
     """
     stages = range(schedule.total_stages)
-    turns = [dispatching.teams.turns(s % schedule.num_stages) for s in stages]
+    turns = [dispatching.stage_replicas.per_device(s % schedule.num_stages) for s in stages]
     trained = [n * (s >= schedule.frozen) for s, n in enumerate(turns)]
     call = [CALL_SECONDS * trained[s] * (s + 1 < len(stages)) for s in stages]
     weight = [(seconds + CALL_SECONDS) * trained[s] for s, seconds in enumerate(backward_weight)]
@@ -138,7 +138,7 @@ def _begins(
 ) -> dict[tuple[Kind, int, int], float]:
     """Return when the host has called each action; what goes on in a program that was called before is left out."""
     p, count = schedule.num_stages, schedule.total_stages
-    processes, deal = dispatching.processes, dispatching.teams.deal
+    processes, round_size = dispatching.processes, dispatching.stage_replicas.round_size
     now = {process: 0.0 for row in processes for process in row}
     called: dict[tuple[Kind, int, int], float] = {}
     for tick in schedule.ticks:
@@ -149,7 +149,7 @@ def _begins(
                 sends = sends and action.kind is not Kind.BACKWARD_WEIGHT
                 before = [now[process] for process in processes[device]]
                 for process in processes[device]:
-                    now[process] += deal * (CALL_SECONDS * (action.kind in first[s]) + SEND_SECONDS * sends)
+                    now[process] += round_size * (CALL_SECONDS * (action.kind in first[s]) + SEND_SECONDS * sends)
                 if action.kind in first[s]:
                     called[action.kind, s, action.microbatch] = max(before)
     return called

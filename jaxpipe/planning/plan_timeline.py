@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxpipe.errors import ScheduleError
 from jaxpipe.plan import Plan
 from jaxpipe.planning.dispatch_timeline import Dispatching, dispatched_timeline
-from jaxpipe.schedules import Schedule, Teams, Timeline, simulate
+from jaxpipe.schedules import Schedule, StageReplicas, Timeline, simulate
 
 
 def plan_timeline(
@@ -17,7 +17,7 @@ def plan_timeline(
     Stage programs run as soon as they have what they need (``jaxpipe.planning.dispatch_timeline``). In one program for
     all devices these walk through the table in step, and what the plan's step takes beyond the stages' work is shown as
     the exchange after each tick. Where stages have several devices, a row is one of them, and an action its work on a
-    deal (``jaxpipe.schedules.replicas``).
+    round (``jaxpipe.schedules.replicas``).
 
     Args:
       plan: its seconds are predicted for one micro-batch.
@@ -39,17 +39,17 @@ def plan_timeline(
     }
     if plan.runtime == "mpmd":
         devices = processes or [(0,) * len(stage.devices) for stage in plan.stages[: schedule.num_stages]]
-        messages, teams = [stage.message_seconds for stage in plan.stages], plan.teams
+        messages, stage_replicas = [stage.message_seconds for stage in plan.stages], plan.stage_replicas
         if schedule.num_chunks > 1:
-            teams = Teams(teams.widths[: schedule.num_stages])
-        return dispatched_timeline(schedule, **work, dispatching=Dispatching(messages, devices, teams))
+            stage_replicas = StageReplicas(stage_replicas.per_stage[: schedule.num_stages])
+        return dispatched_timeline(schedule, **work, dispatching=Dispatching(messages, devices, stage_replicas))
     walk = functools.partial(simulate, schedule, **work)
     return walk(communication=max(0.0, plan.step_seconds - walk().makespan) / len(schedule.ticks))
 
 
 def check_size(plan: Plan, schedule: Schedule) -> None:
     """Raise ``ScheduleError`` unless a schedule has as many stages and micro-batches as a plan."""
-    planned = len(plan.stages), plan.teams.deals(plan.num_microbatches)
+    planned = len(plan.stages), plan.stage_replicas.rounds(plan.num_microbatches)
     if planned != (schedule.total_stages, schedule.num_microbatches):
         raise ScheduleError(
             f"The schedule {schedule.name} has {schedule.total_stages} stages and {schedule.num_microbatches} "

@@ -15,7 +15,7 @@ from jaxpipe.graph.codec_policy import Policy
 from jaxpipe.models.bound_model import UserFunction
 from jaxpipe.options import PlanOptions
 from jaxpipe.plan import HostPlan
-from jaxpipe.schedules.candidates import ScheduleMaker
+from jaxpipe.schedules.schedule_makers import ScheduleMaker
 from jaxpipe.sharding.submesh import Submesh
 
 

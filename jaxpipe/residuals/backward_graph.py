@@ -1,4 +1,4 @@
-"""The demand of the backward pass on the forward pass, operator by operator.
+"""The backward pass of a graph, operator by operator, and the residuals that each operator reads.
 
 For every operator on a path from a differentiated input to an output, its own VJP is traced and cut in two:
 
@@ -25,7 +25,7 @@ from jaxpipe.graph.operator_vjp import Cut, writes_zeros
 
 
 @dataclass(frozen=True, eq=False)
-class Backward:
+class BackwardOp:
     """The program from the cotangents of one operator's outputs to those of its inputs.
 
     Attributes:
@@ -47,31 +47,31 @@ class Backward:
 
 
 @dataclass(frozen=True, eq=False)
-class Linearization:
+class BackwardGraph:
     """A graph together with the backward program of each of its operators.
 
     Attributes:
       source: the graph that was linearized; its tensor numbers key the cotangents.
       graph: the forward graph with the residual operators added; keeps the numbers of ``source``.
-      backward: in forward order; the backward pass walks it in reverse.
+      steps: in forward order; the backward pass walks it in reverse.
       wrt: inputs (tensor numbers) that receive a cotangent.
     """
 
     source: Graph
     graph: Graph
-    backward: tuple[Backward, ...]
+    steps: tuple[BackwardOp, ...]
     wrt: tuple[int, ...]
 
     @property
     def needs(self) -> tuple[int, ...]:
         """Every tensor that some backward program reads."""
-        return tuple(ordered(t for step in self.backward for t in step.needs))
+        return tuple(ordered(t for step in self.steps for t in step.needs))
 
 
-def linearize(
+def build_backward_graph(
     graph: Graph, wrt: Iterable[int], *, policy: Policy = FAST, seeds: Iterable[int] | None = None
-) -> Linearization:
-    """Find what the backward pass of ``graph`` needs.
+) -> BackwardGraph:
+    """Trace the backward pass of a graph, operator by operator.
 
     Args:
       wrt: tensor numbers of the inputs that receive cotangents.
@@ -82,11 +82,11 @@ def linearize(
     matches = rules.find(graph, lambda op: "index" in (op.policy or policy).at(op.path))
     covered = {op for match in matches.values() for op in match.covers}
     builder = GraphBuilder(graph.tensors, graph.constants)
-    stand_in: dict[int, int] = {}  # for an output that is another tensor handed on, that tensor
+    stand_in: dict[int, int] = {}  # an output that is another tensor unchanged: that tensor
     cuts: dict[Hashable, Cut] = {}
     active = set(wrt)
     audible = _audible(graph, graph.outputs if seeds is None else seeds)
-    backward: list[Backward] = []
+    backward: list[BackwardOp] = []
 
     for op in graph.operators:
         match = matches.get(op)
@@ -101,7 +101,7 @@ def linearize(
             stand_in.update(zip(outputs, operands, strict=True))
             if moving:
                 active.update(outputs[k] for k in moving)
-                backward.append(_hand_on(op, moving, graph))
+                backward.append(_pass_through(op, moving, graph))
             continue
         if not moving or not heard:
             for part in (op,) if match is None else match.covers:
@@ -119,7 +119,7 @@ def linearize(
         if cut.cotangents_in:
             active.update(outputs[k] for k in cut.cotangents_in)
             backward.append(
-                Backward(
+                BackwardOp(
                     name=op.name if match is None else match.name,
                     path=op.path,
                     label=label,
@@ -138,16 +138,16 @@ def linearize(
         parameters=graph.parameters,
         stage_shape=graph.stage_shape,
     )
-    return Linearization(graph, forward, steps, wrt)
+    return BackwardGraph(graph, forward, steps, wrt)
 
 
 def _audible(graph: Graph, seeds: Iterable[int]) -> set[int]:
     """The tensors that lead to some outputs: all others have no cotangent."""
-    found = set(seeds)
+    useful = set(seeds)
     for op in reversed(graph.operators):
-        if not found.isdisjoint(op.outputs):
-            found.update(op.inputs)
-    return found
+        if not useful.isdisjoint(op.outputs):
+            useful.update(op.inputs)
+    return useful
 
 
 def equality_key(
@@ -188,9 +188,9 @@ def _place(
 ) -> list[int]:
     """Add the first half of a cut to the forward graph; returns the numbers of its needs."""
     number = dict(zip(cut.inputs, operands, strict=True))
-    made = {t for part in cut.primal for t in part.outputs}
+    produced = {t for part in cut.primal for t in part.outputs}
     for local, out in zip(cut.outputs, outputs, strict=True):
-        if local in made:
+        if local in produced:
             number.setdefault(local, out)
     for local, value in cut.constants.items():
         number[local] = builder.constant(value)
@@ -206,11 +206,11 @@ def _place(
     return [number[t] for t in cut.needs]
 
 
-def _hand_on(op: Operator, moving: Sequence[int], graph: Graph) -> Backward:
+def _pass_through(op: Operator, moving: Sequence[int], graph: Graph) -> BackwardOp:
     """The backward program of a call boundary."""
     tensors = tuple(Tensor(graph.tensors[op.inputs[k]].aval, 0) for k in moving)
     numbers = tuple(range(len(tensors)))
-    return Backward(
+    return BackwardOp(
         name=op.name,
         path=op.path,
         label=op.label,
@@ -221,7 +221,9 @@ def _hand_on(op: Operator, moving: Sequence[int], graph: Graph) -> Backward:
     )
 
 
-def _merge_masks(steps: Sequence[Backward], visible: Collection[int], builder: GraphBuilder) -> tuple[Backward, ...]:
+def _merge_masks(
+    steps: Sequence[BackwardOp], visible: Collection[int], builder: GraphBuilder
+) -> tuple[BackwardOp, ...]:
     """Make one step of steps that do nothing but set a cotangent to zero by a mask, each straight after the other.
 
     ``where(x > 1, 1, where(x < -1, -1, x))`` then needs one mask instead of two; the operator that joins them is added
@@ -229,7 +231,7 @@ def _merge_masks(steps: Sequence[Backward], visible: Collection[int], builder: G
     """
     zeros = {t for op in builder.operators if writes_zeros(op) for t in op.outputs}
     summands = Counter(t for step in steps for t in step.cotangents_out)
-    merged: list[Backward] = []
+    merged: list[BackwardOp] = []
     masking: dict[int, int] = {}  # by tensor, the place in ``merged`` of the step that masks its cotangent
     for step in steps:
         place = None
@@ -244,7 +246,7 @@ def _merge_masks(steps: Sequence[Backward], visible: Collection[int], builder: G
     return tuple(merged)
 
 
-def _merge(first: Backward, second: Backward, zeros: Collection[int], builder: GraphBuilder) -> Backward:
+def _merge(first: BackwardOp, second: BackwardOp, zeros: Collection[int], builder: GraphBuilder) -> BackwardOp:
     """The first of two masking steps, with a mask that does what the second does as well."""
     masks = [mask for step in (first, second) if (mask := _mask(step, zeros)) is not None]
     (mask, zero_if), (other, other_zero_if) = masks
@@ -260,7 +262,7 @@ def _merge(first: Backward, second: Backward, zeros: Collection[int], builder: G
     return replace(first, needs=needs, cotangents_in=second.cotangents_in)
 
 
-def _mask(step: Backward, zeros: Collection[int]) -> tuple[int, bool] | None:
+def _mask(step: BackwardOp, zeros: Collection[int]) -> tuple[int, bool] | None:
     """The mask by which a step sets a cotangent to zero, and the value of it that does; None for other steps."""
     program = step.program
     if [op.name for op in program.operators] != ["select_n"] or len(program.operators[0].inputs) != 3:
@@ -273,7 +275,7 @@ def _mask(step: Backward, zeros: Collection[int]) -> tuple[int, bool] | None:
     return (number[predicate], zero_if) if number.get(cases[zero_if]) in zeros else None
 
 
-def _reached(steps: Sequence[Backward], outputs: Iterable[int]) -> tuple[Backward, ...]:
+def _reached(steps: Sequence[BackwardOp], outputs: Iterable[int]) -> tuple[BackwardOp, ...]:
     """The steps that a cotangent of some output reaches."""
     reached = set(outputs)
     kept = []
@@ -284,7 +286,7 @@ def _reached(steps: Sequence[Backward], outputs: Iterable[int]) -> tuple[Backwar
     return tuple(reversed(kept))
 
 
-def restricted(step: Backward, positions: Sequence[int]) -> Backward:
+def restricted(step: BackwardOp, positions: Sequence[int]) -> BackwardOp:
     """The part of a step that makes the cotangents at some of its positions."""
     if len(positions) == len(step.cotangents_out):
         return step

@@ -1,7 +1,7 @@
 """Tensors that a stage stores between its forward and its backward pass, and ways to get the others back.
 
-A plan gives one form to every tensor that the backward pass touches. It is data: the default below sets it, a
-planner may set it otherwise, ``jaxpipe.residuals.stage_programs`` runs it.
+A plan gives one format to every tensor that the backward pass touches. It is data: the default below sets it, a
+planner may set it otherwise, ``jaxpipe.residuals.vjp_program`` runs it.
 """
 
 import math
@@ -23,10 +23,10 @@ from jaxpipe.graph.op_cost import (
     product_work,
     rerun_work,
 )
-from jaxpipe.residuals.backward_graph import Linearization
+from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.density import room
 from jaxpipe.residuals.minimum_cut import minimum_cut
-from jaxpipe.residuals.stored_formats import Form, Storage, stored_bytes
+from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
 
 
 #: A tensor is recomputed only if that reads and writes at most this many elements for each of its own.
@@ -56,61 +56,61 @@ FALLBACK_LIMIT = 4
 
 
 @dataclass(frozen=True)
-class Choices:
-    """One form for each tensor that the backward pass touches, by tensor number.
+class ResidualPlan:
+    """One format for each tensor that the backward pass touches, by tensor number.
 
-    Tensors that derive from parameters and constants alone have none: they are always at hand.
+    Tensors that derive from parameters and constants alone need no format: they are always available.
     """
 
-    forms: Mapping[int, Form]
+    formats: Mapping[int, SavedFormat]
 
     @property
     def stored(self) -> tuple[int, ...]:
         """The tensors that make up the stash, in the order of the program."""
-        return tuple(sorted(t for t, form in self.forms.items() if form.storage.is_stored))
+        return tuple(sorted(t for t, fmt in self.formats.items() if fmt.format.is_stored))
 
     @property
     def sparse(self) -> tuple[int, ...]:
         """The stored tensors for which there is limited room."""
-        return tuple(t for t in self.stored if self.forms[t].storage.is_sparse)
+        return tuple(t for t in self.stored if self.formats[t].format.is_sparse)
 
     def is_stored(self, t: int) -> bool:
         """Return whether a tensor is part of the stash."""
-        return t in self.forms and self.forms[t].storage.is_stored
+        return t in self.formats and self.formats[t].format.is_stored
 
-    def without_sparse(self) -> "Choices":
+    def without_sparse(self) -> "ResidualPlan":
         """The stored tensors that are sure to be there."""
-        return Choices({t: form for t, form in self.forms.items() if not form.storage.is_sparse})
+        return ResidualPlan({t: fmt for t, fmt in self.formats.items() if not fmt.format.is_sparse})
 
     def stash_bytes(self, graph: Graph) -> int:
         """Bytes of the stash, inputs of the graph included if they are stored."""
-        return sum(stored_bytes(graph.tensors[t], self.forms[t]) for t in self.stored)
+        return sum(stored_bytes(graph.tensors[t], self.formats[t]) for t in self.stored)
 
 
-def smallest_form(graph: Graph, t: int, codecs: Iterable[str], capacity: int | None = None) -> Form:
-    """The form of fewest bytes in which the codecs let a tensor be stored.
+def smallest_format(graph: Graph, t: int, codecs: Iterable[str], capacity: int | None = None) -> SavedFormat:
+    """The format of fewest bytes in which the codecs let a tensor be stored.
 
     Args:
       graph: the tensor's graph.
       t: its number.
       codecs: names from ``jaxpipe.graph.codec_policy.CODECS``.
-      capacity: how many values a sparse form has room for; None if the tensor is dense.
+      capacity: how many values a sparse format has room for; None if the tensor is dense.
     """
     tensor = graph.tensors[t]
     if any(_compat.split_dimensions(tensor.aval)[min(1, len(tensor.shape) - 1) :]):
-        return Form(Storage.KEEP)  # elements that several devices hold would have to be packed together
+        return SavedFormat(Format.KEEP)  # elements that several devices hold would have to be packed together
     if tensor.bits == 1 and tensor.dtype == np.bool_:
-        return Form(Storage.MASK if "mask" in codecs else Storage.KEEP)
-    packed = [Form(Storage.KEEP), Form(Storage.POOL_INDEX)]
+        return SavedFormat(Format.MASK if "mask" in codecs else Format.KEEP)
+    packed = [SavedFormat(Format.KEEP), SavedFormat(Format.POOL_INDEX)]
     if "index" in codecs and tensor.bits in (8, 16):
-        packed.append(Form(Storage.INDEX))
+        packed.append(SavedFormat(Format.INDEX))
     if capacity is not None:
-        sparse = {"bitmap": Storage.BITMAP, "csr": Storage.CSR}
-        forms = [Form(storage, capacity) for name, storage in sparse.items() if name in codecs]
+        sparse = {"bitmap": Format.BITMAP, "csr": Format.CSR}
+        formats = [SavedFormat(sparse_format, capacity) for name, sparse_format in sparse.items() if name in codecs]
         packed += [
-            form for form in forms if stored_bytes(tensor, form) <= WORTH_PACKING * stored_bytes(tensor, packed[0])
+            fmt for fmt in formats if stored_bytes(tensor, fmt) <= WORTH_PACKING * stored_bytes(tensor, packed[0])
         ]
-    return min(packed, key=lambda form: stored_bytes(tensor, form))
+    return min(packed, key=lambda fmt: stored_bytes(tensor, fmt))
 
 
 class Derivations:
@@ -124,7 +124,9 @@ class Derivations:
         """The operator that makes a tensor; None for an input."""
         return self._producers.get(t)
 
-    def of(self, missing: Iterable[int], plan: Choices, known: Iterable[int] = ()) -> tuple[list[Operator], list[int]]:
+    def of(
+        self, missing: Iterable[int], plan: ResidualPlan, known: Iterable[int] = ()
+    ) -> tuple[list[Operator], list[int]]:
         """The operators to run, in order, and the stored tensors that they or the caller read.
 
         Args:
@@ -133,7 +135,7 @@ class Derivations:
           known: tensors that are there already.
         """
         known = set(known)
-        found: dict[Operator, None] = {}
+        chain: dict[Operator, None] = {}
         leaves: dict[int, None] = {}
         pending = list(missing)
         while pending:
@@ -142,12 +144,12 @@ class Derivations:
                 continue
             if plan.is_stored(t):
                 leaves[t] = None
-            elif t in self._producers and self._producers[t] not in found:
-                found[self._producers[t]] = None
+            elif t in self._producers and self._producers[t] not in chain:
+                chain[self._producers[t]] = None
                 pending.extend(self._producers[t].inputs)
-        return sorted(found, key=self._order.__getitem__), list(leaves)
+        return sorted(chain, key=self._order.__getitem__), list(leaves)
 
-    def fallback(self, t: int, plan: Choices, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
+    def fallback(self, t: int, plan: ResidualPlan, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
         """Return the same for a sparse tensor that has overflowed: from tensors that cannot."""
         producer = self._producers[t]
         program, leaves = self.of(producer.inputs, plan.without_sparse(), known)
@@ -164,34 +166,34 @@ def sums_of_branches(graph: Graph, given: Container[int]) -> frozenset[int]:
 def not_at_hand(program: Iterable[Operator], known: Iterable[int]) -> set[int]:
     """Return what a program reads that neither it makes nor is known: inputs that nobody stored."""
     operators = list(program)
-    made = {t for op in operators for t in op.outputs}
-    return {t for op in operators for t in op.inputs} - made - set(known)
+    written = {t for op in operators for t in op.outputs}
+    return {t for op in operators for t in op.inputs} - written - set(known)
 
 
-def check_plan(linearization: Linearization, plan: Choices) -> None:
+def check_plan(backward_graph: BackwardGraph, plan: ResidualPlan) -> None:
     """Raise ``ValueError`` unless the plan gives the backward pass every tensor it needs, and none besides."""
-    graph = linearization.graph
+    graph = backward_graph.graph
     producers = {t: op for op in graph.operators for t in op.outputs}
     at_hand = graph.derived_from_parameters()
     touched: set[int] = set()
-    pending = list(linearization.needs)
+    pending = list(backward_graph.needs)
     while pending:
         t = pending.pop()
         if t in touched or t in at_hand:
             continue
         touched.add(t)
-        form = plan.forms.get(t)
-        if form is None:
+        fmt = plan.formats.get(t)
+        if fmt is None:
             raise ValueError(f"storage plan: the backward pass needs tensor %{t}, for which there is no choice.")
-        if form.storage.is_stored and not form.storage.is_sparse:
+        if fmt.format.is_stored and not fmt.format.is_sparse:
             continue
         producer = producers.get(t)
         if producer is None or producer.has_effects:
             raise ValueError(
-                f"storage plan: tensor %{t} is to be {'' if form.storage.is_stored else 're'}computed, but it is "
+                f"storage plan: tensor %{t} is to be {'' if fmt.format.is_stored else 're'}computed, but it is "
                 f"{'an input' if producer is None else 'the result of an operator with side effects'}; store it."
             )
-        if not form.storage.is_stored:
+        if not fmt.format.is_stored:
             pending.extend(producer.inputs)
     derivations = Derivations(graph)
     for t in plan.sparse:
@@ -199,17 +201,17 @@ def check_plan(linearization: Linearization, plan: Choices) -> None:
         lost = not_at_hand(program, {*leaves, *at_hand})
         if lost or any(op.has_effects for op in program):
             raise ValueError(
-                f"storage plan: tensor %{t} is stored with room for {plan.forms[t].capacity} values, but should "
+                f"storage plan: tensor %{t} is stored with room for {plan.formats[t].capacity} values, but should "
                 "there be more, it cannot be computed again: "
                 f"{sorted(lost) or 'an operator with side effects'} is in the way."
             )
         touched.update(leaves)
-    extra = set(plan.forms) - touched
+    extra = set(plan.formats) - touched
     if extra:
         raise ValueError(f"storage plan: nothing in the backward pass reads tensors {sorted(extra)}; drop them.")
 
 
-def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iterable[int] = ()) -> Choices:
+def default_plan(backward_graph: BackwardGraph, policy: Policy = FAST, held: Iterable[int] = ()) -> ResidualPlan:
     """The plan with the fewest stored bytes among those that recompute nothing expensive.
 
     A tensor must be stored or follow, through cheap operators, from tensors that are. Fewest bytes is then a
@@ -219,22 +221,22 @@ def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iter
     aware", MLSys 2023.
 
     Args:
-      linearization: the program and what its backward pass needs.
+      backward_graph: the program and what its backward pass needs.
       policy: the codecs that may be used, by module path; what an operator brought from a decoration of its own
         comes before it.
       held: inputs that cost nothing to store.
     """
     held = frozenset(held)
-    graph = linearization.graph
+    graph = backward_graph.graph
     capacities = room(graph)
     codecs = {t: (op.policy or policy).at(op.path) for op in graph.operators for t in op.outputs}
     dense = set(held)
     while True:
-        forms = {
-            t: smallest_form(graph, t, codecs.get(t, policy.at("")), None if t in dense else capacities.get(t))
+        formats = {
+            t: smallest_format(graph, t, codecs.get(t, policy.at("")), None if t in dense else capacities.get(t))
             for t in range(len(graph.tensors))
         }
-        plan = _smallest_plan(linearization, forms, codecs, held)
+        plan = _smallest_plan(backward_graph, formats, codecs, held)
         unfit = _trifles(graph, plan)
         if not unfit:
             plan, unfit = with_fallbacks(graph, plan, held)
@@ -244,24 +246,27 @@ def default_plan(linearization: Linearization, policy: Policy = FAST, held: Iter
 
 
 def _smallest_plan(
-    linearization: Linearization, forms: Mapping[int, Form], codecs: Mapping[int, frozenset[str]], held: frozenset[int]
-) -> Choices:
-    """The minimum cut, each stored tensor in its given form.
+    backward_graph: BackwardGraph,
+    formats: Mapping[int, SavedFormat],
+    codecs: Mapping[int, frozenset[str]],
+    held: frozenset[int],
+) -> ResidualPlan:
+    """The minimum cut, each stored tensor in its given format.
 
     Whether a tensor can be recomputed cheaply depends on what is stored before it. The first cut supposes nothing
     stored; the next ones suppose what the last one stored, as long as that saves bytes and its work stays bounded.
     """
-    graph = linearization.graph
+    graph = backward_graph.graph
     at_hand = graph.derived_from_parameters()
     best = None
     fewest = math.inf
     while True:
         roots = frozenset() if best is None else frozenset(best.stored)
-        plan = _cut_plan(linearization, forms, _cheap_derivations(graph, at_hand, codecs, roots), held)
-        price = sum(stored_bytes(graph.tensors[t], plan.forms[t]) for t in plan.stored if t not in held)
+        plan = _cut_plan(backward_graph, formats, _cheap_derivations(graph, at_hand, codecs, roots), held)
+        price = sum(stored_bytes(graph.tensors[t], plan.formats[t]) for t in plan.stored if t not in held)
         if price >= fewest:
             break
-        recomputed = {t for t in plan.forms if not plan.is_stored(t)}
+        recomputed = {t for t in plan.formats if not plan.is_stored(t)}
         if not recomputed <= set(_cheap_derivations(graph, at_hand, codecs, frozenset(plan.stored))):
             break
         best, fewest = plan, price
@@ -270,25 +275,28 @@ def _smallest_plan(
 
 
 def _cut_plan(
-    linearization: Linearization, forms: Mapping[int, Form], derivation: Mapping[int, Operator], held: frozenset[int]
-) -> Choices:
+    backward_graph: BackwardGraph,
+    formats: Mapping[int, SavedFormat],
+    derivation: Mapping[int, Operator],
+    held: frozenset[int],
+) -> ResidualPlan:
     """The cheapest plan in which the tensors that are not stored are derived as given."""
-    graph = linearization.graph
+    graph = backward_graph.graph
     at_hand = graph.derived_from_parameters()
-    needs = [t for t in linearization.needs if t not in at_hand]
+    needs = [t for t in backward_graph.needs if t not in at_hand]
     price = {}
     extra = frozenset() if _compat.runs_breadth_first() else _behind_products(graph, at_hand)
     pending = list(needs)
     while pending:
         t = pending.pop()
         if t not in price:
-            size = stored_bytes(graph.tensors[t], forms[t])
+            size = stored_bytes(graph.tensors[t], formats[t])
             price[t] = 0 if t in held else size + (size >> _ANOTHER_ARRAY if t in extra else 0)
             pending.extend(_sources(derivation.get(t), at_hand))
     cut = minimum_cut(price, {t: _sources(derivation.get(t), at_hand) for t in price if t in derivation}, needs)
     stored = {_input_seen(t, graph, derivation, price) for t in cut}
 
-    return derived_from(linearization, {t: forms[t] for t in stored}, derivation)
+    return derived_from(backward_graph, {t: formats[t] for t in stored}, derivation)
 
 
 def _behind_products(graph: Graph, at_hand: frozenset[int]) -> frozenset[int]:
@@ -297,24 +305,24 @@ def _behind_products(graph: Graph, at_hand: frozenset[int]) -> frozenset[int]:
     That result is written to memory in any case, they are not.
     """
     producers = {t: op for op in graph.operators for t in op.outputs}
-    found: set[int] = set()
+    elementwise: set[int] = set()
     for op in graph.operators:
         if op.name not in ELEMENTWISE:
             continue
         least = max(graph.tensors[t].bytes for t in op.outputs) >> 3
         large = {t for t in op.inputs if t not in at_hand and graph.tensors[t].bytes > least}
-        if len(large) == 1 and all(t in found or (t in producers and is_product(producers[t])) for t in large):
-            found.update(op.outputs)
-    return frozenset(found)
+        if len(large) == 1 and all(t in elementwise or (t in producers and is_product(producers[t])) for t in large):
+            elementwise.update(op.outputs)
+    return frozenset(elementwise)
 
 
 def derived_from(
-    linearization: Linearization, stored: Mapping[int, Form], derivation: Mapping[int, Operator]
-) -> Choices:
-    """Return the forms given, and the rest by the operators given, as far as the backward pass needs them."""
-    at_hand = linearization.graph.derived_from_parameters()
-    chosen: dict[int, Form] = {}
-    pending = [t for t in linearization.needs if t not in at_hand]
+    backward_graph: BackwardGraph, stored: Mapping[int, SavedFormat], derivation: Mapping[int, Operator]
+) -> ResidualPlan:
+    """Return the formats given, and the rest by the operators given, as far as the backward pass needs them."""
+    at_hand = backward_graph.graph.derived_from_parameters()
+    chosen: dict[int, SavedFormat] = {}
+    pending = [t for t in backward_graph.needs if t not in at_hand]
     while pending:
         t = pending.pop()
         if t in chosen:
@@ -322,9 +330,9 @@ def derived_from(
         if t in stored:
             chosen[t] = stored[t]
         else:
-            chosen[t] = Form(Storage.ALIAS if derivation[t].name in VIEWS else Storage.RECOMPUTE)
+            chosen[t] = SavedFormat(Format.ALIAS if derivation[t].name in VIEWS else Format.RECOMPUTE)
             pending.extend(_sources(derivation[t], at_hand))
-    return Choices(dict(sorted(chosen.items())))
+    return ResidualPlan(dict(sorted(chosen.items())))
 
 
 def _input_seen(t: int, graph: Graph, derivation: Mapping[int, Operator], price: Mapping[int, int]) -> int:
@@ -335,15 +343,15 @@ def _input_seen(t: int, graph: Graph, derivation: Mapping[int, Operator], price:
     return source if source in graph.inputs and price[source] <= price[t] else t
 
 
-def _trifles(graph: Graph, plan: Choices) -> set[int]:
+def _trifles(graph: Graph, plan: ResidualPlan) -> set[int]:
     """The sparse tensors that save next to nothing of the whole stash: each takes a dozen kernels."""
-    as_is = {t: stored_bytes(graph.tensors[t], Form(Storage.KEEP)) for t in plan.sparse}
-    saved = {t: as_is[t] - stored_bytes(graph.tensors[t], plan.forms[t]) for t in as_is}
+    as_is = {t: stored_bytes(graph.tensors[t], SavedFormat(Format.KEEP)) for t in plan.sparse}
+    saved = {t: as_is[t] - stored_bytes(graph.tensors[t], plan.formats[t]) for t in as_is}
     least = WORTH_A_KERNEL * (plan.stash_bytes(graph) + sum(saved.values()))
     return {t for t in saved if saved[t] < least}
 
 
-def with_fallbacks(graph: Graph, plan: Choices, held: frozenset[int]) -> tuple[Choices, set[int]]:
+def with_fallbacks(graph: Graph, plan: ResidualPlan, held: frozenset[int]) -> tuple[ResidualPlan, set[int]]:
     """The plan with the held inputs that overflowing tensors are computed from; and the tensors for which that fails.
 
     Tensors are judged in the order of the program. One whose way back is too long is stored as it is, and so ends
@@ -351,7 +359,7 @@ def with_fallbacks(graph: Graph, plan: Choices, held: frozenset[int]) -> tuple[C
     """
     at_hand = graph.derived_from_parameters()
     derivations = Derivations(graph)
-    everything = Choices({**{t: Form(Storage.KEEP) for t in held}, **plan.forms})
+    everything = ResidualPlan({**{t: SavedFormat(Format.KEEP) for t in held}, **plan.formats})
     used: set[int] = set()
     hopeless: set[int] = set()
     for t in [t for op in graph.operators for t in op.outputs if t in plan.sparse]:
@@ -360,10 +368,10 @@ def with_fallbacks(graph: Graph, plan: Choices, held: frozenset[int]) -> tuple[C
         expensive = sum(rerun_work(op) is None or is_product(op) for op in program)
         if lost or any(op.has_effects for op in program) or expensive > FALLBACK_LIMIT:
             hopeless.add(t)
-            everything = Choices({**everything.forms, t: Form(Storage.KEEP)})
+            everything = ResidualPlan({**everything.formats, t: SavedFormat(Format.KEEP)})
         else:
-            used.update(u for u in leaves if u not in plan.forms)
-    return Choices({**plan.forms, **{t: Form(Storage.KEEP) for t in sorted(used)}}), hopeless
+            used.update(u for u in leaves if u not in plan.formats)
+    return ResidualPlan({**plan.formats, **{t: SavedFormat(Format.KEEP) for t in sorted(used)}}), hopeless
 
 
 def _sources(op: Operator | None, at_hand: frozenset[int]) -> list[int]:

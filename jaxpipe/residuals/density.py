@@ -17,7 +17,7 @@ from jaxpipe.graph.graph import Graph, Operator, is_differentiable, read_graph
 from jaxpipe.graph.op_cost import VIEWS
 from jaxpipe.graph.rules import relu
 from jaxpipe.models.purify_nnx import purify
-from jaxpipe.residuals.backward_graph import linearize
+from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.residuals.codecs import compaction
 
 
@@ -81,7 +81,7 @@ def measure_density(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     call = purify(function, *args, **kwargs)
     graph = read_graph(jax.make_jaxpr(call.function)(*call.leaves))
     moving = [t for t, leaf in zip(graph.inputs, call.leaves, strict=True) if is_differentiable(leaf)]
-    graph = linearize(graph, moving).graph
+    graph = build_backward_graph(graph, moving).graph
     at_hand = graph.derived_from_parameters()
     names = {t: name for t, name in tensor_names(graph).items() if t not in at_hand and can_be_sparse(graph, t)}
 
@@ -142,18 +142,18 @@ def tensor_names(graph: Graph) -> dict[int, str]:
 
 def _assumed(graph: Graph) -> dict[int, float]:
     """Densities of what ReLUs write, and of what is only moved from there."""
-    found: dict[int, float] = {}
+    densities: dict[int, float] = {}
     for op in graph.operators:
-        fraction = RELU_DENSITY if relu.rectifies(op) else _inherited(op, graph, found)
+        fraction = RELU_DENSITY if relu.rectifies(op) else _inherited(op, graph, densities)
         if fraction is not None:
-            found.update(dict.fromkeys(op.outputs, fraction))
-    return found
+            densities.update(dict.fromkeys(op.outputs, fraction))
+    return densities
 
 
-def _inherited(op: Operator, graph: Graph, found: Mapping[int, float]) -> float | None:
+def _inherited(op: Operator, graph: Graph, densities: Mapping[int, float]) -> float | None:
     if not op.inputs or not (op.name in VIEWS or op.name in ("concatenate", "convert_element_type")):
         return None
     sizes: Sequence[int] = [graph.tensors[t].size for t in op.inputs]
-    known = [found.get(t, 1.0) for t in op.inputs]
+    known = [densities.get(t, 1.0) for t in op.inputs]
     fraction = sum(f * n for f, n in zip(known, sizes, strict=True)) / max(1, sum(sizes))
     return fraction if fraction < 1 else None

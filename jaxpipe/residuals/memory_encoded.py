@@ -1,4 +1,4 @@
-"""``@memory_encoded``: a whole module or function as one stage behind ``jax.custom_vjp``."""
+"""``@memory_encoded``: a whole module or function as one VJP program behind ``jax.custom_vjp``."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import PureCall, purify, root_scope
 from jaxpipe.residuals.residual_labels import label
-from jaxpipe.residuals.stage_programs import Stage, backward, build, forward
+from jaxpipe.residuals.vjp_program import VJPProgram, backward, build, forward
 from jaxpipe.target import building_for, platform_of
 
 
@@ -154,14 +154,14 @@ def run_encoded(call: PureCall, *, policy: Policy) -> Any:
     return call.finish(outputs)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["parameters", "stash"], meta_fields=["stage"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["parameters", "stash"], meta_fields=["vjp"])
 @dataclass(frozen=True)
 class _Residuals:
     """The residuals between the forward and the backward pass."""
 
     parameters: Sequence[Any]
     stash: Sequence[Sequence[Any]]
-    stage: Stage
+    vjp: VJPProgram
 
 
 def _encoded_function(
@@ -177,7 +177,7 @@ def _encoded_function(
     body.__name__ = ENCODED_MARK + policy.name
 
     @functools.cache
-    def stage(perturbed: tuple[bool, ...]) -> Stage:
+    def vjp_for(perturbed: tuple[bool, ...]) -> VJPProgram:
         warn_unused(policy, (op.path for op in graph.operators), "codecs")
         moving = [t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves]
         return build(graph, moving, policy=policy, held=kept_alive | (set(graph.inputs) - set(moving)))
@@ -188,21 +188,21 @@ def _encoded_function(
 
     @building_for(platform)
     def encoded_forward(*primals: Any) -> tuple[Sequence[Any], _Residuals]:
-        plan = stage(tuple(p.perturbed for p in primals))
+        vjp = vjp_for(tuple(p.perturbed for p in primals))
         values = dict(zip(graph.inputs, (p.value for p in primals), strict=True))
-        outputs, stash = forward(plan, [p.value for p in primals])
+        outputs, stash = forward(vjp, [p.value for p in primals])
         labelled = [
-            parts if t in values else [checkpoint_name(x, label(plan, t, k)) for k, x in enumerate(parts)]
-            for t, parts in zip(plan.storage.stored, stash, strict=True)
+            parts if t in values else [checkpoint_name(x, label(vjp, t, k)) for k, x in enumerate(parts)]
+            for t, parts in zip(vjp.plan.stored, stash, strict=True)
         ]
-        return [_first_order(y) for y in outputs], _Residuals([values[t] for t in plan.parameters], labelled, plan)
+        return [_first_order(y) for y in outputs], _Residuals([values[t] for t in vjp.parameters], labelled, vjp)
 
     @building_for(platform)
     def encoded_backward(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        plan = residuals.stage
+        vjp = residuals.vjp
         seeds = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-        found = backward(plan, residuals.parameters, residuals.stash, seeds)
-        gradients = dict(zip(plan.linearization.wrt, found, strict=True))
+        cotangents_out = backward(vjp, residuals.parameters, residuals.stash, seeds)
+        gradients = dict(zip(vjp.backward_graph.wrt, cotangents_out, strict=True))
         return tuple(gradients.get(t) for t in graph.inputs)
 
     encoded.defvjp(encoded_forward, encoded_backward, symbolic_zeros=True)

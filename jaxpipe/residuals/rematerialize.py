@@ -20,9 +20,9 @@ import numpy as np
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph, Operator, run
 from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE
-from jaxpipe.residuals.backward_graph import Backward, restricted
-from jaxpipe.residuals.choose_formats import Choices, Derivations, sums_of_branches
-from jaxpipe.residuals.stored_formats import Storage, decode, has_overflowed
+from jaxpipe.residuals.backward_graph import BackwardOp, restricted
+from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, sums_of_branches
+from jaxpipe.residuals.stored_formats import Format, decode, has_overflowed
 
 
 #: Operators whose backward program takes its operands as whole arrays.
@@ -35,20 +35,25 @@ _PRODUCTS = frozenset(("conv_general_dilated", "dot_general"))
 _HEAVY = _UNFUSED | _PRODUCTS
 
 
-class Recall:
+class Rematerializer:
     """The values that steps need, from the parameters and the stash of a stage.
 
     Args:
-      graph, storage: the stage's operators and what is stored.
+      graph, plan: the stage's operators and what is stored.
       parameters: values by tensor number.
       stash: the parts of each stored tensor.
       fenced: steps run behind fences, where XLA needs them.
     """
 
     def __init__(
-        self, graph: Graph, storage: Choices, parameters: dict[int, Any], stash: dict[int, Sequence[Any]], fenced: bool
+        self,
+        graph: Graph,
+        plan: ResidualPlan,
+        parameters: dict[int, Any],
+        stash: dict[int, Sequence[Any]],
+        fenced: bool,
     ):
-        self._graph, self._storage, self._stash = graph, storage, stash
+        self._graph, self._plan, self._stash = graph, plan, stash
         self._derivations = Derivations(graph)
         self._given: dict[int, Any] = {**graph.constants, **parameters}
         self._loaded: dict[int, Any] = {}
@@ -62,29 +67,29 @@ class Recall:
         """Return whether steps run behind fences."""
         return self._zero is not None
 
-    def copy(self) -> "Recall":
-        """Return the same, for steps behind a fence: what they recall is lost outside."""
+    def copy(self) -> "Rematerializer":
+        """Return the same, for steps behind a fence: what they rematerialize is lost outside."""
         other = copy.copy(self)
         other.values, other._loaded = dict(self.values), {}
         return other
 
-    def sources(self, step: Backward, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
+    def sources(self, step: BackwardOp, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
         """Return what to run and what to load before a step."""
         known = frozenset(known)
-        return self._derivations.of([t for t in step.needs if t not in known], self._storage, known)
+        return self._derivations.of([t for t in step.needs if t not in known], self._plan, known)
 
     def is_kept(self, t: int) -> bool:
-        """Return whether a tensor that has been recalled is handed on to steps behind other fences.
+        """Return whether a rematerialized tensor is passed to steps behind later fences.
 
-        What XLA would compute again for each reader is recalled anew, and what is stored as it is is at hand anyway.
+        A tensor that XLA would compute again for each reader is rematerialized again; a plain one needs no copy.
         """
-        form = self._storage.forms.get(t)
-        if form is not None and form.storage.is_stored:
-            return form.storage.is_sparse
+        fmt = self._plan.formats.get(t)
+        if fmt is not None and fmt.format.is_stored:
+            return fmt.format.is_sparse
         producer = self._derivations.producer(t)
         return producer is not None and (producer.name in COSTLY or producer.name not in ELEMENTWISE)
 
-    def fetch(self, step: Backward, after: Any) -> list[Any]:
+    def fetch(self, step: BackwardOp, after: Any) -> list[Any]:
         """Values of the tensors that a backward step needs, not before the cotangent ``after``."""
         missing = [t for t in step.needs if t not in self.values]
         program: list[Operator] = []
@@ -97,7 +102,7 @@ class Recall:
             for t in loads:
                 hidden = parts[t] if self.fenced else [_compat.disguise(part, after) for part in parts[t]]
                 self.values[t] = self._restore(t, hidden)
-                if self._storage.forms[t].storage is Storage.KEEP:
+                if self._plan.formats[t].format is Format.KEEP:
                     (self._loaded[t],) = parts[t]
             run(program, self.values)
         # What does not fuse with its operands would have to copy a disguised one.
@@ -107,7 +112,7 @@ class Recall:
             self._forget(program)
         return needs
 
-    def load(self, steps: Iterable[Backward], cotangents: Sequence[Any]) -> Sequence[Any]:
+    def load(self, steps: Iterable[BackwardOp], cotangents: Sequence[Any]) -> Sequence[Any]:
         """Load from the stash what some steps need, together with cotangents that are written to memory anyway.
 
         Returns:
@@ -173,18 +178,18 @@ class Recall:
 
     def _restore(self, t: int, parts: Sequence[Any]) -> Any:
         """A stored tensor from its parts; one that did not fit, from tensors that are stored whole."""
-        tensor, form = self._graph.tensors[t], self._storage.forms[t]
-        if not form.storage.is_sparse:
-            return decode(parts, tensor, form)
+        tensor, fmt = self._graph.tensors[t], self._plan.formats[t]
+        if not fmt.format.is_sparse:
+            return decode(parts, tensor, fmt)
 
         def again() -> Any:
-            program, leaves = self._derivations.fallback(t, self._storage, self._given)
+            program, leaves = self._derivations.fallback(t, self._plan, self._given)
             values = dict(self._given)
             values.update((u, self._restore(u, self._stash[u])) for u in leaves)
             run(program, values)
             return values[t]
 
-        return jax.lax.cond(has_overflowed(parts, form), again, lambda: decode(parts, tensor, form))
+        return jax.lax.cond(has_overflowed(parts, fmt), again, lambda: decode(parts, tensor, fmt))
 
     def fence(self, function: Callable[[], Any], avals: Any) -> Any:
         """Return what a function gives, arrays like ``avals``, in a computation of its own, behind those before it."""
@@ -194,31 +199,31 @@ class Recall:
         def nothing() -> Any:
             return jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), avals), jnp.ones_like(zero)
 
-        found, self._zero = jax.lax.cond(zero == 0, lambda: (function(), zero), nothing)
-        return found
+        computed, self._zero = jax.lax.cond(zero == 0, lambda: (function(), zero), nothing)
+        return computed
 
 
-def groups(steps: Iterable[Backward]) -> list[list[Backward]]:
+def groups(steps: Iterable[BackwardOp]) -> list[list[BackwardOp]]:
     """The steps in groups that run behind a fence each.
 
     The cotangents of a product's operands have a fence each, so that what one of them needs is gone before the other
     is written; that of the second operand, which mostly is the weights, comes first.
     """
-    found: list[list[Backward]] = [[]]
+    grouped: list[list[BackwardOp]] = [[]]
     for step in steps:
         if is_heavy(step):
-            found += [[part] for part in parts(step)]
+            grouped += [[part] for part in parts(step)]
         else:
-            found[-1].append(step)
-    return [group for group in found if group]
+            grouped[-1].append(step)
+    return [group for group in grouped if group]
 
 
-def is_heavy(step: Backward | Operator) -> bool:
+def is_heavy(step: BackwardOp | Operator) -> bool:
     """Return whether what a step or an operator reads is written to memory first, and nothing runs together with it."""
     return step.name in _HEAVY
 
 
-def parts(step: Backward) -> list[Backward]:
+def parts(step: BackwardOp) -> list[BackwardOp]:
     """A step in parts that run one after the other."""
     count = len(step.cotangents_out)
     if step.name not in _PRODUCTS or len(set(step.cotangents_out)) < count:

@@ -7,8 +7,8 @@ import msgspec
 from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.op_cost import contraction, is_product, rerun_work
 from jaxpipe.residuals.choose_formats import Derivations
-from jaxpipe.residuals.stage_programs import Stage
-from jaxpipe.residuals.stored_formats import Form, Storage, stored_bytes
+from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
+from jaxpipe.residuals.vjp_program import VJPProgram
 
 
 #: Stash leaves carry a ``checkpoint_name`` that starts with this.
@@ -22,7 +22,7 @@ class Label:
     Attributes:
       number: of the tensor in its graph.
       part: which of its arrays this is.
-      form: how it is stored.
+      format: how it is stored.
       producer: the module path and operator that made it.
       dtype, shape: before it was encoded.
       readers: the backward steps that use it, itself or something recomputed from it.
@@ -31,7 +31,7 @@ class Label:
 
     number: int
     part: int
-    form: Form
+    format: SavedFormat
     producer: str
     dtype: str
     shape: tuple[int, ...]
@@ -39,12 +39,12 @@ class Label:
     instead: str
 
 
-def label(stage: Stage, number: int, part: int) -> str:
+def label(vjp: VJPProgram, number: int, part: int) -> str:
     """Return the label of one array of a stash as text."""
-    producer = next(op for op in stage.graph.operators if number in op.outputs)
-    tensor, form = stage.graph.tensors[number], stage.storage.forms[number]
-    readers, instead = tuple(_readers(stage, number)), _instead(stage, number, producer)
-    known = Label(number, part, form, _name(producer), str(tensor.dtype), tensor.shape, readers, instead)
+    producer = next(op for op in vjp.graph.operators if number in op.outputs)
+    tensor, fmt = vjp.graph.tensors[number], vjp.plan.formats[number]
+    readers, instead = tuple(_readers(vjp, number)), _instead(vjp, number, producer)
+    known = Label(number, part, fmt, _name(producer), str(tensor.dtype), tensor.shape, readers, instead)
     return MARK + msgspec.json.encode(known).decode()
 
 
@@ -57,26 +57,26 @@ def _name(op: Operator) -> str:
     return "/".join(filter(None, (op.path, op.label)))
 
 
-def _readers(stage: Stage, number: int) -> list[str]:
-    derivations = Derivations(stage.graph)
-    at_hand = stage.graph.derived_from_parameters()
-    found = {}
-    for step in stage.linearization.backward:
-        _, leaves = derivations.of(step.needs, stage.storage, at_hand)
+def _readers(vjp: VJPProgram, number: int) -> list[str]:
+    derivations = Derivations(vjp.graph)
+    at_hand = vjp.graph.derived_from_parameters()
+    readers = {}
+    for step in vjp.backward_graph.steps:
+        _, leaves = derivations.of(step.needs, vjp.plan, at_hand)
         if number in leaves:
-            found["/".join(filter(None, (step.path, step.label)))] = None
-    return list(found)
+            readers["/".join(filter(None, (step.path, step.label)))] = None
+    return list(readers)
 
 
-def _instead(stage: Stage, number: int, producer: Operator) -> str:
-    tensor, form = stage.graph.tensors[number], stage.storage.forms[number]
-    if form.storage is not Storage.KEEP:
-        return f"storing {stored_bytes(tensor, Form(Storage.KEEP)):,} bytes as it is"
+def _instead(vjp: VJPProgram, number: int, producer: Operator) -> str:
+    tensor, fmt = vjp.graph.tensors[number], vjp.plan.formats[number]
+    if fmt.format is not Format.KEEP:
+        return f"storing {stored_bytes(tensor, SavedFormat(Format.KEEP)):,} bytes as it is"
     if is_product(producer):
         return f"computing {contraction(producer.equation):,} products for each element again"
-    at_hand = stage.graph.derived_from_parameters()
+    at_hand = vjp.graph.derived_from_parameters()
     sources = {t for t in producer.inputs if t not in at_hand}
     if rerun_work(producer) is None or not sources:
         return f"running {producer.label} again"
-    size = sum(stored_bytes(stage.graph.tensors[t], Form(Storage.KEEP)) for t in sources)
+    size = sum(stored_bytes(vjp.graph.tensors[t], SavedFormat(Format.KEEP)) for t in sources)
     return f"storing {size:,} bytes that it is computed from"

@@ -198,8 +198,8 @@ def count_overflows(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             parts.append((label, []))
         if label is not None:
             parts[-1][1].append(leaf)
-    sparse = [(label.form, arrays) for label, arrays in parts if label.form.storage.is_sparse]
-    return sum(int(np.sum(has_overflowed(arrays, form))) for form, arrays in sparse)
+    sparse = [(label.format, arrays) for label, arrays in parts if label.format.format.is_sparse]
+    return sum(int(np.sum(has_overflowed(arrays, fmt))) for fmt, arrays in sparse)
 
 
 def _leaf_labels(saved: Callable[..., Any], leaves: Sequence[Any]) -> list[Label | None]:
@@ -270,7 +270,7 @@ def _row(op: Operator, label: Label | None, aval: Any, size: int) -> StoredTenso
         path = re.sub(r"\w+\(\)/?|\b\w+\(([^()]*)\)", r"\1", op.path)  # jvp(Net)/Conv_0 -> Net/Conv_0
         producer = "/".join(filter(None, (path, op.label)))
         return StoredTensor(producer, tuple(aval.shape), str(aval.dtype), "vjp", size)
-    storage = label.form.storage.value
+    storage = label.format.format.value
     return StoredTensor(label.producer, label.shape, label.dtype, storage, size, label.readers, label.instead)
 
 

@@ -17,7 +17,7 @@ from jaxpipe.graph.graph import Tensor, itemsize
 from jaxpipe.residuals.codecs import bitmap, bits, csr
 
 
-class Storage(enum.Enum):
+class Format(enum.Enum):
     """The ways in which the backward pass gets a tensor."""
 
     KEEP = "keep"  # stored as it is
@@ -32,7 +32,7 @@ class Storage(enum.Enum):
     @property
     def is_stored(self) -> bool:
         """Return whether the tensor is part of the stash."""
-        return self not in (Storage.ALIAS, Storage.RECOMPUTE)
+        return self not in (Format.ALIAS, Format.RECOMPUTE)
 
     @property
     def is_sparse(self) -> bool:
@@ -40,57 +40,57 @@ class Storage(enum.Enum):
         return self in _SPARSE
 
 
-_SPARSE = {Storage.BITMAP: bitmap, Storage.CSR: csr}
+_SPARSE = {Format.BITMAP: bitmap, Format.CSR: csr}
 
 
 @dataclass(frozen=True)
-class Form:
-    """The form of one tensor: its storage, and for the sparse ones the number of values there is room for."""
+class SavedFormat:
+    """The format in which one tensor is saved, and for a sparse one its capacity in values."""
 
-    storage: Storage
+    format: Format
     capacity: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.capacity is not None) != self.storage.is_sparse:
-            raise ValueError(f"{self.storage} {'needs a' if self.storage.is_sparse else 'has no'} capacity.")
+        if (self.capacity is not None) != self.format.is_sparse:
+            raise ValueError(f"{self.format} {'needs a' if self.format.is_sparse else 'has no'} capacity.")
 
 
-def encode(value: Any, tensor: Tensor, form: Form) -> tuple[Any, ...]:
+def encode(value: Any, tensor: Tensor, fmt: SavedFormat) -> tuple[Any, ...]:
     """The parts of a tensor."""
-    if form.capacity is not None:
-        return _SPARSE[form.storage].encode(value, form.capacity)
-    if form.storage is Storage.INDEX:
+    if fmt.capacity is not None:
+        return _SPARSE[fmt.format].encode(value, fmt.capacity)
+    if fmt.format is Format.INDEX:
         return (value.astype(f"uint{tensor.bits}"),)
-    return (value if form.storage is Storage.KEEP else bits.pack(value, tensor.bits),)
+    return (value if fmt.format is Format.KEEP else bits.pack(value, tensor.bits),)
 
 
-def decode(parts: Sequence[Any], tensor: Tensor, form: Form) -> Any:
+def decode(parts: Sequence[Any], tensor: Tensor, fmt: SavedFormat) -> Any:
     """The tensor; of a sparse one that has overflowed, something else."""
-    if form.storage.is_sparse:
-        return _SPARSE[form.storage].decode(parts, tensor.shape)
+    if fmt.format.is_sparse:
+        return _SPARSE[fmt.format].decode(parts, tensor.shape)
     (part,) = parts
-    if form.storage is Storage.INDEX:
+    if fmt.format is Format.INDEX:
         return part.astype(tensor.dtype)
-    return part if form.storage is Storage.KEEP else bits.unpack(part, tensor.shape, tensor.bits, tensor.dtype)
+    return part if fmt.format is Format.KEEP else bits.unpack(part, tensor.shape, tensor.bits, tensor.dtype)
 
 
-def has_overflowed(parts: Sequence[Any], form: Form) -> Any:
+def has_overflowed(parts: Sequence[Any], fmt: SavedFormat) -> Any:
     """Return whether a sparse tensor had more values than there is room for, ``bool[]``."""
-    return _SPARSE[form.storage].count(parts) > form.capacity
+    return _SPARSE[fmt.format].count(parts) > fmt.capacity
 
 
 @functools.lru_cache(maxsize=4096)  # a search for storage asks for the same shapes thousands of times
-def part_avals(tensor: Tensor, form: Form) -> tuple[jax.ShapeDtypeStruct, ...]:
+def part_avals(tensor: Tensor, fmt: SavedFormat) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shape and dtype of each part."""
-    return jax.eval_shape(lambda x: encode(x, tensor, form), jax.ShapeDtypeStruct(tensor.shape, tensor.dtype))
+    return jax.eval_shape(lambda x: encode(x, tensor, fmt), jax.ShapeDtypeStruct(tensor.shape, tensor.dtype))
 
 
-def stored_bytes(tensor: Tensor, form: Form) -> int:
+def stored_bytes(tensor: Tensor, fmt: SavedFormat) -> int:
     """Bytes of one stored tensor."""
-    if form.capacity is not None:
-        return _SPARSE[form.storage].stored_bytes(tensor.size, itemsize(tensor.dtype), form.capacity)
-    if form.storage is Storage.INDEX:
+    if fmt.capacity is not None:
+        return _SPARSE[fmt.format].stored_bytes(tensor.size, itemsize(tensor.dtype), fmt.capacity)
+    if fmt.format is Format.INDEX:
         return tensor.size * tensor.bits // 8
-    if form.storage is Storage.KEEP or tensor.bits >= 8:
+    if fmt.format is Format.KEEP or tensor.bits >= 8:
         return tensor.bytes
     return bits.packed_bytes(tensor.shape, tensor.bits)

@@ -1,11 +1,11 @@
 """Updates during a step: what they need of a loss and of an optimizer."""
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.program import Program
 
 
-def check_asynchronous(program: Program, colored: ColoredUpdate, exchanged: bool, zero: int = 0) -> None:
+def check_asynchronous(program: Program, by_stage: PartitionedUpdate, exchanged: bool, zero: int = 0) -> None:
     """Raise ``PartitionError`` if a schedule updates weights during a step, and the update cannot be made then.
 
     Args:
@@ -15,9 +15,9 @@ def check_asynchronous(program: Program, colored: ColoredUpdate, exchanged: bool
     schedule, objective = program.schedule, program.objective
     if schedule.versions is None:
         return
-    name = f"schedule={schedule.name}: weights change while micro-batches are on their way"
-    if colored.exchanged:
-        sizes = sorted({str(colored.graph.tensors[t].shape) for ts in colored.exchanged for t in ts})
+    name = f"schedule={schedule.name}: weights change while micro-batches are in flight"
+    if by_stage.exchanged:
+        sizes = sorted({str(by_stage.graph.tensors[t].shape) for ts in by_stage.exchanged for t in ts})
         raise PartitionError(
             f"{name}, a late stage before the gradient of an early one exists, but the optimizer combines values of "
             f"several stages (of shape {', '.join(sizes)}), as clipping by the global norm does. Clip each "

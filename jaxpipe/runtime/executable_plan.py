@@ -10,16 +10,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.graph.codec_policy import Policy
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.variable_shardings import Shardings
 from jaxpipe.plan import Plan
-from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import StageExchange
-from jaxpipe.runtime.sections import Placement, follow
 from jaxpipe.runtime.spmd.buffer_layout import Layout
 from jaxpipe.runtime.spmd.nonfinite_guard import OnNonFinite
-from jaxpipe.schedules.candidates import ScheduleMaker
+from jaxpipe.runtime.stages import Placement, follow
+from jaxpipe.schedules.schedule_makers import ScheduleMaker
 from jaxpipe.sharding.mesh_axes import DATA
 
 
@@ -55,13 +55,13 @@ class Update:
     """The optimizer as the stages run it, and where its state lives.
 
     Attributes:
-      colored: the optimizer.
+      by_stage: the optimizer.
       layout: of its state.
       exchange: how replicas exchange gradients; None if whole.
       on_nonfinite: what to do about a loss or a gradient that is not finite.
     """
 
-    colored: ColoredUpdate
+    by_stage: PartitionedUpdate
     layout: Layout
     exchange: StageExchange | None = None
     on_nonfinite: OnNonFinite = None
@@ -84,7 +84,7 @@ class ExecutablePlan:
       mesh: the first device of each group of ``shardings``, in the order in which the stages use them.
       batch: shapes of the batch that it was made for.
       microbatch: shapes of one micro-batch.
-      stages, placement: the stage and the device of every variable.
+      stage_placement, placement: the stage and the device of every variable.
       model, program, update, batching: see their types.
       policy: the codecs that may be used where a module is not decorated.
       schedules: makers of the requested schedules.
@@ -101,22 +101,22 @@ class ExecutablePlan:
     microbatch: Any
     model: BoundModel
     program: Program
-    stages: Placement
+    stage_placement: Placement
     placement: Placement
     update: Update
     batching: Batching
     policy: Policy
     schedules: tuple[ScheduleMaker, ...]
-    retrace: Callable[[Any], Objective]
+    retrace: Callable[[Any], MicrobatchProgram]
     shardings: Shardings
     compiled: Compiled | None = None
     calls: Any = None
     traces: dict[Any, Any] = field(default_factory=dict)
 
 
-def followed_cuts(planned: ExecutablePlan, objective: Objective, name: str) -> list[int]:
+def followed_cuts(planned: ExecutablePlan, objective: MicrobatchProgram, name: str) -> list[int]:
     """Return the cuts of another program over the same variables, each of which stays in its stage."""
     names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
-    borrowed = {t for section in planned.program.sections for t in section.borrowed}
+    borrowed = {t for stage in planned.program.stages for t in stage.borrowed}
     lent = [k for k, t in enumerate(planned.program.objective.parameters) if t in borrowed]
-    return follow(objective, planned.stages, planned.program.schedule.total_stages, names, name, lent)
+    return follow(objective, planned.stage_placement, planned.program.schedule.total_stages, names, name, lent)

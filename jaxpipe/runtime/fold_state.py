@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import Graph, live, ordered
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.models.microbatch_program import Objective
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.models.microbatch_program import MicrobatchProgram
+from jaxpipe.schedules.replicas import StageReplicas
 
 
 if TYPE_CHECKING:
-    from jaxpipe.runtime.sections import Section
+    from jaxpipe.runtime.stages import Stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,25 +37,25 @@ class Fold:
     statistics: tuple[int, ...]
 
 
-def shared_sections(
-    objective: Objective, model: BoundModel, sections: Sequence["Section"], teams: Teams
-) -> tuple["Section", ...]:
-    """The sections, those of stages with several devices with a fold for their state.
+def shared_stages(
+    objective: MicrobatchProgram, model: BoundModel, stages: Sequence["Stage"], stage_replicas: StageReplicas
+) -> tuple["Stage", ...]:
+    """Return the stages; those on several devices get a fold for their state.
 
     Raises:
       PartitionError: if that is not possible.
     """
-    if teams.single:
-        return tuple(sections)
+    if stage_replicas.is_single:
+        return tuple(stages)
     names = dict(zip(objective.state, (v.name for v in model.state), strict=True))
     return tuple(
-        section if width == 1 else separate(objective, section, width, names)
-        for section, width in zip(sections, teams.widths, strict=True)
+        stage if width == 1 else separate(objective, stage, width, names)
+        for stage, width in zip(stages, stage_replicas.per_stage, strict=True)
     )
 
 
-def separate(objective: Objective, section: "Section", width: int, names: Mapping[int, str]) -> "Section":
-    """The section without what follows from its state, which becomes its fold.
+def separate(objective: MicrobatchProgram, stage: "Stage", width: int, names: Mapping[int, str]) -> "Stage":
+    """Return the stage without the operators that follow from its state, which become its fold.
 
     Args:
       names: of state variables, by tensor number.
@@ -63,18 +63,18 @@ def separate(objective: Objective, section: "Section", width: int, names: Mappin
     Raises:
       PartitionError: if something else follows from state that changes.
     """
-    changing = [(t, new) for t, new in zip(section.state, section.new_state, strict=True) if t != new]
+    changing = [(t, new) for t, new in zip(stage.state, stage.new_state, strict=True) if t != new]
     if not changing:
-        return section
+        return stage
     old, new = zip(*changing, strict=True)
-    graph, source = section.graph, {t: t for t in old}
+    graph, source = stage.graph, {t: t for t in old}
     behind = []
     for op in graph.operators:
         read = [source[t] for t in op.inputs if t in source]
         if read:
             behind.append(op)
             source.update(dict.fromkeys(op.outputs, read[0]))
-    kept = [*section.leaving, *(objective.results[k] for k in section.results)]
+    kept = [*stage.leaving, *(objective.results[k] for k in stage.results)]
     for t in kept:
         if t in source:
             op = next((op for op in behind if t in op.outputs), None)
@@ -87,10 +87,10 @@ def separate(objective: Objective, section: "Section", width: int, names: Mappin
                 "as with running statistics. Give this stage one device (devices_per_stage=)."
             )
     behind = live(behind, new)
-    made = {t for op in behind for t in op.outputs}
+    written = {t for op in behind for t in op.outputs}
     read = [*(t for op in behind for t in op.inputs), *new]
-    statistics = tuple(t for t in ordered(read) if t not in made and t not in old and t not in graph.constants)
+    statistics = tuple(t for t in ordered(read) if t not in written and t not in old and t not in graph.constants)
     fold = Fold(replace(graph, operators=behind, inputs=(*old, *statistics), outputs=new), old, statistics)
     rest = tuple(op for op in graph.operators if source.keys().isdisjoint(op.outputs))
-    outputs = tuple(ordered((*kept, *section.state, *statistics)))
-    return replace(section, graph=replace(graph, operators=rest, outputs=outputs), new_state=section.state, fold=fold)
+    outputs = tuple(ordered((*kept, *stage.state, *statistics)))
+    return replace(stage, graph=replace(graph, operators=rest, outputs=outputs), new_state=stage.state, fold=fold)

@@ -16,7 +16,7 @@ from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.captures import without_captures
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.interface import Runtime
-from jaxpipe.runtime.sections import Placement
+from jaxpipe.runtime.stages import Placement
 from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays
 from jaxpipe.runtime.train_state import TrainState
 
@@ -27,8 +27,8 @@ def initial_state(runtime: Runtime, model: BoundModel, optimizer: optax.Gradient
     Variables that were given are copied there; others are initialized there, by a program from which everything
     that other stages need has been removed. Of stacked variables that are cut, one at a time is made as a whole.
     """
-    own, planned = model.own, runtime.planned
-    values = _pieces(model, _given(own) if own.values is not None else _initialized(own, key))
+    original, planned = model.original, runtime.planned
+    values = _pieces(model, _given(original) if original.values is not None else _initialized(original, key))
     parts = {}
     for place in runtime.places:
         devices = multihost.mine(runtime.devices_of(place))
@@ -38,7 +38,7 @@ def initial_state(runtime: Runtime, model: BoundModel, optimizer: optax.Gradient
         with jax.default_device(devices[0]):
             whole = values([*parameters, *(len(model.parameters) + k for k in state)])
             # A step donates its state, and must not take the caller's arrays with it.
-            whole = [x.copy() if own.values is not None and isinstance(x, jax.Array) else x for x in whole]
+            whole = [x.copy() if original.values is not None and isinstance(x, jax.Array) else x for x in whole]
             whole = jax.device_put(whole, devices[0])
             held = whole[: len(parameters)]
             make = functools.partial(_optimizer_state, model, planned.placement, place, optimizer, planned.update)
@@ -72,13 +72,13 @@ def _pieces(model: BoundModel, values: Values) -> Values:
     def pieces(positions: Sequence[int]) -> list[Any]:
         leaves = list(dict.fromkeys(stacks.leaf_of[k] for k in positions))
         uncut = [k for k in leaves if stacks.bounds[k] is None]
-        found = dict(zip(uncut, values(uncut), strict=True))
-        made = {k: found[stacks.leaf_of[k]] for k in positions if stacks.leaf_of[k] in found}
+        value_of_leaf = dict(zip(uncut, values(uncut), strict=True))
+        piece_of = {k: value_of_leaf[stacks.leaf_of[k]] for k in positions if stacks.leaf_of[k] in value_of_leaf}
         for leaf in leaves:
-            if leaf not in found:
+            if leaf not in value_of_leaf:
                 (whole,) = values([leaf])
-                made.update((k, stacks.cut(k, whole)) for k in positions if stacks.leaf_of[k] == leaf)
-        return [made[k] for k in positions]
+                piece_of.update((k, stacks.cut(k, whole)) for k in positions if stacks.leaf_of[k] == leaf)
+        return [piece_of[k] for k in positions]
 
     return pieces
 
@@ -124,18 +124,18 @@ def _optimizer_state(
     whole: list[Any] = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in model.parameters]
     for k, value in zip(placement.held_by(s)[0], parameters, strict=True):
         whole[k] = value
-    leaves = update.colored.state_stacks.split(
+    leaves = update.by_stage.state_stacks.split(
         jax.tree.leaves(optimizer.init(without_captures(model.parameter_tree(whole))))
     )
-    return [x for x, owner in zip(leaves, update.colored.state_stage, strict=True) if owner == s]
+    return [x for x, owner in zip(leaves, update.by_stage.state_stage, strict=True) if owner == s]
 
 
 def _shared_state(model: BoundModel, optimizer: optax.GradientTransformation, update: Update) -> list[Any]:
     def make() -> list[Any]:
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in model.parameters]
-        leaves = update.colored.state_stacks.split(
+        leaves = update.by_stage.state_stacks.split(
             jax.tree.leaves(optimizer.init(without_captures(model.parameter_tree(zeros))))
         )
-        return [x for x, owner in zip(leaves, update.colored.state_stage, strict=True) if owner is None]
+        return [x for x, owner in zip(leaves, update.by_stage.state_stage, strict=True) if owner is None]
 
     return jax.jit(make)()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.runtime.train_state import TrainState
@@ -75,7 +75,9 @@ class Runtime(Protocol):
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
         ...
 
-    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Callable[[Any, Any], Any]:
+    def forward(
+        self, name: str, objective: MicrobatchProgram, shapes: Any, batching: Batching
+    ) -> Callable[[Any, Any], Any]:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
         ...
 

@@ -70,7 +70,7 @@ def find(runtime: Runtime, state: TrainState, batch: Any) -> NonFiniteOrigin | N
     program, model = planned.program, planned.model
     objective, graph = program.objective, program.objective.graph
     replicas, m = planned.batching.replicas, planned.batching.num_microbatches
-    devices = [stage_devices(planned.mesh, program.teams, s)[0] for s in range(program.num_devices)]
+    devices = [stage_devices(planned.mesh, program.stage_replicas, s)[0] for s in range(program.num_devices)]
     homes = [s for s, stage in enumerate(planned.plan.stages) for _ in range(*stage.operators)]
 
     arrays = runtime.to_host(state)
@@ -108,19 +108,19 @@ def find(runtime: Runtime, state: TrainState, batch: Any) -> NonFiniteOrigin | N
 
 def _origin(graph: Graph, env: dict[int, Any], results: Sequence[int]) -> tuple[int, int] | None:
     """Behind results that are not finite: the first operator, and the operand or else the output that is not."""
-    made = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
+    writer = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
     waiting = [t for t in results if not _is_finite(env[t])]
     seen: set[int] = set()
-    found: list[tuple[int, int]] = []
+    origins: list[tuple[int, int]] = []
     while waiting:
         t = waiting.pop()
-        if t in seen or t not in made:
+        if t in seen or t not in writer:
             continue
         seen.add(t)
-        behind = [u for u in graph.operators[made[t]].inputs if not _is_finite(env[u])]
+        behind = [u for u in graph.operators[writer[t]].inputs if not _is_finite(env[u])]
         waiting += behind
-        found += [(made[t], u) for u in behind if u not in made] or ([] if behind else [(made[t], t)])
-    return min(found, default=None)
+        origins += [(writer[t], u) for u in behind if u not in writer] or ([] if behind else [(writer[t], t)])
+    return min(origins, default=None)
 
 
 def _is_finite(x: Any) -> bool:

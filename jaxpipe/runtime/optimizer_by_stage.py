@@ -1,6 +1,6 @@
 """Any optax optimizer, run stage by stage with the result it would have on the whole tree.
 
-    TracedUpdate of the whole tree (jaxpipe.models.traced_update) --color--> one program for each stage
+    TracedUpdate of the whole tree (jaxpipe.models.traced_update) --partition--> one program for each stage
 
 An operator whose operands belong to one stage runs in that stage's branch. Where values of several stages meet
 (the sum of squared norms behind a global-norm clipping), they are exchanged and the operator runs everywhere; only
@@ -30,13 +30,13 @@ EXCHANGE_LIMIT = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class ColoredUpdate:
+class PartitionedUpdate:
     """``optimizer.update`` and ``apply_updates`` on the whole tree, each operator with its stage.
 
     Attributes:
       graph: ``(parameters, gradients, optimizer state) -> (new parameters, new optimizer state)``, flat; with the
         gradients of trained parameters only, in the types in which the optimizer takes them.
-      color: by tensor number, the stage that has it; absent where every stage has it.
+      stage_of: by tensor number, the stage that has it; absent where every stage has it.
       round: by tensor number, after how many exchanges it can be known.
       exchanged: by round, the tensors sent to all stages after it.
       parameters, gradients, state: tensor numbers of the inputs.
@@ -48,7 +48,7 @@ class ColoredUpdate:
     """
 
     graph: Graph
-    color: dict[int, int]
+    stage_of: dict[int, int]
     round: dict[int, int]
     exchanged: tuple[tuple[int, ...], ...]
     parameters: tuple[int, ...]
@@ -63,7 +63,7 @@ class ColoredUpdate:
     per_stage: bool = False
 
 
-def color_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence[int]) -> ColoredUpdate:
+def partition_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence[int]) -> PartitionedUpdate:
     """Give each operator of an optimizer a stage.
 
     Args:
@@ -77,22 +77,24 @@ def color_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence[int
     inputs, outputs = graph.inputs, graph.outputs
     gradient_stage = [s for s, trained in zip(stage_of, update.trained, strict=True) if trained]
     first, behind = len(model.parameters), len(model.parameters) + len(gradient_stage)
-    color: dict[int, int] = {}
+    tensor_stage: dict[int, int] = {}
     for t, stage in zip(inputs, (*stage_of, *gradient_stage, *state_stage), strict=True):
         if stage is not None:
-            color[t] = stage
+            tensor_stage[t] = stage
     wanted = (*stage_of, *state_stage)
-    exchanged, rounds = _color(graph, color, [t for t, s in zip(outputs, wanted, strict=True) if s is None])
+    exchanged, rounds = _assign_stages(
+        graph, tensor_stage, [t for t, s in zip(outputs, wanted, strict=True) if s is None]
+    )
     names = [*(v.name for v in model.parameters), *update.state_names]
     for t, stage, name in zip(outputs, wanted, names, strict=True):
-        if stage is not None and color.get(t, stage) != stage:
+        if stage is not None and tensor_stage.get(t, stage) != stage:
             raise PartitionError(
-                f"optimizer: the new value of {name}, in stage {stage}, is made in stage {color[t]}. The optimizer "
-                "moves whole arrays between parameters, which a pipeline does not do."
+                f"optimizer: the new value of {name}, in stage {stage}, is made in stage {tensor_stage[t]}; the "
+                "optimizer moves whole arrays between parameters, which a pipeline does not do."
             )
-    return ColoredUpdate(
+    return PartitionedUpdate(
         graph=graph,
-        color=color,
+        stage_of=tensor_stage,
         round=rounds,
         exchanged=exchanged,
         parameters=inputs[:first],
@@ -117,17 +119,19 @@ def _stage_of_state(
       owner: by leaf, its parameter.
       stages: by parameter, the stages of its pieces.
     """
-    found: list[int | None] = []
+    state_stages: list[int | None] = []
     for k, cuts in zip(owner, stacks.bounds, strict=True):
         if k is None:
-            found.append(None)
+            state_stages.append(None)
         else:
-            found += stages[k] if cuts is not None else stages[k][:1]
-    return tuple(found)
+            state_stages += stages[k] if cuts is not None else stages[k][:1]
+    return tuple(state_stages)
 
 
-def _color(graph: Graph, color: dict[int, int], shared: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], dict]:
-    """Extend ``color`` to all tensors; returns what is exchanged after each round, and the round of each tensor."""
+def _assign_stages(
+    graph: Graph, tensor_stage: dict[int, int], shared: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], dict]:
+    """Extend ``tensor_stage`` to all tensors; return the exchanged tensors and the round of each tensor."""
     rounds = dict.fromkeys((*graph.inputs, *graph.constants), 0)
     exchanged: list[list[int]] = []
     known_from: dict[int, int] = {}  # an exchanged tensor: the round in which every stage knows it
@@ -144,13 +148,13 @@ def _color(graph: Graph, color: dict[int, int], shared: Sequence[int]) -> tuple[
         return known_from[t]
 
     for op in graph.operators:
-        owners = {color[t] for t in op.inputs if t in color}
+        owners = {tensor_stage[t] for t in op.inputs if t in tensor_stage}
         if len(owners) > 1:
-            # Small values travel to where the large ones are; if there are none, everywhere.
-            large = [t for t in op.inputs if t in color and is_large(t)]
-            owners = {color[t] for t in large}
+            # Small values travel to the stage of the large ones; without a large one, to every stage.
+            large = [t for t in op.inputs if t in tensor_stage and is_large(t)]
+            owners = {tensor_stage[t] for t in large}
             if len(owners) > 1:
-                shapes = ", ".join(f"{graph.tensors[t].shape} of stage {color[t]}" for t in large)
+                shapes = ", ".join(f"{graph.tensors[t].shape} of stage {tensor_stage[t]}" for t in large)
                 source = transformation_of(op)
                 what = op.label if source is None else f"{op.label} of {source}"
                 raise PartitionError(
@@ -158,25 +162,25 @@ def _color(graph: Graph, color: dict[int, int], shared: Sequence[int]) -> tuple[
                     f"most {EXCHANGE_LIMIT} numbers at once (norms, counts), so this optimizer cannot be split over a "
                     "pipeline. Use one that works parameter by parameter."
                 )
-        when = [exchange(t) if t in color and color[t] not in owners else rounds[t] for t in op.inputs]
+        when = [exchange(t) if t in tensor_stage and tensor_stage[t] not in owners else rounds[t] for t in op.inputs]
         for t in op.outputs:
             rounds[t] = max(when, default=0)
             if owners:
-                color[t] = next(iter(owners))
+                tensor_stage[t] = next(iter(owners))
     for t in shared:
-        if t in color:
+        if t in tensor_stage:
             if is_large(t):
                 raise PartitionError(
                     f"optimizer: a state of shape {graph.tensors[t].shape} belongs to no parameter, but is made of "
-                    f"values of stage {color[t]}. A pipeline keeps one copy of such a state in every stage, at most "
-                    f"{EXCHANGE_LIMIT} numbers."
+                    f"values of stage {tensor_stage[t]}. A pipeline keeps a copy of such a state in every stage, of at "
+                    f"most {EXCHANGE_LIMIT} numbers."
                 )
             exchange(t)
     return tuple(tuple(ts) for ts in exchanged), rounds
 
 
 def exchanged_values(
-    update: ColoredUpdate,
+    update: PartitionedUpdate,
     read: Callable[[int], tuple[Sequence[Any], Sequence[Any], Sequence[Any]]],
     shared_state: Sequence[Any],
     num_stages: int,
@@ -192,7 +196,7 @@ def exchanged_values(
     everywhere: dict[int, Any] = dict(graph.constants)
     shared = [t for t, s in zip(update.state, update.state_stage, strict=True) if s is None]
     everywhere.update(zip(shared, shared_state, strict=True))
-    common = [op for op in graph.operators if not any(t in update.color for t in op.outputs)]
+    common = [op for op in graph.operators if not any(t in update.stage_of for t in op.outputs)]
 
     def advance(limit: int) -> None:
         run([op for op in common if update.round[op.outputs[0]] == limit], everywhere)
@@ -203,7 +207,7 @@ def exchanged_values(
 
         def send(s: int, avals: dict[int, Any] = avals) -> jax.Array:
             env = _environment(update, s, everywhere, read(s))
-            mine = [t for t in avals if update.color[t] == s]
+            mine = [t for t in avals if update.stage_of[t] == s]
             run(needed_operators(operators_of(update, s), mine, env), env)
             values = [env[t] if t in mine else jnp.zeros(aval.shape, aval.dtype) for t, aval in avals.items()]
             return pack_words(values, sum(map(word_count, values)))
@@ -215,25 +219,25 @@ def exchanged_values(
 
 
 def _environment(
-    update: ColoredUpdate, s: int, everywhere: dict[int, Any], own: tuple[Sequence[Any], ...]
+    update: PartitionedUpdate, s: int, everywhere: dict[int, Any], buffers: tuple[Sequence[Any], ...]
 ) -> dict[int, Any]:
     """Values by tensor number that a stage begins with."""
     env = dict(everywhere)
-    for numbers, values in zip(held_by(update, s), own, strict=True):
+    for numbers, values in zip(held_by(update, s), buffers, strict=True):
         env.update(zip(numbers, values, strict=True))
     return env
 
 
-def operators_of(update: ColoredUpdate, s: int) -> list[Operator]:
+def operators_of(update: PartitionedUpdate, s: int) -> list[Operator]:
     """The operators that run in a stage."""
-    return [op for op in update.graph.operators if any(update.color.get(t) == s for t in op.outputs)]
+    return [op for op in update.graph.operators if any(update.stage_of.get(t) == s for t in op.outputs)]
 
 
-def held_by(update: ColoredUpdate, stage: int) -> tuple[list[int], list[int], list[int]]:
+def held_by(update: PartitionedUpdate, stage: int) -> tuple[list[int], list[int], list[int]]:
     """Tensor numbers of a stage's parameters, gradients and optimizer state."""
     return (
-        [t for t in update.parameters if update.color[t] == stage],
-        [t for t in update.gradients if update.color[t] == stage],
+        [t for t in update.parameters if update.stage_of[t] == stage],
+        [t for t in update.gradients if update.stage_of[t] == stage],
         [t for t, owner in zip(update.state, update.state_stage, strict=True) if owner == stage],
     )
 

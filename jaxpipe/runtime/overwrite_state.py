@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Operator, ordered, run
-from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate, exchanged_values, held_by, operators_of
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, exchanged_values, held_by, operators_of
 from jaxpipe.runtime.spmd.buffer_layout import Layout
 from jaxpipe.runtime.stage_switch import overwrite
 from jaxpipe.sharding.mesh_axes import STAGE
@@ -37,12 +37,12 @@ class Renewal:
 
     @property
     def reads(self) -> list[int]:
-        """Tensors that the operators read and do not make; the new value if there are none."""
-        made = {t for op in self.operators for t in op.outputs}
-        return ordered(t for t in (*(t for op in self.operators for t in op.inputs), self.new) if t not in made)
+        """The tensors that the operators read and do not write; with no operators, the new value."""
+        written = {t for op in self.operators for t in op.outputs}
+        return ordered(t for t in (*(t for op in self.operators for t in op.inputs), self.new) if t not in written)
 
 
-def renewals(update: ColoredUpdate, s: int, everywhere: Collection[int]) -> list[Renewal]:
+def renewals(update: PartitionedUpdate, s: int, everywhere: Collection[int]) -> list[Renewal]:
     """Return what a stage writes, in order: the state that a new parameter is computed from, then that parameter."""
     parameters, _, state = held_by(update, s)
     olds, news = (*update.parameters, *update.state), (*update.new_parameters, *update.new_state)
@@ -50,11 +50,11 @@ def renewals(update: ColoredUpdate, s: int, everywhere: Collection[int]) -> list
     maker = {t: op for op in operators_of(update, s) for t in op.outputs}
     known = set(everywhere)
     left = dict.fromkeys(state)
-    found = []
+    renewed = []
 
     def renew(t: int) -> None:
         operators = _behind(new[t], maker, known)
-        found.append(Renewal(t, new[t], tuple(operators)))
+        renewed.append(Renewal(t, new[t], tuple(operators)))
         known.update(u for op in operators for u in op.outputs)
 
     for t in parameters:
@@ -65,29 +65,29 @@ def renewals(update: ColoredUpdate, s: int, everywhere: Collection[int]) -> list
         renew(t)
     for t in left:
         renew(t)
-    return [x for x in found if x.new != x.old]
+    return [x for x in renewed if x.new != x.old]
 
 
 def _behind(wanted: int, maker: dict[int, Operator], known: Collection[int]) -> list[Operator]:
     """The operators that make a tensor from what is known, in an order in which they can run."""
-    found: dict[int, Operator] = {}
+    chain: dict[int, Operator] = {}
     waiting = [(wanted, False)]
     while waiting:
         t, ready = waiting.pop()
         op = maker.get(t)
-        if op is None or t in known or op.outputs[0] in found:
+        if op is None or t in known or op.outputs[0] in chain:
             continue
         if ready:
-            found[op.outputs[0]] = op
+            chain[op.outputs[0]] = op
         else:
             waiting += [(t, True), *((u, False) for u in reversed(op.inputs))]
-    return list(found.values())
+    return list(chain.values())
 
 
 def run_update(
-    update: ColoredUpdate,
+    update: PartitionedUpdate,
     layouts: tuple[Layout, Layout, Layout],
-    own: tuple[Sequence[Any], Sequence[Any]],
+    device_buffers: tuple[Sequence[Any], Sequence[Any]],
     gradients: Sequence[Any],
     shared: Sequence[Any],
     unless: Any = None,
@@ -96,7 +96,7 @@ def run_update(
 
     Args:
       layouts: of parameters, gradients and state; gradients are cast to the types in which the optimizer takes them.
-      own: this device's buffers of parameters and of state.
+      device_buffers: this device's buffers of parameters and of state.
       shared: the state of which every stage has a copy.
       unless: whether nothing changes.
 
@@ -107,7 +107,8 @@ def run_update(
 
     def read(s: int) -> Any:
         parameters, sums, state = (
-            x.read(s, buffers) for x, buffers in zip(layouts, (own[0], gradients, own[1]), strict=True)
+            x.read(s, buffers)
+            for x, buffers in zip(layouts, (device_buffers[0], gradients, device_buffers[1]), strict=True)
         )
         taken = zip(held_by(update, s)[1], sums, strict=True)
         return parameters, [x.astype(update.graph.tensors[t].dtype) for t, x in taken], state
@@ -115,7 +116,7 @@ def run_update(
     everywhere = exchanged_values(update, read, shared, len(stages))
 
     branches = [functools.partial(_overwrite_stage, update, s, everywhere, layouts) for s in stages]
-    parameters, state = overwrite(lax.axis_index(STAGE), branches, tuple(map(list, own)), gradients, unless)
+    parameters, state = overwrite(lax.axis_index(STAGE), branches, tuple(map(list, device_buffers)), gradients, unless)
     new = [everywhere[n] for n, s in zip(update.new_state, update.state_stage, strict=True) if s is None]
     if unless is not None:
         new = [jnp.where(unless, before, after) for before, after in zip(shared, new, strict=True)]
@@ -123,11 +124,11 @@ def run_update(
 
 
 def _overwrite_stage(
-    update: ColoredUpdate,
+    update: PartitionedUpdate,
     s: int,
     everywhere: dict[int, Any],
     layouts: tuple[Layout, Layout, Layout],
-    own: tuple[Sequence[Any], Sequence[Any]],
+    device_buffers: tuple[Sequence[Any], Sequence[Any]],
     gradients: Sequence[Any],
     after: Any,
 ) -> tuple[list[Any], list[Any]]:
@@ -139,7 +140,7 @@ def _overwrite_stage(
     """
     numbers = held_by(update, s)
     hidden = [_compat.disguise(x, after) for x in gradients]
-    begun, _ = _compat.fence(((own[0], hidden, own[1]), after))
+    begun, _ = _compat.fence(((device_buffers[0], hidden, device_buffers[1]), after))
     buffers = _Buffers(layouts, s, numbers, tuple(map(list, begun)))
     known = dict(everywhere)
     steps = renewals(update, s, everywhere.keys())
@@ -194,7 +195,7 @@ class _Buffers:
     def fence(self, tensors: Iterable[int]) -> None:
         """Nothing that was done with the buffers of these tensors is done later than this, and nothing new before."""
         places = [self._place[t] for t in tensors if t in self._place]
-        found = list(dict.fromkeys((part, self.layouts[part].places[self._s][n][0]) for part, n in places))
-        fenced = _compat.fence([self.held[part][k] for part, k in found])
-        for (part, k), value in zip(found, fenced, strict=True):
+        buffers = list(dict.fromkeys((part, self.layouts[part].places[self._s][n][0]) for part, n in places))
+        fenced = _compat.fence([self.held[part][k] for part, k in buffers])
+        for (part, k), value in zip(buffers, fenced, strict=True):
             self.held[part][k] = value

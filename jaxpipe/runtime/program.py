@@ -1,4 +1,4 @@
-"""The program that every device runs, as data: sections of the model, a schedule, and where everything is.
+"""The program that every device runs, as data: stages of the model, a schedule, and where everything is.
 
 ``jaxpipe.runtime.spmd.tick_loop`` runs it.
 """
@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime.gradient_precision import sum_dtype
-from jaxpipe.runtime.sections import Placement, Section
 from jaxpipe.runtime.spmd.buffer_layout import Layout
 from jaxpipe.runtime.spmd.tick_table import Arena, Columns, arena, columns
+from jaxpipe.runtime.stages import Placement, Stage
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Kind, Schedule
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.sharding.partition_specs import Specs
 
 
@@ -30,17 +30,17 @@ PAGE = 1024
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Sections, a schedule, and where variables live: all that the tick loop needs.
+    """Stages, a schedule, and where variables live: all that the tick loop needs.
 
     Stage ``s`` is on device ``s % schedule.num_stages``. Stage programs (``jaxpipe.runtime.mpmd``) may have several
-    devices in a stage: a device of the schedule is then such a team, and a micro-batch of it a deal
+    devices in a stage: a device of the schedule then stands for all of them, and a micro-batch for a round
     (``jaxpipe.schedules.replicas``).
 
     Attributes:
       objective: what is computed for a micro-batch.
-      sections: its stages.
+      stages: its stages.
       schedule: the table.
-      teams: the devices along the stage axis.
+      stage_replicas: the devices along the stage axis.
       num_microbatches: of a step, on each replica of the data axis.
       placement: the device of every variable.
       parameters, state: layouts of the variables, by device.
@@ -51,10 +51,10 @@ class Program:
       specs: how arrays are split over the devices of a stage.
     """
 
-    objective: Objective
-    sections: tuple[Section, ...]
+    objective: MicrobatchProgram
+    stages: tuple[Stage, ...]
     schedule: Schedule
-    teams: Teams
+    stage_replicas: StageReplicas
     num_microbatches: int
     placement: Placement
     parameters: Layout
@@ -75,7 +75,7 @@ class Program:
 
     @property
     def num_devices(self) -> int:
-        """Devices along the stage axis, or teams of them."""
+        """Devices along the stage axis, or the stages on them."""
         return self.schedule.num_stages
 
     def device(self, stage: int) -> int:
@@ -94,11 +94,11 @@ class Program:
     @cached_property
     def shared(self) -> tuple[int, ...]:
         """Parameters that a device uses and does not hold."""
-        found: dict[int, None] = {}
-        for s, section in enumerate(self.sections):
-            own = self.held(self.device(s))[0]
-            found.update((t, None) for t in section.borrowed if t not in own)
-        return tuple(found)
+        borrowed: dict[int, None] = {}
+        for s, stage in enumerate(self.stages):
+            local_parameters = self.held(self.device(s))[0]
+            borrowed.update((t, None) for t in stage.borrowed if t not in local_parameters)
+        return tuple(borrowed)
 
     @cached_property
     def sums(self) -> Layout:
@@ -128,7 +128,7 @@ class Program:
     @cached_property
     def alone(self) -> bool:
         """Return whether one stage does all, both passes of a micro-batch in every tick: nothing waits in an arena."""
-        if len(self.sections) > 1 or not self.schedule.has_backward:
+        if len(self.stages) > 1 or not self.schedule.has_backward:
             return False
         ahead, behind = (self.schedule.row(0, kind) for kind in (Kind.FORWARD, Kind.BACKWARD))
         return ahead == behind and -1 not in ahead
@@ -137,20 +137,19 @@ class Program:
     def stash_pages(self) -> tuple[int, ...]:
         """Pages that one micro-batch takes in the arena, by stage."""
         return tuple(
-            _pages(self.stash_avals(section)) if section.stage and self.schedule.has_backward else 0
-            for section in self.sections
+            _pages(self.stash_avals(stage)) if stage.vjp and self.schedule.has_backward else 0 for stage in self.stages
         )
 
     @cached_property
     def saved_pages(self) -> tuple[int, ...]:
         """Pages that the cotangents take which wait for the weight part of the backward work, by stage."""
         if not self.schedule.splits_backward:
-            return (0,) * len(self.sections)
-        return tuple(_pages(self.tangents(section.saved)) for section in self.sections)
+            return (0,) * len(self.stages)
+        return tuple(_pages(self.tangents(stage.saved)) for stage in self.stages)
 
     def in_flight(self, device: int, chunk: int | None = None) -> int:
         """The most stashes that a device holds at the same time, of all its stages or of one."""
-        return self.schedule.in_flight(device, chunk) * self.teams.turns(device)
+        return self.schedule.in_flight(device, chunk) * self.stage_replicas.per_device(device)
 
     @property
     def sends_early(self) -> bool:
@@ -181,8 +180,8 @@ class Program:
     @cached_property
     def message_words(self) -> tuple[int, int]:
         """Words sent forward and backward after each tick."""
-        forward = max(sum(word_count(a) for a in self.avals(s.leaving)) for s in self.sections)
-        back = max(sum(word_count(a) for a in self.avals(s.returning)) for s in self.sections)
+        forward = max(sum(word_count(a) for a in self.avals(s.leaving)) for s in self.stages)
+        back = max(sum(word_count(a) for a in self.avals(s.returning)) for s in self.stages)
         return forward, back
 
     @property
@@ -191,18 +190,18 @@ class Program:
         slots = self.columns.forward_inbox.slots, self.columns.backward_inbox.slots
         return slots[0] * self.message_words[0], slots[1] * self.message_words[1]
 
-    def stash_avals(self, section: Section) -> list[Any]:
+    def stash_avals(self, stage: Stage) -> list[Any]:
         """Shapes of what one micro-batch of a stage keeps in the arena."""
-        assert section.stage is not None
-        kept = set(section.stashed)
-        stored = zip(section.stage.storage.stored, section.stage.stash_avals, strict=True)
+        assert stage.vjp is not None
+        kept = set(stage.stashed)
+        stored = zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True)
         return [aval for t, avals in stored if t in kept for aval in avals]
 
-    def stash_bytes(self, section: Section) -> int:
+    def stash_bytes(self, stage: Stage) -> int:
         """Bytes of the same on each device of a stage, in words."""
-        assert section.stage is not None
-        kept, total = set(section.stashed), 0
-        for t, avals in zip(section.stage.storage.stored, section.stage.stash_avals, strict=True):
+        assert stage.vjp is not None
+        kept, total = set(stage.stashed), 0
+        for t, avals in zip(stage.vjp.plan.stored, stage.vjp.stash_avals, strict=True):
             if t in kept:
                 shards = self.specs.submesh.shards(self.specs.of_tensor(t))
                 total += sum(-(-4 * word_count(a) // shards) for a in avals)

@@ -21,8 +21,8 @@ from jaxpipe.gradients.block_exchange import Averaged, exchange, wire_bytes
 from jaxpipe.gradients.block_sparse import BlockSparse, Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.runtime.sections import Placement
 from jaxpipe.runtime.spmd.buffer_layout import Layout, lay_out
+from jaxpipe.runtime.stages import Placement
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, own_name
 
 
@@ -112,9 +112,9 @@ def run_exchange(
         pairs = zip(plan.sums.read(s, gradients), plan.residuals.read(s, residuals), strict=True)
         return [g.astype(r.dtype) + r for g, r in pairs]
 
-    def write(s: int, found: Averaged) -> Any:
-        new = layout.write(s, found.gradients), plan.residuals.write(s, found.residuals)
-        return *new, found.squares, found.unsent
+    def write(s: int, averaged: Averaged) -> Any:
+        new = layout.write(s, averaged.gradients), plan.residuals.write(s, averaged.residuals)
+        return *new, averaged.squares, averaged.unsent
 
     def phase(plans: Sequence[Sequence[Blocks]]) -> Any:
         return exchange(plans, plan.settings.rule, DATA, by_stage, read, write)
@@ -124,7 +124,7 @@ def run_exchange(
 
 
 def check_exchange(gradient_exchange: Any, axis_name: str) -> BlockSparse | None:
-    """The block-sparse transformation that was asked for; None for a dense exchange.
+    """Return the requested block-sparse transformation, or None for a dense exchange.
 
     Raises:
       PartitionError: if it is neither.

@@ -1,4 +1,4 @@
-"""Batches on their way to the devices: which rows a process passes, and where they go."""
+"""Batches as arrays on devices: the rows that each process passes, and the devices that take them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,17 +33,17 @@ def local_rows(mesh: Mesh, size: int) -> np.ndarray:
 
 def whole_shapes(mesh: Mesh, shapes: Any, batch: Any) -> Any:
     """The shapes of the whole batch, of which this process passes its rows, or a global array."""
-    own, replicas = len(own_replicas(mesh)), mesh.shape.get(DATA, 1)
+    local_replicas, replicas = len(own_replicas(mesh)), mesh.shape.get(DATA, 1)
 
     def whole(path: Any, shape: Any, x: Any) -> Any:
-        if own == replicas or not shape.shape or _is_global(x):
+        if local_replicas == replicas or not shape.shape or _is_global(x):
             return shape
-        if shape.shape[0] % own:
+        if shape.shape[0] % local_replicas:
             raise BatchError(
-                f"batch{jax.tree_util.keystr(path)} has {shape.shape[0]} rows, for {own} replica(s) of this process; "
-                f"it must be a multiple of {own}."
+                f"batch{jax.tree_util.keystr(path)} has {shape.shape[0]} rows, for {local_replicas} replica(s) of this "
+                f"process; it must be a multiple of {local_replicas}."
             )
-        return jax.ShapeDtypeStruct((shape.shape[0] // own * replicas, *shape.shape[1:]), shape.dtype)
+        return jax.ShapeDtypeStruct((shape.shape[0] // local_replicas * replicas, *shape.shape[1:]), shape.dtype)
 
     return jax.tree_util.tree_map_with_path(whole, shapes, batch)
 

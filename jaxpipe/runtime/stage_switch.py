@@ -31,36 +31,36 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
 
 
 def overwrite(
-    index: Any, branches: Sequence[Callable[..., Any]], own: Any, arrays: Sequence[Any], unless: Any = None
+    index: Any, branches: Sequence[Callable[..., Any]], buffers: Any, arrays: Sequence[Any], unless: Any = None
 ) -> Any:
-    """``switch`` for branches ``(own, arrays, turn) -> own`` that write over what they are given.
+    """Switch among branches ``(buffers, arrays, turn) -> buffers`` that overwrite their buffers.
 
     XLA copies what the branch of a conditional changes, and does so when the program begins. It does not copy what a
     loop carries, so each branch is a loop of one turn or of none.
 
     Args:
-      branches: what they return has the shapes of ``own``.
+      branches: each returns arrays with the shapes of ``buffers``.
       arrays: others that all branches read. XLA takes out of a loop what is computed from them alone, in every branch:
         a branch lets it all depend on the number of the turn.
-      unless: whether ``own`` stays as it is.
+      unless: whether ``buffers`` stay unchanged.
     """
-    chosen, shared, row = _grouped(index, branches, (own, arrays, jnp.int32(0)))
+    chosen, shared, row = _grouped(index, branches, (buffers, arrays, jnp.int32(0)))
     if unless is None and len(shared) == 1:
         # A loop that XLA knows to run once would be taken apart.
-        unless = _compat.hidden_zero([*arrays, *jax.tree.leaves(own)])
+        unless = _compat.hidden_zero([*arrays, *jax.tree.leaves(buffers)])
     for number, branch in enumerate(shared):
         here = jnp.bool_(True) if len(shared) == 1 else chosen == number
         turns = (here if unless is None else here & (unless == 0)).astype(jnp.int32)
-        own = _loop(turns, functools.partial(branch, row), own, arrays)
-    return own
+        buffers = _loop(turns, functools.partial(branch, row), buffers, arrays)
+    return buffers
 
 
-def _loop(turns: Any, function: Callable[..., Any], own: Any, arrays: Sequence[Any]) -> Any:
+def _loop(turns: Any, function: Callable[..., Any], buffers: Any, arrays: Sequence[Any]) -> Any:
     def turn(carry: Any) -> Any:
-        number, own = carry
-        return number + 1, function(own, arrays, number)
+        number, carried = carry
+        return number + 1, function(carried, arrays, number)
 
-    return lax.while_loop(lambda carry: carry[0] < turns, turn, (jnp.int32(0), own))[1]
+    return lax.while_loop(lambda carry: carry[0] < turns, turn, (jnp.int32(0), buffers))[1]
 
 
 def _grouped(

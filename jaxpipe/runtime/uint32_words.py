@@ -72,9 +72,9 @@ def pack_words(values: Sequence[Any], length: int) -> jax.Array:
 
 def unpack_words(words: jax.Array, avals: Sequence[Any]) -> list[jax.Array]:
     """The arrays that ``pack_words`` packed."""
-    found, start = [], 0
+    arrays, start = [], 0
     for aval in avals:
         count = word_count(aval)
-        found.append(from_words(lax.slice(words, (start,), (start + count,)), aval))
+        arrays.append(from_words(lax.slice(words, (start,), (start + count,)), aval))
         start += count
-    return found
+    return arrays

@@ -17,7 +17,7 @@ from jaxpipe.schedules.list_scheduling import list_schedule as list_schedule
 from jaxpipe.schedules.list_scheduling import makespan_bound as makespan_bound
 from jaxpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b
 from jaxpipe.schedules.ordered import from_orders as from_orders
-from jaxpipe.schedules.replicas import Teams as Teams
+from jaxpipe.schedules.replicas import StageReplicas as StageReplicas
 from jaxpipe.schedules.simulate import Timeline as Timeline
 from jaxpipe.schedules.simulate import simulate as simulate
 from jaxpipe.schedules.table import Action as Action

@@ -25,31 +25,31 @@ def addresses(stays: Sequence[Stay]) -> list[int]:
     """
     if len({stay.size for stay in stays}) == 1:
         return [stays[0].size * slot for slot in _slots(stays)]
-    found = [0] * len(stays)
+    starts = [0] * len(stays)
     placed: list[int] = []
     for k in sorted(range(len(stays)), key=lambda k: stays[k].first):
-        beside = sorted((found[i], found[i] + stays[i].size) for i in placed if stays[i].last >= stays[k].first)
+        beside = sorted((starts[i], starts[i] + stays[i].size) for i in placed if stays[i].last >= stays[k].first)
         start = 0
         for low, high in beside:
             if low >= start + stays[k].size:
                 break
             start = max(start, high)
-        found[k] = start
+        starts[k] = start
         placed.append(k)
-    return found
+    return starts
 
 
 def _slots(stays: Sequence[Stay]) -> list[int]:
     """Return the places if all are of one size, in far less time; no more slots are used than stays at once."""
-    found = [0] * len(stays)
+    slots = [0] * len(stays)
     busy: list[tuple[int, int]] = []
     free: list[int] = []
     for k in sorted(range(len(stays)), key=lambda k: stays[k].first):
         while busy and busy[0][0] < stays[k].first:
             heapq.heappush(free, heapq.heappop(busy)[1])
-        found[k] = heapq.heappop(free) if free else len(busy)
-        heapq.heappush(busy, (stays[k].last, found[k]))
-    return found
+        slots[k] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (stays[k].last, slots[k]))
+    return slots
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Schedules that update weights while micro-batches are on their way.
+"""Schedules that update weights while micro-batches are in flight.
 
 Each micro-batch is a mini-batch of its own (or each group of them, with double buffers): a stage updates its weights
 as soon as its backward work on it is done, and never waits for the others. The weights that the backward work of a
@@ -62,7 +62,7 @@ def double_buffered(num_stages: int, num_microbatches: int, *, group: int | None
     base = one_f_one_b(num_stages, num_microbatches, paired=False)
     if group < num_stages or num_microbatches % group:
         raise ScheduleError(
-            f"double_buffered was asked for with num_stages={num_stages}, num_microbatches={num_microbatches}, "
+            f"double_buffered got num_stages={num_stages}, num_microbatches={num_microbatches}, "
             f"group={group}; a group has at least as many micro-batches as there are stages, and groups divide all."
         )
     versions = tuple(max(0, j // group - 1) for j in range(num_microbatches))

@@ -25,7 +25,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> 
     p, m, v = num_stages, num_microbatches, whole_number(num_chunks, "num_chunks", ScheduleError)
     if v < 1 or m % p:
         raise ScheduleError(
-            f"interleaved was asked for with num_stages={p}, num_microbatches={m}, num_chunks={v}; there must be at "
+            f"interleaved got num_stages={p}, num_microbatches={m}, num_chunks={v}; there must be at "
             "least one chunk, and as many micro-batches as devices or a multiple of that."
         )
     return from_orders(f"interleaved-{v}", [_order(p, m, v, d) for d in range(p)], m, v)

@@ -15,13 +15,13 @@ def program_kinds(schedule: Schedule, s: int) -> list[Kinds]:
     """
     chunk, device = divmod(s, schedule.num_stages)
     order = list(schedule.order(device))
-    own = [(k, action) for k, action in enumerate(order) if action.chunk == chunk]
-    kinds = list(dict.fromkeys(action.kind for _, action in own))
+    actions = [(k, action) for k, action in enumerate(order) if action.chunk == chunk]
+    kinds = list(dict.fromkeys(action.kind for _, action in actions))
     back = schedule.backward_kind
     if s + 1 < schedule.total_stages or back not in kinds:
         return [(kind,) for kind in kinds]
     directly = all(
-        order[k + 1 : k + 2] == [action._replace(kind=back)] for k, action in own if action.kind is Kind.FORWARD
+        order[k + 1 : k + 2] == [action._replace(kind=back)] for k, action in actions if action.kind is Kind.FORWARD
     )
     if not directly:
         return [(kind,) for kind in kinds]

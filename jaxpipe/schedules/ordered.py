@@ -17,7 +17,7 @@ def from_orders(name: str, orders: Sequence[Sequence[Action]], num_microbatches:
       num_microbatches, num_chunks: its size.
 
     Raises:
-      ScheduleError: if devices wait for each other for ever, or an action is of no micro-batch or chunk that there is.
+      ScheduleError: if the orders deadlock, or an action names a micro-batch or chunk that does not exist.
 
     Example:
       >>> from jaxpipe.schedules.table import Kind

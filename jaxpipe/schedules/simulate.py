@@ -112,10 +112,10 @@ def _seconds(
     count = schedule.num_stages * schedule.num_chunks
 
     def by_stage(name: str, cost: Seconds) -> tuple[float, ...]:
-        found = tuple(cost) if isinstance(cost, Sequence) else (float(cost),) * count
-        if len(found) != count:
-            raise ScheduleError(f"{name}= has {len(found)} times, but {schedule.name} has {count} stages.")
-        return found
+        seconds = tuple(cost) if isinstance(cost, Sequence) else (float(cost),) * count
+        if len(seconds) != count:
+            raise ScheduleError(f"{name}= has {len(seconds)} times, but {schedule.name} has {count} stages.")
+        return seconds
 
     if (first is None) != (second is None) or (backward is None) == (first is None):
         raise ScheduleError("simulate takes either backward=, or backward_input= and backward_weight=.")

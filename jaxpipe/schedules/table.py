@@ -59,8 +59,8 @@ class Schedule:
       ticks: ``ticks[t][s]`` are the actions of device ``s`` in tick ``t``.
       num_chunks: stages on each device.
       versions: ``versions[s][j]`` updates are in the weights that stage ``s`` uses for micro-batch ``j``, forward and
-        backward, where weights change on the way (``jaxpipe.schedules.asynchronous``); None if they change at the end.
-      group: micro-batches to an update, if they change on the way.
+        backward, if updates are asynchronous (``jaxpipe.schedules.asynchronous``); None if they come at the end.
+      group: micro-batches per update, if updates are asynchronous.
       frozen: so many stages, the first ones, only work forward: nothing in them is trained, and they keep no stash. A
         device then goes on from forward to backward work in a tick without waiting for others.
 
@@ -251,7 +251,7 @@ class Schedule:
         """Weights exist when they are used, and updates follow the order of the micro-batches."""
         if self.num_chunks > 1 or self.splits_backward or not self.has_backward:
             raise ScheduleError(
-                f"{self.name}: weights change on the way only with one stage on each device and whole backward work."
+                f"{self.name}: asynchronous updates need one stage on each device and backward work that is not split."
             )
         if self.group < 1 or self.num_microbatches % self.group:
             raise ScheduleError(f"{self.name}: group={self.group} does not divide {self.num_microbatches}.")
@@ -365,6 +365,5 @@ def check_size(num_stages: int, num_microbatches: int) -> None:
         whole_number(value, name, ScheduleError)
     if num_stages < 1 or num_microbatches < 1:
         raise ScheduleError(
-            f"A schedule was asked for with num_stages={num_stages}, num_microbatches={num_microbatches}; "
-            "both must be at least 1."
+            f"A schedule got num_stages={num_stages}, num_microbatches={num_microbatches}; both must be at least 1."
         )

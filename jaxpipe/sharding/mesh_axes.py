@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.replicas import StageReplicas
 
 
 #: Names of the mesh axes.
@@ -21,9 +21,9 @@ COMMON_NAMES = {
 _MEANING = {name: axis for axis, names in COMMON_NAMES.items() for name in names}
 
 
-def stage_devices(mesh: Mesh, teams: Teams, s: int) -> list[Any]:
+def stage_devices(mesh: Mesh, stage_replicas: StageReplicas, s: int) -> list[Any]:
     """Return the devices of a stage, one for each replica."""
-    return list(np.take(mesh.devices, teams.groups[s], axis=mesh.axis_names.index(STAGE)).flat)
+    return list(np.take(mesh.devices, stage_replicas.groups[s], axis=mesh.axis_names.index(STAGE)).flat)
 
 
 def with_own_names(mesh: Any, stage_axis: str | None = None, data_axis: str | None = None) -> Any:

@@ -22,13 +22,13 @@ def measure_timeline(program: Program, mesh: Mesh) -> Timeline:
       mesh: with an axis ``stage``; the first replica is measured.
     """
     schedule = program.schedule
-    watches = [Stopwatch(stage_devices(mesh, program.teams, d)[0]) for d in range(program.num_devices)]
+    watches = [Stopwatch(stage_devices(mesh, program.stage_replicas, d)[0]) for d in range(program.num_devices)]
     seconds: dict[Kind, list[float]] = {}
-    for s in range(len(program.sections)):
+    for s in range(len(program.stages)):
         for kind, work in stage_programs(program, s).items():
             device = program.device(s)
             median = watches[device].time(Timed(*work)).median
-            seconds.setdefault(kind, []).append(program.teams.turns(device) * median)
+            seconds.setdefault(kind, []).append(program.stage_replicas.per_device(device) * median)
     if not schedule.splits_backward:
         return simulate(schedule, forward=seconds[Kind.FORWARD], backward=seconds[Kind.BACKWARD])
     parts = seconds[Kind.BACKWARD_INPUT], seconds[Kind.BACKWARD_WEIGHT]

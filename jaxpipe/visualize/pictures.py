@@ -256,14 +256,16 @@ def _draw_components(axes: "Axes", plan: Plan, report: MemoryReport | None) -> N
 def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
     """Draw a row for each device; one program reserves an arena, which is as large on all."""
     arena = plan.memory.get("arena", 0)
-    own = [_own_stash(plan, schedule, d) for d in range(schedule.num_stages)]
-    tallest = max((sum(column) for bars in own for column in zip(*(held for _, held in bars), strict=True)), default=0)
+    bars_of = [_own_stash(plan, schedule, d) for d in range(schedule.num_stages)]
+    tallest = max(
+        (sum(column) for bars in bars_of for column in zip(*(held for _, held in bars), strict=True)), default=0
+    )
     scale, unit = _unit(max(arena, tallest))
     ticks = range(len(schedule.ticks))
     last = schedule.num_stages - 1
     for d, axes in enumerate(rows):
         below = [0.0] * len(ticks)
-        for k, (label, held) in enumerate((*own[d], *_guests(plan, schedule, d))):
+        for k, (label, held) in enumerate((*bars_of[d], *_guests(plan, schedule, d))):
             color = BLUE if not k else GUEST_COLORS[(k - 1) % len(GUEST_COLORS)]
             sizes = [size / scale for size in held]
             axes.bar(ticks, sizes, bottom=below, width=0.9, color=color, label=label)
@@ -288,20 +290,25 @@ _Bars = list[tuple[str | None, list[int]]]
 
 def _own_stash(plan: Plan, schedule: Schedule, device: int) -> _Bars:
     """Return what the stages of a device keep there."""
-    found: _Bars = []
+    bars: _Bars = []
     for chunk in range(schedule.num_chunks):
         stage = chunk * schedule.num_stages + device
         label = f"stage {stage}" if schedule.num_chunks > 1 else None
-        each = plan.teams.turns(device) * plan.stages[stage].stash_bytes
+        each = plan.stage_replicas.per_device(device) * plan.stages[stage].stash_bytes
         held, moved = _held(schedule, device, chunk), sum(piece.bytes for piece in plan.stages[stage].pieces)
         away = _away(schedule, stage) if moved else [0] * len(held)
-        found.append((label, [n * each - gone * moved for n, gone in zip(held, away, strict=True)]))
-    return found
+        bars.append((label, [n * each - gone * moved for n, gone in zip(held, away, strict=True)]))
+    return bars
 
 
 def _guests(plan: Plan, schedule: Schedule, device: int) -> _Bars:
     """Return what a device keeps for others."""
-    lenders = [(other, piece) for other, one in enumerate(plan.stages) for piece in one.pieces if piece.stage == device]
+    lenders = [
+        (other, piece)
+        for other, plan_of_stage in enumerate(plan.stages)
+        for piece in plan_of_stage.pieces
+        if piece.stage == device
+    ]
     return [(f"of stage {other}", [n * piece.bytes for n in _away(schedule, other)]) for other, piece in lenders]
 
 
@@ -325,7 +332,7 @@ def _stash_title(plan: Plan, schedule: Schedule, device: int) -> str:
 
 
 def _held(schedule: Schedule, device: int, chunk: int) -> list[int]:
-    """Return how many micro-batches' stash of a chunk a device holds in each tick; where stages have teams, deals'."""
+    """Return how many stashes of a chunk a device holds in each tick, of micro-batches or of rounds."""
     last = Kind.BACKWARD_WEIGHT if schedule.splits_backward else Kind.BACKWARD
     starts, ends = schedule.when(device, Kind.FORWARD, chunk), schedule.when(device, last, chunk)
     return [sum(starts[j] <= t <= ends[j] for j in ends) for t in range(len(schedule.ticks))]

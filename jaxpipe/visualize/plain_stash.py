@@ -4,18 +4,18 @@ from dataclasses import replace
 
 from jaxpipe.graph.codec_policy import parse
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.sections import with_backward
+from jaxpipe.runtime.stages import with_backward
 from jaxpipe.runtime.uint32_words import word_count
 
 
 def plain_stash_bytes(program: Program) -> tuple[int, ...]:
     """By stage, what ``jax.grad`` keeps of one micro-batch: decorations and the plan's storage are not looked at."""
-    sections = [
+    stages = [
         replace(
-            section,
-            graph=replace(section.graph, operators=tuple(replace(op, policy=None) for op in section.graph.operators)),
+            stage,
+            graph=replace(stage.graph, operators=tuple(replace(op, policy=None) for op in stage.graph.operators)),
         )
-        for section in program.sections
+        for stage in program.stages
     ]
-    plain = with_backward(program.objective, sections, parse(()))
-    return tuple(sum(4 * word_count(a) for a in program.stash_avals(section)) for section in plain)
+    plain = with_backward(program.objective, stages, parse(()))
+    return tuple(sum(4 * word_count(a) for a in program.stash_avals(stage)) for stage in plain)

@@ -59,9 +59,9 @@ def _row(timeline: Timeline, process: int, device: int) -> list[dict[str, object
 
     def add(name: str, category: str, start: float, end: float, **args: int) -> None:
         times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
-        found.append({"name": name, "cat": category, "ph": "X", "pid": process, "tid": device, **times, "args": args})
+        events.append({"name": name, "cat": category, "ph": "X", "pid": process, "tid": device, **times, "args": args})
 
-    found: list[dict[str, object]] = []
+    events: list[dict[str, object]] = []
     now, shortest = 0.0, _SHORTEST_WAIT * timeline.makespan
     for span in sorted((s for s in timeline.spans if s.stage == device), key=lambda span: span.start):
         if span.start - now > shortest:
@@ -73,4 +73,4 @@ def _row(timeline: Timeline, process: int, device: int) -> list[dict[str, object
         now = span.end
     if timeline.makespan - now > shortest:
         add("wait", "wait", now, timeline.makespan)
-    return found
+    return events

@@ -64,7 +64,7 @@ def tell(*words: object) -> None:
 
 
 def train(directory: str, every: int, until: int) -> None:
-    """Train up to a step; tells of every save that is complete."""
+    """Train up to a step, and print every complete save."""
     pipeline = make_pipeline()
     with jaxpipe.Checkpointer(pipeline, directory, every=every, keep=3) as checkpointer:
         state, position = checkpointer.restore() or (pipeline.init(jax.random.key(0)), None)

@@ -1,4 +1,4 @@
-"""What a process of several does in the tests; started by ``tests/test_hosts.py``, and imported for one process.
+"""The program of each process in tests with several; started by ``tests/test_hosts.py``, and imported for one process.
 
 python tests/support/hosts_run.py DEVICES TASK ARGUMENTS
 """
@@ -114,8 +114,8 @@ class Scanned(nn.Module):
 
     @nn.compact
     def __call__(self, x, train=True):
-        own = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True, "dropout": True}}
-        x, _ = nn.scan(Layer, length=4, **own)(train)(nn.Dense(24)(x), None)
+        axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True, "dropout": True}}
+        x, _ = nn.scan(Layer, length=4, **axes)(train)(nn.Dense(24)(x), None)
         return nn.Dense(4)(x)
 
 
@@ -173,18 +173,18 @@ def as_global(pipeline: jaxpipe.Pipeline, batch: dict[str, np.ndarray]) -> dict[
 
 
 def results(case: str, everything: bool = True) -> dict[str, np.ndarray]:
-    """What a run of three steps gives, by name; also evaluation, prediction and bytes, or not.
+    """Return the results of three steps, by name; also evaluation, prediction and bytes, if asked.
 
     Gradients of some cases only then.
     """
     pipeline = make_pipeline(case)
     data = np.random.default_rng(0)
     state = pipeline.init(jax.random.key(0))
-    found = {}
+    arrays = {}
 
     def note(name, tree):
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            found[f"{case} {name}{jax.tree_util.keystr(path)}"] = np.asarray(x)
+            arrays[f"{case} {name}{jax.tree_util.keystr(path)}"] = np.asarray(x)
 
     if everything or case == "stage":
         (first, _), gradients = pipeline.value_and_grad(state, own(pipeline, draw(np.random.default_rng(0))))
@@ -196,7 +196,7 @@ def results(case: str, everything: bool = True) -> dict[str, np.ndarray]:
         note(f"metrics {k}", metrics)
     note("parameters", pipeline.parameters(state))
     if not everything:
-        return found
+        return arrays
     note("evaluation", pipeline.evaluate(state, own(pipeline, draw(data))))
     prediction = pipeline.predict(state, own(pipeline, draw(data)))
     rows = {s.index[0].indices(ROWS)[0]: np.asarray(s.data) for s in prediction.addressable_shards}
@@ -206,20 +206,20 @@ def results(case: str, everything: bool = True) -> dict[str, np.ndarray]:
         smaller = {name: x[: ROWS // 2] for name, x in draw(data).items()}
         _, metrics = pipeline.step(state, own(pipeline, smaller))
         note("metrics of a smaller batch", metrics)
-    return found
+    return arrays
 
 
 def compare(folder: str, everything: int, *cases: str) -> None:
     """Leave the results of some cases, and the rows that this process passes."""
-    found = {}
+    arrays = {}
     for case in cases:
-        found |= results(case, bool(everything))
-        found[f"{case} rows"] = make_pipeline(case).local_rows(ROWS)
-    np.savez(Path(folder) / f"{jax.process_index()}.npz", **found)
+        arrays |= results(case, bool(everything))
+        arrays[f"{case} rows"] = make_pipeline(case).local_rows(ROWS)
+    np.savez(Path(folder) / f"{jax.process_index()}.npz", **arrays)
 
 
 def swapped(elsewhere: str) -> dict[str, np.ndarray]:
-    """What two steps give whose first stage swaps to the host or to peers."""
+    """Return the results of two steps whose first stage swaps to the host or to peers."""
     weights = [np.asarray(jax.random.normal(jax.random.key(k), (64, 64)) / 8) for k in range(16)]
     model = jax.tree_util.Partial(lambda ws, x: functools.reduce(lambda x, w: jax.numpy.tanh(x @ w), ws, x), weights)
     batch = np.asarray(jax.random.normal(jax.random.key(99), (16 * 64, 64)))
@@ -253,24 +253,24 @@ def messages(folder: str) -> None:
     count = len(MESSAGES)
     transfers = Transfers(avals * 2, [PartitionSpec()] * (4 * count))
     devices = StageDevices(tuple((device,) for device in ends), 1)
-    there = Send(Place(0, 0), Place(1, 0), tuple(range(count)), tuple(range(2 * count, 3 * count)))
+    send = Send(Place(0, 0), Place(1, 0), tuple(range(count)), tuple(range(2 * count, 3 * count)))
     back = Send(Place(1, 0), Place(0, 0), tuple(range(count, 2 * count)), tuple(range(3 * count, 4 * count)))
-    spread = Spread(Place(1, 0), (0,), there.reads, there.writes)
+    spread = Spread(Place(1, 0), (0,), send.reads, send.writes)
     parts = {
-        "there": transfers.between(there, devices),
-        "exchange": transfers.between(Exchange(there, back), devices),
+        "there": transfers.between(send, devices),
+        "exchange": transfers.between(Exchange(send, back), devices),
         "spread": transfers.spread(spread, devices),
     }
-    found = {}
+    received = {}
     for name, part in parts.items():
         arrays = [jax.device_put(drawn(avals[k], k % count + me), ends[me]) for k in part.reads]
         for k, x in zip(part.writes, part.run(*arrays), strict=True):
-            found[f"{name} {k % count}"] = bits(x.addressable_data(0))
-    np.savez(Path(folder) / f"{me}.npz", **found)
+            received[f"{name} {k % count}"] = bits(x.addressable_data(0))
+    np.savez(Path(folder) / f"{me}.npz", **received)
 
 
 def message(function) -> str:
-    """Of the error that a function raises."""
+    """Return the text of the error that a function raises."""
     try:
         function()
     except Exception as error:
@@ -300,7 +300,7 @@ def agreement(folder: str) -> None:
         return me
 
     half = Mesh(np.array(jax.local_devices()), ("stage",))
-    found = {
+    texts = {
         "seconds": plan.step_seconds,
         "measured": len(list(Path(folder).glob(f"cache{me}/*/*.json"))),
         "first": multihost.from_first(lambda: me + 7),
@@ -328,15 +328,15 @@ def agreement(folder: str) -> None:
         "no checkpoint": message(lambda: make_pipeline("stage").restore(folder)),
         "find": message(lambda: make_pipeline("stage").find_nonfinite(None, None)),
     }
-    (Path(folder) / f"{me}.json").write_text(json.dumps(found))
+    (Path(folder) / f"{me}.json").write_text(json.dumps(texts))
 
 
 def train(directory: str, case: str, every: int, until: int) -> None:
-    """Train from the last checkpoint up to a step, and tell of each."""
+    """Train from the last checkpoint up to a step, and print each."""
     pipeline = make_pipeline(case)
     with jaxpipe.Checkpointer(pipeline, directory, every=every, keep=3) as checkpointer:
-        found = checkpointer.restore()
-        state, position = found or (pipeline.init(jax.random.key(0)), None)
+        restored = checkpointer.restore()
+        state, position = restored or (pipeline.init(jax.random.key(0)), None)
         data = np.random.default_rng(0)
         if position is not None:
             data.bit_generator.state = position
@@ -350,7 +350,7 @@ def train(directory: str, case: str, every: int, until: int) -> None:
 
 
 def unequal() -> None:
-    """Pass batches of other sizes in one of two processes, and print what it is told."""
+    """Pass batches of other sizes in one of two processes, and print the error."""
     multihost.MEETING_SECONDS = 3.0
     pipeline = make_pipeline("stage")
     batch = draw(np.random.default_rng(0))

@@ -52,15 +52,15 @@ def linen(module: nn.Module, batch: Any, call: Callable[[Any, Any], Any]) -> Cas
 
     def start(key: Any) -> tuple[Any, Any]:
         def make() -> Any:
-            found: dict[str, Any] = {}
+            collections: dict[str, Any] = {}
 
             def initialize(*args: Any, **kwargs: Any) -> Any:
                 result, variables = module.init_with_output(key, *args, **kwargs)
-                found.update(variables)
+                collections.update(variables)
                 return result
 
             call(initialize, jax.tree.map(jnp.zeros_like, batch))
-            return found
+            return collections
 
         state = jax.jit(make)()
         return state.pop("params"), state
@@ -177,8 +177,8 @@ def plain_gradients(case: Case, params: Any, state: Any, keys: Any, replicas: in
     for r in range(replicas):
         now, total = state, None
         for j in range(r * m, (r + 1) * m):
-            one = jax.tree.map(lambda x, j=j: x[j], rows)
-            (loss, now), gradient = gradient_of(params, now, keys[j], one)
+            microbatch = jax.tree.map(lambda x, j=j: x[j], rows)
+            (loss, now), gradient = gradient_of(params, now, keys[j], microbatch)
             total = (loss, gradient) if total is None else add(total, (loss, gradient))
         sums.append((total, now))
     (loss, gradient), state = sums[0]

@@ -29,13 +29,13 @@ class Match:
 def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator, Match]:
     """Max-pools of the graph that can keep window positions, each with the ReLU before it if only it reads that.
 
-    Keyed by the first operator that the match covers. ``allowed`` tells which max-pools may be looked at.
+    Keyed by the first operator that the match covers. ``allowed`` says whether a max-pool may be matched.
     """
     producers = {t: op for op in graph.operators for t in op.outputs}
     readers: dict[int, int] = {}
     for t in (*graph.outputs, *(t for op in graph.operators for t in op.inputs)):
         readers[t] = readers.get(t, 0) + 1
-    found = {}
+    matches = {}
     for op in graph.operators:
         if not max_pool.applies(op) or not allowed(op):
             continue
@@ -43,7 +43,7 @@ def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator,
         if before is None or readers[op.inputs[0]] > 1 or not relu.applies(before):
             before = None
         covers = (op,) if before is None else (before, op)
-        found[covers[0]] = Match(
+        matches[covers[0]] = Match(
             name="max_pool" if before is None else "relu, max_pool",
             covers=covers,
             operand=covers[0].inputs[0],
@@ -51,7 +51,7 @@ def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator,
             key=tuple(sorted((k, v) for k, v in op.params.items())),
             cut=max_pool.rule(op, before),
         )
-    return found
+    return matches
 
 
 def derive(

@@ -83,20 +83,20 @@ class CostModel(ABC):
 
     @cached_property
     def _links(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[float, float], ...]]:
-        """Bandwidth and latency of each kind of link between two teams that was asked for."""
+        """A cache of the bandwidth and latency of each kind of link between two teams."""
         return {}
 
     def objective(self, space: CutSpace, stages: Stages) -> float:
         """Return what is made small: here the costliest stage or link."""
-        found, followers, behind = 0.0, 0, None
+        costliest, followers, behind = 0.0, 0, None
         for first, last, devices in reversed(stages):
             team = Team(devices, followers)
             block = np.array([first]), np.array([last])
-            found = max(found, float(self.stage_seconds(space, team, block)[0, 0]))
+            costliest = max(costliest, float(self.stage_seconds(space, team, block)[0, 0]))
             if behind is not None:
-                found = max(found, float(self.link_seconds(space.crossing[[last]], team, behind)[0]))
+                costliest = max(costliest, float(self.link_seconds(space.crossing[[last]], team, behind)[0]))
             followers, behind = followers + len(devices), team
-        return found
+        return costliest
 
     def memory_bytes(self, residuals: np.ndarray, parameters: np.ndarray, team: Team) -> np.ndarray:
         """Return what a stage holds on each device of its team."""
@@ -205,8 +205,9 @@ class Synchronous(CostModel):
 
     All stages walk through the ticks in step (``jaxpipe.schedules.simulate``): of the forward passes in a tick the
     slowest counts, of the backward passes too, and after each tick neighbors exchange messages that are as large as
-    the largest of all. The micro-batches of a step go through in ``R`` deals (``jaxpipe.schedules.replicas``), each of
-    as many as the sizes of all teams divide. With ``F_s`` and ``B_s`` a device's seconds for a deal, and ``T`` ticks
+    the largest of all. The micro-batches of a step go through in ``R`` rounds (``jaxpipe.schedules.replicas``), each of
+    as many as the numbers of devices of all stages divide. With ``F_s`` and ``B_s`` a device's seconds for a round, and
+    ``T`` ticks
 
         step = wavefront(F) + wavefront(B) + T * exchange + all-reduce
 
@@ -291,7 +292,7 @@ class Synchronous(CostModel):
         return min(2 * super().in_flight(team) - 1, math.ceil(self.m / team.size))
 
 
-#: Every cost model by the name it is asked for.
+#: The cost models, by the value of ``cost_model=``.
 MODELS: dict[str, type[CostModel]] = {model.name: model for model in (PipeDream, MinMax, Throughput, Synchronous)}
 
 

@@ -134,10 +134,10 @@ def _down_sets(profile: Profile) -> np.ndarray | None:
     start = frozenset(k for k in range(count) if not reads[k])
     # A down-set, and the operators that may be added to it.
     level: dict[int, frozenset[int]] = {0: start}
-    found: list[int] = []
+    down_sets: list[int] = []
     while level:
-        found += level
-        if len(found) > MOST_DOWN_SETS:
+        down_sets += level
+        if len(down_sets) > MOST_DOWN_SETS:
             return None
         following: dict[int, frozenset[int]] = {}
         for held, ready in level.items():
@@ -146,7 +146,9 @@ def _down_sets(profile: Profile) -> np.ndarray | None:
                 if larger not in following:
                     new = {w for w in readers[v] if needs[w] & ~larger == 0}
                     following[larger] = (ready - {v}) | new
-                    if len(found) + len(following) > MOST_DOWN_SETS:
+                    if len(down_sets) + len(following) > MOST_DOWN_SETS:
                         return None
         level = following
-    return np.array([[held >> k & 1 for k in range(count)] for held in found], dtype=bool).reshape(len(found), count)
+    return np.array([[held >> k & 1 for k in range(count)] for held in down_sets], dtype=bool).reshape(
+        len(down_sets), count
+    )

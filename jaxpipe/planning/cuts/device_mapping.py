@@ -88,7 +88,7 @@ def movable_bytes(wanted: Demand, bandwidth: np.ndarray, latency: np.ndarray, ma
 
 
 def best_mapping(
-    found: Partition,
+    partition: Partition,
     schedule: Schedule,
     stash_bytes: Sequence[float],
     period: float,
@@ -97,7 +97,7 @@ def best_mapping(
     """The partition with its stages on other devices, if swaps can move more bytes then and a step takes no longer.
 
     Up to ``MOST_DEVICES`` devices every mapping is looked at, those that differ in exchanges of like devices once;
-    with more devices, pairs are exchanged as long as that helps. ``Partition.searched`` tells which.
+    with more devices, pairs are exchanged as long as that helps. ``Partition.searched`` names the search.
 
     Args:
       stash_bytes: by stage, of one micro-batch.
@@ -105,15 +105,15 @@ def best_mapping(
       messages: bytes that neighbors send each other for a micro-batch; no mapping may take longer for them.
     """
     if schedule.num_stages == 1 or schedule.num_chunks > 1 or not schedule.has_backward:
-        return found
+        return partition
     wanted = demand(schedule, stash_bytes, period)
     if not wanted.excess.any():
-        return found
-    search = _Search(found, wanted, messages)
-    own = best = np.array([[stage.devices for stage in found.stages]])
-    if own.size <= MOST_DEVICES:
+        return partition
+    search = _Search(partition, wanted, messages)
+    current = best = np.array([[stage.devices for stage in partition.stages]])
+    if current.size <= MOST_DEVICES:
         how = "all mappings for swaps"
-        best = search.best(own, np.array(list(_mappings(found))))
+        best = search.best(current, np.array(list(_mappings(partition))))
     else:
         how = "exchanges of two devices for swaps"
         while True:
@@ -121,38 +121,40 @@ def best_mapping(
             if np.array_equal(better, best):
                 break
             best = better
-    searched = found.searched if found.searched.endswith(how) else f"{found.searched}, {how}"
+    searched = partition.searched if partition.searched.endswith(how) else f"{partition.searched}, {how}"
     return search.described(best[0], searched)
 
 
 class _Search:
     """Mappings of one partition and what they cost."""
 
-    def __init__(self, found: Partition, wanted: Demand, messages: Sequence[float]):
-        self.found, self.wanted, self.network = found, wanted, found.network
-        self.model = Synchronous(found.network, found.num_microbatches, frozen=bool(found.profile.frozen))
-        stops = [0, *(stage.operators.stop for stage in found.stages)]
-        sets = np.zeros((len(stops), len(found.order)), bool)
+    def __init__(self, partition: Partition, wanted: Demand, messages: Sequence[float]):
+        self.partition, self.wanted, self.network = partition, wanted, partition.network
+        self.model = Synchronous(partition.network, partition.num_microbatches, frozen=bool(partition.profile.frozen))
+        stops = [0, *(stage.operators.stop for stage in partition.stages)]
+        sets = np.zeros((len(stops), len(partition.order)), bool)
         for k, stop in enumerate(stops):
-            sets[k, list(found.order[:stop])] = True
-        self.space = space_of(found.profile, sets)
-        self.memory = np.array([math.inf if m is None else m for m in found.memory])
+            sets[k, list(partition.order[:stop])] = True
+        self.space = space_of(partition.profile, sets)
+        self.memory = np.array([math.inf if m is None else m for m in partition.memory])
         with np.errstate(divide="ignore"):
             self.sends = [self.network.latency + size / self.network.bandwidth for size in messages]
 
-    def best(self, own: np.ndarray, mappings: np.ndarray) -> np.ndarray:
+    def best(self, current: np.ndarray, mappings: np.ndarray) -> np.ndarray:
         """Return the best-scored of one mapping and of some others that are no slower; of equals the first.
 
         Where several let everything be moved, they are compared for half of the seconds, and so on.
         """
-        needed = np.array([stage.memory_bytes for stage in self.found.stages])
+        needed = np.array([stage.memory_bytes for stage in self.partition.stages])
         fits = (needed[:, None] <= self.memory[mappings]).all((1, 2))
-        mappings = mappings[fits & (self.exchange(mappings) <= self.exchange(own)[0] * ROUNDING)]
+        mappings = mappings[fits & (self.exchange(mappings) <= self.exchange(current)[0] * ROUNDING)]
         wanted, everything = self.wanted, self.wanted.excess.sum()
         # Scores take far less time than the partitioner's price.
-        mappings = mappings[self.scores(wanted, mappings) >= self.scores(wanted, own)[0] / ROUNDING]
-        limit = self.seconds(own[0]) * ROUNDING
-        mappings = np.concatenate([own, *(one[None] for one in mappings if self.seconds(one) <= limit)])
+        mappings = mappings[self.scores(wanted, mappings) >= self.scores(wanted, current)[0] / ROUNDING]
+        limit = self.seconds(current[0]) * ROUNDING
+        mappings = np.concatenate(
+            [current, *(candidate[None] for candidate in mappings if self.seconds(candidate) <= limit)]
+        )
         for _ in range(MOST_HALVINGS):
             scores = self.scores(wanted, mappings)
             mappings = mappings[scores >= scores.max() / ROUNDING]
@@ -181,30 +183,30 @@ class _Search:
         return self.model.objective(self.space, self.stages(mapping))
 
     def described(self, mapping: np.ndarray, searched: str) -> Partition:
-        found = self.found
+        partition = self.partition
         return describe(
-            found.profile,
+            partition.profile,
             self.model,
             self.space,
             self.stages(mapping),
-            seconds=found.bottleneck_seconds,
-            bound=found.lower_bound_seconds,
-            ties=found.ties,
+            seconds=partition.bottleneck_seconds,
+            bound=partition.lower_bound_seconds,
+            ties=partition.ties,
             memory=tuple(self.memory.tolist()),
             searched=searched,
-            replicate=found.replicate,
-            num_stages=found.num_stages,
-            reorder=found.reorder,
-            slack=found.slack,
+            replicate=partition.replicate,
+            num_stages=partition.num_stages,
+            reorder=partition.reorder,
+            slack=partition.slack,
         )
 
 
-def _mappings(found: Partition) -> Iterator[tuple[tuple[int, ...], ...]]:
+def _mappings(partition: Partition) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Every mapping on the devices that are used, exchanges of like devices left out."""
-    memory = [math.inf if m is None else m for m in found.memory]
-    used = {d for stage in found.stages for d in stage.devices}
-    classes = [[d for d in group if d in used] for group in device_classes(found.network, memory)]
-    sizes = [len(stage.devices) for stage in found.stages]
+    memory = [math.inf if m is None else m for m in partition.memory]
+    used = {d for stage in partition.stages for d in stage.devices}
+    classes = [[d for d in group if d in used] for group in device_classes(partition.network, memory)]
+    sizes = [len(stage.devices) for stage in partition.stages]
 
     def extend(teams: tuple[tuple[int, ...], ...], taken: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
         if len(teams) == len(sizes):
@@ -221,11 +223,11 @@ def _mappings(found: Partition) -> Iterator[tuple[tuple[int, ...], ...]]:
 
 def _exchanges(mapping: np.ndarray) -> np.ndarray:
     """All mappings in which two devices of different stages have changed places."""
-    found = []
+    mappings = []
     places = list(np.ndindex(mapping.shape))
-    for one, two in itertools.combinations(places, 2):
-        if one[0] != two[0]:
+    for first, second in itertools.combinations(places, 2):
+        if first[0] != second[0]:
             other = mapping.copy()
-            other[one], other[two] = mapping[two], mapping[one]
-            found.append(np.sort(other, axis=1))
-    return np.array(found)
+            other[first], other[second] = mapping[second], mapping[first]
+            mappings.append(np.sort(other, axis=1))
+    return np.array(mappings)

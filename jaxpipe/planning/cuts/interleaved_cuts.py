@@ -26,10 +26,10 @@ def chunked(whole: Partition, num_chunks: int, **asked: Any) -> Partition:
     count = p * num_chunks
     rates = network.bandwidth[np.isfinite(network.bandwidth) & (network.bandwidth > 0)]
     copies = Network.uniform(count * len(whole.stages[0].devices), float(rates.min()) if rates.size else NO_LINK)
-    found = partition_layers(whole.profile, copies, num_stages=count, **asked)
+    chunks = partition_layers(whole.profile, copies, num_stages=count, **asked)
     stages = []
-    for s, stage in enumerate(found.stages):
+    for s, stage in enumerate(chunks.stages):
         devices = whole.stages[s % p].devices
         slowest = min(network.speed[d] for d in devices)
         stages.append(replace(stage, devices=devices, compute_seconds=stage.compute_seconds / slowest))
-    return replace(found, stages=tuple(stages), network=network)
+    return replace(chunks, stages=tuple(stages), network=network)

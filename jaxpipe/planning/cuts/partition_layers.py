@@ -74,8 +74,8 @@ def partition_layers(
 
     Example:
       >>> profile = Profile.chain("abcd", [1, 1, 1, 1], [2, 2, 2, 2], [0] * 4, [0] * 4, [8, 2, 8, 0])
-      >>> found = partition_layers(profile, Network.uniform(2, 1.0), cost_model="min_max", replicate=False)
-      >>> [(stage.operators, stage.devices) for stage in found.stages], found.bottleneck_seconds
+      >>> partition = partition_layers(profile, Network.uniform(2, 1.0), cost_model="min_max", replicate=False)
+      >>> [(stage.operators, stage.devices) for stage in partition.stages], partition.bottleneck_seconds
       ([(range(0, 2), (0,)), (range(2, 4), (1,))], 6.0)
     """
     if not isinstance(profile, Profile):
@@ -138,10 +138,10 @@ def partition_layers(
 def _solve(search: Search, model: CostModel, slack: float) -> tuple[Stages | None, float, float, int]:
     """Stages, what they cost, what is the least possible with these cuts and devices, and how many are as good."""
     if isinstance(model, Synchronous):
-        found = shortest_step(search, model, slack)
-        if found is None:
+        shortest = shortest_step(search, model, slack)
+        if shortest is None:
             return None, math.inf, 0.0, 0
-        return found.stages, found.seconds, found.bound, found.ties
+        return shortest.stages, shortest.seconds, shortest.bound, shortest.ties
     least = search.least()
     if least == math.inf:
         return None, math.inf, 0.0, 0
@@ -182,8 +182,8 @@ def _limits(
     size = int(replicate) or 1
     if size < 1 or (num_stages is not None and num_stages < 1) or size * (num_stages or 1) > count:
         raise PartitionError(
-            f"{num_stages or 1} stage(s) of {size} device(s) each were asked for (num_stages, replicate), but the "
-            f"network has {count} devices."
+            f"num_stages and replicate need {num_stages or 1} stage(s) of {size} device(s) each, but the network has "
+            f"{count} devices."
         )
     return Limits((size,), None if num_stages is None else num_stages * size, budget)
 
@@ -193,8 +193,8 @@ def _all(network: Network, limits: Limits) -> int:
     count = network.num_devices
     if limits.num_devices not in (None, count) or (len(limits.team_sizes) == 1 and count % limits.team_sizes[0]):
         raise PartitionError(
-            f"The stages that were asked for (replicate, num_stages) cannot have all {count} devices of the network. "
-            "Ask for others, or let devices be idle (idle=True)."
+            f"Stages as replicate and num_stages demand cannot use all {count} devices of the network. "
+            "Pass other values, or let devices be idle (idle=True)."
         )
     return count
 

@@ -100,20 +100,20 @@ class Partition:
           PartitionError: naming the line, if it is not JSON; or what is missing or wrong in it.
         """
         file = read_json(text, _File, "The partition")
-        found = cls(**{**vars(file), "profile": file.profile.profile(), "network": file.network.network()})
-        count = len(found.profile.names)
-        if sorted(found.order) != list(range(count)):
+        partition = cls(**{**vars(file), "profile": file.profile.profile(), "network": file.network.network()})
+        count = len(partition.profile.names)
+        if sorted(partition.order) != list(range(count)):
             raise PartitionError(f"the partition.order has not each of {count} operators once.")
-        for k, stage in enumerate(found.stages):
+        for k, stage in enumerate(partition.stages):
             ends = stage.operators
             if not 0 <= ends.start < ends.stop <= count:
                 raise PartitionError(f"the partition.stages[{k}].operators is {ends}; it must be within 0..{count}.")
-            if not stage.devices or not all(0 <= d < found.network.num_devices for d in stage.devices):
+            if not stage.devices or not all(0 <= d < partition.network.num_devices for d in stage.devices):
                 raise PartitionError(
                     f"the partition.stages[{k}].devices is {list(stage.devices)[:8]}; they must be of the network's "
-                    f"0..{found.network.num_devices - 1}."
+                    f"0..{partition.network.num_devices - 1}."
                 )
-        return found
+        return partition
 
     def __str__(self) -> str:
         return table_text(self.__rich__())

@@ -31,14 +31,14 @@ def repeated_plans(space: CutSpace, like: Stages) -> list[Stages]:
     count, inner = len(space.crossing), len(like) - 2
     if inner < 2 or not space.nested[np.arange(count - 1), np.arange(1, count)].all():
         return []
-    found = []
+    priced_cuts = []
     for distance in range(1, (count - 2) // inner + 1):
         for first in _repetitions(space, distance, inner):
             cuts = [0, *range(first, first + inner * distance + 1, distance), count - 1]
-            found.append((float(np.diff(space.seconds[cuts]).max()), cuts))
-    found.sort()
+            priced_cuts.append((float(np.diff(space.seconds[cuts]).max()), cuts))
+    priced_cuts.sort()
     teams = [devices for *_, devices in like]
-    return [tuple(zip(cuts, cuts[1:], teams, strict=False)) for _, cuts in found[:MOST_PLANS]]
+    return [tuple(zip(cuts, cuts[1:], teams, strict=False)) for _, cuts in priced_cuts[:MOST_PLANS]]
 
 
 def _repetitions(space: CutSpace, distance: int, times: int) -> Iterator[int]:

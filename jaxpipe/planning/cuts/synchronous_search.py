@@ -42,7 +42,7 @@ def shortest_step(search: Search, model: Synchronous, slack: float = 0.0) -> Fou
 
     Plans whose costliest stage or link is cheap are the seeds, links counting more or less, and plans whose stages are
     alike; cuts are then moved one by one while the step gets shorter; at last branch and bound either finds a better
-    plan, shows that there is none, or gives up. Of plans that are as good, one whose stages are alike is taken.
+    plan, proves that no better one exists, or gives up. Of plans that are as good, one whose stages are alike is taken.
     """
     least = search.least()
     if least == math.inf:
@@ -53,12 +53,12 @@ def shortest_step(search: Search, model: Synchronous, slack: float = 0.0) -> Fou
         seeds.append(weighted.lightest(weighted.least()))
     known = [stages for stages in dict.fromkeys(seeds) if stages]
     known = [(model.objective(search.space, stages), stages) for stages in known]
-    _, like = min(known, key=lambda found: found[0])
+    _, like = min(known, key=lambda plan: plan[0])
     alike = [stages for stages in repeated_plans(search.space, like) if search.fits(stages)]
     repeated = sorted((model.objective(search.space, stages), stages) for stages in alike)
     known += repeated[:1]
-    shifted = [shift_cuts(search, *found) for found in known]
-    best = min(shifted, key=lambda found: found[0])
+    shifted = [shift_cuts(search, *plan) for plan in known]
+    best = min(shifted, key=lambda plan: plan[0])
     tree = _BranchAndBound(search, model, best)
     proven = len(search.space.crossing) <= FEW_CUTS and tree.run()
     seconds, stages = tree.best
@@ -68,9 +68,9 @@ def shortest_step(search: Search, model: Synchronous, slack: float = 0.0) -> Fou
         if price <= tree.best[0] * (1 + slack) and sent(space, other) < sent(space, stages):
             seconds, stages = price, other
     least_sent = sent(space, stages)
-    ties = [found for found in repeated if found[0] <= seconds * ROUNDING and sent(space, found[1]) <= least_sent]
+    ties = [plan for plan in repeated if plan[0] <= seconds * ROUNDING and sent(space, plan[1]) <= least_sent]
     if ties:
-        seconds, stages = min(ties, key=lambda found: sent(space, found[1]))
+        seconds, stages = min(ties, key=lambda plan: sent(space, plan[1]))
     return Found(seconds, stages, bound, tree.ties if proven else 1)
 
 

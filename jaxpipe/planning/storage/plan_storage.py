@@ -13,9 +13,9 @@ from jaxpipe.graph.graph import Graph, Operator, is_differentiable
 from jaxpipe.planning.storage.choose_storage import Answer, check_solver, choose, lowest_peak, raised
 from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, simulate
-from jaxpipe.residuals import stage_programs as stages
-from jaxpipe.residuals.choose_formats import Choices
-from jaxpipe.residuals.stage_programs import Stage
+from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.choose_formats import ResidualPlan
+from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.text.plain_table import PlainTable, table_text
 from jaxpipe.text.units import bytes_text, parse_bytes, seconds_text
 
@@ -43,8 +43,8 @@ class StoragePlan:
 
     Attributes:
       tensors: the choice for each tensor that may be stored.
-      choices: the same as a form for every tensor that the backward pass touches, for
-        ``jaxpipe.residuals.stage_programs.assemble``.
+      choices: the same as a format for every tensor that the backward pass touches, for
+        ``jaxpipe.residuals.vjp_program.assemble``.
       budget_bytes: what was asked for; more, if it was raised.
       peak_bytes: the most that is in memory at once during the backward pass: stashes, what is computed again, and
         cotangents. Simulated, not what the solver says.
@@ -56,7 +56,7 @@ class StoragePlan:
     """
 
     tensors: tuple[TensorChoice, ...]
-    choices: Choices
+    choices: ResidualPlan
     budget_bytes: int
     peak_bytes: int
     stash_bytes: int
@@ -88,7 +88,7 @@ class StoragePlan:
 
 
 def plan_storage(
-    stage: Stage | Graph,
+    stage: VJPProgram | Graph,
     budget_bytes: int | str,
     *,
     in_flight: int = 1,
@@ -98,7 +98,7 @@ def plan_storage(
     gap: float = 0.0,
     allow_over_budget: bool = False,
 ) -> StoragePlan:
-    """Choose for every tensor of a stage whether it is stored, in which form, or computed again.
+    """Choose for every tensor of a stage whether it is stored, in which format, or computed again.
 
     The time that this adds is as small as can be, while at no moment of the backward pass more bytes are in memory than
     the budget has. Arguments and parameters are not counted.
@@ -127,10 +127,10 @@ def plan_storage(
     budget, solver = int(parse_bytes(budget_bytes)), check_solver(solver)
     if isinstance(stage, Graph):
         wrt = [t for t in stage.inputs if is_differentiable(stage.tensors[t].aval)]
-        stage = stages.build(stage, wrt, held=stage.inputs)
+        stage = vjp_program.build(stage, wrt, held=stage.inputs)
     graph = stage.graph
     price = functools.partial(_seconds, graph, rates)
-    items = stage_items(stage.linearization, stage.storage, price, rates.bytes, graph.inputs)
+    items = stage_items(stage.backward_graph, stage.plan, price, rates.bytes, graph.inputs)
     problem = functools.partial(limited, items, held=in_flight - 1)
     default = simulate(problem(math.inf), items.default)
     asked = budget

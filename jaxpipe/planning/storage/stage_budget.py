@@ -25,11 +25,11 @@ from jaxpipe.planning.storage.choose_swaps import Link, Links, Targets, choose_t
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Outcome, Problem, simulate
-from jaxpipe.residuals import stage_programs as stages
-from jaxpipe.residuals.backward_graph import Linearization
-from jaxpipe.residuals.stage_programs import Stage
+from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.backward_graph import BackwardGraph
+from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.program import Program
-from jaxpipe.runtime.sections import Section, in_slices
+from jaxpipe.runtime.stages import Stage, in_slices
 from jaxpipe.runtime.stash_swap import StashSwap
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
@@ -99,13 +99,13 @@ class _Way:
 
     Attributes:
       number: among the ways of its stage; the first has its operators as they are.
-      section: the stage.
+      stage: its forward and backward program.
       items: what it may store.
       seconds: that a micro-batch takes longer than in the first way, whatever is stored.
     """
 
     number: int
-    section: Section
+    stage: Stage
     items: Items
     seconds: float = 0.0
 
@@ -160,7 +160,7 @@ class StageFitter:
         """
         self.program, self._measure, self._prices, self._solving = program, measure, prices, solving
         self._period, self._policy = period, policy
-        self._built: dict[tuple[int, int, tuple[int, ...]], Stage] = {}
+        self._built: dict[tuple[int, int, tuple[int, ...]], VJPProgram] = {}
         self._programs: dict[tuple[tuple[int, int, tuple[int, ...], StashSwap | None], ...], _Candidate] = {}
         self._spent: dict[int, float] = {}
         self._swaps: dict[int, Targets] = {}
@@ -264,12 +264,12 @@ class StageFitter:
         return candidate.needs[d] - sum(outcome.peak_bytes for outcome in outcomes)
 
     def _stages_of(self, d: int) -> list[int]:
-        return [s for s in range(len(self.program.sections)) if self.program.device(s) == d]
+        return [s for s in range(len(self.program.stages)) if self.program.device(s) == d]
 
     def _swap_targets(self, default: _Candidate, over: Sequence[int], budget: int) -> dict[int, Targets]:
         """Find memory elsewhere for the stages of devices that are over the budget, the fullest first."""
         program, links = self.program, self._prices.links
-        if not program.teams.single or not program.schedule.has_backward:
+        if not program.stage_replicas.is_single or not program.schedule.has_backward:
             return {}
         rooms = {t: budget - needed for t, needed in enumerate(default.needs) if t not in over}
         chosen: dict[int, Targets] = {}
@@ -314,7 +314,7 @@ class StageFitter:
         widened = [replace(item, options=(*item.options, *map(swapped, item.options))) for item in problem.items]
         overlap = max(0.0, self._period - targets.latency)
         problem = replace(problem, items=tuple(widened), most_swapped=targets.most_bytes, overlap=overlap)
-        return replace(items, problem=problem, forms=tuple((*forms, *forms) for forms in items.forms))
+        return replace(items, problem=problem, formats=tuple((*formats, *formats) for formats in items.formats))
 
     def _swap(self, s: int, chosen: _Chosen) -> StashSwap | None:
         """The swaps that a choice stands for."""
@@ -326,35 +326,35 @@ class StageFitter:
     @functools.cached_property
     def _ways(self) -> list[list[_Way]]:
         """By stage, its program as it is, and with its largest product in slices if it can be."""
-        ways = [[_Way(0, section, self._items(section))] for section in self.program.sections]
-        last, section = ways[-1], self.program.sections[-1]
+        ways = [[_Way(0, stage, self._items(stage))] for stage in self.program.stages]
+        last, stage = ways[-1], self.program.stages[-1]
         sliced = None
-        if section.is_trained and section.fold is None and self.program.specs.submesh.size == 1:
-            sliced = in_slices(section, self.program.objective.results[0], self._policy)
+        if stage.is_trained and stage.fold is None and self.program.specs.submesh.size == 1:
+            sliced = in_slices(stage, self.program.objective.results[0], self._policy)
         if sliced is not None:
             other, looped = sliced
-            again = sum(self._prices.seconds(section.graph, op) for op in looped)
+            again = sum(self._prices.seconds(stage.graph, op) for op in looped)
             last.append(_Way(1, other, self._items(other), again))
         return ways
 
-    def _items(self, section: Section) -> Items:
+    def _items(self, stage: Stage) -> Items:
         """What a stage may store, on one of its devices."""
-        assert section.stage is not None
-        built, prices = section.stage, self._prices
-        price = functools.partial(prices.seconds, built.linearization.graph)
-        summed = {*section.parameters, *section.borrowed}
-        sized = self._of_one_device(built.linearization)
-        items = stage_items(sized, built.storage, price, prices.bytes_per_second, section.used, released=summed)
-        return replace(items, linearization=built.linearization)
+        assert stage.vjp is not None
+        built, prices = stage.vjp, self._prices
+        price = functools.partial(prices.seconds, built.backward_graph.graph)
+        summed = {*stage.parameters, *stage.borrowed}
+        sized = self._of_one_device(built.backward_graph)
+        items = stage_items(sized, built.plan, price, prices.bytes_per_second, stage.used, released=summed)
+        return replace(items, backward_graph=built.backward_graph)
 
-    def _of_one_device(self, linearization: Linearization) -> Linearization:
+    def _of_one_device(self, backward_graph: BackwardGraph) -> BackwardGraph:
         """A stage's program with tensors as large as their parts on one of its devices."""
-        specs, graph = self.program.specs, linearization.graph
+        specs, graph = self.program.specs, backward_graph.graph
         if specs.submesh.size == 1:
-            return linearization
+            return backward_graph
         given = {t: specs.of_tensor(t) for t in graph.inputs}
         split, shape = propagate(graph, given, specs.submesh.shape).specs, specs.submesh.shape
-        return replace(linearization, graph=of_one_device(graph, split, shape))
+        return replace(backward_graph, graph=of_one_device(graph, split, shape))
 
     def _problem(self, s: int, capacity: float, items: Items) -> Problem:
         """A stage's problem, with swaps."""
@@ -382,15 +382,15 @@ class StageFitter:
         swaps = {s: self._swap(s, chosen) for s, chosen in answers.items()}
         choices = tuple((s, answers[s].way.number, answers[s].answer.choice, swaps[s]) for s in sorted(answers))
         if choices not in self._programs:
-            sections = list(self.program.sections)
+            stages = list(self.program.stages)
             for s, number, choice, swap in choices:
                 way = self._ways[s][number]
                 items = self._with_swaps(s, way.items)
                 if (s, number, choice) not in self._built:
-                    built = stages.assemble(items.linearization, storage_plan(items, choice))
+                    built = vjp_program.assemble(items.backward_graph, storage_plan(items, choice))
                     self._built[s, number, choice] = built
-                sections[s] = replace(way.section, stage=self._built[s, number, choice], swap=swap)
-            program = replace(self.program, sections=tuple(sections)) if choices else self.program
+                stages[s] = replace(way.stage, vjp=self._built[s, number, choice], swap=swap)
+            program = replace(self.program, stages=tuple(stages)) if choices else self.program
             self._programs[choices] = _Candidate(answers, program, self._measure(program))
         return self._programs[choices]
 
@@ -403,7 +403,7 @@ class StageFitter:
 
     def _report(self, answers: Answers) -> tuple[Fitted, ...]:
         """Return how the storage of each stage was chosen."""
-        reports = [Fitted()] * len(self.program.sections)
+        reports = [Fitted()] * len(self.program.stages)
         for s, chosen in answers.items():
             added = chosen.seconds - self._default(s).seconds
             reports[s] = Fitted(chosen.answer.status, added, chosen.answer.gap, self._spent.get(s, 0.0))

@@ -18,17 +18,17 @@ from jaxpipe.graph.graph import Graph, Operator, Tensor
 from jaxpipe.graph.liveness import lifetimes
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem
-from jaxpipe.residuals.backward_graph import Backward, Linearization
+from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp
 from jaxpipe.residuals.choose_formats import (
-    Choices,
     Derivations,
+    ResidualPlan,
     derived_from,
     not_at_hand,
     sums_of_branches,
     with_fallbacks,
 )
 from jaxpipe.residuals.rematerialize import is_heavy, parts
-from jaxpipe.residuals.stored_formats import Form, Storage, stored_bytes
+from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
 
 
 #: Events of a problem at most, on a CPU and on a GPU, where an event has several steps; neighbors are joined.
@@ -43,25 +43,25 @@ class Items:
     """A problem without limits, and what its items are.
 
     Attributes:
-      linearization: the stage.
+      backward_graph: the stage.
       problem: items and events; unlimited.
       tensors: the tensor of each item.
-      forms: the form that each option of each item stands for.
+      formats: the format that each option of each item stands for.
       default: what the default plan chooses.
       held: inputs that are at hand without being stored.
     """
 
-    linearization: Linearization
+    backward_graph: BackwardGraph
     problem: Problem
     tensors: tuple[int, ...]
-    forms: tuple[tuple[Form, ...], ...]
+    formats: tuple[tuple[SavedFormat, ...], ...]
     default: tuple[int, ...]
     held: frozenset[int]
 
 
 def stage_items(
-    linearization: Linearization,
-    plan: Choices,
+    backward_graph: BackwardGraph,
+    plan: ResidualPlan,
     seconds: Callable[[Operator], float],
     bytes_per_second: float,
     held: Iterable[int] = (),
@@ -70,30 +70,30 @@ def stage_items(
     """The items and events of a stage.
 
     Args:
-      linearization: the stage.
+      backward_graph: the stage.
       plan: its default storage plan.
-      seconds: what it takes to run an operator of ``linearization.graph`` again.
+      seconds: what it takes to run an operator of ``backward_graph.graph`` again.
       bytes_per_second: the rate of memory, for the codecs.
       held: inputs that cost nothing to store.
       released: inputs whose cotangent is gone once it has been made, as it is added to a sum.
     """
-    graph, held = linearization.graph, frozenset(held)
+    graph, held = backward_graph.graph, frozenset(held)
     at_hand = graph.derived_from_parameters()
     producers = {t: op for op in graph.operators for t in op.outputs}
-    chosen = {t: plan.forms[t] for t in plan.stored if t not in held}
-    for t in _starting_points(linearization, at_hand | held):
-        chosen.setdefault(t, _plain_form(graph, t))
+    chosen = {t: plan.formats[t] for t in plan.stored if t not in held}
+    for t in _starting_points(backward_graph, at_hand | held):
+        chosen.setdefault(t, _plain_format(graph, t))
     order = {t: k for k, t in enumerate([*graph.inputs, *(t for op in graph.operators for t in op.outputs)])}
     tensors = tuple(sorted(chosen, key=order.__getitem__))
     position = {t: k for k, t in enumerate(tensors)}
-    everything = Choices({**chosen, **{t: Form(Storage.KEEP) for t in held}})
+    everything = ResidualPlan({**chosen, **{t: SavedFormat(Format.KEEP) for t in held}})
     derivations = Derivations(graph)
-    events, base = _events(linearization, derivations, everything, at_hand, position, released)
-    items, forms = [], []
+    events, base = _events(backward_graph, derivations, everything, at_hand, position, released)
+    items, formats = [], []
     for t in tensors:
         options = [chosen[t]]
-        if chosen[t].storage.is_sparse:
-            options.append(Form(Storage.KEEP))
+        if chosen[t].format.is_sparse:
+            options.append(SavedFormat(Format.KEEP))
         again, sources = None, ()
         producer = producers.get(t)
         if producer is not None:
@@ -109,12 +109,12 @@ def stage_items(
                 name=tensor_text(tensor, producer, "an input"),
                 options=tuple(
                     Option(
-                        form.storage.value,
-                        stored_bytes(tensor, form),
-                        _codec_moves(form) * dense / bytes_per_second,
-                        dense if form.storage.is_sparse else 0,
+                        fmt.format.value,
+                        stored_bytes(tensor, fmt),
+                        _codec_moves(fmt) * dense / bytes_per_second,
+                        dense if fmt.format.is_sparse else 0,
                     )
-                    for form in options
+                    for fmt in options
                 ),
                 uses=events.get(t, ()),
                 bytes=dense,
@@ -122,30 +122,30 @@ def stage_items(
                 seconds=again,
             )
         )
-        forms.append(tuple(options))
+        formats.append(tuple(options))
     return Items(
-        linearization=linearization,
+        backward_graph=backward_graph,
         problem=Problem(tuple(items), base, float("inf")),
         tensors=tensors,
-        forms=tuple(forms),
+        formats=tuple(formats),
         default=tuple(0 if plan.is_stored(t) else NOT_STORED for t in tensors),
         held=held,
     )
 
 
-def storage_plan(found: Items, choice: Sequence[int]) -> Choices:
+def storage_plan(found: Items, choice: Sequence[int]) -> ResidualPlan:
     """The plan that a choice stands for."""
-    linearization, graph = found.linearization, found.linearization.graph
+    backward_graph, graph = found.backward_graph, found.backward_graph.graph
     producers = {t: op for op in graph.operators for t in op.outputs}
-    stored = {t: Form(Storage.KEEP) for t in found.held}
-    for t, forms, option in zip(found.tensors, found.forms, choice, strict=True):
+    stored = {t: SavedFormat(Format.KEEP) for t in found.held}
+    for t, formats, option in zip(found.tensors, found.formats, choice, strict=True):
         if option != NOT_STORED:
-            stored[t] = forms[option]
+            stored[t] = formats[option]
     while True:
-        plan, hopeless = with_fallbacks(graph, derived_from(linearization, stored, producers), found.held)
+        plan, hopeless = with_fallbacks(graph, derived_from(backward_graph, stored, producers), found.held)
         if not hopeless:
             return plan
-        stored.update({t: Form(Storage.KEEP) for t in hopeless})
+        stored.update({t: SavedFormat(Format.KEEP) for t in hopeless})
 
 
 def tensor_text(tensor: Tensor, producer: Operator | None, otherwise: str) -> str:
@@ -164,23 +164,25 @@ def _short(dtype: Any) -> str:
     return name
 
 
-def _codec_moves(form: Form) -> float:
-    if form.storage is Storage.KEEP:
+def _codec_moves(fmt: SavedFormat) -> float:
+    if fmt.format is Format.KEEP:
         return 0.0
-    return COMPACTION if form.storage.is_sparse else PACKING
+    return COMPACTION if fmt.format.is_sparse else PACKING
 
 
-def _plain_form(graph: Graph, t: int) -> Form:
+def _plain_format(graph: Graph, t: int) -> SavedFormat:
     """A tensor that is no feature map to be packed: as it is, or 1 bit for each boolean."""
-    return Form(Storage.MASK if graph.tensors[t].dtype == np.bool_ and graph.tensors[t].bits == 1 else Storage.KEEP)
+    return SavedFormat(
+        Format.MASK if graph.tensors[t].dtype == np.bool_ and graph.tensors[t].bits == 1 else Format.KEEP
+    )
 
 
-def _starting_points(linearization: Linearization, there: frozenset[int]) -> list[int]:
+def _starting_points(backward_graph: BackwardGraph, there: frozenset[int]) -> list[int]:
     """Tensors from which others can be computed again without looking further back."""
-    graph = linearization.graph
+    graph = backward_graph.graph
     producers = {t: op for op in graph.operators for t in op.outputs}
     needed: set[int] = set()
-    pending = list(linearization.needs)
+    pending = list(backward_graph.needs)
     while pending:
         t = pending.pop()
         if t in needed or t in there:
@@ -215,18 +217,18 @@ class _Event:
 
 
 def _events(
-    linearization: Linearization,
+    backward_graph: BackwardGraph,
     derivations: Derivations,
-    everything: Choices,
+    everything: ResidualPlan,
     at_hand: frozenset[int],
     position: Mapping[int, int],
     released: Container[int],
 ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
     """Return the events that read each item, and the bytes in each of cotangents and of what a step needs besides."""
     events: list[_Event] = []
-    tensors, available = linearization.source.tensors, {*position, *at_hand}
+    tensors, available = backward_graph.source.tensors, {*position, *at_hand}
     cotangents: set[int] = set()
-    for chain in _chains(linearization.backward[::-1]):
+    for chain in _chains(backward_graph.steps[::-1]):
         before, leaves, running = set(cotangents), set[int](), 0
         for step in chain:
             leaves.update(derivations.of(step.needs, everything, at_hand)[1])
@@ -235,14 +237,14 @@ def _events(
             cotangents.update(step.cotangents_out)
             if len(chain) == 1 or is_heavy(step):
                 after = sum(tensors[t].bytes for t in cotangents)
-                running = max(running, after, given + _while_running(linearization.graph, step, available))
+                running = max(running, after, given + _while_running(backward_graph.graph, step, available))
                 before = set(cotangents)
-            cotangents -= {t for t in step.cotangents_in if t not in linearization.wrt}
+            cotangents -= {t for t in step.cotangents_in if t not in backward_graph.wrt}
             cotangents = {t for t in cotangents if t not in released}
         left = sum(tensors[t].bytes for t in cotangents)
         fresh = tuple((tensors[t].shape, tensors[t].dtype) for t in cotangents - before)
         events.append(_Event(frozenset(leaves & position.keys()), running, left, fresh))
-    base = _base_bytes(events, linearization.graph)
+    base = _base_bytes(events, backward_graph.graph)
     joined_reads: list[set[int]] = []
     joined_base: list[int] = []
     for here, size in zip((event.reads for event in events), base, strict=True):
@@ -262,9 +264,9 @@ def _events(
     return {t: tuple(events) for t, events in uses.items()}, tuple(total) or (0,)
 
 
-def _chains(steps: Sequence[Backward]) -> list[list[Backward]]:
+def _chains(steps: Sequence[BackwardOp]) -> list[list[BackwardOp]]:
     """Return the steps that run as one: each by itself on a CPU; on a GPU a product with the steps before the next."""
-    chains: list[list[Backward]] = []
+    chains: list[list[BackwardOp]] = []
     for step in steps:
         if not chains or _compat.runs_breadth_first() or is_heavy(step):
             chains.append([])
@@ -284,7 +286,7 @@ def _base_bytes(events: Sequence[_Event], graph: Graph) -> list[int]:
     return base
 
 
-def _while_running(graph: Graph, step: Backward, there: Container[int]) -> int:
+def _while_running(graph: Graph, step: BackwardOp, there: Container[int]) -> int:
     """Bytes that a product's step needs besides what it is given: operands recalled or turned around, its results."""
     if not is_heavy(step):
         return 0

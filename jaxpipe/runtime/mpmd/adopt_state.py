@@ -24,11 +24,11 @@ def adopt(planned: ExecutablePlan, where: StateLayout, state: TrainState) -> Tra
       ModelError: if the state is of another model or optimizer, or of ``runtime="spmd"``.
     """
     check_state.check_unused(state)
-    model, colored = planned.model, planned.update.colored
+    model, by_stage = planned.model, planned.update.by_stage
     _check("parameters", state.parameters, [v.aval for v in model.parameters])
     _check("variables", state.variables, [v.aval for v in model.state])
-    _check("optimizer", state.optimizer, [colored.state_avals[k] for k in where.owned])
-    _check("optimizer (shared)", state.shared, [colored.state_avals[k] for k in where.shared])
+    _check("optimizer", state.optimizer, [by_stage.state_avals[k] for k in where.owned])
+    _check("optimizer (shared)", state.shared, [by_stage.state_avals[k] for k in where.shared])
 
     def placed(arrays: Sequence[Any], keys: Iterable[Key]) -> tuple[Any, ...]:
         pairs = zip(arrays, keys, strict=True)

@@ -157,29 +157,29 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
         where = job.devices if job.is_bound else tuple(job.mesh.shape.items())
         key = (traced.program.form, traced.reads, traced.writes, job.donated, where, job.reads, job.writes)
         groups.setdefault(key, []).append(number)
-    own = {number for number, job in enumerate(jobs) if multihost.mine(job.devices)}
-    own_groups = [numbers for numbers in groups.values() if not own.isdisjoint(numbers)]
-    tell(f"Compiling {len(own)} programs, {len(own_groups)} of which differ")
+    local_jobs = {number for number, job in enumerate(jobs) if multihost.mine(job.devices)}
+    local_groups = [numbers for numbers in groups.values() if not local_jobs.isdisjoint(numbers)]
+    tell(f"Compiling {len(local_jobs)} programs, {len(local_groups)} of which differ")
     done = 0
 
     def build(equal: Sequence[Job], lowered: Any, rows: Sequence[np.ndarray | None]) -> list[Executable]:
         nonlocal done
         built = _compile(equal, lowered, rows)
         done += 1
-        tell(f"Compiled {done} of {len(own_groups)} programs: {equal[0].traced.work.label}")
+        tell(f"Compiled {done} of {len(local_groups)} programs: {equal[0].traced.work.label}")
         return built
 
     with warnings.catch_warnings(), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         # A stash is donated to be freed; few results have the shape of one of its arrays.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         started = []
-        for numbers in own_groups:
+        for numbers in local_groups:
             lowered, rows = _lower([jobs[k] for k in numbers], platform)
-            here = [(k, row) for k, row in zip(numbers, rows, strict=True) if k in own]
+            here = [(k, row) for k, row in zip(numbers, rows, strict=True) if k in local_jobs]
             started.append(pool.submit(build, [jobs[k] for k, _ in here], lowered, [row for _, row in here]))
         compiled: list[Executable | None] = [None] * len(jobs)
-        for numbers, built in zip(own_groups, started, strict=True):
-            for k, executable in zip([k for k in numbers if k in own], built.result(), strict=True):
+        for numbers, built in zip(local_groups, started, strict=True):
+            for k, executable in zip([k for k in numbers if k in local_jobs], built.result(), strict=True):
                 compiled[k] = executable
     return compiled
 

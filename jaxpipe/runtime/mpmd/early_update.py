@@ -71,21 +71,21 @@ def end_work(context: UpdateContext, s: int, counts: bool) -> Work:
     """
     ends, results_at_end = end_operands(context, s, counts)
     operands, renewed = Operands(), list(renewed_names(context, s).items()) if context.guarded else []
-    colored, objective = context.colored, context.stages
+    by_stage, pipeline = context.by_stage, context.pipeline
     for t, name in renewed:
         parameter = name.role is Role.PARAMETER
-        aval = objective.aval(name.number) if parameter else colored.graph.tensors[t]
+        aval = pipeline.aval(name.number) if parameter else by_stage.graph.tensors[t]
         operands.add(name, aval.shape, aval.dtype)
         operands.add(older(name), aval.shape, aval.dtype)
     if context.guarded:
         operands.add(STOPPED, (), jnp.bool_)
 
     def function(values: dict[Name, Any]) -> list[Any]:
-        def settled(before: Any, after: Any) -> Any:
+        def choose_value(before: Any, after: Any) -> Any:
             return jnp.where(values[STOPPED], before, after) if context.guarded else after
 
-        results = [settled(values[older(name)], values[name]) for _, name in renewed]
-        return [*results, *results_at_end(values, settled)]
+        results = [choose_value(values[older(name)], values[name]) for _, name in renewed]
+        return [*results, *results_at_end(values, choose_value)]
 
     writes = [*(name for _, name in renewed), *(name for name in ends if name.part == 0)]
     return named_work(f"stage {s}: end of the step", operands | ends, writes, function)

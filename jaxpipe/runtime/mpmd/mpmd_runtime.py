@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import multihost
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.models.check_batch import shape_key
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.interface import Bytes, StepResults
@@ -32,7 +32,7 @@ from jaxpipe.runtime.mpmd.stage_placement import Layout
 from jaxpipe.runtime.mpmd.stage_state import Loader, StateLayout
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
 from jaxpipe.runtime.mpmd.update_work import NONFINITE, STOPPED, Exchange, UpdateContext
-from jaxpipe.runtime.sections import Section, cut_sections
+from jaxpipe.runtime.stages import Stage, cut_stages
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.schedules import Schedule
@@ -65,12 +65,12 @@ class MpmdRuntime:
     @property
     def places(self) -> range:
         """Numbers of the stages."""
-        return range(len(self.planned.program.sections))
+        return range(len(self.planned.program.stages))
 
     @cached_property
     def devices(self) -> StageDevices:
         """The devices of every stage."""
-        mesh, groups = self.planned.mesh, self.planned.program.teams.groups
+        mesh, groups = self.planned.mesh, self.planned.program.stage_replicas.groups
         grid = mesh.devices[..., None] if DATA not in mesh.axis_names else mesh.devices
         grid = np.moveaxis(grid, mesh.axis_names.index(STAGE), 0).reshape(sum(map(len, groups)), -1)
         rows = [tuple(grid[list(groups[s % len(groups)])].T.flat) for s in self.places]
@@ -97,7 +97,7 @@ class MpmdRuntime:
     def assemble(self, parts: Mapping[int, StageArrays], common: CommonArrays) -> TrainState:
         """Return the state of the parts of this process's stages."""
         planned, where = self.planned, self._where
-        model, colored = planned.model, planned.update.colored
+        model, by_stage = planned.model, planned.update.by_stage
 
         def gathered(field: str, keys: Iterable[Key], avals: Iterable[Any]) -> tuple[Any, ...]:
             taken = {place: iter(getattr(part, field)) for place, part in parts.items()}
@@ -112,7 +112,7 @@ class MpmdRuntime:
                 "parameters", map(where.parameter, range(len(model.parameters))), [v.aval for v in model.parameters]
             ),
             gathered("variables", map(where.variable, range(len(model.state))), [v.aval for v in model.state]),
-            gathered("optimizer", map(where.optimizer, where.owned), [colored.state_avals[k] for k in where.owned]),
+            gathered("optimizer", map(where.optimizer, where.owned), [by_stage.state_avals[k] for k in where.owned]),
             gathered("residuals", map(where.residual, where.residuals), self._residual_avals),
             shared=tuple(multihost.place(x, spread) for x in common.shared),
             key=multihost.place(common.key, spread),
@@ -150,7 +150,7 @@ class MpmdRuntime:
         objective = compiled.layout.context.objective
         loss, *metrics = [reports[Name(Role.REPORT, k)] for k in range(len(objective.results) - 1)]
         trained = [k for k, t in enumerate(objective.parameters) if t not in objective.frozen]
-        owners = [self.planned.stages.parameters[k] for k in trained]
+        owners = [self.planned.stage_placement.parameters[k] for k in trained]
         names = [Name(Role.MEAN, objective.parameters[k]) for k in trained]
         arrays = [outputs[Key(self._where.place(s), name)] for s, name in zip(owners, names, strict=True)]
         avals = [self.planned.model.parameters[k].aval for k in trained]
@@ -160,15 +160,17 @@ class MpmdRuntime:
         return loss, metrics, gradients
 
     @progress("Compiling the forward pass")
-    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Callable[[Any, Any], Any]:
+    def forward(
+        self, name: str, objective: MicrobatchProgram, shapes: Any, batching: Batching
+    ) -> Callable[[Any, Any], Any]:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
         planned = self.planned
         before = planned.program.schedule
-        sections = cut_sections(objective, followed_cuts(planned, objective, name), planned.stages)
-        deals = planned.program.teams.deals(batching.num_microbatches)
-        schedule = forward_only(before.num_stages, deals, before.num_chunks)
+        stages = cut_stages(objective, followed_cuts(planned, objective, name), planned.stage_placement)
+        rounds = planned.program.stage_replicas.rounds(batching.num_microbatches)
+        schedule = forward_only(before.num_stages, rounds, before.num_chunks)
         with self._building():
-            layout = self._layout_of(objective, sections, schedule, shapes, batching, name == "predict")
+            layout = self._layout_of(objective, stages, schedule, shapes, batching, name == "predict")
             calls = evaluation_list(layout) if name == "evaluate" else prediction_list(layout)
             compiled = self._compile(layout, calls)
 
@@ -187,21 +189,23 @@ class MpmdRuntime:
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it."""
         planned, where = self.planned, self._where
-        colored, model = planned.update.colored, planned.model
-        slots: list[Any] = [None] * len(colored.state)
-        owners = [colored.state_stage[k] or 0 for k in where.owned]
-        owned = self._on_hosts(owners, state.optimizer, [colored.state_avals[k] for k in where.owned])
+        by_stage, model = planned.update.by_stage, planned.model
+        slots: list[Any] = [None] * len(by_stage.state)
+        owners = [by_stage.state_stage[k] or 0 for k in where.owned]
+        owned = self._on_hosts(owners, state.optimizer, [by_stage.state_avals[k] for k in where.owned])
         for k, x in zip((*where.owned, *where.shared), (*owned, *map(_on_host, state.shared)), strict=True):
             slots[k] = x
-        parameters = self._on_hosts(planned.stages.parameters, state.parameters, [v.aval for v in model.parameters])
-        variables = self._on_hosts(planned.stages.state, state.variables, [v.aval for v in model.state])
+        parameters = self._on_hosts(
+            planned.stage_placement.parameters, state.parameters, [v.aval for v in model.parameters]
+        )
+        variables = self._on_hosts(planned.stage_placement.state, state.variables, [v.aval for v in model.state])
         rows = [self._residual_rows(state, r) for r in range(self.devices.replicas)]
         residuals = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
         return HostArrays(parameters, variables, slots, residuals) if keep else HostArrays([], [], [], [])
 
     def _residual_rows(self, state: TrainState, r: int) -> list[Any]:
         """Copy the residuals of a replica to the host of every process."""
-        owners = [self.planned.stages.parameters[k] for k in self._residuals]
+        owners = [self.planned.stage_placement.parameters[k] for k in self._residuals]
         avals = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in state.residual]
         rows = []
         for s, x in zip(owners, state.residual, strict=True):
@@ -260,12 +264,12 @@ class MpmdRuntime:
         return dataclasses.replace(self._shaped_layout(as_planned(self.planned)), traces=self.planned.traces)
 
     def _shaped_layout(self, shaped: Shaped) -> Layout:
-        return self._layout_of(shaped.objective, shaped.sections, shaped.schedule, shaped.batch, shaped.batching)
+        return self._layout_of(shaped.objective, shaped.stages, shaped.schedule, shaped.batch, shaped.batching)
 
     def _layout_of(
         self,
-        objective: Objective,
-        sections: tuple[Section, ...],
+        objective: MicrobatchProgram,
+        stages: tuple[Stage, ...],
         schedule: Schedule,
         batch: Any,
         batching: Batching,
@@ -278,7 +282,7 @@ class MpmdRuntime:
         ]
         context = Context(
             objective=objective,
-            sections=sections,
+            stages=stages,
             batch=tuple(local),
             shared=batching.shared,
             num_microbatches=batching.num_microbatches,
@@ -286,16 +290,16 @@ class MpmdRuntime:
             gradient_dtype=self.planned.program.gradient_dtype,
             trains=schedule.has_backward,
             collects=collects,
-            members=tuple(len(self.devices.rows[s]) for s in range(len(sections))),
+            members=tuple(len(self.devices.rows[s]) for s in range(len(stages))),
             specs=self.planned.shardings.specs(objective),
         )
-        homes = dict(zip(objective.parameters, self.planned.stages.parameters, strict=True))
+        homes = dict(zip(objective.parameters, self.planned.stage_placement.parameters, strict=True))
         return Layout(context, schedule, self.devices, homes)
 
     @property
     def _residual_avals(self) -> list[Any]:
         """Shapes of the residuals of a block-sparse exchange, of all replicas."""
-        owners = [self.planned.stages.parameters[k] for k in self._residuals]
+        owners = [self.planned.stage_placement.parameters[k] for k in self._residuals]
         avals = {s: iter(self._update.residual_avals(s)) for s in set(owners)}
         return [self._layout.context.together(s, next(avals[s])) for s in owners]
 
@@ -317,7 +321,7 @@ class MpmdRuntime:
             plans = Exchange(exchange.settings, by_stage)
         return UpdateContext(
             self._layout.context,
-            update.colored,
+            update.by_stage,
             self.devices.replicas,
             plans,
             guarded=update.on_nonfinite is not None,
@@ -327,7 +331,9 @@ class MpmdRuntime:
     @cached_property
     def _where(self) -> StateLayout:
         planned = self.planned
-        return StateLayout(self._layout, planned.stages, planned.update.colored, planned.mesh, self._residuals)
+        return StateLayout(
+            self._layout, planned.stage_placement, planned.update.by_stage, planned.mesh, self._residuals
+        )
 
     def _training(self, shapes: Any) -> Compiled:
         return self._for_shapes(shapes, training_list, "Compiling the training step")
@@ -382,7 +388,7 @@ class MpmdRuntime:
                 )
             shaped = shaped_for(self.planned, shapes, self.planned.retrace)
             layout = self._shaped_layout(shaped)
-            update = dataclasses.replace(self._update, stages=layout.context)
+            update = dataclasses.replace(self._update, pipeline=layout.context)
         return self._compile(layout, make(layout, update))
 
     def _building(self) -> Any:

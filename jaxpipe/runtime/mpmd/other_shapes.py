@@ -11,12 +11,12 @@ from typing import Any
 
 from jaxpipe.errors import BatchError, ScheduleError
 from jaxpipe.models import check_batch
-from jaxpipe.models.microbatch_program import Objective, microbatch_rows, microbatch_shapes
-from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.models.microbatch_program import MicrobatchProgram, microbatch_rows, microbatch_shapes
+from jaxpipe.residuals import vjp_program
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
-from jaxpipe.runtime.fold_state import shared_sections
-from jaxpipe.runtime.sections import Section, cut_sections, with_backward
-from jaxpipe.schedules import Schedule, candidates
+from jaxpipe.runtime.fold_state import shared_stages
+from jaxpipe.runtime.stages import Stage, cut_stages, with_backward
+from jaxpipe.schedules import Schedule, schedule_makers
 from jaxpipe.schedules.table import without_backward
 
 
@@ -27,20 +27,20 @@ class Shaped:
     Attributes:
       batch: shapes of the whole batch.
       batching: how it is cut.
-      objective, sections, schedule: what is computed for a micro-batch, its stages, and the table.
+      objective, stages, schedule: what is computed for a micro-batch, its stages, and the table.
     """
 
     batch: Any
     batching: Batching
-    objective: Objective
-    sections: tuple[Section, ...]
+    objective: MicrobatchProgram
+    stages: tuple[Stage, ...]
     schedule: Schedule
 
 
 def as_planned(planned: ExecutablePlan) -> Shaped:
     """Return the step for the shapes that were planned for."""
     program = planned.program
-    return Shaped(planned.batch, planned.batching, program.objective, program.sections, program.schedule)
+    return Shaped(planned.batch, planned.batching, program.objective, program.stages, program.schedule)
 
 
 def check_shapes(given: Any, planned: Any) -> None:
@@ -53,7 +53,7 @@ def check_shapes(given: Any, planned: Any) -> None:
             )
 
 
-def shaped_for(planned: ExecutablePlan, batch: Any, retrace: Callable[[Any], Objective]) -> Shaped:
+def shaped_for(planned: ExecutablePlan, batch: Any, retrace: Callable[[Any], MicrobatchProgram]) -> Shaped:
     """Return the step for batches of other shapes.
 
     Args:
@@ -67,16 +67,18 @@ def shaped_for(planned: ExecutablePlan, batch: Any, retrace: Callable[[Any], Obj
     m = _microbatches(check_batch.batch_size(batch), replicas, planned)
     batching = Batching(planned.batching.shared, replicas, m)
     objective = retrace(microbatch_shapes(batch, replicas * m))
-    schedule = without_backward(_schedule(planned, before.teams.deals(m)), before.schedule.frozen)
+    schedule = without_backward(_schedule(planned, before.stage_replicas.rounds(m)), before.schedule.frozen)
     if _same_operators(objective, before.objective):
         cuts: Sequence[int] = (0, *(stage.operators[1] for stage in planned.plan.stages))
     else:
         cuts = followed_cuts(planned, objective, "the loss")
-    cut = cut_sections(objective, cuts, planned.stages)
-    sections = with_backward(objective, shared_sections(objective, planned.model, cut, before.teams), planned.policy)
+    cut = cut_stages(objective, cuts, planned.stage_placement)
+    stages = with_backward(
+        objective, shared_stages(objective, planned.model, cut, before.stage_replicas), planned.policy
+    )
     if _same_operators(objective, before.objective):
-        sections = tuple(map(_stored_alike, sections, before.sections))
-    return Shaped(batch, batching, objective, sections, schedule)
+        stages = tuple(map(_stored_alike, stages, before.stages))
+    return Shaped(batch, batching, objective, stages, schedule)
 
 
 def _microbatches(size: int, replicas: int, planned: ExecutablePlan) -> int:
@@ -93,16 +95,16 @@ def _microbatches(size: int, replicas: int, planned: ExecutablePlan) -> int:
 
 
 def _schedule(planned: ExecutablePlan, m: int) -> Schedule:
-    """The table for another number of micro-batches, or of deals: of the planned kind, if there is one of this size."""
+    """Return the table for another number of micro-batches or rounds, of the planned kind if it has this size."""
     before = planned.program.schedule
     if m == before.num_microbatches:
         return before
     tables = []
-    for maker in (*planned.schedules, *candidates.AUTO_FREE):
+    for maker in (*planned.schedules, *schedule_makers.AUTO_FREE):
         with contextlib.suppress(ScheduleError):
-            tables.append(candidates.check_schedule(maker(before.num_stages, m), before.num_stages, m))
+            tables.append(schedule_makers.check_schedule(maker(before.num_stages, m), before.num_stages, m))
     fitting = [table for table in tables if table.num_chunks == before.num_chunks]
-    if fitting:  # of another kind only if there is none of this
+    if fitting:  # another kind only if this one has none
         return min(fitting, key=lambda table: table.name != before.name)
     raise ScheduleError(
         f"The schedule {before.name} has no table of {m} micro-batches on {before.num_stages} devices, which a batch "
@@ -111,16 +113,16 @@ def _schedule(planned: ExecutablePlan, m: int) -> Schedule:
     )
 
 
-def _same_operators(one: Objective, other: Objective) -> bool:
-    return [op.name for op in one.graph.operators] == [op.name for op in other.graph.operators]
+def _same_operators(first: MicrobatchProgram, other: MicrobatchProgram) -> bool:
+    return [op.name for op in first.graph.operators] == [op.name for op in other.graph.operators]
 
 
-def _stored_alike(section: Section, planned: Section) -> Section:
-    """The section with the storage that was planned, where that does not depend on sizes."""
-    if section.stage is None or planned.stage is None or planned.stage.storage.sparse:
-        return section
+def _stored_alike(stage: Stage, planned: Stage) -> Stage:
+    """The stage with the storage that was planned, where that does not depend on sizes."""
+    if stage.vjp is None or planned.vjp is None or planned.vjp.plan.sparse:
+        return stage
     try:
-        stage = stages.assemble(section.stage.linearization, planned.stage.storage)
+        vjp = vjp_program.assemble(stage.vjp.backward_graph, planned.vjp.plan)
     except (ValueError, KeyError):  # its backward pass needs other tensors
-        return section
-    return replace(section, stage=stage)
+        return stage
+    return replace(stage, vjp=vjp)

@@ -128,16 +128,16 @@ class _Writer:
 
     def _trace(self, s: int) -> dict[Kinds, int]:
         """Trace a stage's programs, from the last to the first: what nobody reads is not made."""
-        wanted = {Name(Role.ACTIVATION, t) for t in self.context.sections[s].leaving}
+        wanted = {Name(Role.ACTIVATION, t) for t in self.context.stages[s].leaving}
 
         def is_wanted(name: Name) -> bool:
             return name.role not in (Role.ACTIVATION, Role.STASH, Role.SAVED) or name in wanted
 
         traced: list[tuple[Kinds, TracedWork]] = []
         for kinds in reversed(program_kinds(self.layout.schedule, s)):
-            section, key = self.context.sections[s], (s, kinds, id(self.context.sections[s]))
-            if key not in self.layout.traces:  # with the section, so that its number stays its own
-                self.layout.traces[key] = section, trace_work(stage_work(self.context, s, kinds), is_wanted)
+            stage, key = self.context.stages[s], (s, kinds, id(self.context.stages[s]))
+            if key not in self.layout.traces:  # with the stage, so that its number stays its own
+                self.layout.traces[key] = stage, trace_work(stage_work(self.context, s, kinds), is_wanted)
             program = self.layout.traces[key][1]
             wanted |= set(program.read_names)
             traced.append((kinds, program))
@@ -147,16 +147,16 @@ class _Writer:
         """Take note of what is there before the step, and share it among replicas and stages."""
         builder, context = self.builder, self.context
         for s in self.layout.stages:
-            section, whole = context.sections[s], builder.place(s)
-            held = [Name(Role.PARAMETER, t) for t in section.parameters]
-            held += [Name(Role.STATE, t) for t in section.state]
+            stage, whole = context.stages[s], builder.place(s)
+            held = [Name(Role.PARAMETER, t) for t in stage.parameters]
+            held += [Name(Role.STATE, t) for t in stage.state]
             for name in held:
                 builder.given(whole, name, context.aval(name.number))
                 builder.split(s, name)
             for r in self.layout.members(s):
                 self._give_step_inputs(builder.place(s, r), s)
         for s in self.layout.stages:
-            for t in context.sections[s].borrowed:
+            for t in context.stages[s].borrowed:
                 name, home = Name(Role.PARAMETER, t), self.layout.homes[t]
                 for r in self.layout.members(s):
                     owner = builder.place(home, r % len(self.layout.members(home)))
@@ -222,7 +222,7 @@ class _Writer:
 
     def _newest_weights(self, s: int) -> dict[Key, int]:
         """The registers of a stage's parameters in every replica."""
-        names = [Name(Role.PARAMETER, t) for t in self.context.sections[s].parameters]
+        names = [Name(Role.PARAMETER, t) for t in self.context.stages[s].parameters]
         places = [self.builder.place(s, r) for r in self.layout.members(s)]
         keys = [Key(place, name) for place in places for name in names]
         return {key: self.builder.now[key] for key in keys}
@@ -251,7 +251,7 @@ class _Writer:
         self._started = {(place, kinds) for place, kinds in self._started if place not in places}
 
     def _run(self, s: int, r: int, j: int, kinds: Kinds) -> None:
-        section, place = self.context.sections[s], self._worker(s, r, j)
+        stage, place = self.context.stages[s], self._worker(s, r, j)
         if (place, kinds) not in self._started:
             self._started.add((place, kinds))
             self._start(place, kinds)
@@ -259,9 +259,9 @@ class _Writer:
         if kinds == (Kind.FORWARD,):
             self._mover.leave(place, j)
         if Kind.FORWARD in kinds and s + 1 < len(self.layout.stages):
-            self._leave(place, self._worker(s + 1, r, j), [Name(Role.ACTIVATION, t) for t in section.leaving], j)
+            self._leave(place, self._worker(s + 1, r, j), [Name(Role.ACTIVATION, t) for t in stage.leaving], j)
         if s and (Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds):
-            self._leave(place, self._worker(s - 1, r, j), [Name(Role.COTANGENT, t) for t in section.returning], j)
+            self._leave(place, self._worker(s - 1, r, j), [Name(Role.COTANGENT, t) for t in stage.returning], j)
 
     def _worker(self, s: int, r: int, j: int) -> Place:
         """The member of a stage that works on a micro-batch of a replica."""
@@ -315,7 +315,7 @@ class _Writer:
 
     def _maker(self, k: int) -> int:
         """The stage that computes a result."""
-        return next(s for s in self.layout.stages if k in self.context.sections[s].results)
+        return next(s for s in self.layout.stages if k in self.context.stages[s].results)
 
     def _gather_totals(self) -> None:
         builder, context, home = self.builder, self.context, self.layout.home
@@ -412,13 +412,13 @@ class _Writer:
 
     def write_updates(self, update: UpdateContext) -> list[Key]:
         """Run the optimizer; returns what the next step begins with."""
-        builder, layout, colored = self.builder, self.layout, update.colored
+        builder, layout, by_stage = self.builder, self.layout, update.by_stage
         for s in layout.stages:
             self._give_optimizer(update, s)
         if update.exchange is not None:
             for s in layout.stages:
                 self.call_whole(exchange_work(update, s), s, consumes=True)
-        for number in range(len(colored.exchanged)):
+        for number in range(len(by_stage.exchanged)):
             for s in layout.stages:
                 work = share_work(update, s, number)
                 if work is None:
@@ -445,12 +445,12 @@ class _Writer:
         """The arrays that the next step begins with."""
         builder, outputs = self.builder, []
         for s in self.layout.stages:
-            section, place, counts = self.context.sections[s], builder.place(s), self.layout.counts(s)
+            stage, place, counts = self.context.stages[s], builder.place(s), self.layout.counts(s)
             names = [name for name in renewed_names(update, s).values() if counts or name.role is not Role.SHARED]
             names += [STEP, SKIPPED] if counts else []
-            names += [Name(Role.PARAMETER, t) for t in section.parameters]
-            names += [Name(Role.STATE, t) for t in section.state]
-            for t in section.state:
+            names += [Name(Role.PARAMETER, t) for t in stage.parameters]
+            names += [Name(Role.STATE, t) for t in stage.state]
+            for t in stage.state:
                 if not builder.has(place, Name(Role.STATE, t)):
                     builder.join(s, Name(Role.STATE, t), self.context.aval(t), own=False)
             if update.exchange is not None:
@@ -475,10 +475,10 @@ class _Writer:
 
     def _give_optimizer(self, update: UpdateContext, s: int) -> None:
         """Take note of optimizer state, residuals and numbers of steps at the devices of a stage."""
-        builder, colored = self.builder, update.colored
+        builder, by_stage = self.builder, update.by_stage
         place, lent = builder.place(s), not self.layout.counts(s)
-        for k, (t, owner) in enumerate(zip(colored.state, colored.state_stage, strict=True)):
-            aval = jax.ShapeDtypeStruct(colored.graph.tensors[t].shape, colored.graph.tensors[t].dtype)
+        for k, (t, owner) in enumerate(zip(by_stage.state, by_stage.state_stage, strict=True)):
+            aval = jax.ShapeDtypeStruct(by_stage.graph.tensors[t].shape, by_stage.graph.tensors[t].dtype)
             if owner in (s, None):
                 name = Name(Role.OPTIMIZER if owner == s else Role.SHARED, k)
                 builder.given(place, name, aval, keep=lent and owner is None)

@@ -31,7 +31,7 @@ class Layout:
     @property
     def stages(self) -> range:
         """Numbers of the stages."""
-        return range(len(self.context.sections))
+        return range(len(self.context.stages))
 
     @property
     def replicas(self) -> range:
@@ -43,14 +43,14 @@ class Layout:
         return self.devices.members(s)
 
     def dealt(self, k: int) -> range:
-        """The micro-batches of an entry of the table: one, or a deal where members of a stage share them."""
-        deal = math.lcm(*(self.devices.width(s) for s in self.stages))
-        return range(k * deal, min((k + 1) * deal, self.context.num_microbatches))
+        """The micro-batches of an entry of the table: one, or a round where members of a stage share them."""
+        count = math.lcm(*(self.devices.width(s) for s in self.stages))
+        return range(k * count, min((k + 1) * count, self.context.num_microbatches))
 
     @property
     def home(self) -> Place:
         """First member of the last stage, which computes loss and metrics."""
-        return Place(len(self.context.sections) - 1, 0)
+        return Place(len(self.context.stages) - 1, 0)
 
     @property
     def rows_cross(self) -> bool:

@@ -22,8 +22,8 @@ from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.stage_placement import Layout
 from jaxpipe.runtime.mpmd.stage_work import Name, Role
 from jaxpipe.runtime.mpmd.update_work import SKIPPED
-from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate
-from jaxpipe.runtime.sections import Placement
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
+from jaxpipe.runtime.stages import Placement
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.partition_specs import side_by_side
@@ -36,15 +36,15 @@ class StateLayout:
 
     Attributes:
       layout: where stages are.
-      stages: the stage of each variable.
-      colored: the optimizer.
+      placement: the stage of each variable.
+      by_stage: the optimizer.
       mesh: the first devices of all members.
       residuals: the parameters that have residuals of a block-sparse exchange, by position.
     """
 
     layout: Layout
-    stages: Placement
-    colored: ColoredUpdate
+    placement: Placement
+    by_stage: PartitionedUpdate
     mesh: Mesh
     residuals: tuple[int, ...] = ()
 
@@ -55,12 +55,12 @@ class StateLayout:
     def parameter(self, k: int) -> Key:
         """The key of parameter ``k``."""
         name = Name(Role.PARAMETER, self.layout.context.objective.parameters[k])
-        return Key(self.place(self.stages.parameters[k]), name)
+        return Key(self.place(self.placement.parameters[k]), name)
 
     def variable(self, k: int) -> Key:
         """The key of state variable ``k``."""
         name = Name(Role.STATE, self.layout.context.objective.state[k])
-        return Key(self.place(self.stages.state[k]), name)
+        return Key(self.place(self.placement.state[k]), name)
 
     def residual(self, k: int) -> Key:
         """The key of the residual of parameter ``k``."""
@@ -70,29 +70,29 @@ class StateLayout:
 
     def optimizer(self, k: int) -> Key:
         """The key of leaf ``k`` of the optimizer state, which belongs to a stage."""
-        owner = self.colored.state_stage[k]
+        owner = self.by_stage.state_stage[k]
         assert owner is not None
         return Key(self.place(owner), Name(Role.OPTIMIZER, k))
 
     def held_by(self, s: int) -> tuple[list[Key], ...]:
         """The keys of a stage's parameters, variables, leaves of the optimizer state, and residuals."""
-        parameters, variables = self.stages.held_by(s)
+        parameters, variables = self.placement.held_by(s)
         return (
             [self.parameter(k) for k in parameters],
             [self.variable(k) for k in variables],
-            [self.optimizer(k) for k in self.owned if self.colored.state_stage[k] == s],
-            [self.residual(k) for k in self.residuals if self.stages.parameters[k] == s],
+            [self.optimizer(k) for k in self.owned if self.by_stage.state_stage[k] == s],
+            [self.residual(k) for k in self.residuals if self.placement.parameters[k] == s],
         )
 
     @property
     def owned(self) -> list[int]:
         """The leaves of the optimizer state that belong to a stage."""
-        return [k for k, owner in enumerate(self.colored.state_stage) if owner is not None]
+        return [k for k, owner in enumerate(self.by_stage.state_stage) if owner is not None]
 
     @property
     def shared(self) -> list[int]:
         """The leaves of the optimizer state that every stage has."""
-        return [k for k, owner in enumerate(self.colored.state_stage) if owner is None]
+        return [k for k, owner in enumerate(self.by_stage.state_stage) if owner is None]
 
     def sharding(self, key: Key) -> NamedSharding:
         """Sharding of an array of the state."""
@@ -161,7 +161,7 @@ class Loader:
         self._leaves: list[tuple[str, int, int]] = []
         fields = {"parameters": where.parameter, "variables": where.variable}
         for name, key_of in fields.items():
-            count = len(where.stages.parameters if name == "parameters" else where.stages.state)
+            count = len(where.placement.parameters if name == "parameters" else where.placement.state)
             self._leaves += [(name, k, keys[key_of(k)]) for k in range(count) if key_of(k) in keys]
         owned = [(n, where.optimizer(k)) for n, k in enumerate(where.owned)]
         self._leaves += [("optimizer", n, keys[key]) for n, key in owned if key in keys]

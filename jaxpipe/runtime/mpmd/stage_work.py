@@ -23,11 +23,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.graph.graph import Graph
-from jaxpipe.models.microbatch_program import Objective
-from jaxpipe.residuals import stage_programs as stages
-from jaxpipe.residuals.stored_formats import Storage
+from jaxpipe.models.microbatch_program import MicrobatchProgram
+from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.stored_formats import Format
 from jaxpipe.runtime.gradient_precision import add_gradient, sum_dtype, widened
-from jaxpipe.runtime.sections import Section
+from jaxpipe.runtime.stages import Stage
 from jaxpipe.schedules import Kind
 from jaxpipe.sharding.partition_specs import Specs
 from jaxpipe.sharding.submesh import axis_names
@@ -147,7 +147,7 @@ class Context:
 
     Attributes:
       objective: what is computed for a micro-batch.
-      sections: its stages.
+      stages: its stages.
       batch: shapes of a replica's part of each leaf of the batch.
       shared: by leaf, whether each micro-batch gets it whole.
       num_microbatches: of a replica.
@@ -159,8 +159,8 @@ class Context:
       specs: over which axes of a member's devices its arrays are split.
     """
 
-    objective: Objective
-    sections: tuple[Section, ...]
+    objective: MicrobatchProgram
+    stages: tuple[Stage, ...]
     batch: tuple[Any, ...]
     shared: tuple[bool, ...]
     num_microbatches: int
@@ -200,7 +200,7 @@ class Context:
     @functools.cached_property
     def _sent(self) -> frozenset[int]:
         """The tensors that stages send each other."""
-        return frozenset(t for section in self.sections for t in (*section.arriving, *section.leaving))
+        return frozenset(t for stage in self.stages for t in (*stage.arriving, *stage.leaving))
 
     def together(self, s: int, aval: Any) -> jax.ShapeDtypeStruct:
         """The shape of the arrays of all members of a stage, side by side along their first axis."""
@@ -219,7 +219,7 @@ class Context:
     @functools.cached_property
     def packs(self) -> tuple[dict[int, Pack], ...]:
         """By stage and parameter, the array in which a small sum of gradients lies beside others."""
-        return tuple(_packs(self, s) for s in range(len(self.sections)))
+        return tuple(_packs(self, s) for s in range(len(self.stages)))
 
     def sums(self, s: int, tensors: Iterable[int]) -> dict[Name, jax.ShapeDtypeStruct]:
         """The arrays that hold the sums of some parameters' gradients in a stage, and their shapes."""
@@ -237,33 +237,33 @@ class Context:
 
     def trained(self, s: int) -> list[int]:
         """The parameters that receive a gradient in a stage, borrowed ones included."""
-        section = self.sections[s]
-        if section.stage is None:
+        stage = self.stages[s]
+        if stage.vjp is None:
             return []
-        wrt = set(section.stage.linearization.wrt) - self.objective.frozen
-        return [t for t in (*section.parameters, *section.borrowed) if t in wrt]
+        wrt = set(stage.vjp.backward_graph.wrt) - self.objective.frozen
+        return [t for t in (*stage.parameters, *stage.borrowed) if t in wrt]
 
     def held(self, s: int) -> list[int]:
         """The parameters of a stage whose gradient the optimizer takes."""
-        return [t for t in self.sections[s].parameters if t not in self.objective.frozen]
+        return [t for t in self.stages[s].parameters if t not in self.objective.frozen]
 
     def statistics(self, s: int) -> tuple[int, ...]:
         """Tensors that a micro-batch adds to the state of a stage whose members share the micro-batches."""
-        fold = self.sections[s].fold
+        fold = self.stages[s].fold
         return fold.statistics if fold is not None and self.trains else ()
 
     def renewed_state(self, s: int) -> list[int]:
         """The state variables of a stage that a step changes."""
-        section = self.sections[s]
-        if section.fold is not None:
-            return list(section.fold.state)
-        return [t for t, new in zip(section.state, section.new_state, strict=True) if t != new]
+        stage = self.stages[s]
+        if stage.fold is not None:
+            return list(stage.fold.state)
+        return [t for t, new in zip(stage.state, stage.new_state, strict=True) if t != new]
 
     def totals(self, s: int) -> list[Name]:
         """The totals that a stage adds up."""
-        section = self.sections[s]
-        names = [] if self.collects else [Name(Role.TOTAL, k) for k in section.results]
-        sparse = self.trains and section.stage is not None and section.stage.storage.sparse
+        stage = self.stages[s]
+        names = [] if self.collects else [Name(Role.TOTAL, k) for k in stage.results]
+        sparse = self.trains and stage.vjp is not None and stage.vjp.plan.sparse
         return [*names, OVERFLOWS] if sparse else names
 
 
@@ -273,10 +273,10 @@ _PACKED_BYTES = 1 << 16
 
 def _packs(context: Context, s: int) -> dict[int, Pack]:
     """By parameter of a stage that no other stage uses, the array in which its small sum lies."""
-    built = context.sections[s].stage
+    built = context.stages[s].vjp
     if built is None:
         return {}
-    lent = {t for section in context.sections for t in section.borrowed}
+    lent = {t for stage in context.stages for t in stage.borrowed}
     groups: dict[Any, list[int]] = {}
     for t in context.trained(s):
         aval = context.sum_aval(s, t)
@@ -326,57 +326,55 @@ _LABELS = {
 
 def _operands(context: Context, s: int, kinds: Sequence[Kind]) -> dict[Name, Any]:
     """Everything that the work may read, with its shape; tracing shows what it does read."""
-    section = context.sections[s]
+    stage = context.stages[s]
     index = jax.ShapeDtypeStruct((2,), jnp.int32)
     key = jax.eval_shape(jax.random.key_data, context.key)
-    operands: dict[Name, Any] = {
-        Name(Role.PARAMETER, t): context.aval(t) for t in (*section.parameters, *section.borrowed)
-    }
-    if context.objective.key in section.used:
+    operands: dict[Name, Any] = {Name(Role.PARAMETER, t): context.aval(t) for t in (*stage.parameters, *stage.borrowed)}
+    if context.objective.key in stage.used:
         operands |= {KEY: jax.ShapeDtypeStruct(key.shape, key.dtype), STEP: jax.ShapeDtypeStruct((), jnp.int32)}
-    operands |= {Name(Role.BATCH, k): context.batch[k] for k in _leaves_used(context, section)}
+    operands |= {Name(Role.BATCH, k): context.batch[k] for k in _leaves_used(context, stage)}
     operands[INDEX] = index
     if Kind.FORWARD in kinds:
-        operands |= {Name(Role.STATE, t): context.aval(t) for t in section.state}
-        operands |= {Name(Role.ACTIVATION, t): context.aval(t) for t in section.arriving}
+        operands |= {Name(Role.STATE, t): context.aval(t) for t in stage.state}
+        operands |= {Name(Role.ACTIVATION, t): context.aval(t) for t in stage.arriving}
         operands |= {name: context.total_aval(name) for name in context.totals(s)}
-    elif section.stage is not None:
-        operands |= _stash_avals(section)
+    elif stage.vjp is not None:
+        operands |= _stash_avals(stage)
     if Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds:
         operands |= {Name(Role.COTANGENT, t): _tangent(context, t) for t in _following(context, s)}
     elif Kind.BACKWARD_WEIGHT in kinds:
-        operands |= {Name(Role.SAVED, t): _tangent(context, t) for t in section.saved}
-    given = {t for kind in kinds for t in section.differentiated(kind)}
+        operands |= {Name(Role.SAVED, t): _tangent(context, t) for t in stage.saved}
+    given = {t for kind in kinds for t in stage.differentiated(kind)}
     return operands | context.sums(s, [t for t in context.trained(s) if t in given])
 
 
 def _results(context: Context, s: int, kinds: Sequence[Kind]) -> list[Name]:
-    section = context.sections[s]
+    stage = context.stages[s]
     writes: list[Name] = []
     if Kind.FORWARD in kinds:
-        writes += [Name(Role.ACTIVATION, t) for t in section.leaving]
-        writes += [Name(Role.STATE, t) for t in section.state]
+        writes += [Name(Role.ACTIVATION, t) for t in stage.leaving]
+        writes += [Name(Role.STATE, t) for t in stage.state]
         writes += context.totals(s)
         writes += [Name(Role.STATISTIC, t) for t in context.statistics(s)]
         if context.collects:
-            writes += [Name(Role.RESULT, k) for k in section.results]
-        if context.trains and section.stage is not None and kinds[-1] in (Kind.FORWARD, Kind.BACKWARD_INPUT):
-            writes += [name for name in _stash_avals(section) if name not in writes]
+            writes += [Name(Role.RESULT, k) for k in stage.results]
+        if context.trains and stage.vjp is not None and kinds[-1] in (Kind.FORWARD, Kind.BACKWARD_INPUT):
+            writes += [name for name in _stash_avals(stage) if name not in writes]
     if Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds:
-        writes += [Name(Role.COTANGENT, t) for t in section.returning]
+        writes += [Name(Role.COTANGENT, t) for t in stage.returning]
         if Kind.BACKWARD not in kinds and Kind.BACKWARD_WEIGHT not in kinds:
-            writes += [Name(Role.SAVED, t) for t in section.saved]
-    given = {t for kind in kinds for t in section.differentiated(kind)}
+            writes += [Name(Role.SAVED, t) for t in stage.saved]
+    given = {t for kind in kinds for t in stage.differentiated(kind)}
     return [*writes, *context.sums(s, [t for t in context.trained(s) if t in given])]
 
 
-def _leaves_used(context: Context, section: Section) -> list[int]:
-    return [k for k, t in enumerate(context.objective.batch) if t in section.used]
+def _leaves_used(context: Context, stage: Stage) -> list[int]:
+    return [k for k, t in enumerate(context.objective.batch) if t in stage.used]
 
 
 def _following(context: Context, s: int) -> tuple[int, ...]:
     """The tensors whose cotangents the next stage sends."""
-    return context.sections[s + 1].returning if s + 1 < len(context.sections) else ()
+    return context.stages[s + 1].returning if s + 1 < len(context.stages) else ()
 
 
 def _tangent(context: Context, t: int) -> Any:
@@ -384,40 +382,40 @@ def _tangent(context: Context, t: int) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _stash_avals(section: Section) -> dict[Name, Any]:
+def _stash_avals(stage: Stage) -> dict[Name, Any]:
     """The arrays of a stash. A tensor that is kept as it is goes by its own name, whoever else reads it."""
-    assert section.stage is not None
-    storage, kept = section.stage.storage, set(section.stashed)
+    assert stage.vjp is not None
+    plan, kept = stage.vjp.plan, set(stage.stashed)
     return {
         name: aval
-        for t, avals in zip(storage.stored, section.stage.stash_avals, strict=True)
+        for t, avals in zip(plan.stored, stage.vjp.stash_avals, strict=True)
         if t in kept
-        for name, aval in zip(_stash_names(section, t, len(avals)), avals, strict=True)
+        for name, aval in zip(_stash_names(stage, t, len(avals)), avals, strict=True)
     }
 
 
-def stash_names(section: Section, t: int) -> list[Name]:
+def stash_names(stage: Stage, t: int) -> list[Name]:
     """Return the arrays that a tensor of a stash is stored as; none if it is not stored."""
-    assert section.stage is not None
-    counts = dict(zip(section.stage.storage.stored, map(len, section.stage.stash_avals), strict=True))
-    return _stash_names(section, t, counts[t]) if t in counts else []
+    assert stage.vjp is not None
+    counts = dict(zip(stage.vjp.plan.stored, map(len, stage.vjp.stash_avals), strict=True))
+    return _stash_names(stage, t, counts[t]) if t in counts else []
 
 
-def _stash_names(section: Section, t: int, count: int) -> list[Name]:
-    assert section.stage is not None
-    if section.stage.storage.forms[t].storage is Storage.KEEP:
+def _stash_names(stage: Stage, t: int, count: int) -> list[Name]:
+    assert stage.vjp is not None
+    if stage.vjp.plan.formats[t].format is Format.KEEP:
         return [Name(Role.ACTIVATION, t)]
     return [Name(Role.STASH, t, part) for part in range(count)]
 
 
-def _at_hand(context: Context, section: Section, arrays: _Arrays) -> dict[int, Any]:
+def _at_hand(context: Context, stage: Stage, arrays: _Arrays) -> dict[int, Any]:
     """Parameters, the micro-batch and its key, by tensor number."""
     objective = context.objective
-    known = {t: arrays[Name(Role.PARAMETER, t)] for t in (*section.parameters, *section.borrowed)}
-    if objective.key in section.used:
+    known = {t: arrays[Name(Role.PARAMETER, t)] for t in (*stage.parameters, *stage.borrowed)}
+    if objective.key in stage.used:
         key = jax.random.wrap_key_data(arrays[KEY], impl=jax.random.key_impl(jnp.empty((), context.key.dtype)))
         known[objective.key] = jax.random.fold_in(jax.random.fold_in(key, arrays[STEP]), arrays[INDEX][1])
-    for k in _leaves_used(context, section):
+    for k in _leaves_used(context, stage):
         leaf = arrays[Name(Role.BATCH, k)]
         if not context.shared[k]:
             rows = leaf.shape[0] // context.num_microbatches
@@ -430,26 +428,26 @@ def _at_hand(context: Context, section: Section, arrays: _Arrays) -> dict[int, A
 
 
 def _forward(context: Context, s: int, arrays: _Arrays) -> None:
-    section = context.sections[s]
-    known = _at_hand(context, section, arrays)
-    known |= {t: arrays[Name(Role.STATE, t)] for t in section.state}
-    known |= {t: arrays[Name(Role.ACTIVATION, t)] for t in section.arriving}
-    inputs = [known[t] for t in section.graph.inputs]
-    if section.stage is None or not context.trains:
-        outputs = section.graph.evaluate(inputs)
+    stage = context.stages[s]
+    known = _at_hand(context, stage, arrays)
+    known |= {t: arrays[Name(Role.STATE, t)] for t in stage.state}
+    known |= {t: arrays[Name(Role.ACTIVATION, t)] for t in stage.arriving}
+    inputs = [known[t] for t in stage.graph.inputs]
+    if stage.vjp is None or not context.trains:
+        outputs = stage.graph.evaluate(inputs)
     else:
-        outputs, stash = stages.forward(section.stage, inputs)
+        outputs, stash = vjp_program.forward(stage.vjp, inputs)
         if OVERFLOWS in arrays:
-            arrays[OVERFLOWS] = arrays[OVERFLOWS] + stages.overflows(section.stage, stash)
-        kept = set(section.stashed)
-        for t, parts in zip(section.stage.storage.stored, stash, strict=True):
+            arrays[OVERFLOWS] = arrays[OVERFLOWS] + vjp_program.overflows(stage.vjp, stash)
+        kept = set(stage.stashed)
+        for t, parts in zip(stage.vjp.plan.stored, stash, strict=True):
             if t in kept:
-                arrays.update(zip(_stash_names(section, t, len(parts)), parts, strict=True))
-    computed = known | dict(zip(section.graph.outputs, outputs, strict=True))
-    arrays.update((Name(Role.ACTIVATION, t), computed[t]) for t in section.leaving)
-    arrays.update((Name(Role.STATE, t), computed[new]) for t, new in zip(section.state, section.new_state, strict=True))
+                arrays.update(zip(_stash_names(stage, t, len(parts)), parts, strict=True))
+    computed = known | dict(zip(stage.graph.outputs, outputs, strict=True))
+    arrays.update((Name(Role.ACTIVATION, t), computed[t]) for t in stage.leaving)
+    arrays.update((Name(Role.STATE, t), computed[new]) for t, new in zip(stage.state, stage.new_state, strict=True))
     arrays.update((Name(Role.STATISTIC, t), computed[t]) for t in context.statistics(s))
-    for k in section.results:
+    for k in stage.results:
         value, total = computed[context.objective.results[k]], Name(Role.TOTAL, k)
         arrays[Name(Role.RESULT, k)] = value
         if total in arrays:
@@ -457,29 +455,29 @@ def _forward(context: Context, s: int, arrays: _Arrays) -> None:
 
 
 def _backward(context: Context, s: int, arrays: _Arrays) -> None:
-    section = context.sections[s]
-    assert section.stage is not None
-    built = section.stage
-    gradients = stages.backward(built, *_kept(context, section, arrays), _seeds(context, s, arrays), fenced=True)
-    _hand_out(context, s, arrays, dict(zip(built.linearization.wrt, gradients, strict=True)))
+    stage = context.stages[s]
+    assert stage.vjp is not None
+    built = stage.vjp
+    gradients = vjp_program.backward(built, *_kept(context, stage, arrays), _seeds(context, s, arrays), fenced=True)
+    _hand_out(context, s, arrays, dict(zip(built.backward_graph.wrt, gradients, strict=True)))
 
 
 def _backward_input(context: Context, s: int, arrays: _Arrays) -> None:
-    section = context.sections[s]
-    assert section.stage is not None
-    built, kept = section.stage, _kept(context, section, arrays)
-    gradients, saved = stages.backward_input(built, *kept, _seeds(context, s, arrays), fenced=True)
+    stage = context.stages[s]
+    assert stage.vjp is not None
+    built, kept = stage.vjp, _kept(context, stage, arrays)
+    gradients, saved = vjp_program.backward_input(built, *kept, _seeds(context, s, arrays), fenced=True)
     waiting = dict(zip(built.saved, saved, strict=True))
-    arrays.update((Name(Role.SAVED, t), waiting[t]) for t in section.saved)
+    arrays.update((Name(Role.SAVED, t), waiting[t]) for t in stage.saved)
     _hand_out(context, s, arrays, dict(zip(built.input_part, gradients, strict=True)))
 
 
 def _backward_weight(context: Context, s: int, arrays: _Arrays) -> None:
-    section = context.sections[s]
-    assert section.stage is not None
-    built = section.stage
+    stage = context.stages[s]
+    assert stage.vjp is not None
+    built = stage.vjp
     saved = [arrays.get(Name(Role.SAVED, t)) for t in built.saved]
-    gradients = stages.backward_weight(built, *_kept(context, section, arrays), saved, fenced=True)
+    gradients = vjp_program.backward_weight(built, *_kept(context, stage, arrays), saved, fenced=True)
     _hand_out(context, s, arrays, dict(zip(built.weight_part, gradients, strict=True)))
 
 
@@ -493,32 +491,32 @@ _KINDS: dict[Kind, Callable[[Context, int, _Arrays], None]] = {
 
 def _seeds(context: Context, s: int, arrays: _Arrays) -> list[Any]:
     """A cotangent for each output of a stage; for one that is returned twice, only at its first place."""
-    section, loss = context.sections[s], context.objective.results[0]
-    assert section.stage is not None
+    stage, loss = context.stages[s], context.objective.results[0]
+    assert stage.vjp is not None
     left: dict[int, Any] = {t: arrays[Name(Role.COTANGENT, t)] for t in _following(context, s)}
-    if 0 in section.results:
+    if 0 in stage.results:
         seed = jnp.ones((), context.aval(loss).dtype)
         left[loss] = left[loss] + seed if loss in left else seed
-    source: Graph = section.stage.linearization.source
+    source: Graph = stage.vjp.backward_graph.source
     return [left.pop(t, None) for t in source.outputs]
 
 
-def _kept(context: Context, section: Section, arrays: _Arrays) -> tuple[list[Any], list[tuple[Any, ...]]]:
+def _kept(context: Context, stage: Stage, arrays: _Arrays) -> tuple[list[Any], list[tuple[Any, ...]]]:
     """The parameters and the stash that a backward pass is given."""
-    assert section.stage is not None
-    built, known, kept = section.stage, _at_hand(context, section, arrays), set(section.stashed)
+    assert stage.vjp is not None
+    built, known, kept = stage.vjp, _at_hand(context, stage, arrays), set(stage.stashed)
     parts = [
-        tuple(arrays[name] for name in _stash_names(section, t, len(avals))) if t in kept else (known[t],)
-        for t, avals in zip(built.storage.stored, built.stash_avals, strict=True)
+        tuple(arrays[name] for name in _stash_names(stage, t, len(avals))) if t in kept else (known[t],)
+        for t, avals in zip(built.plan.stored, built.stash_avals, strict=True)
     ]
     return [known[t] for t in built.parameters], parts
 
 
 def _hand_out(context: Context, s: int, arrays: _Arrays, gradients: dict[int, Any]) -> None:
     """Add gradients to their sums, and name the cotangents that go back."""
-    section = context.sections[s]
+    stage = context.stages[s]
     gradients = {t: gradient for t, gradient in gradients.items() if gradient is not None}
-    arrays.update((Name(Role.COTANGENT, t), gradients[t]) for t in section.returning if t in gradients)
+    arrays.update((Name(Role.COTANGENT, t), gradients[t]) for t in stage.returning if t in gradients)
     packs = context.packs[s]
     for t in context.trained(s):
         if t in gradients and t not in packs:

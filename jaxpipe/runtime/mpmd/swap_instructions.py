@@ -69,8 +69,8 @@ class StashMover:
         self._away: dict[tuple[Place, int], list[tuple[Key, int, int]]] = {}
         self._programs: dict[tuple[int, bool], int] = {}
         self._pieces: dict[int, dict[Name, list[Piece]]] = {}
-        for s, section in enumerate(layout.context.sections):
-            if section.swap is None or not layout.context.trains:
+        for s, stage in enumerate(layout.context.stages):
+            if stage.swap is None or not layout.context.trains:
                 continue
             points = swap_points(layout.schedule, s)
             self._leaving |= {(s, j) for j in points.leaves}
@@ -88,9 +88,9 @@ class StashMover:
         s, builder = place.stage, self._builder
         if (s, j) not in self._leaving:
             return
-        swap, section = self._layout.context.sections[s].swap, self._layout.context.sections[s]
+        swap, stage = self._layout.context.stages[s].swap, self._layout.context.stages[s]
         assert swap is not None
-        names = [name for t in swap.tensors for name in stash_names(section, t)]
+        names = [name for t in swap.tensors for name in stash_names(stage, t)]
         names = [name for name in names if builder.has(place, name, j)]
         if s not in self._pieces:
             avals = [builder.avals[builder.now[builder.key(place, name, j)]] for name in names]
@@ -120,7 +120,7 @@ class StashMover:
 
     def _return(self, place: Place, j: int) -> None:
         s, builder = place.stage, self._builder
-        swap = self._layout.context.sections[s].swap
+        swap = self._layout.context.stages[s].swap
         assert swap is not None
         held = self._away.pop((place, j))
         for k, target in enumerate(swap.targets):

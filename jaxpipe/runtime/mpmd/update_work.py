@@ -27,7 +27,7 @@ from jaxpipe.gradients.block_sparse import Settings
 from jaxpipe.gradients.blocks import Blocks
 from jaxpipe.graph.graph import run
 from jaxpipe.runtime.mpmd.stage_work import STEP, Context, Name, Role, Work
-from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate, held_by, needed_operators, operators_of
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by, needed_operators, operators_of
 from jaxpipe.runtime.overwrite_state import renewals
 from jaxpipe.sharding.mesh_axes import DATA
 
@@ -63,16 +63,16 @@ class UpdateContext:
     """Data that the work at the end of a step needs in every stage.
 
     Attributes:
-      stages: the pipeline.
-      colored: the optimizer, each of its operators with its stage.
+      pipeline: the work of all stages on micro-batches.
+      by_stage: the optimizer, each of its operators with its stage.
       replicas: of the pipeline.
       exchange: how replicas exchange gradients; None if whole.
       guarded: whether a step that is not finite changes nothing.
       skips: whether such a step counts as one.
     """
 
-    stages: Context
-    colored: ColoredUpdate
+    pipeline: Context
+    by_stage: PartitionedUpdate
     replicas: int
     exchange: Exchange | None = None
     guarded: bool = False
@@ -81,36 +81,36 @@ class UpdateContext:
     @functools.cached_property
     def tensor_of(self) -> dict[int, int]:
         """By tensor number in the optimizer of a parameter or its gradient, that in the objective."""
-        objective = self.stages.objective
+        objective = self.pipeline.objective
         trained = [t for t in objective.parameters if t not in objective.frozen]
-        pairs = zip(self.colored.parameters, objective.parameters, strict=True)
-        return dict(pairs) | dict(zip(self.colored.gradients, trained, strict=True))
+        pairs = zip(self.by_stage.parameters, objective.parameters, strict=True)
+        return dict(pairs) | dict(zip(self.by_stage.gradients, trained, strict=True))
 
     @functools.cached_property
     def taken_dtype(self) -> dict[int, np.dtype[Any]]:
         """By trained parameter of the objective, the type in which the optimizer takes its gradient."""
-        return {self.tensor_of[t]: self.colored.graph.tensors[t].dtype for t in self.colored.gradients}
+        return {self.tensor_of[t]: self.by_stage.graph.tensors[t].dtype for t in self.by_stage.gradients}
 
     def is_alone(self, s: int) -> bool:
         """Return whether a stage has one device."""
-        return self.stages.members[s] == 1
+        return self.pipeline.members[s] == 1
 
     def of_members(self, s: int, aval: Any) -> Any:
         """Return the shape of an array that each member of a stage has for itself, of all of them."""
-        return aval if self.is_alone(s) else self.stages.together(s, aval)
+        return aval if self.is_alone(s) else self.pipeline.together(s, aval)
 
     def returns_sum(self, s: int, k: int) -> bool:
         """Return whether stage ``k`` returns gradients to ``s`` as one sum, not from each member to another one."""
-        return self.stages.members[s] != self.stages.members[k]
+        return self.pipeline.members[s] != self.pipeline.members[k]
 
     def lenders(self, s: int, t: int) -> list[int]:
         """The other stages that compute gradients of a parameter."""
-        return [k for k in range(len(self.stages.sections)) if k != s and t in self.stages.trained(k)]
+        return [k for k in range(len(self.pipeline.stages)) if k != s and t in self.pipeline.trained(k)]
 
     def residual_avals(self, s: int) -> list[Any]:
         """Shapes of what a replica has not sent of a stage's gradients."""
-        avals = map(self.stages.aval, self.stages.held(s))
-        lead = self.stages.lead(s)
+        avals = map(self.pipeline.aval, self.pipeline.held(s))
+        lead = self.pipeline.lead(s)
         return [jax.ShapeDtypeStruct((*lead, *a.shape), jnp.promote_types(a.dtype, jnp.float32)) for a in avals]
 
 
@@ -138,15 +138,15 @@ class Operands(dict[Name, Any]):
 
 
 def _gradient_operands(context: UpdateContext, s: int) -> Operands:
-    stages, operands = context.stages, Operands()
-    for t in stages.held(s):
-        if t in stages.trained(s):
-            operands |= {name: context.of_members(s, aval) for name, aval in stages.sums(s, [t]).items()}
+    pipeline, operands = context.pipeline, Operands()
+    for t in pipeline.held(s):
+        if t in pipeline.trained(s):
+            operands |= {name: context.of_members(s, aval) for name, aval in pipeline.sums(s, [t]).items()}
         for k in context.lenders(s, t):
             if context.returns_sum(s, k):
-                operands.add(returned_sum(k, t), stages.aval(t).shape, stages.sum_aval(s, t).dtype)
+                operands.add(returned_sum(k, t), pipeline.aval(t).shape, pipeline.sum_aval(s, t).dtype)
             else:
-                operands[returned_gradient(k, t)] = context.of_members(s, stages.sum_aval(s, t))
+                operands[returned_gradient(k, t)] = context.of_members(s, pipeline.sum_aval(s, t))
     operands.add(WEIGHT, (), jnp.float32)
     return operands
 
@@ -166,16 +166,16 @@ def _mean_of(context: UpdateContext, s: int, values: dict[Name, Any], t: int) ->
 
 def _own_sums(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[int, Any]:
     """Sums of each member, with what members of stages that borrow a parameter have returned."""
-    return {t: _own_sum(context, s, values, t) for t in context.stages.held(s)}
+    return {t: _own_sum(context, s, values, t) for t in context.pipeline.held(s)}
 
 
 def _own_sum(context: UpdateContext, s: int, values: dict[Name, Any], t: int) -> Any:
-    stages = context.stages
-    pack = stages.packs[s].get(t)
+    pipeline = context.pipeline
+    pack = pipeline.packs[s].get(t)
     sums_here = values.get(Name(Role.GRADIENT, t)) if pack is None else pack.part(values[pack.name], t)
     lenders = context.lenders(s, t)
     returned = [values[returned_gradient(k, t)] for k in lenders if not context.returns_sum(s, k)]
-    aval = context.of_members(s, stages.sum_aval(s, t))
+    aval = context.of_members(s, pipeline.sum_aval(s, t))
     total = jnp.zeros(aval.shape, aval.dtype) if sums_here is None else sums_here
     if returned:
         total = total + functools.reduce(operator.add, returned)
@@ -190,7 +190,7 @@ def _with_returned(context: UpdateContext, s: int, values: dict[Name, Any], t: i
 
 def _sum_names(context: UpdateContext, s: int, t: int) -> list[Name]:
     """The operands that a parameter's gradient is made of."""
-    here = context.stages.sums(s, [t]) if t in context.stages.trained(s) else ()
+    here = context.pipeline.sums(s, [t]) if t in context.pipeline.trained(s) else ()
     lenders = context.lenders(s, t)
     return [*here, *((returned_sum if context.returns_sum(s, k) else returned_gradient)(k, t) for k in lenders)]
 
@@ -203,7 +203,7 @@ def _over_members(context: UpdateContext, s: int, value: Any) -> Any:
 def returned_sum_work(context: UpdateContext, s: int, t: int) -> Work:
     """Return the sum over the members of stage ``s``, which borrows a parameter, of its gradients."""
     operands = Operands()
-    operands[Name(Role.GRADIENT, t)] = context.of_members(s, context.stages.sum_aval(s, t))
+    operands[Name(Role.GRADIENT, t)] = context.of_members(s, context.pipeline.sum_aval(s, t))
 
     def function(values: dict[Name, Any]) -> list[Any]:
         return [_over_members(context, s, values[Name(Role.GRADIENT, t)])]
@@ -213,7 +213,7 @@ def returned_sum_work(context: UpdateContext, s: int, t: int) -> Work:
 
 def fold_work(context: Context, s: int) -> Work:
     """Return the state of a stage after all micro-batches, of what each of them adds, in their order."""
-    fold, operands, m = context.sections[s].fold, Operands(), context.num_microbatches
+    fold, operands, m = context.stages[s].fold, Operands(), context.num_microbatches
     assert fold is not None
     state = [Name(Role.STATE, t) for t in fold.state]
     operands |= {name: context.aval(name.number) for name in state}
@@ -234,8 +234,8 @@ def fold_work(context: Context, s: int) -> Work:
 def exchange_work(context: UpdateContext, s: int) -> Work:
     """Return the block-sparse exchange of a stage: residuals and gradients become averages and new residuals."""
     assert context.exchange is not None
-    stages, settings, plans = context.stages, context.exchange.settings, context.exchange.plans[s]
-    held = stages.held(s)
+    pipeline, settings, plans = context.pipeline, context.exchange.settings, context.exchange.plans[s]
+    held = pipeline.held(s)
     operands = _gradient_operands(context, s)
     operands.add(STEP, (), jnp.int32)
     residuals = [Name(Role.RESIDUAL, t) for t in held]
@@ -245,8 +245,8 @@ def exchange_work(context: UpdateContext, s: int) -> Work:
         operands.add(STOPPED, (), jnp.bool_)
 
     def of_member(shares: list[Any], before: list[Any], step: Any, stopped: Any) -> list[Any]:
-        own_share = {t: g.reshape(stages.aval(t).shape) for t, g in zip(held, shares, strict=True)}
-        left = {t: x.reshape(stages.aval(t).shape) for t, x in zip(held, before, strict=True)}
+        own_share = {t: g.reshape(pipeline.aval(t).shape) for t, g in zip(held, shares, strict=True)}
+        left = {t: x.reshape(pipeline.aval(t).shape) for t, x in zip(held, before, strict=True)}
 
         def read(_: int) -> list[Any]:
             return [own_share[t].astype(left[t].dtype) + left[t] for t in held]
@@ -261,11 +261,11 @@ def exchange_work(context: UpdateContext, s: int) -> Work:
         return [*means, *new, *_in_order([squares, unsent])]
 
     def function(values: dict[Name, Any]) -> list[Any]:
-        share = values[WEIGHT] / stages.members[s]
+        share = values[WEIGHT] / pipeline.members[s]
         shares = [g / share.astype(g.dtype) for g in _own_sums(context, s, values).values()]
         mapped = jax.shard_map(
             of_member,
-            mesh=stages.specs.submesh.abstract(stages.members[s]),
+            mesh=pipeline.specs.submesh.abstract(pipeline.members[s]),
             in_specs=(P(DATA), P(DATA), P(), P()),
             out_specs=[*(P() for _ in held), *(P(DATA) for _ in held), P(), P()],
             check_vma=False,
@@ -303,8 +303,8 @@ def look_work(context: UpdateContext, s: int) -> Work:
 
 def share_work(context: UpdateContext, s: int, number: int) -> Work | None:
     """Return the work for what a stage tells the others before a round of the optimizer; None if that is nothing."""
-    colored = context.colored
-    told = [t for t in colored.exchanged[number] if colored.color[t] == s]
+    by_stage = context.by_stage
+    told = [t for t in by_stage.exchanged[number] if by_stage.stage_of[t] == s]
     if not told:
         return None
     operands = optimizer_operands(context, s, number)
@@ -325,18 +325,18 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
     Args:
       counts: whether it also writes what every device has: shared optimizer state and the numbers of steps.
     """
-    operands = optimizer_operands(context, s, len(context.colored.exchanged))
+    operands = optimizer_operands(context, s, len(context.by_stage.exchanged))
     names = {t: name for t, name in renewed_names(context, s).items() if counts or name.role is not Role.SHARED}
     ends, results_at_end = end_operands(context, s, counts)
     if context.guarded:
         operands.add(STOPPED, (), jnp.bool_)
 
     def function(values: dict[Name, Any]) -> list[Any]:
-        def settled(before: Any, after: Any) -> Any:
+        def choose_value(before: Any, after: Any) -> Any:
             return jnp.where(values[STOPPED], before, after) if context.guarded else after
 
-        results, squares = renew(context, s, values, names, settled)
-        return [*results, *results_at_end(values, settled), squares]
+        results, squares = renew(context, s, values, names, choose_value)
+        return [*results, *results_at_end(values, choose_value), squares]
 
     writes = [*names.values(), *(name for name in ends if name.part == 0), SQUARES]
     return named_work(f"stage {s}: update", operands | ends, writes, function)
@@ -344,7 +344,7 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
 
 def renewed_names(context: UpdateContext, s: int) -> dict[int, Name]:
     """By tensor number in the optimizer, the parameters and the optimizer state that a stage writes."""
-    names = {t: Name(Role.PARAMETER, context.tensor_of[t]) for t in held_by(context.colored, s)[0]}
+    names = {t: Name(Role.PARAMETER, context.tensor_of[t]) for t in held_by(context.by_stage, s)[0]}
     return names | _state_places(context, s)
 
 
@@ -357,28 +357,28 @@ def end_operands(context: UpdateContext, s: int, counts: bool) -> tuple[Operands
     Returns:
       The operands, of which those without an older value are written, and the function that does it.
     """
-    stages, operands = context.stages, Operands()
+    pipeline, operands = context.pipeline, Operands()
     # Members that share micro-batches have the same state already.
-    alike = context.is_alone(s) or stages.sections[s].fold is not None
-    state = stages.renewed_state(s) if context.guarded or not alike else []
+    alike = context.is_alone(s) or pipeline.stages[s].fold is not None
+    state = pipeline.renewed_state(s) if context.guarded or not alike else []
     for t in state:
-        operands[Name(Role.STATE, t)] = context.of_members(s, stages.aval(t))
+        operands[Name(Role.STATE, t)] = context.of_members(s, pipeline.aval(t))
     if counts:
         operands.add(STEP, (), jnp.int32)
         operands.add(SKIPPED, (), jnp.int32)
     if context.guarded:
         for t in state:
-            operands.add(Name(Role.STATE, t, 1), stages.aval(t).shape, stages.aval(t).dtype)
+            operands.add(Name(Role.STATE, t, 1), pipeline.aval(t).shape, pipeline.aval(t).dtype)
 
-    def function(values: dict[Name, Any], settled: Callable[[Any, Any], Any]) -> list[Any]:
+    def function(values: dict[Name, Any], choose_value: Callable[[Any, Any], Any]) -> list[Any]:
         results = []
         for t in state:
-            after, aval = values[Name(Role.STATE, t)], stages.aval(t)
+            after, aval = values[Name(Role.STATE, t)], pipeline.aval(t)
             if not context.is_alone(s):
-                each = after.reshape(stages.members[s], *aval.shape)
+                each = after.reshape(pipeline.members[s], *aval.shape)
                 mean = jnp.issubdtype(aval.dtype, jnp.inexact) and context.replicas > 1
                 after = _over_members(context, s, each) / len(each) if mean else each[0]
-            results.append(settled(values.get(Name(Role.STATE, t, 1)), after))
+            results.append(choose_value(values.get(Name(Role.STATE, t, 1)), after))
         return [*results, *(_counted(context, values) if counts else [])]
 
     return operands, function
@@ -389,24 +389,26 @@ def renew(
     s: int,
     values: dict[Name, Any],
     names: dict[int, Name],
-    settled: Callable[[Any, Any], Any],
+    choose_value: Callable[[Any, Any], Any],
 ) -> tuple[list[Any], Any]:
     """Run the optimizer of a stage.
 
     Args:
       names: by tensor number in the optimizer, what is written.
-      settled: gives the value that is written, of the old and the new one.
+      choose_value: ``(old, new) -> value`` to write.
 
     Returns:
       The new values, and the squared norm of the gradient.
     """
-    colored = context.colored
-    new = dict(zip((*colored.parameters, *colored.state), (*colored.new_parameters, *colored.new_state), strict=True))
+    by_stage = context.by_stage
+    new = dict(
+        zip((*by_stage.parameters, *by_stage.state), (*by_stage.new_parameters, *by_stage.new_state), strict=True)
+    )
     gradients = _gradients(context, s, values)
-    written, squares = _renew(context, s, values, gradients, settled)
-    env = _environment(context, s, len(colored.exchanged), values, gradients)
+    written, squares = _renew(context, s, values, gradients, choose_value)
+    env = _environment(context, s, len(by_stage.exchanged), values, gradients)
     _compute(context, s, [new[t] for t in names if t not in written], env)
-    results = [written[t] if t in written else settled(values[name], env[new[t]]) for t, name in names.items()]
+    results = [written[t] if t in written else choose_value(values[name], env[new[t]]) for t, name in names.items()]
     return results, sum((squares[t] for t in gradients), start=jnp.float32(0))
 
 
@@ -415,25 +417,25 @@ def _renew(
     s: int,
     values: dict[Name, Any],
     gradients: dict[int, Any],
-    settled: Callable[[Any, Any], Any],
+    choose_value: Callable[[Any, Any], Any],
 ) -> tuple[dict[int, Any], dict[int, Any]]:
     """Write a stage's parameters and state one after the other, each over the old one (``overwriting.renewals``).
 
     Args:
       gradients: of its parameters, by tensor number.
-      settled: gives the value that is written, of the old and the new one.
+      choose_value: ``(old, new) -> value`` to write.
 
     Returns:
       The new values, by tensor number of the old one in the optimizer, and the squared norm of each gradient.
     """
-    colored = context.colored
-    taken = {t: context.tensor_of[t] for t in held_by(colored, s)[1]}
+    by_stage = context.by_stage
+    taken = {t: context.tensor_of[t] for t in held_by(by_stage, s)[1]}
     # One by one, just before each is read, but where members make them together.
     lazy = context.exchange is None and context.is_alone(s)
-    env = _environment(context, s, len(colored.exchanged), values, gradients)
-    common = [t for op in colored.graph.operators for t in op.outputs if t not in colored.color]
+    env = _environment(context, s, len(by_stage.exchanged), values, gradients)
+    common = [t for op in by_stage.graph.operators for t in op.outputs if t not in by_stage.stage_of]
     _compute(context, s, common, env)
-    steps = renewals(colored, s, [t for t in env if t not in taken])
+    steps = renewals(by_stage, s, [t for t in env if t not in taken])
     waiting = set(taken) if lazy else set()
     before: list[Any] = []
     written: dict[int, Any] = {}
@@ -448,7 +450,7 @@ def _renew(
         env |= {t: _mean_of(context, s, values | sums, taken[t]) for t in fresh}
         squares |= {taken[t]: _square(env[t]) for t in fresh}
         run(step.operators, env)
-        env[step.new] = written[step.old] = settled(env[step.old], env[step.new])
+        env[step.new] = written[step.old] = choose_value(env[step.old], env[step.new])
         before = [env[step.new], *(squares[taken[t]] for t in fresh)]
     return written, {t: squares[t] if t in squares else _square(g) for t, g in gradients.items()}
 
@@ -469,12 +471,12 @@ def _counted(context: UpdateContext, values: dict[Name, Any]) -> list[Any]:
 
 def gradient_work(context: UpdateContext, s: int) -> Work:
     """Return the work for a stage's mean gradients."""
-    held = context.stages.held(s)
+    held = context.pipeline.held(s)
     operands = _gradient_operands(context, s)
 
     def function(values: dict[Name, Any]) -> list[Any]:
         mean = _mean(context, s, values)
-        return [mean[t].astype(context.stages.aval(t).dtype) for t in held]
+        return [mean[t].astype(context.pipeline.aval(t).dtype) for t in held]
 
     return named_work(f"stage {s}: gradient", operands, [Name(Role.MEAN, t) for t in held], function)
 
@@ -484,13 +486,13 @@ def _gradients(context: UpdateContext, s: int, values: dict[Name, Any]) -> dict[
     if context.exchange is None:
         gradients = _mean(context, s, values)
     else:
-        gradients = {t: values[Name(Role.EXCHANGED, t, 1)] for t in context.stages.held(s)}
+        gradients = {t: values[Name(Role.EXCHANGED, t, 1)] for t in context.pipeline.held(s)}
     return {t: g.astype(context.taken_dtype[t]) for t, g in gradients.items()}
 
 
 def _state_places(context: UpdateContext, s: int) -> dict[int, Name]:
     """By tensor number in the optimizer, the state of a stage and that which every stage has."""
-    update = context.colored
+    update = context.by_stage
     roles = {s: Role.OPTIMIZER, None: Role.SHARED}
     owned = enumerate(zip(update.state, update.state_stage, strict=True))
     return {t: Name(roles[owner], k) for k, (t, owner) in owned if owner in roles}
@@ -498,20 +500,20 @@ def _state_places(context: UpdateContext, s: int) -> dict[int, Name]:
 
 def optimizer_operands(context: UpdateContext, s: int, rounds: int) -> Operands:
     """Operands of the optimizer after some rounds of exchange."""
-    colored, stages = context.colored, context.stages
+    by_stage, pipeline = context.by_stage, context.pipeline
     if context.exchange is None:
         operands = _gradient_operands(context, s)
     else:
         operands = Operands()
-        for t in stages.held(s):
-            operands[Name(Role.EXCHANGED, t, 1)] = stages.aval(t)
+        for t in pipeline.held(s):
+            operands[Name(Role.EXCHANGED, t, 1)] = pipeline.aval(t)
     operands |= {
-        Name(Role.PARAMETER, context.tensor_of[t]): stages.aval(context.tensor_of[t]) for t in held_by(colored, s)[0]
+        Name(Role.PARAMETER, context.tensor_of[t]): pipeline.aval(context.tensor_of[t]) for t in held_by(by_stage, s)[0]
     }
     for t, name in _state_places(context, s).items():
-        operands.add(name, colored.graph.tensors[t].shape, colored.graph.tensors[t].dtype)
-    for t in (t for ts in colored.exchanged[:rounds] for t in ts):
-        operands.add(Name(Role.EXCHANGED, t), colored.graph.tensors[t].shape, colored.graph.tensors[t].dtype)
+        operands.add(name, by_stage.graph.tensors[t].shape, by_stage.graph.tensors[t].dtype)
+    for t in (t for ts in by_stage.exchanged[:rounds] for t in ts):
+        operands.add(Name(Role.EXCHANGED, t), by_stage.graph.tensors[t].shape, by_stage.graph.tensors[t].dtype)
     return operands
 
 
@@ -519,21 +521,21 @@ def _environment(
     context: UpdateContext, s: int, rounds: int, values: dict[Name, Any], gradients: dict[int, Any]
 ) -> dict[int, Any]:
     """Values by tensor number in the optimizer that a stage begins a round with."""
-    colored = context.colored
-    parameters, taken, _ = held_by(colored, s)
-    env: dict[int, Any] = dict(colored.graph.constants)
+    by_stage = context.by_stage
+    parameters, taken, _ = held_by(by_stage, s)
+    env: dict[int, Any] = dict(by_stage.graph.constants)
     env |= {t: values[Name(Role.PARAMETER, context.tensor_of[t])] for t in parameters}
     env |= {t: gradients[context.tensor_of[t]] for t in taken}
     env |= {t: values[name] for t, name in _state_places(context, s).items()}
-    return env | {t: values[Name(Role.EXCHANGED, t)] for ts in colored.exchanged[:rounds] for t in ts}
+    return env | {t: values[Name(Role.EXCHANGED, t)] for ts in by_stage.exchanged[:rounds] for t in ts}
 
 
 def _compute(context: UpdateContext, s: int, wanted: Sequence[int], env: dict[int, Any]) -> None:
     """Run what some tensors follow from: operators of the stage, and those that every stage runs."""
-    colored = context.colored
-    common = [op for op in colored.graph.operators if not any(t in colored.color for t in op.outputs)]
-    allowed = {op.outputs for op in (*common, *operators_of(colored, s))}
-    run(needed_operators([op for op in colored.graph.operators if op.outputs in allowed], wanted, env), env)
+    by_stage = context.by_stage
+    common = [op for op in by_stage.graph.operators if not any(t in by_stage.stage_of for t in op.outputs)]
+    allowed = {op.outputs for op in (*common, *operators_of(by_stage, s))}
+    run(needed_operators([op for op in by_stage.graph.operators if op.outputs in allowed], wanted, env), env)
 
 
 def zeros_work(label: str, avals: dict[Name, Any]) -> Work:

@@ -18,7 +18,7 @@ from jaxpipe.gradients.block_exchange import sent_share
 from jaxpipe.models.combine_metrics import combine
 from jaxpipe.runtime.executable_plan import Batching, Update
 from jaxpipe.runtime.gradient_precision import round_to
-from jaxpipe.runtime.optimizer_by_stage import ColoredUpdate, held_by
+from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by
 from jaxpipe.runtime.overwrite_state import run_update
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import run_exchange
@@ -54,7 +54,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
     norm that was sent, and the norm of the residuals.
     """
     specs = state_specs(state)
-    rounded = update.exchange is not None or not takes_sums(program, update.colored)
+    rounded = update.exchange is not None or not takes_sums(program, update.by_stage)
 
     def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
         parameters, variables, optimizer = map(_own, (state.parameters, state.variables, state.optimizer))
@@ -62,22 +62,22 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
         residual, counters = (), {}
         if update.exchange is None:
             loss, gradients, metrics = _mean(program, totals, rounded=rounded)
-            own = gradients
+            sums = gradients
         else:
-            loss, own, metrics = _mean(program, totals, summed=False)
+            loss, sums, metrics = _mean(program, totals, summed=False)
             left = [x.reshape(x.shape[2:]) for x in state.residual]
-            gradients, residual, squares, left = run_exchange(update.exchange, state.step, own, left)
+            gradients, residual, squares, left = run_exchange(update.exchange, state.step, sums, left)
             squares, left = _in_order([squares, left], (STAGE, DATA))
             counters = {"sent_share": sent_share(squares, left), "residual_norm": jnp.sqrt(left)}
 
-        found = None if update.on_nonfinite is None else look(loss, own, program)
+        nonfinite = None if update.on_nonfinite is None else look(loss, sums, program)
         parameters, optimizer, shared = run_update(
-            update.colored,
+            update.by_stage,
             (program.parameters, program.gradients if rounded else program.sums, update.layout),
             (parameters, optimizer),
             gradients,
             state.shared,
-            unless=None if found is None else found.stopped,
+            unless=None if nonfinite is None else nonfinite.stopped,
         )
         new = TrainState(
             _rows(parameters),
@@ -91,19 +91,19 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             state.plan,
         )
         counters |= {"gradient_norm": _norm(gradients), "overflows": totals.overflows}
-        if found is not None:
-            new, noticed = guard(state, new, found, update.on_nonfinite == "skip")
+        if nonfinite is not None:
+            new, noticed = guard(state, new, nonfinite, update.on_nonfinite == "skip")
             counters |= noticed
         return new, loss, counters, metrics
 
     return _compile(mesh, device_step, (specs, batching.specs()), (specs, P(), P(), P()), donate=True)
 
 
-def takes_sums(program: Program, colored: ColoredUpdate) -> bool:
+def takes_sums(program: Program, by_stage: PartitionedUpdate) -> bool:
     """Return whether an optimizer takes some gradients in the types of their sums, not of their parameters."""
-    held = [held_by(colored, s)[1] for s in range(len(program.gradients.avals))]
+    held = [held_by(by_stage, s)[1] for s in range(len(program.gradients.avals))]
     pairs = zip(itertools.chain(*held), itertools.chain(*program.gradients.avals), strict=True)
-    return any(colored.graph.tensors[t].dtype != aval.dtype for t, aval in pairs)
+    return any(by_stage.graph.tensors[t].dtype != aval.dtype for t, aval in pairs)
 
 
 def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:

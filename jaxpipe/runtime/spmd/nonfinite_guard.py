@@ -37,7 +37,7 @@ def look(loss: Any, gradients: Sequence[Any], program: Program) -> NonFinite:
     return NonFinite(stages, jnp.any(stages) | ~jnp.isfinite(loss))
 
 
-def guard(old: TrainState, new: TrainState, found: NonFinite, skip: bool) -> tuple[TrainState, dict[str, Any]]:
+def guard(old: TrainState, new: TrainState, nonfinite: NonFinite, skip: bool) -> tuple[TrainState, dict[str, Any]]:
     """The new state, or the old one's bits if something is not finite.
 
     A step that is skipped is a step: the next one draws other random numbers. One that raises has not been made.
@@ -51,13 +51,13 @@ def guard(old: TrainState, new: TrainState, found: NonFinite, skip: bool) -> tup
     """
 
     def either(before: Any, after: Any) -> Any:
-        return jax.tree.map(lambda a, b: jnp.where(found.stopped, a, b), before, after)
+        return jax.tree.map(lambda a, b: jnp.where(nonfinite.stopped, a, b), before, after)
 
     guarded = replace(
         new,
         variables=either(old.variables, new.variables),
         residual=either(old.residual, new.residual),
         step=new.step if skip else either(old.step, new.step),
-        skipped=old.skipped + (found.stopped.astype(jnp.int32) if skip else 0),
+        skipped=old.skipped + (nonfinite.stopped.astype(jnp.int32) if skip else 0),
     )
-    return guarded, {"nonfinite_stages": found.stages, "stopped": found.stopped}
+    return guarded, {"nonfinite_stages": nonfinite.stages, "stopped": nonfinite.stopped}

@@ -37,7 +37,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         "gradients": program.sums.bytes if _adds_up(program) else 0,
     }
     if program.shared:
-        # Values, gradients, and the words of both on their way.
+        # Values, gradients, and the words of both while they are exchanged.
         sums = program.sum_avals[len(program.gradients.buffers) :]
         held["shared"] = 2 * (sum(map(_bytes, program.avals(program.shared))) + sum(map(_bytes, sums)))
     exchanging = 0
@@ -45,8 +45,8 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         held["residual"] = update.exchange.residuals.bytes
         exchanging = update.exchange.working_bytes
     arena = program.arena_pages * PAGE * 4
-    transport = 4 * sum(program.inbox_words) if len(program.sections) > 1 else 0
-    computing = max(working_bytes(program, s) for s in range(len(program.sections)))
+    transport = 4 * sum(program.inbox_words) if len(program.stages) > 1 else 0
+    computing = max(working_bytes(program, s) for s in range(len(program.stages)))
     sending = 2 * 4 * sum(program.message_words)
     updating = max(updating_bytes(update, s) for s in range(program.num_devices))
     if not _adds_up(program):
@@ -70,13 +70,13 @@ def working_bytes(program: Program, s: int) -> int:
     if program.alone:
 
         def both(ahead: Any, message: Any, sums: Any = None) -> Any:
-            sent, stash, state, made = forward(*ahead)
+            sent, stash, state, results = forward(*ahead)
             parameters, _, key, rows, _ = ahead
             back, _, steps = backward(parameters, key, rows, stash, message)
             if sums is not None:
                 added = zip(touched(program, Kind.BACKWARD), steps, strict=True)
                 steps = [add_gradient(sums[k], step) for k, step in added]
-            return sent, state, made, back, steps
+            return sent, state, results, back, steps
 
         return peak_bytes(both, ahead, behind[-1], donated=program.sum_avals if _adds_up(program) else ())
     sizes = [4 * n for n in program.message_words]
@@ -95,29 +95,29 @@ def _adds_up(program: Program) -> bool:
 
 def updating_bytes(update: Update, s: int) -> int:
     """Return the optimizer's working bytes in a stage, while it writes each new value over the old one."""
-    colored = update.colored
-    graph = colored.graph
-    common = [t for op in graph.operators for t in op.outputs if t not in colored.color]
-    shared = [t for t, owner in zip(colored.state, colored.state_stage, strict=True) if owner is None]
-    everywhere = {*graph.constants, *common, *shared, *(t for ts in colored.exchanged for t in ts)}
-    found: dict[Any, int] = {}
+    by_stage = update.by_stage
+    graph = by_stage.graph
+    common = [t for op in graph.operators for t in op.outputs if t not in by_stage.stage_of]
+    shared = [t for t, owner in zip(by_stage.state, by_stage.state_stage, strict=True) if owner is None]
+    everywhere = {*graph.constants, *common, *shared, *(t for ts in by_stage.exchanged for t in ts)}
+    peaks: dict[Any, int] = {}
     beside, copied = 0, set()
-    for step in renewals(colored, s, everywhere):
+    for step in renewals(by_stage, s, everywhere):
         others = [t for t in step.reads if t != step.old]
         avals = [graph.tensors[t].aval for t in (*others, step.old)]
         alike = tuple((a.shape, a.dtype) for a in avals), tuple(op.name for op in step.operators)
-        if alike not in found:
+        if alike not in peaks:
 
             def renew(values: Any, old: Any, step: Renewal = step, others: Any = others) -> Any:
                 env = {**dict(zip(others, values, strict=True)), step.old: old}
                 run(step.operators, env)
                 return env[step.new]
 
-            found[alike] = peak_bytes(renew, avals[:-1], donated=avals[-1])
+            peaks[alike] = peak_bytes(renew, avals[:-1], donated=avals[-1])
         if not _compat.fences_hold() and (not _reads_once(step, graph) or not copied.isdisjoint(step.reads)):
             beside += _bytes(avals[-1])
             copied.update(t for op in step.operators for t in op.outputs if t != step.new)
-    return beside + max(found.values(), default=0)
+    return beside + max(peaks.values(), default=0)
 
 
 def _reads_once(step: Renewal, graph: Graph) -> bool:

@@ -26,9 +26,9 @@ def borrow(program: Program, buffers: Sequence[Any]) -> list[Any]:
     avals = program.avals(program.shared)
 
     def lent(device: int) -> list[Any]:
-        own = dict(zip(program.held(device)[0], program.parameters.read(device, buffers), strict=True))
+        local = dict(zip(program.held(device)[0], program.parameters.read(device, buffers), strict=True))
         zeros = [jnp.zeros(a.shape, a.dtype) for a in avals]
-        return [to_words(own.get(t, zero)) for t, zero in zip(program.shared, zeros, strict=True)]
+        return [to_words(local.get(t, zero)) for t, zero in zip(program.shared, zeros, strict=True)]
 
     words = lax.psum(_by_device(program, lent), STAGE)
     return [*buffers, *(from_words(w, a) for w, a in zip(words, avals, strict=True))]
@@ -42,9 +42,11 @@ def give_back(program: Program, sums: Sequence[Any]) -> list[Any]:
     buffers, borrowed = list(sums[:count]), lax.psum(list(sums[count:]), STAGE)
 
     def added(device: int) -> list[Any]:
-        found = dict(zip(program.lent, borrowed, strict=True))
-        own = zip(program.trained(device), program.sums.read(device, buffers), strict=True)
-        return program.sums.write(device, [g + found[t].reshape(g.shape) if t in found else g for t, g in own])
+        gradient_of = dict(zip(program.lent, borrowed, strict=True))
+        local = zip(program.trained(device), program.sums.read(device, buffers), strict=True)
+        return program.sums.write(
+            device, [g + gradient_of[t].reshape(g.shape) if t in gradient_of else g for t, g in local]
+        )
 
     return _by_device(program, added)
 

@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import multihost
 from jaxpipe.errors import PartitionError
 from jaxpipe.models import check_batch
-from jaxpipe.models.microbatch_program import Objective
+from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.interface import Bytes, StepResults
-from jaxpipe.runtime.sections import cut_sections
 from jaxpipe.runtime.spmd import compiled_step as steps
 from jaxpipe.runtime.spmd.gather_to_host import stage_arrays
+from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.schedules.gpipe import forward_only
@@ -44,7 +44,7 @@ class SpmdRuntime:
 
     def devices_of(self, place: int) -> list[Any]:
         """The devices of a place, one for each replica."""
-        return stage_devices(self.planned.mesh, self.planned.program.teams, place)
+        return stage_devices(self.planned.mesh, self.planned.program.stage_replicas, place)
 
     def stage_part(self, place: int, arrays: StageArrays) -> Any:
         """Put a place's arrays into rows of the buffers of its devices."""
@@ -102,13 +102,13 @@ class SpmdRuntime:
     def step(self, state: TrainState, batch: Any, shapes: Any) -> StepResults:
         """Run the training step; donates the state."""
         del shapes
-        results = multihost.settled(self.compiled_step(state, self._placed(batch)))
+        results = multihost.block_if_cpu(self.compiled_step(state, self._placed(batch)))
         return StepResults(*results)
 
     def gradients(self, state: TrainState, batch: Any, shapes: Any) -> tuple[Any, Sequence[Any], list[Any]]:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
         del shapes
-        loss, metrics, buffers = multihost.settled(self._gradient_step(state, self._placed(batch)))
+        loss, metrics, buffers = multihost.block_if_cpu(self._gradient_step(state, self._placed(batch)))
         program, placement = self.planned.program, self.planned.placement
         trained = [t not in program.objective.frozen for t in program.objective.parameters]
         owners = [owner if kept else None for owner, kept in zip(placement.parameters, trained, strict=True)]
@@ -116,7 +116,9 @@ class SpmdRuntime:
         return loss, metrics, gradients
 
     @progress("Compiling the forward pass")
-    def forward(self, name: str, objective: Objective, shapes: Any, batching: Batching) -> Callable[[Any, Any], Any]:
+    def forward(
+        self, name: str, objective: MicrobatchProgram, shapes: Any, batching: Batching
+    ) -> Callable[[Any, Any], Any]:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
         planned = self.planned
         before = planned.program.schedule
@@ -124,7 +126,7 @@ class SpmdRuntime:
         program = dataclasses.replace(
             planned.program,
             objective=objective,
-            sections=tuple(cut_sections(objective, cuts, planned.stages)),
+            stages=tuple(cut_stages(objective, cuts, planned.stage_placement)),
             schedule=forward_only(before.num_stages, batching.num_microbatches, before.num_chunks),
             num_microbatches=batching.num_microbatches,
         )
@@ -134,7 +136,7 @@ class SpmdRuntime:
 
         def run(state: TrainState, batch: Any) -> Any:
             leaves = shard_batch.place(planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
-            results = multihost.settled(compiled(state, leaves))
+            results = multihost.block_if_cpu(compiled(state, leaves))
             return results[:2] if name == "evaluate" else results
 
         return run
@@ -153,7 +155,7 @@ class SpmdRuntime:
             gather(program.state, owners=placement.state, buffers=state.variables),
             gather(
                 update.layout,
-                owners=update.colored.state_stage,
+                owners=update.by_stage.state_stage,
                 buffers=state.optimizer,
                 shared=lambda: next(shared),
             ),
@@ -226,8 +228,8 @@ def abstract_state(planned: ExecutablePlan) -> TrainState:
     replicas = planned.batching.replicas
     residual = tuple(shaped((count, replicas, n), dtype, P(STAGE, DATA)) for n, dtype in held)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    colored = planned.update.colored
-    owned = zip(colored.state_avals, colored.state_stage, strict=True)
+    by_stage = planned.update.by_stage
+    owned = zip(by_stage.state_avals, by_stage.state_stage, strict=True)
     shared = tuple(shaped(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
     step = shaped((), np.int32, P())
     key = shaped((), key.dtype, P())

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.graph.graph import Graph
-from jaxpipe.residuals import stage_programs as stages
+from jaxpipe.residuals import vjp_program
 from jaxpipe.runtime.program import PAGE, Program
-from jaxpipe.runtime.sections import Section
+from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import POISON, from_words, pack_words, unpack_words, word_count
 from jaxpipe.schedules import Kind
 
@@ -53,15 +53,15 @@ class Kept(NamedTuple):
 
     def read(self, avals: Sequence[Any]) -> list[Any]:
         """The arrays that were packed there."""
-        found, start = [], 0
+        arrays, start = [], 0
         for aval in avals:
             page, offset = divmod(start, PAGE)
             count = word_count(aval)
             shape = (-(-(offset + count) // PAGE), PAGE)
             words = lax.dynamic_slice(self.arena, (self.first + page, jnp.int32(0)), shape).reshape(-1)
-            found.append(from_words(lax.slice(words, (offset,), (offset + count,)), aval))
+            arrays.append(from_words(lax.slice(words, (offset,), (offset + count,)), aval))
             start += count
-        return found
+        return arrays
 
 
 def given_avals(program: Program) -> tuple[Rows, Kept]:
@@ -83,7 +83,7 @@ def stage_programs(program: Program, s: int) -> dict[Kind, tuple[Callable[..., A
     key = jax.eval_shape(lambda: jax.random.key(0))
     forward, backward = (jax.ShapeDtypeStruct((n,), jnp.uint32) for n in program.message_words)
     rows, kept = given_avals(program)
-    stash: Any = program.stash_avals(program.sections[s]) if program.alone else kept
+    stash: Any = program.stash_avals(program.stages[s]) if program.alone else kept
     work: dict[Kind, Any] = {
         Kind.FORWARD: (forward_branch(program, s), (parameters, state, key, rows, forward)),
         program.schedule.backward_kind: (backward_branch(program, s), (parameters, key, rows, stash, backward)),
@@ -110,15 +110,15 @@ def saved_shape(program: Program) -> tuple[int, int]:
 
 def touched(program: Program, kind: Kind) -> tuple[int, ...]:
     """The gradient buffers that backward work of a kind adds to, in any stage."""
-    found: set[int] = set()
-    for s, section in enumerate(program.sections):
+    buffers: set[int] = set()
+    for s, stage in enumerate(program.stages):
         device = program.device(s)
         places = zip(program.trained(device), program.gradients.places[device], strict=True)
-        given = section.differentiated(kind)
-        own = {t: buffer for t, (buffer, _) in places}
+        given = stage.differentiated(kind)
+        buffer_of = {t: buffer for t, (buffer, _) in places}
         lent = {t: len(program.gradients.buffers) + k for k, t in enumerate(program.lent)}
-        found.update(own.get(t, lent.get(t, -1)) for t in given)
-    return tuple(sorted(found - {-1}))
+        buffers.update(buffer_of.get(t, lent.get(t, -1)) for t in given)
+    return tuple(sorted(buffers - {-1}))
 
 
 def idle_forward(program: Program) -> Callable[..., Any]:
@@ -164,36 +164,34 @@ def _poisoned(shape: Sequence[int], dtype: Any) -> Any:
 
 def forward_branch(program: Program, s: int) -> Callable[..., Any]:
     """The forward work of a stage."""
-    section, device = program.sections[s], program.device(s)
+    stage, device = program.stages[s], program.device(s)
 
     def forward(parameters: Any, state: Any, key: Any, rows: Rows, message: Any) -> Any:
         known = _at_hand(program, s, parameters, key, rows)
         variables = program.held(device)[1]
         known.update(zip(variables, program.state.read(device, state), strict=True))
-        known.update(zip(section.arriving, unpack_words(message, program.avals(section.arriving)), strict=True))
-        inputs = [known[t] for t in section.graph.inputs]
+        known.update(zip(stage.arriving, unpack_words(message, program.avals(stage.arriving)), strict=True))
+        inputs = [known[t] for t in stage.graph.inputs]
         overflows = jnp.int32(0)
-        if section.stage is None or not program.schedule.has_backward:
-            outputs, stash = section.graph.evaluate(inputs), []
+        if stage.vjp is None or not program.schedule.has_backward:
+            outputs, stash = stage.graph.evaluate(inputs), []
         else:
-            outputs, stash = stages.forward(section.stage, inputs)
-            overflows = stages.overflows(section.stage, stash)
-            kept = set(section.stashed)
-            stash = [
-                x for t, parts in zip(section.stage.storage.stored, stash, strict=True) if t in kept for x in parts
-            ]
-        made = dict(zip(section.graph.outputs, outputs, strict=True))
+            outputs, stash = vjp_program.forward(stage.vjp, inputs)
+            overflows = vjp_program.overflows(stage.vjp, stash)
+            kept = set(stage.stashed)
+            stash = [x for t, parts in zip(stage.vjp.plan.stored, stash, strict=True) if t in kept for x in parts]
+        value_of = dict(zip(stage.graph.outputs, outputs, strict=True))
         results = [
-            made[t] if k in section.results else jnp.zeros(a.shape, a.dtype)
+            value_of[t] if k in stage.results else jnp.zeros(a.shape, a.dtype)
             for k, (t, a) in enumerate(
                 zip(program.objective.results, program.avals(program.objective.results), strict=True)
             )
         ]
-        new = dict(zip(section.state, section.new_state, strict=True))
+        new = dict(zip(stage.state, stage.new_state, strict=True))
         return (
-            pack_words([made[t] for t in section.leaving], program.message_words[0]),
+            pack_words([value_of[t] for t in stage.leaving], program.message_words[0]),
             stash if program.alone else _packed(stash, stash_shape(program)),
-            program.state.write(device, [made[new[t]] if t in new else known[t] for t in variables]),
+            program.state.write(device, [value_of[new[t]] if t in new else known[t] for t in variables]),
             [*results, overflows],
         )
 
@@ -204,31 +202,31 @@ def backward_branch(program: Program, s: int) -> Callable[..., Any]:
     """The backward work of a stage, or its input part if the schedule splits it; none of a frozen stage."""
     if s < program.schedule.frozen:
         return idle_backward(program)
-    section = program.sections[s]
-    following = program.sections[s + 1].returning if s + 1 < len(program.sections) else ()
+    stage = program.stages[s]
+    following = program.stages[s + 1].returning if s + 1 < len(program.stages) else ()
     loss = program.objective.results[0]
     kind = program.schedule.backward_kind
 
     def backward(parameters: Any, key: Any, rows: Rows, stash: Any, message: Any) -> Any:
-        built = section.stage
+        built = stage.vjp
         assert built is not None
         known = _at_hand(program, s, parameters, key, rows)
         cotangents = dict(zip(following, unpack_words(message, program.tangents(following)), strict=True))
-        if 0 in section.results:
-            one = jnp.ones((), program.objective.graph.tensors[loss].dtype)
-            cotangents[loss] = cotangents[loss] + one if loss in cotangents else one
-        operands = _stashed(program, section, known, stash)
-        given = _once(built.linearization.source, cotangents)
+        if 0 in stage.results:
+            seed = jnp.ones((), program.objective.graph.tensors[loss].dtype)
+            cotangents[loss] = cotangents[loss] + seed if loss in cotangents else seed
+        operands = _stashed(program, stage, known, stash)
+        given = _once(built.backward_graph.source, cotangents)
         saved = []
         if kind is Kind.BACKWARD:
-            found = stages.backward(built, *operands, given, fenced=True)
-            gradients = dict(zip(built.linearization.wrt, found, strict=True))
+            cotangents_out = vjp_program.backward(built, *operands, given, fenced=True)
+            gradients = dict(zip(built.backward_graph.wrt, cotangents_out, strict=True))
         else:
-            found, handed = stages.backward_input(built, *operands, given, fenced=True)
-            gradients = dict(zip(built.input_part, found, strict=True))
+            cotangents_out, handed = vjp_program.backward_input(built, *operands, given, fenced=True)
+            gradients = dict(zip(built.input_part, cotangents_out, strict=True))
             waiting = dict(zip(built.saved, handed, strict=True))
-            saved = [waiting[t] for t in section.saved]
-        message = pack_words([gradients[t] for t in section.returning], program.message_words[1])
+            saved = [waiting[t] for t in stage.saved]
+        message = pack_words([gradients[t] for t in stage.returning], program.message_words[1])
         return message, _packed(saved, saved_shape(program)), _steps(program, s, kind, gradients)
 
     return backward
@@ -238,16 +236,18 @@ def weight_branch(program: Program, s: int) -> Callable[..., Any]:
     """The weight part of the backward work of a stage; none of a frozen one."""
     if s < program.schedule.frozen:
         return idle_weight(program)
-    section = program.sections[s]
+    stage = program.stages[s]
 
     def weight(parameters: Any, key: Any, rows: Rows, stash: Any, saved: Any) -> Any:
-        built = section.stage
+        built = stage.vjp
         assert built is not None
         known = _at_hand(program, s, parameters, key, rows)
-        handed = dict(zip(section.saved, saved.read(program.tangents(section.saved)), strict=True))
-        operands = _stashed(program, section, known, stash)
-        found = stages.backward_weight(built, *operands, [handed.get(t) for t in built.saved], fenced=True)
-        return _steps(program, s, Kind.BACKWARD_WEIGHT, dict(zip(built.weight_part, found, strict=True)))
+        handed = dict(zip(stage.saved, saved.read(program.tangents(stage.saved)), strict=True))
+        operands = _stashed(program, stage, known, stash)
+        weight_gradients = vjp_program.backward_weight(
+            built, *operands, [handed.get(t) for t in built.saved], fenced=True
+        )
+        return _steps(program, s, Kind.BACKWARD_WEIGHT, dict(zip(built.weight_part, weight_gradients, strict=True)))
 
     return weight
 
@@ -262,14 +262,14 @@ def _at_hand(program: Program, s: int, parameters: Sequence[Any], key: Any, rows
     return known
 
 
-def _stashed(program: Program, section: Section, known: dict[int, Any], stash: Any) -> tuple[list[Any], list[Any]]:
+def _stashed(program: Program, stage: Stage, known: dict[int, Any], stash: Any) -> tuple[list[Any], list[Any]]:
     """The parameters and the stash that a backward pass is given."""
-    built = section.stage
+    built = stage.vjp
     assert built is not None
-    stored = iter(stash if program.alone else stash.read(program.stash_avals(section)))
-    counts = dict(zip(built.storage.stored, map(len, built.stash_avals), strict=True))
-    arena = {t: [next(stored) for _ in range(counts[t])] for t in section.stashed}
-    parts = [arena[t] if t in arena else (known[t],) for t in built.storage.stored]
+    stored = iter(stash if program.alone else stash.read(program.stash_avals(stage)))
+    counts = dict(zip(built.plan.stored, map(len, built.stash_avals), strict=True))
+    arena = {t: [next(stored) for _ in range(counts[t])] for t in stage.stashed}
+    parts = [arena[t] if t in arena else (known[t],) for t in built.plan.stored]
     return [known[t] for t in built.parameters], parts
 
 
@@ -280,15 +280,15 @@ def _packed(values: Sequence[Any], shape: tuple[int, int]) -> Any:
 def _steps(program: Program, s: int, kind: Kind, gradients: dict[int, Any]) -> list[Any]:
     """The buffers that work of a kind adds to, with a stage's gradients in them and zeros elsewhere."""
     device = program.device(s)
-    own = program.trained(device)
-    given = program.sections[s].differentiated(kind)
+    trained = program.trained(device)
+    given = program.stages[s].differentiated(kind)
     values = [
         gradients[t] if t in given and gradients.get(t) is not None else jnp.zeros(a.shape, a.dtype)
-        for t, a in zip(own, program.avals(own), strict=True)
+        for t, a in zip(trained, program.avals(trained), strict=True)
     ]
     written = program.gradients.write(device, values)
     for t, aval in zip(program.lent, program.gradient_avals[len(written) :], strict=True):
-        here = t in given and t not in own and gradients.get(t) is not None
+        here = t in given and t not in trained and gradients.get(t) is not None
         written.append(gradients[t].reshape(aval.shape) if here else jnp.zeros(aval.shape, aval.dtype))
     return [written[k] for k in touched(program, kind)]
 

@@ -101,7 +101,7 @@ def run_ticks(
     weight = _by_stage(program, weight_branch, idle_weight)
     stashes, keeps = max(program.stash_pages) > 0 and not program.alone, max(program.saved_pages) > 0
     words = program.message_words
-    there, back = program.columns.forward_inbox, program.columns.backward_inbox
+    next_inbox, previous_inbox = program.columns.forward_inbox, program.columns.backward_inbox
 
     def microbatch(work: Work) -> tuple[Any, Rows]:
         number = jnp.maximum(work.microbatch, 0)
@@ -112,12 +112,12 @@ def run_ticks(
 
         work = row.forward
         operands = parameters, state, *microbatch(work), _message(inbox, work)
-        message, stash, state, made = forward(work.branch, *operands)
-        results = [_add(old, new, work.microbatch, collect) for old, new in zip(results, made, strict=True)]
+        message, stash, state, values = forward(work.branch, *operands)
+        results = [_add(old, new, work.microbatch, collect) for old, new in zip(results, values, strict=True)]
         if stashes:
             arena = _write(arena, stash, work.stash, work.branch, program.stash_pages)
         if program.sends_early:
-            inbox = _exchange(program, message, inbox, row.forward_landed, there.direct)
+            inbox = _exchange(program, message, inbox, row.forward_landed, next_inbox.direct)
         if not schedule.has_backward:
             return Carry(arena, inbox, back_inbox, state, gradients, results), None
 
@@ -135,14 +135,14 @@ def run_ticks(
 
         if not program.sends_early:
             message, cotangents = lax.optimization_barrier((message, cotangents))
-            inbox = _exchange(program, message, inbox, row.forward_landed, there.direct)
-        back_inbox = _exchange(program, cotangents, back_inbox, row.backward_landed, back.direct, back=True)
+            inbox = _exchange(program, message, inbox, row.forward_landed, next_inbox.direct)
+        back_inbox = _exchange(program, cotangents, back_inbox, row.backward_landed, previous_inbox.direct, back=True)
         return Carry(arena, inbox, back_inbox, state, gradients, results), None
 
     initial = Carry(
         arena=jnp.full((program.arena_pages, PAGE), POISON),
-        forward_inbox=jnp.full((there.slots, words[0]), POISON),
-        backward_inbox=jnp.full((back.slots, words[1]), POISON),
+        forward_inbox=jnp.full((next_inbox.slots, words[0]), POISON),
+        backward_inbox=jnp.full((previous_inbox.slots, words[1]), POISON),
         state=list(state),
         gradients=[jnp.zeros(a.shape, a.dtype) for a in program.sum_avals] if schedule.has_backward else [],
         results=[jnp.zeros((*((m,) if collect else ()), *a.shape), a.dtype) for a in made_avals(program)],
@@ -153,7 +153,7 @@ def run_ticks(
 
 def _by_stage(program: Program, branch: Callable[..., Any], idle: Callable[..., Any]) -> Callable[..., Any]:
     """Work of one kind: ``(0 or one more than the stage, operands)``."""
-    branches = [branch(program, s) for s in range(len(program.sections))]
+    branches = [branch(program, s) for s in range(len(program.stages))]
     if program.alone:
         return lambda _, *operands: branches[0](*operands)
     return lambda number, *operands: switch(number, [idle(program), *branches], *operands)
@@ -162,8 +162,12 @@ def _by_stage(program: Program, branch: Callable[..., Any], idle: Callable[..., 
 def _rows(program: Program) -> Row:
     """This device's rows of the table, by tick."""
     table, stage = program.columns, lax.axis_index(STAGE)
-    there, back = (np.asarray(box.landed, np.int32) for box in (table.forward_inbox, table.backward_inbox))
-    leaves, treedef = jax.tree.flatten(Row(table.forward, table.backward, table.weight, there, back))
+    forward_landed, backward_landed = (
+        np.asarray(box.landed, np.int32) for box in (table.forward_inbox, table.backward_inbox)
+    )
+    leaves, treedef = jax.tree.flatten(
+        Row(table.forward, table.backward, table.weight, forward_landed, backward_landed)
+    )
     columns = jnp.asarray(np.stack(leaves, axis=1))[stage]
     return jax.tree.unflatten(treedef, [columns[k] for k in range(len(leaves))])
 

@@ -66,10 +66,10 @@ def arena(schedule: Schedule, stash_pages: Sequence[int], saved_pages: Sequence[
         keys, stays = [], []
         for s in range(device, schedule.total_stages, schedule.num_stages):
             kinds = Kind.FORWARD, schedule.backward_kind, last
-            made, split, used = (schedule.when(*schedule.home(s, kind)) for kind in kinds)
+            forward, split, used = (schedule.when(*schedule.home(s, kind)) for kind in kinds)
             for j in used:
                 keys.append((stashes, (s, j)))
-                stays.append(Stay(made[j], used[j], stash_pages[s]))
+                stays.append(Stay(forward[j], used[j], stash_pages[s]))
                 if schedule.splits_backward:
                     keys.append((saved, (s, j)))
                     stays.append(Stay(split[j], used[j], saved_pages[s]))
@@ -93,11 +93,11 @@ def columns(schedule: Schedule, places: Arena) -> Columns:
         message = np.zeros(shape, np.int32) if box is None else np.asarray(box.read, np.int32)
         return Work(microbatch, branch, stash, message, saved)
 
-    there, back = inbox(schedule, Kind.FORWARD), inbox(schedule, schedule.backward_kind)
+    forward_inbox, backward_inbox = inbox(schedule, Kind.FORWARD), inbox(schedule, schedule.backward_kind)
     return Columns(
-        forward=work(Kind.FORWARD, there),
-        backward=work(schedule.backward_kind, back),
+        forward=work(Kind.FORWARD, forward_inbox),
+        backward=work(schedule.backward_kind, backward_inbox),
         weight=work(Kind.BACKWARD_WEIGHT, None),
-        forward_inbox=there,
-        backward_inbox=back,
+        forward_inbox=forward_inbox,
+        backward_inbox=backward_inbox,
     )

@@ -9,9 +9,9 @@ from jaxpipe.graph.codec_policy import FAST, Policy
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
 from jaxpipe.graph.row_slices import slice_rows
-from jaxpipe.models.microbatch_program import Objective
-from jaxpipe.residuals import stage_programs as stages
-from jaxpipe.residuals.stage_programs import Stage
+from jaxpipe.models.microbatch_program import MicrobatchProgram
+from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.fold_state import Fold
 from jaxpipe.runtime.stash_swap import StashSwap
 from jaxpipe.schedules import Kind
@@ -22,18 +22,18 @@ MOST_SLICES = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Section:
+class Stage:
     """One stage's work on a micro-batch. All fields but the programs are tensor numbers of the whole graph.
 
     Attributes:
       graph: the forward program.
       parameters, state: the variables placed here.
       borrowed: parameters that are used here and placed in another stage.
-      used: inputs of ``graph`` that every stage has at hand: the micro-batch's arrays and its key.
-      arriving, leaving: tensors handed on between neighbors, forward.
+      used: inputs of ``graph`` that are replicated to every stage: the micro-batch's arrays and its key.
+      arriving, leaving: tensors received from the previous stage and sent to the next, forward.
       results: which of the objective's results are made here (positions).
       new_state: the new value of each state variable placed here.
-      stage: forward and backward program, where the section is trained.
+      vjp: its forward and backward program, if the stage is trained.
       returning: the subset of ``arriving`` whose cotangent is sent back.
       saved: tensors whose cotangent waits for the weight part of the backward pass, where a schedule splits it.
       fold: how its state changes, where several devices share its micro-batches; ``new_state`` is the old one then.
@@ -50,7 +50,7 @@ class Section:
     results: tuple[int, ...]
     new_state: tuple[int, ...]
     borrowed: tuple[int, ...] = ()
-    stage: Stage | None = None
+    vjp: VJPProgram | None = None
     returning: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
     fold: Fold | None = None
@@ -59,22 +59,22 @@ class Section:
 
     @property
     def stashed(self) -> tuple[int, ...]:
-        """The tensors that go through the arena: all that are stored, but what is at hand again anyway."""
-        if self.stage is None:
+        """The stored tensors that go through the arena: those that the backward pass does not get as arguments."""
+        if self.vjp is None:
             return ()
-        return tuple(t for t in self.stage.storage.stored if t not in self.used)
+        return tuple(t for t in self.vjp.plan.stored if t not in self.used)
 
     @property
     def is_trained(self) -> bool:
         """True if there is backward work here."""
-        return self.stage is not None and bool(self.stage.linearization.wrt)
+        return self.vjp is not None and bool(self.vjp.backward_graph.wrt)
 
     def differentiated(self, kind: Kind) -> frozenset[int]:
         """Return the inputs whose cotangent is ready after work of a kind."""
-        if self.stage is None or kind is Kind.FORWARD:
+        if self.vjp is None or kind is Kind.FORWARD:
             return frozenset()
-        parts = {Kind.BACKWARD_INPUT: self.stage.input_part, Kind.BACKWARD_WEIGHT: self.stage.weight_part}
-        return frozenset(parts.get(kind, self.stage.linearization.wrt))
+        parts = {Kind.BACKWARD_INPUT: self.vjp.input_part, Kind.BACKWARD_WEIGHT: self.vjp.weight_part}
+        return frozenset(parts.get(kind, self.vjp.backward_graph.wrt))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Placement:
         )
 
 
-def variable_spans(objective: Objective) -> dict[int, tuple[tuple[int, int], ...]]:
+def variable_spans(objective: MicrobatchProgram) -> dict[int, tuple[tuple[int, int], ...]]:
     """For each parameter and state variable that is used, first and last operator of uses that stay together.
 
     A parameter that is used again behind other parameters' products (a tied embedding) may be used in several stages.
@@ -107,14 +107,14 @@ def variable_spans(objective: Objective) -> dict[int, tuple[tuple[int, int], ...
     return {**uses_apart(objective.graph, objective.parameters), **{t: (span,) for t, span in state.items()}}
 
 
-def places_to_cut(objective: Objective) -> list[bool]:
+def places_to_cut(objective: MicrobatchProgram) -> list[bool]:
     """Return where a stage may begin: not between two uses of one variable that stay together."""
     return allowed_cuts(objective.graph, itertools.chain.from_iterable(variable_spans(objective).values()))
 
 
-def place(objective: Objective, cuts: Sequence[int]) -> Placement:
+def place(objective: MicrobatchProgram, cuts: Sequence[int]) -> Placement:
     """Put every variable into the stage that uses it first; what nothing uses, into the first."""
-    first = {t: found[0][0] for t, found in variable_spans(objective).items()}
+    first = {t: uses[0][0] for t, uses in variable_spans(objective).items()}
 
     def stage_of(t: int) -> int:
         return sum(first.get(t, 0) >= c for c in cuts[1:-1])
@@ -123,7 +123,12 @@ def place(objective: Objective, cuts: Sequence[int]) -> Placement:
 
 
 def follow(
-    objective: Objective, placement: Placement, num_stages: int, names: Sequence[str], what: str, shared: Sequence[int]
+    objective: MicrobatchProgram,
+    placement: Placement,
+    num_stages: int,
+    names: Sequence[str],
+    what: str,
+    shared: Sequence[int],
 ) -> list[int]:
     """Cuts of another program over the same variables, so that each is used where it is placed.
 
@@ -154,7 +159,7 @@ def follow(
     return cuts
 
 
-def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement) -> tuple[Section, ...]:
+def cut_stages(objective: MicrobatchProgram, cuts: Sequence[int], placement: Placement) -> tuple[Stage, ...]:
     """The forward programs of all stages. Every operator is in exactly one."""
     graph = objective.graph
     body = replace(graph, outputs=())
@@ -164,30 +169,33 @@ def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement
     last = len(cuts) - 2
     # A result may be a variable as it is: it is made where that lives.
     home.update(zip((*objective.parameters, *objective.state), (*placement.parameters, *placement.state), strict=True))
-    sections: list[Section] = []
+    stages: list[Stage] = []
     for s in range(len(cuts) - 1):
         parameters, state = placement.held_by(s)
         part = body.section(cuts[s], cuts[s + 1])
         results = tuple(k for k, t in enumerate(objective.results) if home.get(t, last) == s)
         new_state = tuple(objective.new_state[k] for k in state)
         outputs = (*part.outputs, *(objective.results[k] for k in results), *new_state)
-        own = tuple(objective.parameters[k] for k in parameters), tuple(objective.state[k] for k in state)
-        arriving = sections[-1].leaving if sections else ()
+        variables_of_stage = (
+            tuple(objective.parameters[k] for k in parameters),
+            tuple(objective.state[k] for k in state),
+        )
+        arriving = stages[-1].leaving if stages else ()
         assert {t for t in part.inputs if t not in variables and t not in at_hand} == set(arriving)
-        borrowed = tuple(t for t in objective.parameters if t in part.inputs and t not in own[0])
+        borrowed = tuple(t for t in objective.parameters if t in part.inputs and t not in variables_of_stage[0])
         needed = {*part.inputs, *outputs}
         used = tuple(t for t in (*objective.batch, objective.key) if t in needed)
-        sections.append(
-            Section(
+        stages.append(
+            Stage(
                 graph=replace(
                     part,
-                    inputs=(*own[0], *borrowed, *own[1], *used, *arriving),
+                    inputs=(*variables_of_stage[0], *borrowed, *variables_of_stage[1], *used, *arriving),
                     outputs=outputs,
-                    parameters=frozenset((*own[0], *borrowed)),
+                    parameters=frozenset((*variables_of_stage[0], *borrowed)),
                 ),
-                parameters=own[0],
+                parameters=variables_of_stage[0],
                 borrowed=borrowed,
-                state=own[1],
+                state=variables_of_stage[1],
                 used=used,
                 arriving=arriving,
                 leaving=part.outputs,
@@ -195,37 +203,37 @@ def cut_sections(objective: Objective, cuts: Sequence[int], placement: Placement
                 new_state=new_state,
             )
         )
-    count = sum(len(section.graph.operators) for section in sections)
+    count = sum(len(stage.graph.operators) for stage in stages)
     assert count == len(graph.operators), f"{count} operators in stages, {len(graph.operators)} in the program"
-    return tuple(sections)
+    return tuple(stages)
 
 
-def count_frozen(sections: Sequence[Section]) -> int:
+def count_frozen(stages: Sequence[Stage]) -> int:
     """Count the stages, from the first on, that have no backward work; the last one is taken to have some."""
-    trained = (s for s, section in enumerate(sections) if section.is_trained)
-    return min(next(trained, len(sections)), len(sections) - 1)
+    trained = (s for s, stage in enumerate(stages) if stage.is_trained)
+    return min(next(trained, len(stages)), len(stages) - 1)
 
 
-def with_backward(objective: Objective, sections: Sequence[Section], policy: Policy = FAST) -> tuple[Section, ...]:
-    """Return the same sections with backward programs, by the default storage plan of each under a policy."""
+def with_backward(objective: MicrobatchProgram, stages: Sequence[Stage], policy: Policy = FAST) -> tuple[Stage, ...]:
+    """Return the stages with backward programs, by the default storage plan of each under a policy."""
     active = _active(objective)
     loss = objective.results[0]
-    done: list[Section] = []
+    done: list[Stage] = []
     seeds: set[int] = {loss}
-    for section in reversed(sections):
-        given = [t for t in section.graph.outputs if t in seeds]
-        wrt = [t for t in (*section.parameters, *section.borrowed, *section.arriving) if t in active]
-        built = stages.build(section.graph, wrt, policy=policy, held=section.used, seeds=given)
-        reached = stages.reached(built, given)
-        returning = tuple(t for t in section.arriving if t in reached)
+    for stage in reversed(stages):
+        given = [t for t in stage.graph.outputs if t in seeds]
+        wrt = [t for t in (*stage.parameters, *stage.borrowed, *stage.arriving) if t in active]
+        built = vjp_program.build(stage.graph, wrt, policy=policy, held=stage.used, seeds=given)
+        reached = vjp_program.reached(built, given)
+        returning = tuple(t for t in stage.arriving if t in reached)
         saved = tuple(t for t in built.saved if t in reached)
-        done.append(replace(section, stage=built, returning=returning, saved=saved))
+        done.append(replace(stage, vjp=built, returning=returning, saved=saved))
         seeds = {loss, *returning}
     return tuple(reversed(done))
 
 
-def in_slices(section: Section, loss: int, policy: Policy = FAST) -> tuple[Section, tuple[Operator, ...]] | None:
-    """Return the last section with its largest product in slices, and the operators in the loop over them.
+def in_slices(stage: Stage, loss: int, policy: Policy = FAST) -> tuple[Stage, tuple[Operator, ...]] | None:
+    """Return the last stage with its largest product in slices, and the operators in the loop over them.
 
     None if what follows the product is not row-wise. A slice is no larger than the largest of the tensors that are
     less than half of the product, or than a 32nd of it.
@@ -233,21 +241,22 @@ def in_slices(section: Section, loss: int, policy: Policy = FAST) -> tuple[Secti
     Args:
       loss: the only result that is given a cotangent.
     """
-    assert section.stage is not None
-    graph = section.graph
+    assert stage.vjp is not None
+    graph = stage.graph
     sizes = [graph.tensors[t].bytes for op in graph.operators for t in op.outputs]
     largest = max((graph.tensors[op.outputs[0]].bytes for op in graph.operators if op.name == "dot_general"), default=0)
     others = max((size for size in sizes if 2 * size < largest), default=0)
     sliced = slice_rows(graph, max(others, largest // MOST_SLICES))
     if sliced is None:
         return None
-    built = stages.build(sliced.graph, section.stage.linearization.wrt, policy=policy, held=section.used, seeds=[loss])
-    reached = stages.reached(built, [loss])
+    wrt = stage.vjp.backward_graph.wrt
+    built = vjp_program.build(sliced.graph, wrt, policy=policy, held=stage.used, seeds=[loss])
+    reached = vjp_program.reached(built, [loss])
     saved = tuple(t for t in built.saved if t in reached)
-    return replace(section, graph=sliced.graph, stage=built, saved=saved, slices=sliced.count), sliced.operators
+    return replace(stage, graph=sliced.graph, vjp=built, saved=saved, slices=sliced.count), sliced.operators
 
 
-def _active(objective: Objective) -> set[int]:
+def _active(objective: MicrobatchProgram) -> set[int]:
     """Tensors that depend on a trained parameter and can carry a cotangent."""
     tensors = objective.graph.tensors
     active = set(objective.differentiated)

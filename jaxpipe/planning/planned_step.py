@@ -1,4 +1,4 @@
-"""``Planned``: an executable plan, and why it was chosen."""
+"""``PlannedStep``: an executable plan, and why it was chosen."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ class Budget:
       may_raise: whether the budget may be raised if no plan keeps it.
     """
 
-    refit: Callable[[int], "Planned"]
-    smallest: Callable[[], "Planned"]
+    refit: Callable[[int], "PlannedStep"]
+    smallest: Callable[[], "PlannedStep"]
     default: dict[str, int]
     may_raise: bool
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Planned(ExecutablePlan):
+class PlannedStep(ExecutablePlan):
     """An executable plan, and why it was chosen.
 
     Attributes:

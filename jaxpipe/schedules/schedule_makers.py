@@ -9,7 +9,7 @@ from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.schedules.gpipe import gpipe
 from jaxpipe.schedules.interleaved import interleaved
 from jaxpipe.schedules.one_f_one_b import one_f_one_b
-from jaxpipe.schedules.replicas import Teams
+from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import Schedule
 from jaxpipe.schedules.zero_bubble import zero_bubble
 
@@ -32,7 +32,7 @@ AUTO_FREE: tuple[ScheduleMaker, ...] = (functools.partial(one_f_one_b, paired=Fa
 
 
 def make_schedules(
-    makers: Sequence[ScheduleMaker], num_stages: int, num_microbatches: int, teams: Teams | None = None
+    makers: Sequence[ScheduleMaker], num_stages: int, num_microbatches: int, stage_replicas: StageReplicas | None = None
 ) -> list[Schedule]:
     """Tables of some size, those left out that there are not for this size; one at least.
 
@@ -41,44 +41,48 @@ def make_schedules(
     """
     first, *others = makers
     size = num_stages, num_microbatches
-    found = [check_schedule(first(*size), *size, teams)]
+    schedules = [check_schedule(first(*size), *size, stage_replicas)]
     for maker in others if num_stages > 1 else ():
         with contextlib.suppress(ScheduleError):
-            found.append(check_schedule(maker(*size), *size, teams))
-    return found
+            schedules.append(check_schedule(maker(*size), *size, stage_replicas))
+    return schedules
 
 
-def make_team_schedules(makers: Sequence[ScheduleMaker], teams: Teams, num_microbatches: int) -> list[Schedule]:
-    """Return the same for stages with several devices; a micro-batch of the table is a deal.
+def make_replicated_schedules(
+    makers: Sequence[ScheduleMaker], stage_replicas: StageReplicas, num_microbatches: int
+) -> list[Schedule]:
+    """Return tables for stages with several devices; a micro-batch of the table is a round.
 
     Raises:
-      PartitionError, ScheduleError: if there is none that they can run.
+      PartitionError, ScheduleError: if they can run none of the tables.
     """
-    widths, deals = " + ".join(map(str, teams.widths)), teams.deals(num_microbatches)
+    widths, rounds = " + ".join(map(str, stage_replicas.per_stage)), stage_replicas.rounds(num_microbatches)
     try:
-        found = make_schedules(makers, len(teams.widths), deals, teams)
+        schedules = make_schedules(makers, len(stage_replicas.per_stage), rounds, stage_replicas)
     except (PartitionError, ScheduleError) as error:
         raise type(error)(
-            f"{error} With stages on {widths} devices (devices_per_stage=) a micro-batch of a schedule is a deal of "
-            f"{teams.deal}, the least common multiple of these numbers; so num_microbatches={num_microbatches} are "
-            f"{deals} for it."
+            f"{error} With stages on {widths} devices (devices_per_stage=) a micro-batch of a schedule is a round of "
+            f"{stage_replicas.round_size}, the least common multiple of these numbers; so "
+            f"num_microbatches={num_microbatches} are {rounds} for it."
         ) from None
-    runs = [schedule for schedule in found if schedule.num_chunks == 1 and schedule.versions is None]
+    runs = [schedule for schedule in schedules if schedule.num_chunks == 1 and schedule.versions is None]
     if not runs:
-        how = "changes weights on the way" if found[0].versions is not None else "has several stages on a device"
+        how = "updates weights within a step" if schedules[0].versions is not None else "has several stages on a device"
         raise PartitionError(
-            f"schedule= gave {found[0].name}, which {how}; with stages on {widths} devices (devices_per_stage=) a "
+            f"schedule= gave {schedules[0].name}, which {how}; with stages on {widths} devices (devices_per_stage=) a "
             "schedule must have one stage for each of them, and update at the end of a step. Use 'auto', "
             "'one_f_one_b', 'gpipe' or 'zero_bubble'."
         )
     return runs
 
 
-def check_schedule(schedule: Any, num_stages: int, num_microbatches: int, teams: Teams | None = None) -> Schedule:
+def check_schedule(
+    schedule: Any, num_stages: int, num_microbatches: int, stage_replicas: StageReplicas | None = None
+) -> Schedule:
     """Return what ``schedule(num_stages, num_microbatches)`` has given, if it is a valid table of this size.
 
     Args:
-      teams: the devices of the stages, where they have several; a micro-batch of the table is then a deal.
+      stage_replicas: the devices of the stages, where they have several; a micro-batch of the table is then a round.
 
     Raises:
       PartitionError: if it is not a table, or one of another size.
@@ -89,17 +93,17 @@ def check_schedule(schedule: Any, num_stages: int, num_microbatches: int, teams:
             f"schedule(num_stages={num_stages}, num_microbatches={num_microbatches}) gave a {type(schedule).__name__}; "
             "it must give a jaxpipe.schedules.Schedule."
         )
-    found = schedule.num_stages, schedule.num_microbatches
-    if found != (num_stages, num_microbatches):
-        if teams is None:
-            fix = f"num_microbatches={found[1]} and a mesh with {found[0]} stages"
-        elif found[0] == num_stages:
-            fix = f"num_microbatches={found[1] * teams.deal}"
+    size = schedule.num_stages, schedule.num_microbatches
+    if size != (num_stages, num_microbatches):
+        if stage_replicas is None:
+            fix = f"num_microbatches={size[1]} and a mesh with {size[0]} stages"
+        elif size[0] == num_stages:
+            fix = f"num_microbatches={size[1] * stage_replicas.round_size}"
         else:
-            fix = f"devices_per_stage= for {found[0]} stages"
+            fix = f"devices_per_stage= for {size[0]} stages"
         raise PartitionError(
             f"schedule(num_stages={num_stages}, num_microbatches={num_microbatches}) gave {schedule.name} for "
-            f"{found[0]} stages and {found[1]} micro-batches. Pass {fix}, or another table."
+            f"{size[0]} stages and {size[1]} micro-batches. Pass {fix}, or another table."
         )
     schedule.validate()
     if not schedule.has_backward:

@@ -36,7 +36,7 @@ def value_and_gradients(case, decorate):
     return jax.value_and_grad(loss, has_aux=True), arguments
 
 
-@pytest.mark.versions
+@pytest.mark.core
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LINEN])
 def test_linen_loss_gradients_and_state_are_those_of_the_plain_model(name):
     plain, arguments = value_and_gradients(LINEN[name], lambda cls: cls)

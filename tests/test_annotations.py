@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from compare import assert_same_bits, relative_l2
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -18,6 +17,8 @@ import jaxpipe
 from jaxpipe import memory_encoded
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import sharding_annotations
+from tests.support.compare import assert_same_bits, relative_l2
+from tests.support.meshes import named_mesh
 
 
 # A few float32 roundings (6e-8): shards are added up in another order than by a collective.
@@ -32,14 +33,10 @@ def normal(seed, *shape):
 X, W, V = normal(1, 8, 4), normal(2, 4, 8), normal(3, 8, 4)
 
 
-def mesh_of(*axes, kind=AxisType.Auto, size=2):
-    return jax.make_mesh((size,) * len(axes), axes, axis_types=(kind,) * len(axes))
-
-
 def pipeline_of(model, batch=X, **options):
     return jaxpipe.partition(
         model,
-        mesh_of("stage"),
+        named_mesh(stage=2),
         batch,
         loss=lambda model, x: jnp.square(model(x)).mean(),
         optimizer=optax.sgd(0.1),
@@ -72,9 +69,9 @@ def check_gradients(pipeline, plain, params, batch=X, tolerance=ORDER):
 def test_constraints_are_dropped_and_the_plan_says_so(kind, context):
     def constrain(h):
         spec = P("fsdp", ("model",))
-        return CONSTRAIN(h, spec if kind == "spec" else NamedSharding(mesh_of("fsdp", "model"), spec))
+        return CONSTRAIN(h, spec if kind == "spec" else NamedSharding(named_mesh(fsdp=2, model=2), spec))
 
-    with contextlib.nullcontext() if context is None else jax.set_mesh(mesh_of(*context)):
+    with contextlib.nullcontext() if context is None else jax.set_mesh(named_mesh(**dict.fromkeys(context, 2))):
         plan = pipeline_of(two_layers(constrain)).plan
     assert plan.notes == ("sharding constraints over 'fsdp', 'model' are dropped: the mesh has only stage",)
     assert plan.notes[0] in " ".join(str(plan).split())
@@ -83,7 +80,7 @@ def test_constraints_are_dropped_and_the_plan_says_so(kind, context):
 
 
 def test_constraints_over_axes_of_the_mesh_are_dropped_too():
-    notes = pipeline_of(two_layers(lambda h: CONSTRAIN(h, NamedSharding(mesh_of("stage"), P("stage"))))).plan.notes
+    notes = pipeline_of(two_layers(lambda h: CONSTRAIN(h, NamedSharding(named_mesh(stage=2), P("stage"))))).plan.notes
     assert notes == ("sharding constraints over 'stage' are dropped: a stage has no such axis",)
 
 
@@ -99,10 +96,10 @@ def constrained_backward(x, cotangent):
 constrained_both_ways.defvjp(lambda x: (CONSTRAIN(jnp.sin(x), P("model")), x), constrained_backward)
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_annotations_anywhere_in_a_model_leave_its_gradients_as_they_are():
     """In rules, in loops, in conditionals, in recomputed parts and on ``jit``; steps run in the caller's mesh."""
-    mesh = mesh_of("fsdp", "model")
+    mesh = named_mesh(fsdp=2, model=2)
 
     def annotated(params, x):
         h = constrained_both_ways(x @ params["w"])
@@ -169,7 +166,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("check", [True, False], ids=["typed", "untyped"])
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_on_one_device_compute_what_they_compute_on_several(name, check):
@@ -179,7 +176,7 @@ def test_shards_on_one_device_compute_what_they_compute_on_several(name, check):
     def loss(mapped, x, w):
         return jnp.cos(mapped(x, w)).sum()
 
-    mapped = jax.shard_map(body, mesh=mesh_of("fsdp", "model"), in_specs=inputs, out_specs=output, check_vma=check)
+    mapped = jax.shard_map(body, mesh=named_mesh(fsdp=2, model=2), in_specs=inputs, out_specs=output, check_vma=check)
     closed, mentioned = sharding_annotations.trace(mapped, x, w)
     assert "shard_map" not in str(closed) and mentioned.mapped == (("fsdp", 2), ("model", 2))
 
@@ -193,7 +190,7 @@ def test_shards_on_one_device_compute_what_they_compute_on_several(name, check):
 
 @pytest.mark.core
 def test_a_model_with_shard_map_trains_in_a_pipeline():
-    mesh = mesh_of("fsdp", "model")
+    mesh = named_mesh(fsdp=2, model=2)
     mapped = jax.shard_map(
         lambda h, v: lax.psum(jnp.sin(h) @ v, "model"),
         mesh=mesh,
@@ -215,7 +212,7 @@ def test_a_model_with_shard_map_trains_in_a_pipeline():
 
 def test_a_shard_map_over_one_device_leaves_every_bit_as_it_is():
     mapped = jax.shard_map(
-        lambda x, w: lax.psum(x @ w, "model"), mesh=mesh_of("model", size=1), in_specs=(P("model"), P()), out_specs=P()
+        lambda x, w: lax.psum(x @ w, "model"), mesh=named_mesh(model=1), in_specs=(P("model"), P()), out_specs=P()
     )
     closed, _ = sharding_annotations.trace(mapped, X, W)
     actual = jax.core.eval_jaxpr(getattr(closed, "jaxpr", closed), closed.consts, X, W)
@@ -226,7 +223,7 @@ def test_a_shard_map_that_one_device_cannot_run_is_named():
     groups = [[0], [1]]
     mapped = jax.shard_map(
         lambda h: lax.psum(h, "model", axis_index_groups=groups),
-        mesh=mesh_of("model"),
+        mesh=named_mesh(model=2),
         in_specs=P("model"),
         out_specs=P("model"),
         check_vma=False,
@@ -243,13 +240,17 @@ def test_a_shard_map_takes_the_mesh_of_its_caller():
 
     with pytest.raises(PartitionError, match=r"shard_map without a mesh.*with jax.set_mesh\(mesh\)"):
         pipeline_of(two_layers(mapped))
-    with jax.set_mesh(mesh_of("fsdp", "model")):
+    with jax.set_mesh(named_mesh(fsdp=2, model=2)):
         assert pipeline_of(two_layers(mapped)).plan.notes[0].startswith("shard_map over 'fsdp' (2), 'model' (2)")
 
 
 @pytest.mark.parametrize("context", [None, ("fsdp", "model")], ids=str)
 def test_explicit_axes_are_refused_by_name(context):
-    inside = contextlib.nullcontext() if context is None else jax.set_mesh(mesh_of(*context, kind=AxisType.Explicit))
+    inside = (
+        contextlib.nullcontext()
+        if context is None
+        else jax.set_mesh(named_mesh(AxisType.Explicit, **dict.fromkeys(context, 2)))
+    )
     with inside, pytest.raises(PartitionError, match=r"jax.sharding.reshard.*Use jax.lax.with_sharding_constraint"):
         pipeline_of(two_layers(lambda h: jax.sharding.reshard(h, P("fsdp", "model"))))
 
@@ -257,7 +258,7 @@ def test_explicit_axes_are_refused_by_name(context):
 def test_a_rule_that_exchanges_between_shards_is_named():
     """JAX has no derivative of such a rule under ``vmap`` either."""
     mapped = jax.shard_map(
-        lambda h: averaged(h), mesh=mesh_of("model"), in_specs=P("model"), out_specs=P("model"), check_vma=False
+        lambda h: averaged(h), mesh=named_mesh(model=2), in_specs=P("model"), out_specs=P("model"), check_vma=False
     )
     with pytest.raises(PartitionError, match=r"rule of .* is called in a jax.shard_map.*Call shard_map in the"):
         pipeline_of(two_layers(mapped))
@@ -284,7 +285,7 @@ class Boxed(nn.Module):
 @pytest.mark.parametrize("context", [pytest.param(None, marks=pytest.mark.slow), ("fsdp", "model")], ids=str)
 def test_boxed_parameters_are_trained_saved_and_given_back_in_their_boxes(context, tmp_path):
     rules = nn.logical_axis_rules([("batch", "fsdp"), ("embed", "model"), ("mlp", None)])
-    inside = contextlib.nullcontext() if context is None else jax.set_mesh(mesh_of(*context))
+    inside = contextlib.nullcontext() if context is None else jax.set_mesh(named_mesh(**dict.fromkeys(context, 2)))
     start = Boxed().init(jax.random.key(0), X)
     assert isinstance(start["params"]["Dense_0"]["kernel"], nn.Partitioned)
     with inside, rules:
@@ -324,13 +325,13 @@ class Sharded(nnx.Module):
         return self.second(jnp.tanh(self.first(x)))
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("form", ["class", "module"])
 def test_nnx_variables_with_axes_are_trained(form):
     """Flax makes annotated variables in the context of a mesh only; a pipeline makes them from the class without."""
     model = Sharded
     if form == "module":
-        with jax.set_mesh(mesh_of("fsdp", "model")):
+        with jax.set_mesh(named_mesh(fsdp=2, model=2)):
             model = Sharded(nnx.Rngs(0))
     pipeline = pipeline_of(model)
     state = pipeline.init(jax.random.key(0))
@@ -346,7 +347,7 @@ def test_nnx_variables_with_axes_are_trained(form):
 @pytest.mark.core
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_encoded_modules_keep_their_constraints(kind):
-    mesh = mesh_of("data", "model", kind=kind)
+    mesh = named_mesh(kind, data=2, model=2)
 
     def layer(w, x):
         h = jnp.tanh(x @ w)

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits, relative_l2
-from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
 
 import jaxpipe
 from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.gradients import per_stage
 from jaxpipe.schedules import Schedule, double_buffered, interleaved, one_f_one_b, pipedream, zero_bubble
+from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
+from tests.support.meshes import mesh_of
+from tests.support.pipeline_models import case_of, pipeline_of
 
 
 planned_of = functools.partial(pipeline_of, runtime="mpmd")

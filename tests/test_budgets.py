@@ -19,10 +19,10 @@ from jaxpipe.planning import compile_within_budget
 from jaxpipe.planning.storage import choose_storage, solver_time
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
-from tests.test_fit import mlp, transformer, unet
+from tests.support.budget_models import KEY, built_pipeline, mlp, transformer, unet
 
 
-KEY = jax.random.key(0)
+make = functools.partial(built_pipeline, optimizer=optax.adam(1e-2))
 
 
 def chain(m):
@@ -60,13 +60,6 @@ def tutorial(m):
         return optax.softmax_cross_entropy_with_integer_labels(model(batch["image"]), batch["label"]).mean()
 
     return Net(nnx.Rngs(0)), batch, loss
-
-
-def make(build, stages, m=4, **options):
-    model, batch, loss = build(m)
-    mesh = jax.make_mesh((stages,), ("stage",), devices=jax.devices()[:stages])
-    options = {"optimizer": optax.adam(1e-2), "num_microbatches": m, "profile": "analytic", **options}
-    return jaxpipe.partition(model, mesh, batch, loss=loss, **options), batch
 
 
 @functools.cache

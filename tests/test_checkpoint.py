@@ -13,18 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pipeline_models import CASES
 
 import jaxpipe
 from examples import models as zoo
 from jaxpipe.checkpoint import load, steps
-
-
-ROWS = 16
+from tests.support.compare import assert_same_bits
+from tests.support.meshes import mesh_of
+from tests.support.pipeline_models import ROWS, case_of, pipeline_of
 
 
 PREDICT = {
@@ -33,33 +31,12 @@ PREDICT = {
 }
 
 
-def mesh_of(stages: int, replicas: int | None = None) -> jax.sharding.Mesh:
-    if replicas is None:
-        return jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
-    return jax.sharding.Mesh(np.array(jax.devices()[: stages * replicas]).reshape(replicas, stages), ("data", "stage"))
-
-
-@functools.cache
-def case_of(name: str):
-    return CASES[name](ROWS)
-
-
 def adam() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 20)))
 
 
-def pipeline_of(name: str, stages: int, replicas: int | None = None, optimizer=None, **options) -> jaxpipe.Pipeline:
-    case = case_of(name)
-    options = {"profile": "analytic", "num_microbatches": 2, "predict": PREDICT.get(name), **options}
-    return jaxpipe.partition(
-        case.model,
-        mesh_of(stages, replicas),
-        case.batch,
-        loss=case.loss,
-        optimizer=optimizer or adam(),
-        **options,
-        runtime="mpmd",
-    )
+def adam_pipeline(name: str, stages: int, replicas: int | None = None, **options) -> jaxpipe.Pipeline:
+    return pipeline_of(name, stages, 2, replicas, **{"predict": PREDICT.get(name), "optimizer": adam(), **options})
 
 
 def trained(pipeline: jaxpipe.Pipeline, name: str, count: int, state=None):
@@ -73,7 +50,7 @@ def trained(pipeline: jaxpipe.Pipeline, name: str, count: int, state=None):
 @functools.cache
 def compiled(name: str, stages: int, replicas: int | None = None) -> jaxpipe.Pipeline:
     """A pipeline that several tests share."""
-    return pipeline_of(name, stages, replicas)
+    return adam_pipeline(name, stages, replicas)
 
 
 def mlp_pipeline() -> jaxpipe.Pipeline:
@@ -115,7 +92,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(name, stages
 def test_residuals_resume_bit_for_bit(tmp_path):
     exchange = jaxpipe.gradients.block_sparse(k=1)
     options = {"optimizer": optax.sgd(0.1, momentum=0.9), "gradient_exchange": exchange}
-    pipeline = pipeline_of("mlp", 2, 2, **options)
+    pipeline = adam_pipeline("mlp", 2, 2, **options)
     state, _ = trained(pipeline, "mlp", 2)
     assert any(np.any(x) for x in state.residual)
     pipeline.save(state, tmp_path)
@@ -125,23 +102,23 @@ def test_residuals_resume_bit_for_bit(tmp_path):
     # Another number of replicas: what is still to be added to the parameters is the same, spread evenly.
     state = pipeline.restore(tmp_path)
     rows = [np.asarray(x) for x in state.residual]
-    wider = pipeline_of("mlp", 2, 4, **options).restore(tmp_path)
+    wider = adam_pipeline("mlp", 2, 4, **options).restore(tmp_path)
     for before, after in zip(rows, wider.residual, strict=True):
         assert np.asarray(after).shape == (4, *before.shape[1:])
         # The mean of two is exact but for one rounding, that of four equal ones exactly.
         np.testing.assert_array_equal(
             np.asarray(after), np.broadcast_to((before[:1] + before[1:]) / 2, np.asarray(after).shape)
         )
-    whole = pipeline_of("mlp", 2, optimizer=optax.sgd(0.1, momentum=0.9))
+    whole = adam_pipeline("mlp", 2, optimizer=optax.sgd(0.1, momentum=0.9))
     with pytest.warns(UserWarning, match="what had not been sent is lost"):
         assert whole.restore(tmp_path).residual == ()
 
 
 def test_residuals_begin_at_zero_where_a_checkpoint_has_none(tmp_path):
     optimizer = optax.sgd(0.1, momentum=0.9)
-    dense = pipeline_of("mlp", 2, 2, optimizer=optimizer)
+    dense = adam_pipeline("mlp", 2, 2, optimizer=optimizer)
     dense.save(dense.init(jax.random.key(0)), tmp_path)
-    sparse = pipeline_of("mlp", 2, 2, optimizer=optimizer, gradient_exchange=jaxpipe.gradients.block_sparse(k=1))
+    sparse = adam_pipeline("mlp", 2, 2, optimizer=optimizer, gradient_exchange=jaxpipe.gradients.block_sparse(k=1))
     assert_same_bits(sparse.restore(tmp_path), sparse.init(jax.random.key(0)))
 
 
@@ -248,7 +225,7 @@ def test_the_optimizer_state_is_that_of_plain_optax(tmp_path):
 
 
 def test_nnx_modules_are_updated_from_a_checkpoint(tmp_path):
-    pipeline = pipeline_of("cnn-nnx", 2)
+    pipeline = adam_pipeline("cnn-nnx", 2)
     state = pipeline.init(jax.random.key(0))
     pipeline.save(state, tmp_path)
     module = zoo.NNXDigitsCNN(nnx.Rngs(9), width=4)
@@ -272,7 +249,7 @@ def test_other_models_shapes_and_optimizers_are_refused(saved_mlp):
     with pytest.raises(
         jaxpipe.CheckpointError, match=r"does not fit the optimizer: 0/trace/.* is only in the optimizer"
     ):
-        pipeline_of("mlp", 2, optimizer=optax.sgd(0.1, momentum=0.9)).restore(saved_mlp)
+        adam_pipeline("mlp", 2, optimizer=optax.sgd(0.1, momentum=0.9)).restore(saved_mlp)
     wider = jax.tree_util.Partial(zoo.mlp, zoo.init_mlp(jax.random.key(0), [12, 16, 16, 24, 10]))
     case = case_of("mlp")
     pipeline = jaxpipe.partition(
@@ -288,7 +265,7 @@ def test_other_models_shapes_and_optimizers_are_refused(saved_mlp):
 
 
 def test_a_learning_rate_may_change(saved_mlp):
-    other = pipeline_of(
+    other = adam_pipeline(
         "mlp", 2, optimizer=optax.chain(optax.clip_by_global_norm(9.0), optax.adamw(optax.constant_schedule(1.0)))
     )
     assert int(other.restore(saved_mlp).step) == 2

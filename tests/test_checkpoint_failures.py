@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from compare import assert_same_bits
 
 import jaxpipe
 from jaxpipe.checkpoint import steps
+from tests.support.compare import assert_same_bits
 
 
 @functools.cache

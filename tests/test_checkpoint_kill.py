@@ -11,11 +11,11 @@ from pathlib import Path
 
 import jax
 import pytest
-from checkpoint_run import draw, generator, make_pipeline
-from compare import assert_same_bits
 
 import jaxpipe
 from jaxpipe.checkpoint import steps
+from tests.support.checkpoint_run import draw, generator, make_pipeline
+from tests.support.compare import assert_same_bits
 
 
 class Reference:
@@ -45,7 +45,7 @@ class Runs:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, str(root / "tests" / "checkpoint_run.py"), str(directory)],
+            [sys.executable, str(root / "tests" / "support" / "checkpoint_run.py"), str(directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

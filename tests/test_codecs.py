@@ -61,13 +61,15 @@ def words_of(x):
     return np.asarray(x).reshape(-1).view({2: np.uint16, 4: np.uint32, 8: np.uint64}[x.dtype.itemsize])
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("codec", [bitmap, csr])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        *(pytest.param(s, jnp.float32, marks=pytest.mark.slow if s in ((64,), (2, 256)) else ()) for s in SHAPES),
-        *((SHAPES[3], dtype) for dtype in DTYPES[1:]),
+        *(
+            pytest.param(s, jnp.float32, marks=pytest.mark.slow if s in ((64,), (2, 256)) else pytest.mark.versions)
+            for s in SHAPES
+        ),
+        *(pytest.param(SHAPES[3], dtype, marks=pytest.mark.core) for dtype in DTYPES[1:]),
     ],
 )
 def test_sparse_round_trip_keeps_every_bit(codec, dtype, shape):

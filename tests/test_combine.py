@@ -8,6 +8,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe import PartitionError, Sum
+from tests.support.meshes import mesh_of
 
 
 DATA = np.random.default_rng(0)
@@ -15,11 +16,6 @@ X, Y = DATA.standard_normal((16, 6)).astype(np.float32), DATA.integers(0, 3, 16)
 BATCH = {"x": X, "y": Y}
 WEIGHTS = {"a": DATA.standard_normal((6, 5)).astype(np.float32), "b": DATA.standard_normal((5, 3)).astype(np.float32)}
 MODEL = jax.tree_util.Partial(lambda w, x: jnp.tanh(x @ w["a"]) @ w["b"], jax.tree.map(jnp.asarray, WEIGHTS))
-
-
-def mesh_of(stages, replicas=None):
-    shape, axes = ((stages,), ("stage",)) if replicas is None else ((replicas, stages), ("data", "stage"))
-    return jax.make_mesh(shape, axes, devices=jax.devices()[: int(np.prod(shape))])
 
 
 def counts(model, batch):
@@ -53,7 +49,7 @@ def partition(loss=mean, mesh=None, **options):
 RIGHT = (np.tanh(X @ WEIGHTS["a"]) @ WEIGHTS["b"]).argmax(-1) == Y
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("mesh", [(2, None), (2, 2)], ids=["one-replica", "two-replicas"])
 def test_sums_are_totals_of_the_batch_and_the_rest_are_means(mesh):
     pipeline = partition(mesh=mesh_of(*mesh), num_microbatches=4 if mesh[1] is None else 2)

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_same_bits
 from jax.experimental.layout import Format, Layout
 
 from jaxpipe import _compat
+from tests.support.compare import assert_same_bits
 
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.versions
 
 
 def compiled_on(device, function, *avals):

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits, relative_l2
 from flax import nnx
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,10 +19,9 @@ import jaxpipe
 from jaxpipe import memory_encoded, residual_report
 from jaxpipe.costs.profile_model import profile_model
 from jaxpipe.schedules import one_f_one_b, zero_bubble
+from tests.support.compare import FUSION, assert_same_bits, relative_l2
 
 
-# A few float32 roundings (6e-8): XLA fuses the two programs differently. See test_encode.py.
-FUSION = 1e-6
 ROWS, WIDTH, CLASSES = 16, 8, 96
 
 
@@ -240,7 +238,7 @@ def saved_bytes(function, *arguments) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(pullback, *arguments)))
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_rule_gives_its_own_gradients_and_stores_no_more_than_it_returns(name):
     example = EXAMPLES[name]

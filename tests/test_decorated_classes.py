@@ -11,10 +11,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from compare import assert_same_bits
 from flax import nnx
 
 from jaxpipe import memory_encoded
+from tests.support.compare import assert_same_bits
 
 
 X = jax.random.normal(jax.random.key(0), (3, 4))

@@ -10,7 +10,7 @@ from jaxpipe import memory_encoded
 from jaxpipe.graph.codec_policy import parse
 from jaxpipe.graph.graph import trace
 from jaxpipe.residuals.backward_graph import build_backward_graph
-from tests.compare import assert_same_bits
+from tests.support.compare import assert_same_bits
 
 
 X = jnp.ones((4, 6))

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 
 import jaxpipe
 from jaxpipe import Density, measure_density, memory_encoded, residual_report, with_density
+from tests.support.compare import assert_same_bits
 
 
 def network(x, ws):

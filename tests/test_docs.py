@@ -58,6 +58,7 @@ def run_alone(code: str, folder: Path) -> str:
     return process.stdout
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("k", range(2))
 def test_programs_of_the_readme_run_when_pasted(k, tmp_path):
     blocks = blocks_of(ROOT / "README.md")
@@ -96,6 +97,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert process.returncode == 0, process.stderr
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_exist(page):
     text = page.read_text()
@@ -110,6 +112,7 @@ def test_links_exist(page):
     assert page.name in ("README.md", "index.md") or f": {page.name}" in (ROOT / "mkdocs.yml").read_text()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tests_scripts_and_results_that_pages_name_exist(page):
     text = page.read_text()

@@ -4,20 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_same_bits, relative_l2
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from models import LINEN
 
 import jaxpipe
 from examples.models import NNXDigitsCNN, init_mlp, mlp
 from jaxpipe import memory_encoded, without_encoding
+from tests.support.compare import FUSION, assert_same_bits, relative_l2
+from tests.support.encoded_models import LINEN
 
-
-# XLA fuses the two programs differently (reductions of BatchNorm, log_softmax and gelu among them), which moves the
-# last bit of single sums: a few float32 roundings (6e-8) of a tensor's largest entries.
-FUSION = 1e-6
 
 SLOW = (
     "alexnet",
@@ -94,8 +90,9 @@ def nnx_step(cls, how):
     return value, jax.tree.leaves(gradients), state
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("how", ["nnx", "jax"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("nnx", marks=pytest.mark.core), pytest.param("jax", marks=pytest.mark.versions)]
+)
 def test_nnx_loss_gradients_and_state_are_those_of_the_plain_model(how):
     (*expected, old), (*actual, new) = nnx_step(NNXDigitsCNN, how), nnx_step(memory_encoded(NNXDigitsCNN), how)
     assert relative_l2(actual, expected) < FUSION
@@ -218,7 +215,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_works_under(name):
     transform = TRANSFORMS[name]

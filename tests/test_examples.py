@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.compare import relative_l2
+from tests.support.compare import relative_l2
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

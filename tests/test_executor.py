@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits, relative_l2
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_models import CASES, plain_gradients
-from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
 
 import jaxpipe
 from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.schedules import Action, Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.allocate import inbox
 from jaxpipe.schedules.table import table
+from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
+from tests.support.meshes import mesh_of
+from tests.support.pipeline_models import CASES, case_of, pipeline_of, plain_gradients
 
 
 textbook = functools.partial(one_f_one_b, paired=False)

@@ -7,62 +7,20 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxpipe
-from examples import models as zoo
 from jaxpipe.errors import MemoryBudgetError, ModelError, PartitionError
 from jaxpipe.graph.graph import trace
 from jaxpipe.planning import plan_storage
 from jaxpipe.planning.balance_stages import balanced
 from jaxpipe.residuals.vjp_program import assemble, backward, build, forward
 from jaxpipe.runtime.mpmd.device_bytes import Peak
-from tests.compare import relative_l2
+from tests.support.budget_models import KEY, built_pipeline, mlp, resnet, transformer, unet
+from tests.support.compare import FUSION, relative_l2
 
 
-KEY = jax.random.key(0)
-
-
-def entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def unet(m):
-    x = jax.random.normal(KEY, (m * 4, 16, 16, 3))
-    return zoo.UNet(width=8, depth=2), x, lambda model, x: jnp.square(model(x)[..., 0] - x[..., 0]).mean()
-
-
-def mlp(m):
-    """Wide rows and few parameters, which need no initializer."""
-    sizes = (32,) * 12 + (10,)
-    batch = {"x": jax.random.normal(KEY, (m * 512, 32)), "y": jnp.arange(m * 512) % 10}
-    model = jax.tree_util.Partial(zoo.mlp, zoo.init_mlp(KEY, list(sizes)))
-    return model, batch, lambda model, b: entropy(model(b["x"]), b["y"])
-
-
-def transformer(m):
-    tokens = jax.random.randint(KEY, (m * 2, 16), 0, 32)
-    model = zoo.Transformer(vocab=32, num_layers=2, width=32, num_heads=2, max_length=16, tied=False)
-    return model, tokens, lambda model, t: entropy(model(t, train=True)[:, :-1], t[:, 1:])
-
-
-def resnet(m):
-    batch = {"x": jax.random.normal(KEY, (m * 4, 16, 16, 3)), "y": jnp.arange(m * 4) % 10}
-    return zoo.ResNet18(num_classes=10, width=8), batch, lambda model, b: entropy(model(b["x"], train=True), b["y"])
-
-
-def make(build, stages, m, **options):
-    model, batch, loss = build(m)
-    mesh = jax.make_mesh((stages,), ("stage",), devices=jax.devices()[:stages])
-    options = {
-        "optimizer": optax.sgd(0.1),
-        "num_microbatches": m,
-        "profile": "analytic",
-        "options": jaxpipe.PlanOptions(compile=False),
-        **options,
-    }
-    return jaxpipe.partition(model, mesh, batch, loss=loss, **{"runtime": "mpmd", **options}), batch
+make = functools.partial(built_pipeline, runtime="mpmd", options=jaxpipe.PlanOptions(compile=False))
 
 
 @functools.cache
@@ -96,15 +54,11 @@ def _fixed(build, stages, m):
     return sum(n for name, n in memory.items() if name not in ("stash", "temporaries"))
 
 
-#: How far gradients may be off where XLA fuses normalizations and softmax with what is computed again in another way.
-FUSION = 1e-6
-
-
 @pytest.mark.parametrize(
     ("build", "stages", "m", "off"),
     [
         pytest.param(unet, 2, 4, 0.0, marks=pytest.mark.slow),
-        (mlp, 1, 2, 0.0),
+        pytest.param(mlp, 1, 2, 0.0, marks=pytest.mark.core),
         pytest.param(mlp, 3, 4, FUSION, marks=pytest.mark.slow),  # computes the exponentials of its softmax again
         pytest.param(unet, 1, 2, 0.0, marks=pytest.mark.slow),
         pytest.param(transformer, 2, 4, FUSION, marks=pytest.mark.slow),
@@ -213,7 +167,7 @@ def test_a_plan_for_one_function():
         ({"memory": 1000}, MemoryBudgetError, "by default each device needs .* The smallest budget"),
     ],
 )
-def test_bad_input(options, error, message):
+def test_invalid_budgets_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         make(mlp, 2, 4, **options)
 
@@ -271,7 +225,7 @@ def test_more_memory_is_used_for_shorter_steps(stages, m, levels):
     assert all(later >= 0.98 * max(compiled[:k]) for k, later in enumerate(compiled) if k)
 
 
-def test_a_solver_without_time():
+def test_the_plan_is_greedy_when_the_solver_times_out():
     """Then the greedy choice is there."""
     usual, state, batch, expected = unlimited(mlp, 2, 4)
     budget = (smallest_budget(mlp, 2, 4) + usual.plan.predicted_bytes) // 2

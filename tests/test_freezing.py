@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
-from pipeline_models import entropy, linen, plain_gradients
 
 import jaxpipe
 from examples import models as zoo
@@ -18,6 +16,8 @@ from jaxpipe import PartitionError, Plan, Profile, ScheduleError
 from jaxpipe.schedules import Kind, gpipe, one_f_one_b, simulate, zero_bubble
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.schedules.table import without_backward
+from tests.support.compare import assert_same_bits
+from tests.support.pipeline_models import entropy, linen, plain_gradients
 
 
 KEY = jax.random.key(0)

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients import block_sparse, run_length, state_specs
 from jaxpipe.gradients.blocks import find_blocks
-from tests.compare import assert_same_bits
+from tests.support.block_sparse_reference import Reference
+from tests.support.compare import assert_same_bits
 
 
 REPLICAS = 4
@@ -146,7 +147,7 @@ def test_what_vgg16_for_imagenet_sends(options, values, indices, norms):
 # What must hold whatever is sent.
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("mode", MODES)
 def test_one_replica_sends_or_keeps_every_bit(mode, norm):
@@ -231,30 +232,6 @@ def test_another_order_of_replicas_only_reorders_the_residuals(mode):
 # Against NumPy.
 
 
-class Reference:
-    """The method in NumPy, float64 norms, one replica after the other."""
-
-    def __init__(self, k, norm, mode):
-        self.k, self.norm, self.mode = k, norm, mode
-        self.left = {}
-
-    def __call__(self, name, gradients):
-        if gradients[0].ndim == 1:
-            return sum(gradients) / np.float32(len(gradients))
-        n = gradients[0].shape[-1]
-        left = self.left.get(name, [np.zeros_like(g) for g in gradients])
-        held = [g + r for g, r in zip(gradients, left, strict=True)]
-        rows = [p.astype(np.float64).reshape(-1, n) for p in held]
-        norms = [np.abs(p).sum(0) if self.norm == "l1" else (p**2).sum(0) for p in rows]
-        if self.mode == "consensus":
-            norms = [sum(norms)] * len(held)
-        picked = [np.isin(np.arange(n), np.argsort(-x, kind="stable")[: self.k]) for x in norms]
-        self.left[name] = [np.where(flags, np.float32(0), p) for p, flags in zip(held, picked, strict=True)]
-        return sum(np.where(flags, p, np.float32(0)) for p, flags in zip(held, picked, strict=True)) / np.float32(
-            len(held)
-        )
-
-
 class SmallCNN(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -317,7 +294,7 @@ def collective_bytes(text):
     return sent["all-reduce"] + sent["all-gather"] // REPLICAS
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("dense_1d", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_bytes_in_the_compiled_program(mode, dense_1d):

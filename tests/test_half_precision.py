@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 
 import jaxpipe
 from examples import models as zoo
+from tests.support.compare import assert_same_bits
 
 
 HALF = jnp.bfloat16
@@ -100,7 +100,7 @@ def test_encoded_gradients_have_the_bits_of_plain_ones(name, parameters):
     assert_same_bits(actual, expected)
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("parameters", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", ["products", "pools"])
 def test_compiled_too_if_xla_rounds_where_it_is_told(name, parameters):

@@ -18,7 +18,7 @@ from jaxpipe.planning.describe_plan import stage_links
 from jaxpipe.planning.storage.host_memory import check_host_memory
 
 
-def mesh_of(*kinds):
+def fake_mesh(*kinds):
     device = SimpleNamespace(
         device_kind="abacus", addressable_memories=lambda: [SimpleNamespace(kind=k) for k in kinds]
     )
@@ -57,12 +57,12 @@ def test_misuse_is_refused_before_anything_is_traced(given, options, error, mess
 
 
 def test_devices_need_memory_of_a_kind():
-    assert check_host_memory(None, 8, mesh_of("device"), False) is None
+    assert check_host_memory(None, 8, fake_mesh("device"), False) is None
     for kinds in (("device", "pinned_host"), ()):  # those of devices that are not here are not known
-        assert check_host_memory("1KiB", 8, mesh_of(*kinds), False) == HostPlan(1024, 0)
+        assert check_host_memory("1KiB", 8, fake_mesh(*kinds), False) == HostPlan(1024, 0)
     reason = "abacus has memory of the kinds device, unpinned_host, and none is pinned_host"
-    assert check_host_memory(5, 8, mesh_of("device", "unpinned_host"), False) == HostPlan(5, 0, reason)
-    assert check_host_memory(5, 8, mesh_of("pinned_host"), True) == HostPlan(5, 0)  # stages may have one device each
+    assert check_host_memory(5, 8, fake_mesh("device", "unpinned_host"), False) == HostPlan(5, 0, reason)
+    assert check_host_memory(5, 8, fake_mesh("pinned_host"), True) == HostPlan(5, 0)  # stages may have one device each
 
 
 def test_a_link_is_that_of_the_slowest_replica():

@@ -14,18 +14,18 @@ import tempfile
 import time
 from pathlib import Path
 
-import hosts_run
 import jax
 import numpy as np
 import pytest
-from compare import assert_same_bits
 
 import jaxpipe
 from jaxpipe.checkpoint import steps
+from tests.support import hosts_run
+from tests.support.compare import assert_same_bits
 
 
 ROOT = Path(__file__).parents[1]
-RUN = str(ROOT / "tests" / "hosts_run.py")
+RUN = str(ROOT / "tests" / "support" / "hosts_run.py")
 
 #: What SLURM tells a process of a job.
 SLURM = {
@@ -123,7 +123,7 @@ def test_two_processes_give_the_bits_of_one(tmp_path):
         assert saved["data rows"].tolist() == list(range(8, 16))
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_stages_sharded_over_devices_of_two_processes_give_the_bits_of_one(tmp_path):
     """Once each stage's devices are in one process, once in both; and optimizer state split over both."""
     cases = ("model within", "model across", "zero")

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 
 import jaxpipe
 from jaxpipe.runtime.interrupts import hold_interrupts
+from tests.support.compare import assert_same_bits
 
 
 #: Batches in turn, by the number of the step.

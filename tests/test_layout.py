@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.runtime.spmd.buffer_layout import lay_out
+from tests.support.compare import assert_same_bits
 
 
 DTYPES = [np.dtype(d) for d in (np.float32, ml_dtypes.bfloat16, np.int8, np.int32)]
@@ -98,7 +98,7 @@ def test_equal_stages_share_every_buffer(avals, count, random):
             assert offset == 0 and layout.buffers[k] == (math.prod(a.shape), a.dtype)
 
 
-def test_the_odd_one_is_packed():
+def test_unshared_arrays_are_packed():
     wide, narrow = jax.ShapeDtypeStruct((10,), np.float32), jax.ShapeDtypeStruct((4,), np.float32)
     layout = lay_out([[wide, wide], [wide, narrow, narrow]])
     assert layout.bytes == 80  # one shared buffer of 10, one of 10 in which both narrow ones stand

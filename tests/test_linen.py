@@ -2,9 +2,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from compare import assert_same_bits
 
 from jaxpipe import memory_encoded
+from tests.support.compare import assert_same_bits
 
 
 class Block(nn.Module):

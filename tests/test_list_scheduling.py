@@ -7,9 +7,6 @@ import random
 import jax
 import jax.numpy as jnp
 import pytest
-from compare import assert_same_bits
-from pipeline_models import plain_gradients
-from test_pipeline import arrays, case_of, pipeline_of
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules import (
@@ -24,6 +21,8 @@ from jaxpipe.schedules import (
     simulate,
     zero_bubble,
 )
+from tests.support.compare import arrays, assert_same_bits
+from tests.support.pipeline_models import case_of, pipeline_of, plain_gradients
 
 
 textbook = functools.partial(one_f_one_b, paired=False)

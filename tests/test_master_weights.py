@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 
 import jaxpipe
 from examples import models as zoo
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients import MasterWeightsState, master_weights
 from jaxpipe.schedules.asynchronous import double_buffered
+from tests.support.compare import assert_same_bits
 
 
 SIZES = [12, 16, 16, 16, 10]

@@ -14,16 +14,13 @@ from examples import models as zoo
 from jaxpipe import _compat
 from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.target import building_for
+from tests.support.meshes import mesh_of
+from tests.support.pipeline_models import entropy
 
 
 def pipeline_of(model, batch, loss, stages, m, **options):
-    mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
     options = {"optimizer": optax.adam(1e-3), "num_microbatches": m, "profile": "analytic", **options}
-    return jaxpipe.partition(model, mesh, batch, loss=loss, **{"runtime": "spmd", **options})
-
-
-def entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return jaxpipe.partition(model, mesh_of(stages), batch, loss=loss, **{"runtime": "spmd", **options})
 
 
 def mlp(stages, m, sizes=(256,) * 6 + (10,), rows=64, **options):
@@ -72,7 +69,7 @@ def test_predicted_bytes_are_within_ten_percent_of_what_xla_reserves(build, stag
     assert report.compiled_bytes[0] == pytest.approx(predicted, rel=0.10)
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_the_arena_is_there_once():
     """More micro-batches in flight: temporaries grow by the arena's new slots and by the batch, not by copies of it."""
     few, many = mlp(4, 2), mlp(4, 8)
@@ -83,7 +80,7 @@ def test_the_arena_is_there_once():
     assert grown <= slots + batch + 0.02 * slots
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_parameters_are_not_copied_in_the_loop():
     """Twice the width of one stage's odd layer, which is packed: temporaries grow by what a backward pass needs.
 

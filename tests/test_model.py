@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_same_bits
 from flax import nnx
 
 from jaxpipe.errors import ModelError
 from jaxpipe.models.bound_model import bind, needs_variables, reseed
+from tests.support.compare import assert_same_bits
 
 
 X = jax.ShapeDtypeStruct((4, 3), jnp.float32)

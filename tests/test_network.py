@@ -83,7 +83,7 @@ def test_uniform():
         ({"host_latency_seconds": (1, 1, 1)}, r"host_latency_seconds is \(1, 1, 1\)"),
     ],
 )
-def test_bad_input(arguments, message):
+def test_invalid_networks_are_refused(arguments, message):
     with pytest.raises(PartitionError, match=message):
         Network(**{"bandwidth_bytes_per_second": PAIR, **arguments})
 

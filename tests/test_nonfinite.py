@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 
 import jaxpipe
+from tests.support.compare import assert_same_bits
 
 
 BLOCKS = 4

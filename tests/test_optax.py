@@ -15,13 +15,13 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from compare import assert_same_bits
 
 from jaxpipe import PartitionError
 from jaxpipe.models.bound_model import bind
 from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.runtime import optimizer_by_stage as by_stages
+from tests.support.compare import assert_same_bits
 
 
 contrib = optax.contrib

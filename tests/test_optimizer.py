@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 
 import jaxpipe
 from examples import models as zoo
 from jaxpipe import PartitionError
+from tests.support.compare import assert_same_bits
 
 
 KEY = jax.random.key(0)

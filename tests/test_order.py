@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.operator_order import allowed_cuts, parameter_work_in_place, spans
+from tests.support.compare import assert_same_bits
 
 
 #: What a random program is made of; every array is a scalar or [3, 3].

@@ -16,7 +16,7 @@ import pytest
 import jaxpipe
 from jaxpipe.visualize.html_report import Contents, page
 from jaxpipe.visualize.plain_stash import plain_stash_bytes
-from tests.pipeline_models import cnn_linen
+from tests.support.pipeline_models import cnn_linen
 
 
 class Outline(HTMLParser):

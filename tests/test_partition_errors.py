@@ -14,17 +14,11 @@ import jaxpipe
 from jaxpipe import BatchError, MemoryBudgetError, ModelError, PartitionError, ScheduleError
 from jaxpipe.schedules import Action, Kind, Schedule
 from jaxpipe.text.units import parse_bytes
+from tests.support.meshes import mesh_of, named_mesh
+from tests.support.two_layers import mean, two_layers, untouched
 
 
 KEY = jax.random.key(0)
-
-
-def mesh_of(*sizes, axes=("stage",)):
-    return jax.make_mesh(sizes, axes, devices=jax.devices()[: int(np.prod(sizes))])
-
-
-def two_layers(w, x):
-    return jnp.tanh(x @ w["a"]) @ w["b"]
 
 
 def weights(width=4):
@@ -32,14 +26,6 @@ def weights(width=4):
 
 
 MODEL = jax.tree_util.Partial(two_layers, weights())
-
-
-def mean(model, x):
-    return model(x).mean()
-
-
-def untouched(*_):
-    pytest.fail("the loss was traced")
 
 
 def timed(seconds):
@@ -70,14 +56,14 @@ def state(pipeline):
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        (mesh_of(2, axes=("tp",)), r"the axes \('tp',\)\. A pipeline uses 'stage' \(required\); 'data' makes replicas"),
-        (mesh_of(2, 2, axes=("pp", "pipe")), r"the axes \('pp', 'pipe'\).*taken for them: 'stages', 'pipe', .*; 'dp'"),
-        (mesh_of(2, axes=("data",)), r"the axes \('data',\)\. .*make_mesh\(\(2, 4\), \('data', 'stage'\)\)"),
-        (mesh_of(2, 2, axes=("stage", "pp")), r"'stage' and 'pp' are both taken for 'stage'"),
+        (named_mesh(tp=2), r"the axes \('tp',\)\. A pipeline uses 'stage' \(required\); 'data' makes replicas"),
+        (named_mesh(pp=2, pipe=2), r"the axes \('pp', 'pipe'\).*taken for them: 'stages', 'pipe', .*; 'dp'"),
+        (named_mesh(data=2), r"the axes \('data',\)\. .*make_mesh\(\(2, 4\), \('data', 'stage'\)\)"),
+        (named_mesh(stage=2, pp=2), r"'stage' and 'pp' are both taken for 'stage'"),
         (4, r"mesh is int; .*jax\.make_mesh\(\(4,\), \('stage',\)\)"),
     ],
 )
-def test_mesh(mesh, message):
+def test_meshes_without_the_right_axes_are_refused(mesh, message):
     with pytest.raises(PartitionError, match=message):
         partition(mesh=mesh, loss=untouched)
 
@@ -97,13 +83,13 @@ def test_mesh(mesh, message):
         ),
         (
             6,
-            mesh_of(2, 2, axes=("data", "stage")),
+            mesh_of(2, 2),
             2,
             r"A batch of 6 .*each of 2 replica\(s\)\. Use num_microbatches=1 or 3, or a batch of 4 or 8 examples",
         ),
         (
             3,
-            mesh_of(2, 2, axes=("data", "stage")),
+            mesh_of(2, 2),
             None,
             r"A batch of 3 .*each of 2 replica\(s\)\. Use a multiple of 2 examples",
         ),
@@ -168,7 +154,7 @@ def test_another_batch_than_planned(pipeline, state, method, batch, message):
 
 
 def test_an_evaluation_batch_that_the_replicas_cannot_share():
-    pipeline = partition(mesh=mesh_of(2, 2, axes=("data", "stage")), evaluate=untouched)
+    pipeline = partition(mesh=mesh_of(2, 2), evaluate=untouched)
     with pytest.raises(BatchError, match=r"A batch for evaluate of 3 examples .*Use a multiple of 2 examples"):
         pipeline.evaluate(pipeline.init(KEY), jnp.ones((3, 3)))
 
@@ -186,7 +172,7 @@ def test_an_evaluation_batch_that_the_replicas_cannot_share():
         (lambda f, x: (f(x)[0], {}), r"a loss of shape \(2,\)"),
     ],
 )
-def test_loss(loss, message):
+def test_losses_that_are_no_number_are_refused(loss, message):
     with pytest.raises(PartitionError, match=message):
         partition(loss=loss)
 
@@ -246,7 +232,7 @@ def test_a_schedule_that_is_not_valid():
 
 
 @pytest.mark.parametrize("memory", ["8 apples", "many", "-3GiB", "0", 0, -1, 2.5, "1e9", ""])
-def test_what_is_no_size(memory):
+def test_invalid_memory_sizes_are_refused(memory):
     with pytest.raises(MemoryBudgetError, match=rf"memory={re.escape(repr(memory))} is not a size.*'8GiB' or '500MB'"):
         partition(memory=memory, loss=untouched)
 
@@ -289,7 +275,7 @@ def test_an_impossible_budget_names_the_least_that_fits():
         ],
     ],
 )
-def test_sizes(text, size):
+def test_sizes_are_read_in_all_units(text, size):
     assert parse_bytes(text) == size
 
 

@@ -8,53 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits, relative_l2
 from flax import nnx
-from pipeline_models import CASES, entropy, images, plain_gradients
 
 import jaxpipe
 from examples import models as zoo
 from jaxpipe.errors import PartitionError
 from jaxpipe.runtime.uint32_words import POISON
 from jaxpipe.schedules import gpipe, one_f_one_b
+from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
+from tests.support.meshes import mesh_of
+from tests.support.pipeline_models import CASES, ROWS, case_of, entropy, images, pipeline_of, plain_gradients
 
-
-# Where a stage begins, XLA fuses otherwise than in the whole program: sums of reductions (BatchNorm, softmax) are then
-# contracted or ordered differently. One unit in the last place of float32 is 1.2e-7; the networks are up to 20 layers.
-FUSION = 1e-6
 
 #: Of these every gradient is the same bit for bit, on 1, 2 and 4 stages. One exception: one stage of the MLP with one
 #: row in each micro-batch. A weight's gradient is then a single product, which XLA contracts with the sum it goes to.
 #: (The U-Net is no such model on all processors: the sum for one bias is ordered by the width of their vectors.)
 IDENTICAL = {"mlp"}
-
-ROWS = 16
-
-
-def mesh_of(stages: int, replicas: int | None) -> jax.sharding.Mesh:
-    if replicas is None:
-        return jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
-    devices = np.array(jax.devices()[: stages * replicas]).reshape(replicas, stages)
-    return jax.sharding.Mesh(devices, ("data", "stage"))
-
-
-@functools.cache
-def case_of(name: str):
-    return CASES[name](ROWS)
-
-
-def pipeline_of(name: str, stages: int, m: int, replicas: int | None, **options) -> jaxpipe.Pipeline:
-    case = case_of(name)
-    """With stage programs, which ``runtime="auto"`` does not take for stages as small as these."""
-    options = {"optimizer": optax.sgd(0.05, momentum=0.9), "profile": "analytic", "runtime": "mpmd", **options}
-    return jaxpipe.partition(
-        case.model, mesh_of(stages, replicas), case.batch, loss=case.loss, num_microbatches=m, **options
-    )
-
-
-def arrays(tree):
-    """Leaves; random streams, which a pipeline does not keep, left out."""
-    return [x for x in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
 
 
 def check_training(name: str, stages: int, m: int, replicas: int | None) -> None:
@@ -112,7 +81,7 @@ def test_every_size_trains_as_plain_training_does(name, stages, m, replicas):
     check_training(name, stages, m, replicas)
 
 
-def test_schedules_are_only_tables():
+def test_gradients_do_not_depend_on_the_schedule():
     """All forwards first, or one of each in turn: the same micro-batches are summed in the same order."""
     results = []
     for schedule in (one_f_one_b, gpipe):

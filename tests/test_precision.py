@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 
 import jaxpipe
 from examples import models as zoo
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients import block_sparse
 from jaxpipe.schedules.asynchronous import double_buffered
+from tests.support.compare import assert_same_bits
+from tests.support.meshes import mesh_of
 
 
 #: One rounding to bfloat16, which has 8 significant bits.
@@ -25,23 +26,17 @@ HALF_ULP = 2.0**-9
 RATE = 0.5  # a power of two: the optimizer's own product is exact
 
 
-def mesh_of(stages, replicas=None):
-    if replicas is None:
-        return jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
-    return jax.sharding.Mesh(np.array(jax.devices()[: stages * replicas]).reshape(replicas, stages), ("data", "stage"))
-
-
-def entropy(logits, labels):
+def entropy_of_rows(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
 
 
 def loss(model, batch):
-    return entropy(model(batch["x"]), batch["y"]).mean()
+    return entropy_of_rows(model(batch["x"]), batch["y"]).mean()
 
 
 def weighted(model, batch):
     keep = (batch["y"] > 2).astype(jnp.float32)
-    return (keep * entropy(model(batch["x"]), batch["y"])).sum(), keep.sum(), {}
+    return (keep * entropy_of_rows(model(batch["x"]), batch["y"])).sum(), keep.sum(), {}
 
 
 @functools.cache

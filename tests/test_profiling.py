@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from pipeline_models import CASES, cnn_linen, mlp, transformer
 
 import jaxpipe
 from jaxpipe.costs import measured_seconds
@@ -26,6 +25,7 @@ from jaxpipe.graph.graph import trace
 from jaxpipe.models.bound_model import bind
 from jaxpipe.models.microbatch_program import trace_loss
 from jaxpipe.residuals.backward_graph import build_backward_graph
+from tests.support.pipeline_models import CASES, cnn_linen, mlp, transformer
 
 
 def backward_graph_of(function, *shapes):

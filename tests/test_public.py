@@ -28,6 +28,7 @@ def public_names(module):
             yield f"{value.__module__}.{value.__qualname__}", value
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("module", (*PUBLIC, *MODULES))
 def test_every_public_name_is_in_the_reference(module):
     reference = (Path(__file__).parents[1] / "docs" / "reference.md").read_text().splitlines()
@@ -37,6 +38,7 @@ def test_every_public_name_is_in_the_reference(module):
     assert [name for name, value in names.items() if not inspect.getdoc(value)] == []
 
 
+@pytest.mark.core
 def test_the_reference_names_nothing_else():
     reference = (Path(__file__).parents[1] / "docs" / "reference.md").read_text().splitlines()
     listed = [line.removeprefix("::: ") for line in reference if line.startswith("::: ")]
@@ -46,6 +48,7 @@ def test_the_reference_names_nothing_else():
         assert getattr(importlib.import_module(module), attribute).__doc__
 
 
+@pytest.mark.core
 def test_every_public_name_is_documented():
     assert {"memory_encoded", "residual_report", "without_encoding"} <= set(jaxpipe.__all__)
     assert [name for name in jaxpipe.__all__ if not inspect.getdoc(getattr(jaxpipe, name))] == []
@@ -64,6 +67,7 @@ def run(code):
     return done.stdout.split()
 
 
+@pytest.mark.core
 def test_import_loads_next_to_nothing():
     """Names are loaded when they are used; then without what only some programs need."""
     code = "import jax, sys; before = set(sys.modules); import jaxpipe; print(*set(sys.modules) - before)"
@@ -72,6 +76,7 @@ def test_import_loads_next_to_nothing():
     assert {"cvxpy", "matplotlib", "orbax.checkpoint", "scipy.stats"}.isdisjoint(run(code))
 
 
+@pytest.mark.core
 def test_import_initializes_no_device():
     code = (
         "import jaxpipe; [getattr(jaxpipe, name) for name in jaxpipe.__all__]; "

@@ -2,11 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_same_bits, relative_l2
 from flax import nnx
 
 from jaxpipe import memory_encoded
 from jaxpipe.models.purify_nnx import Role, purify
+from tests.support.compare import assert_same_bits, relative_l2
 
 
 class Tied(nnx.Module):

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxpipe
-from tests.compare import assert_same_bits, relative_l2
+from tests.support.compare import assert_same_bits, relative_l2
 
 
 STAGES = (1, 4)

@@ -3,7 +3,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_same_bits, relative_l2
 from jax import lax
 
 from jaxpipe import memory_encoded
@@ -13,6 +12,7 @@ from jaxpipe.graph.rules import max_pool, pick, relu
 from jaxpipe.residuals import choose_formats, vjp_program
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.target import building_for
+from tests.support.compare import assert_same_bits, relative_l2
 
 
 def pool(x, window, strides, padding):
@@ -117,7 +117,7 @@ def brute_force_pool(x, cotangent, window, strides, padding, window_dilation, ba
     return gradient[inside]
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("before", [lambda x: x, jax.nn.relu], ids=["pool", "relu-pool"])
 @pytest.mark.parametrize("geometry", DILATED, ids=str)
 def test_dilated_max_pool_against_brute_force(geometry, before):
@@ -190,7 +190,7 @@ def test_a_relu_that_others_read_keeps_its_own_predicate():
     assert match.name == "max_pool"
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("window", [(2, 2), (3, 3)])
 def test_the_gradient_of_a_bias_before_a_pool(window):
     """To a few roundings of a sum of 128: what XLA fuses it with, and how wide the processor adds, sets the order."""

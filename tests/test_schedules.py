@@ -306,7 +306,7 @@ def test_corrupted_orders_are_refused_or_run(data, maker, p, m):
             from_orders(damage, orders, *size).validate()
 
 
-def test_orders_of_work_that_there_is_not():
+def test_unknown_actions_are_refused():
     with pytest.raises(ScheduleError, match="stage 0 does F0'1, but there are 1 micro-batches and 1 stages"):
         from_orders("drawn", [[Action(F, 0), Action(F, 0, 1)]], 1)
     with pytest.raises(ScheduleError, match="no device does anything"):

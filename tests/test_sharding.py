@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits, relative_l2
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from jaxpipe import PlanOptions
 from jaxpipe.errors import PartitionError
+from tests.support.compare import assert_same_bits, relative_l2
+from tests.support.meshes import named_mesh
 
 
 # A few float32 roundings (6e-8): products whose contracted dimension is split are added up in another order.
@@ -132,11 +133,6 @@ def loss(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean() + 0.01 * extra
 
 
-def mesh_of(**shape):
-    count = int(np.prod(list(shape.values())))
-    return Mesh(np.array(jax.devices()[:count]).reshape(tuple(shape.values())), tuple(shape))
-
-
 def pipeline_of(model, mesh, *, batch=None, optimizer=None, microbatches=8, loss=loss, **options):
     return jaxpipe.partition(
         model,
@@ -184,10 +180,16 @@ def assert_close(tree, other):
     assert relative_l2(tree, other) < ORDER
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("module", [GPT(), Llama(), MixtureOfExperts()], ids=["gpt", "llama", "experts"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(GPT(), marks=pytest.mark.core, id="gpt"),
+        pytest.param(Llama(), marks=pytest.mark.versions, id="llama"),
+        pytest.param(MixtureOfExperts(), marks=pytest.mark.versions, id="experts"),
+    ],
+)
 def test_stages_replicas_and_sharded_kernels_train_as_one_device(module):
-    pipeline = pipeline_of(module, mesh_of(stage=2, data=2, model=2))
+    pipeline = pipeline_of(module, named_mesh(stage=2, data=2, model=2))
     state = trained(pipeline)
     assert any("model" in str(x.sharding.spec) for x in state.parameters)
     assert_close(nn.unbox(pipeline.parameters(state))["params"], plain_training(module, batch_of()))
@@ -197,17 +199,17 @@ def test_cuts_do_not_change_a_bit():
     """Sums have the same order with two stages and with four; XLA:CPU fuses blocks of a GPT otherwise at a cut."""
     results = []
     for stages in (2, 4):
-        pipeline = pipeline_of(Plain(), mesh_of(stage=stages, model=2))
+        pipeline = pipeline_of(Plain(), named_mesh(stage=stages, model=2))
         results.append(pipeline.parameters(trained(pipeline)))
     assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("optimizer", [optax.adam(2**-7), optax.sgd(0.125, momentum=0.5)], ids=["adam", "momentum"])
-@pytest.mark.core
+@pytest.mark.versions
 def test_optimizer_state_split_over_replicas_gives_the_same_bits(optimizer):
     results = []
     for options in (None, PlanOptions(zero=1)):
-        pipeline = pipeline_of(GPT(), mesh_of(stage=2, data=4), optimizer=optimizer, microbatches=4, options=options)
+        pipeline = pipeline_of(GPT(), named_mesh(stage=2, data=4), optimizer=optimizer, microbatches=4, options=options)
         state = trained(pipeline)
         results.append((pipeline.parameters(state), pipeline.plan.memory["optimizer"]))
     (whole, all_bytes), (split, bytes_each) = results
@@ -219,7 +221,7 @@ def test_optimizer_state_split_over_replicas_gives_the_same_bits(optimizer):
 def test_bytes_of_adam_with_its_state_split_over_replicas():
     """8 + 8/d bytes for each float32 parameter: itself and its gradient, and two moments over d replicas."""
     pipeline = pipeline_of(
-        GPT(), mesh_of(stage=1, data=4), optimizer=optax.adam(1e-3), microbatches=4, options=PlanOptions(zero=1)
+        GPT(), named_mesh(stage=1, data=4), optimizer=optax.adam(1e-3), microbatches=4, options=PlanOptions(zero=1)
     )
     memory = pipeline.plan.memory
     count = sum(x.size for x in jax.tree.leaves(pipeline.parameters(pipeline.init(jax.random.key(0)))))
@@ -232,7 +234,9 @@ def test_an_optimizer_of_whole_matrices_with_its_state_split(make):
     """Each update is made of all of a matrix, wherever its parts are."""
     results = []
     for options in (None, PlanOptions(zero=1)):
-        pipeline = pipeline_of(Plain(), mesh_of(stage=2, data=2), optimizer=make(0.01), microbatches=4, options=options)
+        pipeline = pipeline_of(
+            Plain(), named_mesh(stage=2, data=2), optimizer=make(0.01), microbatches=4, options=options
+        )
         results.append((pipeline.parameters(trained(pipeline)), pipeline.plan.memory["optimizer"]))
     (whole, all_bytes), (split, bytes_each) = results
     assert_close(whole, split)
@@ -241,10 +245,10 @@ def test_an_optimizer_of_whole_matrices_with_its_state_split(make):
 
 def test_fully_sharded_parameters_and_examples():
     options = PlanOptions(shardings={"*/kernel": P("fsdp"), "*/embedding": P(None, "fsdp")})
-    pipeline = pipeline_of(GPT(), mesh_of(stage=2, data=2, fsdp=2), options=options, microbatches=4)
+    pipeline = pipeline_of(GPT(), named_mesh(stage=2, data=2, fsdp=2), options=options, microbatches=4)
     state = trained(pipeline)
     assert_close(nn.unbox(pipeline.parameters(state))["params"], plain_training(GPT(), batch_of(), parts=4))
-    whole = pipeline_of(GPT(), mesh_of(stage=2, data=2), microbatches=4).plan
+    whole = pipeline_of(GPT(), named_mesh(stage=2, data=2), microbatches=4).plan
     assert pipeline.plan.memory["parameters"] < 0.56 * whole.memory["parameters"]
     assert pipeline.plan.memory["stash"] == pytest.approx(whole.memory["stash"] / 2, rel=0.02)
 
@@ -269,10 +273,10 @@ class Logical(nn.Module):
 RULES = (("batch", ("data", "fsdp")), ("mlp", "tensor"), ("vocabulary", "tensor"), ("embed", "fsdp"), ("length", None))
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("axes", [{}, {"tensor": 2}, {"fsdp": 2}, {"tensor": 2, "fsdp": 2}], ids=str)
 def test_logical_axes_with_and_without_the_mesh_axes(axes):
-    pipeline = pipeline_of(Logical(), mesh_of(stage=2, **axes), options=PlanOptions(axis_rules=RULES))
+    pipeline = pipeline_of(Logical(), named_mesh(stage=2, **axes), options=PlanOptions(axis_rules=RULES))
     state = trained(pipeline)
     assert_close(nn.unbox(pipeline.parameters(state))["params"], plain_training(Logical(), batch_of()))
     specs = {str(x.sharding.spec) for x in state.parameters}
@@ -281,7 +285,7 @@ def test_logical_axes_with_and_without_the_mesh_axes(axes):
 
 def test_rules_of_the_caller_count_too():
     with nn.logical_axis_rules(RULES):
-        pipeline = pipeline_of(Logical(), mesh_of(stage=2, tensor=2))
+        pipeline = pipeline_of(Logical(), named_mesh(stage=2, tensor=2))
     assert any("tensor" in str(x.sharding.spec) for x in trained(pipeline, steps=1).parameters)
 
 
@@ -301,7 +305,7 @@ class NnxModel(nnx.Module):
 
 
 def test_metadata_of_nnx():
-    pipelines = [pipeline_of(NnxModel, mesh) for mesh in (mesh_of(stage=1), mesh_of(stage=2, model=4))]
+    pipelines = [pipeline_of(NnxModel, mesh) for mesh in (named_mesh(stage=1), named_mesh(stage=2, model=4))]
     assert_close(*(pipeline.parameters(trained(pipeline)) for pipeline in pipelines))
     assert pipelines[1].plan.axes == {"model": 4}
     kernels = [x for x in trained(pipelines[1], steps=1).parameters if x.ndim == 2]
@@ -321,7 +325,7 @@ def test_shards_of_a_shard_map_over_a_stages_own_axis():
 
     params = [jax.random.normal(jax.random.key(k), (8, 8)) / 3 for k in range(2)]
     batch = jax.random.normal(jax.random.key(3), (8, 8))
-    pipeline = squares_of(apply, params, batch, mesh_of(stage=2, model=2))
+    pipeline = squares_of(apply, params, batch, named_mesh(stage=2, model=2))
     assert not pipeline.plan.notes
     _, gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch)
     plain = jax.grad(lambda p: jnp.square((jnp.tanh(batch @ p[0]) @ p[0].T) @ p[1]).mean())(params)
@@ -345,7 +349,7 @@ def test_experts_that_exchange_tokens_over_an_axis_of_their_stage():
     params = {name: jax.random.normal(jax.random.key(len(name)), shape) / 3 for name, shape in shapes.items()}
     batch = jax.random.normal(jax.random.key(3), (16, 8))
     options = PlanOptions(shardings={"*/experts": P("expert")})
-    pipeline = squares_of(apply, params, batch, mesh_of(stage=2, expert=2), options=options)
+    pipeline = squares_of(apply, params, batch, named_mesh(stage=2, expert=2), options=options)
 
     def plain(params):
         """Send the first half of each device's rows to the first expert."""
@@ -364,7 +368,7 @@ def test_a_constraint_over_an_axis_of_the_stage_stays_and_others_are_dropped_wit
 
     params = [jax.random.normal(jax.random.key(k), (8, 8)) / 3 for k in range(2)]
     batch = jax.random.normal(jax.random.key(3), (8, 8))
-    pipeline = squares_of(apply, params, batch, mesh_of(stage=2, model=2))
+    pipeline = squares_of(apply, params, batch, named_mesh(stage=2, model=2))
     (note,) = pipeline.plan.notes
     assert "'data', 'rows' are dropped" in note and "'model'" not in note.split("dropped")[0]
     _, gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(0)), batch)
@@ -374,9 +378,9 @@ def test_a_constraint_over_an_axis_of_the_stage_stays_and_others_are_dropped_wit
 
 def test_evaluation_and_prediction_of_sharded_stages():
     pipeline = pipeline_of(
-        GPT(), mesh_of(stage=2, data=2, model=2), evaluate=loss, predict=lambda model, batch: model(batch["x"])
+        GPT(), named_mesh(stage=2, data=2, model=2), evaluate=loss, predict=lambda model, batch: model(batch["x"])
     )
-    plain = pipeline_of(GPT(), mesh_of(stage=1), evaluate=loss, predict=lambda model, batch: model(batch["x"]))
+    plain = pipeline_of(GPT(), named_mesh(stage=1), evaluate=loss, predict=lambda model, batch: model(batch["x"]))
     states = [p.init(jax.random.key(0)) for p in (pipeline, plain)]
     values = [p.evaluate(s, batch_of())["loss"] for p, s in zip((pipeline, plain), states, strict=True)]
     assert float(values[0]) == pytest.approx(float(values[1]), rel=ORDER)
@@ -384,13 +388,13 @@ def test_evaluation_and_prediction_of_sharded_stages():
     assert relative_l2(*rows) < ORDER
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_checkpoints_go_from_any_layout_to_any(tmp_path):
     layouts = [
-        (mesh_of(stage=2, data=2, model=2), PlanOptions(zero=1)),
-        (mesh_of(stage=1), None),
-        (mesh_of(stage=2, model=4), None),
-        (mesh_of(stage=1, data=4), PlanOptions(zero=1)),
+        (named_mesh(stage=2, data=2, model=2), PlanOptions(zero=1)),
+        (named_mesh(stage=1), None),
+        (named_mesh(stage=2, model=4), None),
+        (named_mesh(stage=1, data=4), PlanOptions(zero=1)),
     ]
     pipelines = [pipeline_of(GPT(), mesh, optimizer=optax.adam(1e-3), options=options) for mesh, options in layouts]
     state = trained(pipelines[0], steps=1)
@@ -417,14 +421,14 @@ def test_a_head_that_outweighs_its_layers_is_split_where_it_cannot_be_cut():
             return nn.Dense(32000, use_bias=False, kernel_init=annotated(None, "model"))(x)
 
     batch = {name: jax.ShapeDtypeStruct((16, 128), jnp.int32) for name in "xy"}
-    plan = pipeline_of(Wide(), mesh_of(stage=2, model=2), batch=batch, microbatches=16).plan
+    plan = pipeline_of(Wide(), named_mesh(stage=2, model=2), batch=batch, microbatches=16).plan
     assert all(stage.operators[1] > stage.operators[0] and stage.parameter_bytes for stage in plan.stages)
     assert plan.bubble_fraction < 0.35
 
 
 def test_arrays_of_sharded_stages_take_the_predicted_bytes():
     """XLA splits stashes as the plan expects."""
-    pipeline = pipeline_of(GPT(), mesh_of(stage=2, data=2, model=2), optimizer=optax.adam(1e-3))
+    pipeline = pipeline_of(GPT(), named_mesh(stage=2, data=2, model=2), optimizer=optax.adam(1e-3))
     report = pipeline.memory_report()
     assert len(report.compiled_bytes) == len(report.predicted_bytes) == 8
     sizes = zip(report.predicted_bytes, report.compiled_bytes, report.temporary_bytes, strict=True)
@@ -437,7 +441,7 @@ def test_arrays_of_sharded_stages_take_the_predicted_bytes():
 @pytest.mark.parametrize("share", [0.9, 0.8])
 def test_a_budget_for_each_device_of_a_sharded_stage(share):
     """Choices are worth the bytes that they take on one device."""
-    mesh, whole = mesh_of(stage=2, model=2), pipeline_of(GPT(), mesh_of(stage=2, model=2), microbatches=4)
+    mesh, whole = named_mesh(stage=2, model=2), pipeline_of(GPT(), named_mesh(stage=2, model=2), microbatches=4)
     budget = int(share * max(whole.memory_report().compiled_bytes))
     pipeline = pipeline_of(GPT(), mesh, microbatches=4, memory=budget)
     assert max(pipeline.memory_report().compiled_bytes) <= budget
@@ -445,7 +449,7 @@ def test_a_budget_for_each_device_of_a_sharded_stage(share):
 
 
 def test_the_users_own_names_of_axes():
-    mesh = mesh_of(columns=2, rows=2)
+    mesh = named_mesh(columns=2, rows=2)
     pipeline = pipeline_of(GPT(), mesh, options=PlanOptions(stage_axis="columns", data_axis="rows"), microbatches=4)
     assert pipeline.mesh.axis_names == ("stage", "data")
     assert pipeline.plan.replicas == 2
@@ -453,17 +457,17 @@ def test_the_users_own_names_of_axes():
 
 def refuse(text, model=None, mesh=None, **options):
     with pytest.raises(PartitionError, match=text):
-        pipeline_of(model or GPT(), mesh or mesh_of(stage=2, model=2), **options)
+        pipeline_of(model or GPT(), mesh or named_mesh(stage=2, model=2), **options)
 
 
 def test_wrong_axes_are_refused():
     refuse("axis 'tensor'.*'model' \\(2\\)", options=PlanOptions(shardings={"*/kernel": P("tensor")}))
     refuse("no variable is called 'weights'", options=PlanOptions(shardings={"weights": P("model")}))
-    refuse("over which nothing is split", mesh=mesh_of(stage=2, expert=2))
-    refuse("no multiple of 3", mesh=mesh_of(stage=2, model=3))
+    refuse("over which nothing is split", mesh=named_mesh(stage=2, expert=2))
+    refuse("no multiple of 3", mesh=named_mesh(stage=2, model=3))
     refuse("stage_axis='pipes'", options=PlanOptions(stage_axis="pipes"))
     with pytest.raises(PartitionError, match=r"options=.*PlanOptions"):
-        pipeline_of(GPT(), mesh_of(stage=2), options={"zero": 1})
+        pipeline_of(GPT(), named_mesh(stage=2), options={"zero": 1})
     with pytest.raises(PartitionError, match="zero=3"):
         PlanOptions(zero=3)
 
@@ -471,7 +475,7 @@ def test_wrong_axes_are_refused():
 def test_split_optimizer_state_needs_updates_at_the_end_of_a_step():
     refuse(
         "zero=1.*pipedream.*end of a step",
-        mesh=mesh_of(stage=2, data=2),
+        mesh=named_mesh(stage=2, data=2),
         schedule="pipedream",
         options=PlanOptions(zero=1),
         microbatches=4,
@@ -481,7 +485,7 @@ def test_split_optimizer_state_needs_updates_at_the_end_of_a_step():
 def test_blocks_of_gradients_are_of_whole_gradients():
     refuse(
         "block_sparse.*whole gradients",
-        mesh=mesh_of(stage=2, data=2),
+        mesh=named_mesh(stage=2, data=2),
         gradient_exchange=jaxpipe.gradients.block_sparse(k=1),
         options=PlanOptions(zero=1),
         microbatches=4,
@@ -491,12 +495,12 @@ def test_blocks_of_gradients_are_of_whole_gradients():
 def test_one_program_has_no_further_axes():
     with pytest.raises(PartitionError, match="runtime='mpmd'"):
         jaxpipe.partition(
-            GPT(), mesh_of(stage=2, model=2), batch_of(), loss=loss, optimizer=optax.sgd(0.1), runtime="spmd"
+            GPT(), named_mesh(stage=2, model=2), batch_of(), loss=loss, optimizer=optax.sgd(0.1), runtime="spmd"
         )
 
 
 def test_sharding_of_the_state():
-    pipeline = pipeline_of(GPT(), mesh_of(stage=2, data=2, model=2))
+    pipeline = pipeline_of(GPT(), named_mesh(stage=2, data=2, model=2))
     state = pipeline.init(jax.random.key(0))
     sharded = [x for x in state.parameters if x.sharding.spec != P()]
     assert all(isinstance(x.sharding, NamedSharding) and len(x.sharding.device_set) == 4 for x in sharded)
@@ -506,7 +510,7 @@ def test_sharding_of_the_state():
 def test_stages_of_unequal_numbers_of_groups():
     """Two groups share the micro-batches of the first stage; each is sharded over ``model``."""
     pipeline = pipeline_of(
-        Plain(), mesh_of(stage=3, model=2), options=PlanOptions(devices_per_stage=(2, 1)), schedule="1f1b"
+        Plain(), named_mesh(stage=3, model=2), options=PlanOptions(devices_per_stage=(2, 1)), schedule="1f1b"
     )
     state = trained(pipeline)
     assert_close(nn.unbox(pipeline.parameters(state))["params"], plain_training(Plain(), batch_of()))

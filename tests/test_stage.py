@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import assert_same_bits
-from models import LINEN
 
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.liveness import peak_bytes
@@ -15,6 +13,8 @@ from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import derived_from
 from jaxpipe.residuals.stored_formats import Format, SavedFormat
 from jaxpipe.target import building_for
+from tests.support.compare import assert_same_bits
+from tests.support.encoded_models import LINEN
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def test_the_split_backward_pass_is_the_whole_one(name):
     assert built.weight_part and built.input_part
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ["cnn", "transformer"])
 def test_the_programs_for_a_gpu_give_the_same_gradients(name):
     graph, leaves, (value, gradients) = traced(name)

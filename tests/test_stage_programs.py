@@ -9,9 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits, relative_l2
-from pipeline_models import CASES, plain_gradients
-from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
 
 import jaxpipe
 from jaxpipe.errors import BatchError, ModelError, PartitionError
@@ -19,6 +16,9 @@ from jaxpipe.runtime.mpmd.instructions import Call, Send
 from jaxpipe.runtime.mpmd.schedule_to_calls import program_kinds, training_list
 from jaxpipe.runtime.mpmd.stage_work import Role
 from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
+from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
+from tests.support.meshes import mesh_of
+from tests.support.pipeline_models import CASES, case_of, pipeline_of, plain_gradients
 
 
 textbook = functools.partial(one_f_one_b, paired=False)
@@ -55,10 +55,13 @@ def check_runtimes(name: str, stages: int, m: int, replicas: int | None, schedul
     assert ours["step"] == theirs["step"] == 3
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("stages", "schedule", "replicas"),
-    [(1, "1f1b", None), (2, "zero_bubble", None), (4, "gpipe", None), (2, "1f1b", 2), (2, "chunks", None)],
+    [pytest.param(*size, marks=pytest.mark.core) for size in ((2, "zero_bubble", None), (2, "1f1b", 2))]
+    + [
+        pytest.param(*size, marks=pytest.mark.versions)
+        for size in ((1, "1f1b", None), (4, "gpipe", None), (2, "chunks", None))
+    ],
 )
 def test_stage_programs_give_the_bits_of_one_program(stages, schedule, replicas):
     check_runtimes("mlp", stages, 4, replicas, SCHEDULES[schedule], exact=True)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from jaxpipe.runtime.mpmd.swap_instructions import cut_arrays
 from jaxpipe.runtime.stash_swap import SwapTarget
 from jaxpipe.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.swap_points import HOST, swap_points
+from tests.support.compare import assert_same_bits
 
 
 WEIGHTS = [jax.random.normal(jax.random.key(k), (64, 64)) / 8 for k in range(16)]

@@ -8,15 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 from jax import lax
-from pipeline_models import Case, classifier, images, linen, plain_gradients
-from test_pipeline import arrays, mesh_of
 
 import jaxpipe
 from examples import models as zoo
 from jaxpipe.runtime.stage_switch import overwrite, switch
 from jaxpipe.schedules import one_f_one_b
+from tests.support.compare import arrays, assert_same_bits
+from tests.support.pipeline_models import Case, classifier, images, linen, pipeline_of, plain_gradients
 
 
 WIDTH = 16
@@ -47,7 +46,7 @@ def test_equal_branches_are_one():
     check([scaled(2.0), scaled(3.0), scaled(2.0), scaled(2.0)], 2, X)
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("factors", [(2.0, 3.0, 2.0), (2.0, 2.0), (2.0,)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64, jnp.int32])
 def test_a_branch_that_writes_over_what_it_is_given(factors, dtype):
@@ -157,14 +156,6 @@ def dropped(count: int) -> Case:
     return linen(Dropped(count), images(WIDTH, rows=8), classifier())
 
 
-def pipeline_of(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
-    options = {"schedule": one_f_one_b, "optimizer": optax.adam(1e-2), "profile": "analytic", **options}
-    options["runtime"] = "spmd"
-    return jaxpipe.partition(
-        case.model, mesh_of(stages, None), case.batch, loss=case.loss, num_microbatches=4, **options
-    )
-
-
 def lowered(pipeline: jaxpipe.Pipeline) -> str:
     """The training step before XLA has seen it."""
     return pipeline._runtime.lower_step().as_text()
@@ -174,10 +165,15 @@ def count_products(text: str) -> int:
     return len(re.findall(r"stablehlo\.dot_general", text))
 
 
-@pytest.mark.core
+def spmd_pipeline(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
+    options = {"schedule": one_f_one_b, "optimizer": optax.adam(1e-2), **options}
+    return pipeline_of(case, stages, 4, runtime="spmd", **options)
+
+
+@pytest.mark.versions
 @pytest.mark.parametrize("make", [pytest.param(deep, marks=pytest.mark.slow), dropped])
 def test_the_program_does_not_grow_with_stages_that_are_alike(make):
-    three, five = (pipeline_of(make(n), n) for n in (3, 5))
+    three, five = (spmd_pipeline(make(n), n) for n in (3, 5))
     # First stage: a product and one for its weight. Middle stages, all together: one more for its input. Last: as many.
     assert [count_products(lowered(p)) for p in (three, five)] == [8, 8]
     case = make(5)
@@ -196,7 +192,7 @@ def test_sharing_branches_changes_no_bit(schedule, monkeypatch):
 
     def trained():
         case = dropped(8)
-        pipeline = pipeline_of(case, 8, schedule=schedule)
+        pipeline = spmd_pipeline(case, 8, schedule=schedule)
         state = pipeline.init(jax.random.key(3))
         for _ in range(2):
             state, _ = pipeline.step(state, case.batch)

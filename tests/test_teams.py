@@ -15,9 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits, relative_l2
-from pipeline_models import classifier, entropy, images, linen
-from test_pipeline import FUSION, arrays, case_of, mesh_of, pipeline_of
 
 import jaxpipe
 from jaxpipe import Network
@@ -26,6 +23,9 @@ from jaxpipe.planning import partition_layers
 from jaxpipe.planning.dispatch_timeline import CALL_SECONDS
 from jaxpipe.schedules import one_f_one_b
 from jaxpipe.schedules.replicas import StageReplicas
+from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
+from tests.support.meshes import mesh_of
+from tests.support.pipeline_models import case_of, classifier, entropy, images, linen, pipeline_of
 
 
 planned_of = functools.partial(pipeline_of, runtime="mpmd")
@@ -38,7 +38,7 @@ M = 8
 EXACT = optax.sgd(0.5, momentum=0.5)
 
 
-def test_who_works_on_what():
+def test_microbatches_are_dealt_round_robin():
     stage_replicas = StageReplicas((2, 3))
     assert (stage_replicas.round_size, stage_replicas.groups) == (6, ((0, 1), (2, 3, 4)))
     assert ([stage_replicas.per_device(s) for s in range(2)], stage_replicas.most_per_device) == ([3, 2], 3)
@@ -468,18 +468,18 @@ def test_widths_on_paper():
             {"schedule": lambda p, m: one_f_one_b(4, m)},
             r"Pass devices_per_stage= for 4 stages, or .* a round of 3",
         ),
-        ((1, 1, 2), {"rows": 1, "m": 1}, None),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_traced(replicate, options, message):
     def loss(model, x):
         pytest.fail("traced")
 
-    if message is None:
-        assert layers(replicate, **options).plan.stage_replicas.per_stage == replicate
-        return
     with pytest.raises(PartitionError, match=message):
         layers(replicate, loss=loss, **options)
+
+
+def test_a_batch_of_one_row_is_for_stages_on_several_devices_too():
+    assert layers((1, 1, 2), rows=1, m=1).plan.stage_replicas.per_stage == (1, 1, 2)
 
 
 def test_a_schedule_that_does_not_exist_for_so_many_deals_tells_of_deals():

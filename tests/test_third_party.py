@@ -5,14 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import relative_l2
 from flax import nnx
 
 from jaxpipe import memory_encoded, residual_report
-
-
-# A few float32 roundings (6e-8): XLA fuses the two programs differently. See test_encode.py.
-FUSION = 1e-6
+from tests.support.compare import FUSION, relative_l2
 
 
 class EncoderBlock(nn.Module):
@@ -106,7 +102,7 @@ MARKS = {"scan": pytest.mark.core, "decoder": pytest.mark.slow}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in MODELS])
-def test_linen(name):
+def test_third_party_linen_layers_keep_their_gradients(name):
     make, inputs = MODELS[name]
     plain, encoded = make(lambda cls: cls)(), make(memory_encoded)()
     x, dropout = inputs(), jax.random.key(2)

@@ -7,11 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from compare import assert_same_bits, relative_l2
 from flax import nnx
 from jax import lax
-from pipeline_models import Case, classifier, entropy, images, linen, plain_gradients
-from test_pipeline import FUSION, arrays, mesh_of
 
 import jaxpipe
 from examples import models as zoo
@@ -21,6 +18,17 @@ from jaxpipe.graph.split_scan import MixedRowsError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
 from jaxpipe.residuals import vjp_program
 from jaxpipe.schedules import interleaved, one_f_one_b
+from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
+from tests.support.pipeline_models import (
+    Case,
+    classifier,
+    entropy,
+    images,
+    linen,
+    nnx_case,
+    pipeline_of,
+    plain_gradients,
+)
 
 
 WIDTH, LAYERS = 6, 4
@@ -88,19 +96,7 @@ class NNXScanned(nnx.Module):
 
 
 def nnx_scanned() -> Case:
-    def build():
-        return NNXScanned(nnx.Rngs(0))
-
-    graphdef, _, _ = nnx.split(build(), nnx.Param, ...)
-
-    def plain(params, state, key, batch):
-        model = nnx.merge(graphdef, params, state, copy=True)
-        return entropy(model(batch["x"]), batch["y"]), state
-
-    def start(_):
-        return nnx.split(build(), nnx.Param, ...)[1:]
-
-    return Case(build(), classifier(), images(WIDTH, rows=8), start, plain, nnx.merge_state)
+    return nnx_case(NNXScanned, images(WIDTH, rows=8))
 
 
 CASES = {
@@ -116,16 +112,16 @@ def case_of(name: str) -> Case:
     return CASES[name]()
 
 
-def pipeline_of(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
-    defaults = {"schedule": one_f_one_b, "optimizer": optax.sgd(0.1), "profile": "analytic", "num_microbatches": 4}
+def unrolled_pipeline(case: Case, stages: int, **options) -> jaxpipe.Pipeline:
+    defaults = {"schedule": one_f_one_b, "optimizer": optax.sgd(0.1), "runtime": "auto"}
     options = {**defaults, "options": jaxpipe.PlanOptions(unroll_scans=True), **options}
-    return jaxpipe.partition(case.model, mesh_of(stages, None), case.batch, loss=case.loss, **options)
+    return pipeline_of(case, stages, options.pop("num_microbatches", 4), **options)
 
 
 def check(name: str, stages: int, optimizer, **options) -> None:
     """Two steps, against plain training of the model with its scan."""
     case = case_of(name)
-    pipeline = pipeline_of(case, stages, optimizer=optimizer, **options)
+    pipeline = unrolled_pipeline(case, stages, optimizer=optimizer, **options)
     params, variables = case.start(jax.random.key(3))
     state = pipeline.init(jax.random.key(3))
     slots = optimizer.init(params)
@@ -176,7 +172,7 @@ def test_scans_train_in_stages_on_several_devices(name, widths):
 
 def test_inner_stages_are_alike():
     case = linen(zoo.ScannedMLP(num_layers=8, width=32), images(32, rows=64), classifier())
-    _, second, third, _ = pipeline_of(case, 4)._planned.program.stages
+    _, second, third, _ = unrolled_pipeline(case, 4)._planned.program.stages
     assert [op.label for op in second.graph.operators] == [op.label for op in third.graph.operators]
 
 
@@ -188,7 +184,9 @@ def wide(width: int = 32) -> Case:
 @pytest.mark.parametrize(("replicate", "widths"), [((2, 1), (2, 1)), (True, None)])
 def test_stages_on_several_devices_have_their_own_layers(replicate, widths):
     # With layers as narrow as 32, one stage on all three devices is the fastest.
-    pipeline = pipeline_of(wide(64), 3, options=jaxpipe.PlanOptions(unroll_scans=True, devices_per_stage=replicate))
+    pipeline = unrolled_pipeline(
+        wide(64), 3, options=jaxpipe.PlanOptions(unroll_scans=True, devices_per_stage=replicate)
+    )
     assert widths in (None, pipeline.plan.stage_replicas.per_stage)
     names, stages = (v.name for v in pipeline._planned.model.parameters), pipeline._planned.stage_placement.parameters
     home = {name: stage for name, stage in zip(names, stages, strict=True) if "Dense_0/kernel[" in name}
@@ -199,8 +197,8 @@ def test_stages_on_several_devices_have_their_own_layers(replicate, widths):
 def within_a_budget(share: float, **options) -> tuple[jaxpipe.Pipeline, int]:
     """A pipeline that has so much of the bytes that it would take; and these."""
     options["runtime"] = "mpmd"
-    budget = int(share * pipeline_of(wide(), 3, **options).plan.predicted_bytes)
-    return pipeline_of(wide(), 3, memory=budget, **options), budget
+    budget = int(share * unrolled_pipeline(wide(), 3, **options).plan.predicted_bytes)
+    return unrolled_pipeline(wide(), 3, memory=budget, **options), budget
 
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"devices_per_stage": (2, 1)}])
@@ -318,10 +316,13 @@ def test_updates_of_pieces_are_those_of_whole_parameters(name):
     assert [x.shape for x in joined] == [x.shape for x in expected]
     assert relative_l2(joined, expected) < FUSION
     made_of_inputs = set(graph.inputs)
-    for op in graph.operators:  # nothing that is made of parameters or gradients is larger than two layers
+    sizes = []
+    for op in graph.operators:
         if any(t in made_of_inputs and graph.tensors[t].shape for t in op.inputs):
             made_of_inputs.update(op.outputs)
-            assert all(graph.tensors[t].size <= 2 * 3 * 3 for t in op.outputs)
+            sizes += [graph.tensors[t].size for t in op.outputs]
+    # Nothing that is made of parameters or gradients is larger than two layers.
+    assert sizes and max(sizes) <= 2 * 3 * 3
 
 
 @pytest.mark.slow
@@ -336,7 +337,7 @@ def test_an_optimizer_that_mixes_layers_is_refused():
 
     mixing = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
     with pytest.raises(PartitionError, match=r"optimizer: cumsum combines layers of .*ScanResidualBlock_0"):
-        pipeline_of(case_of("residual"), 2, optimizer=mixing)
+        unrolled_pipeline(case_of("residual"), 2, optimizer=mixing)
 
 
 # What a user sees
@@ -345,7 +346,7 @@ def test_an_optimizer_that_mixes_layers_is_refused():
 def test_stages_hold_their_own_layers_only():
     case = linen(zoo.ScannedMLP(num_layers=8, width=16), images(16, rows=8), classifier())
     whole, cut = (
-        pipeline_of(case, 4, options=jaxpipe.PlanOptions(unroll_scans=rows), optimizer=optax.adam(1e-2))
+        unrolled_pipeline(case, 4, options=jaxpipe.PlanOptions(unroll_scans=rows), optimizer=optax.adam(1e-2))
         for rows in (False, 2)
     )
     layer = 4 * (16 * 16 + 3 * 16)
@@ -360,8 +361,8 @@ def test_checkpoints_go_from_unrolled_stages_to_whole_scans_and_back(tmp_path):
     case = case_of("residual")
     options = {"optimizer": optax.adam(1e-2), "num_microbatches": 2}
     cut, whole = (
-        pipeline_of(case, 3, **options),
-        pipeline_of(case, 1, options=jaxpipe.PlanOptions(unroll_scans=False), **options),
+        unrolled_pipeline(case, 3, **options),
+        unrolled_pipeline(case, 1, options=jaxpipe.PlanOptions(unroll_scans=False), **options),
     )
     state, _ = cut.step(cut.init(jax.random.key(3)), case.batch)
     expected = cut.parameters(state)
@@ -380,9 +381,9 @@ def test_a_profile_of_the_unrolled_model_fits_it():
     profile = jaxpipe.profile_model(
         case.model, case.batch, loss=case.loss, source="analytic", num_microbatches=4, unroll_scans=2
     )
-    assert pipeline_of(case, 2, options=jaxpipe.PlanOptions(unroll_scans=2), profile=profile).plan.stages[1].operators[
+    assert unrolled_pipeline(case, 2, options=jaxpipe.PlanOptions(unroll_scans=2), profile=profile).plan.stages[
         1
-    ] == len(profile.names)
+    ].operators[1] == len(profile.names)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +395,7 @@ def test_a_profile_of_the_unrolled_model_fits_it():
 )
 def test_arguments_are_checked(options, message):
     with pytest.raises(PartitionError, match=message):
-        pipeline_of(case_of("residual"), 2, **options)
+        unrolled_pipeline(case_of("residual"), 2, **options)
 
 
 def test_too_many_stages_for_a_scan_that_is_not_unrolled():
@@ -402,14 +403,14 @@ def test_too_many_stages_for_a_scan_that_is_not_unrolled():
     batch = images(3, rows=8)
     case = Case(apply, lambda model, batch: model(batch["x"]).mean(), batch, *[None] * 3)
     with pytest.raises(PartitionError, match=r"Its 5 layers are one scan: PlanOptions\(unroll_scans=True\)"):
-        pipeline_of(case, 8, options=jaxpipe.PlanOptions(unroll_scans=False))
+        unrolled_pipeline(case, 8, options=jaxpipe.PlanOptions(unroll_scans=False))
 
 
 def test_without_a_scan_there_is_nothing_to_unroll():
     params = zoo.init_mlp(jax.random.key(0), [4, 4, 10])
     model = jax.tree_util.Partial(zoo.mlp, params)
     with pytest.raises(PartitionError, match="no scan over stacked parameters"):
-        pipeline_of(Case(model, classifier(), images(4, rows=8), *[None] * 3), 2)
+        unrolled_pipeline(Case(model, classifier(), images(4, rows=8), *[None] * 3), 2)
 
 
 def test_a_stacked_parameter_that_is_used_as_a_whole_stays_whole():
@@ -421,6 +422,6 @@ def test_a_stacked_parameter_that_is_used_as_a_whole_stays_whole():
 
     batch = images(3, rows=8, classes=3)
     case = Case(jax.tree_util.Partial(apply, weights), classifier(), batch, *[None] * 3)
-    names = [v.name for v in pipeline_of(case, 1)._planned.model.parameters]
+    names = [v.name for v in unrolled_pipeline(case, 1)._planned.model.parameters]
     assert sum("w[" in name for name in names) == 5
     assert sum("v" in name for name in names) == 1

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 from flax import nnx
 from flax.core import freeze
 
 import jaxpipe
 from jaxpipe import ModelError
 from jaxpipe.models.variable_trees import select
+from tests.support.compare import assert_same_bits
 
 
 KEY = jax.random.key(0)

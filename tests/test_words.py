@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import assert_same_bits
 
 from jaxpipe.runtime.uint32_words import POISON, from_words, pack_words, to_words, unpack_words, word_count
+from tests.support.compare import assert_same_bits
 
 
 FLOATS = [np.float32, ml_dtypes.bfloat16, np.float16, np.float64]
@@ -71,7 +71,7 @@ def test_random_keys(shape, impl):
     assert np.array_equal(jax.random.key_data(again), raw)
 
 
-@pytest.mark.core
+@pytest.mark.versions
 @pytest.mark.parametrize("room", [0, 3])
 def test_pack_and_unpack(room):
     values = [random_bits(SHAPES[k % len(SHAPES)], dtype, k) for k, dtype in enumerate(DTYPES)]

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,19 +26,13 @@ from jaxpipe import (
     schedules,
 )
 from jaxpipe.sharding.mesh_axes import with_own_names
+from tests.support.compare import assert_same_bits
+from tests.support.meshes import mesh_of, named_mesh
+from tests.support.two_layers import mean, two_layers, untouched
 
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (8, 3))
-
-
-def mesh_of(*sizes, axes=("stage",), types=AxisType.Auto):
-    devices = jax.devices()[: int(np.prod(sizes))]
-    return jax.make_mesh(sizes, axes, axis_types=(types,) * len(sizes), devices=devices)
-
-
-def two_layers(w, x):
-    return jnp.tanh(x @ w["a"]) @ w["b"]
 
 
 WEIGHTS = {"a": jnp.full((3, 4), 0.5), "b": jnp.full((4, 2), 0.25)}
@@ -88,14 +81,6 @@ class PretrainedNet:
 NET, WIDE = Net(), functools.partial(Wide, 4)
 VARIABLES = NET.init(KEY, X)
 NNX_OPTIMIZER = nnx.Optimizer(WIDE(rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
-
-
-def mean(model, x):
-    return model(x).mean()
-
-
-def untouched(*_):
-    pytest.fail("the loss was traced")
 
 
 def partition(model=FUNCTION, mesh=None, batch=X, **kwargs):
@@ -181,12 +166,12 @@ ARGUMENTS = {
     "mesh a list": (PartitionError, {"mesh": ["cpu"]}, ["mesh is list", "jax.make_mesh((4,), ('stage',))"]),
     "mesh of other axes": (
         PartitionError,
-        {"mesh": mesh_of(2, axes=("tensor",))},
+        {"mesh": named_mesh(tensor=2)},
         ["the axes ('tensor',)", "'stage' (required)", "'pp'", "'dp'"],
     ),
     "mesh with two of stages": (
         PartitionError,
-        {"mesh": mesh_of(2, 2, axes=("pp", "stage"))},
+        {"mesh": named_mesh(pp=2, stage=2)},
         ["the axes ('pp', 'stage')", "'pp' and 'stage' are both taken for 'stage'"],
     ),
     "model none": (ModelError, {"model": None}, ["was given None", "flax.linen.Module"]),
@@ -469,7 +454,7 @@ def reference():
 @pytest.mark.core
 @pytest.mark.parametrize(("axes", "types"), [(("dp", "pp"), AxisType.Explicit), (("replica", "pipe"), AxisType.Auto)])
 def test_common_names_of_mesh_axes(axes, types, reference):
-    mesh = mesh_of(2, 2, axes=axes, types=types)
+    mesh = named_mesh(types, **dict.fromkeys(axes, 2))
     pipeline = partition(mesh=mesh, predict=lambda m, x: m(x))
     assert pipeline.mesh.axis_names == ("data", "stage")
     assert (pipeline.mesh.devices == mesh.devices).all() and pipeline.mesh.axis_types == mesh.axis_types
@@ -488,7 +473,7 @@ def test_common_names_of_mesh_axes(axes, types, reference):
 
 @pytest.mark.core
 def test_a_plan_is_made_under_the_callers_mesh():
-    mesh = mesh_of(2, types=AxisType.Explicit)
+    mesh = named_mesh(AxisType.Explicit, stage=2)
     plan = partition(mesh=mesh).plan
     with jax.set_mesh(mesh):
         inside = partition(mesh=mesh)
@@ -499,18 +484,18 @@ def test_a_plan_is_made_under_the_callers_mesh():
 @pytest.mark.parametrize("stage", ["stage", "stages", "pipe", "pipeline", "pp"])
 @pytest.mark.parametrize("data", ["data", "dp", "batch", "replica", "replicas"])
 def test_every_common_name_of_an_axis(stage, data):
-    assert with_own_names(mesh_of(2, 2, axes=(stage, data))).axis_names == ("stage", "data")
-    assert with_own_names(mesh_of(2, axes=(stage,))).axis_names == ("stage",)
+    assert with_own_names(named_mesh(**{stage: 2, data: 2})).axis_names == ("stage", "data")
+    assert with_own_names(named_mesh(**{stage: 2})).axis_names == ("stage",)
 
 
 @pytest.mark.parametrize("axes", [("stage", "data"), ("tensor", "model"), ("pp", "pipe"), ("dp", "data")])
 def test_a_mesh_of_its_own_or_of_other_names_stays(axes):
-    mesh = mesh_of(2, 2, axes=axes)
+    mesh = named_mesh(**dict.fromkeys(axes, 2))
     assert with_own_names(mesh) is mesh
 
 
 def test_a_block_sparse_exchange_along_an_axis_of_another_name():
-    mesh = mesh_of(2, 2, axes=("dp", "pp"))
+    mesh = named_mesh(dp=2, pp=2)
     plan = partition(mesh=mesh, gradient_exchange=jaxpipe.gradients.block_sparse("dp")).plan
     assert plan.exchange_bytes is not None
 
@@ -543,7 +528,7 @@ def test_every_name_that_a_plan_prints_is_taken():
         assert partition(schedule=printed, num_microbatches=4).plan.schedule == printed
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_a_raw_key_gives_what_a_typed_one_gives():
     pipeline = partition(NET, mesh=mesh_of(1), loss=lambda m, x: m(x, train=True).mean())
     states = [pipeline.init(key) for key in (jax.random.key(5), jax.random.PRNGKey(5), np.array([0, 5], np.uint32))]
@@ -553,7 +538,7 @@ def test_a_raw_key_gives_what_a_typed_one_gives():
     assert losses == losses[:1] * 3
 
 
-@pytest.mark.core
+@pytest.mark.versions
 def test_keys_of_microbatches_go_with_arrays_on_one_device(pipeline, state):
     def plain(params, j):
         rngs = {"dropout": pipeline.microbatch_key(state, j)}

@@ -1,5 +1,6 @@
 """The models that pipelines are tested on, and plain training with the same micro-batches to compare with."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,13 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import jaxpipe
 from examples import models as zoo
+from tests.support.meshes import mesh_of
+
+
+#: Rows of a batch: 1, 4 and 8 micro-batches for one or two replicas.
+ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -81,10 +88,8 @@ def cnn_linen(rows: int) -> Case:
     return linen(zoo.LinenDigitsCNN(width=4), images(8, 8, 1, rows=rows), classifier(train=True))
 
 
-def cnn_nnx(rows: int) -> Case:
-    def build(rngs: nnx.Rngs) -> Any:
-        return zoo.NNXDigitsCNN(rngs, width=4)
-
+def nnx_case(build: Callable[[nnx.Rngs], Any], batch: Any) -> Case:
+    """Return a classifier of images that ``build(rngs)`` makes; its values are those of ``nnx.Rngs(0)``."""
     graphdef, _, _ = nnx.split(build(nnx.Rngs(0)), nnx.Param, ...)
 
     def start(key: Any) -> tuple[Any, Any]:
@@ -96,8 +101,11 @@ def cnn_nnx(rows: int) -> Case:
         model = nnx.merge(graphdef, params, state, copy=True)
         return entropy(model(batch["x"]), batch["y"]), nnx.state(model, nnx.Not(nnx.Param))
 
-    loss = classifier()
-    return Case(build(nnx.Rngs(0)), loss, images(8, 8, 1, rows=rows), start, plain, nnx.merge_state)
+    return Case(build(nnx.Rngs(0)), classifier(), batch, start, plain, nnx.merge_state)
+
+
+def cnn_nnx(rows: int) -> Case:
+    return nnx_case(lambda rngs: zoo.NNXDigitsCNN(rngs, width=4), images(8, 8, 1, rows=rows))
 
 
 def resnet(rows: int) -> Case:
@@ -140,6 +148,20 @@ CASES: dict[str, Callable[[int], Case]] = {
     "transformer": transformer,
     "mlp": mlp,
 }
+
+
+@functools.cache
+def case_of(name: str) -> Case:
+    """Return the case of a name with a batch of ``ROWS``."""
+    return CASES[name](ROWS)
+
+
+def pipeline_of(case: str | Case, stages: int, m: int, replicas: int | None = None, **options: Any) -> jaxpipe.Pipeline:
+    """Return a case's pipeline with stage programs, which ``runtime="auto"`` does not take for stages this small."""
+    case = case_of(case) if isinstance(case, str) else case
+    options = {"optimizer": optax.sgd(0.05, momentum=0.9), "profile": "analytic", "runtime": "mpmd", **options}
+    mesh = mesh_of(stages, replicas)
+    return jaxpipe.partition(case.model, mesh, case.batch, loss=case.loss, num_microbatches=m, **options)
 
 
 def plain_gradients(case: Case, params: Any, state: Any, keys: Any, replicas: int, m: int) -> tuple[Any, Any, Any]:

@@ -1,6 +1,6 @@
-"""The program of each process in tests with several; started by ``tests/hosts.py``, and imported for one process.
+"""The program of each process in tests with several; started by ``tests/test_hosts.py``, and imported for one process.
 
-python tests/hosts_run.py DEVICES TASK ARGUMENTS
+python tests/support/hosts_run.py DEVICES TASK ARGUMENTS
 """
 
 import functools

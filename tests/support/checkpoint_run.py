@@ -1,6 +1,6 @@
 """A training run that can be killed: a process that has imported everything forks one for each run.
 
-    python tests/checkpoint_run.py DIRECTORY
+    python tests/support/checkpoint_run.py DIRECTORY
 
 Each line of its input, a JSON object, starts a run that resumes from ``DIRECTORY``; lines of its output tell what
 happens. Nothing has started JAX's backends before the fork, and no run knows of another but through the directory.

@@ -1,7 +1,20 @@
 """Comparisons of trees of arrays: bit for bit, and by global L2."""
 
+from typing import Any
+
 import jax
 import numpy as np
+
+
+#: How far results of two programs may be apart that XLA fuses in different ways: what is decorated, cut into stages or
+#: computed again. Sums of reductions (BatchNorm, softmax, gelu) are then contracted or ordered differently, which moves
+#: the last bit of single sums. One unit in the last place of float32 is 1.2e-7; the networks have up to 20 layers.
+FUSION = 1e-6
+
+
+def arrays(tree: Any) -> list[Any]:
+    """Return the leaves without random streams, which a pipeline does not keep."""
+    return [x for x in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
 
 
 def raw(x) -> np.ndarray:

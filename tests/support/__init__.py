@@ -1,0 +1,1 @@
+"""Models, meshes and comparisons that several test modules use, and programs that tests start as processes."""

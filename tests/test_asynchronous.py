@@ -206,8 +206,14 @@ def table_of(schedule: Schedule, **changed) -> Schedule:
         (lambda: table_of(pipedream(2, 2), versions=((0, 1), (0, 1))), "stage 0 uses weights with 1 updates for micro"),
         (lambda: table_of(pipedream(2, 2), versions=((0,), (0,))), "a number for each stage and micro-batch"),
         (lambda: table_of(pipedream(2, 3), group=2), "group=2 does not divide 3"),
-        (lambda: table_of(zero_bubble(2, 2), versions=((0, 0),) * 2), "need one stage on each device and backward work that is not split"),
-        (lambda: table_of(interleaved(2, 2), versions=((0, 0),) * 2), "need one stage on each device and backward work that is not split"),
+        (
+            lambda: table_of(zero_bubble(2, 2), versions=((0, 0),) * 2),
+            "need one stage on each device and backward work that is not split",
+        ),
+        (
+            lambda: table_of(interleaved(2, 2), versions=((0, 0),) * 2),
+            "need one stage on each device and backward work that is not split",
+        ),
     ],
 )
 def test_versions_that_cannot_be(made, message):

@@ -157,6 +157,21 @@ def test_bytes_of_large_models_are_the_measured_ones():
             assert encoded.startswith(f"{measured['fast']:,.0f}")
 
 
+def test_budgets_of_one_device_are_the_measured_ones():
+    models = results("memory-front-h100-jax0.12")["models"]
+    shown = table_rows(DOCS / "benchmarks.md")
+    for name, title in (("GPT-2 8x512", "GPT-2 small (8 x 512)"), ("ViT-B 16x224", "ViT-B (16 x 224)")):
+        rows = {row["variant"]: row for row in models[name]}
+        best = min((row for row in models[name] if "dots" in row["variant"]), key=lambda row: row["temporaries"])
+        wanted = [rows["plain"], best, rows["blocks"], *(row for row in models[name] if "share" in row)]
+        cells = [f"{r['temporaries'] / 2**20:,.0f} / {r['products']}" if "bytes" in r else "refused" for r in wanted]
+        assert [cell for cell in shown[title] if cell] == cells
+        if name == "GPT-2 8x512":
+            text = (ROOT / "README.md").read_text()
+            for share, joined in (("35%", "{:,.0f} MiB and {} matrix products"), ("25%", "or {:,.0f} and {};")):
+                assert joined.format(rows[share]["temporaries"] / 2**20, rows[share]["products"]) in text
+
+
 def test_figures_that_the_readme_begins_with_are_the_measured_ones():
     text = (ROOT / "README.md").read_text()
     gpt2 = results("stage-programs-h100-jax0.12")["models"]["gpt2"]

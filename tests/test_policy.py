@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -91,3 +92,13 @@ def test_a_pattern_of_storage_that_fits_no_module_is_warned_of():
     options = {"loss": lambda model, x: model(x), "optimizer": optax.sgd(0.1), "profile": "analytic"}
     with pytest.warns(jaxpipe.CodecWarning, match=r"storage=\{'Encoder_\*'"):
         jaxpipe.partition(Net(), mesh, jnp.ones((4, 128)), storage={"Encoder_*": "smallest", "*": "fast"}, **options)
+
+
+def test_a_function_without_operators_has_no_unused_pattern():
+    def same(x):
+        return x
+
+    x = jnp.ones(3)
+    value, pullback = jax.vjp(jaxpipe.memory_encoded(same), x)  # a CodecWarning would be an error
+    np.testing.assert_array_equal(value, x)
+    np.testing.assert_array_equal(pullback(x)[0], x)

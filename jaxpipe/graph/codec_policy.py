@@ -63,14 +63,14 @@ def fits(path: str, pattern: str) -> bool:
 
 
 def warn_unused(policy: Policy, paths: Iterable[str], argument: str) -> None:
-    """Give a ``CodecWarning`` for each pattern that no module path fits.
+    """Give a ``CodecWarning`` for each pattern that no module path fits, in a program that has operators.
 
     Args:
       argument: the name under which the caller passed the patterns.
     """
     known = list(dict.fromkeys(paths))
     for pattern, _ in policy.rules:
-        if not any(fits(path, pattern) for path in known):
+        if known and not any(fits(path, pattern) for path in known):
             listed = ", ".join(path for path in known[:8] if path) or "none"
             more = ", ..." if len(known) > 8 else ""
             warn(

@@ -5,7 +5,7 @@ reach below the public API.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard, TypeVar, cast
 
 import jax
 import jax.extend.core as jex
@@ -25,25 +25,39 @@ from jax._src.interpreters.pxla import global_aval_to_result_handler
 from jax._src.lib import xla_client
 from jax.experimental.layout import Format, Layout
 
+from jaxpipe.array_types import (
+    AbstractArray,
+    AnyJaxpr,
+    Array,
+    ArrayLike,
+    Atom,
+    Device,
+    Equation,
+    Literal,
+    OpenJaxpr,
+    PyTree,
+)
 from jaxpipe.target import platform
 
+
+T = TypeVar("T")
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 
-def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+def open_jaxpr(jaxpr: AnyJaxpr | OpenJaxpr) -> tuple[OpenJaxpr, list[Array]]:
     """Split a traced program into its jaxpr and its constants.
 
     jax 0.10 has two types, ``ClosedJaxpr`` and ``Jaxpr``; in 0.12 they are one.
     """
-    consts = list(getattr(jaxpr, "consts", None) or ())
-    return getattr(jaxpr, "jaxpr", jaxpr), consts
+    consts: list[Array] = list(getattr(jaxpr, "consts", None) or ())
+    return cast(OpenJaxpr, getattr(jaxpr, "jaxpr", jaxpr)), consts
 
 
-def evaluate_jaxpr(jaxpr: Any, *args: Any) -> list[Any]:
+def evaluate_jaxpr(jaxpr: AnyJaxpr, *args: Array) -> list[Array]:
     """Evaluate a traced program with its own constants."""
-    jaxpr, consts = open_jaxpr(jaxpr)
-    return core.eval_jaxpr(jaxpr, consts, *args)
+    program, consts = open_jaxpr(jaxpr)
+    return core.eval_jaxpr(cast(jex.Jaxpr, program), consts, *args)
 
 
 def inside_transformation() -> bool:
@@ -51,59 +65,57 @@ def inside_transformation() -> bool:
     return not private_core.trace_state_clean()
 
 
-def is_literal(atom: Any) -> bool:
+def is_literal(atom: Atom) -> TypeGuard[Literal]:
     """Return whether an operand of an equation is a literal (0.12 has several literal types)."""
     return hasattr(atom, "val")
 
 
-def isolate(equation: Any) -> Any:
+def isolate(equation: Equation) -> jex.Jaxpr:
     """A jaxpr of this one equation, with one argument for each operand that is not a literal.
 
     An operand that occurs twice becomes two arguments, so that its two cotangents stay apart, as they do in JAX.
     """
-    invars = [atom if is_literal(atom) else jex.Var(atom.aval) for atom in equation.invars]
+    invars = [atom if is_literal(atom) else variable(atom.aval) for atom in equation.invars]
     alone = equation.replace(invars=invars)
     arguments = [v for v in invars if not is_literal(v)]
-    return jex.Jaxpr([], arguments, alone.outvars, [alone], effects=equation.effects, debug_info=_ONE_EQUATION)
+    return _new_jaxpr([], arguments, alone.outvars, [alone], effects=equation.effects, debug_info=_ONE_EQUATION)
 
+
+#: ``jex.Jaxpr`` of operands that are arrays.
+_new_jaxpr = cast(Callable[..., jex.Jaxpr], jex.Jaxpr)
 
 #: The name that JAX's messages give to a program of one equation.
 _ONE_EQUATION = jex.DebugInfo("jaxpipe", "operator", None, None)
 
 
-def evaluate_equation(equation: Any, operands: Sequence[Any]) -> list[Any]:
+def evaluate_equation(equation: Equation, operands: Sequence[Array]) -> list[Array]:
     """Evaluate an equation on the operands that are not literals."""
     return core.eval_jaxpr(isolate(equation), (), *operands)
 
 
-def literals_as_arguments(closed: Any, places: Sequence[tuple[int, int]]) -> Any:
-    """A traced program that gets some of its literals as its first arguments.
-
-    Args:
-      places: of each such literal, the equation's and the operand's position.
-    """
+def literals_as_arguments(closed: jex.ClosedJaxpr, places: Sequence[tuple[int, int]]) -> jex.ClosedJaxpr:
+    """Return a program that gets some of its literals, by places of equation and operand, as its first arguments."""
     jaxpr, consts = open_jaxpr(closed)
     equations, arguments = list(jaxpr.eqns), []
     for k, position in places:
         invars = list(equations[k].invars)
-        invars[position] = jex.Var(invars[position].aval)
+        invars[position] = variable(invars[position].aval)
         arguments.append(invars[position])
         equations[k] = equations[k].replace(invars=invars)
     inputs = [*arguments, *jaxpr.invars]
-    other = jex.Jaxpr(
-        jaxpr.constvars, inputs, jaxpr.outvars, equations, effects=jaxpr.effects, debug_info=_unnamed(jaxpr)
-    )
-    return jex.ClosedJaxpr(other, consts)
+    return jex.ClosedJaxpr(_with_inputs(jaxpr, jaxpr.constvars, inputs, equations), consts)
 
 
-def _unnamed(jaxpr: Any) -> Any:
-    """The debug information of a program, for one with other arguments."""
-    return jaxpr.debug_info.with_unknown_names()
+def _with_inputs(
+    jaxpr: OpenJaxpr, constants: Sequence[Atom], inputs: Sequence[Atom], equations: Sequence[Equation]
+) -> jex.Jaxpr:
+    unnamed = jaxpr.debug_info.with_unknown_names()
+    return _new_jaxpr(constants, inputs, jaxpr.outvars, equations, effects=jaxpr.effects, debug_info=unnamed)
 
 
-def variable(aval: Any) -> Any:
+def variable(aval: AbstractArray) -> Atom:
     """A new variable of a program."""
-    return jex.Var(aval)
+    return cast(Atom, jex.Var(aval))
 
 
 def has_default_sharding(params: dict[str, Any]) -> bool:
@@ -115,33 +127,33 @@ def has_default_sharding(params: dict[str, Any]) -> bool:
     return unspecified and layouts and not params.get("compiler_options_kvs")
 
 
-def inner_programs(equation: Any) -> list[Any]:
+def inner_programs(equation: Equation) -> list[jex.Jaxpr]:
     """The programs among an equation's parameters."""
     return list(jex.jaxprs_in_params(equation.params))
 
 
-def is_forward_mode(value: Any) -> bool:
+def is_forward_mode(value: object) -> bool:
     """Return whether ``value`` is traced by ``jax.jvp`` (reverse mode has a tracer type of its own)."""
     direct = getattr(jax.config, "jax_use_direct_linearize", True)
     return bool(direct) and isinstance(value, ad.JVPTracer)
 
 
-def is_closed_over_tracer(value: Any) -> bool:
+def is_closed_over_tracer(value: object) -> bool:
     """Return whether a constant of a traced program belongs to an outer transformation."""
     return isinstance(value, core.Tracer)
 
 
-def without_scope(equation: Any) -> Any:
+def without_scope(equation: Equation) -> Equation:
     """The equation without the ``jax.named_scope`` it was traced under."""
     return equation.replace(source_info=source_info.new_source_info())
 
 
-def has_mesh_in_context(equation: Any) -> bool:
+def has_mesh_in_context(equation: Equation) -> bool:
     """Return whether an equation was traced in the context of a mesh (``jax.set_mesh``)."""
     return not equation.ctx.cur_abstract_mesh.empty
 
 
-def in_current_mesh(equation: Any) -> Any:
+def in_current_mesh(equation: Equation) -> Equation:
     """The equation as if it had been traced in the context of the mesh, or of none, that is in context now."""
     mesh = jax.sharding.get_abstract_mesh()
     if equation.ctx.cur_abstract_mesh == mesh:
@@ -151,65 +163,62 @@ def in_current_mesh(equation: Any) -> Any:
         return equation.replace(ctx=type(equation.ctx)())
 
 
-def literal_without_mesh(atom: Any) -> Any:
+def literal_without_mesh(atom: Literal) -> Array:
     """The value of a literal; its type may name the mesh in whose context it was traced, that of a copy does not."""
     return atom.val.copy() if isinstance(atom.val, np.ndarray) else atom.val
 
 
-def mapped_axes(equation: Any) -> frozenset[str]:
+def mapped_axes(equation: Equation) -> frozenset[str]:
     """The mesh axes over which a ``shard_map`` equation maps."""
     return equation.params["newly_manual_axes"]
 
 
-def trace_without_scope(function: Any, *avals: Any) -> Any:
+def trace_without_scope(function: Callable[..., PyTree], *avals: PyTree) -> jex.ClosedJaxpr:
     """``jax.make_jaxpr`` whose equations do not carry the caller's ``jax.named_scope``."""
     with source_info.reset_name_stack():
         return jax.make_jaxpr(function)(*avals)
 
 
-def hoist_constants(closed: Any) -> tuple[Any, list[Any]]:
+def hoist_constants(closed: jex.ClosedJaxpr) -> tuple[jex.Jaxpr, list[Array]]:
     """Make the constants of a traced program its first arguments; returns the program and the constants."""
     jaxpr, consts = open_jaxpr(closed)
-    arguments = [*jaxpr.constvars, *jaxpr.invars]
-    other = jex.Jaxpr([], arguments, jaxpr.outvars, jaxpr.eqns, effects=jaxpr.effects, debug_info=_unnamed(jaxpr))
-    return other, consts
+    return _with_inputs(jaxpr, [], [*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns), consts
 
 
-def named_scope_of(equation: Any) -> str:
+def named_scope_of(equation: Equation) -> str:
     """The ``jax.named_scope`` path an equation was traced under."""
     return str(equation.source_info.name_stack)
 
 
-def zeros(aval: Any) -> jax.Array:
+def zeros(aval: AbstractArray) -> Array:
     """Zeros of an abstract value: its shape, dtype, sharding, and the manual mesh axes it varies over."""
     split = any(axis is not None for axis in aval.sharding.spec)
     value = jax.lax.full(aval.shape, 0, aval.dtype, sharding=aval.sharding if split else None)
-    axes = _manual_axes(aval)
-    return jax.lax.pcast(value, tuple(axes), to="varying") if axes else value
+    return _vary(value, manual_axes(aval))
 
 
-def vary_as(value: jax.Array, like: jax.Array) -> jax.Array:
+def vary_as(value: Array, like: Array) -> Array:
     """The value, varying over the manual mesh axes that ``like`` varies over (a loop's carry must say so)."""
-    axes = _manual_axes(jax.typeof(like)) - _manual_axes(jax.typeof(value))
+    return _vary(value, manual_axes(like) - manual_axes(value))
+
+
+def _vary(value: Array, axes: frozenset[str]) -> Array:
     return jax.lax.pcast(value, tuple(axes), to="varying") if axes else value
 
 
-def tie(values: Sequence[jax.Array], after: jax.Array) -> list[jax.Array]:
+def tie(values: Sequence[Array], after: Array) -> list[Array]:
     """Return ``values`` unchanged, but not before ``after`` has been computed.
 
     Without this XLA decodes or recomputes in the forward pass what the backward pass needs, and keeps it. Inside
     ``shard_map``, values that vary over other mesh axes than ``after`` are not tied: they would change their type.
     """
-    tied = list(values)
-    alike = [k for k, value in enumerate(tied) if _varies_alike(value, after)]
-    if alike:
-        held_back, _ = jax.lax.optimization_barrier(([tied[k] for k in alike], after))
-        for k, value in zip(alike, held_back, strict=True):
-            tied[k] = value
-    return tied
+    alike = {k: value for k, value in enumerate(values) if _varies_alike(value, after)}
+    held_back = jax.lax.optimization_barrier((list(alike.values()), after))[0] if alike else []
+    tied = dict(zip(alike, held_back, strict=True))
+    return [tied.get(k, value) for k, value in enumerate(values)]
 
 
-def join(values: Sequence[jax.Array]) -> list[jax.Array]:
+def join(values: Sequence[Array]) -> list[Array]:
     """Return arrays unchanged, none of them before all have been computed that vary over the same manual mesh axes."""
     joined = list(values)
     alike: dict[frozenset[str], list[int]] = {}
@@ -221,7 +230,7 @@ def join(values: Sequence[jax.Array]) -> list[jax.Array]:
     return joined
 
 
-def wait(value: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
+def wait(value: Array, arrays: Sequence[Array]) -> Array:
     """Return ``value`` unchanged, but not before ``arrays`` have been computed, where XLA does things late.
 
     XLA:CPU computes everything as early as it can. Inside ``shard_map``, arrays that vary over other mesh axes than
@@ -231,23 +240,19 @@ def wait(value: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
     return jax.lax.optimization_barrier((value, alike))[0] if alike else value
 
 
-def _varies_alike(value: jax.Array, after: jax.Array) -> bool:
+def _varies_alike(value: Array, after: Array) -> bool:
     """Return whether two arrays vary over the same manual mesh axes."""
-    return _manual_axes(jax.typeof(value)) == _manual_axes(jax.typeof(after))
+    return manual_axes(value) == manual_axes(after)
 
 
-def manual_axes(value: Any) -> frozenset[str]:
-    """The manual mesh axes that a value varies over, where JAX keeps track of that."""
-    return _manual_axes(jax.typeof(value))
-
-
-def _manual_axes(aval: Any) -> frozenset[str]:
-    """The manual mesh axes that an array varies over."""
+def manual_axes(value: Array | AbstractArray) -> frozenset[str]:
+    """The manual mesh axes that an array varies over, where JAX keeps track of that."""
+    aval = value if isinstance(value, AbstractArray) else jax.typeof(value)
     kind = getattr(aval, "mat", None)
     return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
 
 
-def disguise(value: jax.Array, after: jax.Array) -> jax.Array:
+def disguise(value: Array, after: Array) -> Array:
     """Return ``value`` unchanged, so that XLA takes it for a value that depends on ``after``.
 
     XLA:CPU up to jax 0.10 drops barriers before it merges equal expressions: what is recomputed from a stored tensor
@@ -266,14 +271,14 @@ def disguise(value: jax.Array, after: jax.Array) -> jax.Array:
     return flip(value, zero)
 
 
-def is_absent(device: Any) -> bool:
+def is_absent(device: Device) -> bool:
     """Return whether a device is of a topology that is only compiled for, not one that runs programs."""
     return getattr(device.client, "runtime_type", "") == "compile_only_runtime"
 
 
-def needs_devices(program: Any) -> bool:
+def needs_devices(program: jex.ClosedJaxpr) -> bool:
     """Return whether a traced program can only be lowered for given devices, as one with Python callbacks."""
-    return jaxpr_has_prim_requiring_devices(open_jaxpr(program)[0])
+    return jaxpr_has_prim_requiring_devices(cast(jex.Jaxpr, open_jaxpr(program)[0]))
 
 
 def fences_hold() -> bool:
@@ -281,12 +286,12 @@ def fences_hold() -> bool:
     return JAX_VERSION >= (0, 11) or platform() != "cpu"
 
 
-def fence(values: Any) -> Any:
+def fence(values: T) -> T:
     """Values that XLA does not compute again, or with others, behind this; itself where it drops barriers early."""
     return jax.lax.optimization_barrier(values) if fences_hold() else values
 
 
-def flip(value: jax.Array, bits: jax.Array) -> jax.Array:
+def flip(value: Array, bits: Array) -> Array:
     """An array of numbers whose elements are flipped in some bits; with a zero that shows at run time, in none.
 
     Complex numbers are returned as they are.
@@ -297,7 +302,7 @@ def flip(value: jax.Array, bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(value, bits.dtype) ^ bits, value.dtype)
 
 
-def materialize(value: jax.Array, after: jax.Array) -> jax.Array:
+def materialize(value: Array, after: Array) -> Array:
     """Return integers unchanged, computed once: XLA:CPU fuses what makes them into each of their readers.
 
     Barriers do not keep it from that; the conditional of ``disguise`` does. On other devices, where memory is slow
@@ -312,7 +317,7 @@ def materialize(value: jax.Array, after: jax.Array) -> jax.Array:
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
-def _is_number(value: jax.Array) -> bool:
+def _is_number(value: Array) -> bool:
     return jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
 
 
@@ -326,12 +331,12 @@ def runs_breadth_first() -> bool:
     return platform() == "cpu"
 
 
-def hidden_zero(arrays: Iterable[Any]) -> jax.Array | None:
+def hidden_zero(arrays: Iterable[Array]) -> Array | None:
     """A zero made of one of some arrays, so that XLA cannot know it; None if none will do."""
     return next((zero for x in arrays if (zero := run_time_zero(x)) is not None), None)
 
 
-def run_time_zero(after: jax.Array) -> jax.Array | None:
+def run_time_zero(after: Array) -> Array | None:
     """A zero made of an element of ``after``, so that XLA cannot know it; None where there is no such element."""
     one_piece = not any(split_dimensions(jax.typeof(after)))  # of others no element can be sliced out
     if not _is_number(after) or after.size == 0 or after.dtype.itemsize == 8 or not one_piece:
@@ -341,7 +346,7 @@ def run_time_zero(after: jax.Array) -> jax.Array | None:
     return jax.lax.clz(seen) >> 6
 
 
-def split_dimensions(aval: Any) -> list[bool]:
+def split_dimensions(aval: AbstractArray) -> list[bool]:
     """By dimension, whether an array is split over an explicit mesh axis."""
     return [axis is not None for axis in aval.sharding.spec]
 
@@ -368,25 +373,25 @@ def wait_at_barrier(name: str, seconds: float) -> bool:
     return True
 
 
-def register_nnx_class(cls: Any, like: Any) -> None:
+def register_nnx_class(cls: type[nnx.Module], like: type[nnx.Module]) -> None:
     """Let Flax know a subclass of an NNX module class as it knows that class; other hooks are not run."""
     nnx.Pytree.__init_subclass__.__func__(cls, pytree=like._pytree__is_pytree)
 
 
-def function_name(equation: Any) -> str | None:
+def function_name(equation: Equation) -> str | None:
     """The name of the function that a call-like equation wraps, if JAX recorded one."""
     programs = inner_programs(equation)
     info = getattr(open_jaxpr(programs[0])[0], "debug_info", None) if programs else None
     return getattr(info, "func_name", None)
 
 
-def functions_behind(equation: Any) -> list[str]:
+def functions_behind(equation: Equation) -> list[str]:
     """Qualified names of the functions that an equation was traced in, innermost first."""
     traceback = equation.source_info.traceback
     return [] if traceback is None else [frame.function_name for frame in traceback.frames]
 
 
-def direct_call(compiled: jax.stages.Compiled) -> Callable[..., Sequence[Any]]:
+def direct_call(compiled: jax.stages.Compiled) -> Callable[..., Sequence[Array]]:
     """Return a function that runs a compiled program on operands that are known to be as it was compiled for.
 
     ``compiled(*operands)`` compares every operand with what the program was compiled for, which takes a quarter of a
@@ -397,7 +402,7 @@ def direct_call(compiled: jax.stages.Compiled) -> Callable[..., Sequence[Any]]:
     return compiled if unsafe is None else _call(unsafe.xla_executable, unsafe.out_handler.handlers)
 
 
-def loaded_on(compiled: jax.stages.Compiled, devices: Sequence[Any]) -> list[Callable[..., Sequence[Any]]] | None:
+def loaded_on(compiled: jax.stages.Compiled, devices: Sequence[Device]) -> list[Callable[..., Sequence[Array]]] | None:
     """Return functions that run a program for one device on others of its kind, without compiling it again.
 
     None where a program cannot be written out: with effects, or on a platform that does not do so. Nor may it come from
@@ -438,16 +443,16 @@ def _without_effects(compiled: jax.stages.Compiled) -> Any:
     return unsafe
 
 
-def _call(executable: Any, handlers: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+def _call(executable: Any, handlers: Sequence[Any]) -> Callable[..., Sequence[Array]]:
     execute = executable.execute_sharded
 
-    def run(*operands: Any) -> Sequence[Any]:
+    def run(*operands: Array) -> Sequence[Array]:
         return execute(operands).consume_with_handlers(handlers)
 
     return run
 
 
-def _moved(sharding: Any, device: Any) -> Any:
+def _moved(sharding: Any, device: Device) -> jax.sharding.Sharding:
     """Return the sharding of an array on one device, on another."""
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
@@ -457,10 +462,12 @@ def _moved(sharding: Any, device: Any) -> Any:
     return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
-def in_default_layout(x: Any) -> Any:
+def in_default_layout(x: ArrayLike) -> ArrayLike:
     """Return an array whose elements lie in the order of its axes, as compiled programs expect their operands."""
-    layout = x.format.layout if isinstance(x, jax.Array) else None  # pyright: ignore[reportAttributeAccessIssue]
-    order = tuple(range(np.ndim(x)))
+    if not isinstance(x, jax.Array):
+        return x
+    layout = x.format.layout  # pyright: ignore[reportAttributeAccessIssue]
+    order = tuple(range(x.ndim))
     if layout is None or layout.major_to_minor == order:
         return x
     return jax.device_put(x, Format(Layout(order), x.sharding))

@@ -20,19 +20,33 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import jax
-import tyro
 
+from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import profile_model
 from jaxpipe.errors import JaxpipeError
+from jaxpipe.models.bound_model import UserFunction
 from jaxpipe.options import PlanOptions
 from jaxpipe.partition import partition
 from jaxpipe.pipeline import Pipeline
 from jaxpipe.text.plain_table import printable
+
+
+try:
+    import tyro
+except ImportError:
+    sys.exit("jaxpipe: the command needs tyro, which is not installed: pip install tyro")
+
+if TYPE_CHECKING:
+    import flax.linen as nn
+    import optax
+    from flax import nnx
+
+    Model = nn.Module | nnx.Module | Callable[..., PyTree]
 
 
 class UsageError(JaxpipeError, ValueError):
@@ -158,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(command: Any) -> None:
+def run(command: PlanCommand | ReportCommand | ProfileCommand | ConvertProfileCommand) -> None:
     """Do what a command says."""
     if isinstance(command, PlanCommand):
         pipeline = planned(command)
@@ -205,7 +219,7 @@ def planned(job: Job) -> Pipeline:
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=simulate_devices(count)[:count])
     model, batch, loss, optimizer = load(job.model)
 
-    def plan(profile: Any, num_microbatches: int | None) -> Pipeline:
+    def plan(profile: Profile | Literal["analytic"], num_microbatches: int | None) -> Pipeline:
         return partition(
             model,
             mesh,
@@ -237,7 +251,7 @@ def planned(job: Job) -> Pipeline:
     return plan(profile_model(model, batch, loss=loss, **options), number)
 
 
-def simulate_devices(count: int) -> list[Any]:
+def simulate_devices(count: int) -> list[Device]:
     """CPU devices that are only there to plan for; before anything else has looked for devices.
 
     Raises:
@@ -252,7 +266,7 @@ def simulate_devices(count: int) -> list[Any]:
     return devices
 
 
-def load(target: str) -> tuple[Any, Any, Callable[..., Any], Any]:
+def load(target: str) -> tuple["Model", PyTree, UserFunction, "optax.GradientTransformation"]:
     """Return what the function that ``module:function`` names returns.
 
     Raises:

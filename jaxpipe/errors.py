@@ -50,7 +50,7 @@ class NonFiniteError(JaxpipeError, ArithmeticError):
 
 
 class MemoryBudgetError(JaxpipeError, ValueError):
-    """A memory budget that no plan meets.
+    """A memory budget that no plan meets, or not the one that was made without compiling it.
 
     Attributes:
       smallest: the smallest budget for which a plan was found, if one was.

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array, ArrayLike, Device, Shaped
 from jaxpipe.errors import PartitionError
 from jaxpipe.target import platform_of
 
@@ -157,33 +158,19 @@ def gathered(value: _T) -> list[_T]:
     return [pickle.loads(text) for text in _gather_bytes(pickle.dumps(value))]
 
 
-def from_owner(device: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list[np.ndarray]:
-    """Copy arrays from the process of a device to all, bit for bit; as host arrays in memory of their own.
-
-    Args:
-      arrays: in its process, host arrays or those of one device.
-    """
-    if device.process_index == jax.process_index():
-        held = [np.array(x) for x in arrays]
-        sent = np.concatenate([np.zeros(0, np.uint8), *(x.reshape(-1).view(np.uint8) for x in held)])
-    else:
-        sent = np.zeros(sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in avals), np.uint8)
+def from_owner(device: Device, arrays: Sequence[ArrayLike], avals: Sequence[Shaped]) -> list[np.ndarray]:
+    """Copy arrays from the process of a device to all, bit for bit; as host arrays in memory of their own."""
+    sizes = [math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in avals]
     is_source = device.process_index == jax.process_index()
-    got = np.asarray(multihost_utils.broadcast_one_to_all(sent, is_source=is_source), np.uint8)
-    results, start = [], 0
-    for aval in avals:
-        stop = start + math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
-        results.append(got[start:stop].copy().view(aval.dtype).reshape(aval.shape))
-        start = stop
-    return results
+    held = [np.array(x).reshape(-1).view(np.uint8) for x in arrays] if is_source else [np.zeros(sum(sizes), np.uint8)]
+    sent = np.concatenate([np.zeros(0, np.uint8), *held])
+    received = np.asarray(multihost_utils.broadcast_one_to_all(sent, is_source=is_source), np.uint8)
+    parts = np.split(received, np.cumsum(sizes, dtype=np.int64))[:-1]
+    return [part.copy().view(a.dtype).reshape(a.shape) for part, a in zip(parts, avals, strict=True)]
 
 
 def agree(what: str, text: str) -> None:
-    """Check that all processes have the same text.
-
-    Raises:
-      PartitionError: in all of them, if they do not.
-    """
+    """Raise ``PartitionError`` in all processes unless all have the same text."""
     if jax.process_count() == 1:
         return
     mine = hashlib.sha256(text.encode()).digest()
@@ -200,10 +187,7 @@ def agree(what: str, text: str) -> None:
 def meet(what: str) -> bool:
     """Wait until all processes are about to do the same; returns False if one does not come in ``MEETING_SECONDS``.
 
-    Unlike ``agree`` it can be called where others may not call it.
-
-    Args:
-      what: names what they are about to do; a process may do it several times.
+    Unlike ``agree`` it can be called where others may not call it, and several times for the same ``what``.
     """
     if jax.process_count() == 1:
         return True
@@ -212,7 +196,7 @@ def meet(what: str) -> bool:
     return _compat.wait_at_barrier(f"jaxpipe {name} {_meetings[what]}", MEETING_SECONDS)
 
 
-def place(value: Any, sharding: NamedSharding) -> jax.Array:
+def place(value: ArrayLike, sharding: NamedSharding) -> Array:
     """Return an array, which every process has whole, on the devices of a mesh."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
@@ -231,7 +215,7 @@ def block_if_cpu(results: _T) -> _T:
     return results
 
 
-def mine(devices: Sequence[Any]) -> list[Any]:
+def mine(devices: Sequence[Device]) -> list[Device]:
     """Return those of some devices that are this process's own."""
     return [device for device in devices if device.process_index == jax.process_index()]
 

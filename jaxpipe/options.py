@@ -40,10 +40,10 @@ class PlanOptions:
       solver: a mixed-integer solver that cvxpy finds, used if there is a budget.
       time_limit: seconds that it may take for the whole plan: all stages, rounds and schedules share them. Once they
         are used up, a greedy rule chooses, and the plan says so. Compilation and tracing are not counted.
-      compile: whether a plan that comes near ``memory`` is compiled here, so that XLA's own bytes are known: if it
-        reserves more, a smaller plan is made, and a budget that no plan keeps is refused here and not in the first
-        ``step``, which does not compile again then. False: what is predicted counts until the first step, for plans
-        on paper.
+      compile: whether a plan with ``memory`` is compiled here, so that XLA's own bytes are known: if it reserves more,
+        a smaller plan is made, and a budget that no plan keeps is refused. The first ``step`` does not compile again
+        then. False: what is predicted counts, for plans on paper. ``Pipeline.compile`` makes up for it; without that,
+        the first ``step`` refuses a plan for which XLA reserves more.
       on_nonfinite: what to do if the loss or a gradient is not finite. ``"skip"``: parameters, state and optimizer
         state stay as they are, and the metrics count it. ``"raise"``: so do they, and ``NonFiniteError`` says in which
         stage it began; each step then waits for its result. None: not looked at.

@@ -1,20 +1,23 @@
 """``Pipeline``: a planned model on a mesh."""
 
+# More than 15 of our modules: each method calls the room that does its work.
 import contextlib
 import functools
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe import multihost
+from jaxpipe.array_types import Array, PyTree
+from jaxpipe.checkpoint.checkpoint_layout import put, take
 from jaxpipe.checkpoint.contents import Contents
-from jaxpipe.checkpoint.model_layout import put, take
-from jaxpipe.checkpoint.orbax_files import Writer, open_checkpoint
+from jaxpipe.checkpoint.orbax_files import Directory, Writer, open_checkpoint
 from jaxpipe.checkpoint.orbax_files import steps as steps_of
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import BatchError, PartitionError
@@ -25,8 +28,8 @@ from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, rando
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, trace_prediction, with_rows
 from jaxpipe.models.training_mode import warn_if_training
 from jaxpipe.plan import Plan
-from jaxpipe.planning.compile_within_budget import within_budget
-from jaxpipe.planning.cuts.placed_stages import Partition
+from jaxpipe.planning.compile_within_budget import check_budget, with_step, within_budget
+from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.describe_plan import processes_of
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import plan_timeline
@@ -34,7 +37,7 @@ from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.initialize_state import initial_state
-from jaxpipe.runtime.interface import Runtime, StepResults
+from jaxpipe.runtime.interface import ForwardPass, Runtime, StepResults
 from jaxpipe.runtime.interrupts import hold_interrupts
 from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
 from jaxpipe.runtime.select_runtime import runtime_of
@@ -47,6 +50,12 @@ from jaxpipe.text.units import bytes_text, whole_number
 from jaxpipe.visualize.plain_stash import plain_stash_bytes
 
 
+if TYPE_CHECKING:
+    import optax
+
+T = TypeVar("T")
+
+
 class Pipeline:
     """A model that trains in stages; made by ``jaxpipe.partition``."""
 
@@ -54,10 +63,10 @@ class Pipeline:
         self,
         mesh: Mesh,
         functions: Mapping[str, UserFunction | None],
-        optimizer: Any,
-        make_plan: Callable[[Any, Any], PlannedStep],
+        optimizer: "optax.GradientTransformation",
+        make_plan: Callable[[PyTree, PyTree], PlannedStep],
         planned: PlannedStep | None,
-        batches: Sequence[Any] = (None,),
+        batches: Sequence[PyTree] = (None,),
     ):
         self._mesh = mesh
         self._functions = dict(functions)
@@ -65,7 +74,7 @@ class Pipeline:
         self._make_plan = make_plan
         self._ready = None if planned is None else (planned, runtime_of(planned))
         self._batch, *self._ahead = batches
-        self._forwards: dict[Any, tuple[MicrobatchProgram, Callable[[TrainState, Any], Any]]] = {}
+        self._forwards: dict[tuple[Hashable, ...], tuple[MicrobatchProgram, ForwardPass]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -116,13 +125,11 @@ class Pipeline:
             from jaxpipe.visualize.measured_timeline import measure_timeline
 
             return measure_timeline(planned.program, self.mesh)
-        stages = planned.partition.stages
-        speed = [min(planned.partition.network.speed[d] for d in stage.devices) for stage in stages]
         processes = processes_of(self._mesh, planned.partition, self.schedule.num_stages)
-        return plan_timeline(planned.plan, self.schedule, speed, processes)
+        return plan_timeline(planned.plan, self.schedule, stage_speeds(planned.partition), processes)
 
     @outside_mesh()
-    def report(self, path: Any, *, compile: bool = True, measure: bool = False) -> None:
+    def report(self, path: str | os.PathLike[str], *, compile: bool = True, measure: bool = False) -> None:
         """Write one HTML page about the plan, which needs nothing else to be read: no network and no JavaScript.
 
         It has the stages on their devices, the timeline, memory over time, what each method saves, predicted beside
@@ -141,7 +148,7 @@ class Pipeline:
         from jaxpipe.visualize.pictures import load_figure_class
 
         load_figure_class("Pipeline.report")  # before anything is compiled
-        memory = self.memory_report() if compile else None  # first: it may change the plan
+        memory = self.memory_report() if compile else None
         timelines = {f"predicted, {self.plan.profile} profile": self.timeline()}
         if measure:
             timelines["measured, stage by stage, without sending"] = self.timeline(measured=True)
@@ -187,7 +194,7 @@ class Pipeline:
         return self._ready
 
     @outside_jit
-    def init(self, key: Any, batch: Any = None, *, variables: Any = None) -> TrainState:
+    def init(self, key: Array, batch: PyTree = None, *, variables: PyTree = None) -> TrainState:
         """The first training state.
 
         Linen modules and NNX classes are initialized stage by stage, with the values that plain initialization with
@@ -216,7 +223,7 @@ class Pipeline:
             raise PartitionError("The model has no values and cannot be initialized; pass variables= to init.")
         return multihost.block_if_cpu(initial_state(self._runtime, model, self._optimizer, key))
 
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         """One training step; donates ``state``.
 
         Ctrl-C waits for the step, if that has begun. Whatever is raised then, ``state`` has taken the new state's
@@ -257,33 +264,35 @@ class Pipeline:
                 take_over(state, new)
             raise
 
-    def _prepare(self, shapes: Any) -> None:
+    def _prepare(self, shapes: PyTree) -> None:
         """Compile the training step for a batch, and the first time for all that ``partition`` was given."""
         self._prepare_shapes(shapes)
         while self._ahead:
             self._runtime.check_batch(self._ahead[-1])
             self._prepare_shapes(self._ahead.pop())
 
-    def _prepare_shapes(self, shapes: Any) -> None:
-        if check_batch.shape_key(shapes) == check_batch.shape_key(self._planned.batch):
-            self._keep_budget()
+    def _prepare_shapes(self, shapes: PyTree) -> None:
+        planned = self._planned
+        if planned.budget is not None and check_batch.shape_key(shapes) == check_batch.shape_key(planned.batch):
+            if planned.compiled is None:
+                self._use(with_step)
+            check_budget(self._planned)
         self._runtime.prepare(shapes)
 
-    def _keep_budget(self) -> None:
-        """Compile the stage programs of the plan, if it has a budget; the plan may become one that stores less."""
-        planned = self._planned
-        if planned.budget is not None and planned.compiled is None and planned.plan.runtime == "mpmd":
-            with progress("Compiling the training step"):
-                planned = within_budget(planned)
+    def _use(self, compiled: Callable[[PlannedStep], PlannedStep]) -> None:
+        """Compile the training step of a plan with a budget, and use what that gives."""
+        with progress("Compiling the training step"):
+            planned = compiled(self._planned)
+        if planned is not self._planned:
             self._ready = planned, runtime_of(planned)
 
-    def _run(self, function: Callable[..., Any], state: TrainState, *arguments: Any) -> Any:
+    def _run(self, function: Callable[..., T], state: TrainState, *arguments: PyTree) -> T:
         """Run a function of a state; of two threads that pass one state, a step gets it and the other an error."""
         with self._lock:
             check_state.check_unused(state)
             return function(state, *arguments)
 
-    def _metrics(self, state: TrainState, batch: Any, results: StepResults) -> dict[str, Any]:
+    def _metrics(self, state: TrainState, batch: PyTree, results: StepResults) -> dict[str, PyTree]:
         """Return the metrics of a step that has led to a state; with ``on_nonfinite="raise"`` it may raise instead."""
         counters, planned = results.counters, self._planned
         if not any(stage.vjp and stage.vjp.plan.sparse for stage in planned.program.stages):
@@ -295,7 +304,7 @@ class Pipeline:
             metrics["learning_rate"] = state.shared[self._learning_rate]
         return metrics
 
-    def _look_at_nonfinite(self, state: TrainState, batch: Any, loss: Any, counters: dict[str, Any]) -> None:
+    def _look_at_nonfinite(self, state: TrainState, batch: PyTree, loss: Array, counters: dict[str, Array]) -> None:
         stages, stopped = counters.pop("nonfinite_stages"), counters.pop("stopped")
         if self._planned.update.on_nonfinite == "skip":
             counters |= {"skipped": state.skipped, "nonfinite_stages": stages}
@@ -306,7 +315,7 @@ class Pipeline:
             )
 
     @outside_jit
-    def find_nonfinite(self, state: TrainState, batch: Any) -> NonFiniteOrigin | None:
+    def find_nonfinite(self, state: TrainState, batch: PyTree) -> NonFiniteOrigin | None:
         """Find where a loss is first not finite: stage, micro-batch and operator; slow, as nothing is compiled.
 
         Args:
@@ -328,7 +337,7 @@ class Pipeline:
         return nonfinite_origin.find(self._runtime, state, batch)
 
     @outside_jit
-    def value_and_grad(self, state: TrainState, batch: Any) -> tuple[tuple[Any, dict[str, Any]], Any]:
+    def value_and_grad(self, state: TrainState, batch: PyTree) -> tuple[tuple[Array, dict[str, PyTree]], PyTree]:
         """``((loss, metrics), gradients)``; gradients in the model's own layout, as host arrays.
 
         They are those that ``step`` hands to the optimizer: zeros for parameters that it does not train.
@@ -342,7 +351,7 @@ class Pipeline:
         return (loss, named_metrics), planned.model.parameter_tree(gradients)
 
     @outside_jit
-    def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
+    def evaluate(self, state: TrainState, batch: PyTree) -> dict[str, PyTree]:
         """The loss and metrics of a batch of any size, from those of ``evaluate(model, batch)`` as in ``step``.
 
         The function sets the mode itself (``model.eval()`` in NNX, the module's own argument in Linen); if it draws
@@ -356,7 +365,7 @@ class Pipeline:
         return _metrics(objective, *self._run(run, state, batch))
 
     @outside_jit
-    def predict(self, state: TrainState, batch: Any) -> Any:
+    def predict(self, state: TrainState, batch: PyTree) -> PyTree:
         """Return what ``predict(model, batch)`` returns, for all rows of a batch of any size; global arrays.
 
         The function sets the mode itself, as for ``evaluate``.
@@ -365,14 +374,14 @@ class Pipeline:
         return jax.tree.unflatten(objective.tree, self._run(run, state, batch))
 
     @outside_jit
-    def parameters(self, state: TrainState) -> Any:
+    def parameters(self, state: TrainState) -> PyTree:
         """The model's own variables in the model's own layout, as host arrays; all processes call it, and get all."""
         check_state.check_state(state, self.plan.identity)
         arrays = self._runtime.to_host(state)
         return self._planned.model.variable_tree(arrays.parameters, arrays.variables)
 
     @outside_jit
-    def save(self, state: TrainState, directory: Any, *, data: Any = None) -> None:
+    def save(self, state: TrainState, directory: Directory, *, data: object = None) -> None:
         """Save a checkpoint as ``directory/<step>``, and wait until it is on disk. In a loop, use ``Checkpointer``.
 
         It is in the model's own layout: any pipeline of this model and optimizer can restore it, whatever its stages,
@@ -392,7 +401,7 @@ class Pipeline:
             writer.wait()
 
     @outside_mesh()
-    def restore(self, directory: Any, *, step: int | None = None) -> TrainState:
+    def restore(self, directory: Directory, *, step: int | None = None) -> TrainState:
         """The state of a checkpoint, made stage by stage; training goes on with the same bits.
 
         With another number of replicas, each gets the mean of the residuals of a block-sparse exchange.
@@ -435,11 +444,11 @@ class Pipeline:
         """
         return shard_batch.local_rows(self.mesh, size)
 
-    def _contents(self, state: TrainState, data: Any) -> Contents | None:
+    def _contents(self, state: TrainState, data: object) -> Contents | None:
         check_state.check_state(state, self.plan.identity)
         return take(self._runtime, state, data)
 
-    def microbatch_key(self, state: TrainState, j: int) -> Any:
+    def microbatch_key(self, state: TrainState, j: int) -> Array:
         """Return the random key of micro-batch ``j`` in the step from ``state``; ``j`` counts over replicas.
 
         Linen modules get it as ``rngs``. In NNX modules the i-th random stream, in the order of paths, gets
@@ -457,15 +466,33 @@ class Pipeline:
         return jax.random.fold_in(jax.random.fold_in(off_mesh(state.key), off_mesh(state.step)), j)
 
     @outside_mesh()
+    def compile(self) -> Plan:
+        """Compile the training step, which the first ``step`` does otherwise, and return the plan.
+
+        A plan that was made with ``memory`` and ``PlanOptions(compile=False)`` may become another one here: one that
+        keeps the budget with the bytes that XLA reserves. States of the plan before do not fit it: call ``init``
+        afterwards.
+
+        Raises:
+          MemoryBudgetError: if no plan keeps the budget.
+          PartitionError: as ``plan``.
+        """
+        if self._planned.budget is not None:
+            self._use(within_budget)
+        self._prepare(self._planned.batch)
+        return self.plan
+
+    @outside_mesh()
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
-        self._keep_budget()
+        if self._planned.budget is not None and self._planned.compiled is None:
+            self._use(with_step)
         compiled, plan = self._runtime.bytes(), self.plan
         host = 0 if plan.host is None else plan.host.bytes
         count = self.mesh.devices.size
         return MemoryReport(plan.device_bytes, compiled.reserved, compiled.temporary, (host,) * count, compiled.host)
 
-    def _check(self, state: TrainState, batch: Any) -> Any:
+    def _check(self, state: TrainState, batch: PyTree) -> PyTree:
         """Return the shapes of the whole batch of which this process passes its rows."""
         check_state.check_state(state, self.plan.identity)
         self._runtime.check_state(state)
@@ -483,9 +510,7 @@ class Pipeline:
         shared = [paths[k] for k, owner in owned if owner is None]
         return next((k for k, path in enumerate(shared) if path.endswith(".hyperparams['learning_rate']")), None)
 
-    def _forward(
-        self, name: str, state: TrainState, batch: Any
-    ) -> tuple[MicrobatchProgram, Callable[[TrainState, Any], Any]]:
+    def _forward(self, name: str, state: TrainState, batch: PyTree) -> tuple[MicrobatchProgram, ForwardPass]:
         """Return what ``evaluate`` or ``predict`` computes for a batch, and a function that runs it."""
         check_state.check_state(state, self.plan.identity)
         shapes = shard_batch.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
@@ -496,7 +521,7 @@ class Pipeline:
             self._forwards[key] = objective, self._runtime.forward(name, objective, shapes, batching)
         return self._forwards[key]
 
-    def _trace_forward(self, name: str, shapes: Any) -> tuple[MicrobatchProgram, Batching]:
+    def _trace_forward(self, name: str, shapes: PyTree) -> tuple[MicrobatchProgram, Batching]:
         function = self._functions[name]
         if function is None:
             raise PartitionError(f"partition was given no {name} function; pass {name}=lambda model, batch: ...")
@@ -517,7 +542,7 @@ class Pipeline:
         return objective, batching
 
 
-def _metrics(objective: MicrobatchProgram, loss: Any, leaves: Sequence[Any]) -> dict[str, Any]:
+def _metrics(objective: MicrobatchProgram, loss: Array, leaves: Sequence[Array]) -> dict[str, PyTree]:
     """The loss beside the user's metrics; metrics that are not a dictionary stand under ``"metrics"``."""
     metrics = jax.tree.unflatten(objective.tree, leaves)
     by_name = metrics if isinstance(metrics, dict) else {"metrics": metrics}

@@ -181,6 +181,8 @@ class Plan:
       runtime_reason: why it is this one.
       each_device: predicted bytes of each device, where they differ, in the order of ``mesh.devices.flat``.
       stage_memory: by stage, the same of its first device by component.
+      compiled_each_device: bytes that XLA reserves on each device, once the step has been compiled for a budget.
+      compiled_stage_memory: by stage, the same of its first device by component.
       axes: the mesh axes over which each stage is sharded, and their sizes. The devices of a stage are then the first
         ones of its groups.
 
@@ -217,6 +219,8 @@ class Plan:
     each_device: tuple[Count, ...] = ()
     stage_memory: tuple[dict[str, Count], ...] = ()
     schedule_bound_seconds: Amount = 0.0
+    compiled_each_device: tuple[Count, ...] = ()
+    compiled_stage_memory: tuple[dict[str, Count], ...] = ()
     axes: dict[str, Count] = dataclasses.field(default_factory=dict)
 
     @property
@@ -229,6 +233,11 @@ class Plan:
     def predicted_bytes(self) -> int:
         """Bytes on each device; where devices differ, on the fullest."""
         return sum(self.memory.values())
+
+    @property
+    def compiled_bytes(self) -> int | None:
+        """Bytes that XLA reserves on the fullest device, once the training step has been compiled for a budget."""
+        return max(self.compiled_each_device, default=None)
 
     @property
     def where(self) -> str:
@@ -320,14 +329,14 @@ class _File(Plan):
 
 def _caption(plan: Plan, prefix: str) -> list[str]:
     """Return the lines below the table of a plan, whose modules are named inside ``prefix``."""
-    parts = _parts_text(plan.memory)
     limit = "" if plan.budget is None else f" of {bytes_text(plan.budget)}"
     limit += "" if plan.raised_from is None else f" (raised from {bytes_text(plan.raised_from)})"
+    gap = plan.schedule_gap
+    than = "" if gap is None else f", at most {gap:.1%} longer than with any other order of the same work"
     lines = [
-        f"step {1e3 * plan.step_seconds:.1f} ms ({plan.profile} profile), bubble {plan.bubble_fraction:.1%}"
-        f"{_gap_text(plan.schedule_gap)}",
+        f"step {1e3 * plan.step_seconds:.1f} ms ({plan.profile} profile), bubble {plan.bubble_fraction:.1%}{than}",
         *([f"runtime {plan.runtime}: {plan.runtime_reason}"] if plan.runtime_reason else []),
-        f"{bytes_text(plan.predicted_bytes)}{limit} {plan.where}: {parts}",
+        *_memory_lines(plan, limit),
         *_device_lines(plan),
     ]
     if prefix:
@@ -335,7 +344,8 @@ def _caption(plan: Plan, prefix: str) -> list[str]:
     if plan.rates:
         lines.append(f"at the rates of {plan.rates}")
     if plan.host is not None:
-        lines.append(_host_text(plan.host))
+        used = f"{bytes_text(plan.host.bytes)} of {bytes_text(plan.host.budget)} in the host's memory for each device"
+        lines.append(f"the host's memory is not used: {plan.host.refused}" if plan.host.refused else used)
     if plan.frozen is not None:
         lines.append(_frozen_text(plan.frozen))
     if plan.exchange_bytes is not None:
@@ -349,29 +359,32 @@ def _caption(plan: Plan, prefix: str) -> list[str]:
     return [*lines, *plan.notes, *_storage_lines(plan)]
 
 
-def _gap_text(gap: float | None) -> str:
-    """Return how far a step is from the bound for its schedule, as the rest of a sentence."""
-    if gap is None:
-        return ""
-    return f", at most {gap:.1%} longer than with any other order of the same work"
-
-
 def _parts_text(memory: dict[str, int]) -> str:
     return ", ".join(f"{name} {bytes_text(n)}" for name, n in memory.items())
 
 
+def _memory_lines(plan: Plan, limit: str) -> list[str]:
+    """Return the bytes of a device: those that XLA reserves where the step is compiled, and those predicted."""
+    predicted = f"{bytes_text(plan.predicted_bytes)}{limit} {plan.where}: {_parts_text(plan.memory)}"
+    if plan.compiled_bytes is None:
+        return [predicted]
+    parts = _parts_text(max(plan.compiled_stage_memory, key=lambda memory: sum(memory.values())))
+    compiled = f"{bytes_text(plan.compiled_bytes)}{limit} {plan.where}, compiled: {parts}"
+    return [compiled, f"before it was compiled, {bytes_text(plan.predicted_bytes)} were predicted"]
+
+
 def _device_lines(plan: Plan) -> list[str]:
     """Return a line for the devices of each stage, or of several on one, if they do not all need the same."""
-    if len(set(plan.each_device)) < 2:
+    each, by_stage = plan.each_device, plan.stage_memory
+    if plan.compiled_bytes is not None:
+        each, by_stage = plan.compiled_each_device, plan.compiled_stage_memory
+    if len(set(each)) < 2:
         return []
     stages: dict[int, list[int]] = {}
     for k, stage in enumerate(plan.stages):
         stages.setdefault(stage.devices[0], []).append(k)
-    rows = [(numbers, plan.stage_memory[numbers[0]]) for numbers in stages.values()]
-    return [
-        f"stage {', '.join(map(str, numbers))}: {bytes_text(sum(memory.values()))}: {_parts_text(memory)}"
-        for numbers, memory in rows
-    ]
+    rows = [(", ".join(map(str, numbers)), by_stage[numbers[0]]) for numbers in stages.values()]
+    return [f"stage {listed}: {bytes_text(sum(memory.values()))}: {_parts_text(memory)}" for listed, memory in rows]
 
 
 def _storage_lines(plan: Plan) -> list[str]:
@@ -383,8 +396,7 @@ def _storage_lines(plan: Plan) -> list[str]:
         if plan.rounds:
             rates = ", ".join(f"{r.rate:.2f} ({1e3 * r.step_seconds:.1f} ms)" for r in plan.rounds)
             lines.append(f"fastest over slowest stage, round by round: {rates}")
-    away = [(k, stage) for k, stage in enumerate(plan.stages) if stage.away]
-    return lines + [f"in {_places_text(stage)} memory: of stage {k} {_away_text(stage)}" for k, stage in away]
+    return lines + [_away_text(k, stage) for k, stage in enumerate(plan.stages) if stage.away]
 
 
 def _storage_text(stage: StagePlan) -> str:
@@ -411,18 +423,15 @@ def _status_text(stage: StagePlan) -> str:
     return f"{_SEARCHED[stage.storage]}; {rest if stage.storage_gap < 0.995 else 'how near to the best is not known'}"
 
 
-def _away_text(stage: StagePlan) -> str:
+def _away_text(k: int, stage: StagePlan) -> str:
+    kinds = " and ".join(sorted({"the host's" if piece.stage == HOST else "peers'" for piece in stage.pieces}))
     pieces = ", ".join(
         f"{bytes_text(piece.bytes)} with {'the host' if piece.stage == HOST else f'stage {piece.stage}'} "
         f"(device {', '.join(map(str, piece.devices))})"
         for piece in stage.pieces
     )
-    return f"{stage.away} stashes, each for up to {stage.away_ticks} ticks: {pieces}"
-
-
-def _places_text(stage: StagePlan) -> str:
-    kinds = {"the host's" if piece.stage == HOST else "peers'" for piece in stage.pieces}
-    return " and ".join(sorted(kinds))
+    stashes = f"{stage.away} stashes, each for up to {stage.away_ticks} ticks: {pieces}"
+    return f"in {kinds} memory: of stage {k} {stashes}"
 
 
 def _frozen_text(frozen: FrozenPlan) -> str:
@@ -433,12 +442,6 @@ def _frozen_text(frozen: FrozenPlan) -> str:
         f"{count} of {total} parameters are frozen ({bytes_text(frozen.bytes)}): "
         f"{bytes_text(frozen.gradient_bytes)} of gradients less on each device{where}"
     )
-
-
-def _host_text(host: HostPlan) -> str:
-    if host.refused:
-        return f"the host's memory is not used: {host.refused}"
-    return f"{bytes_text(host.bytes)} of {bytes_text(host.budget)} in the host's memory for each device"
 
 
 def short_modules(plan: Plan) -> tuple[str, tuple[tuple[str, ...], ...]]:

@@ -29,7 +29,7 @@ import optax
 import jaxpipe
 from examples import models
 from jaxpipe import _compat
-from jaxpipe.planning.compile_within_budget import within_budget
+from jaxpipe.planning.compile_within_budget import with_step
 from jaxpipe.runtime.mpmd.device_bytes import peak_bytes
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
@@ -101,7 +101,7 @@ def pipeline_of(case: Case, devices: Any, runtime: str, options: argparse.Namesp
         num_microbatches=MICROBATCHES,
         schedule=options.schedule,
         memory=options.memory if runtime == "mpmd" else None,  # one program has no budget
-        options=jaxpipe.PlanOptions(host_memory=options.host_memory if runtime == "mpmd" else None, compile=False),
+        options=jaxpipe.PlanOptions(host_memory=options.host_memory if runtime == "mpmd" else None),
         profile="analytic",
         runtime=runtime,
     )
@@ -109,7 +109,7 @@ def pipeline_of(case: Case, devices: Any, runtime: str, options: argparse.Namesp
 
 def measure(pipeline: Any) -> list[dict[str, Any]]:
     """Compile the stage programs of a pipeline; a row for each device."""
-    plan, runtime = pipeline.plan, MpmdRuntime(within_budget(pipeline._planned))
+    plan, runtime = pipeline.plan, MpmdRuntime(with_step(pipeline._planned))
     dispatch = runtime.compiled_step
     peaks = peak_bytes(dispatch, runtime.devices)
     rows = []

@@ -181,6 +181,14 @@ def test_command_needs_no_devices(folder):
     assert done.returncode == 0 and "3 stages x 1 replicas" in done.stdout
 
 
+def test_command_without_tyro_says_what_to_install(folder):
+    (folder / "tyro.py").write_text("raise ImportError")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "jaxpipe", "plan"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("jaxpipe: ") and done.stderr.endswith("pip install tyro\n")
+
+
 def test_unknown_commands_are_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["plant"])

@@ -168,16 +168,29 @@ def test_budgets_of_one_device_are_the_measured_ones():
         assert [cell for cell in shown[title] if cell] == cells
         if name == "GPT-2 8x512":
             text = (ROOT / "README.md").read_text()
-            for share, joined in (("35%", "{:,.0f} MiB and {} matrix products"), ("25%", "or {:,.0f} and {};")):
-                assert joined.format(rows[share]["temporaries"] / 2**20, rows[share]["products"]) in text
+            for share, joined in (
+                (
+                    "31.5%",
+                    "Within {:.2f} GiB, parameters and gradients included, the same step takes {:,.0f} MiB and {}",
+                ),
+                ("25%", "within {:.2f} GiB {:,.0f} and {};"),
+            ):
+                row = rows[share]
+                assert joined.format(row["memory"] / 2**30, row["temporaries"] / 2**20, row["products"]) in text
+        else:
+            joined = "{:,.0f} and {} (in place of {}) for ViT-B"
+            blocks, row = rows["blocks"]["products"], rows["31.5%"]
+            assert joined.format(row["temporaries"] / 2**20, row["products"], blocks) in text
 
 
 def test_figures_that_the_readme_begins_with_are_the_measured_ones():
     text = (ROOT / "README.md").read_text()
-    gpt2 = results("stage-programs-h100-jax0.12")["models"]["gpt2"]
-    stages = [device["compiled"] / 2**20 for device in gpt2["devices"]]
-    assert table_rows(DOCS / "benchmarks.md")["GPT-2 small"] == [f"{size:,.0f}" for size in stages]
-    assert f"at most {max(stages):,.0f} MiB" in text
+    models = results("stage-programs-h100-jax0.12")["models"]
+    shown, gpt2 = table_rows(DOCS / "benchmarks.md"), models["gpt2"]
+    titles = {"gpt2": "GPT-2 small", "vit-b": "ViT-B", "resnet50": "ResNet-50", "unet": "U-Net", "mlp": "MLP"}
+    for name, title in titles.items():
+        assert shown[title] == [f"{device['compiled'] / 2**20:,.0f}" for device in models[name]["devices"]]
+    assert f"at most {max(device['compiled'] for device in gpt2['devices']) / 2**20:,.0f} MiB" in text
     assert f"{gpt2['one_program']['compiled'] / 2**20:,.0f} MiB of each" in text
     rows = results("peers-cpu-jax0.12")["rows"]
     shares = {

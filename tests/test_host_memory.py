@@ -110,7 +110,7 @@ def test_a_host_without_room_or_with_a_slow_link_is_left_alone(size, rate):
 
 def test_devices_without_such_memory_do_without_and_the_plan_says_why(monkeypatch):
     refused = HostPlan(2**20, 0, "they say no")
-    monkeypatch.setattr(sys.modules["jaxpipe.partition"], "check_host_memory", lambda *_: refused)
+    monkeypatch.setattr(sys.modules["jaxpipe.planning.check_request"], "check_host_memory", lambda *_: refused)
     plan = plan_with(budget(), "1MiB")
     assert plan.host == refused and not any(stage.away for stage in plan.stages)
     assert "the host's memory is not used: they say no" in " ".join(str(plan).split())

@@ -492,10 +492,10 @@ def test_bounds_of_few_cuts_do_not_hide_the_best(monkeypatch):
         network = Network(matrix, speed=tuple(r.uniform(1, 2, 4)))
         for cost_model in ("min_max", "synchronous"):
             with monkeypatch.context() as patch:
-                patch.setattr("jaxpipe.planning.cuts.dynamic_program.FEW_CUTS", 10_000)
+                patch.setattr("jaxpipe.planning.cuts.search_cuts.FEW_CUTS", 10_000)
                 direct = partition_layers(profile, network, cost_model=cost_model)
             with monkeypatch.context() as patch:
-                patch.setattr("jaxpipe.planning.cuts.dynamic_program.FEW_CUTS", 6)
+                patch.setattr("jaxpipe.planning.cuts.search_cuts.FEW_CUTS", 6)
                 pruned = partition_layers(profile, network, cost_model=cost_model)
             assert pruned.bottleneck_seconds == direct.bottleneck_seconds
 

@@ -203,6 +203,56 @@ def test_a_gpu_picks_elements_of_what_is_not_written():
         assert peak_bytes(picked, *avals, labels) == pytest.approx(256 * 4096 * 4, rel=1e-2)  # logits, and row maxima
 
 
+def summed(x, weights, v, u):
+    """A sum of six products that is read before and after a wide one."""
+    total = sum(x @ w for w in weights)
+    wide = (2.0 * total) @ v
+    return (total + jnp.sin(wide) @ u).sum()
+
+
+def test_a_gpu_writes_a_sum_of_many_arrays_that_several_read():
+    """A fusion of all six for each reader would keep them to the end: 15 arrays instead of 10 where it is wide."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 64), (64, 4096)))
+    v, u = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 8 * 4096), (8 * 4096, 4096)))
+    with building_for("gpu"):
+        # the sum, what the wide product reads, and its result of eight times the size
+        assert peak_bytes(summed, x, [w] * 6, v, u) == pytest.approx((1 + 1 + 8) * 256 * 4096 * 4, rel=1e-3)
+
+
+def biased(x, w, bias):
+    """Row sums of exponentials of logits with a bias, which is added once more to their stored product."""
+    product = x @ w
+    logits = product + bias
+    first = jnp.exp(logits - logits.max(-1, keepdims=True)).sum(-1)
+    again = jax.lax.optimization_barrier(product) + bias
+    return first + jnp.sin(again).sum(-1)
+
+
+def test_a_gpu_adds_a_bias_where_it_writes_the_product():
+    """The logits are there once, not with and without the bias."""
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 64), (64, 4096), (4096,))]
+    with building_for("gpu"):
+        assert peak_bytes(biased, *avals) == pytest.approx(256 * 4096 * 4, rel=1e-2)
+
+
+def scaled(x, kernel, narrow):
+    """The gradient of a bias, and a convolution to one channel, of a feature map times two."""
+    convolve = lambda x, k: jax.lax.conv_general_dilated(  # noqa: E731
+        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    y = 2.0 * convolve(x, kernel)
+    return y.sum((0, 1, 2)), convolve(y, narrow)
+
+
+def test_a_gpu_writes_a_map_that_it_adds_up_over_no_operand():
+    """A kernel that also adds up does not write over what it reads: two feature maps at once."""
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 32, 32, 64), (3, 3, 64, 64), (3, 3, 64, 1))]
+    size = 8 * 32 * 32 * 64 * 4
+    with building_for("gpu"):
+        assert peak_bytes(scaled, *avals) == pytest.approx(2 * size, rel=0.02)
+    assert peak_bytes(scaled, *avals) == pytest.approx(size + size // 64, rel=0.02)
+
+
 def test_gradients_of_pooling_need_positions():
     """XLA's select-and-scatter is a reduction over the positions in every dimension, all of them in memory."""
 

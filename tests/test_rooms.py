@@ -1,6 +1,7 @@
 """Rooms of the package depend only downward."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ ROOMS = (
     "multihost",
     "_compat",
     "target",
+    "array_types",
     "errors",
     "_version",
 )
@@ -65,3 +67,11 @@ def test_rooms_depend_only_downward():
         if target == "jaxpipe" or ROOMS.index(target.split(".")[1]) < ROOMS.index(name.split(".")[1])
     ]
     assert upward == []
+
+
+def test_files_that_the_tree_of_contributing_names_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    tree = text[text.index("    jaxpipe/\n") :].split("\n\n")[0]
+    names = [name for line in tree.splitlines() for name in re.findall(r"\w+\.pyi?\b", line)]
+    existing = {path.name for path in (ROOT / "jaxpipe").rglob("*.py*")}
+    assert len(names) > 50 and not set(names) - existing

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Var
 
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.liveness import peak_bytes
@@ -91,6 +92,42 @@ def test_on_a_gpu_blocks_that_run_again_keep_what_products_write():
             assert_same_bits(step([], stash, [jnp.ones(())]), list(gradients))
         # The first products of three blocks, and at the most an operand and a cotangent of one; no tanh of the others.
         assert peak_bytes(step, [], stash, [jnp.ones(())]) < 6 * wide
+
+
+def bottlenecks(x, *kernels):
+    """Blocks of a convolution to few channels and one back to many, around which a sum goes."""
+    for narrow, wide in zip(kernels[::2], kernels[1::2], strict=True):
+        x = jax.nn.relu(x + convolve(jnp.tanh(convolve(x, narrow)), wide))
+    return x.sum()
+
+
+def convolve(x, kernel):
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def test_on_a_gpu_sums_of_convolutions_that_run_again_are_computed_anew():
+    """Or the sums of all blocks would be in memory until the backward pass of the first."""
+    count = 3
+    leaves = [
+        jax.random.normal(jax.random.key(k), shape)
+        for k, shape in enumerate([(2, 8, 8, 16), *[(1, 1, 16, 2), (1, 1, 2, 16)] * count])
+    ]
+    graph = trace(lambda *values: [bottlenecks(*values)], *leaves).with_parameters([False, *[True] * (2 * count)])
+    with jax.disable_jit():
+        gradients = jax.grad(bottlenecks, range(1, len(leaves)))(*leaves)
+    with building_for("gpu"):
+        built = vjp_program.build(graph, graph.inputs[1:], held=graph.inputs)
+        producers = {t: op for op in built.graph.operators for t in op.outputs}
+        narrow = [op for op in built.graph.operators if op.name == "conv_general_dilated"][::2]
+        stored = [graph.inputs[0], *(op.outputs[0] for op in narrow)]
+        plan = derived_from(built.backward_graph, {t: SavedFormat(Format.KEEP) for t in stored}, producers)
+        again = vjp_program.assemble(built.backward_graph, plan)
+        with jax.disable_jit():
+            _, stash = vjp_program.forward(again, leaves)
+            step = functools.partial(vjp_program.backward, again, leaves[1:])
+            assert_same_bits(step(stash, [jnp.ones(())]), list(gradients))
+        names = equations(jax.make_jaxpr(step)(stash, [jnp.ones(())]).jaxpr)
+    assert sum(name in ("max", "custom_jvp_call") for name in names) > count
 
 
 def equations(jaxpr):
@@ -240,3 +277,91 @@ def test_on_a_gpu_stored_products_are_matrices_only_where_no_device_would_gather
         assert [built.graph.tensors[t].shape for t in built.plan.stored if t not in graph.inputs] == [(2, 2, 8, 16)]
         reshapes.append(names.count("reshape"))
     assert reshapes[0] and not reshapes[1]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_gradients_are_absorbed_by_their_sums(platform):
+    graph, leaves, (_, gradients) = traced("cnn")
+    with jax.disable_jit(), building_for(platform):
+        built = vjp_program.build(graph, graph.inputs)
+        parameters = [leaves[graph.inputs.index(t)] for t in built.parameters]
+        _, stash = vjp_program.forward(built, leaves)
+        sums = {t: jnp.full_like(leaf, 0.375) for t, leaf in zip(graph.inputs, leaves, strict=True)}
+        absorb = {t: functools.partial(jnp.add, total) for t, total in sums.items()}
+        whole = vjp_program.backward(built, parameters, stash, [jnp.ones(())], absorb=absorb)
+        early, saved = vjp_program.backward_input(built, parameters, stash, [jnp.ones(())], absorb=absorb)
+        late = vjp_program.backward_weight(built, parameters, stash, saved, absorb=absorb)
+    expected = [jnp.float32(0.375) + g for g in gradients]
+    assert_same_bits(whole, expected)
+    parts = dict(zip(built.input_part, early, strict=True)) | dict(zip(built.weight_part, late, strict=True))
+    assert_same_bits([parts[t] for t in graph.inputs], expected)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_on_a_gpu_a_gradient_is_added_to_its_sum_before_the_next_product(platform):
+    """Of two products the last one's weight first. All gradients would be in memory if the sums came at the end."""
+    x, first, second = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 4), (4, 16), (16, 32)))
+
+    def function(x, first, second):
+        return jnp.tanh(jnp.tanh(x @ first) @ second).sum()
+
+    def run(x, first, second, sums):
+        outputs, stash = vjp_program.forward(built, [x, first, second])
+        absorb = dict(zip(built.backward_graph.wrt, (functools.partial(jnp.add, total) for total in sums), strict=True))
+        return vjp_program.backward(built, [first, second], stash, [jnp.ones_like(outputs[0])], absorb=absorb)
+
+    with building_for(platform):
+        graph = trace(function, x, first, second).with_parameters([False, True, True])
+        built = vjp_program.build(graph, graph.inputs[1:])
+        jaxpr = jax.make_jaxpr(run)(x, first, second, [first, second]).jaxpr
+    results = [(eqn.primitive.name, eqn.outvars[0].aval.size) for eqn in jaxpr.eqns]
+    added, next_product = results.index(("add", 16 * 32)), results.index(("dot_general", 4 * 16))
+    assert (added < next_product) == (platform == "gpu")
+
+
+def convolutions(platform, sizes, pixels):
+    """Return, by elements of the result of a product in a backward pass, those of the products that it waits for."""
+    kernels = [jax.ShapeDtypeStruct((3, 3, m, n), jnp.float32) for m, n in itertools.pairwise(sizes)]
+    image = jax.ShapeDtypeStruct((2, pixels, pixels, sizes[0]), jnp.float32)
+
+    def loss(x, *kernels):
+        for kernel in kernels:
+            x = jax.nn.relu(convolve(x, kernel))
+        return [x.sum()]
+
+    with building_for(platform):
+        graph = trace(loss, image, *kernels).with_parameters([False, *(True for _ in kernels)])
+        built = vjp_program.build(graph, graph.inputs[1:])
+        _, stash = jax.eval_shape(functools.partial(vjp_program.forward, built), [image, *kernels])
+        backward = functools.partial(vjp_program.backward, built)
+        jaxpr = jax.make_jaxpr(backward)(kernels, stash, [jnp.ones(())]).jaxpr
+    behind, products = {}, {}
+    for eqn in jaxpr.eqns:
+        before = set().union(*(behind.get(v, ()) for v in eqn.invars if isinstance(v, Var)))
+        if eqn.primitive.name == "conv_general_dilated":
+            size = eqn.outvars[0].aval.size
+            products[size] = before
+            before = before | {size}
+        behind.update((v, before) for v in eqn.outvars)
+    return products
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_on_a_gpu_a_convolution_waits_for_the_gradient_of_its_kernel(platform):
+    """Or it would stay in memory with all that the gradient reads."""
+    products = convolutions(platform, (3, 8, 10), 16)
+    gradient, cotangent = 3 * 3 * 8 * 10, 2 * 16 * 16 * 8
+    assert (gradient in products[cotangent]) == (platform == "gpu")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_on_a_gpu_gradients_larger_than_what_they_follow_from_come_last(platform):
+    """XLA:GPU writes a kernel's gradient in a layout of its own first, beside all else that is in memory then."""
+    products = convolutions(platform, (3, 4, 64, 128), 8)
+    first, second, third = 3 * 3 * 3 * 4, 3 * 3 * 4 * 64, 3 * 3 * 64 * 128
+    assert third * 4 > 4 * (2 * 8 * 8 * 64 + 2 * 8 * 8 * 128) > second * 4
+    assert (first in products[third]) == (platform == "gpu")
+    assert third not in products[first]

@@ -397,3 +397,16 @@ def test_layers_may_call_python(replicas):
         lambda weights: loss(lambda x: functools.reduce(lambda x, w: jax.nn.relu(x @ w), weights, x), batch)
     )
     assert relative_l2([value, *jax.tree.leaves(gradients)], list(jax.tree.leaves(plain(weights)))) < FUSION
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_gradients_of_a_single_micro_batch_are_not_added_to_zeros(m):
+    pipeline = stages_of("mlp", 2, m, None, schedule=textbook)
+    zeros = [program for program in pipeline._runtime.calls.programs if program.traced.work.label.endswith("zeros")]
+    roles = {name.role for program in zeros for name in program.traced.work.writes}
+    assert roles == ({Role.TOTAL} if m == 1 else {Role.TOTAL, Role.GRADIENT})
+    case, state = case_of("mlp"), pipeline.init(jax.random.key(3))
+    _, gradients = pipeline.value_and_grad(state, case.batch)
+    keys = jnp.stack([pipeline.microbatch_key(state, j) for j in range(m)])
+    _, wanted, _ = plain_gradients(case, *case.start(jax.random.key(3)), keys, 1, m)
+    assert_same_bits(arrays(gradients), arrays(wanted))

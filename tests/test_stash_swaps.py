@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import jaxpipe
 from jaxpipe import Network
 from jaxpipe.errors import PartitionError
-from jaxpipe.planning.storage.choose_storage import choose
 from jaxpipe.planning.storage.choose_swaps import Link, choose_targets
+from jaxpipe.planning.storage.fastest_choice import choose
 from jaxpipe.planning.storage.storage_problem import Item, Option, Problem
 from jaxpipe.runtime.mpmd.instructions import Send
 from jaxpipe.runtime.mpmd.swap_instructions import cut_arrays
@@ -67,6 +67,7 @@ def test_stashes_go_to_the_memory_of_the_host():
     assert first.away > 1 and pipeline.plan.host.bytes == first.away * first.pieces[0].bytes
     assert f"in the host's memory: of stage 0 {first.away} stashes" in str(pipeline.plan)
     assert jaxpipe.Plan.from_json(pipeline.plan.to_json()) == pipeline.plan
+    pipeline.compile()
     assert max(pipeline.memory_report().compiled_bytes) <= budget_of(plan)
     check_gradients(pipeline)
 
@@ -100,6 +101,7 @@ def test_stashes_go_to_peers_with_room():
     assert [piece.bytes for piece in first.pieces] == [round(sent * rate / sum(rates)) for rate in rates]
     assert not any(stage.away for stage in others)
     assert any(memory.get("peers") for memory in pipeline.plan.stage_memory[1:])
+    pipeline.compile()
     assert max(pipeline.memory_report().compiled_bytes) <= budget_of(plan)
     check_gradients(pipeline)
 
@@ -128,6 +130,7 @@ def test_swaps_under_other_schedules_and_with_replicas(replicas, schedule):
     budget = plan.predicted_bytes - plan.stages[0].stash_bytes
     pipeline = chain(replicas, schedule, memory=budget, options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False))
     assert any(stage.away for stage in pipeline.plan.stages)
+    pipeline.compile()
     assert max(pipeline.memory_report().compiled_bytes) <= budget
     check_gradients(pipeline, replicas, schedule)
 
@@ -225,6 +228,7 @@ def test_a_plan_that_is_made_smaller_when_it_is_compiled_takes_steps():
         schedule="1f1b-textbook", memory=budget, options=jaxpipe.PlanOptions(host_memory="1GiB", compile=False)
     )
     planned = pipeline._runtime.calls
+    pipeline.compile()
     state, metrics = pipeline.step(pipeline.init(jax.random.key(0)), BATCH)
     assert pipeline._runtime.compiled_step.calls is not planned
     expected, plain_metrics = plain.step(plain.init(jax.random.key(0)), BATCH)

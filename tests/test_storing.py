@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.graph.graph import is_differentiable, trace
-from jaxpipe.planning.storage.choose_storage import lowest_peak
+from jaxpipe.planning.storage.fastest_choice import lowest_peak
 from jaxpipe.planning.storage.greedy import give_up
 from jaxpipe.planning.storage.integer_program import solve
 from jaxpipe.planning.storage.storage_items import stage_items

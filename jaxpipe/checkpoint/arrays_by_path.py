@@ -1,23 +1,21 @@
 """Trees as arrays by path: what a model's or an optimizer's own structure looks like on disk."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 from flax import nnx
+
+from jaxpipe.array_types import PyTree, PyTreeDef
 
 
 #: Keys, indices and field names from the root of a tree to a leaf.
 Path = tuple[str, ...]
 
 
-def leaf_paths(structure: Any) -> list[Path]:
+def leaf_paths(structure: PyTreeDef) -> list[Path]:
     """The path of every leaf of a tree, in the order of its leaves.
 
     An ``nnx.State`` counts as the dictionary that it stands for.
-
-    Args:
-      structure: what ``jax.tree.structure`` gives.
 
     Example:
       >>> leaf_paths(jax.tree.structure({"dense": (0, 0), "scale": 0}))
@@ -30,14 +28,14 @@ def leaf_paths(structure: Any) -> list[Path]:
     return paths
 
 
-def _pure(tree: Any) -> Any:
-    def is_state(x: Any) -> bool:
+def _pure(tree: PyTree) -> PyTree:
+    def is_state(x: object) -> bool:
         return isinstance(x, nnx.State)
 
     return jax.tree.map(lambda x: nnx.to_pure_dict(x) if is_state(x) else x, tree, is_leaf=is_state)
 
 
-def nest(leaves: Mapping[Path, Any]) -> Any:
+def nest(leaves: Mapping[Path, object]) -> PyTree:
     """Leaves by path as nested dictionaries.
 
     Example:
@@ -46,7 +44,7 @@ def nest(leaves: Mapping[Path, Any]) -> Any:
     """
     if set(leaves) == {()}:
         return leaves[()]
-    tree: dict[str, Any] = {}
+    tree: dict[str, PyTree] = {}
     for path, leaf in leaves.items():
         inner = tree
         for key in path[:-1]:
@@ -55,7 +53,7 @@ def nest(leaves: Mapping[Path, Any]) -> Any:
     return tree
 
 
-def pick(tree: Any, paths: Sequence[Path]) -> list[Any]:
+def pick(tree: PyTree, paths: Sequence[Path]) -> list[PyTree]:
     """The leaves of nested dictionaries at some paths."""
     leaves = []
     for path in paths:

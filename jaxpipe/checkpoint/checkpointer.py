@@ -2,16 +2,17 @@
 
 import signal
 import threading
-from types import TracebackType
+from collections.abc import Callable
+from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 import jax
 from jax.experimental import multihost_utils
 
 from jaxpipe import multihost
+from jaxpipe.checkpoint.checkpoint_layout import put
 from jaxpipe.checkpoint.contents import Contents
-from jaxpipe.checkpoint.model_layout import put
-from jaxpipe.checkpoint.orbax_files import Writer, open_checkpoint, steps
+from jaxpipe.checkpoint.orbax_files import Directory, Writer, open_checkpoint, steps
 from jaxpipe.errors import CheckpointError
 from jaxpipe.runtime import check_state
 from jaxpipe.runtime.interface import Runtime
@@ -28,7 +29,7 @@ class Source(Protocol):
     @property
     def _runtime(self) -> Runtime: ...
 
-    def _contents(self, state: TrainState, data: Any) -> Contents | None: ...
+    def _contents(self, state: TrainState, data: object) -> Contents | None: ...
 
 
 class Checkpointer:
@@ -64,7 +65,7 @@ class Checkpointer:
       [4, 6]
     """
 
-    def __init__(self, pipeline: Source, directory: Any, *, every: int = 1000, keep: int | None = 3):
+    def __init__(self, pipeline: Source, directory: Directory, *, every: int = 1000, keep: int | None = 3):
         for name, value in (("every", every), ("keep", keep)):
             if value is not None and value < 1:
                 raise CheckpointError(f"{name}={value}; it must be at least 1.")
@@ -74,7 +75,7 @@ class Checkpointer:
         self._step: int | None = None
         self._saved: int | None = None
         self._terminated = False
-        self._handler: Any = None
+        self._handler: Callable[[int, FrameType | None], object] | int | None = None
 
     @property
     def steps(self) -> list[int]:
@@ -99,7 +100,7 @@ class Checkpointer:
         self._step = self._saved = saved.step
         return state, saved.data
 
-    def after_step(self, state: TrainState, data: Any = None) -> None:
+    def after_step(self, state: TrainState, data: object = None) -> None:
         """Save if it is time to; if SIGTERM has come, save and raise ``SystemExit``.
 
         Call it after every step. It counts the calls, so as not to wait for the devices.
@@ -126,7 +127,7 @@ class Checkpointer:
         elif jax.process_count() == 1:  # the others are told at the next save
             self._writer.check()
 
-    def save(self, state: TrainState, data: Any = None) -> None:
+    def save(self, state: TrainState, data: object = None) -> None:
         """Save now; returns when the state has been copied to the host, and the save before is complete.
 
         Raises:
@@ -153,7 +154,7 @@ class Checkpointer:
             self._handler = signal.signal(signal.SIGTERM, self._terminate)
         return self
 
-    def _terminate(self, *_: Any) -> None:
+    def _terminate(self, *_: object) -> None:
         self._terminated = True
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -5,11 +5,11 @@ import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
+from jaxpipe.array_types import Shaped
 from jaxpipe.checkpoint.arrays_by_path import Path
 
 
@@ -22,39 +22,24 @@ _NAMED = 4
 
 @dataclass(frozen=True)
 class Contents:
-    """A training state in the model's own layout, on the host.
+    """A training state in the model's own layout, on the host."""
 
-    Attributes:
-      step, skipped: steps taken, and how many of them changed nothing.
-      key: data of the random key of the run.
-      key_impl: its kind.
-      arrays: by group and path. ``variables``: the model's own; ``optimizer``: the state that optax has for the whole
-        tree; ``residuals`` of a block-sparse exchange: ``[replicas, ...]`` for each parameter. Random keys as data.
-      types: by group and path, the dtypes of random keys among them.
-      data: where the run is in its data, as JSON.
-    """
-
-    step: int
+    step: int  # taken; ``skipped``: of these, those that changed nothing
     skipped: int
     key: np.ndarray
     key_impl: str
-    arrays: dict[str, dict[Path, np.ndarray]]
-    types: dict[tuple[str, Path], str]
-    data: Any
+    arrays: dict[str, dict[Path, np.ndarray]]  # by group and path; random keys as data
+    types: dict[tuple[str, Path], str]  # of random keys
+    data: object
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array as a checkpoint describes it.
-
-    Attributes:
-      shape, dtype: of the array, or of the random key.
-      crc32: of its bytes.
-    """
+    """One array as a checkpoint describes it."""
 
     shape: tuple[int, ...]
     dtype: str
-    crc32: int | None = None
+    crc32: int | None = None  # of its bytes
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -81,18 +66,18 @@ def checksum(x: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
 
 
-def expected(paths: Sequence[Path], avals: Sequence[Any]) -> dict[Path, Leaf]:
+def expected(paths: Sequence[Path], avals: Sequence[Shaped]) -> dict[Path, Leaf]:
     """Return how arrays of some shapes would be described."""
     return {path: Leaf(*_stored(aval)) for path, aval in zip(paths, avals, strict=True)}
 
 
-def _stored(aval: Any) -> tuple[tuple[int, ...], str]:
+def _stored(aval: Shaped) -> tuple[tuple[int, ...], str]:
     if is_key(aval):
         return jax.eval_shape(jax.random.key_data, aval).shape, str(aval.dtype)
     return tuple(aval.shape), np.dtype(aval.dtype).name
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: Shaped) -> bool:
     """Return whether an array holds typed random keys."""
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.checkpoint.arrays_by_path import leaf_paths, nest
+from jaxpipe.checkpoint.checkpoint_layout import check, typed
 from jaxpipe.checkpoint.contents import OPTIMIZER, VARIABLES, expected
-from jaxpipe.checkpoint.model_layout import check, typed
-from jaxpipe.checkpoint.orbax_files import Saved, open_checkpoint, read
+from jaxpipe.checkpoint.orbax_files import Directory, Saved, open_checkpoint, read
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,15 @@ class Checkpoint:
     """
 
     step: int
-    key: jax.Array
-    variables: Any
-    optimizer_state: Any
+    key: Array
+    variables: PyTree
+    optimizer_state: PyTree
     data: Any
 
 
-def load(directory: Any, *, step: int | None = None, variables: Any = None, optimizer_state: Any = None) -> Checkpoint:
+def load(
+    directory: Directory, *, step: int | None = None, variables: PyTree = None, optimizer_state: PyTree = None
+) -> Checkpoint:
     """Read a checkpoint into plain Flax and optax.
 
     Args:
@@ -72,7 +75,7 @@ def load(directory: Any, *, step: int | None = None, variables: Any = None, opti
     )
 
 
-def _tree(saved: Saved, group: str, like: Any, name: str) -> Any:
+def _tree(saved: Saved, group: str, like: PyTree, name: str) -> PyTree:
     if like is None:
         paths = list(saved.leaves[group])
         return nest(dict(zip(paths, read(saved, {group: paths})[group], strict=True)))

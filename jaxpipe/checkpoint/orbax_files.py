@@ -11,6 +11,7 @@ kept is renamed before it is deleted. So a folder named after a step is a comple
 import contextlib
 import json
 import math
+import os
 import shutil
 import threading
 import weakref
@@ -18,7 +19,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,17 @@ import numpy as np
 
 from jaxpipe import multihost
 from jaxpipe._version import __version__
+from jaxpipe.array_types import Array
 from jaxpipe.checkpoint.arrays_by_path import Path, nest, pick
 from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, Leaf, checksum, describe
 from jaxpipe.errors import CheckpointError
+
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+#: A folder of checkpoints.
+Directory: TypeAlias = str | os.PathLike[str]
 
 
 #: Number of the format that is written; higher ones are not read.
@@ -41,31 +50,24 @@ _DELETED = ".deleted"
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk, of which no array has been read yet.
-
-    Attributes:
-      folder: where it is.
-      step, skipped, data: see ``Contents``.
-      key: the random key of the run.
-      leaves: by group and path, what arrays there are.
-    """
+    """A checkpoint on disk, of which no array has been read yet."""
 
     folder: FilePath
     step: int
     skipped: int
-    key: jax.Array
+    key: Array
     data: Any
-    leaves: dict[str, dict[Path, Leaf]]
+    leaves: dict[str, dict[Path, Leaf]]  # by group and path
 
 
-def steps(directory: Any) -> list[int]:
+def steps(directory: Directory) -> list[int]:
     """Steps of which a directory has a checkpoint, in order."""
     folder = FilePath(directory)
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
 
 
 #: Writers of this process that are open, with what writes for them, by folder.
-_OPEN: dict[FilePath, tuple["weakref.ref[Writer]", Any]] = {}
+_OPEN: dict[FilePath, tuple["weakref.ref[Writer]", "ocp.CheckpointManager"]] = {}
 _OPENING = threading.Lock()
 
 
@@ -73,16 +75,9 @@ class Writer:
     """Writes checkpoints into a directory, one at a time, in the background.
 
     Of several processes the first one writes; all call the methods, and what fails there fails in all.
-
-    Args:
-      directory: created if it does not exist.
-      keep: how many to keep; None for all.
-
-    Raises:
-      CheckpointError: if another writer of this process has the directory.
     """
 
-    def __init__(self, directory: Any, keep: int | None = None):
+    def __init__(self, directory: Directory, keep: int | None = None):
         self.directory = FilePath(directory).absolute()
         self._manager: Any = None
         self._begun: int | None = None
@@ -92,20 +87,20 @@ class Writer:
     def _open(self, keep: int | None) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         with _OPENING:
-            other, manager = _OPEN.pop(self.directory.resolve(), (None, None))
-            if other is not None and other() is not None:
-                _OPEN[self.directory.resolve()] = other, manager
+            before = _OPEN.get(self.directory.resolve())
+            if before is not None and before[0]() is not None:
                 raise CheckpointError(
                     f"directory={str(self.directory)!r} is open in another Checkpointer of this process, and one run "
                     "has one directory. Save with that one, call its close() first, or choose another directory."
                 )
-            if manager is not None:  # nobody has closed it, and it may be writing
+            if before is not None:  # nobody has closed it, and it may be writing
+                del _OPEN[self.directory.resolve()]
                 with contextlib.suppress(Exception):
-                    manager.close()
+                    before[1].close()
             self._manager = self._make_manager(keep)
             _OPEN[self.directory.resolve()] = weakref.ref(self), self._manager
 
-    def _make_manager(self, keep: int | None) -> Any:
+    def _make_manager(self, keep: int | None) -> "ocp.CheckpointManager":
         import orbax.checkpoint as ocp  # takes a second to import, and most programs never need it
 
         alone = _alone()
@@ -125,17 +120,7 @@ class Writer:
         return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
     def write(self, contents: Contents | None) -> CheckpointError | None:
-        """Begin to write a checkpoint; waits for the one before.
-
-        Args:
-          contents: in the first process.
-
-        Returns:
-          The error of the one before, if that has failed.
-
-        Raises:
-          CheckpointError: if there is a checkpoint of this or a later step, or writing fails at once.
-        """
+        """Begin to write a checkpoint; waits for the one before, and returns its error if it has failed."""
         return multihost.from_first(lambda: self._write(contents))
 
     def _write(self, contents: Contents | None) -> CheckpointError | None:
@@ -169,11 +154,7 @@ class Writer:
         return failure
 
     def wait(self) -> None:
-        """Wait until what was begun is complete.
-
-        Raises:
-          CheckpointError: if it has failed.
-        """
+        """Wait until what was begun is complete."""
         multihost.from_first(self._wait)
 
     def check(self) -> None:
@@ -214,7 +195,7 @@ class Writer:
             _OPEN.pop(self.directory.resolve(), None)
 
 
-def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
+def open_checkpoint(directory: Directory, step: int | None = None) -> Saved:
     """Find a checkpoint, and read what is in it.
 
     Args:
@@ -259,11 +240,7 @@ def open_checkpoint(directory: Any, step: int | None = None) -> Saved:
 
 
 def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[np.ndarray]]:
-    """Some arrays of a checkpoint, by group.
-
-    Raises:
-      CheckpointError: if one is not what was written.
-    """
+    """Some arrays of a checkpoint, by group."""
     import orbax.checkpoint as ocp  # see Writer
 
     leaves: dict[Path, Leaf] = {(g, *path): saved.leaves[g][path] for g, paths in wanted.items() for path in paths}
@@ -292,7 +269,7 @@ def read(saved: Saved, wanted: Mapping[str, Sequence[Path]]) -> dict[str, list[n
     return {g: pick(whole.get(g), paths) for g, paths in wanted.items()}
 
 
-def _alone() -> Any:
+def _alone() -> "ocp.options.MultiprocessingOptions":
     """Return what tells orbax that this process writes or reads without the others."""
     import orbax.checkpoint as ocp  # see Writer
 
@@ -336,7 +313,7 @@ def _unsealed(sealed: dict[str, Any]) -> dict[str, Any]:
     return sealed["about"]
 
 
-def _crc_of_json(about: Any) -> int:
+def _crc_of_json(about: object) -> int:
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -23,11 +22,6 @@ def assumed_links(mesh: Mesh, memory_rate: float, measures: bool) -> Network:
 
     Within a process they are taken to be as fast as memory. Between processes all are taken to be like one pair of
     devices that exchange messages in a step; its latency and bandwidth are measured, which all processes take part in.
-
-    Args:
-      mesh: with an axis ``stage``.
-      memory_rate: bytes per second of a device's memory.
-      measures: whether the link between processes is measured; if not, all links are as fast as memory.
     """
     devices = mesh.devices.flatten().tolist()
     crossing = [pair for pair in _neighbors(mesh) if devices[pair[0]].process_index != devices[pair[1]].process_index]
@@ -37,15 +31,12 @@ def assumed_links(mesh: Mesh, memory_rate: float, measures: bool) -> Network:
     rates, delays = measure_links([devices[k] for k in crossing[0]], SIZES, repeats=5)
     process = np.array([device.process_index for device in devices])
     crosses = process[:, None] != process
-    bandwidth: Any = np.where(crosses, rates[0, 1], memory_rate)
+    bandwidth: np.ndarray = np.where(crosses, rates[0, 1], memory_rate)
     return Network(bandwidth, np.where(crosses, delays[0, 1], 0.0))  # type: ignore[arg-type]
 
 
 def slowest_used(links: Network, mesh: Mesh) -> Network:
-    """Return a network all of whose links are like the slowest of those that a step uses.
-
-    Stages are cut for that: where the mesh stays as it is, devices are alike and cannot be exchanged.
-    """
+    """Return a network all of whose links are like the slowest that a step uses, as a mesh that stays needs it."""
     pairs = list(_neighbors(mesh))
     bandwidth = min((links.bandwidth[pair] for pair in pairs), default=1.0)
     latency = max((links.latency[pair] for pair in pairs), default=0.0)

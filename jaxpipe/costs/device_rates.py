@@ -4,9 +4,13 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxpipe.errors import PartitionError
+
+
+if TYPE_CHECKING:  # profiles are read without JAX
+    from jaxpipe.array_types import Device
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,10 @@ def _gpu(flops: float, half_flops: float, element_flops: float, memory: float) -
     )
 
 
-#: Known GPUs, by the word in a device kind that names the model. The arguments are those of NVIDIA's data sheets, of
+#: What any other device is taken for, and one CPU core: of the right order for the proportions of operators.
+OTHER = Rates(5e10, 1e10)
+
+#: Known devices, by the word in a device kind that names the model. The arguments are those of NVIDIA's data sheets, of
 #: the SXM variant where a model has several, without sparsity: TF32 (float32 for V100 and T4), 16-bit
 #: tensor cores, float32 without tensor cores, memory. ``jax.lax.Precision.DEFAULT`` is TF32 for float32 products on
 #: GPUs that have it.
@@ -86,10 +93,8 @@ RATES = {
     "L40S": _gpu(183e12, 362e12, 91.6e12, 0.864e12),
     "L4": _gpu(60e12, 121e12, 30.3e12, 0.3e12),
     "T4": _gpu(8.1e12, 65e12, 8.1e12, 0.32e12),
+    "cpu": OTHER,
 }
-
-#: What any other device is taken for, and one CPU core: of the right order for the proportions of operators.
-OTHER = Rates(5e10, 1e10)
 
 
 def known_rates(kind: str) -> Rates | None:
@@ -99,10 +104,10 @@ def known_rates(kind: str) -> Rates | None:
       >>> known_rates("NVIDIA H100 80GB HBM3") == RATES["H100"]
       True
     """
-    return {**RATES, "cpu": OTHER}.get(next((word for word in re.findall(r"\w+", kind) if word in (*RATES, "cpu")), ""))
+    return next((RATES[word] for word in re.findall(r"\w+", kind) if word in RATES), None)
 
 
-def rates_of(device: Any) -> Rates:
+def rates_of(device: "Device") -> Rates:
     """Return the rates of a device, by its kind."""
     return known_rates(device.device_kind) or OTHER
 
@@ -110,17 +115,13 @@ def rates_of(device: Any) -> Rates:
 def rates_of_kind(kind: str) -> Rates:
     """Return the rates of the devices of a kind, such as ``"H100"`` or ``"cpu"``.
 
-    Raises:
-      PartitionError: if they are not known.
-
     Example:
       >>> rates_of_kind("V100").element_flops
       15700000000000.0
     """
-    rates = {**RATES, "cpu": OTHER}
-    if kind not in rates:
+    if kind not in RATES:
         raise PartitionError(
-            f"device={kind!r}: its peak rates are not known, only those of {', '.join(rates)}. Use the nearest of them "
+            f"device={kind!r}: its peak rates are not known, only those of {', '.join(RATES)}. Use the nearest of them "
             "and edit the profile, or give a jax.Device."
         )
-    return rates[kind]
+    return RATES[kind]

@@ -14,14 +14,14 @@ import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax.lax import Precision
 
 from jaxpipe import _compat
+from jaxpipe.array_types import AnyJaxpr, Equation
 from jaxpipe.costs.device_rates import Rates
-from jaxpipe.graph.graph import Graph, GraphBuilder, Operator
-from jaxpipe.graph.op_cost import contraction, is_product, weight
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, Tensor
+from jaxpipe.graph.op_cost import REDUCTIONS, contraction, is_product, weight
 
 
 #: Operators that draw random bits or derive a key.
@@ -30,11 +30,6 @@ RANDOM = frozenset(["random_bits", "random_fold_in", "random_seed", "random_spli
 #: Operations for each word of them: twenty rounds of Threefry, each an addition, a rotation (three) and an exclusive
 #: or, with a key added after every fourth (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 RANDOM_WORK = 110
-
-#: Reductions, whose operand is computed inside the kernel.
-REDUCTIONS = frozenset(
-    ["argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"]
-)
 
 #: What several kernels read is written once if to compute it again reads more than this many times its own bytes.
 COMPUTE_AGAIN = 1.5
@@ -94,11 +89,9 @@ class Body:
         return len(self.sizes) - 1
 
     def add(self, op: Operator, graph: Graph | GraphBuilder, number: dict[int, int], owner: int) -> None:
-        """Append an operator.
+        """Append an operator for an owner.
 
-        Args:
-          number: values by tensor; those of its results are put into it, and those of unknown operands.
-          owner: whose seconds are to count it.
+        ``number`` has values by tensor, and gets those of results and unknown operands.
         """
         tensors = graph.tensors
         inputs = tuple(self.known(t, tensors, number) for t in op.inputs)
@@ -106,7 +99,7 @@ class Body:
         number.update(zip(op.outputs, outputs, strict=True))
         elements = sum(tensors[t].size for t in op.outputs)
         cost, rate = weight(op), self.rates.element_flops
-        if op.equation is None or (cost == 0 and len(inputs) == 1 and self._size(outputs) <= self._size(inputs)):
+        if op.equation is None or (cost == 0 and len(inputs) == 1 and self.size(outputs) <= self.size(inputs)):
             self.parts.append(Part(Kind.VIEW, inputs, outputs, owner))
             self._views.update(dict.fromkeys(outputs, self.parts[-1]))
         elif op.name in RANDOM:
@@ -129,33 +122,35 @@ class Body:
 
     def join(self, first: int, second: int, owner: int) -> int:
         """Append the sum of two values; return it."""
-        result = self.value(self.sizes[first])
-        elements = self.sizes[first] / 4
-        self.parts.append(Part(Kind.FUSED, (first, second), (result,), owner, elements / self.rates.element_flops))
+        result, seconds = self.value(self.sizes[first]), self.sizes[first] / 4 / self.rates.element_flops
+        self.parts.append(Part(Kind.FUSED, (first, second), (result,), owner, seconds))
         return result
 
     def whole(self, v: int) -> int:
         """Return the value, or a copy of it if it is a part of another."""
         part = self._views.get(v)
-        if part is None or self.sizes[v] >= self._size(part.inputs):
+        if part is None or self.sizes[v] >= self.size(part.inputs):
             return v
         return self.convert(v, self.sizes[v], part.owner)
 
-    def known(self, t: int, tensors: Sequence[Any], number: dict[int, int]) -> int:
+    def known(self, t: int, tensors: Sequence[Tensor], number: dict[int, int]) -> int:
         """Return the value of a tensor, which is in memory if it has none yet."""
         if t not in number:
             number[t] = self.value(tensors[t].bytes)
         return number[t]
 
-    def _size(self, values: Iterable[int]) -> float:
+    def size(self, values: Iterable[int]) -> float:
+        """Return the bytes of some values."""
         return sum(self.sizes[v] for v in values)
 
-    def _alone(self, op: Operator, tensors: Sequence[Any], inputs: Any, outputs: Any, owner: int) -> Part:
+    def _alone(
+        self, op: Operator, tensors: Sequence[Tensor], inputs: tuple[int, ...], outputs: tuple[int, ...], owner: int
+    ) -> Part:
         """An operator that is a kernel, or a program with kernels in it."""
         if is_product(op):
             arithmetic = product_flops(op.equation) / product_rate(op, self.rates)
             turned = [v for k, v in enumerate(inputs) if _is_turned_around(op, k)]
-            moved = self._size((*set(inputs), *outputs)) + 2 * self._size(turned)
+            moved = self.size((*set(inputs), *outputs)) + 2 * self.size(turned)
             copies = len(turned) * self.rates.kernel_seconds
             return Part(Kind.ALONE, inputs, outputs, owner, arithmetic, moved, copies, product=True)
         inner = [] if op.has_effects else _compat.inner_programs(op.equation)
@@ -165,11 +160,11 @@ class Body:
             return Part(Kind.ALONE, inputs, outputs, owner, seconds=(op.params.get("length", 1) or 1) * total)
         arithmetic = sum(tensors[t].size for t in (*op.inputs, *op.outputs)) / self.rates.element_flops
         if op.name in ("dynamic_slice", "gather"):  # reads what it takes, not all that is there
-            moved = 2 * self._size(outputs) + self._size(inputs[1:])
+            moved = 2 * self.size(outputs) + self.size(inputs[1:])
         elif op.name == "dynamic_update_slice" or op.name.startswith("scatter"):  # into its operand, where that is
-            moved = 3 * self._size(inputs[1:])
+            moved = 3 * self.size(inputs[1:])
         else:
-            moved = self._size((*inputs, *outputs))
+            moved = self.size((*inputs, *outputs))
         return Part(Kind.ALONE, inputs, outputs, owner, min(arithmetic, moved / self.rates.element_flops), moved)
 
 
@@ -181,7 +176,7 @@ def _is_turned_around(op: Operator, operand: int) -> bool:
     return len(batch) > 1 and tuple(batch) != tuple(range(len(batch)))
 
 
-def product_flops(equation: Any) -> float:
+def product_flops(equation: Equation) -> float:
     """Floating-point operations of a matrix product or a convolution, without those on zeros between pixels."""
     between = math.prod(equation.params.get("lhs_dilation") or ())
     return 2.0 * math.prod(equation.outvars[0].aval.shape) * contraction(equation) / between
@@ -196,7 +191,7 @@ def product_rate(op: Operator, rates: Rates) -> float:
     return rates.element_flops if exact else rates.flops
 
 
-def program_seconds(program: Any, rates: Rates) -> float:
+def program_seconds(program: AnyJaxpr, rates: Rates) -> float:
     """Seconds of a traced program, as ``jax.make_jaxpr`` gives it."""
     jaxpr, _ = _compat.open_jaxpr(program)
     builder = GraphBuilder()
@@ -220,7 +215,7 @@ def owner_seconds(body: Body, results: Iterable[int], count: int) -> list[float]
     """
     total = [0.0] * count
     results = [body.whole(v) for v in results]
-    for kernel in cut_kernels(body, results):
+    for kernel in _Cutter(body, results).kernels():
         for owner, seconds in kernel.shares(body).items():
             total[owner] += seconds
     return total
@@ -228,14 +223,7 @@ def owner_seconds(body: Body, results: Iterable[int], count: int) -> list[float]
 
 @dataclass(frozen=True)
 class Kernel:
-    """Parts that run together.
-
-    Attributes:
-      parts: in order.
-      ends: those that make the roots.
-      reads: bytes of each value that is read from memory.
-      roots: values that are written.
-    """
+    """Parts that run together; its ``ends`` write the roots, ``reads`` are bytes from memory by value."""
 
     parts: tuple[Part, ...]
     ends: tuple[Part, ...]
@@ -263,11 +251,6 @@ class Kernel:
             size = sum(unread.pop(v, 0.0) for v in part.inputs) + sum(body.sizes[v] for v in roots & {*part.outputs})
             count(part.owner, size / rates.bytes)
         return total
-
-
-def cut_kernels(body: Body, results: Iterable[int]) -> list[Kernel]:
-    """The kernels of a program, in an order in which they can run."""
-    return _Cutter(body, results).kernels()
 
 
 class _Cutter:
@@ -389,7 +372,7 @@ class _Cutter:
                 continue
             alone = part.kind is Kind.ALONE
             reads = dict.fromkeys(part.inputs, 0.0) if alone else self._read_by(part)
-            if part.kind is Kind.FUSED and sum(reads.values()) <= SMALL * sum(map(self._size, part.outputs)):
+            if part.kind is Kind.FUSED and sum(reads.values()) <= SMALL * self._body.size(part.outputs):
                 drawn.append(part)
                 continue
             needed = 0
@@ -433,9 +416,6 @@ class _Cutter:
         """Tell whether a kernel that fuses reads what a part makes, and more of something else."""
         shared = [v for v in kernel.reads if self._base(v) in part.outputs]
         return bool(shared) and sum(kernel.reads.values()) > 2 * sum(kernel.reads[v] for v in shared)
-
-    def _size(self, v: int) -> float:
-        return self._body.sizes[v]
 
     def _kernel(self, ends: Sequence[Part]) -> Kernel:
         """The kernel that ends with some parts."""

@@ -4,12 +4,12 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxpipe.array_types import Array, Device, PyTree
 from jaxpipe.errors import PartitionError
 
 
@@ -23,14 +23,11 @@ EXCHANGES = 10
 POOR_FIT = 0.25
 
 
-def measure_links(devices: Sequence[Any], sizes: Sequence[int], repeats: int) -> tuple[np.ndarray, np.ndarray]:
+def measure_links(devices: Sequence[Device], sizes: Sequence[int], repeats: int) -> tuple[np.ndarray, np.ndarray]:
     """Bandwidths and latencies between all pairs of devices, two matrices ``[devices, devices]``.
 
     Pairs are measured one after the other, disjoint ones too: they may share a switch or a network card, and the
     model of a link is what it carries alone. For 16 devices and 5 sizes these are 600 small programs.
-
-    Warns:
-      UserWarning: with the numbers, if time does not follow latency + bytes / bandwidth.
     """
     sizes = sorted(set(sizes))
     if len(sizes) < 2 or sizes[0] < 1 or repeats < 1:
@@ -64,7 +61,7 @@ def measure_links(devices: Sequence[Any], sizes: Sequence[int], repeats: int) ->
 
 
 def measure_host_links(
-    devices: Sequence[Any], sizes: Sequence[int], repeats: int
+    devices: Sequence[Device], sizes: Sequence[int], repeats: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Bandwidth and latency between each device and the memory of its host.
 
@@ -80,13 +77,13 @@ def measure_host_links(
     return bandwidth, latency
 
 
-def measure_speeds(devices: Sequence[Any], repeats: int) -> tuple[float, ...]:
+def measure_speeds(devices: Sequence[Device], repeats: int) -> tuple[float, ...]:
     """Return the speed at which each device multiplies matrices, relative to the first."""
     seconds = _slowest(np.array([_product_seconds(device, repeats) for device in devices]))
     return tuple((seconds[0] / seconds).tolist())
 
 
-def memory_limits(devices: Sequence[Any]) -> tuple[float, ...]:
+def memory_limits(devices: Sequence[Device]) -> tuple[float, ...]:
     """The bytes that each device's allocator may hand out; infinite where it does not say."""
     limits = [np.nan if not _is_mine(d) else (d.memory_stats() or {}).get("bytes_limit", np.inf) for d in devices]
     return tuple(_slowest(np.array(limits)).tolist())
@@ -97,9 +94,6 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, flo
 
     Least squares of the relative error, so that small messages decide the latency and large ones the bandwidth; neither
     is negative. Where time does not grow with size, the largest message gives a bandwidth that the link has at least.
-
-    Args:
-      sizes: in bytes.
 
     Returns:
       The latency in seconds and the bandwidth in bytes per second.
@@ -124,7 +118,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, flo
     return float(latency), float(scale / slope) if slope else float(scale / took[count.argmax()])
 
 
-def best_seconds(run: Callable[[], Any], repeats: int, clock: Callable[[], float] = time.perf_counter) -> float:
+def best_seconds(run: Callable[[], PyTree], repeats: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """The fastest of several runs, after one that does not count."""
     jax.block_until_ready(run())
     seconds = []
@@ -135,17 +129,17 @@ def best_seconds(run: Callable[[], Any], repeats: int, clock: Callable[[], float
     return min(seconds)
 
 
-def _exchange_seconds(first: Any, second: Any, size: int, repeats: int) -> float:
+def _exchange_seconds(first: Device, second: Device, size: int, repeats: int) -> float:
     """One exchange of ``size`` bytes, both ways at once as in a pipeline; not a number if other processes have both."""
     if not (_is_mine(first) or _is_mine(second)):
         return np.nan
     mesh = Mesh(np.array([first, second]), ("pair",))
     split = PartitionSpec("pair")
 
-    def swap(_: Any, block: jax.Array) -> jax.Array:
+    def swap(_: Array, block: Array) -> Array:
         return jax.lax.ppermute(block, "pair", [(0, 1), (1, 0)])
 
-    def exchanges(block: jax.Array) -> jax.Array:
+    def exchanges(block: Array) -> Array:
         return jax.lax.fori_loop(0, EXCHANGES, swap, block)
 
     data = jax.make_array_from_callback((2 * size,), NamedSharding(mesh, split), lambda _: np.zeros(size, np.uint8))
@@ -154,7 +148,7 @@ def _exchange_seconds(first: Any, second: Any, size: int, repeats: int) -> float
     return best_seconds(lambda: compiled(data), repeats) / EXCHANGES
 
 
-def _host_seconds(devices: Sequence[Any], size: int, repeats: int) -> float:
+def _host_seconds(devices: Sequence[Device], size: int, repeats: int) -> float:
     """Until all of some devices have sent ``size`` bytes to the host and got as many from there."""
     on_devices = [SingleDeviceSharding(device) for device in devices]
     on_host = [sharding.with_memory_kind("pinned_host") for sharding in on_devices]
@@ -163,13 +157,13 @@ def _host_seconds(devices: Sequence[Any], size: int, repeats: int) -> float:
     return best_seconds(lambda: jax.device_put(held, [*on_host, *on_devices]), repeats)
 
 
-def _product_seconds(device: Any, repeats: int) -> float:
+def _product_seconds(device: Device, repeats: int) -> float:
     """Products of square matrices, large enough to occupy the device; not a number if another process has it."""
     if not _is_mine(device):
         return np.nan
     length = 512 if device.platform == "cpu" else 4096
 
-    def products(matrix: jax.Array) -> jax.Array:
+    def products(matrix: Array) -> Array:
         return jax.lax.fori_loop(0, EXCHANGES, lambda _, x: x @ matrix, matrix)
 
     matrix = jax.device_put(np.zeros((length, length), np.float32), device)
@@ -177,7 +171,7 @@ def _product_seconds(device: Any, repeats: int) -> float:
     return best_seconds(lambda: compiled(matrix), repeats)
 
 
-def _is_mine(device: Any) -> bool:
+def _is_mine(device: Device) -> bool:
     return device.process_index == jax.process_index()
 
 

@@ -1,12 +1,13 @@
 """Seconds of every operator by real runs on one device."""
 
+import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 
+from jaxpipe.array_types import Device
 from jaxpipe.costs.device_rates import rates_of
 from jaxpipe.costs.operator_groups import Program, cut_groups, group_programs, group_vjp
 from jaxpipe.costs.profile import Profile
@@ -21,35 +22,26 @@ _KEY_NUMBER = re.compile(r"(?<=dense<)\d+(?=> : tensor<ui32>)")
 
 
 @progress("Profiling the operators")
-def measure(backward_graph: BackwardGraph, device: Any, *, held: Iterable[int] = ()) -> Profile:
+def measure(backward_graph: BackwardGraph, device: Device, *, held: Iterable[int] = ()) -> Profile:
     """Compile and run the operators of a program in groups, each group's forward and backward program by itself.
 
     Groups whose programs are equal are run once. The seconds of a group are those of its program less what it takes to
     start any program; they are given to its operators in proportion to the roofline estimate. Groups with side
     effects are not run, only estimated. No more than the operands of one group are on the device at a time.
-
-    Args:
-      device: where to run it.
-      held: inputs that are kept alive anyway (tensor numbers).
     """
     held = tuple(held)
     estimate = analytic(backward_graph, rates_of(device), held=held, device_kind=device.device_kind)
     groups = cut_groups(backward_graph.source, estimate.seconds)
     stopwatch = Stopwatch(device)
-    columns: dict[str, list[float]] = {
-        name: [] for name in ("forward_seconds", "forward_spread", "backward_seconds", "backward_spread")
-    }
+    columns: dict[str, list[float]] = collections.defaultdict(list)
     for group in track(groups, "Profiling groups of operators"):
-        shares = {
-            "forward": estimate.forward_seconds[group.start : group.stop],
-            "backward": estimate.backward_seconds[group.start : group.stop],
-        }
+        shares = [times[group.start : group.stop] for times in (estimate.forward_seconds, estimate.backward_seconds)]
         if any(backward_graph.source.operators[k].has_effects for k in group):
-            timings = [Timing(sum(share), 0.0) for share in shares.values()]
+            timings = [Timing(sum(share), 0.0) for share in shares]
         else:
             timings = [stopwatch.time(p) for p in group_programs(group_vjp(backward_graph, group, held))]
-        timings += [Timing(0.0, 0.0)] * (len(shares) - len(timings))
-        for (name, share), timing in zip(shares.items(), timings, strict=True):
+        timings += [Timing(0.0, 0.0)] * (2 - len(timings))
+        for name, share, timing in zip(("forward", "backward"), shares, timings, strict=True):
             columns[f"{name}_seconds"] += _split(timing.median, share)
             columns[f"{name}_spread"] += _split(timing.spread, share)
     measured = {name: tuple(values) for name, values in columns.items()}
@@ -59,7 +51,7 @@ def measure(backward_graph: BackwardGraph, device: Any, *, held: Iterable[int] =
 class Stopwatch:
     """Times programs on a device, each text once; less what it takes to start any program."""
 
-    def __init__(self, device: Any):
+    def __init__(self, device: Device):
         self._device = device
         self._seen: dict[str, Timing] = {}
         self._start = 0.0

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import ArrayLike
 from rich.table import Table
 
+from jaxpipe.array_types import Device
 from jaxpipe.costs.link_speed import SIZES, measure_host_links, measure_links, measure_speeds, memory_limits
 from jaxpipe.costs.network_table import network_table
 from jaxpipe.costs.topology import PCIE_3_X16, Node
@@ -127,7 +129,7 @@ class Network:
 
     @classmethod
     def from_nodes(
-        cls, nodes: Sequence[Node], bandwidth_bytes_per_second: Any = 0.0, latency_seconds: Any = 0.0
+        cls, nodes: Sequence[Node], bandwidth_bytes_per_second: ArrayLike = 0.0, latency_seconds: ArrayLike = 0.0
     ) -> "Network":
         """The devices of one or several machines, numbered node by node.
 
@@ -175,20 +177,21 @@ class Network:
             latency[inside] = node.latency_seconds
             name = node.name if node.name and given.count(node.name) == 1 else f"{node.name or 'node'} {k}"
             names += [f"{name}/{d}" for d in range(node.devices)]
-        return cls(
-            bandwidth,  # type: ignore[arg-type]
-            latency,
-            speed=tuple(np.concatenate([np.broadcast_to(node.speed, node.devices) for node in nodes])),
-            memory_bytes=tuple(np.concatenate([np.broadcast_to(node.memory_bytes, node.devices) for node in nodes])),
-            names=tuple(names),
-            host_bandwidth_bytes_per_second=tuple(
-                node.host_bandwidth_bytes_per_second for node in nodes for _ in range(node.devices)
-            ),
-        )
+        fields = "speed", "memory_bytes", "host_bandwidth_bytes_per_second"
+        of_devices = {
+            field: np.concatenate([np.broadcast_to(getattr(node, field), node.devices) for node in nodes])
+            for field in fields
+        }
+        return cls(bandwidth, latency, names=tuple(names), **of_devices)  # type: ignore[arg-type]
 
     @classmethod
     def measure(
-        cls, devices: Any = None, *, sizes: Sequence[int] = SIZES, repeats: int = 5, speed: bool = False
+        cls,
+        devices: Mesh | Sequence[Device] | None = None,
+        *,
+        sizes: Sequence[int] = SIZES,
+        repeats: int = 5,
+        speed: bool = False,
     ) -> "Network":
         """The network between real devices: every pair exchanges messages with ``jax.lax.ppermute``.
 
@@ -218,7 +221,7 @@ class Network:
             devices = jax.devices()
         chosen = list(devices.devices.flat if isinstance(devices, Mesh) else devices)
         bandwidth, latency = measure_links(chosen, sizes, repeats)
-        host: dict[str, Any] = {}
+        host: dict[str, tuple[float, ...]] = {}
         if all(device.platform != "cpu" for device in chosen):
             rates, delays = measure_host_links(chosen, sizes, repeats)
             host = {"host_bandwidth_bytes_per_second": rates, "host_latency_seconds": delays}
@@ -239,18 +242,15 @@ class Network:
 
     def to_json(self) -> str:
         """The network as JSON, one device on a line."""
-        rows = [
-            {
-                "name": self.names[k],
-                "speed": self.speed[k],
-                "memory_bytes": None if self.memory_bytes[k] == math.inf else self.memory_bytes[k],
-                "host_bandwidth_bytes_per_second": self.host_bandwidth_bytes_per_second[k],
-                "host_latency_seconds": self.host_latency_seconds[k],
-            }
-            for k in range(self.num_devices)
-        ]
+        columns = {
+            "name": self.names,
+            "speed": self.speed,
+            "memory_bytes": [None if size == math.inf else size for size in self.memory_bytes],
+            "host_bandwidth_bytes_per_second": self.host_bandwidth_bytes_per_second,
+            "host_latency_seconds": self.host_latency_seconds,
+        }
         parts = {
-            "devices": rows,
+            "devices": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
             "bandwidth_bytes_per_second": self.bandwidth_bytes_per_second,
             "latency_seconds": self.latency_seconds,
         }
@@ -305,7 +305,7 @@ def _with_diagonal(rows: Sequence[Sequence[float]], value: float) -> np.ndarray:
     return matrix
 
 
-def _matrix(values: Any, name: str, count: int = 0) -> np.ndarray:
+def _matrix(values: ArrayLike, name: str, count: int = 0) -> np.ndarray:
     """A checked copy of a matrix, zero on the diagonal; one number stands for all entries of ``[count, count]``."""
     try:
         matrix = np.array(values, np.float64)

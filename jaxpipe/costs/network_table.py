@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -40,8 +41,10 @@ def _matrix(network: "Network") -> Table:
         table.add_column("host GB/s", justify="right")
     for k in range(network.num_devices):
         table.add_column(str(k), justify="right", no_wrap=True)
+    scaled = np.where(np.tri(network.num_devices, dtype=bool), 1e6 * network.latency, network.bandwidth / 1e9)
     for row in range(network.num_devices):
-        cells = [_cell(network, row, column) for column in range(network.num_devices)]
+        cells = [short(x) if network.bandwidth[row, column] else "-" for column, x in enumerate(scaled[row])]
+        cells[row] = ""
         host = [_host(network, row)] if _tells_of_host(network) else []
         table.add_row(str(row), network.names[row], short(network.speed[row]), _memory(network, row), *host, *cells)
     return table
@@ -70,14 +73,6 @@ def _kinds(network: "Network") -> Table:
         for (speed, memory), devices in alike.items()
     )
     return table
-
-
-def _cell(network: "Network", row: int, column: int) -> str:
-    if row == column:
-        return ""
-    if not network.bandwidth[row, column]:
-        return "-"
-    return short(network.bandwidth[row, column] / 1e9 if row < column else 1e6 * network.latency[row, column])
 
 
 def _tells_of_host(network: "Network") -> bool:

@@ -7,9 +7,9 @@ normalization, an activation) is in the same group, where its backward pass reco
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.op_cost import is_product, weight
 from jaxpipe.residuals import vjp_program
@@ -23,11 +23,7 @@ SMALLEST_SHARE = 1 / 48
 
 
 def cut_groups(graph: Graph, estimates: Sequence[float]) -> list[range]:
-    """Ranges of operators; every operator is in exactly one.
-
-    Args:
-      estimates: seconds of each operator, of which only the proportions count.
-    """
+    """Ranges of operators, each operator in exactly one; of the estimated seconds only the proportions count."""
     least = SMALLEST_SHARE * sum(estimates)
     groups, start, spent = [], 0, 0.0
     for k, op in enumerate(graph.operators):
@@ -50,16 +46,12 @@ def cut_groups(graph: Graph, estimates: Sequence[float]) -> list[range]:
 class Program:
     """A function of flat arrays, to be compiled."""
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    function: Callable[..., PyTree]
+    arguments: tuple[PyTree, ...]
 
 
 def group_vjp(backward_graph: BackwardGraph, operators: range, held: Sequence[int] = ()) -> VJPProgram:
-    """Return the forward and the backward program of a group.
-
-    Args:
-      held: inputs of the whole program that are kept alive anyway.
-    """
+    """Return the forward and the backward program of a group; ``held`` inputs are kept alive anyway."""
     graph = backward_graph.source
     section = graph.section(operators.start, operators.stop)
     written = {t for op in section.operators for t in op.outputs}
@@ -69,13 +61,13 @@ def group_vjp(backward_graph: BackwardGraph, operators: range, held: Sequence[in
         inputs=tuple(t for t in section.inputs if t in read),
         outputs=tuple(t for t in section.outputs if t in written),
     )
-    moving = {t for step in backward_graph.steps for t in (*step.cotangents_in, *step.cotangents_out)}
+    with_cotangent = {t for step in backward_graph.steps for t in (*step.cotangents_in, *step.cotangents_out)}
     # An input of the group is stored once, whoever needs it; often it is the result of the product before it.
     return vjp_program.build(
         section,
-        [t for t in section.inputs if t in moving],
+        [t for t in section.inputs if t in with_cotangent],
         held=[*held, *section.inputs],
-        seeds=[t for t in section.outputs if t in moving],
+        seeds=[t for t in section.outputs if t in with_cotangent],
     )
 
 
@@ -89,7 +81,7 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
     shared = [t for t in stored if t in boundary and vjp.plan.formats[t].format is Format.KEEP]
     encoded_tensors = [t for t in stored if t not in shared]
 
-    def forward(*inputs: Any) -> Any:
+    def forward(*inputs: Array) -> tuple[list[Array], list[tuple[Array, ...]]]:
         outputs, stash = vjp_program.forward(vjp, inputs)
         parts = dict(zip(stored, stash, strict=True))
         return outputs, [parts[t] for t in encoded_tensors]
@@ -100,10 +92,15 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
     received = {t for step in vjp.backward_graph.steps for t in step.cotangents_in}
     seeds = [k for k, t in enumerate(source.outputs) if t in received]
 
-    def backward(parameters: Any, values: Any, encoded: Any, cotangents: Any) -> Any:
-        parts = {t: (value,) for t, value in zip(shared, values, strict=True)}
+    def backward(
+        parameters: Sequence[Array],
+        values: Sequence[Array],
+        encoded: Sequence[tuple[Array, ...]],
+        cotangents: Sequence[Array],
+    ) -> list[Array | None]:
+        parts: dict[int, tuple[Array, ...]] = {t: (value,) for t, value in zip(shared, values, strict=True)}
         parts.update(zip(encoded_tensors, encoded, strict=True))
-        given: list[Any] = [None] * len(source.outputs)
+        given: list[Array | None] = [None] * len(source.outputs)
         for k, cotangent in zip(seeds, cotangents, strict=True):
             given[k] = cotangent
         return vjp_program.backward(vjp, parameters, [parts[t] for t in stored], given, fenced=True)

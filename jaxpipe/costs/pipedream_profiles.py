@@ -1,5 +1,7 @@
 """Read published profile graphs of the PipeDream family (D. Narayanan et al., SOSP 2019)."""
 
+import contextlib
+import graphlib
 import heapq
 import os
 import re
@@ -93,21 +95,20 @@ def _sorted(names: list[str], edges: list[tuple[str, str]], path: Path) -> list[
         digits = re.sub(r"[^0-9]", "", name).lstrip("0")
         return len(digits), digits, name  # Python refuses numbers of thousands of digits
 
-    waiting = dict.fromkeys(names, 0)
-    readers: dict[str, list[str]] = {name: [] for name in names}
+    sorter = graphlib.TopologicalSorter({name: [] for name in names})
     for source, target in edges:
-        waiting[target] += 1
-        readers[source].append(target)
-    ready = [key(name) for name in names if not waiting[name]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        name = heapq.heappop(ready)[-1]
-        order.append(name)
-        for reader in readers[name]:
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                heapq.heappush(ready, key(reader))
+        sorter.add(target, source)
+    with contextlib.suppress(graphlib.CycleError):  # which leaves what can be sorted
+        sorter.prepare()
+    ready: list[tuple[int, str, str]] = []
+    order: list[str] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(ready, key(name))
+        if not ready:
+            break
+        order.append(heapq.heappop(ready)[-1])
+        sorter.done(order[-1])
     if len(order) < len(names):
         raise PartitionError(f"{path}: operators {sorted(set(names) - set(order), key=key)[:4]} wait for each other.")
     return order

@@ -13,13 +13,7 @@ from jaxpipe.text.checked_json import LARGEST, read_json
 
 
 class Edge(NamedTuple):
-    """One operator reads what another has made.
-
-    Attributes:
-      source, target: operators.
-      bytes: size of what is read.
-      output: which of the source's results it is. A stage receives each result once, however many operators read it.
-    """
+    """One operator reads a result of another. A stage receives each ``output`` once, however many read it."""
 
     source: int
     target: int
@@ -145,14 +139,8 @@ class Profile:
                 f"boundary_bytes has {len(boundary_bytes)} entries for {count} operators; give one for each operator "
                 "that has another after it."
             )
-        return cls(
-            tuple(names),
-            tuple(forward_seconds),
-            tuple(backward_seconds),
-            tuple(parameter_bytes),
-            tuple(residual_bytes),
-            edges=tuple(Edge(k, k + 1, boundary_bytes[k]) for k in range(count - 1)),
-        )
+        *columns, _ = (tuple(values) for values in given.values())
+        return cls(*columns, edges=tuple(Edge(k, k + 1, boundary_bytes[k]) for k in range(count - 1)))
 
     @classmethod
     def from_pipedream(cls, path: str | os.PathLike[str]) -> "Profile":

@@ -14,17 +14,17 @@ import tempfile
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import jax
 import platformdirs
 
 from jaxpipe import _compat
 from jaxpipe._version import __version__
+from jaxpipe.array_types import Device
 from jaxpipe.costs.device_rates import rates_of
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.graph import Graph, Operator
+from jaxpipe.graph.graph import Graph
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.density import room
 
@@ -45,7 +45,7 @@ def cache_folder() -> Path:
     return (Path(chosen) if chosen else platformdirs.user_cache_path("jaxpipe", appauthor=False)) / "profiles"
 
 
-def cache_key(backward_graph: BackwardGraph, device: Any, held: Iterable[int] = ()) -> str:
+def cache_key(backward_graph: BackwardGraph, device: Device, held: Iterable[int] = ()) -> str:
     """A hash of all that a measurement depends on.
 
     That is the program with its shapes, dtypes and codecs, what of it is differentiated, the kind of device, and the
@@ -64,11 +64,7 @@ def cache_key(backward_graph: BackwardGraph, device: Any, held: Iterable[int] = 
 
 
 def load(key: str, estimate: Profile) -> Profile | None:
-    """Return a kept profile or None; warn of one that cannot be read or is of another program.
-
-    Args:
-      estimate: an analytic profile of the program, which has all but the seconds of a measured one.
-    """
+    """Return a kept profile or None; warn of one that is damaged, or differs from an estimate in more than seconds."""
     path = _path(key)
     try:
         profile = Profile.from_json(path.read_text(encoding="utf-8"))
@@ -115,12 +111,10 @@ def _path(key: str) -> Path:
 
 def program_text(graph: Graph) -> str:
     """The program in words: no memory address, no value of an array."""
-    lines = [f"{graph.inputs} -> {graph.outputs}; {sorted(graph.parameters)}", *map(_line, graph.operators)]
+    lines = [f"{graph.inputs} -> {graph.outputs}; {sorted(graph.parameters)}"]
+    for op in graph.operators:
+        context, policy = "" if op.equation is None else op.equation.ctx, "" if op.policy is None else op.policy.name
+        what = f"{op.outputs} = {op.name}{sorted(op.params.items())}{op.literals}{op.inputs} {op.path}"
+        lines.append(f"{what} {context} {policy}")
     lines += [f"%{t}: {tensor.aval.str_short()} {tensor.bits}" for t, tensor in enumerate(graph.tensors)]
     return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))
-
-
-def _line(op: Operator) -> str:
-    what = f"{op.outputs} = {op.name}{sorted(op.params.items())}{op.literals}{op.inputs} {op.path}"
-    context = "" if op.equation is None else op.equation.ctx
-    return f"{what} {context} {'' if op.policy is None else op.policy.name}"

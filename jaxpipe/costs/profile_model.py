@@ -1,12 +1,14 @@
 """``profile_model``: profile what ``partition`` would cut."""
 
+# More than 15 of our modules: a profile takes the arguments of partition and traces them.
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import optax
 
+from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs import profile_cache as kept
 from jaxpipe.costs.device_rates import OTHER, rates_of, rates_of_kind
 from jaxpipe.costs.measured_seconds import measure
@@ -15,9 +17,9 @@ from jaxpipe.costs.roofline import analytic
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh, without_annotations
 from jaxpipe.models import check_batch
-from jaxpipe.models.bound_model import BoundModel, UserFunction, bind
+from jaxpipe.models.bound_model import BoundModel, Model, UserFunction, bind
 from jaxpipe.models.check_arguments import check_function
-from jaxpipe.models.microbatch_program import MicrobatchProgram, microbatch_shapes
+from jaxpipe.models.microbatch_program import MicrobatchProgram, with_rows
 from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.unroll_layers import check_unroll, trace_unrolled
@@ -31,15 +33,15 @@ Source = Literal["measured", "analytic"]
 
 @outside_mesh()
 def profile_model(
-    model: Any,
-    batch: Any,
+    model: Model,
+    batch: PyTree,
     *,
     loss: UserFunction,
     optimizer: optax.GradientTransformation | None = None,
     source: Source = "measured",
-    device: Any = None,
+    device: Device | str | None = None,
     num_microbatches: int = 1,
-    variables: Any = None,
+    variables: PyTree = None,
     cache: bool = True,
     unroll_scans: int = False,
 ) -> Profile:
@@ -78,23 +80,24 @@ def profile_model(
     if source not in ("measured", "analytic"):
         raise PartitionError(f"source={source!r}; it must be 'measured' or 'analytic'.")
     check_function(loss, "loss")
-    kind = isinstance(device, str)
-    if kind and source == "measured":
+    if isinstance(device, str) and source == "measured":
         raise PartitionError(
             f"device={device!r} is the name of a kind of device; to measure, pass a jax.Device, or source='analytic'."
         )
-    rates = rates_of_kind(device) if kind else None
+    rates = rates_of_kind(device) if isinstance(device, str) else None
     shapes = check_batch.batch_shapes(batch)
     num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
-    check_batch.check_microbatches(check_batch.batch_size(shapes), 1, num_microbatches)
-    microbatch = microbatch_shapes(shapes, num_microbatches)
+    size = check_batch.batch_size(shapes)
+    check_batch.check_microbatches(size, 1, num_microbatches)
+    microbatch = with_rows(shapes, size // num_microbatches)
     rows = check_unroll(unroll_scans, exchanged=False)
     bound, objective = trace_unrolled(bind(model, loss, microbatch, variables), loss, microbatch, rows)
     frozen: tuple[str, ...] = ()
     if optimizer is not None:
         trained = without_frozen(trace_update(optimizer, bound)).trained
         frozen, objective = frozen_names(bound, trained), objective.training(trained)
-    if rates is not None:
+    if isinstance(device, str):
+        assert rates is not None
         backward_graph, held = _program(objective)
         profile = analytic(backward_graph, rates, held=held, device_kind=device)
     else:
@@ -107,7 +110,7 @@ def frozen_names(model: BoundModel, trained: Sequence[bool]) -> tuple[str, ...]:
     return tuple(v.name for v, kept in zip(model.parameters, trained, strict=True) if not kept)
 
 
-def profile_objective(objective: MicrobatchProgram, source: Source, device: Any, *, cache: bool = True) -> Profile:
+def profile_objective(objective: MicrobatchProgram, source: Source, device: Device, *, cache: bool = True) -> Profile:
     """Profile a traced micro-batch, measured on a device or estimated for it."""
     backward_graph, held = _program(objective)
     if source == "measured" and not cache:
@@ -127,26 +130,22 @@ def without_frozen_work(profile: Profile, objective: MicrobatchProgram, frozen: 
     """A profile of a program that is trained as a whole, less the work and the residuals of frozen parameters.
 
     They are left out in proportion to an estimate, operator by operator.
-
-    Args:
-      profile: as it was given; nothing changes if these parameters are frozen in it, too.
     """
     if profile.frozen == tuple(frozen):
         return profile
     (whole, held), (less, _) = _program(replace(objective, frozen=frozenset())), _program(objective)
     rates = profile.rates or OTHER
     everything, rest = (analytic(part, rates, held=held) for part in (whole, less))
-    all_seconds, seconds = everything.backward_seconds, rest.backward_seconds
-    all_bytes, bytes_left = everything.residual_bytes, rest.residual_bytes
 
-    def share(values: Sequence[float], of: Sequence[float], out_of: Sequence[float]) -> tuple[float, ...]:
-        return tuple(x * min(1.0, a / b) if b else x for x, a, b in zip(values, of, out_of, strict=True))
+    def left(field: str, like: str) -> tuple[float, ...]:
+        parts = zip(getattr(profile, field), getattr(rest, like), getattr(everything, like), strict=True)
+        return tuple(x * min(1.0, a / b) if b else x for x, a, b in parts)
 
     return replace(
         profile,
-        backward_seconds=share(profile.backward_seconds, seconds, all_seconds),
-        backward_spread=share(profile.backward_spread, seconds, all_seconds) if profile.backward_spread else (),
-        residual_bytes=share(profile.residual_bytes, bytes_left, all_bytes),
+        backward_seconds=left("backward_seconds", "backward_seconds"),
+        backward_spread=left("backward_spread", "backward_seconds") if profile.backward_spread else (),
+        residual_bytes=left("residual_bytes", "residual_bytes"),
         frozen=tuple(frozen),
     )
 
@@ -158,7 +157,5 @@ def _program(objective: MicrobatchProgram) -> tuple[BackwardGraph, tuple[int, ..
         avals = [tensor.aval for tensor in graph.tensors]
         operators = (without_annotations(op, [avals[t] for t in op.inputs]) for op in graph.operators)
         graph = replace(graph, operators=tuple(operators), stage_shape={})
-    return build_backward_graph(graph, objective.differentiated, seeds=[objective.results[0]]), (
-        *objective.batch,
-        objective.key,
-    )
+    backward_graph = build_backward_graph(graph, objective.differentiated, seeds=[objective.results[0]])
+    return backward_graph, (*objective.batch, objective.key)

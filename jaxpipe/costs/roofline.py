@@ -3,13 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Equation
 from jaxpipe.costs.device_rates import Rates
 from jaxpipe.costs.kernels import RANDOM, RANDOM_WORK, Body, owner_seconds, product_flops, product_rate
-from jaxpipe.costs.operator_bytes import count_costs, homes
-from jaxpipe.costs.profile import Profile
+from jaxpipe.costs.profile import Edge, Profile
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import is_product, weight
 from jaxpipe.residuals.backward_graph import BackwardGraph
@@ -20,11 +19,7 @@ from jaxpipe.residuals.stored_formats import Format, stored_bytes
 def analytic(
     backward_graph: BackwardGraph, rates: Rates, *, held: Iterable[int] = (), device_kind: str = ""
 ) -> Profile:
-    """A roofline estimate of every operator of a graph and of its backward program.
-
-    Args:
-      held: inputs that are kept alive anyway (tensor numbers).
-    """
+    """A roofline estimate of every operator and of its backward program; ``held`` inputs are kept alive anyway."""
     held = tuple(held)
     plan = default_plan(backward_graph, held=held)
     operators = backward_graph.source.operators
@@ -119,7 +114,7 @@ def flops(op: Operator, graph: Graph) -> float:
     return float(cost * sum(graph.tensors[t].size for t in op.outputs))
 
 
-def equation_flops(equation: Any) -> float:
+def equation_flops(equation: Equation) -> float:
     """Floating-point operations of one equation; those of the programs inside it, where it has any."""
     name, params = equation.primitive.name, equation.params
     if name in ("dot_general", "conv_general_dilated"):
@@ -129,3 +124,45 @@ def equation_flops(equation: Any) -> float:
         times = params.get("length", 1) or 1
         return times * sum(equation_flops(e) for program in inner for e in _compat.open_jaxpr(program)[0].eqns)
     return float(sum(math.prod(a.aval.shape) for a in (*equation.invars, *equation.outvars)))
+
+
+def count_costs(backward_graph: BackwardGraph, plan: ResidualPlan, held: Iterable[int] = ()) -> Profile:
+    """A profile without seconds of a program; inputs that are ``held`` anyway are no residuals."""
+    graph = backward_graph.source
+    position = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
+    size = [tensor.bytes for tensor in graph.tensors]
+    nothing = (0.0,) * len(graph.operators)
+    parameter_bytes = list(nothing)
+    edges = []
+    unread = set(graph.parameters)
+    for k, op in enumerate(graph.operators):
+        for t in dict.fromkeys(op.inputs):
+            if t in unread:
+                unread.remove(t)
+                parameter_bytes[k] += size[t]
+            if t in position:
+                source = position[t]
+                edges.append(Edge(source, k, size[t], graph.operators[source].outputs.index(t)))
+    home, held, residual_bytes = homes(backward_graph), frozenset(held), list(nothing)
+    for t in plan.stored:
+        if t not in held:
+            residual_bytes[home[t]] += stored_bytes(backward_graph.graph.tensors[t], plan.formats[t])
+    names = tuple(f"{op.path} {op.label}".strip() for op in graph.operators)
+    return Profile(names, nothing, nothing, tuple(parameter_bytes), tuple(residual_bytes), tuple(edges))
+
+
+def homes(backward_graph: BackwardGraph) -> dict[int, int]:
+    """The operator of the source graph that each tensor of the forward pass counts for.
+
+    What the derivative of an operator adds to the forward pass (a mask, positions in a window), and inputs of the
+    program, count for the operator whose backward step needs them.
+    """
+    graph = backward_graph.graph
+    home = {t: k for k, op in enumerate(backward_graph.source.operators) for t in op.outputs}
+    for step in backward_graph.steps:
+        for t in step.needs:
+            home.setdefault(t, home[step.cotangents_in[0]])
+    for op in reversed(graph.operators):
+        for t in op.inputs:
+            home.setdefault(t, max((home[u] for u in op.outputs if u in home), default=0))
+    return home

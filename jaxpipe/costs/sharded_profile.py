@@ -19,12 +19,7 @@ from jaxpipe.sharding.submesh import Submesh, axes_by_dimension
 
 @dataclass(frozen=True)
 class Link:
-    """The slowest link within a group of devices.
-
-    Attributes:
-      bandwidth: bytes per second.
-      latency: seconds.
-    """
+    """The slowest link within a group of devices: bytes per second, and seconds."""
 
     bandwidth: float
     latency: float
@@ -37,13 +32,9 @@ class Link:
 
 
 def groups_of(network: Network, mesh: Mesh, outer: Mesh, submesh: Submesh) -> tuple[Network, Link]:
-    """Return the network of groups of devices, and the slowest link within one.
+    """Return the network of groups of devices, numbered as in ``outer``, and the slowest link within one.
 
     Devices of two groups exchange messages in pairs, those at the same places: the slowest pair counts.
-
-    Args:
-      network: the links between the devices of ``mesh``, in the order of ``mesh.devices.flat``.
-      mesh, outer, submesh: all devices, the first of each group, and the groups.
     """
     position = {d: k for k, d in enumerate(mesh.devices.flat)}
     groups = np.array([[position[d] for d in submesh.group(first)] for first in outer.devices.flat])
@@ -56,27 +47,15 @@ def groups_of(network: Network, mesh: Mesh, outer: Mesh, submesh: Submesh) -> tu
     bandwidth, latency = network.bandwidth[between].min(-1), network.latency[between].max(-1)
     np.fill_diagonal(bandwidth, 0.0)
     np.fill_diagonal(latency, 0.0)
-    rows = groups.tolist()
-    outer_network = Network(
-        bandwidth,  # type: ignore[arg-type]
-        latency,
-        speed=tuple(min(network.speed[k] for k in row) for row in rows),
-        memory_bytes=tuple(min(network.memory_bytes[k] for k in row) for row in rows),
-        names=tuple(network.names[row[0]] for row in rows),
-        host_bandwidth_bytes_per_second=tuple(
-            min(network.host_bandwidth_bytes_per_second[k] for k in row) for row in rows
-        ),
-        host_latency_seconds=[max(network.host_latency_seconds[k] for k in row) for row in rows],
-    )
-    return outer_network, link
+    fields = "speed", "memory_bytes", "host_bandwidth_bytes_per_second"
+    slowest = {field: np.array(getattr(network, field))[groups].min(1) for field in fields}
+    slowest["host_latency_seconds"] = np.array(network.host_latency_seconds)[groups].max(1)
+    names = tuple(network.names[group[0]] for group in groups)
+    return Network(bandwidth, latency, names=names, **slowest), link  # type: ignore[arg-type]
 
 
 def divided(profile: Profile, objective: MicrobatchProgram, split: Propagated, submesh: Submesh, link: Link) -> Profile:
-    """Return a profile of groups of devices that share each operator's work.
-
-    Args:
-      split: how its arrays are split over a group.
-    """
+    """Return a profile of groups of devices that share each operator's work, as ``split`` says."""
     graph, shape = objective.graph, submesh.shape
 
     def shards(t: int) -> int:

@@ -3,10 +3,12 @@
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+
+from jaxpipe.array_types import Array, Device, PyTree
 
 
 #: One measurement runs a program as often as it takes to last this long.
@@ -24,7 +26,7 @@ class Timing(NamedTuple):
     spread: float
 
 
-def time_runs(run: Callable[[int], Any], clock: Callable[[], float] = time.perf_counter) -> Timing:
+def time_runs(run: Callable[[int], object], clock: Callable[[], float] = time.perf_counter) -> Timing:
     """Measure ``run(count)``, which does something ``count`` times and waits for the end; seconds for once.
 
     The first two runs, with which memory and caches fill and the count is chosen, are not counted.
@@ -51,14 +53,8 @@ def time_runs(run: Callable[[int], Any], clock: Callable[[], float] = time.perf_
     return Timing(median, (high - low) / 2)
 
 
-def time_program(lowered: Any, arguments: Any, device: Any) -> Timing:
-    """Compile and measure a program; compiling is not counted.
-
-    Args:
-      lowered: ``jax.jit(...).lower(*arguments)``.
-      arguments: shapes of its arguments, on the device.
-      device: where it runs.
-    """
+def time_program(lowered: jax.stages.Lowered, arguments: PyTree, device: Device) -> Timing:
+    """Compile and measure a program for arguments of some shapes; compiling is not counted."""
     compiled = lowered.compile()
     values = examples(arguments, device)
 
@@ -71,19 +67,19 @@ def time_program(lowered: Any, arguments: Any, device: Any) -> Timing:
     return time_runs(run)
 
 
-def on_device(arguments: Any, device: Any) -> Any:
+def on_device(arguments: PyTree, device: Device) -> PyTree:
     """Shapes of arrays on a device."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
 
 
-def examples(arguments: Any, device: Any) -> Any:
+def examples(arguments: PyTree, device: Device) -> PyTree:
     """Arrays of given shapes, on a device."""
     with jax.default_device(device):
         return jax.block_until_ready(jax.tree.map(_example, arguments))
 
 
-def _example(x: Any) -> jax.Array:
+def _example(x: jax.ShapeDtypeStruct) -> Array:
     """Normally distributed floats, for zeros may be multiplied faster; zeros for all that may be an index."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0, impl=x.dtype), math.prod(x.shape)).reshape(x.shape)

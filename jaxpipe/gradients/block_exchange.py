@@ -15,30 +15,34 @@ collectives stand between the conditionals.
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array, DType
 from jaxpipe.gradients.blocks import Blocks, reduced_itemsize
 
 
-#: ``by_stage(f)`` is ``f(s)`` of the stage that this device is.
-ByStage = Callable[[Callable[[int], Any]], Any]
+T = TypeVar("T")
+
+
+class ByStage(Protocol):
+    """A conditional over stages: ``by_stage(f)`` is ``f(s)`` on the devices of stage ``s``."""
+
+    def __call__(self, function: Callable[[int], T], /) -> T:
+        """Return what the function gives for the stage of this device."""
+        ...
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule by which blocks are chosen.
+    """The rule by which blocks are chosen."""
 
-    Attributes:
-      mode: whether each replica picks for itself.
-      norm: of a block, its score.
-    """
-
-    mode: Literal["own", "consensus"]
+    mode: Literal["own", "consensus"]  # each replica picks for itself, or all pick the same
     norm: Literal["l1", "l2"]
 
 
@@ -95,21 +99,13 @@ def traffic(plan: Sequence[Blocks], mode: str) -> Traffic:
     )
 
 
-@dataclass(frozen=True)
-class Averaged:
-    """A stage's share of an exchange.
+class Averaged(NamedTuple):
+    """A stage's share of an exchange."""
 
-    Attributes:
-      gradients: the averages, zero where nobody sent anything.
-      residuals: what this replica has not sent.
-      squares: the sum of squares of all that this replica had.
-      unsent: the same of its residuals.
-    """
-
-    gradients: list[Any]
-    residuals: list[Any]
-    squares: Any
-    unsent: Any
+    gradients: list[Array]  # zero where nobody sent anything
+    residuals: list[Array]
+    squares: Array  # the sum of squares of all that this replica had
+    unsent: Array  # the same of its residuals
 
 
 def exchange(
@@ -117,32 +113,28 @@ def exchange(
     rule: Rule,
     axis_name: str | None,
     by_stage: ByStage,
-    read: Callable[[int], Sequence[Any]],
-    write: Callable[[int, Averaged], Any],
-) -> Any:
-    """Average gradients over the replicas along a mesh axis, sending the best blocks only.
+    read: Callable[[int], Sequence[Array]],
+    write: Callable[[int, Averaged], T],
+) -> T:
+    """Average gradients over the replicas along a mesh axis (None: one replica), sending the best blocks only.
 
-    Args:
-      plans: by stage, the blocks of each gradient.
-      axis_name: the axis; None if there is but one replica.
-      by_stage: runs a function for the stage of this device.
-      read: a stage's gradients with their residuals added.
+    ``plans`` are by stage; ``read`` gives a stage's gradients with their residuals added.
     """
     wire = _Wire(plans, rule.mode)
     replicas = 1 if axis_name is None else lax.axis_size(axis_name)
 
-    def total(x: Any) -> Any:
+    def total(x: Array) -> Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         return wide if axis_name is None else lax.psum(wide, axis_name)
 
-    def gathered(x: Any) -> Any:
+    def gathered(x: Array) -> Array:
         return x[None] if axis_name is None else lax.all_gather(x, axis_name, to="invarying")
 
-    def scores(s: int) -> Any:
+    def scores(s: int) -> Array:
         block_scores = [_scores(b, x, rule.norm) for b, x in zip(plans[s], read(s), strict=True) if not b.is_whole]
         return _pad(block_scores, wire.norms, jnp.float32)
 
-    def message(s: int, scores: Any) -> tuple[Any, list[Any], list[Any]]:
+    def message(s: int, scores: Array) -> tuple[Array, list[Array], list[Array]]:
         chosen = _choose(plans[s], scores)
         return _pad(chosen, wire.indices, jnp.int32), *wire.pack(s, read(s), chosen)
 
@@ -155,7 +147,7 @@ def exchange(
         picks, arrived = gathered(chosen), [gathered(v) for v in values]
     whole = [total(v) for v in whole]
 
-    def finish(s: int) -> Any:
+    def finish(s: int) -> T:
         gradients = read(s)
         sent = _cut(chosen, [b.indices for b in plans[s]])
         residuals = [_unsent(b, x, numbers) for b, x, numbers in zip(plans[s], gradients, sent, strict=True)]
@@ -166,7 +158,12 @@ def exchange(
     return by_stage(finish)
 
 
-def sent_share(squares: Any, unsent: Any) -> Any:
+def exchange_one(plan: Sequence[Blocks], rule: Rule, axis_name: str | None, gradients: Sequence[Array]) -> Averaged:
+    """Average gradients, their residuals added, as ``exchange`` does where all replicas have one stage."""
+    return exchange([plan], rule, axis_name, lambda f: f(0), lambda _: gradients, lambda _, averaged: averaged)
+
+
+def sent_share(squares: Array, unsent: Array) -> Array:
     """The part of a squared norm that was sent; all of nothing."""
     return 1 - unsent / jnp.where(squares == 0, 1, squares)
 
@@ -198,24 +195,24 @@ class _Wire:
         width = reduced_itemsize if mode == "consensus" else lambda dtype: dtype.itemsize
         self.value_bytes = sum(width(d) * n for d, n in zip(self._dtypes, self._values, strict=True))
 
-    def pack(self, s: int, gradients: Sequence[Any], chosen: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def pack(self, s: int, gradients: Sequence[Array], chosen: Sequence[Array]) -> tuple[list[Array], list[Array]]:
         """Whole gradients and chosen blocks, by type."""
         numbers = iter(chosen)
         parts = [
             (b, x if b.is_whole else _take(b, x, next(numbers))) for b, x in zip(self._plans[s], gradients, strict=True)
         ]
 
-        def packed(dtype: Any, is_whole: bool, length: int) -> Any:
+        def packed(dtype: DType, is_whole: bool, length: int) -> Array:
             return _pad([x for b, x in parts if (b.dtype, b.is_whole) == (dtype, is_whole)], length, dtype)
 
         whole = [packed(dtype, True, length) for dtype, length in zip(self._dtypes, self._whole, strict=True)]
         return whole, [packed(dtype, False, length) for dtype, length in zip(self._dtypes, self._values, strict=True)]
 
-    def unpack(self, s: int, whole: Sequence[Any], picks: Any, arrived: Sequence[Any]) -> list[Any]:
+    def unpack(self, s: int, whole: Sequence[Array], picks: Array, arrived: Sequence[Array]) -> list[Array]:
         """Sums over the senders: ``picks`` and ``arrived`` have a row for each."""
         plan = self._plans[s]
         numbers = _cut(picks, [b.indices for b in plan])
-        pieces: dict[Any, Any] = {}
+        pieces: dict[DType, list[Array]] = {}
         for dtype, flat, values in zip(self._dtypes, whole, arrived, strict=True):
             here = [b if b.dtype == dtype else None for b in plan]
             dense = _cut(flat, [b.values if b and b.is_whole else 0 for b in here])
@@ -227,7 +224,7 @@ class _Wire:
         ]
 
 
-def _scores(b: Blocks, x: Any, norm: str) -> Any:
+def _scores(b: Blocks, x: Array, norm: str) -> Array:
     """``float32[layers, count]``: the L1 norm of each block, or the square of its L2 norm."""
     x = x.astype(jnp.float32)
     sums = jnp.sum(jnp.abs(x) if norm == "l1" else jnp.square(x), axis=b.inside)
@@ -235,7 +232,7 @@ def _scores(b: Blocks, x: Any, norm: str) -> Any:
     return jnp.transpose(sums, [remaining.index(a) for a in b.numbered]).reshape(b.layers, b.count)
 
 
-def _choose(plan: Sequence[Blocks], scores: Any) -> list[Any]:
+def _choose(plan: Sequence[Blocks], scores: Array) -> list[Array]:
     """``int32[layers, k]`` for each gradient that is not sent whole: its best blocks; of equals, the first.
 
     A block with a NaN is sent before others, whatever the NaN's sign: it would never leave the residual otherwise.
@@ -246,18 +243,18 @@ def _choose(plan: Sequence[Blocks], scores: Any) -> list[Any]:
     return [lax.top_k(part.reshape(b.layers, b.count), b.k)[1] for b, part in zip(sparse, parts, strict=True)]
 
 
-def _take(b: Blocks, x: Any, numbers: Any) -> Any:
+def _take(b: Blocks, x: Array, numbers: Array) -> Array:
     """``[layers, k, size]``: the chosen blocks."""
     return jnp.take_along_axis(b.to_blocks(x), numbers[:, :, None], axis=1, mode="promise_in_bounds")
 
 
-def _add_up(b: Blocks, numbers: Any, values: Any) -> Any:
+def _add_up(b: Blocks, numbers: Array, values: Array) -> Array:
     """The sum of the blocks that each sender has picked, zero elsewhere, in the shape of the gradient."""
     numbers = numbers.reshape(-1, b.layers, b.k)
     values = values.reshape(-1, b.layers, b.k, b.size).astype(jnp.promote_types(b.dtype, jnp.float32))
     layer = jnp.arange(b.layers)[:, None]
 
-    def add(r: Any, total: Any) -> Any:
+    def add(r: Array, total: Array) -> Array:
         where = total.at[layer, numbers[r]]
         return where.add(values[r], unique_indices=True, mode="promise_in_bounds")
 
@@ -265,7 +262,7 @@ def _add_up(b: Blocks, numbers: Any, values: Any) -> Any:
     return b.from_blocks(lax.fori_loop(0, values.shape[0], add, empty))
 
 
-def _unsent(b: Blocks, x: Any, numbers: Any) -> Any:
+def _unsent(b: Blocks, x: Array, numbers: Array) -> Array:
     """Return what is left of a gradient when it has been sent whole, or the blocks with some numbers have been.
 
     Nothing of what was sent is left but what its type could not hold, if the residual is wider; of what is not finite,
@@ -281,11 +278,11 @@ def _unsent(b: Blocks, x: Any, numbers: Any) -> Any:
     return jnp.where(b.spread(chosen), lost, x)
 
 
-def _squares(arrays: Sequence[Any]) -> Any:
+def _squares(arrays: Sequence[Array]) -> Array:
     return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays), start=jnp.float32(0))
 
 
-def _pad(parts: Sequence[Any], length: int, dtype: Any) -> Any:
+def _pad(parts: Sequence[Array], length: int, dtype: jax.typing.DTypeLike) -> Array:
     """All parts, flat, one after the other, and zeros up to a length."""
     flat = [part.reshape(-1).astype(dtype) for part in parts if part.size]
     missing = length - sum(part.size for part in flat)
@@ -294,7 +291,7 @@ def _pad(parts: Sequence[Any], length: int, dtype: Any) -> Any:
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 
-def _cut(flat: Any, lengths: Sequence[int]) -> list[Any]:
+def _cut(flat: Array, lengths: Sequence[int]) -> list[Array]:
     """The first elements along the last axis, in parts of the given lengths."""
     ends = np.cumsum([0, *lengths]).tolist()
     return [lax.slice_in_dim(flat, start, stop, axis=-1) for start, stop in itertools.pairwise(ends)]

@@ -1,8 +1,9 @@
 """``block_sparse``: the block-sparse exchange with error feedback as an optax transformation."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import PartitionError
-from jaxpipe.gradients.block_exchange import Averaged, Rule, Traffic, exchange, sent_share, traffic
+from jaxpipe.gradients.block_exchange import Rule, Traffic, exchange_one, sent_share, traffic
 from jaxpipe.gradients.blocks import BlockRules, Blocks, Count, find_blocks
 
 
@@ -26,10 +28,10 @@ class BlockSparseState(NamedTuple):
       residual_norm: ``float32[1]``, the L2 norm of all residuals.
     """
 
-    step: Any
-    residual: Any
-    sent_share: Any
-    residual_norm: Any
+    step: Array
+    residual: PyTree
+    sent_share: Array
+    residual_norm: Array
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,16 @@ class Settings:
     """The arguments of ``block_sparse``, checked."""
 
     axis_name: str | None
-    phases: tuple[tuple[int | None, Any], ...]
+    phases: tuple[tuple[int | None, Count], ...]
     dense_1d: bool
-    rules: Any
+    rules: BlockRules
     rule: Rule
 
-    def plans(self, tree: Any) -> list[tuple[Blocks, ...]]:
+    def plans(self, tree: PyTree) -> list[tuple[Blocks, ...]]:
         """The blocks of each leaf, by phase."""
         return [find_blocks(tree, k, self.dense_1d, self.rules, self.rule.mode) for _, k in self.phases]
 
-    def phase(self, step: Any) -> Any:
+    def phase(self, step: Array | int) -> Array:
         """The number of the phase that a step is in, ``int32[]``."""
         ends, end = [], 0
         for steps, _ in self.phases[:-1]:
@@ -60,7 +62,7 @@ class BlockSparse(optax.GradientTransformationExtraArgs):
 
     settings: Settings
 
-    def traffic(self, params: Any, step: int | None = None) -> Traffic:
+    def traffic(self, params: PyTree, step: int | None = None) -> Traffic:
         """Return what one replica sends in a step: the step of that number, or any after the warm-up.
 
         Args:
@@ -128,12 +130,12 @@ def block_sparse(
     """
     settings = _check(axis_name, k, norm, dense_1d, mode, blocks, warmup)
 
-    def init(params: Any) -> BlockSparseState:
+    def init(params: optax.Params) -> BlockSparseState:
         plans = settings.plans(params)
         leaves, tree = jax.tree.flatten(params)
         always = [all(b.is_whole for b in choices) for choices in zip(*plans, strict=True)]
 
-        def zeros(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
+        def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: Array) -> Array:
             return _compat.vary_as(jnp.zeros(shape, dtype), like)
 
         residual = [
@@ -143,22 +145,19 @@ def block_sparse(
         zero = zeros((1,), jnp.float32, leaves[0]) if leaves else jnp.zeros(1)
         return BlockSparseState(jnp.zeros((), jnp.int32), jax.tree.unflatten(tree, residual), zero, zero)
 
-    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, BlockSparseState]:
+    def update(
+        updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **_: object
+    ) -> tuple[optax.Updates, BlockSparseState]:
         leaves, tree = jax.tree.flatten(updates)
         _check_local(leaves, axis_name)
         residuals = jax.tree.leaves(state.residual)
         corrected = [g if not r.size else g.astype(r.dtype) + r for g, r in zip(leaves, residuals, strict=True)]
 
-        def write(s: int, averaged: Averaged) -> Any:
-            kept = [new if old.size else old for old, new in zip(residuals, averaged.residuals, strict=True)]
-            share = sent_share(averaged.squares, averaged.unsent)
-            return averaged.gradients, kept, share.reshape(1), jnp.sqrt(averaged.unsent).reshape(1)
-
-        def run(plan: Sequence[Blocks], operands: Sequence[Any]) -> Any:
-            return exchange([plan], settings.rule, axis_name, lambda f: f(0), lambda s: operands, write)
-
-        branches = [lambda operands, plan=plan: run(plan, operands) for plan in settings.plans(updates)]
-        averages, kept, share, norm = lax.switch(settings.phase(state.step), branches, corrected)
+        plans = settings.plans(updates)
+        branches = [functools.partial(exchange_one, plan, settings.rule, axis_name) for plan in plans]
+        averages, left, squares, unsent = lax.switch(settings.phase(state.step), branches, corrected)
+        kept = [new if old.size else old for old, new in zip(residuals, left, strict=True)]
+        share, norm = sent_share(squares, unsent).reshape(1), jnp.sqrt(unsent).reshape(1)
         new = BlockSparseState(state.step + 1, jax.tree.unflatten(tree, kept), share, norm)
         return jax.tree.unflatten(tree, averages), new
 
@@ -167,7 +166,7 @@ def block_sparse(
     return transformation
 
 
-def state_specs(state: Any, axis_name: str) -> Any:
+def state_specs(state: optax.OptState, axis_name: str) -> optax.OptState:
     """The ``PartitionSpec`` of each leaf of an optimizer state: only residuals differ from replica to replica.
 
     Args:
@@ -196,17 +195,24 @@ def state_specs(state: Any, axis_name: str) -> Any:
                 "differ from replica to replica. Put block_sparse first, or after what keeps no arrays."
             )
 
-    def specs(part: Any) -> Any:
+    def specs(part: PyTree) -> PyTree:
         if isinstance(part, BlockSparseState):
-            return BlockSparseState(
-                P(), jax.tree.map(lambda _: P(axis_name), part.residual), P(axis_name), P(axis_name)
-            )
+            residual = jax.tree.map(lambda _: P(axis_name), part.residual)
+            return part._replace(step=P(), residual=residual, sent_share=P(axis_name), residual_norm=P(axis_name))
         return P()
 
     return jax.tree.map(specs, state, is_leaf=lambda part: isinstance(part, BlockSparseState))
 
 
-def _check(axis_name: Any, k: Any, norm: Any, dense_1d: Any, mode: Any, blocks: Any, warmup: Any) -> Settings:
+def _check(
+    axis_name: str | None,
+    k: Count,
+    norm: Literal["l1", "l2"],
+    dense_1d: bool,
+    mode: Literal["own", "consensus"],
+    blocks: BlockRules | None,
+    warmup: Sequence[tuple[int, Count]],
+) -> Settings:
     if norm not in ("l1", "l2"):
         raise PartitionError(f"norm={norm!r}; it must be 'l1' or 'l2'.")
     if mode not in ("own", "consensus"):
@@ -220,7 +226,7 @@ def _check(axis_name: Any, k: Any, norm: Any, dense_1d: Any, mode: Any, blocks: 
     return Settings(axis_name, phases, dense_1d, dict(blocks or {}), Rule(mode, norm))
 
 
-def _check_local(gradients: Sequence[Any], axis_name: str | None) -> None:
+def _check_local(gradients: Sequence[Array], axis_name: str | None) -> None:
     """Under ``shard_map`` with types, a gradient that does not vary over the axis was summed over it by JAX."""
     if axis_name is None or axis_name not in _compat.manual_axes(lax.axis_index(axis_name)):
         return

@@ -12,12 +12,13 @@ every layer has a choice of its own.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe.array_types import Array, DType, PyTree, Shaped
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.codec_policy import fits
 
@@ -31,22 +32,14 @@ BlockRules = Mapping[str, int | Sequence[int] | str]
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of one gradient.
-
-    Attributes:
-      path: of the parameter.
-      shape, dtype: of the gradient.
-      stacked: axes that number layers.
-      axis: the axis that numbers blocks; None if the gradient is sent whole.
-      k: blocks that are sent of each layer.
-    """
+    """The blocks of one gradient."""
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
-    stacked: tuple[int, ...]
-    axis: int | None
-    k: int
+    dtype: DType
+    stacked: tuple[int, ...]  # axes that number layers
+    axis: int | None  # that numbers blocks; None if the gradient is sent whole
+    k: int  # blocks that are sent of each layer
 
     @property
     def is_whole(self) -> bool:
@@ -82,16 +75,16 @@ class Blocks:
         """Bytes of an element that is sent: what goes by gathers has its own type."""
         return reduced_itemsize(self.dtype) if self.is_whole or mode == "consensus" else self.dtype.itemsize
 
-    def to_blocks(self, x: Any) -> Any:
+    def to_blocks(self, x: Array) -> Array:
         """``[layers, count, size]``: the elements of each block side by side."""
         return jnp.transpose(x, self._order).reshape(self.layers, self.count, self.size)
 
-    def from_blocks(self, blocks: Any) -> Any:
+    def from_blocks(self, blocks: Array) -> Array:
         """Inverse of ``to_blocks``."""
         shape = [self.shape[a] for a in self._order]
         return jnp.transpose(blocks.reshape(shape), _inverse(self._order))
 
-    def spread(self, flags: Any) -> Any:
+    def spread(self, flags: Array) -> Array:
         """A value for each block, ``[layers, count]``, in a shape that broadcasts against the gradient."""
         ordered = flags.reshape([self.shape[a] for a in self.numbered])
         ordered = jnp.transpose(ordered, _inverse(self.numbered))
@@ -113,7 +106,7 @@ class Blocks:
         return tuple(a for a in range(len(self.shape)) if a not in self.numbered)
 
 
-def reduced_itemsize(dtype: Any) -> int:
+def reduced_itemsize(dtype: DType) -> int:
     """Bytes of an element in an all-reduce, which adds up in 32 bits or more."""
     return max(4, np.dtype(dtype).itemsize)
 
@@ -123,7 +116,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def find_blocks(
-    tree: Any, k: Count, dense_1d: bool, rules: BlockRules, mode: Literal["own", "consensus"] = "own"
+    tree: PyTree, k: Count, dense_1d: bool, rules: BlockRules, mode: Literal["own", "consensus"] = "own"
 ) -> tuple[Blocks, ...]:
     """The blocks of each leaf of a tree of arrays or shapes.
 
@@ -145,7 +138,7 @@ def find_blocks(
     return tuple(_blocks(path, leaf, k, dense_1d, rules, mode) for path, (_, leaf) in zip(paths, leaves, strict=True))
 
 
-def _blocks(path: str, leaf: Any, k: Count, dense_1d: bool, rules: BlockRules, mode: str) -> Blocks:
+def _blocks(path: str, leaf: Shaped, k: Count, dense_1d: bool, rules: BlockRules, mode: str) -> Blocks:
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
     whole = Blocks(path, shape, dtype, (), None, 1)
     rule = next((rules[p] for p in rules if fits(path, p)), None)
@@ -159,7 +152,7 @@ def _blocks(path: str, leaf: Any, k: Count, dense_1d: bool, rules: BlockRules, m
     return blocks if sent < whole.values * whole.wire_itemsize(mode) else whole
 
 
-def _axes(path: str, shape: tuple[int, ...], rule: Any) -> list[int]:
+def _axes(path: str, shape: tuple[int, ...], rule: int | Sequence[int] | str) -> list[int]:
     axes = [rule] if isinstance(rule, int) else list(rule) if isinstance(rule, (tuple, list)) else [None]
     if not axes or not all(isinstance(a, int) and -len(shape) <= a < len(shape) for a in axes):
         raise PartitionError(
@@ -172,7 +165,7 @@ def _axes(path: str, shape: tuple[int, ...], rule: Any) -> list[int]:
     return axes
 
 
-def _number(path: str, k: Any, count: int) -> int:
+def _number(path: str, k: int | float, count: int) -> int:
     """Return how many of ``count`` blocks ``k`` stands for."""
     value = k.item() if isinstance(k, np.generic) else k
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1

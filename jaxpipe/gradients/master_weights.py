@@ -1,11 +1,13 @@
 """An optax transformation that keeps float32 copies of parameters that are narrower."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from jaxpipe.array_types import Array, PyTree, Shaped
 
 
 class MasterWeightsState(NamedTuple):
@@ -16,8 +18,8 @@ class MasterWeightsState(NamedTuple):
       inner: the state of the wrapped optimizer, which has ``masters`` for its parameters.
     """
 
-    masters: Any
-    inner: Any
+    masters: PyTree
+    inner: optax.OptState
 
 
 def master_weights(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -55,11 +57,13 @@ def master_weights(optimizer: optax.GradientTransformation) -> optax.GradientTra
     """
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> MasterWeightsState:
+    def init(params: optax.Params) -> MasterWeightsState:
         masters = jax.tree.map(lambda p: p.astype(jnp.float32) if is_narrow(p) else optax.MaskedNode(), params)
         return MasterWeightsState(masters, inner.init(_wide(params, masters)))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, MasterWeightsState]:
+    def update(
+        updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra: object
+    ) -> tuple[optax.Updates, MasterWeightsState]:
         if params is None:
             raise ValueError("master_weights: update(updates, state, params) needs the parameters, and got none.")
         wide = _wide(params, state.masters)
@@ -73,17 +77,17 @@ def master_weights(optimizer: optax.GradientTransformation) -> optax.GradientTra
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def is_narrow(x: Any) -> bool:
+def is_narrow(x: Shaped) -> bool:
     """Return whether an array is of a floating-point type that is narrower than float32."""
     return jnp.issubdtype(x.dtype, jnp.floating) and np.dtype(x.dtype).itemsize < 4
 
 
-def _wide(params: Any, masters: Any) -> Any:
+def _wide(params: PyTree, masters: PyTree) -> PyTree:
     """The parameters, with a master weight in the place of each that has one."""
     return jax.tree.map(lambda p, w: w if is_narrow(p) else p, params, masters)
 
 
-def _difference(param: Any, master: Any) -> Any:
+def _difference(param: Array, master: Array) -> Array:
     """The float32 difference between a parameter and its master weight rounded to the parameter's type.
 
     XLA may leave out a cast and the cast back; neither ``reduce_precision``, which stays in one kernel but makes

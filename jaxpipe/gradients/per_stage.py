@@ -3,10 +3,11 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
 
 import jax
 import optax
+
+from jaxpipe.array_types import PyTree
 
 
 class _Stages:
@@ -51,7 +52,7 @@ def per_stage(transformation: optax.GradientTransformation) -> optax.GradientTra
       >>> optimizer = optax.chain(per_stage(optax.clip_by_global_norm(1.0)), optax.sgd(0.1))
     """
 
-    def init(params: Any) -> optax.OptState:
+    def init(params: optax.Params) -> optax.OptState:
         state = transformation.init(params)
         kept = jax.tree.leaves(state)
         if kept:
@@ -62,7 +63,9 @@ def per_stage(transformation: optax.GradientTransformation) -> optax.GradientTra
             )
         return state
 
-    def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         leaves, tree = jax.tree.flatten(updates)
         stages, numbers = _STAGES.get(), (0,) * len(leaves)
         if stages is not None:
@@ -71,7 +74,7 @@ def per_stage(transformation: optax.GradientTransformation) -> optax.GradientTra
         new = list(leaves)
         for stage in sorted(set(numbers)):
 
-            def part(values: Sequence[Any], stage: int = stage) -> Any:
+            def part(values: Sequence[PyTree], stage: int = stage) -> PyTree:
                 masked = [x if n == stage else optax.MaskedNode() for x, n in zip(values, numbers, strict=True)]
                 return jax.tree.unflatten(tree, masked)
 

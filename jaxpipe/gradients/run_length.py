@@ -8,25 +8,19 @@ fixed shapes, block numbers take the place of the runs.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxpipe.errors import PartitionError
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """An encoded array.
-
-    Attributes:
-      shape: of the array.
-      runs: ``uint32[runs, 2]``, zeros and then other elements.
-      values: those elements, in order.
-    """
+    """An encoded array."""
 
     shape: tuple[int, ...]
-    runs: np.ndarray
+    runs: np.ndarray  # ``uint32[runs, 2]``: zeros, then other elements
     values: np.ndarray
 
     @property
@@ -35,7 +29,7 @@ class RunLength:
         return self.runs.nbytes + self.values.nbytes
 
 
-def encode(x: Any) -> RunLength:
+def encode(x: ArrayLike) -> RunLength:
     """The code of an array of fewer than 2**32 elements; every bit is kept, -0.0 and NaN included.
 
     Example:
@@ -55,9 +49,6 @@ def encode(x: Any) -> RunLength:
 
 def decode(code: RunLength) -> np.ndarray:
     """The array of a code.
-
-    Raises:
-      PartitionError: if runs, values and shape do not belong together.
 
     Example:
       >>> decode(encode(np.eye(2))).tolist()

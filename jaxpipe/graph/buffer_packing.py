@@ -16,13 +16,7 @@ SMALL = 1e-3
 
 @dataclass(eq=False)
 class Buffer:
-    """Some bytes that are needed for some time.
-
-    Attributes:
-      start, end: the first and the last moment, counted in operators.
-      bytes: how many.
-      before: an earlier moment at which they are needed, too; -1 for none.
-    """
+    """Bytes that are needed from operator ``start`` to ``end``, and at an earlier moment ``before`` (-1: at none)."""
 
     start: int
     end: int

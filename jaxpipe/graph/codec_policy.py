@@ -27,11 +27,7 @@ Codecs = str | Iterable[str] | Mapping[str, str | Iterable[str]]
 
 @dataclass(frozen=True)
 class Policy:
-    """The codecs for each module path.
-
-    Attributes:
-      rules: ``(pattern, codecs)``; the first pattern that fits a path decides. See ``fits``.
-    """
+    """Pairs of a pattern (``fits``) and codecs; the first pattern that fits a module path decides."""
 
     rules: tuple[tuple[str, frozenset[str]], ...]
 
@@ -63,11 +59,7 @@ def fits(path: str, pattern: str) -> bool:
 
 
 def warn_unused(policy: Policy, paths: Iterable[str], argument: str) -> None:
-    """Give a ``CodecWarning`` for each pattern that no module path fits, in a program that has operators.
-
-    Args:
-      argument: the name under which the caller passed the patterns.
-    """
+    """Give a ``CodecWarning`` for each pattern of an argument that no module path of a program fits."""
     known = list(dict.fromkeys(paths))
     for pattern, _ in policy.rules:
         if known and not any(fits(path, pattern) for path in known):
@@ -81,11 +73,7 @@ def warn_unused(policy: Policy, paths: Iterable[str], argument: str) -> None:
 
 
 def parse(codecs: Codecs, argument: str = "codecs") -> Policy:
-    """The policy that an argument stands for, called ``codecs`` or ``argument``.
-
-    Raises:
-      ModelError: if a codec name is unknown.
-    """
+    """Return the policy that an argument, called ``codecs`` or ``argument``, means."""
     if isinstance(codecs, Mapping):
         policy = Policy(tuple((str(pattern), codec_set(chosen, argument)) for pattern, chosen in codecs.items()))
     else:

@@ -8,15 +8,17 @@ or with control flow (``scan``, ``while``, ``cond``, ``remat``) stays one operat
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax import core
+from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat
+from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equation, PyTree, Shaped
 from jaxpipe.graph.codec_policy import Policy, by_name
 
 
@@ -37,7 +39,7 @@ _RULES = {"custom_vjp_call": "call_jaxpr"}
 class Tensor:
     """One array of a program: its abstract value, and the number of bits an element needs."""
 
-    aval: Any
+    aval: AbstractArray
     bits: int
 
     @property
@@ -46,7 +48,7 @@ class Tensor:
         return self.aval.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """Element type."""
         return self.aval.dtype
 
@@ -96,7 +98,7 @@ class Operator:
         return {} if self.equation is None else self.equation.params
 
     @property
-    def literals(self) -> list[Any]:
+    def literals(self) -> list[Array]:
         """The operands that are numbers in the program's text."""
         atoms = () if self.equation is None else self.equation.invars
         return [atom.val for atom in atoms if _compat.is_literal(atom)]
@@ -107,18 +109,18 @@ class Operator:
         return self.equation is not None and bool(self.equation.effects)
 
     @functools.cached_property
-    def program(self) -> Any:
+    def program(self) -> Jaxpr:
         """The operator alone, as a jaxpr over ``inputs``."""
         return _compat.isolate(self.equation)
 
-    def evaluate(self, *values: Any) -> list[Any]:
+    def evaluate(self, *values: Array) -> list[Array]:
         """Run the operator on concrete or traced values, under the module path it came from."""
         if self.equation is None:
             return list(values)
         if self.path and not _compat.named_scope_of(self.equation):
             with jax.named_scope(self.path):
-                return core.eval_jaxpr(self.program, (), *values)
-        return core.eval_jaxpr(self.program, (), *values)
+                return _compat.evaluate_jaxpr(self.program, *values)
+        return _compat.evaluate_jaxpr(self.program, *values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,9 +128,7 @@ class Graph:
     """A pure program ``inputs -> outputs``.
 
     Attributes:
-      tensors: every tensor, by number.
       operators: in topological order; ``operator.inputs`` are written before they are read.
-      inputs, outputs: tensor numbers, in the order of the traced function's arguments and results.
       constants: values known at trace time, by tensor number.
       parameters: inputs that live outside the program (weights, running statistics, keys): never stored.
       stage_shape: the axes over which a stage is sharded; annotations of others that a derivative brings are dropped
@@ -139,11 +139,11 @@ class Graph:
     operators: tuple[Operator, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    constants: Mapping[int, Any] = field(default_factory=dict)
+    constants: Mapping[int, Array] = field(default_factory=dict)
     parameters: frozenset[int] = frozenset()
     stage_shape: Mapping[str, int] | None = None
 
-    def evaluate(self, values: Sequence[Any]) -> list[Any]:
+    def evaluate(self, values: Sequence[Array]) -> list[Array]:
         """Run the program."""
         env = dict(self.constants)
         env.update(zip(self.inputs, values, strict=True))
@@ -173,9 +173,6 @@ class Graph:
         graph needs. A tensor made before the section and needed after it passes through: it is an input and an
         output, so that a chain of sections hands everything from neighbor to neighbor, and cotangents are summed
         in the order of the whole graph. Tensors keep their numbers.
-
-        Raises:
-          ValueError: if the range is not within the graph.
         """
         if not 0 <= start <= stop <= len(self.operators):
             raise ValueError(
@@ -206,7 +203,7 @@ class Graph:
         return "\n".join(lines)
 
 
-def run(operators: Iterable[Operator], env: dict[int, Any]) -> None:
+def run(operators: Iterable[Operator], env: dict[int, Array]) -> None:
     """Evaluate ``operators`` in order; reads and extends ``env``, tensor number to value."""
     for op in operators:
         env.update(zip(op.outputs, op.evaluate(*(env[t] for t in op.inputs)), strict=True))
@@ -217,14 +214,16 @@ def ordered(items: Iterable[int]) -> list[int]:
     return list(dict.fromkeys(items))
 
 
-def element_bits(aval: Any) -> int:
+def element_bits(aval: Shaped) -> int:
     """Bits that one element of an array holds: 1 for a boolean, whatever XLA spends on it."""
     if aval.dtype == np.bool_:
         return 1
     return 8 * itemsize(aval.dtype)
 
 
-def position_bits(equation: Any, avals: Sequence[Any], operands: Sequence[int]) -> list[int | None]:
+def position_bits(
+    equation: Equation | None, avals: Sequence[AbstractArray], operands: Sequence[int]
+) -> list[int | None]:
     """Bits that hold an element of each output that counts positions along an axis: 8 or 16; None for the others.
 
     The derivative of a sort takes its positions from an ``iota`` that is sorted beside the operand.
@@ -245,7 +244,7 @@ def _bits_to_count(length: int) -> int | None:
     return next((bits for bits in (8, 16) if length <= 2**bits), None)
 
 
-def itemsize(dtype: Any) -> int:
+def itemsize(dtype: DType) -> int:
     """Bytes of one element; for random keys, the bytes of the raw key data."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size * 4
@@ -265,7 +264,7 @@ class GraphBuilder:
     def __init__(
         self,
         tensors: Sequence[Tensor] = (),
-        constants: Mapping[int, Any] | None = None,
+        constants: Mapping[int, Array] | None = None,
         *,
         inline_rules: bool = False,
         inline_shards: bool = False,
@@ -275,19 +274,24 @@ class GraphBuilder:
         self.operators: list[Operator] = []
         self.constants = dict(constants or {})
 
-    def tensor(self, aval: Any, bits: int | None = None) -> int:
+    def tensor(self, aval: AbstractArray, bits: int | None = None) -> int:
         """A new tensor's number."""
         self.tensors.append(Tensor(aval, element_bits(aval) if bits is None else bits))
         return len(self.tensors) - 1
 
-    def constant(self, value: Any) -> int:
+    def constant(self, value: Array) -> int:
         """A new tensor whose value is known."""
         number = self.tensor(jax.typeof(value))
         self.constants[number] = value
         return number
 
     def emit(
-        self, equation: Any, inputs: Sequence[int], path: str, avals: Sequence[Any], policy: Policy | None = None
+        self,
+        equation: Equation | None,
+        inputs: Sequence[int],
+        path: str,
+        avals: Sequence[AbstractArray],
+        policy: Policy | None = None,
     ) -> tuple[int, ...]:
         """Append an operator; returns the numbers of its outputs."""
         bits = position_bits(equation, avals, [self.tensors[t].bits for t in inputs])
@@ -297,7 +301,7 @@ class GraphBuilder:
 
     def read(
         self,
-        closed: Any,
+        closed: AnyJaxpr,
         inputs: Sequence[int],
         *,
         path: str = "",
@@ -306,15 +310,11 @@ class GraphBuilder:
     ) -> list[int]:
         """Append a traced program over ``inputs``; returns the numbers of its outputs.
 
-        Args:
-          closed: the program, as ``jax.make_jaxpr`` gives it.
-          inputs: one tensor number for each of its arguments.
-          path: module path to put before the paths inside.
-          boundaries: mark the borders of inlined calls (needed where the result is differentiated).
-          policy: of the ``memory_encoded`` call that the program lies in.
+        ``boundaries`` marks the borders of inlined calls (needed where the result is differentiated); ``policy`` is
+        that of the ``memory_encoded`` call around it.
         """
         jaxpr, consts = _compat.open_jaxpr(closed)
-        env: dict[Any, int] = {var: self.constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+        env: dict[Atom, int] = {var: self.constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
         env.update(zip(jaxpr.invars, inputs, strict=True))
 
         for eqn in jaxpr.eqns:
@@ -325,41 +325,32 @@ class GraphBuilder:
                 outputs: Sequence[int] = self.emit(eqn, operands, here, [v.aval for v in eqn.outvars], policy)
             else:
                 arguments = [self.constant(a.val) if _compat.is_literal(a) else env[a] for a in eqn.invars]
-                if boundaries:
-                    arguments = self._bound(inner, arguments, here)
-                inside = encoded_policy(eqn) or policy
-                outputs = self.read(inner, arguments, path=here, boundaries=boundaries, policy=inside)
+                read = self.read_call if boundaries else self.read
+                outputs = read(inner, arguments, path=here, policy=encoded_policy(eqn) or policy)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [self.constant(a.val) if _compat.is_literal(a) else env[a] for a in jaxpr.outvars]
 
-    def read_call(self, inner: Any, arguments: Sequence[int], *, path: str, policy: Policy | None) -> list[int]:
-        """``read`` of a call that is differentiated: its border is marked."""
-        bound = self._bound(inner, list(arguments), path)
-        return self.read(inner, bound, path=path, boundaries=True, policy=policy)
+    def read_call(self, inner: AnyJaxpr, arguments: Sequence[int], *, path: str, policy: Policy | None) -> list[int]:
+        """``read`` of a call that is differentiated.
 
-    def _bound(self, inner: Any, arguments: list[int], path: str) -> list[int]:
-        """Put a call boundary on the arguments that the call uses more than once, or that are one tensor."""
+        There is a call boundary on the arguments that the call uses more than once, or that are one tensor.
+        """
         jaxpr, _ = _compat.open_jaxpr(inner)
-        uses: dict[Any, int] = {}
-        for eqn in jaxpr.eqns:
-            for atom in eqn.invars:
-                if not _compat.is_literal(atom):
-                    uses[atom] = uses.get(atom, 0) + 1
+        uses = Counter(atom for eqn in jaxpr.eqns for atom in eqn.invars if not _compat.is_literal(atom))
         arguments = list(arguments)
         many = [
             k
             for k, var in enumerate(jaxpr.invars)
-            if (uses.get(var, 0) > 1 or arguments.count(arguments[k]) > 1)
+            if (uses[var] > 1 or arguments.count(arguments[k]) > 1)
             and arguments[k] not in self.constants
             and is_differentiable(var.aval)
         ]
         if many:
             outer = [arguments[k] for k in many]
-            for k, number in zip(
-                many, self.emit(None, outer, path, [self.tensors[t].aval for t in outer]), strict=True
-            ):
+            bound = self.emit(None, outer, path, [self.tensors[t].aval for t in outer])
+            for k, number in zip(many, bound, strict=True):
                 arguments[k] = number
-        return arguments
+        return self.read(inner, arguments, path=path, boundaries=True, policy=policy)
 
     def build(self, inputs: Sequence[int], outputs: Sequence[int]) -> Graph:
         """The graph, without the operators that nothing reads."""
@@ -372,7 +363,7 @@ class GraphBuilder:
         )
 
 
-def trace(function: Callable[..., Any], *avals: Any) -> Graph:
+def trace(function: Callable[..., PyTree], *avals: Shaped) -> Graph:
     """Trace a pure function of arrays (or shapes) into a graph.
 
     Arguments and results are flat: one array each. Constants that the function closes over are found at
@@ -381,11 +372,8 @@ def trace(function: Callable[..., Any], *avals: Any) -> Graph:
     return read_graph(jax.make_jaxpr(function)(*avals))
 
 
-def read_graph(closed: Any, inline_shards: bool = False) -> Graph:
-    """Read a traced program as a graph; wrappers inlined, dead operators dropped.
-
-    ``inline_shards``: as ``GraphBuilder`` has it.
-    """
+def read_graph(closed: AnyJaxpr, inline_shards: bool = False) -> Graph:
+    """Read a traced program as a graph; wrappers inlined, dead operators dropped."""
     jaxpr, _ = _compat.open_jaxpr(closed)
     builder = GraphBuilder(inline_shards=inline_shards)
     inputs = [builder.tensor(var.aval) for var in jaxpr.invars]
@@ -403,7 +391,16 @@ def live(operators: Sequence[Operator], wanted: Iterable[int]) -> tuple[Operator
     return tuple(reversed(kept))
 
 
-def is_differentiable(aval: Any) -> bool:
+def dependents(operators: Iterable[Operator], sources: Iterable[int]) -> set[int]:
+    """The tensors that depend on some others, and these."""
+    reached = set(sources)
+    for op in operators:
+        if not reached.isdisjoint(op.inputs):
+            reached.update(op.outputs)
+    return reached
+
+
+def is_differentiable(aval: Shaped) -> bool:
     """Return whether an array can carry a cotangent."""
     return jax.dtypes.issubdtype(aval.dtype, np.inexact)
 
@@ -413,7 +410,7 @@ def join_paths(*paths: str) -> str:
     return "/".join(p for p in paths if p)
 
 
-def encoded_policy(equation: Any) -> Policy | None:
+def encoded_policy(equation: Equation) -> Policy | None:
     """The policy of a nested ``memory_encoded`` call, or None for any other equation."""
     if equation.primitive.name != "custom_vjp_call":
         return None
@@ -422,7 +419,7 @@ def encoded_policy(equation: Any) -> Policy | None:
     return by_name(name.removeprefix(ENCODED_MARK)) if name.startswith(ENCODED_MARK) else None
 
 
-def _wrapped_program(equation: Any, calls: Mapping[str, str]) -> Any | None:
+def _wrapped_program(equation: Equation, calls: Mapping[str, str]) -> AnyJaxpr | None:
     """The program inside an equation that only wraps it, else None."""
     key = calls.get(equation.primitive.name)
     if key is not None and _compat.has_default_sharding(equation.params):

@@ -1,5 +1,6 @@
 """The most memory that a program needs at once, from its operators alone."""
 
+import graphlib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,14 +11,11 @@ import jax
 from jaxpipe import _compat
 from jaxpipe.graph.buffer_packing import Buffer, alive_bytes, reserved_bytes
 from jaxpipe.graph.graph import Graph, Operator, read_graph
-from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE, VIEWS
+from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE, REDUCTIONS, VIEWS
 
 
 #: Operators that give another name to the same bytes.
 _ALIASES = frozenset(["bitcast_convert_type", "expand_dims", "name", "optimization_barrier", "reshape", "squeeze"])
-
-#: Operators that XLA fuses with what they read, unless others read that too.
-_REDUCTIONS = frozenset(["argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"])
 
 #: Elementwise operators whose result has its elements in another order than an operand.
 _MOVING = (VIEWS - _ALIASES) | {"concatenate", "dynamic_slice", "gather", "pad", "stack"}
@@ -29,6 +27,9 @@ _FUSED_ON_GPU = _FUSED | {"gather"}
 #: An elementwise result that several read is computed again by each on a GPU if it follows from no more bytes than so
 #: many times its own; else it is written.
 _MOST_READ_AGAIN = 4
+
+#: The dimensions of a batch of images: rows, height, width, channels.
+_IMAGES = 4
 
 #: A concatenation of more arrays than this does not take in what others read too; XLA's limit is a matter of size.
 _FUSED_PIECES = 4
@@ -44,8 +45,6 @@ def peak_bytes(function: Callable[..., Any], *avals: Any, donated: Any = ()) -> 
     conditional are programs of their own, whose tensors live only inside, but for what they return.
 
     Args:
-      function: is traced, not run.
-      avals: shapes of its arguments.
       donated: shapes of its last argument, if it may write over it results that are computed from it element by
         element (sums, say); such results are not counted, and happen as soon as they can.
     """
@@ -60,15 +59,15 @@ def temporary_bytes(graph: Graph) -> int:
     The same model as ``peak_bytes``; what a result is written over, element by element, is in the result's place.
     Results that nothing else is computed from, sums of gradients say, are written as soon as they can be.
     """
-    found = _Lifetimes()
-    pending = [buffer for buffer in found.run(replace(graph, operators=_results_early(graph))) if buffer is not None]
+    alive = _Lifetimes()
+    pending = [buffer for buffer in alive.run(replace(graph, operators=_results_early(graph))) if buffer is not None]
     results: set[int] = set()
     while pending:
         buffer = pending.pop()
         if id(buffer) not in results:
             results.add(id(buffer))
-            pending += found.below.get(id(buffer), [])
-    return reserved_bytes([buffer for buffer in found.buffers if id(buffer) not in results])
+            pending += alive.below.get(id(buffer), [])
+    return reserved_bytes([buffer for buffer in alive.buffers if id(buffer) not in results])
 
 
 def _results_early(graph: Graph) -> tuple[Operator, ...]:
@@ -86,11 +85,11 @@ def _results_early(graph: Graph) -> tuple[Operator, ...]:
 
 def lifetimes(graph: Graph, donated: Sequence[int] = ()) -> list[Buffer]:
     """The buffers of a program whose operators run in order; none for what is written over donated inputs."""
-    found = _Lifetimes()
-    for buffer in found.run(graph, donated):
+    alive = _Lifetimes()
+    for buffer in alive.run(graph, donated):
         if buffer is not None:
-            buffer.end = found.clock
-    return found.buffers
+            buffer.end = alive.clock
+    return alive.buffers
 
 
 class _Lifetimes:
@@ -107,34 +106,31 @@ class _Lifetimes:
         outputs = [written.resolve(t) for t in graph.outputs]
         operators = written.sequence(graph)
         begins: list[int] = []
-        made: dict[int, Buffer] = {}
-        last: dict[int, int] = {}
-        for k, op in enumerate(operators):
+        buffers: dict[int, Buffer] = {}
+        for op in operators:
             begins.append(self.clock)
             inside = self._inside(op, graph)
             for n, t in enumerate(op.outputs):
-                if t not in written.tensors or written.resolve(t) != t:
-                    continue
-                last.update((source, k) for source in written.sources[t])
                 given = written.in_place[t].intersection(donated) if t in outputs else ()
-                if not any(graph.tensors[u].bytes == graph.tensors[t].bytes for u in given):
-                    made[t] = self._new(graph.tensors[t].bytes) if inside is None else inside[n]
+                if written.writes(t) and not any(graph.tensors[u].bytes == graph.tensors[t].bytes for u in given):
+                    buffers[t] = self._new(graph.tensors[t].bytes) if inside is None else inside[n]
             if op.name == "select_and_scatter_add":
                 self._new(_positions(op, graph))
             self.clock += 1
+        last = {
+            u: k for k, op in enumerate(operators) for t in op.outputs if written.writes(t) for u in written.sources[t]
+        }
         ends = [begin - 1 for begin in (*begins[1:], self.clock)]
-        for t, k in last.items():
-            if t in made:
-                made[t].end = max(made[t].end, ends[k])
+        for t in last.keys() & buffers.keys():
+            buffers[t].end = max(buffers[t].end, ends[last[t]])
         for k, op in enumerate(operators):
-            for t in op.outputs:
-                over = [source for source in written.in_place.get(t, ()) if source in made] if t in made else []
-                over = [source for source in over if last.get(source) == k and source not in outputs]
-                same = [source for source in over if made[source].bytes == made[t].bytes]
+            for t in filter(buffers.__contains__, op.outputs):
+                over = [u for u in written.in_place[t] if u in buffers and last.get(u) == k and u not in outputs]
+                same = [u for u in over if buffers[u].bytes == buffers[t].bytes]
                 if same:  # it is written where what nobody else reads any more was
-                    made[same[0]].end = begins[k] - 1
-                    self.below.setdefault(id(made[t]), []).append(made[same[0]])
-        return [made.get(t) for t in outputs]
+                    buffers[same[0]].end = begins[k] - 1
+                    self.below.setdefault(id(buffers[t]), []).append(buffers[same[0]])
+        return [buffers.get(t) for t in outputs]
 
     def _new(self, size: int) -> Buffer:
         self.buffers.append(Buffer(self.clock, self.clock, size))
@@ -146,15 +142,15 @@ class _Lifetimes:
             return None
         inner = []
         for program in _compat.inner_programs(op.equation):
-            own = _Lifetimes()
-            results = own.run(read_graph(program))
+            part = _Lifetimes()
+            results = part.run(read_graph(program))
             for buffer in results:
                 if buffer is not None:
-                    buffer.end = own.clock
-            inner.append((alive_bytes(own.buffers), own, results))
+                    buffer.end = part.clock
+            inner.append((alive_bytes(part.buffers), part, results))
         if not inner:
             return None
-        needed, own, results = max(inner, key=lambda found: found[0])
+        needed, part, results = max(inner, key=lambda program: program[0])
         if op.name != "cond":
             # What a loop carries is its result; what it stacks is made apart, and copied into a result.
             pairs = zip(op.outputs, results, strict=False)
@@ -164,57 +160,46 @@ class _Lifetimes:
         # Other branches stand before this one in XLA's sequence, and write the same results.
         other = self.clock
         self.clock += 1
-        for buffer in own.buffers:
+        for buffer in part.buffers:
             buffer.start += self.clock
             buffer.end += self.clock
             buffer.before += self.clock if buffer.before >= 0 else 0
-        self.buffers += own.buffers
-        self.clock += own.clock
-        found: list[Buffer] = []
+        self.buffers += part.buffers
+        self.clock += part.clock
+        returned: list[Buffer] = []
         for t, buffer in zip(op.outputs, results, strict=True):
-            fresh = buffer is not None and all(buffer is not other for other in found)
-            found.append(buffer if buffer is not None and fresh else self._new(graph.tensors[t].bytes))
-            found[-1].end = self.clock
-            found[-1].before = other
-        return found
+            fresh = buffer is not None and all(buffer is not other for other in returned)
+            returned.append(buffer if buffer is not None and fresh else self._new(graph.tensors[t].bytes))
+            returned[-1].end = self.clock
+            returned[-1].before = other
+        return returned
 
 
 class _Written:
-    """The tensors of a program that are written to memory.
+    """The ``tensors`` of a program that are written to memory.
 
-    Attributes:
-      tensors: these tensors.
-      sources: for each of them, the written tensors that it is computed from without another written one between.
-      in_place: those of its sources that are read element by element in its own order.
+    Each has ``sources``, the written ones from which it is computed without another between; of these it reads those
+    ``in_place`` element by element in its own order.
     """
 
     def __init__(self, graph: Graph, donated: Sequence[int] = ()):
-        self._root: dict[int, int] = {}
         fused = _fused()
-        turned = frozenset() if _compat.runs_breadth_first() else _turned_products(graph)
+        self._root: dict[int, int] = {}
+        turned, biased = frozenset[Operator](), dict[Operator, int]()
+        if not _compat.runs_breadth_first():
+            turned, biased = _turned_products(graph), _biased_products(graph)
         for op in graph.operators:
-            if op in turned:
-                self._root[op.outputs[0]] = op.inputs[0]
-            if op.equation is None or op.name in _ALIASES:
-                sources = [t for t in op.inputs if graph.tensors[t].size == graph.tensors[op.outputs[0]].size]
-                pairs = zip(op.outputs, sources, strict=False)
-                if op.equation is None:
-                    pairs = zip(op.outputs, op.inputs, strict=True)
-                elif op.name == "optimization_barrier":  # some of its operands may be numbers
-                    operands = iter(op.inputs)
-                    pairs = [
-                        (out, next(operands))
-                        for out, atom in zip(op.outputs, op.equation.invars, strict=True)
-                        if not _compat.is_literal(atom)
-                    ]
-                self._root.update((out, self._root.get(source, source)) for out, source in pairs)
+            pairs = [(op.outputs[0], op.inputs[0])] if op in turned else _renamed(graph, op)
+            if op in biased:
+                pairs = [(op.outputs[0], biased[op])]
+            self._root.update((out, self.resolve(source)) for out, source in pairs)
         readers: dict[int, list[Operator]] = {}
         self.tensors = {self.resolve(t) for t in (*graph.outputs, *donated)}
         operators = [op for op in graph.operators if self._root.keys().isdisjoint(op.outputs)]
         for op in operators:
             for t in {self.resolve(t) for t in op.inputs}:
                 readers.setdefault(t, []).append(op)
-            if op.name not in fused | _REDUCTIONS:
+            if op.name not in fused | REDUCTIONS:
                 self.tensors.update(self.resolve(t) for t in op.inputs)
         if not _compat.runs_breadth_first():
             self._add_barriers(graph, readers)
@@ -233,7 +218,7 @@ class _Written:
         for op in graph.operators:
             if op.name == "optimization_barrier":
                 written.update(self.resolve(t) for t in op.inputs)
-            elif op.name in _REDUCTIONS:
+            elif op.name in REDUCTIONS:
                 written.update(op.outputs)
             elif op.name == "transpose" and all(
                 reader.name == "dot_general" for reader in readers.get(op.outputs[0], ())
@@ -245,30 +230,26 @@ class _Written:
         """The tensor that a tensor is another name of."""
         return self._root.get(t, t)
 
+    def writes(self, t: int) -> bool:
+        """Return whether a tensor is written, under this name."""
+        return t in self.tensors and self.resolve(t) == t
+
     def sequence(self, graph: Graph) -> list[Operator]:
         """The operators whose results are written, in the order in which they run."""
-        operators = [
-            op for op in graph.operators if any(self.resolve(t) == t and t in self.tensors for t in op.outputs)
-        ]
+        operators = [op for op in graph.operators if any(map(self.writes, op.outputs))]
         if not _compat.runs_breadth_first():
             return operators
         makers = {t: k for k, op in enumerate(operators) for t in op.outputs}
-        readers: list[list[int]] = [[] for _ in operators]
-        missing = []
+        sorter = graphlib.TopologicalSorter[int]()
         for k, op in enumerate(operators):
-            before = {makers[u] for t in op.outputs for u in self.sources.get(t, ()) if u in makers} - {k}
-            missing.append(len(before))
-            for other in before:
-                readers[other].append(k)
-        queue = deque(k for k, count in enumerate(missing) if not count)
-        found = []
+            sorter.add(k, *{makers[u] for t in op.outputs for u in self.sources.get(t, ()) if u in makers} - {k})
+        sorter.prepare()
+        queue, order = deque(sorter.get_ready()), []
         while queue:
-            found.append(k := queue.popleft())
-            for other in readers[k]:
-                missing[other] -= 1
-                if not missing[other]:
-                    queue.append(other)
-        return [operators[k] for k in found]
+            order.append(k := queue.popleft())
+            sorter.done(k)
+            queue.extend(sorter.get_ready())
+        return [operators[k] for k in order]
 
     def _follow(self, graph: Graph, shared: frozenset[int]) -> None:
         """Find what each tensor is computed from; of ``shared`` ones, those from too much are written."""
@@ -294,11 +275,28 @@ class _Written:
                     if t in shared and read > _MOST_READ_AGAIN * graph.tensors[t].bytes:
                         self.tensors.add(t)
                     self.sources[t], self.in_place[t] = frozenset(here), frozenset(still - moved)
+        if not _compat.runs_breadth_first():
+            for t in self.in_place.keys() & _summed_over_images(graph, self.resolve):
+                self.in_place[t] = nothing
 
 
 def _fused() -> frozenset[str]:
     """Return the operators that XLA fuses with what they read, on the platform that is built for."""
     return _FUSED if _compat.runs_breadth_first() else _FUSED_ON_GPU
+
+
+def _renamed(graph: Graph, op: Operator) -> list[tuple[int, int]]:
+    """Return the results of an operator that are other names of operands, each with the operand."""
+    if op.equation is None:
+        return list(zip(op.outputs, op.inputs, strict=True))
+    if op.name == "optimization_barrier":
+        atoms = zip(op.outputs, op.equation.invars, strict=True)
+        arrays = [out for out, atom in atoms if not _compat.is_literal(atom)]
+        return list(zip(arrays, op.inputs, strict=True))
+    if op.name in _ALIASES:
+        sources = [t for t in op.inputs if graph.tensors[t].size == graph.tensors[op.outputs[0]].size]
+        return list(zip(op.outputs, sources, strict=False))
+    return []
 
 
 def _turned_products(graph: Graph) -> frozenset[Operator]:
@@ -313,6 +311,44 @@ def _turned_products(graph: Graph) -> frozenset[Operator]:
     return frozenset(filter(is_one, graph.operators))
 
 
+def _biased_products(graph: Graph) -> dict[Operator, int]:
+    """Return the sums of a matrix product and a bias, each with the product: the kernel adds the bias as it writes.
+
+    A product that others read as well is left out, unless these compute the same sum again.
+    """
+    producers = {t: op for op in graph.operators for t in op.outputs}
+    names: dict[int, int] = {}
+    readers: dict[int, list[Operator]] = {}
+    for op in graph.operators:
+        names.update((t, names.get(source, source)) for t, source in _renamed(graph, op))
+        for t in op.inputs if op.equation is not None and op.name not in _ALIASES else ():
+            readers.setdefault(names.get(t, t), []).append(op)
+    sums: dict[int, list[Operator]] = {}
+    for op in graph.operators:
+        for t, other in (op.inputs, op.inputs[::-1]) if op.name == "add" and len(op.inputs) == 2 else ():
+            product, bias = producers.get(names.get(t, t)), producers.get(other)
+            is_broadcast = bias is not None and bias.name == "broadcast_in_dim" and bool(bias.inputs)
+            if product is not None and product.name == "dot_general" and is_broadcast:
+                sums.setdefault(names.get(t, t), []).append(op)
+    results = {names.get(t, t) for t in graph.outputs}
+    return {op: t for t, ops in sums.items() if ops == readers[t] and t not in results for op in ops}
+
+
+def _summed_over_images(graph: Graph, resolve: Callable[[int], int]) -> set[int]:
+    """Return the feature maps that are added up over all dimensions but the last, for biases and normalizations.
+
+    A GPU writes such a map in the kernel of the sum, which writes over no operand. Sums over tokens, measured on
+    transformers, are kernels of their own.
+    """
+    summed = set()
+    for op in graph.operators:
+        if op.name == "reduce_sum" and op.equation is not None:
+            rank = len(graph.tensors[op.inputs[0]].shape)
+            if rank >= _IMAGES and tuple(op.equation.params["axes"]) == tuple(range(rank - 1)):
+                summed.add(resolve(op.inputs[0]))
+    return summed
+
+
 def _positions(op: Operator, graph: Graph) -> int:
     """Bytes for the positions of maxima, which XLA writes for the gradient of a pooling layer in every dimension.
 
@@ -325,4 +361,4 @@ def _positions(op: Operator, graph: Graph) -> int:
 
 def _takes_values(reader: Operator) -> bool:
     """Return whether an operator reads from memory what others read too, rather than to compute it again for itself."""
-    return reader.name in _REDUCTIONS or (reader.name == "concatenate" and len(reader.inputs) > _FUSED_PIECES)
+    return reader.name in REDUCTIONS or (reader.name == "concatenate" and len(reader.inputs) > _FUSED_PIECES)

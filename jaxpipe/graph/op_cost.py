@@ -1,127 +1,47 @@
 """Kinds of work: an operator is a view, cheap arithmetic, or something worth keeping the result of."""
 
 import math
-from typing import Any
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Equation
 from jaxpipe.graph.graph import GraphBuilder, Operator
 
 
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 #: Operators that move or rename elements and compute nothing.
-VIEWS = frozenset(
-    [
-        "broadcast_in_dim",
-        "copy",
-        "copy_p",
-        "expand_dims",
-        "iota",
-        "name",
-        "pcast",
-        "pvary",
-        "random_unwrap",
-        "random_wrap",
-        "reshape",
-        "rev",
-        "sharding_constraint",
-        "slice",
-        "split",
-        "squeeze",
-        "tile",
-        "transpose",
-        "unstack",
-    ]
+VIEWS = _names(
+    """
+    broadcast_in_dim copy copy_p expand_dims iota name pcast pvary random_unwrap random_wrap reshape rev
+    sharding_constraint slice split squeeze tile transpose unstack
+    """
 )
 
 #: One or a few machine operations for each element, no element read twice.
-ARITHMETIC = frozenset(
-    [
-        "abs",
-        "add",
-        "add_any",
-        "and",
-        "bitcast_convert_type",
-        "ceil",
-        "clamp",
-        "clz",
-        "complex",
-        "concatenate",
-        "conj",
-        "convert_element_type",
-        "div",
-        "eq",
-        "eq_to",
-        "floor",
-        "ge",
-        "gt",
-        "imag",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "le_to",
-        "lt",
-        "lt_to",
-        "max",
-        "min",
-        "mul",
-        "mulhi",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "one_minus_square",
-        "or",
-        "pad",
-        "population_count",
-        "real",
-        "reduce_precision",
-        "rem",
-        "round",
-        "rsqrt",
-        "select_n",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sqrt",
-        "square",
-        "stack",
-        "stop_gradient",
-        "sub",
-        "xor",
-    ]
+ARITHMETIC = _names(
+    """
+    abs add add_any and bitcast_convert_type ceil clamp clz complex concatenate conj convert_element_type div eq
+    eq_to floor ge gt imag integer_pow is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not
+    one_minus_square or pad population_count real reduce_precision rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sqrt square stack stop_gradient sub xor
+    """
 )
 
 #: Tens of machine operations for each element.
-TRANSCENDENTAL = frozenset(
-    [
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "cbrt",
-        "cos",
-        "cosh",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "log2",
-        "logistic",
-        "polynomial",
-        "pow",
-        "sin",
-        "sinh",
-        "tan",
-        "tanh",
-    ]
+TRANSCENDENTAL = _names(
+    """
+    acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erf_inv erfc exp exp2 expm1 log log1p log2 logistic
+    polynomial pow sin sinh tan tanh
+    """
 )
+
+#: Operators whose result has at each place what follows from the elements of their operands at the same place.
+POINTWISE = (ARITHMETIC | TRANSCENDENTAL | _names("call_boundary copy copy_p name")) - _names("concatenate pad stack")
+
+#: Operators that combine elements along some axes, their ``axes``.
+REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum")
 
 #: Operators that XLA fuses with what they read.
 ELEMENTWISE = ARITHMETIC | TRANSCENDENTAL | VIEWS
@@ -225,7 +145,7 @@ PRODUCTS_PER_ELEMENT = 4
 _LOOKUP = 4
 
 
-def contraction(equation: Any) -> int:
+def contraction(equation: Equation) -> int:
     """Return how many products are added up for each element of a matrix product or a convolution."""
     params, factor = equation.params, equation.invars[1].aval.shape
     if equation.primitive.name == "dot_general":

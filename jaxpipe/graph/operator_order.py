@@ -58,12 +58,7 @@ def parameter_work_in_place(graph: Graph, everywhere: Iterable[int] = ()) -> Gra
 
 
 def spans(graph: Graph, inputs: Iterable[int], together: Mapping[int, int]) -> dict[int, tuple[int, int]]:
-    """The first and the last operator that use each of some inputs; no cut may fall between the two.
-
-    Args:
-      inputs: tensor numbers of parameters and state variables.
-      together: for an input, a tensor that must be made in the same stage (a state variable's new value).
-    """
+    """Return the first and the last operator that use each input, or make its ``together``; no cut may fall between."""
     wanted = set(inputs)
     ranges: dict[int, tuple[int, int]] = {}
     producers = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}

@@ -6,14 +6,15 @@ A cut is made once for equal operators and then placed into any graph (``Cut`` u
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from jaxpipe import _compat
+from jaxpipe.array_types import AbstractArray, Array, PyTreeDef
 from jaxpipe.graph import cpu_convolution, sharding_annotations
-from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, Tensor, dependents, is_differentiable, live, ordered
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,6 @@ class Cut:
       tensors, constants: by local number.
       inputs, outputs: local numbers of the operator's operands and results.
       primal: operators that make ``outputs`` and ``needs``.
-      needs: local numbers that cross the cut.
       cotangents_in: positions among the outputs whose cotangents are read.
       cotangents_out: positions among the inputs that receive one, in the order in which JAX adds them up; one that
         receives several terms occurs several times.
@@ -32,7 +32,7 @@ class Cut:
     """
 
     tensors: tuple[Tensor, ...]
-    constants: dict[int, Any]
+    constants: dict[int, Array]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     primal: tuple[Operator, ...]
@@ -44,45 +44,45 @@ class Cut:
 
 def differentiate(
     op: Operator,
-    avals: Sequence[Any],
-    moving: Sequence[int],
-    heard: Sequence[int],
+    avals: Sequence[AbstractArray],
+    varied: Sequence[int],
+    useful: Sequence[int],
     shape: Mapping[str, int] | None = None,
 ) -> Cut:
-    """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``moving``, and cut it.
+    """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``varied``, and cut it.
 
     The cut lies where ``jax.vjp`` returns: what a derivative rule computes in its backward pass stays backward work,
     whether or not it depends on a cotangent, and reads what the rule's forward pass returned.
-    Outputs at other positions than ``heard`` have no cotangent. A zero in its place would do for finite numbers only.
+    Outputs at other positions than ``useful`` have no cotangent. A zero in its place would do for finite numbers only.
     ``shape``: the axes over which stages are sharded, if annotations of others in a rule are dropped.
     """
     equation = _compat.without_scope(op.equation)
     shape = shape if _compat.inner_programs(equation) else None  # others have no rule of a user's
-    carried = [k for k in heard if is_differentiable(equation.outvars[k].aval)]
+    carried = [k for k in useful if is_differentiable(equation.outvars[k].aval)]
     tangents = [equation.outvars[k].aval.to_tangent_aval() for k in carried]
     count = len(equation.outvars)
     evaluate = _compat.evaluate_equation
     if shape is not None:
         evaluate = functools.partial(sharding_annotations.evaluate, shape=shape)
-    pullback: Any = None
+    pullback: PyTreeDef | None = None
 
-    def forward(*inputs: Any) -> list[Any]:
-        def primal(*varied: Any) -> tuple[list[Any], list[Any]]:
+    def forward(*inputs: Array) -> list[Array]:
+        def primal(*operands: Array) -> tuple[list[Array], list[Array]]:
             values = list(inputs)
-            for k, value in zip(moving, varied, strict=True):
+            for k, value in zip(varied, operands, strict=True):
                 values[k] = value
             outputs = evaluate(equation, values)
             return [outputs[k] for k in carried], outputs
 
         nonlocal pullback
-        _, saved, outputs = jax.vjp(primal, *(inputs[k] for k in moving), has_aux=True)
+        _, saved, outputs = jax.vjp(primal, *(inputs[k] for k in varied), has_aux=True)
         residuals, pullback = jax.tree.flatten(saved)
         return [*outputs, *residuals]
 
-    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+    def backward(residuals: Sequence[Array], cotangents: Sequence[Array]) -> Sequence[Array]:
         return jax.tree.unflatten(pullback, residuals)(list(cotangents))
 
-    def both() -> tuple[Any, Any]:
+    def both() -> tuple[ClosedJaxpr, ClosedJaxpr]:
         first = _compat.trace_without_scope(forward, *avals)
         residuals = [atom.aval for atom in _compat.open_jaxpr(first)[0].outvars[count:]]
         return first, _compat.trace_without_scope(backward, residuals, tangents)
@@ -95,7 +95,7 @@ def differentiate(
     outputs, residuals = results[:count], results[count:]
     start = len(builder.operators)
     cotangents = [builder.tensor(aval) for aval in tangents]
-    gradients = list(zip(moving, builder.read(closed, [*residuals, *cotangents]), strict=True))
+    gradients = list(zip(varied, builder.read(closed, [*residuals, *cotangents]), strict=True))
     seeds = dict(zip(carried, cotangents, strict=True))
     late = [t for part in builder.operators[start:] if part.inputs for t in part.outputs]  # the others are constants
     if op.name == "custom_vjp_call":  # what the user's own rule adds up stays one cotangent
@@ -115,9 +115,9 @@ def _summands(gradient: int, sums: Mapping[int, Operator]) -> list[int]:
 
 
 def from_rule(
-    forward: Callable[..., tuple[Any, Sequence[Any]]],
-    backward: Callable[[Sequence[Any], Any], Any],
-    aval: Any,
+    forward: Callable[..., tuple[Array, Sequence[Array]]],
+    backward: Callable[[Sequence[Array], Array], Array],
+    aval: AbstractArray,
     bits: Sequence[int],
 ) -> Cut:
     """A cut made of a hand-written pair, for an operator with one operand and one result.
@@ -129,7 +129,7 @@ def from_rule(
     """
     builder = GraphBuilder()
     operand = builder.tensor(aval)
-    result, *residuals = builder.read(_compat.trace_without_scope(_flat(forward), aval), [operand])
+    result, *residuals = builder.read(_compat.trace_without_scope(forward, aval), [operand])
     for t, width in zip(residuals, bits, strict=True):
         builder.tensors[t] = replace(builder.tensors[t], bits=width)
     seed = builder.tensor(builder.tensors[result].aval.to_tangent_aval())
@@ -141,14 +141,6 @@ def from_rule(
     # What the rule does in its backward pass is meant to be done there, with or without the cotangent.
     late = [t for op in builder.operators[start:] for t in op.outputs]
     return _split(builder, [operand], [result], {0: seed}, [(0, gradient[0])], late)
-
-
-def _flat(forward: Callable[..., tuple[Any, Sequence[Any]]]) -> Callable[..., list[Any]]:
-    def flat(operand: Any) -> list[Any]:
-        result, residuals = forward(operand)
-        return [result, *residuals]
-
-    return flat
 
 
 def _split(
@@ -165,45 +157,47 @@ def _split(
     ``gradients`` are pairs of an operand's position and a cotangent for it.
     JAX adds up cotangents in the order in which it makes them; those of a ``custom_vjp`` in the order of its operands.
     """
-    touched = {*cotangents.values(), *late}
-    for op in builder.operators:
-        if not touched.isdisjoint(op.inputs):
-            touched.update(op.outputs)
-    zeros = {t for op in builder.operators if writes_zeros(op) for t in op.outputs}
-    known = {g: builder.constants[g] for _, g in gradients if g in builder.constants}
-    zeros |= {g for g, value in known.items() if not _compat.is_closed_over_tracer(value) and not np.any(value)}
-    carried = [(k, g) for k, g in gradients if g not in zeros]
-    if not in_order:
-        made_at = {t: position for position, op in enumerate(builder.operators) for t in op.outputs}
-        carried.sort(key=lambda item: made_at.get(item[1], -1))
-    wanted = [g for _, g in carried]
-    second = tuple(op for op in live(builder.operators, wanted) if not touched.isdisjoint(op.outputs))
-    read = ordered((*(t for op in second for t in op.inputs), *wanted))
-    seen = set(read)
-    written = {t for op in second for t in op.outputs}
-    needs = tuple(t for t in read if t not in touched and t not in written and t not in builder.constants)
-    used = [(k, c) for k, c in cotangents.items() if c in seen]
-    if carried and not used:  # a derivative of the user's own that does not look at its cotangent
+    dependent = dependents(builder.operators, (*cotangents.values(), *late))
+    summands = _nonzero_gradients(builder, gradients, in_order)
+    results = [g for _, g in summands]
+    forward = tuple(op for op in builder.operators if dependent.isdisjoint(op.outputs))
+    backward = tuple(op for op in live(builder.operators, results) if not dependent.isdisjoint(op.outputs))
+    read = ordered((*(t for op in backward for t in op.inputs), *results))
+    written = dependent.union(*(op.outputs for op in backward))
+    needs = tuple(t for t in read if t not in written and t not in builder.constants)
+    used = [(k, c) for k, c in cotangents.items() if c in read]
+    if summands and not used:  # a derivative of the user's own that does not look at its cotangent
         used = list(cotangents.items())
-    first = tuple(op for op in builder.operators if touched.isdisjoint(op.outputs))
     program = Graph(
         tensors=tuple(builder.tensors),
-        operators=second,
+        operators=backward,
         inputs=(*needs, *(c for _, c in used)),
-        outputs=tuple(wanted),
-        constants={t: value for t, value in builder.constants.items() if t in seen},
+        outputs=tuple(results),
+        constants={t: builder.constants[t] for t in read if t in builder.constants},
     )
     return Cut(
         tensors=tuple(builder.tensors),
         constants=dict(builder.constants),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        primal=live(first, [*outputs, *needs]),
+        primal=live(forward, [*outputs, *needs]),
         needs=needs,
         cotangents_in=tuple(k for k, _ in used),
-        cotangents_out=tuple(k for k, _ in carried),
+        cotangents_out=tuple(k for k, _ in summands),
         program=program,
     )
+
+
+def _nonzero_gradients(
+    builder: GraphBuilder, gradients: Sequence[tuple[int, int]], in_order: bool
+) -> list[tuple[int, int]]:
+    """Return the gradients that are not known to be zero, ``in_order`` or in the order in which they are made."""
+    zeros = {t for op in builder.operators if writes_zeros(op) for t in op.outputs}
+    known = {g: builder.constants[g] for _, g in gradients if g in builder.constants}
+    zeros |= {g for g, value in known.items() if not _compat.is_closed_over_tracer(value) and not np.any(value)}
+    nonzero = [(k, g) for k, g in gradients if g not in zeros]
+    made_at = {t: position for position, op in enumerate(builder.operators) for t in op.outputs}
+    return nonzero if in_order else sorted(nonzero, key=lambda item: made_at.get(item[1], -1))
 
 
 def writes_zeros(op: Operator) -> bool:

@@ -11,32 +11,28 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array, Atom, Equation, OpenJaxpr, PyTree, PyTreeDef
 
 
 @dataclass(frozen=True, eq=False)
 class TracedProgram:
     """A traced function.
 
-    Attributes:
-      closed, tree: the program, and the structure of what it returns.
-      form: equal for programs that compute the same, but for ``folds``.
-      folds: literals that keys are folded with: the equation that does, and the number.
+    ``form`` is equal for programs that compute the same, but for the literals that keys are folded with: ``folds``,
+    pairs of an equation's position and a number.
     """
 
-    closed: Any
-    tree: Any
+    closed: ClosedJaxpr
+    tree: PyTreeDef
     form: Hashable
     folds: tuple[tuple[int, int], ...]
 
 
-def trace_program(function: Callable[..., Any], operands: Sequence[Any]) -> TracedProgram:
-    """Trace a function.
-
-    Args:
-      function: takes the operands, returns a tree of arrays.
-    """
+def trace_program(function: Callable[..., PyTree], operands: Sequence[PyTree]) -> TracedProgram:
+    """Trace a function of operands that returns a tree of arrays."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
     jaxpr, consts = _compat.open_jaxpr(closed)
     tree = jax.tree.structure(shapes)
@@ -44,20 +40,20 @@ def trace_program(function: Callable[..., Any], operands: Sequence[Any]) -> Trac
     return TracedProgram(closed, tree, (tree, _form(jaxpr, consts, folds)), tuple(folds.items()))
 
 
-def shared_program(programs: Sequence[TracedProgram]) -> Callable[..., Any]:
+def shared_program(programs: Sequence[TracedProgram]) -> Callable[..., PyTree]:
     """One branch for programs of equal form, ``(numbers to fold keys with, operands) -> what they return``."""
     first = programs[0]
     varying = [h for h, numbers in enumerate(zip(*(p.folds for p in programs), strict=True)) if len(set(numbers)) > 1]
     program = _compat.literals_as_arguments(first.closed, [(first.folds[h][0], 1) for h in varying])
 
-    def branch(row: Any, *operands: Any) -> Any:
+    def branch(row: Array, *operands: PyTree) -> PyTree:
         leaves = _compat.evaluate_jaxpr(program, *(row[h] for h in varying), *jax.tree.leaves(operands))
         return jax.tree.unflatten(first.tree, leaves)
 
     return branch
 
 
-def _folded(equation: Any) -> Any | None:
+def _folded(equation: Equation) -> Array | None:
     """The number that an equation folds a key with, if it is a literal."""
     if equation.primitive.name != "random_fold_in" or not _compat.is_literal(equation.invars[1]):
         return None
@@ -72,14 +68,14 @@ _DERIVATIVES = {
 }
 
 
-def _form(jaxpr: Any, consts: Sequence[Any], folds: Mapping[int, int] | None = None) -> Hashable:
+def _form(jaxpr: OpenJaxpr, consts: Sequence[Array], folds: Mapping[int, int] | None = None) -> Hashable:
     """Return what a program computes, as a value; equations ``folds`` without the number that they fold a key with."""
-    number: dict[Any, int] = {}
+    number: dict[Atom, int] = {}
 
-    def name(variables: Sequence[Any]) -> tuple[Any, ...]:
+    def name(variables: Sequence[Atom]) -> tuple[Hashable, ...]:
         return tuple((number.setdefault(v, len(number)), v.aval) for v in variables)
 
-    def read(atom: Any) -> Hashable:
+    def read(atom: Atom) -> Hashable:
         return ("literal", atom.aval, _value(atom.val)) if _compat.is_literal(atom) else number[atom]
 
     head = name(jaxpr.constvars), tuple(map(_value, consts)), name(jaxpr.invars)
@@ -112,11 +108,11 @@ def _setting(x: Any) -> Hashable:
     return type(x), x
 
 
-def _value(x: Any) -> Hashable:
+def _value(x: jax.typing.ArrayLike | np.generic) -> Hashable:
     """An array or a number with all its bits, signs of zero and NaN included."""
     if _compat.is_closed_over_tracer(x):
         return "itself", id(x)
-    if jax.dtypes.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return str(jax.random.key_impl(x)), _value(jax.random.key_data(x))
     array = np.asarray(x)
     return array.dtype.name, array.shape, array.tobytes()

@@ -5,7 +5,7 @@
 becomes a ``scan`` over slices of ``hidden``, whose body is ``jax.checkpoint``: neither pass holds more of the logits
 than one slice, and the backward pass computes each slice again. Rows do not meet in the loop, so its results are those
 of the whole product, as far as a product's rounding does not depend on its number of rows; the gradient of what all
-rows share is added up over the slices. After K. Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models",
+rows share is added up over the slices. After E. Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models",
 ICLR 2025, which fuses the same slices into one kernel.
 """
 
@@ -21,21 +21,12 @@ from jax import lax
 
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, live
-from jaxpipe.graph.op_cost import ARITHMETIC, TRANSCENDENTAL
+from jaxpipe.graph.op_cost import POINTWISE, REDUCTIONS
 from jaxpipe.graph.rules import pick
 
 
 #: How many times smaller than the sliced tensor all results of the loop together must be.
 SHRINKS = 8
-
-_POINTWISE = (ARITHMETIC | TRANSCENDENTAL | {"call_boundary", "copy", "copy_p", "stop_gradient", "name"}) - {
-    "concatenate",
-    "pad",
-    "stack",
-}
-_REDUCTIONS = frozenset(
-    ["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"]
-)
 
 
 @dataclass(frozen=True)
@@ -55,13 +46,7 @@ class _Step:
 
 @dataclass(frozen=True, eq=False)
 class Sliced:
-    """A program with a loop over slices.
-
-    Attributes:
-      graph: the program.
-      operators: those of the first program that run in the loop.
-      count: the number of slices.
-    """
+    """A program with a loop over ``count`` slices, and the operators of the first program that run in it."""
 
     graph: Graph
     operators: tuple[Operator, ...]
@@ -69,14 +54,9 @@ class Sliced:
 
 
 def slice_rows(graph: Graph, most_bytes: int) -> Sliced | None:
-    """Return the same program with its largest product in slices.
+    """Return the same program with its largest product in slices of at most ``most_bytes``, if possible.
 
-    None if the product is not larger than a slice may be, or what follows it is not row-wise.
-
-    Args:
-      graph: a program.
-      most_bytes: of one slice of the product; of all numbers of slices that are possible the least that keeps this is
-        taken, or the largest.
+    None if the product is not larger than that, or what follows it is not row-wise.
 
     Example:
       >>> from jaxpipe.graph.graph import trace
@@ -93,8 +73,9 @@ def slice_rows(graph: Graph, most_bytes: int) -> Sliced | None:
     product = max(products, key=lambda op: graph.tensors[op.outputs[0]].bytes)
     size = graph.tensors[product.outputs[0]].bytes
     regions = [_grown(graph, product, axis) for axis in range(len(graph.tensors[product.outputs[0]].shape))]
-    found = [region for region in regions if region is not None and _result_bytes(graph, region) * SHRINKS <= size]
-    divisors = [(n, region) for region in found for n in _divisors(graph, region)]
+    largest = size / SHRINKS
+    smaller = [r for r in regions if r and sum(graph.tensors[t].bytes for t in _results(graph, r)) <= largest]
+    divisors = [(n, region) for region in smaller for n in _divisors(graph, region)]
     if size <= most_bytes or not divisors:
         return None
     count, region = min(divisors, key=lambda way: (size > way[0] * most_bytes, abs(size - way[0] * most_bytes)))
@@ -177,13 +158,13 @@ def _step(graph: Graph, op: Operator, axes: Mapping[int, int]) -> _Step | None:
     axis, shape = given[first], shapes[first]
     assert axis is not None
     params = op.params
-    if op.name in _POINTWISE:
+    if op.name in POINTWISE:
         size = shape[axis]
         sliced = tuple(axis if len(s) == len(shape) and s[axis] == size else None for s in shapes)
         whole = all(s is not None or a is None for s, a in zip(sliced, given, strict=True))
         alike = all(a in (None, axis) for a in given) and all(out[axis : axis + 1] == (size,) for out in outputs)
         return _Step(axis, sliced) if whole and alike else None
-    if len(op.inputs) == 1 and op.name in _REDUCTIONS:
+    if len(op.inputs) == 1 and op.name in REDUCTIONS:
         return None if axis in params["axes"] else _Step(axis - sum(a < axis for a in params["axes"]), (axis,))
     if len(op.inputs) == 1:
         return _rearranged(op, axis, shape, outputs[0])
@@ -249,22 +230,18 @@ def _results(graph: Graph, steps: Mapping[Operator, _Step]) -> list[int]:
     return [t for op in steps for t in op.outputs if t in read]
 
 
-def _result_bytes(graph: Graph, steps: Mapping[Operator, _Step]) -> int:
-    return sum(graph.tensors[t].bytes for t in _results(graph, steps))
-
-
 def _operands(steps: Mapping[Operator, _Step]) -> dict[tuple[int, int | None], None]:
     """Return what the loop reads, each tensor with the axis along which it is sliced, in order."""
-    made = {t for op in steps for t in op.outputs}
+    inner = {t for op in steps for t in op.outputs}
     pairs = [(t, axis) for op, step in steps.items() for t, axis in zip(op.inputs, step.sliced, strict=True)]
-    return dict.fromkeys((t, axis) for t, axis in pairs if t not in made)
+    return dict.fromkeys((t, axis) for t, axis in pairs if t not in inner)
 
 
 def _divisors(graph: Graph, steps: Mapping[Operator, _Step]) -> list[int]:
     """Return all numbers of slices into which the rows of every tensor can be cut."""
     sizes = [graph.tensors[t].shape[axis] for t, axis in _operands(steps) if axis is not None]
-    made = [(t, step.axis) for op, step in steps.items() for t in op.outputs]
-    sizes += [graph.tensors[t].shape[axis] for t, axis in made if axis is not None]
+    inner = [(t, step.axis) for op, step in steps.items() for t in op.outputs]
+    sizes += [graph.tensors[t].shape[axis] for t, axis in inner if axis is not None]
     common = math.gcd(*sizes)
     return [n for n in range(2, common + 1) if common % n == 0]
 
@@ -275,29 +252,26 @@ def _with_loop(graph: Graph, steps: Mapping[Operator, _Step], count: int) -> Gra
     axes = {t: step.axis for op, step in steps.items() for t in op.outputs if step.axis is not None}
 
     def loop(*values: Any) -> list[Any]:
-        cut = [
-            value if axis is None else _cut(value, axis, count)
-            for value, (_, axis) in zip(values, operands, strict=True)
-        ]
-        rows = [value for value, (_, axis) in zip(cut, operands, strict=True) if axis is not None]
+        given = dict(zip(operands, values, strict=True))
+        rows = {(t, axis): _cut(value, axis, count) for (t, axis), value in given.items() if axis is not None}
 
         @jax.checkpoint
-        def body(_: None, rows: Sequence[Any]) -> tuple[None, list[Any]]:
-            pieces = iter(rows)
-            env = {key: value if key[1] is None else next(pieces) for key, value in zip(operands, cut, strict=True)}
-            made: dict[int, Any] = {}
+        def body(_: None, pieces: Sequence[Any]) -> tuple[None, list[Any]]:
+            env = given | dict(zip(rows, pieces, strict=True))
+            inner: dict[int, Any] = {}
             for op, step in steps.items():
                 keys = zip(op.inputs, step.sliced, strict=True)
-                given = [made[t] if t in made else env[t, axis] for t, axis in keys]
-                made.update(zip(op.outputs, _run(op, step, given, count), strict=True))
-            return None, [made[t] for t in results]
+                read = [inner[t] if t in inner else env[t, axis] for t, axis in keys]
+                inner.update(zip(op.outputs, _run(op, step, read, count), strict=True))
+            return None, [inner[t] for t in results]
 
-        _, stacked = lax.scan(body, None, rows)
+        _, stacked = lax.scan(body, None, list(rows.values()))
         return [_joined(value, axes[t]) for t, value in zip(results, stacked, strict=True)]
 
     builder = GraphBuilder(graph.tensors, graph.constants)
-    made = builder.read(jax.make_jaxpr(loop)(*(graph.tensors[t].aval for t, _ in operands)), [t for t, _ in operands])
-    names = dict(zip(made, results, strict=True))
+    inputs = [t for t, _ in operands]
+    stacked = builder.read(jax.make_jaxpr(loop)(*(graph.tensors[t].aval for t in inputs)), inputs)
+    names = dict(zip(stacked, results, strict=True))
     added = [
         replace(op, inputs=_named(op.inputs, names), outputs=_named(op.outputs, names)) for op in builder.operators
     ]

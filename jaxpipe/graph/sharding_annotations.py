@@ -14,48 +14,43 @@ import contextlib
 import contextvars
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxpipe import _compat
+from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, Equation, OpenJaxpr, PyTree, Shaped
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import Operator
-from jaxpipe.sharding.submesh import Submesh, axis_names, kept_spec
+from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, kept_spec
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Annotations:
-    """Mesh axes that a program mentions.
-
-    Attributes:
-      constrained: in sharding constraints.
-      mapped: in calls of ``shard_map``, with their sizes.
-    """
+    """Mesh axes that a program mentions: in sharding constraints, and in calls of ``shard_map``, with their sizes."""
 
     constrained: tuple[str, ...] = ()
     mapped: tuple[tuple[str, int], ...] = ()
 
     def notes(self, mesh_axes: Sequence[str], shape: Mapping[str, int]) -> tuple[str, ...]:
-        """Return sentences on what a pipeline drops of them.
-
-        Args:
-          mesh_axes: axes of the pipeline's mesh.
-          shape: those over which stages are sharded, and their sizes.
-        """
+        """Return sentences on what a pipeline drops, over ``mesh_axes``, of which those of ``shape`` shard stages."""
         sentences = []
         dropped = [axis for axis in self.constrained if axis not in shape]
         if dropped:
             other = [axis for axis in dropped if axis not in mesh_axes]
-            why = f"the mesh has only {_list(mesh_axes)}" if other else "a stage has no such axis"
-            sentences.append(f"sharding constraints over {_list(map(repr, dropped))} are dropped: {why}")
-        mapped = [f"'{axis}' ({size})" for axis, size in self.mapped if shape.get(axis) != size]
+            why = f"the mesh has only {', '.join(mesh_axes)}" if other else "a stage has no such axis"
+            sentences.append(f"sharding constraints over {', '.join(map(repr, dropped))} are dropped: {why}")
+        mapped = ", ".join(f"'{axis}' ({size})" for axis, size in self.mapped if shape.get(axis) != size)
         if mapped:
-            sentences.append(f"shard_map over {_list(mapped)} runs on each stage's own device, its shards as one vmap")
+            sentences.append(f"shard_map over {mapped} runs on each stage's own device, its shards as one vmap")
         return tuple(sentences)
 
 
@@ -63,7 +58,7 @@ class Annotations:
 _MARKS = frozenset(["mesh_cast", "pcast", "pvary", "reshard", "sharding_constraint"])
 
 #: Collectives that are typed by the axes they vary over, and those that are not.
-_UNTYPED: dict[str, Callable[..., Any]] = {
+_UNTYPED: dict[str, Callable[..., Array]] = {
     "psum_invariant": lambda x, axes, **_: jax.lax.psum(x, axes),
     "all_gather_invariant": lambda x, axis_name, all_gather_dimension, tiled, **_: jax.lax.all_gather(
         x, axis_name, axis=all_gather_dimension, tiled=tiled
@@ -71,24 +66,13 @@ _UNTYPED: dict[str, Callable[..., Any]] = {
 }
 
 #: Operators whose programs are rewritten, too.
-_CONTROL = frozenset(
-    (
-        "checkpoint",
-        "closed_call",
-        "cond",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "jit",
-        "pjit",
-        "remat",
-        "remat2",
-        "scan",
-        "while",
-    )
+_CONTROL = (
+    *("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"),
+    *("checkpoint", "remat", "remat2", "cond", "scan", "while"),
 )
 
 #: The mesh in whose context the caller of jaxpipe is.
-_callers_mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("callers_mesh", default=None)
+_callers_mesh: contextvars.ContextVar[AbstractMesh | None] = contextvars.ContextVar("callers_mesh", default=None)
 
 
 @contextlib.contextmanager
@@ -109,14 +93,11 @@ def outside_mesh() -> Iterator[None]:
         _callers_mesh.reset(token)
 
 
-def with_axes(function: Callable[[], Any], shape: Mapping[str, int] | None = None) -> Any:
+def with_axes(function: Callable[[], T], shape: Mapping[str, int] | None = None) -> T:
     """Call a function that traces a model, in the context of a mesh that has every axis the model mentions.
 
     It is the caller's mesh, or none, with the axes over which stages are sharded (``shape``), and has further axes of
     size 1 as JAX misses them.
-
-    Raises:
-      PartitionError: if the model needs a mesh whose sizes nobody has told, or one with explicit axes.
     """
     mesh = _callers_mesh.get()
     axes, without_mesh = {**({} if mesh is None else mesh.shape), **(shape or {})}, False
@@ -157,12 +138,11 @@ _REFUSED = {
 }
 
 
-def _in_context(axes: Mapping[str, int], device: Any) -> Any:
+def _in_context(axes: Mapping[str, int], device: AbstractDevice | None) -> contextlib.AbstractContextManager[object]:
     if not axes:
         return contextlib.nullcontext()
-    types = (AxisType.Auto,) * len(axes)
-    mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), types, abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
+    sizes, types = tuple(axes.values()), (AxisType.Auto,) * len(axes)
+    return jax.sharding.use_abstract_mesh(AbstractMesh(sizes, tuple(axes), types, abstract_device=device))
 
 
 def _missing_axis(error: Exception) -> str | None:
@@ -177,26 +157,18 @@ def _missing_axis(error: Exception) -> str | None:
     return named and named[1]
 
 
-def trace(function: Callable[..., Any], *avals: Any, shape: Mapping[str, int] | None = None) -> tuple[Any, Annotations]:
-    """``jax.make_jaxpr`` of a function that may mention axes of any mesh, and what it mentions.
-
-    Args:
-      function, avals: as ``jax.make_jaxpr`` takes them.
-      shape: the axes over which stages are sharded, and their sizes; annotations of others are dropped.
-
-    Raises:
-      PartitionError: if a ``shard_map`` in it cannot be run without its axes.
-    """
+def trace(
+    function: Callable[..., PyTree], *avals: Shaped, shape: Mapping[str, int] | None = None
+) -> tuple[ClosedJaxpr, Annotations]:
+    """Trace a function that may mention axes of any mesh; annotations of others than those of ``shape`` are dropped."""
     closed = with_axes(lambda: jax.make_jaxpr(function)(*avals), shape)
     return within_stage(closed, shape or {}), annotations_of(closed)
 
 
-def rule_within_stage(name: str, derive: Callable[[], Sequence[Any]], shape: Mapping[str, int]) -> list[Any]:
-    """The programs of an operator's derivative, as ``derive`` traces them, with the annotations of a stage in them.
-
-    Raises:
-      PartitionError: if a derivative rule, or a ``shard_map`` in it, cannot be run without its axes.
-    """
+def rule_within_stage(
+    name: str, derive: Callable[[], Sequence[ClosedJaxpr]], shape: Mapping[str, int]
+) -> list[ClosedJaxpr]:
+    """Return the programs of an operator's derivative, as ``derive`` traces them, with a stage's annotations alone."""
     try:
         return [within_stage(closed, shape) for closed in with_axes(derive, shape)]
     except NameError as error:  # JAX does not know the axes of a vmap in a derivative rule
@@ -209,19 +181,12 @@ def rule_within_stage(name: str, derive: Callable[[], Sequence[Any]], shape: Map
         ) from error
 
 
-def within_stage(closed: Any, shape: Mapping[str, int]) -> Any:
-    """A traced program with the annotations of a stage alone; itself if it has none.
-
-    Args:
-      shape: the axes over which stages are sharded, and their sizes.
-
-    Raises:
-      PartitionError: if a ``shard_map`` in it cannot be run without its axes.
-    """
+def within_stage(closed: ClosedJaxpr, shape: Mapping[str, int]) -> ClosedJaxpr:
+    """Return a traced program with the annotations of a stage alone, over axes of ``shape``; itself if it has none."""
     return _Rewriter(shape).program(closed) if _is_annotated(closed) else closed
 
 
-def without_annotations(op: Operator, avals: Sequence[Any]) -> Operator:
+def without_annotations(op: Operator, avals: Sequence[AbstractArray]) -> Operator:
     """The operator as it runs on one device; itself if it has no annotations."""
     if op.name == "sharding_constraint":
         return replace(op, equation=None)
@@ -229,7 +194,7 @@ def without_annotations(op: Operator, avals: Sequence[Any]) -> Operator:
         return op
     rewriter, given = _Rewriter({}), [not _compat.is_literal(atom) for atom in op.equation.invars]
 
-    def run(*operands: Any) -> Sequence[Any]:
+    def run(*operands: Array) -> Sequence[Array]:
         values = iter(operands)
         atoms = zip(op.equation.invars, given, strict=True)
         return rewriter.apply(op.equation, [next(values) if is_given else atom.val for atom, is_given in atoms])
@@ -238,12 +203,12 @@ def without_annotations(op: Operator, avals: Sequence[Any]) -> Operator:
     return replace(op, equation=equation)
 
 
-def annotations_of(closed: Any) -> Annotations:
+def annotations_of(closed: ClosedJaxpr) -> Annotations:
     """The mesh axes that a traced program mentions, those of the programs in it included."""
     constrained: dict[str, None] = {}
     mapped: dict[tuple[str, int], None] = {}
 
-    def look(closed: Any) -> None:
+    def look(closed: AnyJaxpr) -> None:
         for eqn in _compat.open_jaxpr(closed)[0].eqns:
             if eqn.primitive.name == "shard_map":
                 sizes = dict(eqn.params["mesh"].shape)
@@ -259,11 +224,11 @@ def annotations_of(closed: Any) -> Annotations:
     return Annotations(tuple(sorted(constrained)), tuple(sorted(mapped)))
 
 
-def _is_annotated(closed: Any) -> bool:
+def _is_annotated(closed: AnyJaxpr) -> bool:
     return any(map(_annotates, _compat.open_jaxpr(closed)[0].eqns))
 
 
-def _annotates(eqn: Any) -> bool:
+def _annotates(eqn: Equation) -> bool:
     return (
         eqn.primitive.name in {"shard_map", *_MARKS}
         or _compat.has_mesh_in_context(eqn)
@@ -272,7 +237,7 @@ def _annotates(eqn: Any) -> bool:
     )
 
 
-def evaluate(eqn: Any, operands: Sequence[Any], shape: Mapping[str, int]) -> list[Any]:
+def evaluate(eqn: Equation, operands: Sequence[Array], shape: Mapping[str, int]) -> list[Array]:
     """Evaluate an equation on the operands that are not literals; in the context of a mesh, as if traced in it."""
     if jax.sharding.get_abstract_mesh().empty:
         return _compat.evaluate_equation(eqn, operands)
@@ -283,37 +248,33 @@ def evaluate(eqn: Any, operands: Sequence[Any], shape: Mapping[str, int]) -> lis
 
 @dataclass(frozen=True)
 class _Rewriter:
-    """Evaluates programs with the annotations over some axes alone.
-
-    Attributes:
-      shape: the axes that are kept, and their sizes.
-    """
+    """Evaluates programs with the annotations over the axes of ``shape`` alone."""
 
     shape: Mapping[str, int]
 
-    def program(self, program: Any) -> Any:
-        """Trace a program again; the result is closed if the program is."""
+    def program(self, program: AnyJaxpr) -> ClosedJaxpr:
+        """Trace a program again."""
         jaxpr, consts = _compat.open_jaxpr(program)
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
-        closed = jax.make_jaxpr(lambda *values: self.run(jaxpr, consts, values))(*avals)
-        return closed if hasattr(program, "consts") else _compat.open_jaxpr(closed)[0]
+        return jax.make_jaxpr(lambda *values: self.run(jaxpr, consts, values))(*avals)
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: OpenJaxpr, consts: Sequence[Array], values: Sequence[Array]) -> list[Array]:
         """Evaluate a program."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> Array:
             return _compat.literal_without_mesh(atom) if _compat.is_literal(atom) else env[atom]
 
         for eqn in jaxpr.eqns:
             env.update(zip(eqn.outvars, self.apply(eqn, [read(atom) for atom in eqn.invars]), strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def apply(self, eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    def apply(self, eqn: Equation, values: Sequence[Array]) -> Sequence[Array]:
         """Evaluate an equation."""
         name, params = eqn.primitive.name, eqn.params
         if name == "sharding_constraint" and self.shape:
-            return [self._constrain(values[0], params["sharding"])]
+            kept = jax.sharding.NamedSharding(self._mesh, kept_spec(params["sharding"].spec, self.shape))
+            return [jax.lax.with_sharding_constraint(values[0], kept)]
         if name in _MARKS:
             return values[:1]
         if name in _UNTYPED:
@@ -331,18 +292,16 @@ class _Rewriter:
     def _parameter(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(map(self._parameter, value)) if any(map(_is_program, value)) else value
-        return self.program(value) if _is_program(value) else value
-
-    def _constrain(self, x: Any, sharding: Any) -> Any:
-        """The value, with what a constraint says of the axes that are kept."""
-        spec = kept_spec(sharding.spec, self.shape)
-        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec))
+        if not _is_program(value):
+            return value
+        closed = self.program(value)
+        return closed if hasattr(value, "consts") else _compat.open_jaxpr(closed)[0]
 
     @property
-    def _mesh(self) -> jax.sharding.AbstractMesh:
+    def _mesh(self) -> AbstractMesh:
         return Submesh(self.shape).abstract()
 
-    def _run_shards(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    def _run_shards(self, eqn: Equation, values: Sequence[Array]) -> list[Array]:
         """The results of a ``shard_map``: over axes that are kept as it is, all shards of others as one ``vmap``."""
         params = eqn.params
         all_sizes = {axis: params["mesh"].shape[axis] for axis in _manual_axes(eqn)}
@@ -350,10 +309,10 @@ class _Rewriter:
         sizes = {axis: size for axis, size in all_sizes.items() if axis not in kept}
         body, consts = _compat.open_jaxpr(params["jaxpr"])
 
-        def shard(*blocks: Any) -> list[Any]:
+        def shard(*blocks: Array) -> list[Array]:
             return self.run(body, consts, blocks)
 
-        function: Callable[..., Any] = shard
+        function: Callable[..., list[Array]] = shard
         if kept:
             inputs, outputs = ([kept_spec(spec, kept) for spec in params[side]] for side in ("in_specs", "out_specs"))
             function = jax.shard_map(
@@ -377,16 +336,16 @@ class _Rewriter:
         return [_whole(x, spec, sizes) for x, spec in zip(results, params["out_specs"], strict=True)]
 
 
-def _is_program(value: Any) -> bool:
+def _is_program(value: object) -> bool:
     return hasattr(value, "eqns")
 
 
-def _blocks(x: Any, spec: Any, sizes: Mapping[str, int]) -> Any:
+def _blocks(x: Array, spec: jax.sharding.PartitionSpec, sizes: Mapping[str, int]) -> Array:
     """``[N, ...] -> [n, N / n, ...]``: one block for each shard, the axes of the mesh first and in its order."""
     shape: list[int] = []
     place: dict[str, int] = {}
     kept = []
-    for length, axes in zip(x.shape, _padded(spec, x.ndim), strict=True):
+    for length, axes in zip(x.shape, axes_by_dimension(spec, x.ndim), strict=True):
         mine = [axis for axis in axes if sizes.get(axis, 1) > 1]
         place.update((axis, len(shape) + k) for k, axis in enumerate(mine))
         kept.append(len(shape) + len(mine))
@@ -396,33 +355,23 @@ def _blocks(x: Any, spec: Any, sizes: Mapping[str, int]) -> Any:
     return jax.lax.transpose(jax.lax.reshape(x, shape), order) if place else x
 
 
-def _whole(x: Any, spec: Any, sizes: Mapping[str, int]) -> Any:
+def _whole(x: Array, spec: jax.sharding.PartitionSpec, sizes: Mapping[str, int]) -> Array:
     """``[n, ..., N / n, ...] -> [N, ...]``; of axes that the result does not vary over, the first shard's."""
     mentioned = [axis for axis in sizes if axis in _mentioned(spec) and sizes[axis] > 1]
     x = x[tuple(slice(None) if axis in mentioned else 0 for axis in sizes)]
     order: list[int] = []
     shape = []
-    for k, axes in enumerate(_padded(spec, x.ndim - len(mentioned))):
+    for k, axes in enumerate(axes_by_dimension(spec, x.ndim - len(mentioned))):
         mine = [mentioned.index(axis) for axis in axes if axis in mentioned] + [len(mentioned) + k]
         order += mine
         shape.append(math.prod(x.shape[d] for d in mine))
     return jnp.reshape(jnp.transpose(x, order), shape)
 
 
-def _manual_axes(eqn: Any) -> list[str]:
+def _manual_axes(eqn: Equation) -> list[str]:
     """The axes over which a ``shard_map`` maps, in the order of its mesh."""
     return [axis for axis in eqn.params["mesh"].axis_names if axis in _compat.mapped_axes(eqn)]
 
 
-def _padded(spec: Any, ndim: int) -> list[tuple[str, ...]]:
-    """The axes by which each dimension is split."""
-    named = [axis_names(axes) for axes in spec]
-    return named + [()] * (ndim - len(named))
-
-
-def _mentioned(spec: Any) -> set[str]:
+def _mentioned(spec: jax.sharding.PartitionSpec) -> set[str]:
     return {axis for axes in spec for axis in axis_names(axes)}
-
-
-def _list(items: Iterable[str]) -> str:
-    return ", ".join(items)

@@ -10,14 +10,14 @@ are certain: dimensions that an operator hands on stay split, contracted ones le
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
+from jaxpipe.array_types import AnyJaxpr, Atom, Equation
 from jaxpipe.graph.graph import Graph
-from jaxpipe.graph.op_cost import ELEMENTWISE
+from jaxpipe.graph.op_cost import ELEMENTWISE, REDUCTIONS
 from jaxpipe.sharding.submesh import axes_by_dimension, spec_of
 
 
@@ -27,12 +27,7 @@ Split = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Propagated:
-    """Partition specs of a program's arrays.
-
-    Attributes:
-      specs: by tensor number; those that are left out are not split.
-      products: by position of an operator, the axes over which devices divide the work of its products and sums.
-    """
+    """Partition specs of the arrays that are split; by position of an operator, the axes that divide its work."""
 
     specs: dict[int, P]
     products: dict[int, tuple[str, ...]]
@@ -40,10 +35,6 @@ class Propagated:
 
 def propagate(graph: Graph, given: Mapping[int, P], shape: Mapping[str, int]) -> Propagated:
     """Return how the tensors of a graph are split.
-
-    Args:
-      given: the specs of its inputs; others are not split.
-      shape: the mesh axes, and their sizes.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -76,12 +67,7 @@ def propagate(graph: Graph, given: Mapping[int, P], shape: Mapping[str, int]) ->
 
 
 def of_one_device(graph: Graph, specs: Mapping[int, P], shape: Mapping[str, int]) -> Graph:
-    """Return a graph whose tensors are as large as their parts on one device; for counting bytes, not for running.
-
-    Args:
-      specs: by tensor number, how it is split.
-      shape: the mesh axes, and their sizes.
-    """
+    """Return a graph whose tensors are as large as their parts on one device; for counting bytes, not for running."""
     tensors = list(graph.tensors)
     for t, spec in specs.items():
         aval, sizes = tensors[t].aval, list(tensors[t].aval.shape)
@@ -93,15 +79,11 @@ def of_one_device(graph: Graph, specs: Mapping[int, P], shape: Mapping[str, int]
 
 @dataclass(frozen=True)
 class _Rules:
-    """Propagation rules, by primitive.
-
-    Attributes:
-      shape: the mesh axes, and their sizes.
-    """
+    """Propagation rules, by primitive, for mesh axes of some sizes."""
 
     shape: Mapping[str, int]
 
-    def equation(self, eqn: Any, operands: Sequence[Split]) -> list[Split]:
+    def equation(self, eqn: Equation, operands: Sequence[Split]) -> list[Split]:
         """Return the splits of an equation's results."""
         name = eqn.primitive.name
         shapes = [v.aval.shape for v in eqn.outvars]
@@ -116,20 +98,20 @@ class _Rules:
             results = [self._like_operands(eqn, operands, out) for out in shapes]
         return [self._valid(split, out) for split, out in zip(results, shapes, strict=True)]
 
-    def program(self, program: Any, operands: Sequence[Split]) -> list[Split]:
+    def program(self, program: AnyJaxpr, operands: Sequence[Split]) -> list[Split]:
         """Return the splits of the results of a program in an equation."""
         jaxpr, _ = _compat.open_jaxpr(program)
-        splits: dict[Any, Split] = {v: _unsplit(v.aval.shape) for v in jaxpr.constvars}
+        splits: dict[Atom, Split] = {v: _unsplit(v.aval.shape) for v in jaxpr.constvars}
         splits |= zip(jaxpr.invars, operands, strict=True)
 
-        def read(atom: Any) -> Split:
+        def read(atom: Atom) -> Split:
             return _unsplit(atom.aval.shape) if _compat.is_literal(atom) else splits[atom]
 
         for eqn in jaxpr.eqns:
             splits |= zip(eqn.outvars, self.equation(eqn, list(map(read, eqn.invars))), strict=True)
         return list(map(read, jaxpr.outvars))
 
-    def _control(self, eqn: Any, operands: Sequence[Split]) -> list[Split]:
+    def _control(self, eqn: Equation, operands: Sequence[Split]) -> list[Split]:
         params, name = eqn.params, eqn.primitive.name
         if name == "cond":
             return self.program(params["branches"][0], operands[1:])
@@ -142,7 +124,7 @@ class _Rules:
         stacked = [len(v.aval.shape) for v in eqn.outvars]
         return [((),) * (n - len(split)) + split for n, split in zip(stacked, results, strict=True)]
 
-    def _like_operands(self, eqn: Any, operands: Sequence[Split], shape: tuple[int, ...]) -> Split:
+    def _like_operands(self, eqn: Equation, operands: Sequence[Split], shape: tuple[int, ...]) -> Split:
         """The split of operands whose dimensions are the result's; of others than elementwise ones, of all of them."""
         shapes = [atom.aval.shape for atom in eqn.invars]
         pairs = [(split, other) for split, other in zip(operands, shapes, strict=True) if len(other) == len(shape)]
@@ -170,7 +152,7 @@ def _unsplit(shape: Sequence[int]) -> Split:
     return ((),) * len(shape)
 
 
-def _dot(eqn: Any, operands: Sequence[Split]) -> list[Split]:
+def _dot(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
     (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     a, b = operands[:2]
     batch = [x or y for x, y in zip((a[d] for d in left_batch), (b[d] for d in right_batch), strict=True)]
@@ -179,7 +161,7 @@ def _dot(eqn: Any, operands: Sequence[Split]) -> list[Split]:
     return [(*batch, *free)]
 
 
-def _convolution(eqn: Any, operands: Sequence[Split]) -> list[Split]:
+def _convolution(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
     numbers = eqn.params["dimension_numbers"]
     result: list[tuple[str, ...]] = [()] * len(operands[0])
     result[numbers.out_spec[0]] = operands[0][numbers.lhs_spec[0]]
@@ -187,11 +169,7 @@ def _convolution(eqn: Any, operands: Sequence[Split]) -> list[Split]:
     return [tuple(result)]
 
 
-def _transpose(eqn: Any, operands: Sequence[Split]) -> list[Split]:
-    return [tuple(operands[0][d] for d in eqn.params["permutation"])]
-
-
-def _broadcast(eqn: Any, operands: Sequence[Split]) -> list[Split]:
+def _broadcast(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
     shape, source = eqn.params["shape"], eqn.invars[0].aval.shape
     result: list[tuple[str, ...]] = [()] * len(shape)
     for d, to in enumerate(eqn.params["broadcast_dimensions"]):
@@ -200,7 +178,7 @@ def _broadcast(eqn: Any, operands: Sequence[Split]) -> list[Split]:
     return [tuple(result)]
 
 
-def _reshape(eqn: Any, operands: Sequence[Split]) -> list[Split]:
+def _reshape(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
     """A dimension that is cut apart, or that several become, is split as its outermost part is."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     result: list[tuple[str, ...]] = [()] * len(after)
@@ -232,18 +210,13 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     return groups
 
 
-def _reduce(eqn: Any, operands: Sequence[Split]) -> list[Split]:
-    axes = eqn.params["axes"]
-    kept = tuple(split for d, split in enumerate(operands[0]) if d not in axes)
-    return [kept for _ in eqn.outvars]
+def _without(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
+    """The dimensions that are neither reduced nor squeezed."""
+    gone = eqn.params["dimensions" if eqn.primitive.name == "squeeze" else "axes"]
+    return [tuple(axes for d, axes in enumerate(operands[0]) if d not in gone)] * len(eqn.outvars)
 
 
-def _squeeze(eqn: Any, operands: Sequence[Split]) -> list[Split]:
-    dimensions = eqn.params["dimensions"]
-    return [tuple(split for d, split in enumerate(operands[0]) if d not in dimensions)]
-
-
-def _same_dimensions(eqn: Any, operands: Sequence[Split]) -> list[Split]:
+def _same_dimensions(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
     """Dimensions of unchanged length stay split: of slices, padding, concatenation, windows."""
     source = eqn.invars[0].aval.shape
     return [
@@ -252,41 +225,31 @@ def _same_dimensions(eqn: Any, operands: Sequence[Split]) -> list[Split]:
     ]
 
 
-def _update(eqn: Any, operands: Sequence[Split]) -> list[Split]:
-    return [operands[0]]
-
-
-def _gather(eqn: Any, operands: Sequence[Split]) -> list[Split]:
+def _gather(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
     """Rows by number: split as the numbers are, and as dimensions that are taken whole."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    source, result = eqn.invars[0].aval.shape, [()] * len(eqn.outvars[0].aval.shape)
+    source, ndim = eqn.invars[0].aval.shape, len(eqn.outvars[0].aval.shape)
     gone = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
     kept = [d for d in range(len(source)) if d not in gone]
-    splits: list[tuple[str, ...]] = list(result)
-    for d, to in zip(kept, numbers.offset_dims, strict=True):
-        if sizes[d] == source[d]:
-            splits[to] = operands[0][d]
-    others = [d for d in range(len(result)) if d not in numbers.offset_dims]
-    for to, axes in zip(others, operands[1], strict=False):
-        splits[to] = axes
-    return [tuple(splits)]
+    others = [d for d in range(ndim) if d not in numbers.offset_dims]
+    splits = dict(zip(others, operands[1], strict=False))
+    pairs = zip(numbers.offset_dims, kept, strict=True)
+    splits |= {to: operands[0][d] for to, d in pairs if sizes[d] == source[d]}
+    return [tuple(splits.get(d, ()) for d in range(ndim))]
 
 
-def _constraint(eqn: Any, _: Sequence[Split]) -> list[Split]:
-    return [axes_by_dimension(eqn.params["sharding"].spec, len(eqn.outvars[0].aval.shape))]
+def _annotated(eqn: Equation, _: Sequence[Split]) -> list[Split]:
+    """The specs that a sharding constraint or a ``shard_map`` has for its results."""
+    specs = eqn.params["out_specs"] if "out_specs" in eqn.params else [eqn.params["sharding"].spec]
+    return [axes_by_dimension(spec, len(v.aval.shape)) for spec, v in zip(specs, eqn.outvars, strict=True)]
 
 
-def _shard_map(eqn: Any, _: Sequence[Split]) -> list[Split]:
-    pairs = zip(eqn.params["out_specs"], eqn.outvars, strict=True)
-    return [axes_by_dimension(spec, len(v.aval.shape)) for spec, v in pairs]
-
-
-def _ragged_dot(eqn: Any, operands: Sequence[Split]) -> list[Split]:
+def _ragged_dot(eqn: Equation, operands: Sequence[Split]) -> list[Split]:
     shape = eqn.outvars[0].aval.shape
     return [(operands[0][0], operands[1][-1]) if len(shape) == 2 else _unsplit(shape)]
 
 
-_Rule = Callable[[Any, Sequence[Split]], list[Split]]
+_Rule = Callable[[Equation, Sequence[Split]], list[Split]]
 
 _RULES: dict[str, _Rule] = {
     "broadcast_in_dim": _broadcast,
@@ -295,22 +258,19 @@ _RULES: dict[str, _Rule] = {
     "cumsum": _same_dimensions,
     "dot_general": _dot,
     "dynamic_slice": _same_dimensions,
-    "dynamic_update_slice": _update,
+    "dynamic_update_slice": lambda _, operands: [operands[0]],
     "gather": _gather,
     "pad": _same_dimensions,
     "ragged_dot_general": _ragged_dot,
     "reshape": _reshape,
     "rev": _same_dimensions,
-    "shard_map": _shard_map,
-    "sharding_constraint": _constraint,
+    "shard_map": _annotated,
+    "sharding_constraint": _annotated,
     "slice": _same_dimensions,
     "sort": lambda _, operands: list(operands),
-    "squeeze": _squeeze,
+    "squeeze": _without,
     "split": _same_dimensions,
-    "transpose": _transpose,
+    "transpose": lambda eqn, operands: [tuple(operands[0][d] for d in eqn.params["permutation"])],
     **dict.fromkeys(["reduce_window", "reduce_window_max", "reduce_window_sum"], _same_dimensions),
-    **dict.fromkeys(
-        ["argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"],
-        _reduce,
-    ),
+    **dict.fromkeys(REDUCTIONS, _without),
 }

@@ -7,6 +7,7 @@
 The pieces of an array are tensors of their own, so that stages may be cut between them.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +16,9 @@ from jax import core, lax
 
 from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator
-from jaxpipe.graph.op_cost import ARITHMETIC, TRANSCENDENTAL
+from jaxpipe.graph.op_cost import POINTWISE
 from jaxpipe.graph.stacked_layers import Stacks
 
-
-#: Operators that treat each element by itself.
-_POINTWISE = (ARITHMETIC | TRANSCENDENTAL | {"copy", "copy_p"}) - {"concatenate", "pad", "stack"}
 
 #: Reductions, and how results for some rows make one for all.
 _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -50,12 +48,7 @@ def scan_operands(op: Operator) -> tuple[int, int, list[int | None]]:
 
 
 class MixedRowsError(Exception):
-    """Something needs several rows at once.
-
-    Attributes:
-      where: what does: an operator, or a result that is whole.
-      sources: positions of the inputs whose rows they are.
-    """
+    """``where``, an operator or a result that is whole, needs several rows at once of the inputs ``sources``."""
 
     def __init__(self, where: str, sources: frozenset[int]):
         super().__init__(where)
@@ -64,14 +57,7 @@ class MixedRowsError(Exception):
 
 
 def split_rows(graph: Graph, inputs: Stacks, outputs: Stacks) -> Graph:
-    """Return the same program, whose inputs and outputs are pieces.
-
-    Args:
-      inputs, outputs: how its inputs and outputs are cut. Inputs with as many rows are cut alike.
-
-    Raises:
-      MixedRowsError: if an operator needs several pieces of an input at once.
-    """
+    """Return the same program, whose inputs and outputs are pieces; inputs with as many rows are cut alike."""
     rows = _Rows(graph)
     entered = [rows.enter(t, cuts, k) for k, (t, cuts) in enumerate(zip(graph.inputs, inputs.bounds, strict=True))]
     for op in graph.operators:
@@ -81,13 +67,10 @@ def split_rows(graph: Graph, inputs: Stacks, outputs: Stacks) -> Graph:
 
 
 class _Rows:
-    """The new program while it is made. Tensors are named by their numbers in the old one.
+    """The new program while it is made; tensors are named by their numbers in the old one.
 
-    Attributes:
-      builder: the new program.
-      whole: the new number of each tensor that is in one piece.
-      pieces, cuts: of the others, the new numbers, and the rows at which they begin.
-      sources: of these, the inputs whose rows they are; none if they were stacked by a scan, and may be joined.
+    Those that are not ``whole`` have pieces that begin at some rows, the ``cuts``; their ``sources`` are the inputs
+    whose rows they are, none if a scan stacked them: they may be joined.
     """
 
     def __init__(self, graph: Graph):
@@ -139,9 +122,8 @@ class _Rows:
         """The operator as it is, over whole tensors."""
         inputs = [self._joined(t, op) for t in op.inputs]
         avals = [self.graph.tensors[t].aval for t in op.outputs]
-        self.whole.update(
-            zip(op.outputs, self.builder.emit(op.equation, inputs, op.path, avals, op.policy), strict=True)
-        )
+        results = self.builder.emit(op.equation, inputs, op.path, avals, op.policy)
+        self.whole.update(zip(op.outputs, results, strict=True))
 
     def _boundary(self, op: Operator) -> None:
         """A call boundary, around each piece."""
@@ -159,17 +141,17 @@ class _Rows:
     def _by_piece(self, op: Operator, split: Sequence[int], params: Callable[[int], dict[str, Any]]) -> None:
         """The operator on each piece, with some parameters changed for its number of rows."""
         cuts = self.cuts[split[0]]
-        pieces = []
-        for k, (a, b) in enumerate(itertools.pairwise(cuts)):
-            operands = []
-            for t in op.inputs:
-                if t in self.pieces:
-                    operands.append(self.pieces[t][k])
-                else:
-                    scalar = self.graph.tensors[t].shape == ()
-                    operands.append(self.whole[t] if scalar else self._rows(self.whole[t], a, b, op.path))
-            (piece,) = self._again(op, operands, params(b - a))
-            pieces.append(piece)
+
+        def rows(t: int, k: int, start: int, stop: int) -> int:
+            if t in self.pieces:
+                return self.pieces[t][k]
+            scalar = self.graph.tensors[t].shape == ()
+            return self.whole[t] if scalar else self._rows(self.whole[t], start, stop, op.path)
+
+        pieces = [
+            self._again(op, [rows(t, k, a, b) for t in op.inputs], params(b - a))[0]
+            for k, (a, b) in enumerate(itertools.pairwise(cuts))
+        ]
         self._made(op.outputs[0], pieces, cuts, frozenset().union(*(self.sources[t] for t in split)))
 
     def _reduce(self, op: Operator) -> None:
@@ -178,9 +160,8 @@ class _Rows:
         if 0 not in op.params["axes"]:
             self._made(op.outputs[0], parts, self.cuts[t], self.sources[t])
             return
-        total = parts[0]
-        for part in parts[1:]:
-            (total,) = self._call(_REDUCTIONS[op.name], [total, part], op)
+        combine = _REDUCTIONS[op.name]
+        total = functools.reduce(lambda one, other: self._call(combine, [one, other], op)[0], parts)
         self.whole[op.outputs[0]] = total
 
     def _scan(self, op: Operator) -> None:
@@ -224,7 +205,7 @@ class _Rows:
             self._made(t, stacked_pieces, cuts, frozenset())
 
     def _is_pointwise(self, op: Operator, split: Sequence[int]) -> bool:
-        if op.name not in _POINTWISE or len(op.outputs) != 1:
+        if op.name not in POINTWISE or len(op.outputs) != 1:
             return False
         shape = self.graph.tensors[op.outputs[0]].shape
         return all(self.graph.tensors[t].shape in ((), shape) for t in op.inputs)

@@ -7,11 +7,19 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxpipe.array_types import ArrayLike
+
+
+T = TypeVar("T")
+
+#: Arrays of one kind, or of both.
+A = TypeVar("A", bound=ArrayLike)
 
 
 @dataclass(frozen=True)
@@ -42,39 +50,35 @@ class Stacks:
             rows += [None] if cuts is None else [slice(a, b) for a, b in itertools.pairwise(cuts)]
         return tuple(rows)
 
-    def cut(self, piece: int, leaf: Any) -> Any:
+    def cut(self, piece: int, leaf: A) -> A:
         """One piece of its leaf; of a random key or a tracer too."""
         rows = self.rows_of[piece]
-        return leaf if rows is None else leaf[rows]
+        return leaf if rows is None else cast(A, leaf[rows])
 
-    def split(self, leaves: Sequence[Any]) -> list[Any]:
+    def split(self, leaves: Sequence[A]) -> list[A]:
         """All pieces of all leaves."""
         return [self.cut(piece, leaves[k]) for piece, k in enumerate(self.leaf_of)]
 
-    def shapes(self, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def shapes(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """``split`` for shapes."""
-        pairs = zip(self.leaf_of, self.rows_of, strict=True)
-        return [
-            leaves[k]
-            if rows is None
-            else jax.ShapeDtypeStruct((rows.stop - rows.start, *leaves[k].shape[1:]), leaves[k].dtype)
-            for k, rows in pairs
-        ]
+        whole = [leaves[k] for k in self.leaf_of]
+        pairs = zip(whole, self.rows_of, strict=True)
+        return [x if r is None else x.update(shape=(r.stop - r.start, *x.shape[1:])) for x, r in pairs]
 
-    def join(self, pieces: Sequence[Any]) -> list[Any]:
+    def join(self, pieces: Sequence[A]) -> list[A]:
         """The leaves; on the host if the pieces are."""
-        leaves: list[Any] = []
+        leaves: list[A] = []
         for k, group in enumerate(self.groups(pieces)):
             if self.bounds[k] is None:
                 leaves += group
             else:
                 on_host = all(isinstance(x, np.ndarray) for x in group)
-                leaves.append(np.concatenate(group) if on_host else jnp.concatenate(group))
+                leaves.append(cast(A, np.concatenate(group) if on_host else jnp.concatenate(group)))
         return leaves
 
-    def groups(self, pieces: Sequence[Any]) -> list[list[Any]]:
+    def groups(self, pieces: Sequence[T]) -> list[list[T]]:
         """Return what belongs to the pieces of each leaf."""
-        groups: list[list[Any]] = [[] for _ in self.bounds]
+        groups: list[list[T]] = [[] for _ in self.bounds]
         for k, x in zip(self.leaf_of, pieces, strict=True):
             groups[k].append(x)
         return groups

@@ -9,9 +9,9 @@ that grow with the micro-batch: the program is traced for two sizes, if the sums
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from jaxpipe import _compat
+from jaxpipe.array_types import AnyJaxpr
 from jaxpipe.graph.graph import Graph, Operator, live, read_graph
 from jaxpipe.graph.split_scan import scan_operands
 from jaxpipe.models.microbatch_program import MicrobatchProgram
@@ -34,12 +34,7 @@ Axes = Callable[[int], frozenset[int]]
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics over examples in a program.
-
-    Attributes:
-      modules: paths where they enter values of single examples.
-      state: which state variables they enter, by position.
-    """
+    """Module paths where statistics enter values of single examples; positions of state variables they enter."""
 
     modules: tuple[str, ...]
     state: tuple[int, ...]
@@ -64,11 +59,7 @@ class _Search:
 
 
 def find_statistics(objective: MicrobatchProgram, rows: int, trace: Callable[[int], MicrobatchProgram]) -> Statistics:
-    """Return the statistics over examples in the program of a micro-batch.
-
-    Args:
-      trace: traces the same function for another number of examples.
-    """
+    """Return the statistics over examples in a program; ``trace`` gives the same for another number of examples."""
     nothing = Statistics((), ())
     guess = _Search(lambda graph, _: _likely_axes(graph, rows), guess=True)
     if _find(objective, objective, guess) == nothing:
@@ -87,11 +78,8 @@ def _find(objective: MicrobatchProgram, larger: MicrobatchProgram, search: _Sear
         replace(x.graph, operators=live(x.graph.operators, (*x.results[:1], *x.new_state))) for x in (objective, larger)
     )
     _, statistic = _walk(graph, other, (set(objective.parameters), set()), search)
-    state = tuple(
-        k
-        for k, (old, new) in enumerate(zip(objective.state, objective.new_state, strict=True))
-        if new != old and new in statistic
-    )
+    states = enumerate(zip(objective.state, objective.new_state, strict=True))
+    state = tuple(k for k, (old, new) in states if new != old and new in statistic)
     # A mask's sum weighs examples too; it depends on no parameter, and is kept nowhere.
     return Statistics(tuple(search.all if state else search.trained), state)
 
@@ -101,11 +89,7 @@ _Marks = tuple[set[int], set[int]]
 
 
 def _walk(graph: Graph, other: Graph, marks: _Marks, search: _Search) -> _Marks:
-    """The marks of all tensors of a program, from those of its inputs.
-
-    Args:
-      graph, other: a program, and the same for more examples.
-    """
+    """The marks of all tensors of a program, from those of its inputs; ``other`` is the same for more examples."""
     trained, statistic = marks
     axes = search.axes_of(graph, other)
     if axes is None:
@@ -129,7 +113,7 @@ def _walk(graph: Graph, other: Graph, marks: _Marks, search: _Search) -> _Marks:
     return marks
 
 
-def _run(op: Operator, program: Any, twin: Any, marks: _Marks, search: _Search) -> None:
+def _run(op: Operator, program: AnyJaxpr, twin: AnyJaxpr, marks: _Marks, search: _Search) -> None:
     """Mark the outputs of an operator that runs a program, until nothing changes from iteration to iteration."""
     inner, larger = read_graph(program), read_graph(twin)
     inputs = iter(op.inputs)
@@ -158,7 +142,7 @@ def _carried(op: Operator, inner: Graph) -> list[tuple[int, int]]:
     return list(zip(inner.inputs[consts : consts + count], inner.outputs[:count], strict=True))
 
 
-def _programs(op: Operator) -> list[Any]:
+def _programs(op: Operator) -> list[AnyJaxpr]:
     values = [op.params.get(key) for key in _PROGRAMS.get(op.name, ())]
     return [x for value in values if value is not None for x in (value if isinstance(value, tuple) else (value,))]
 
@@ -178,11 +162,7 @@ def _sums(op: Operator, axes: Axes) -> bool:
 
 def _likely_axes(graph: Graph, rows: int) -> Axes:
     """The first axis of every array, and those as long as the micro-batch: a guess that leaves little out."""
-
-    def axes(t: int) -> frozenset[int]:
-        return frozenset(k for k, size in enumerate(graph.tensors[t].shape) if k == 0 or size == rows)
-
-    return axes
+    return lambda t: frozenset(k for k, size in enumerate(graph.tensors[t].shape) if k == 0 or size == rows)
 
 
 def _grown_axes(graph: Graph, larger: Graph) -> Axes | None:

@@ -21,10 +21,12 @@ from flax import nnx
 from flax.core import unfreeze
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.array_types import Array, ArrayLike, PyTree
 from jaxpipe.errors import ModelError
 from jaxpipe.graph.graph import is_differentiable
 from jaxpipe.graph.sharding_annotations import with_axes
 from jaxpipe.graph.stacked_layers import Stacks, uncut
+from jaxpipe.models.check_batch import shape_of
 from jaxpipe.models.linen_facade import LinenModel, handed_on, initialized_variables
 from jaxpipe.models.purify_nnx import module_scopes
 from jaxpipe.models.variable_trees import by_path, common_level, key_name, plain_tree, random_paths, select
@@ -34,7 +36,16 @@ from jaxpipe.text.value_text import shown
 
 
 #: ``function(model, batch)``: a loss, an evaluation or a prediction.
-UserFunction = Callable[[Any, Any], Any]
+UserFunction = Callable[[Any, PyTree], PyTree]
+
+#: A Linen module; an NNX module, its class or a ``functools.partial`` of it; ``jax.tree_util.Partial``; or a function.
+Model = nn.Module | nnx.Module | Callable[..., PyTree]
+
+#: Parameters and state, as lists.
+Flat = tuple[list[ArrayLike], list[ArrayLike]]
+
+#: ``(function, parameters, state, key, batch) -> (result, new state)``.
+Run = Callable[[UserFunction, Sequence[Array], Sequence[Array], Array, PyTree], tuple[PyTree, list[Array]]]
 
 
 @dataclass(frozen=True)
@@ -50,9 +61,7 @@ class BoundModel:
     """A model's variables, flat, and the functions that need its structure.
 
     Attributes:
-      parameters: what is trained.
       state: what calls change or read besides (batch statistics), random streams excluded.
-      run: ``(function, parameters, state, key, batch) -> (result, new state)``; to be traced.
       parameter_tree: flat parameters -> the tree that plain training would hand to optax.
       variable_tree: flat parameters and state -> the model's own variables.
       flatten: a tree of the model's variables (``jaxpipe.models.variable_trees.select``) -> flat parameters and state.
@@ -60,58 +69,45 @@ class BoundModel:
       values: given parameters and state, or None.
       annotated: by parameter and by state variable, the axes that its dimensions are annotated with: of a mesh, or
         logical ones; in the model's own layout.
-      stage_shape: the mesh axes over which stages are sharded, and their sizes; the model is traced with these.
-      cut: of a model whose stacked variables are cut (``unstack``), the model in its own layout, and how they are. All
-        above is about the pieces then, and ``initialize`` and ``values`` are those of the model in its own layout.
+      uncut: of a model whose stacked variables are cut (``unstack``), the model in its own layout. All above is about
+        the pieces then, and ``initialize`` and ``values`` are those of the model in its own layout.
+      cuts: how its parameters and its state are cut.
     """
 
     parameters: tuple[Variable, ...]
     state: tuple[Variable, ...]
-    run: Callable[[UserFunction, Sequence[Any], Sequence[Any], Any, Any], tuple[Any, list[Any]]]
-    parameter_tree: Callable[[Sequence[Any]], Any]
-    variable_tree: Callable[[Sequence[Any], Sequence[Any]], Any]
-    flatten: Callable[[Any], tuple[list[Any], list[Any]]]
-    initialize: Callable[[Any], tuple[list[Any], list[Any]]] | None = None
-    values: tuple[list[Any], list[Any]] | None = None
+    run: Run
+    parameter_tree: Callable[[Sequence[PyTree]], PyTree]
+    variable_tree: Callable[[Sequence[PyTree], Sequence[PyTree]], PyTree]
+    flatten: Callable[[PyTree], Flat]
+    initialize: Callable[[Array], Flat] | None = None
+    values: Flat | None = None
     annotated: tuple[tuple[P, ...], tuple[P, ...]] = ((), ())
     stage_shape: Mapping[str, int] = field(default_factory=dict)
-    cut: "CutModel | None" = None
+    uncut: "BoundModel | None" = None
+    cuts: tuple[Stacks, Stacks] | None = None
 
     @property
     def original(self) -> "BoundModel":
         """The model with its variables in their own layout."""
-        return self if self.cut is None else self.cut.original
+        return self.uncut or self
 
     @property
     def stacks(self) -> tuple[Stacks, Stacks]:
         """Return how the leaves of the parameters and of the state in their own layout make those of this model."""
-        if self.cut is None:
-            return uncut(len(self.parameters)), uncut(len(self.state))
-        return self.cut.parameters, self.cut.state
-
-
-@dataclass(frozen=True, eq=False)
-class CutModel:
-    """The places at which the variables of a model are cut.
-
-    Attributes:
-      original: the model in its own layout.
-      parameters, state: how each is cut.
-    """
-
-    original: BoundModel
-    parameters: Stacks
-    state: Stacks
+        return self.cuts or (uncut(len(self.parameters)), uncut(len(self.state)))
 
 
 def unstack(model: BoundModel, parameters: Stacks, state: Stacks) -> BoundModel:
     """Return a model with some stacked variables ``[layers, ...]`` cut into several, each with some of the rows."""
 
-    def flatten(tree: Any) -> tuple[list[Any], list[Any]]:
+    def flatten(tree: PyTree) -> Flat:
         p, s = model.flatten(tree)
         return parameters.split(p), state.split(s)
 
-    def run(function: UserFunction, p: Sequence[Any], s: Sequence[Any], key: Any, batch: Any) -> tuple[Any, list[Any]]:
+    def run(
+        function: UserFunction, p: Sequence[Array], s: Sequence[Array], key: Array, batch: PyTree
+    ) -> tuple[PyTree, list[Array]]:
         result, new = model.run(function, parameters.join(p), state.join(s), key, batch)
         return result, state.split(new)
 
@@ -123,7 +119,8 @@ def unstack(model: BoundModel, parameters: Stacks, state: Stacks) -> BoundModel:
         variable_tree=lambda p, s: model.variable_tree(parameters.join(p), state.join(s)),
         flatten=flatten,
         stage_shape=model.stage_shape,
-        cut=CutModel(model, parameters, state),
+        uncut=model,
+        cuts=(parameters, state),
     )
 
 
@@ -136,12 +133,12 @@ def _pieces(variables: Sequence[Variable], stacks: Stacks) -> tuple[Variable, ..
     return tuple(Variable(name, aval) for name, aval in zip(names, shapes, strict=True))
 
 
-def needs_variables(model: Any) -> bool:
+def needs_variables(model: Model) -> bool:
     """Return whether a model's shapes are only known once its variables are given."""
     return not isinstance(model, (nn.Module, nnx.Module, jax.tree_util.Partial)) and _nnx_factory(model) is None
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Model) -> None:
     """Raise ``ModelError`` unless a model is of a kind that ``bind`` knows."""
     if not needs_variables(model):
         return
@@ -171,10 +168,10 @@ def check_model(model: Any) -> None:
 
 
 def bind(
-    model: Any,
+    model: Model,
     function: UserFunction,
-    batch: Any,
-    variables: Any = None,
+    batch: PyTree,
+    variables: PyTree = None,
     stage_shape: Mapping[str, int] | None = None,
     axis_rules: AxisRules = (),
 ) -> BoundModel:
@@ -197,20 +194,22 @@ def bind(
         bound = _bind(model, function, batch, variables)
     own_run = bound.run
 
-    def run(*arguments: Any) -> Any:
+    def run(
+        function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
+    ) -> tuple[PyTree, list[Array]]:
         with _naming(axis_rules):
-            return own_run(*arguments)
+            return own_run(function, parameters, state, key, batch)
 
     bound = replace(bound, run=run, stage_shape=stage_shape or {})
     return bound if variables is None else with_values(bound, variables)
 
 
-def _naming(axis_rules: AxisRules) -> Any:
+def _naming(axis_rules: AxisRules) -> contextlib.AbstractContextManager[None]:
     """A context in which logical axes stand for those of a mesh; without rules of its own, the caller's."""
     return nn.logical_axis_rules(axis_rules) if axis_rules else contextlib.nullcontext()
 
 
-def _bind(model: Any, function: UserFunction, batch: Any, variables: Any) -> BoundModel:
+def _bind(model: Model, function: UserFunction, batch: PyTree, variables: PyTree) -> BoundModel:
     if isinstance(model, nn.Module):
         return _bind_linen(model, function, batch, variables)
     if isinstance(model, nnx.Module):
@@ -228,35 +227,26 @@ def _bind(model: Any, function: UserFunction, batch: Any, variables: Any) -> Bou
     return _bind_tree(variables, lambda tree: functools.partial(model, tree))
 
 
-def with_values(bound: BoundModel, variables: Any) -> BoundModel:
+def with_values(bound: BoundModel, variables: PyTree) -> BoundModel:
     """Return the same model with given values, checked against its variables."""
-    if bound.cut is not None:
+    if bound.cuts is not None:
         return unstack(with_values(bound.original, variables), *bound.stacks)
     return replace(bound, values=bound.flatten(variables), initialize=None)
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
-
-
-def _named(tree: Any, prefix: str = "") -> tuple[Variable, ...]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return tuple(Variable(prefix + _path_name(path), _shape(x)) for path, x in flat)
-
-
-def _unboxed(tree: Any) -> tuple[Variable, ...]:
+def _named(tree: PyTree) -> tuple[Variable, ...]:
     """Variables with the names that they have without boxes around them, such as ``nn.Partitioned``."""
-    return tuple(Variable("/".join(path), _shape(x)) for path, x in by_path(tree).items())
+    return tuple(Variable("/".join(path), shape_of(x)) for path, x in by_path(tree).items())
 
 
-def _path_name(path: Sequence[Any]) -> str:
+def _path_name(path: jax.tree_util.KeyPath) -> str:
     return "/".join(map(key_name, path))
 
 
 # Linen
 
 
-def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables: Any) -> BoundModel:
+def _bind_linen(module: nn.Module, function: UserFunction, batch: PyTree, variables: PyTree) -> BoundModel:
     if isinstance(function, jax.stages.Wrapped):
         raise ModelError(
             "The loss is a function of jax.jit, which takes arrays only, and the model that it gets is none. Pass the "
@@ -268,7 +258,7 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
         shapes = with_axes(lambda: jax.eval_shape(make, jax.random.key(0), batch))
     else:
         given = unfreeze(plain_tree(variables))
-        shapes = jax.tree.map(_shape, given if "params" in given else {"params": given})
+        shapes = jax.tree.map(shape_of, given if "params" in given else {"params": given})
     if not shapes:
         raise ModelError(
             "The loss does not call the model, so that its variables are not known. Call model(...) in it."
@@ -279,28 +269,28 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
 
     expected = by_path({"params": params}) | by_path(rest)
 
-    def flatten(tree: Any) -> tuple[list[Any], list[Any]]:
+    def flatten(tree: PyTree) -> Flat:
         leaves = select(tree, expected, [("params",)])
         return leaves[: params_def.num_leaves], leaves[params_def.num_leaves :]
 
-    def build(parameters: Sequence[Any], state: Sequence[Any]) -> Any:
+    def build(parameters: Sequence[PyTree], state: Sequence[PyTree]) -> PyTree:
         return {"params": jax.tree.unflatten(params_def, parameters), **jax.tree.unflatten(rest_def, state)}
 
     def run(
-        function: UserFunction, parameters: Sequence[Any], state: Sequence[Any], key: Any, batch: Any
-    ) -> tuple[Any, list[Any]]:
+        function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
+    ) -> tuple[PyTree, list[Array]]:
         model = LinenModel(module, build(parameters, state), key)
         with handed_on():
             result = function(model, batch)
         return result, jax.tree.leaves({name: model.variables[name] for name in rest})
 
-    def initialize(key: Any) -> tuple[list[Any], list[Any]]:
+    def initialize(key: Array) -> Flat:
         zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), batch)
         return flatten(make(key, zeros))
 
     return BoundModel(
-        parameters=_unboxed(params),
-        state=_unboxed(rest),
+        parameters=_named(params),
+        state=_named(rest),
         run=run,
         parameter_tree=lambda values: jax.tree.unflatten(params_def, values),
         variable_tree=build,
@@ -310,7 +300,7 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: Any, variables
     )
 
 
-def _annotated(tree: Any) -> tuple[P, ...]:
+def _annotated(tree: PyTree) -> tuple[P, ...]:
     """The axes that the dimensions of each array of a tree are annotated with."""
     return tuple(jax.tree.leaves(nn.get_partition_spec(tree), is_leaf=lambda x: isinstance(x, P)))
 
@@ -318,12 +308,12 @@ def _annotated(tree: Any) -> tuple[P, ...]:
 # NNX
 
 
-def _nnx_factory(model: Any) -> Callable[..., Any] | None:
+def _nnx_factory(model: Model) -> Callable[..., nnx.Module] | None:
     factory = model.func if isinstance(model, functools.partial) else model
     return model if inspect.isclass(factory) and issubclass(factory, nnx.Module) else None
 
 
-def _check_factory(factory: Callable[..., Any]) -> None:
+def _check_factory(factory: Callable[..., nnx.Module]) -> None:
     """Raise ``ModelError`` unless an NNX class can be called with ``rngs=`` alone."""
     partial = factory if isinstance(factory, functools.partial) else functools.partial(factory)
     cls: Any = partial.func
@@ -350,7 +340,7 @@ def _warn_of_optimizers(model: nnx.Module) -> None:
         )
 
 
-def reseed(streams: Any, key: Any) -> Any:
+def reseed(streams: nnx.State, key: Array) -> nnx.State:
     """The random streams (an ``nnx.State`` of keys and counts) that a micro-batch with this key uses.
 
     The i-th key, in the order of paths, becomes ``fold_in(key, i)``; counts start at zero.
@@ -369,11 +359,11 @@ def reseed(streams: Any, key: Any) -> Any:
     return nnx.from_flat_state(flat)
 
 
-def _bind_nnx(model: nnx.Module, factory: Callable[..., Any] | None) -> BoundModel:
+def _bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> BoundModel:
     graphdef, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
     _warn_of_optimizers(model)
     params_def, rest_def = jax.tree.structure(params), jax.tree.structure(rest)
-    shapes = jax.tree.map(_shape, streams)
+    shapes = jax.tree.map(shape_of, streams)
     leaves = jax.tree.leaves((params, rest))
     concrete = factory is None and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
     known = [path for path, _ in nnx.to_flat_state(rest)]
@@ -381,13 +371,13 @@ def _bind_nnx(model: nnx.Module, factory: Callable[..., Any] | None) -> BoundMod
     expected = by_path(params) | by_path(rest)
     random = random_paths(streams)
 
-    def flatten(tree: Any) -> tuple[list[Any], list[Any]]:
+    def flatten(tree: PyTree) -> Flat:
         leaves = select(tree, expected, ignored=random | random_paths(tree))
         return leaves[: params_def.num_leaves], leaves[params_def.num_leaves :]
 
     def run(
-        function: UserFunction, parameters: Sequence[Any], state: Sequence[Any], key: Any, batch: Any
-    ) -> tuple[Any, list[Any]]:
+        function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
+    ) -> tuple[PyTree, list[Array]]:
         variables = jax.tree.unflatten(params_def, parameters), jax.tree.unflatten(rest_def, state)
         model = nnx.merge(graphdef, variables[0], reseed(shapes, key), variables[1], copy=True)
         with module_scopes([model]):
@@ -395,7 +385,7 @@ def _bind_nnx(model: nnx.Module, factory: Callable[..., Any] | None) -> BoundMod
         after = dict(nnx.to_flat_state(nnx.state(model)))
         return result, [x for path in known for x in jax.tree.leaves(after[path])]
 
-    def initialize(key: Any) -> tuple[list[Any], list[Any]]:
+    def initialize(key: Array) -> Flat:
         if factory is None:
             raise ModelError(
                 "The NNX module is abstract, so how to initialize it is not known. Give partition its class (or "
@@ -408,9 +398,7 @@ def _bind_nnx(model: nnx.Module, factory: Callable[..., Any] | None) -> BoundMod
         state=_named(nnx.to_pure_dict(rest)),
         run=run,
         parameter_tree=lambda values: jax.tree.unflatten(params_def, values),
-        variable_tree=lambda values, state: nnx.merge_state(
-            jax.tree.unflatten(params_def, values), jax.tree.unflatten(rest_def, state)
-        ),
+        variable_tree=lambda p, s: nnx.merge_state(jax.tree.unflatten(params_def, p), jax.tree.unflatten(rest_def, s)),
         flatten=flatten,
         initialize=None if concrete else initialize,
         annotated=(_nnx_annotated(params), _nnx_annotated(rest)),
@@ -418,7 +406,7 @@ def _bind_nnx(model: nnx.Module, factory: Callable[..., Any] | None) -> BoundMod
     )
 
 
-def _nnx_annotated(state: Any) -> tuple[P, ...]:
+def _nnx_annotated(state: nnx.State) -> tuple[P, ...]:
     specs = (nnx.get_partition_spec(variable) for _, variable in nnx.to_flat_state(state))
     leaves = (jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, P)) for spec in specs)
     return tuple(spec for some in leaves for spec in some)
@@ -427,7 +415,7 @@ def _nnx_annotated(state: Any) -> tuple[P, ...]:
 # Functions
 
 
-def _bind_tree(tree: Any, model_of: Callable[[Any], Any]) -> BoundModel:
+def _bind_tree(tree: PyTree, model_of: Callable[[PyTree], Callable[..., PyTree]]) -> BoundModel:
     """Floating leaves of a tree are parameters, others state that nothing changes."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     for path, x in flat:
@@ -437,23 +425,23 @@ def _bind_tree(tree: Any, model_of: Callable[[Any], Any]) -> BoundModel:
                 "settings into the function, with functools.partial."
             )
     trained = [is_differentiable(x) for _, x in flat]
-    named = [Variable(_path_name(path), _shape(x)) for path, x in flat]
+    named = [Variable(_path_name(path), shape_of(x)) for path, x in flat]
 
-    def build(parameters: Sequence[Any], state: Sequence[Any]) -> Any:
+    def build(parameters: Sequence[PyTree], state: Sequence[PyTree]) -> PyTree:
         sources = {True: iter(parameters), False: iter(state)}
         return jax.tree.unflatten(treedef, [next(sources[flag]) for flag in trained])
 
     expected = {path: v.aval for path, v in zip(by_path(tree), named, strict=True)}
     level = common_level(expected)
 
-    def flatten(tree: Any) -> tuple[list[Any], list[Any]]:
+    def flatten(tree: PyTree) -> Flat:
         leaves = select(tree, expected, [level])
         pairs = list(zip(leaves, trained, strict=True))
         return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
 
     def run(
-        function: UserFunction, parameters: Sequence[Any], state: Sequence[Any], key: Any, batch: Any
-    ) -> tuple[Any, list[Any]]:
+        function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
+    ) -> tuple[PyTree, list[Array]]:
         return function(model_of(build(parameters, state)), batch), list(state)
 
     return BoundModel(

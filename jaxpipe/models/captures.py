@@ -2,9 +2,10 @@
 
 import types
 import weakref
-from typing import Any
 
 import jax
+
+from jaxpipe.array_types import PyTree
 
 
 class _WeakFunction:
@@ -22,13 +23,13 @@ class _WeakFunction:
         given = other._function() if isinstance(other, _WeakFunction) else other
         return self is other or (function is not None and function is given)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         function = self._function()
         assert function is not None, "the model is gone"
         return function(*args, **kwargs)
 
 
-def without_captures(tree: Any) -> Any:
+def without_captures(tree: PyTree) -> PyTree:
     """Return an equal tree whose ``Partial`` does not keep its function.
 
     optax compiles functions of whole trees, and JAX keeps the structure of what compiled functions get and return.

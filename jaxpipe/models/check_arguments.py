@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.text.value_text import shown
@@ -25,7 +26,7 @@ _T = TypeVar("_T")
 _FORMS = "a scalar, (scalar, metrics), or (loss_sum, weight, metrics)"
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: object) -> None:
     """Raise ``PartitionError`` unless an optimizer is an optax transformation."""
     if isinstance(optimizer, nnx.Optimizer):
         raise PartitionError(
@@ -42,7 +43,7 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def check_function(function: Any, name: str, arguments: tuple[str, str] = ("model", "batch")) -> None:
+def check_function(function: object, name: str, arguments: tuple[str, str] = ("model", "batch")) -> None:
     """Raise ``PartitionError`` unless a function can be called with two arguments, those of these names."""
     example = f"{name}=lambda {', '.join(arguments)}: ..."
     if not callable(function):
@@ -67,13 +68,13 @@ def check_seconds(value: Any, name: str) -> None:
         raise PartitionError(f"{name}={value!r}; it must be a number of seconds, 0 or more, such as {name}=10.0.")
 
 
-def check_flag(value: Any, name: str) -> None:
+def check_flag(value: object, name: str) -> None:
     """Raise ``PartitionError`` unless a value is True or False."""
     if not isinstance(value, bool | np.bool_):
         raise PartitionError(f"{name}={value!r}; it must be True or False.")
 
 
-def random_key(key: Any) -> Any:
+def random_key(key: Any) -> Array:
     """Return a random key as a typed one (``jax.random.key``); one of ``jax.random.PRNGKey`` is wrapped.
 
     Raises:
@@ -85,7 +86,7 @@ def random_key(key: Any) -> Any:
     data = jax.eval_shape(jax.random.key_data, default)
     if (dtype, shape) == (data.dtype, data.shape):
         return jax.random.wrap_key_data(jnp.asarray(key))
-    if is_array and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
+    if isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and shape == ():
         if dtype == default.dtype:
             return key
         raise PartitionError(
@@ -127,13 +128,8 @@ def outside_jit(method: Callable[_P, _T]) -> Callable[_P, _T]:
     return checked
 
 
-def check_returned(returned: Any, name: str) -> None:
-    """Raise ``PartitionError`` unless what a loss or an evaluation returned has one of the forms that they may have.
-
-    Args:
-      returned: the result; an evaluation may return metrics alone.
-      name: of the function, ``loss`` or ``evaluate``.
-    """
+def check_returned(returned: PyTree, name: str) -> None:
+    """Raise ``PartitionError`` unless a loss, or an evaluation, returned one of the forms that it may return."""
     alone = "" if name == "loss" else ", or a dictionary of metrics"
     rule = f"it must return {_FORMS}{alone}."
     if returned is None:
@@ -158,7 +154,7 @@ def check_returned(returned: Any, name: str) -> None:
             )
 
 
-def check_predicted(returned: Any, name: str) -> None:
+def check_predicted(returned: PyTree, name: str) -> None:
     """Raise ``PartitionError`` unless what a prediction returned holds arrays, and nothing else."""
     leaves = jax.tree_util.tree_leaves_with_path(returned)
     if not leaves:
@@ -171,7 +167,7 @@ def check_predicted(returned: Any, name: str) -> None:
             raise PartitionError(f"{name} returned {shown(value)}{where}; it must return arrays [examples, ...].")
 
 
-def check_arrays(batch: Any) -> None:
+def check_arrays(batch: PyTree) -> None:
     """Raise ``BatchError`` unless every leaf of a batch is an array that JAX can hold."""
     for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
         name = f"batch{jax.tree_util.keystr(path)}"
@@ -189,7 +185,7 @@ def check_arrays(batch: Any) -> None:
             )
 
 
-def _is_held(dtype: Any) -> bool:
+def _is_held(dtype: jax.typing.DTypeLike) -> bool:
     """Return whether JAX has arrays of a dtype."""
     try:
         return jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind not in "OSUMm"
@@ -197,7 +193,7 @@ def _is_held(dtype: Any) -> bool:
         return False
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: PyTree) -> bool:
     if hasattr(value, "dtype"):
         return _is_held(value.dtype)
     return isinstance(value, numbers.Number) or hasattr(value, "__jax_array__")

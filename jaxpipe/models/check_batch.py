@@ -1,40 +1,39 @@
 """Checks of a batch: its examples, its micro-batches, and its structure beside that of another batch."""
 
-from typing import Any
+from collections.abc import Hashable
 
 import jax
 
+from jaxpipe.array_types import ArrayLike, PyTree, Shaped
 from jaxpipe.errors import BatchError
 from jaxpipe.models.check_arguments import check_arrays
 from jaxpipe.text.value_text import structure_difference
 
 
-def batch_shapes(batch: Any) -> Any:
+def batch_shapes(batch: PyTree) -> PyTree:
     """A batch as shapes, in the dtypes that JAX gives its arrays: 32 bits for NumPy's 64, unless x64 is enabled.
 
     Raises:
       BatchError: if it holds anything that is not an array.
     """
     check_arrays(batch)
-
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
-
-    return jax.tree.map(shape, batch)
+    return jax.tree.map(shape_of, batch)
 
 
-def listed_batches(batch: Any) -> list[Any]:
-    """Return the batches of a list of batches, or the one batch.
+def shape_of(x: Shaped) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array in the dtype that JAX gives it."""
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
 
-    A list of batches has several elements of one structure, none of which is an array by itself.
-    """
+
+def listed_batches(batch: PyTree) -> list[PyTree]:
+    """Return the batches of a list: several elements of one structure, none an array by itself; or the one batch."""
     if not isinstance(batch, list) or len(batch) < 2 or any(jax.tree_util.all_leaves([x]) for x in batch):
         return [batch]
     structures = {jax.tree.structure(x) for x in batch}
     return list(batch) if len(structures) == 1 else [batch]
 
 
-def batch_size(batch: Any) -> int:
+def batch_size(batch: PyTree) -> int:
     """The number of examples: the first axis of every array that has one.
 
     Raises:
@@ -73,7 +72,7 @@ def check_microbatches(size: int, replicas: int, num_microbatches: int, what: st
         )
 
 
-def paired_leaves(given: Any, planned: Any) -> list[tuple[str, Any, Any]]:
+def paired_leaves(given: PyTree, planned: PyTree) -> list[tuple[str, ArrayLike, jax.ShapeDtypeStruct]]:
     """Return the name of each leaf of a batch, the leaf, and the one that was planned for.
 
     Raises:
@@ -88,7 +87,7 @@ def paired_leaves(given: Any, planned: Any) -> list[tuple[str, Any, Any]]:
     return [(f"batch{jax.tree_util.keystr(path)}", x, y) for (path, x), (_, y) in pairs]
 
 
-def check_same_structure(given: Any, planned: Any) -> None:
+def check_same_structure(given: PyTree, planned: PyTree) -> None:
     """Raise ``BatchError`` unless a batch has the structure, shapes and dtypes that were planned for."""
     for name, x, y in paired_leaves(given, planned):
         if (tuple(x.shape), x.dtype) != (tuple(y.shape), y.dtype):
@@ -97,7 +96,7 @@ def check_same_structure(given: Any, planned: Any) -> None:
             )
 
 
-def _fit(given: Any, planned: Any) -> str:
+def _fit(given: Shaped, planned: Shaped) -> str:
     """The way to make an array of a batch fit the plan."""
     if given.dtype != planned.dtype:
         return f"Cast it, array.astype({str(planned.dtype)!r}), or plan with a batch of dtype {given.dtype}."
@@ -112,7 +111,7 @@ def _fit(given: Any, planned: Any) -> str:
     )
 
 
-def shape_key(shapes: Any) -> Any:
+def shape_key(shapes: PyTree) -> Hashable:
     """Return the structure, shapes and dtypes of a batch, as a key."""
     leaves, tree = jax.tree.flatten(shapes)
     return tree, tuple((tuple(x.shape), x.dtype) for x in leaves)

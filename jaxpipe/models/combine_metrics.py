@@ -3,11 +3,11 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.array_types import Array, PyTree, PyTreeDef
 from jaxpipe.errors import PartitionError
 
 
@@ -37,35 +37,22 @@ class Sum:
       8
     """
 
-    value: Any
+    value: PyTree
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One array among the metrics of a micro-batch.
-
-    Attributes:
-      name: its path in what the function returned, such as ``['accuracy']``.
-      summed: whether it is added up.
-      value: of the micro-batch.
-    """
+    """One array among the metrics of a micro-batch, by its path in what the function returned: ``['accuracy']``."""
 
     name: str
     summed: bool
-    value: Any
+    value: Array
 
 
-def flatten_metrics(metrics: Any, name: str, weighted: bool) -> tuple[list[Metric], Any]:
-    """Return the arrays among some metrics, as they are added up, and the structure of the result.
+def flatten_metrics(metrics: PyTree, name: str, weighted: bool) -> tuple[list[Metric], PyTreeDef]:
+    """Return the arrays among some metrics, as they are added up, and the structure of the result."""
 
-    Args:
-      weighted: whether the function returned a weight, by the total of which its metrics are divided.
-
-    Raises:
-      PartitionError: if integers would be averaged.
-    """
-
-    def is_sum(x: Any) -> bool:
+    def is_sum(x: object) -> bool:
         return isinstance(x, Sum)
 
     plain = jax.tree.map(lambda x: x.value if is_sum(x) else x, metrics, is_leaf=is_sum)
@@ -85,13 +72,7 @@ def flatten_metrics(metrics: Any, name: str, weighted: bool) -> tuple[list[Metri
 def check_reduced(
     metrics: Sequence[tuple[str, tuple[int, ...]]], others: Sequence[tuple[int, ...]], name: str, rows: tuple[int, int]
 ) -> None:
-    """Raise ``PartitionError`` if a metric has an axis of examples.
-
-    Args:
-      metrics: names, and shapes for a micro-batch of ``rows[0]`` examples.
-      others: the shapes for one of ``rows[1]``.
-      rows: both numbers of examples.
-    """
+    """Raise ``PartitionError`` if a metric has an axis of examples: another shape for another number of ``rows``."""
     for (path, shape), other in zip(metrics, others, strict=True):
         if shape != other:
             raise PartitionError(
@@ -102,16 +83,16 @@ def check_reduced(
             )
 
 
-def combine(totals: Sequence[Any], weight: Any, summed: Sequence[bool]) -> list[Any]:
+def combine(totals: Sequence[Array], weight: Array, summed: Sequence[bool]) -> list[Array]:
     """Return the metrics of a batch, from their sums over its micro-batches and the sum of the weights."""
     return [x if flag else x / weight.astype(x.dtype) for x, flag in zip(totals, summed, strict=True)]
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _widened(metric: Metric) -> Any:
+def _widened(metric: Metric) -> Array:
     """The value in a type in which it may be added up."""
     x = metric.value
     if not metric.summed:

@@ -39,11 +39,8 @@ _HOOK = "__init_subclass__"
 _lock = threading.RLock()
 
 
-def twin_class(original: T, methods: Mapping[str, Any]) -> T:
+def twin_class(original: T, methods: Mapping[str, object]) -> T:
     """A subclass that has other methods, and else is what ``original`` is.
-
-    Args:
-      methods: by name.
 
     Example:
       >>> class Point:

@@ -3,12 +3,13 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import NoReturn
 
 import flax.linen as nn
 import jax
 from flax.errors import ApplyScopeInvalidVariablesTypeError
 
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
 
 
@@ -23,23 +24,19 @@ class LinenModel:
     first the micro-batch's key itself.
     """
 
-    def __init__(self, module: nn.Module, variables: Any, key: Any):
+    def __init__(self, module: nn.Module, variables: PyTree, key: Array):
         self.module = module
         self._variables = variables
         self._key = key
         self._calls = 0
 
     @property
-    def variables(self) -> Any:
+    def variables(self) -> PyTree:
         """The variables, with the state that calls so far have left."""
         return self._variables
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``module.apply``; takes ``method=`` like it.
-
-        Raises:
-          ModelError: if ``rngs=`` or ``mutable=`` is passed; both are given.
-        """
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Call ``module.apply``; takes ``method=`` like it, but neither ``rngs=`` nor ``mutable=``: both are given."""
         for name, given in _GIVEN.items():
             if name in kwargs:
                 raise ModelError(f"model(..., {name}=) in a loss: {given}. Leave {name}= out.")
@@ -47,28 +44,24 @@ class LinenModel:
         self._variables = {**self._variables, **new}
         return result
 
-    def _next_key(self) -> Any:
+    def _next_key(self) -> Array:
         key = self._key if self._calls == 0 else jax.random.fold_in(self._key, self._calls)
         self._calls += 1
         return key
 
-    def _call(self, key: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         mutable = nn.DenyList("params")
         return self.module.apply(self._variables, *args, rngs={"params": key}, mutable=mutable, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
         raise _MissingAttributeError(_missing_attribute(self.module, name))
 
-    def __contains__(self, name: Any) -> bool:
+    def _refuse(self, *_: object) -> NoReturn:
         raise ModelError(_NO_VARIABLES)
 
-    def __getitem__(self, name: Any) -> Any:
-        raise ModelError(_NO_VARIABLES)
-
-    def __iter__(self) -> Any:
-        raise ModelError(_NO_VARIABLES)
+    __contains__ = __getitem__ = __iter__ = _refuse
 
 
 #: Arguments of ``module.apply`` that a loss does not pass.
@@ -117,7 +110,9 @@ def handed_on() -> Iterator[None]:
         ) from error
 
 
-def initialized_variables(module: nn.Module, function: Callable[[Any, Any], Any], key: Any, batch: Any) -> Any:
+def initialized_variables(
+    module: nn.Module, function: Callable[..., PyTree], key: Array, batch: PyTree
+) -> dict[str, PyTree]:
     """Return the variables that the calls of ``function(model, batch)`` need, made with ``key``."""
     model = _InitializingLinenModel(module, {}, key)
     with handed_on():
@@ -129,12 +124,8 @@ class _InitializingLinenModel(LinenModel):
     """Makes the variables that each call needs and has not found."""
 
     @property
-    def variables(self) -> Any:
-        """The variables of calls so far.
-
-        Raises:
-          ModelError: if there was no call.
-        """
+    def variables(self) -> PyTree:
+        """The variables of calls so far, of which there must be one."""
         if not self._calls:
             raise ModelError(
                 "The loss reads model.variables before it calls the model: what variables the model has is known from "
@@ -142,12 +133,12 @@ class _InitializingLinenModel(LinenModel):
             )
         return self._variables
 
-    def _call(self, key: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         result, variables = self.module.init_with_output(key, *args, **kwargs)
         return result, _merge(variables, self._variables)
 
 
-def _merge(new: Any, old: Any) -> Any:
+def _merge(new: PyTree, old: PyTree) -> PyTree:
     if not isinstance(old, dict) or not isinstance(new, dict):
         return old
     return {**new, **{k: _merge(new[k], v) if k in new else v for k, v in old.items()}}

@@ -1,15 +1,17 @@
 """A user's function of one micro-batch, as a graph."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.array_types import Array, PyTree, PyTreeDef
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import sharding_annotations
-from jaxpipe.graph.graph import Graph, is_differentiable, read_graph
+from jaxpipe.graph.graph import Graph, dependents, is_differentiable, read_graph
 from jaxpipe.graph.operator_order import parameter_work_in_place
 from jaxpipe.graph.sharding_annotations import Annotations
 from jaxpipe.graph.split_scan import MixedRowsError, split_rows
@@ -19,21 +21,19 @@ from jaxpipe.models.check_arguments import check_predicted, check_returned
 from jaxpipe.models.combine_metrics import check_reduced, flatten_metrics
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, eq=False)
 class MicrobatchProgram:
     """A loss, an evaluation or a prediction of one micro-batch.
 
     Attributes:
-      graph: the program; its inputs are parameters, state, key and batch, in this order.
       parameters, state, key, batch: tensor numbers of the inputs.
       results: tensor numbers: loss, weight, then metrics; or the leaves of a prediction.
       new_state: tensor numbers, one for each state variable.
       frozen: the parameters whose gradient nobody needs.
       metrics_only: whether an evaluation returned metrics and no loss.
-      weighted: whether micro-batches have weights of their own.
-      summed: of each metric, whether it is added up over micro-batches rather than averaged.
-      tree: structure of the metrics, or of the prediction.
-      annotations: the mesh axes that the model mentions.
     """
 
     graph: Graph
@@ -43,7 +43,7 @@ class MicrobatchProgram:
     batch: tuple[int, ...]
     results: tuple[int, ...]
     new_state: tuple[int, ...]
-    tree: Any = None
+    tree: PyTreeDef | None = None
     metrics_only: bool = False
     weighted: bool = False
     annotations: Annotations = field(default_factory=Annotations)
@@ -62,7 +62,7 @@ class MicrobatchProgram:
         return replace(self, frozen=frozenset(left))
 
 
-def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str = "loss") -> MicrobatchProgram:
+def trace_loss(model: BoundModel, function: UserFunction, batch: PyTree, name: str = "loss") -> MicrobatchProgram:
     """Trace ``function(model, batch)``, which returns a scalar, ``(scalar, metrics)`` or ``(sum, weight, metrics)``.
 
     The results are a loss, a weight and the metrics; without a weight of its own a micro-batch weighs 1.
@@ -86,19 +86,19 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: Any, name: str 
 
 
 def trace_results(
-    model: BoundModel, function: UserFunction, batch: Any, name: str = "loss"
+    model: BoundModel, function: UserFunction, batch: PyTree, name: str = "loss"
 ) -> tuple[MicrobatchProgram, list[tuple[str, tuple[int, ...]]]]:
     """``trace_loss`` without a check of what was traced; and the names and shapes of the metrics."""
     seen: dict[str, Any] = {}
     shapes: list[tuple[str, tuple[int, ...]]] = []
 
-    def results(returned: Any) -> list[Any]:
+    def results(returned: PyTree) -> list[Array]:
         check_returned(returned, name)
-        seen["metrics_only"] = name != "loss" and isinstance(returned, Mapping)
-        seen["weighted"] = isinstance(returned, tuple) and len(returned) == 3
-        loss, weight, rest = _parts((0.0, returned) if seen["metrics_only"] else returned, name)
-        metrics, seen["tree"] = flatten_metrics(rest, name, seen["weighted"])
-        seen["summed"] = tuple(x.summed for x in metrics)
+        alone = name != "loss" and isinstance(returned, Mapping)
+        weighted = isinstance(returned, tuple) and len(returned) == 3
+        loss, weight, rest = _parts((0.0, returned) if alone else returned, name)
+        metrics, tree = flatten_metrics(rest, name, weighted)
+        seen.update(tree=tree, metrics_only=alone, weighted=weighted, summed=tuple(x.summed for x in metrics))
         shapes[:] = [(x.name, x.value.shape) for x in metrics]
         return [jnp.asarray(loss), jnp.asarray(weight, jnp.float32), *(x.value for x in metrics)]
 
@@ -106,19 +106,17 @@ def trace_results(
     return replace(objective, **seen), shapes
 
 
-def trace_prediction(model: BoundModel, function: UserFunction, batch: Any, name: str = "predict") -> MicrobatchProgram:
-    """Trace ``function(model, batch)``, which returns a tree of arrays with one row for each example.
-
-    Raises:
-      PartitionError: if an array has another number of rows.
-    """
-    seen: dict[str, Any] = {}
+def trace_prediction(
+    model: BoundModel, function: UserFunction, batch: PyTree, name: str = "predict"
+) -> MicrobatchProgram:
+    """Trace ``function(model, batch)``, which returns a tree of arrays with one row for each example."""
+    tree: PyTreeDef | None = None
     rows = microbatch_rows(batch)
 
-    def results(returned: Any) -> list[Any]:
+    def results(returned: PyTree) -> list[Array]:
+        nonlocal tree
         check_predicted(returned, name)
-        leaves, seen["tree"] = jax.tree.flatten(returned)
-        leaves = [jnp.asarray(x) for x in leaves]
+        leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, returned))
         for x in leaves:
             if x.ndim == 0 or x.shape[0] != rows:
                 raise PartitionError(
@@ -127,35 +125,22 @@ def trace_prediction(model: BoundModel, function: UserFunction, batch: Any, name
                 )
         return leaves
 
-    return replace(_trace(model, function, batch, results, name), tree=seen["tree"])
+    return replace(_trace(model, function, batch, results, name), tree=tree)
 
 
-def microbatch_shapes(batch: Any, count: int) -> Any:
-    """The shapes of one of ``count`` equal micro-batches of a batch of shapes; scalars are in each."""
-
-    def part(x: Any) -> Any:
-        return jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype) if x.shape else x
-
-    return jax.tree.map(part, batch)
-
-
-def with_rows(batch: Any, rows: int) -> Any:
-    """The shapes of a micro-batch with another number of examples."""
+def with_rows(batch: PyTree, rows: int) -> PyTree:
+    """The shapes of a batch with another number of examples, those of a micro-batch for example."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x, batch)
 
 
-def microbatch_rows(batch: Any) -> int:
+def microbatch_rows(batch: PyTree) -> int:
     """The number of examples of a micro-batch."""
     return next((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), 1)
 
 
 def _check_trained(objective: MicrobatchProgram, model: BoundModel) -> None:
     """Raise ``PartitionError`` if a loss depends on no parameter."""
-    moved = set(objective.parameters)
-    for op in objective.graph.operators:
-        if not moved.isdisjoint(op.inputs):
-            moved.update(op.outputs)
-    if objective.results[0] in moved:
+    if objective.results[0] in dependents(objective.graph.operators, objective.parameters):
         return
     if not model.parameters:
         raise PartitionError(
@@ -169,15 +154,10 @@ def _check_trained(objective: MicrobatchProgram, model: BoundModel) -> None:
     )
 
 
-def _parts(returned: Any, name: str) -> tuple[Any, Any, Any]:
-    if isinstance(returned, tuple) and len(returned) == 3:
-        loss, weight, metrics = returned
-    elif isinstance(returned, tuple) and len(returned) == 2:
-        (loss, metrics), weight = returned, 1.0
-    else:
-        loss, weight, metrics = returned, 1.0, {}
-    sizes: list[tuple[str, Any]] = [("loss", loss), ("weight", weight)]
-    for what, value in sizes:
+def _parts(returned: PyTree, name: str) -> tuple[PyTree, PyTree, PyTree]:
+    loss, *weights, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    weight: PyTree = weights[0] if weights else 1.0
+    for what, value in (("loss", loss), ("weight", weight)):
         shape, dtype = jnp.shape(value), jnp.result_type(value)
         if shape != () or (what == "loss" and not jnp.issubdtype(dtype, jnp.floating)):
             raise PartitionError(
@@ -188,7 +168,9 @@ def _parts(returned: Any, name: str) -> tuple[Any, Any, Any]:
     return loss, weight, metrics
 
 
-def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any, name: str) -> MicrobatchProgram:
+def _trace(
+    model: BoundModel, function: UserFunction, batch: PyTree, results: Callable[[PyTree], list[Array]], name: str
+) -> MicrobatchProgram:
     batch_leaves, batch_tree = jax.tree.flatten(batch)
     original = model.original
     parameters = [v.aval for v in original.parameters]
@@ -196,7 +178,7 @@ def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any, 
     counts = [len(parameters), len(state), 1, len(batch_leaves)]
     number = 0
 
-    def body(*leaves: Any) -> list[Any]:
+    def body(*leaves: Array) -> list[Array]:
         nonlocal number
         p, s, (key,), b = split(leaves, counts)
         returned, new_state = original.run(function, p, s, key, jax.tree.unflatten(batch_tree, b))
@@ -208,23 +190,15 @@ def _trace(model: BoundModel, function: UserFunction, batch: Any, results: Any, 
     shape = model.stage_shape
     closed, mentioned = sharding_annotations.trace(body, *parameters, *state, key, *batch_leaves, shape=shape)
     graph = read_graph(closed)
-    if model.cut is not None:
+    if model.cuts is not None:
         graph = _cut(graph, model, counts, number, name)
         counts[:2] = len(model.parameters), len(model.state)
         parameters = model.parameters
     graph = graph.with_parameters([k < len(parameters) for k in range(sum(counts))])
     graph = parameter_work_in_place(graph, [graph.inputs[len(parameters) + len(state)]])
-    p, s, (k,), b = split(graph.inputs, counts)
-    return MicrobatchProgram(
-        graph=replace(graph, stage_shape=shape),
-        parameters=tuple(p),
-        state=tuple(s),
-        key=k,
-        batch=tuple(b),
-        results=graph.outputs[:number],
-        new_state=graph.outputs[number:],
-        annotations=mentioned,
-    )
+    p, s, (k,), b = map(tuple, split(graph.inputs, counts))
+    outputs = graph.outputs[:number], graph.outputs[number:]
+    return MicrobatchProgram(replace(graph, stage_shape=shape), p, s, k, b, *outputs, annotations=mentioned)
 
 
 def _cut(graph: Graph, model: BoundModel, counts: Sequence[int], number: int, name: str) -> Graph:
@@ -242,10 +216,7 @@ def _cut(graph: Graph, model: BoundModel, counts: Sequence[int], number: int, na
         ) from None
 
 
-def split(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+def split(values: Sequence[T], counts: Sequence[int]) -> list[list[T]]:
     """Cut a sequence into pieces of given lengths."""
-    pieces, start = [], 0
-    for count in counts:
-        pieces.append(list(values[start : start + count]))
-        start += count
-    return pieces
+    rest = iter(values)
+    return [list(itertools.islice(rest, count)) for count in counts]

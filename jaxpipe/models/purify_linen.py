@@ -3,20 +3,20 @@
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
 from flax.core import lift
 from flax.linen import transforms
 
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.models.purify_nnx import Leaves, PureCall, Result, Role, is_array
 
 
 #: ``PureCall -> result``; what a decorator does with the call.
-Runner = Callable[[PureCall], Any]
+Runner = Callable[[PureCall], PyTree]
 
 _running: contextvars.ContextVar[frozenset[type]] = contextvars.ContextVar("running", default=frozenset())
 
@@ -40,13 +40,13 @@ def transform_class(cls: type[nn.Module], runner: Runner, enabled: Callable[[], 
 
 
 def transform_method(
-    method: Callable[..., Any], runner: Runner, enabled: Callable[[], bool], owner: type | None = None
-) -> Callable[..., Any]:
+    method: Callable[..., PyTree], runner: Runner, enabled: Callable[[], bool], owner: type | None = None
+) -> Callable[..., PyTree]:
     """A Linen method that is run by ``runner`` when its module is bound and not being initialized."""
     lifted = transforms.decorator_lift_transform(functools.partial(_lift, runner=runner), method)
 
     @functools.wraps(method)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         running = _running.get()
         if not enabled() or self.scope is None or self.is_initializing() or owner in running:
             return method(self, *args, **kwargs)
@@ -59,15 +59,22 @@ def transform_method(
     return call
 
 
-def _lift(method: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+def _lift(method: Callable[..., PyTree], *, runner: Runner) -> Callable[..., PyTree]:
     """A lifted transformation (see ``flax.core.lift``): all variables and keys in, mutable variables out."""
 
-    def inner(scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def inner(
+        scope_fn: Callable[..., PyTree],
+        repack_fn: Callable[..., PyTree],
+        variables: PyTree,
+        rngs: PyTree,
+        *args: PyTree,
+        **kwargs: PyTree,
+    ) -> PyTree:
         flat, treedef = jax.tree_util.tree_flatten_with_path((variables, rngs, args, kwargs))
         leaves = Leaves([(_name(path), value) for path, value in flat])
         result = Result()
 
-        def pure(*arrays: Any) -> list[Any]:
+        def pure(*arrays: Array) -> list[Array]:
             new = jax.tree_util.tree_unflatten(treedef, leaves.fill(arrays))
             scopes = scope_fn(new[0], new[1])
             output = method(scopes, *new[2], **new[3])
@@ -80,7 +87,7 @@ def _lift(method: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
     return lift.pack(inner, (True,), (True,), (True,), enable_kwargs=True)
 
 
-def _role(path: Sequence[Any]) -> Role:
+def _role(path: jax.tree_util.KeyPath) -> Role:
     """Role of a leaf of ``(variable groups, key groups, args, kwargs)``."""
     part = path[0].idx
     if part == 0:
@@ -88,9 +95,9 @@ def _role(path: Sequence[Any]) -> Role:
     return Role.KEY if part == 1 else Role.INPUT
 
 
-def _keys(path: Sequence[Any]) -> list[str]:
+def _keys(path: jax.tree_util.KeyPath) -> list[str]:
     return [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
 
 
-def _name(path: Sequence[Any]) -> str:
+def _name(path: jax.tree_util.KeyPath) -> str:
     return "/".join(_keys(path)) if path[0].idx < 2 else jax.tree_util.keystr(tuple(path[1:]))

@@ -12,16 +12,18 @@ import contextvars
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import flax.linen as nn
 import jax
 import numpy as np
 from flax import nnx
+from flax.typing import PathParts
 
+from jaxpipe.array_types import Array, PyTree, PyTreeDef
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.models.decorated_class import twin_class
 from jaxpipe.text.value_text import shown
@@ -42,19 +44,17 @@ class PureCall:
 
     Attributes:
       function: ``(*leaves) -> list of arrays``. To be traced once, before ``finish``.
-      leaves: its arguments: arrays, tracers or shapes.
-      roles, names: one for each leaf.
       held: leaves that their owner keeps alive anyway (variables, and arrays inside a container such as a tree of
         parameters), so that to store them costs nothing.
       finish: ``list of arrays -> the model's result``.
     """
 
-    function: Callable[..., list[Any]]
-    leaves: tuple[Any, ...]
+    function: Callable[..., list[Array]]
+    leaves: tuple[Array, ...]
     roles: tuple[Role, ...]
     names: tuple[str, ...]
     held: tuple[bool, ...]
-    finish: Callable[[Sequence[Any]], Any]
+    finish: Callable[[Sequence[Array]], PyTree]
 
     @property
     def parameters(self) -> tuple[bool, ...]:
@@ -62,18 +62,11 @@ class PureCall:
         return tuple(role is Role.PARAMETER for role in self.roles)
 
 
-def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
+def purify(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PureCall:
     """Make one call of ``function`` pure.
 
     Arrays among the arguments become leaves. NNX modules (anywhere in the arguments; ``function`` may be one) are
     split into parameters, state and keys, and receive their new state in ``finish``.
-
-    Args:
-      *args, **kwargs: its arguments; arrays, ``jax.ShapeDtypeStruct``, NNX modules, or static values.
-
-    Raises:
-      DifferentiationError: if an argument is a NumPy array of objects or strings.
-      ModelError: if ``function`` cannot be called with arrays.
 
     Example:
       >>> import jax.numpy as jnp
@@ -91,23 +84,17 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
     in_container = [len(path) > 2 for path, leaf in flat if is_array(leaf)]
     result = Result()
 
-    def pure(*leaves: Any) -> list[Any]:
+    def pure(*leaves: Array) -> list[Array]:
         count = len(variables.values)
-        rebuilt = iter(variables.build(leaves[:count]))
-        rest = iter(inputs.fill(leaves[count:]))
-        copies: list[Any] = []
-        values = []
-        for _, leaf in flat:
-            value = next(rebuilt) if is_module(leaf) else next(rest)
-            values.append(value)
-            if is_module(leaf):
-                copies.append(value)
+        copies: Sequence[PyTree] = variables.build(leaves[:count])
+        rebuilt, rest = iter(copies), iter(inputs.fill(leaves[count:]))
+        values = [next(rebuilt) if is_module(leaf) else next(rest) for _, leaf in flat]
         new_args, new_kwargs = jax.tree_util.tree_unflatten(treedef, values)
         with module_scopes(copies):
             output = function(*new_args, **new_kwargs)
         return result.take(output) + variables.changes(copies, leaves[:count])
 
-    def finish(outputs: Sequence[Any]) -> Any:
+    def finish(outputs: Sequence[Array]) -> PyTree:
         count = result.count
         variables.write(outputs[count:])
         return result.give(outputs[:count])
@@ -122,7 +109,7 @@ def purify(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PureCall:
     )
 
 
-def _check_target(function: Any) -> None:
+def _check_target(function: object) -> None:
     """Raise ``ModelError`` unless a call of ``function`` computes something: a function, or an NNX module."""
     if isinstance(function, nn.Module) and function.scope is None:
         raise ModelError(
@@ -135,16 +122,16 @@ def _check_target(function: Any) -> None:
         raise ModelError(f"{shown(function)} was given as a function. Pass a function or an NNX module.")
 
 
-def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(module: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
     return module(*args, **kwargs)
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> TypeGuard[Array]:
     """Return whether a leaf of the arguments is data: an array, a tracer or a shape. Python numbers are static."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
-def is_module(value: Any) -> bool:
+def is_module(value: object) -> bool:
     """Return whether a value holds NNX variables and is to be split: a module, ``nnx.Rngs``, an NNX optimizer."""
     return isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Variable)
 
@@ -152,7 +139,7 @@ def is_module(value: Any) -> bool:
 class Leaves:
     """Named leaves, parted into arrays and static values."""
 
-    def __init__(self, named: Sequence[tuple[str, Any]]):
+    def __init__(self, named: Sequence[tuple[str, PyTree]]):
         for name, value in named:
             if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "OSUMm":
                 raise DifferentiationError(
@@ -163,7 +150,7 @@ class Leaves:
         self.names = tuple(name for name, value in named if is_array(value))
         self.arrays = tuple(value for _, value in named if is_array(value))
 
-    def fill(self, arrays: Sequence[Any]) -> list[Any]:
+    def fill(self, arrays: Sequence[Array]) -> list[PyTree]:
         """All leaves, with other arrays."""
         new = iter(arrays)
         return [next(new) if is_array(value) else value for _, value in self._named]
@@ -175,7 +162,7 @@ class Result:
     def __init__(self) -> None:
         self.count = 0
 
-    def take(self, output: Any) -> list[Any]:
+    def take(self, output: PyTree) -> list[Array]:
         """The arrays of a result."""
         leaves, self._treedef = jax.tree.flatten(output)
         self._static = [None if is_array(x) else (x,) for x in leaves]
@@ -183,7 +170,7 @@ class Result:
         self.count = len(arrays)
         return arrays
 
-    def give(self, arrays: Sequence[Any]) -> Any:
+    def give(self, arrays: Sequence[Array]) -> PyTree:
         """The result with other arrays."""
         new = iter(arrays)
         return jax.tree.unflatten(self._treedef, [next(new) if s is None else s[0] for s in self._static])
@@ -192,7 +179,7 @@ class Result:
 class _Variables:
     """The variables of some NNX modules as flat arrays."""
 
-    def __init__(self, modules: Sequence[Any]):
+    def __init__(self, modules: Sequence[nnx.Pytree]):
         self._modules = tuple(modules)
         self._graphdef, state = nnx.split(self._modules)
         flat, self._treedef = jax.tree_util.tree_flatten_with_path(state)
@@ -200,13 +187,13 @@ class _Variables:
         self.names = tuple(_variable_name(path, len(modules)) for path, _ in flat)
         self.values = tuple(value for _, value in flat)
         self.roles = tuple(kinds[_variable_path(path, kinds)] for path, _ in flat)
-        self._changed: list[tuple[Any, Any]] = []
+        self._changed: list[tuple[tuple[Any, ...], PyTreeDef]] = []
 
-    def build(self, values: Sequence[Any]) -> Sequence[Any]:
+    def build(self, values: Sequence[Array]) -> Sequence[nnx.Pytree]:
         """New modules with other values."""
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, values), copy=True) if self._modules else ()
 
-    def changes(self, copies: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    def changes(self, copies: Sequence[nnx.Pytree], old: Sequence[Array]) -> list[Array]:
         """The values of variables that a call has set or added; remembers which."""
         before = dict(nnx.to_flat_state(jax.tree.unflatten(self._treedef, old)))
         self._changed = []
@@ -219,7 +206,7 @@ class _Variables:
                 arrays.extend(leaves)
         return arrays
 
-    def write(self, arrays: Sequence[Any]) -> None:
+    def write(self, arrays: Sequence[Array]) -> None:
         """Set the variables that a call has changed to their new values, and add the new ones."""
         new = iter(arrays)
         known = dict(nnx.to_flat_state(nnx.split(self._modules)[1]))
@@ -229,7 +216,7 @@ class _Variables:
             if path in known:
                 updated.append((path, variable))
             else:
-                owner = self._modules
+                owner: PyTree = self._modules
                 for key in path[:-1]:
                     owner = owner[key] if isinstance(key, int) else getattr(owner, key)
                 setattr(owner, path[-1], variable)
@@ -237,24 +224,24 @@ class _Variables:
             nnx.update(self._modules, nnx.from_flat_state(updated))
 
 
-def _role(variable: Any) -> Role:
+def _role(variable: nnx.Variable) -> Role:
     if isinstance(variable, nnx.Param):
         return Role.PARAMETER
     return Role.KEY if isinstance(variable, nnx.RngState) else Role.STATE
 
 
-def _variable_path(path: Sequence[Any], known: Mapping[Any, Any]) -> tuple[Any, ...]:
+def _variable_path(path: jax.tree_util.KeyPath, known: Collection[PathParts]) -> PathParts:
     """The path of the variable that a leaf belongs to."""
     keys = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
     return next(keys[:n] for n in range(len(keys), -1, -1) if keys[:n] in known)
 
 
-def _variable_name(path: Sequence[Any], modules: int) -> str:
+def _variable_name(path: jax.tree_util.KeyPath, modules: int) -> str:
     keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
     return "/".join(keys[1:] if modules == 1 else keys)
 
 
-def _name(path: Sequence[Any]) -> str:
+def _name(path: jax.tree_util.KeyPath) -> str:
     """Name of an argument: ``0['w']`` for ``args[0]["w"]``, ``train`` for a keyword."""
     first, rest = path[1], path[2:]
     return str(getattr(first, "idx", getattr(first, "key", first))) + jax.tree_util.keystr(tuple(rest))
@@ -269,7 +256,7 @@ _here: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("here", 
 
 
 @contextlib.contextmanager
-def module_scopes(modules: Sequence[Any]) -> Iterator[None]:
+def module_scopes(modules: Sequence[nnx.Module]) -> Iterator[None]:
     """Run every NNX module's ``__call__`` under a ``jax.named_scope`` of its path, as Linen does by itself.
 
     The modules are private copies: for the time of the call their class is one that opens the scope.
@@ -304,7 +291,7 @@ _SCOPED = "_jaxpipe_scoped"
 
 @functools.cache
 def _scoped_class(cls: type) -> type:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         path = _scopes.get().get(id(self), ())
         here = _here.get()
         below = path[len(here) :] if path[: len(here)] == here else path

@@ -7,18 +7,18 @@ computed, and each result is selected by itself: what a parameter's update depen
 """
 
 import contextlib
-import functools
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array, PyTree, Shaped
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.master_weights import MasterWeightsState
 from jaxpipe.gradients.per_stage import known_stages
@@ -29,6 +29,9 @@ from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.captures import without_captures
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, eq=False)
 class TracedUpdate:
     """``optimizer.update`` and ``apply_updates`` on the whole tree.
@@ -37,7 +40,6 @@ class TracedUpdate:
       graph: ``(parameters, gradients, optimizer state) -> (new parameters, new optimizer state)``, flat. The gradient
         of a parameter that has a float32 master weight is float32, any other of its parameter's type.
       owner: the parameter of the model's own that each leaf of the state belongs to, None if to none.
-      state_avals: the leaves of the state, those that belong to a cut parameter cut as that is.
       state_shape, state_stacks: the state as optax has it, and how its leaves are cut.
       trained: by parameter, whether its gradient is among the inputs (``jaxpipe.models.trained_parameters``).
       per_stage: whether some of it looks at each stage apart (``jaxpipe.gradients.per_stage``).
@@ -45,8 +47,8 @@ class TracedUpdate:
 
     graph: Graph
     owner: tuple[int | None, ...]
-    state_avals: tuple[Any, ...]
-    state_shape: Any
+    state_avals: tuple[jax.ShapeDtypeStruct, ...]
+    state_shape: optax.OptState
     state_stacks: Stacks
     trained: tuple[bool, ...]
     per_stage: bool
@@ -76,11 +78,14 @@ def trace_update(
     state_avals, state_tree = jax.tree.flatten(state_shape)
     owner = _owners(optimizer, state_shape, whole)
     assert len(owner) == len(state_avals)
-    state_stacks = Stacks(tuple(map(functools.partial(_cut_as, stacks), owner, state_avals)))
+    # A leaf is cut as its parameter, if it has as many rows.
+    cuts = [None if k is None else stacks.bounds[k] for k in owner]
+    bounds = (c if c and a.shape[:1] == c[-1:] else None for c, a in zip(cuts, state_avals, strict=True))
+    state_stacks = Stacks(tuple(bounds))
     count, mastered = len(avals), _with_masters(state_shape, owner)
     gradients = [jax.ShapeDtypeStruct(a.shape, jnp.float32) if k in mastered else a for k, a in enumerate(avals)]
 
-    def update(*leaves: Any) -> list[Any]:
+    def update(*leaves: Array) -> list[Array]:
         parameters, gradients = (
             without_captures(whole.parameter_tree(part)) for part in (leaves[:count], leaves[count : 2 * count])
         )
@@ -95,7 +100,7 @@ def trace_update(
     with known_stages(jax.tree.leaves(whole.parameter_tree(first))) as stages:
         graph = _named(optimizer, lambda: trace(update, *avals, *gradients, *state_avals))
     graph = _without_conditionals(graph, (*range(count), *range(count), *owner))
-    if model.cut is not None:
+    if model.cuts is not None:
         if stages.asked:
             raise PartitionError(
                 "optimizer: gradients.per_stage puts each parameter into one stage, and unroll_scans puts stacked ones "
@@ -116,10 +121,10 @@ def trace_update(
 def _check(
     optimizer: optax.GradientTransformation,
     model: BoundModel,
-    parameters: Any,
-    updates: Any,
-    before: Sequence[Any],
-    after: Sequence[Any],
+    parameters: optax.Params,
+    updates: optax.Updates,
+    before: Sequence[Shaped],
+    after: Sequence[Array],
 ) -> None:
     """Raise ``PartitionError`` unless there is an update for each parameter, and a state as before."""
     who = ", ".join(dict.fromkeys(_parts(optimizer.update))) or "the transformation"
@@ -169,7 +174,7 @@ def _transformation(functions: Iterable[str]) -> str | None:
     return next((match[1] for match in matches if match and match[1] != "with_extra_args_support"), None)
 
 
-def _parts(function: Any, depth: int = 8) -> Iterator[str]:
+def _parts(function: object, depth: int = 8) -> Iterator[str]:
     """The transformations that an update is made of, by what it closes over."""
     if isinstance(function, Mapping):
         function = tuple(function.values())
@@ -186,7 +191,7 @@ def _parts(function: Any, depth: int = 8) -> Iterator[str]:
         yield from inner if name in (None, "chain", "named_chain") else [name, *inner]
 
 
-def _named(optimizer: optax.GradientTransformation, run: Callable[[], Any]) -> Any:
+def _named(optimizer: optax.GradientTransformation, run: Callable[[], T]) -> T:
     """Run a function; an exception of a transformation becomes a ``PartitionError`` with its name."""
     try:
         return run()
@@ -217,7 +222,9 @@ def _named(optimizer: optax.GradientTransformation, run: Callable[[], Any]) -> A
         ) from error
 
 
-def _owners(optimizer: optax.GradientTransformation, shape: Any, model: BoundModel) -> tuple[int | None, ...]:
+def _owners(
+    optimizer: optax.GradientTransformation, shape: optax.OptState, model: BoundModel
+) -> tuple[int | None, ...]:
     """The parameter that each leaf of the optimizer state belongs to; None for one that belongs to none.
 
     Optax tells it. It calls ``init`` with something else than a tree of parameters, which functions that choose
@@ -238,10 +245,10 @@ def _owners(optimizer: optax.GradientTransformation, shape: Any, model: BoundMod
     return tuple(numbers_of_leaves)
 
 
-def _with_masters(state_shape: Any, owner: Sequence[int | None]) -> set[int | None]:
+def _with_masters(state_shape: optax.OptState, owner: Sequence[int | None]) -> set[int | None]:
     """The parameters that have a master weight."""
 
-    def mark(part: Any) -> Any:
+    def mark(part: PyTree) -> PyTree:
         if isinstance(part, MasterWeightsState):
             return jax.tree.map(lambda _: True, part.masters), jax.tree.map(lambda _: False, part.inner)
         return False
@@ -254,23 +261,23 @@ def _with_masters(state_shape: Any, owner: Sequence[int | None]) -> set[int | No
 class _Owned:
     """A tree that belongs to a parameter, by its number; it has the parameter's shape and dtype as attributes."""
 
-    def __init__(self, number: int | None, value: Any):
+    def __init__(self, number: int | None, value: PyTree):
         self.number, self.value = number, value
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in ("shape", "ndim", "dtype", "size"):
             return getattr(self.value, name)
         raise AttributeError(name)
 
-    def tree_flatten(self) -> Any:
+    def tree_flatten(self) -> tuple[tuple[PyTree], int | None]:
         return (self.value,), self.number
 
     @classmethod
-    def tree_unflatten(cls, number: Any, children: Any) -> "_Owned":
+    def tree_unflatten(cls, number: int | None, children: tuple[PyTree]) -> "_Owned":
         return cls(number, *children)
 
 
-def _marked(part: Any, numbers: Any) -> Any:
+def _marked(part: PyTree, numbers: PyTree) -> PyTree:
     """A state that is like the tree of parameters, with a parameter's number for all that is in its place.
 
     A ``MaskedNode`` stands where a transformation leaves out a parameter, or a whole branch of the tree.
@@ -281,12 +288,6 @@ def _marked(part: Any, numbers: Any) -> Any:
         return part
     children, level = jax.tree.flatten(numbers, is_leaf=lambda x: x is not numbers)
     return jax.tree.unflatten(level, list(map(_marked, level.flatten_up_to(part), children)))
-
-
-def _cut_as(stacks: Stacks, owner: int | None, aval: Any) -> tuple[int, ...] | None:
-    """Rows at which a leaf of the optimizer state is cut: as its parameter, if it has as many rows."""
-    cuts = None if owner is None else stacks.bounds[owner]
-    return cuts if cuts is not None and aval.shape[:1] == cuts[-1:] else None
 
 
 def _cut(graph: Graph, whole: BoundModel, parameters: Stacks, state: Stacks) -> Graph:
@@ -339,7 +340,7 @@ def _selected(builder: GraphBuilder, op: Operator, read: Sequence[int]) -> list[
     which, operands = atoms[0], atoms[1:]
     ways = [builder.read(program, operands, path=op.path) for program in op.params["branches"]]
 
-    def select(which: Any, *cases: Any) -> Any:
+    def select(which: Array, *cases: Array) -> Array:
         return jax.lax.select_n(jnp.clip(which.astype(jnp.int32), 0, len(cases) - 1), *cases)
 
     results = []

@@ -6,22 +6,18 @@ A gradient that is not among them (``optax.set_to_zero``, a mask, a group of ``m
 that would only have counted it, such as the moments of a parameter that is set back behind Adam, stays as it was.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from jaxpipe import _compat
-from jaxpipe.graph.graph import Graph, Operator, live
+from jaxpipe.graph.graph import Operator, dependents, live
 from jaxpipe.models.traced_update import TracedUpdate
 
 
 def without_frozen(update: TracedUpdate, trained: Sequence[bool] | None = None) -> TracedUpdate:
-    """Leave out of an update the gradients that it does not need.
-
-    Args:
-      trained: by parameter, whether its gradient is an input nevertheless; left out: it is if it is needed.
-    """
+    """Leave gradients out of an update that it does not need, or those of parameters that are not ``trained``."""
     graph, count = update.graph, len(update.trained)
     gradients, state = graph.inputs[count : 2 * count], graph.inputs[2 * count :]
     needed = _needed(update)
@@ -29,17 +25,13 @@ def without_frozen(update: TracedUpdate, trained: Sequence[bool] | None = None) 
         trained = [t in needed for t in gradients]
     lost = [t for t, kept in zip(gradients, trained, strict=True) if not kept]
     assert needed.isdisjoint(lost), "the update needs a gradient that was thought not to be needed"
-    changed = _reached(graph, lost)
-    zeros = _zeros(graph.operators)
+    changed, zeros = dependents(graph.operators, lost), _zeros(graph.operators)
     maker = {t: op for op in graph.operators for t in op.outputs}
-    parameters = [
-        old if _adds_zero(maker.get(new), old, zeros) else new
-        for old, new in zip(graph.inputs[:count], graph.outputs[:count], strict=True)
-    ]
+    pairs = zip(graph.inputs[:count], graph.outputs[:count], strict=True)
+    parameters = [old if _adds_zero(maker.get(new), old, zeros) else new for old, new in pairs]
     new_state = [old if new in changed else new for old, new in zip(state, graph.outputs[count:], strict=True)]
-    kept = [t for t, read in zip(gradients, trained, strict=True) if read]
     outputs = (*parameters, *new_state)
-    inputs = (*graph.inputs[:count], *kept, *state)
+    inputs = tuple(t for t in graph.inputs if t not in lost)
     small = replace(graph, inputs=inputs, outputs=outputs, operators=live(graph.operators, outputs))
     return replace(update, graph=small, trained=tuple(trained))
 
@@ -59,15 +51,6 @@ def _needed(update: TracedUpdate) -> set[int]:
         if not more:
             return needed
         wanted |= more
-
-
-def _reached(graph: Graph, sources: Iterable[int]) -> set[int]:
-    """The tensors that depend on some of the inputs."""
-    reached = set(sources)
-    for op in graph.operators:
-        if not reached.isdisjoint(op.inputs):
-            reached.update(op.outputs)
-    return reached
 
 
 #: Operators that make zeros of zeros.

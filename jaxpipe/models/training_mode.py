@@ -1,10 +1,11 @@
 """Signs that an evaluation or a prediction runs in training mode: random draws, new batch statistics."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Equation
 from jaxpipe.errors import TrainingModeWarning, warn
+from jaxpipe.graph.graph import dependents
 from jaxpipe.models.batch_statistics import find_statistics
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
@@ -17,23 +18,11 @@ _DRAWS = frozenset(("random_bits", "random_gamma", "rng_bit_generator", "threefr
 def warn_if_training(
     objective: MicrobatchProgram, model: BoundModel, name: str, rows: int, trace: Callable[[int], MicrobatchProgram]
 ) -> None:
-    """Give a ``TrainingModeWarning`` if a function draws from the model's random streams, or updates statistics.
-
-    Args:
-      trace: traces the function for another number of examples.
-    """
+    """Give a ``TrainingModeWarning`` if a function draws from the model's random streams, or updates statistics."""
     drawn = random_draws(objective)
     updated = [model.state[k].name for k in find_statistics(objective, rows, trace).state]
-    if drawn or updated:
-        _warn(name, drawn, updated)
-
-
-def _warn(name: str, drawn: Sequence[str], updated: Sequence[str]) -> None:
-    """Warn that an evaluation or a prediction runs as training does.
-
-    Args:
-      drawn: module paths where random numbers are drawn.
-    """
+    if not drawn and not updated:
+        return
     signs = [
         f"{verb} {', '.join(items[:3])}{' and others' if len(items) > 3 else ''}"
         for verb, items in (("draws random numbers in", drawn), ("computes new batch statistics for", updated))
@@ -49,17 +38,13 @@ def _warn(name: str, drawn: Sequence[str], updated: Sequence[str]) -> None:
 
 def random_draws(objective: MicrobatchProgram) -> list[str]:
     """Return the paths of the modules that draw random numbers which follow from the micro-batch's key."""
-    seeded, paths = {objective.key}, {}
-    for op in objective.graph.operators:
-        if seeded.isdisjoint(op.inputs):
-            continue
-        seeded.update(op.outputs)
-        if op.equation is not None and _draws(op.equation):
-            paths[op.path or op.label] = None
-    return list(paths)
+    operators = objective.graph.operators
+    seeded = dependents(operators, [objective.key])
+    reading = [op for op in operators if op.equation is not None and not seeded.isdisjoint(op.inputs)]
+    return list(dict.fromkeys(op.path or op.label for op in reading if _draws(op.equation)))
 
 
-def _draws(equation: Any) -> bool:
+def _draws(equation: Equation) -> bool:
     if equation.primitive.name in _DRAWS:
         return True
     return any(

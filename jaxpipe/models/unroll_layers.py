@@ -5,8 +5,7 @@ rows of each group of iterations (``jaxpipe.models.bound_model.unstack``). ``jax
 programs over the pieces: of the loss, of evaluation and prediction, and of the optimizer.
 """
 
-from typing import Any
-
+from jaxpipe.array_types import PyTree
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.split_scan import MixedRowsError, scan_operands, split_rows
 from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
@@ -15,11 +14,7 @@ from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss
 
 
 def unroll(model: BoundModel, objective: MicrobatchProgram, rows: int) -> BoundModel:
-    """The model with the variables of its scans cut into groups of ``rows`` layers.
-
-    Raises:
-      PartitionError: if the loss has no scan over stacked parameters, or something else needs several layers at once.
-    """
+    """Return the model with the variables of its scans cut into groups of ``rows`` layers."""
     graph = objective.graph
     variables = {t: k for k, t in enumerate((*objective.parameters, *objective.state))}
     lengths = scanned_variables(objective)
@@ -51,7 +46,7 @@ def unroll(model: BoundModel, objective: MicrobatchProgram, rows: int) -> BoundM
 
 
 def trace_unrolled(
-    model: BoundModel, loss: UserFunction, batch: Any, rows: int
+    model: BoundModel, loss: UserFunction, batch: PyTree, rows: int
 ) -> tuple[BoundModel, MicrobatchProgram]:
     """A model and its loss for one micro-batch, its scans cut into groups of ``rows`` iterations; 0: as they are."""
     objective = trace_loss(model, loss, batch)
@@ -80,11 +75,7 @@ def scanned_variables(objective: MicrobatchProgram) -> dict[int, int]:
 
 
 def check_unroll(rows: int, exchanged: bool) -> int:
-    """The iterations that stay together when scans are unrolled; 0 if they are not.
-
-    Raises:
-      PartitionError: if that is no such number, or gradients are exchanged by blocks of whole parameters.
-    """
+    """Return the iterations that stay together when scans are unrolled; 0 if they are not."""
     if not isinstance(rows, int) or rows < 0:
         raise PartitionError(
             f"unroll_scans={rows!r}; it must be True, the number of iterations that stay together, or False."

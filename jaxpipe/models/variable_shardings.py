@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
 
 from flax.linen import get_logical_axis_rules
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import PartitionError
+from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.sharding_propagation import Propagated, propagate
 from jaxpipe.models.bound_model import BoundModel, Variable
 from jaxpipe.models.microbatch_program import MicrobatchProgram
@@ -45,7 +45,7 @@ class Shardings:
     state: tuple[P, ...]
     optimizer: tuple[P, ...]
     batch_axes: tuple[str, ...]
-    _propagated: dict[int, Any] = field(default_factory=dict)
+    _propagated: dict[int, tuple[Graph, Propagated]] = field(default_factory=dict)
 
     def propagated(self, objective: MicrobatchProgram) -> Propagated:
         """Return how the arrays of a program of these variables are split."""
@@ -71,12 +71,7 @@ class Shardings:
 
 @dataclass(frozen=True)
 class _Resolver:
-    """Finds the mesh axes that annotations stand for.
-
-    Attributes:
-      shape: the mesh axes, and their sizes.
-      rules: of logical axes.
-    """
+    """Finds the mesh axes that annotations mean, by the ``rules`` for logical ones."""
 
     shape: Mapping[str, int]
     rules: AxisRules
@@ -116,30 +111,17 @@ def shardings_of(
     replicas: int,
     options: PlanOptions,
 ) -> Shardings:
-    """Return how a plan splits the variables of a model and its optimizer state.
-
-    Args:
-      submesh: the axes over which a stage may be sharded.
-
-    Raises:
-      PartitionError: if an axis is unknown, splits nothing, or does not divide a dimension.
-    """
+    """Return how a plan splits the variables of a model and its optimizer state."""
+    groups, whole = [], model.original
     resolver = _Resolver(submesh.shape, options.axis_rules or get_logical_axis_rules())
-    _check_patterns(options.shardings, (*model.original.parameters, *model.original.state), resolver)
-    groups = []
-    for variables, annotated, stacks in zip(
-        (model.original.parameters, model.original.state),
-        model.original.annotated or ((), ()),
-        model.stacks,
-        strict=True,
-    ):
-        marks = annotated or (P(),) * len(variables)
-        whole = [_spec(v, mark, options.shardings, resolver) for v, mark in zip(variables, marks, strict=True)]
-        groups.append(tuple(whole[k] for k in stacks.leaf_of))
-    pieces = zip((model.parameters, model.state), groups, strict=True)
-    for variable, spec in ((v, spec) for some, specs in pieces for v, spec in zip(some, specs, strict=True)):
-        _check_divides(variable, spec, submesh.shape)
+    _check_patterns(options.shardings, (*whole.parameters, *whole.state), resolver)
+    for variables, marks, stacks in zip((whole.parameters, whole.state), whole.annotated, model.stacks, strict=True):
+        pairs = zip(variables, marks or (P(),) * len(variables), strict=True)
+        specs = [_spec(v, mark, options.shardings, resolver) for v, mark in pairs]
+        groups.append(tuple(specs[k] for k in stacks.leaf_of))
     parameters, state = groups
+    for variable, spec in zip((*model.parameters, *model.state), (*parameters, *state), strict=True):
+        _check_divides(variable, spec, submesh.shape)
     batch_axes = tuple(axis for axis in BATCH_AXES if axis in submesh.shape)
     if options.batch_axes is not None:
         _check_axes("batch_axes", options.batch_axes, resolver)
@@ -179,14 +161,15 @@ def _optimizer_specs(
 ) -> tuple[P, ...]:
     """Return specs by leaf of the optimizer state, those of its parameters; with ZeRO over replicas, too."""
     specs = []
-    spec_by_leaf = dict(zip(model.stacks[0].leaf_of, parameters, strict=True))
-    shapes = {leaf: v.aval.shape for leaf, v in zip(model.stacks[0].leaf_of, model.parameters, strict=True)}
+    pieces = zip(model.stacks[0].leaf_of, parameters, (v.aval.shape for v in model.parameters), strict=True)
+    of_leaf = {leaf: (spec, shape) for leaf, spec, shape in pieces}
     for leaf, aval in zip(update.state_stacks.leaf_of, update.state_avals, strict=True):
-        owner = update.owner[leaf]
-        alike = owner is not None and aval.shape[1:] == shapes[owner][1:] and len(aval.shape) == len(shapes[owner])
-        spec = spec_by_leaf[owner] if owner is not None and alike else P()
-        if options.zero and owner is not None and replicas > 1:
-            spec = _over_replicas(spec, aval.shape, submesh, replicas)
+        owner, spec = update.owner[leaf], P()
+        if owner is not None:
+            owned, shape = of_leaf[owner]
+            spec = owned if aval.shape[1:] == shape[1:] and len(aval.shape) == len(shape) else P()
+            if options.zero and replicas > 1:
+                spec = _over_replicas(spec, aval.shape, submesh, replicas)
         specs.append(spec)
     return tuple(specs) if any(spec != P() for spec in specs) else ()
 

@@ -1,7 +1,6 @@
 """Trees of a model's variables, matched with the model's own by path."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 from flax import nnx
 from flax.core import meta
 
+from jaxpipe.array_types import ArrayLike, PyTree, Shaped
 from jaxpipe.errors import ModelError
 
 
@@ -19,7 +19,7 @@ Path = tuple[str, ...]
 _LISTED = 5
 
 
-def plain_tree(variables: Any) -> Any:
+def plain_tree(variables: PyTree) -> PyTree:
     """The variables as a tree: those of an NNX module, or of a Linen module with variables (``module.bind``)."""
     if isinstance(variables, nnx.Module):
         return nnx.state(variables)
@@ -28,12 +28,12 @@ def plain_tree(variables: Any) -> Any:
     return variables
 
 
-def by_path(tree: Any) -> dict[Path, Any]:
+def by_path(tree: PyTree) -> dict[Path, PyTree]:
     """The arrays of a tree by path, in the order of ``jax.tree.leaves``.
 
     Boxes around arrays (``nnx.Variable``, ``nn.Partitioned``) are no part of a path.
     """
-    arrays: dict[Path, Any] = {}
+    arrays: dict[Path, PyTree] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(plain_tree(tree), is_leaf=_is_box)[0]:
         keys = tuple(map(key_name, path))
         if _is_box(leaf):
@@ -43,13 +43,13 @@ def by_path(tree: Any) -> dict[Path, Any]:
     return arrays
 
 
-def random_paths(tree: Any) -> set[Path]:
+def random_paths(tree: PyTree) -> set[Path]:
     """The paths of the random streams of NNX in a tree."""
     flat = jax.tree_util.tree_flatten_with_path(plain_tree(tree), is_leaf=_is_box)[0]
     return {tuple(map(key_name, path)) for path, leaf in flat if isinstance(leaf, nnx.RngState)}
 
 
-def key_name(key: Any) -> str:
+def key_name(key: object) -> str:
     """One key of a path of ``jax.tree_util``."""
     return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
 
@@ -65,12 +65,11 @@ def common_level(paths: Collection[Path]) -> Path:
 
 
 def select(
-    variables: Any, expected: Mapping[Path, Any], levels: Sequence[Path] = (), ignored: Collection[Path] = ()
-) -> list[Any]:
+    variables: PyTree, expected: Mapping[Path, Shaped], levels: Sequence[Path] = (), ignored: Collection[Path] = ()
+) -> list[ArrayLike]:
     """Return the arrays of a tree that are a model's variables, in the model's order.
 
     Args:
-      variables: a tree of the model's variables, in any containers.
       expected: by path, the shape and dtype of each variable.
       levels: the outermost keys, any of which the tree may lack.
 
@@ -98,11 +97,11 @@ def select(
     return [given[path] for path in expected]
 
 
-def _is_box(x: Any) -> bool:
+def _is_box(x: object) -> bool:
     return isinstance(x, (nnx.Variable, meta.AxisMetadata))
 
 
-def _unboxed(box: Any) -> Any:
+def _unboxed(box: nnx.Variable | meta.AxisMetadata) -> PyTree:
     """The value in a box; that of a Linen box is taken as it is, on whatever devices it may be wanted later."""
     return box.get_value() if isinstance(box, nnx.Variable) else jax.tree.leaves(box)[0]
 
@@ -111,7 +110,7 @@ def _name(path: Path) -> str:
     return "/".join(path) or "the tree itself"
 
 
-def _text(x: Any) -> str:
+def _text(x: PyTree) -> str:
     """Dtype and shape, with the dtype that JAX gives the array."""
     if not hasattr(x, "dtype"):
         return f"{x!r} ({type(x).__name__}), which is no array"

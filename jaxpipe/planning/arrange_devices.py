@@ -12,14 +12,10 @@ from jaxpipe.sharding.mesh_axes import STAGE
 
 
 def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mesh:
-    """Return the same mesh with other devices in its places.
+    """Return the same mesh with the devices of each stage's team, numbers in ``mesh.devices.flat``, in its places.
 
-    Args:
-      mesh: with an axis ``stage``, and perhaps one of replicas.
-      teams: the devices of each stage, as positions in ``mesh.devices.flat``; one for each replica, or, on a mesh
-        with one axis, any number: they take places that follow each other.
-      network: its links decide which replicas of neighboring stages exchange messages: the pairing whose slowest
-        link is the fastest.
+    On a mesh with one axis these follow each other. Otherwise there is one for each replica, and replicas of
+    neighboring stages are paired so that the slowest link between two is the fastest.
     """
     flat = mesh.devices.flatten()
     if mesh.devices.ndim == 1:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
 from jaxpipe.plan import BalanceRound
+from jaxpipe.planning.cuts.placed_stages import stage_speeds
 from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.text.progress import tell
 
@@ -23,11 +24,9 @@ MOST_ROUNDS = 3
 
 
 def balanced(first: PlannedStep, cut_again: Callable[[Profile], PlannedStep | None]) -> PlannedStep:
-    """The plan with the shortest step of all that the loop comes by, with a record of the rounds.
+    """Return the plan with the shortest step of all that the loop comes by, with a record of the rounds.
 
-    Args:
-      first: the plan of the first cut.
-      cut_again: makes a plan for another profile; None if it keeps no budget.
+    ``cut_again`` makes a plan for another profile; None if it keeps no budget.
     """
     best = now = first
     rounds = [_round(first)]
@@ -53,19 +52,10 @@ def balanced(first: PlannedStep, cut_again: Callable[[Profile], PlannedStep | No
 
 
 def _round(planned: PlannedStep) -> BalanceRound:
-    network, stages = (
-        planned.partition.network,
-        zip(planned.plan.stages, planned.plan.stage_replicas.per_stage, strict=True),
-    )
-    seconds = [
-        (stage.forward_seconds + stage.backward_seconds) / (width * min(network.speed[d] for d in stage.devices))
-        for stage, width in stages
-    ]
-    return BalanceRound(
-        cuts=tuple(stage.operators[1] for stage in planned.plan.stages[:-1]),
-        stage_seconds=tuple(seconds),
-        step_seconds=planned.plan.step_seconds,
-    )
+    plan, speeds = planned.plan, stage_speeds(planned.partition)
+    stages = zip(plan.stages, plan.stage_replicas.per_stage, speeds, strict=True)
+    seconds = [(stage.forward_seconds + stage.backward_seconds) / (width * speed) for stage, width, speed in stages]
+    return BalanceRound(tuple(stage.operators[1] for stage in plan.stages[:-1]), tuple(seconds), plan.step_seconds)
 
 
 def _charged(planned: PlannedStep) -> Profile:

@@ -1,31 +1,152 @@
-"""Checks of the arguments of ``partition``: mesh, network, schedule, runtime."""
+"""Checks of the arguments of ``partition``, before anything is traced."""
 
+# More than 15 of our modules: each argument is checked by the module that uses it.
 from collections.abc import Sequence
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 import jax
+import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from jaxpipe.costs.network import Network
-from jaxpipe.errors import (
-    FewExamplesWarning,
-    PartitionError,
-    warn,
-)
+from jaxpipe.costs.profile import Profile
+from jaxpipe.costs.profile_model import Source
+from jaxpipe.errors import BatchError, FewExamplesWarning, PartitionError, warn
+from jaxpipe.gradients.block_sparse import BlockSparse
+from jaxpipe.graph.codec_policy import FAST, Policy, parse
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES
-from jaxpipe.models.check_arguments import check_function
+from jaxpipe.models.bound_model import UserFunction, check_model
+from jaxpipe.models.check_arguments import check_flag, check_function, check_optimizer, check_seconds
+from jaxpipe.models.unroll_layers import check_unroll
+from jaxpipe.models.variable_shardings import check_exchanged
+from jaxpipe.options import PlanOptions
+from jaxpipe.plan import HostPlan
+from jaxpipe.planning.storage.fastest_choice import check_solver
+from jaxpipe.planning.storage.host_memory import check_host_memory
+from jaxpipe.runtime.gradient_precision import check_gradient_dtype
+from jaxpipe.runtime.replica_exchange import check_exchange
 from jaxpipe.schedules import BY_NAME, Schedule
 from jaxpipe.schedules.names import plain_name, schedule_named
 from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker
-from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE
+from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE, with_own_names
+from jaxpipe.sharding.submesh import Submesh, split_mesh
+from jaxpipe.text.units import parse_bytes, whole_number
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """The checked arguments of ``partition``; of several ``schedules``, the fastest is wanted.
+
+    ``mesh`` has the axes ``stage`` and perhaps ``data``, and the first device of each group of ``submesh``.
+    ``num_stages`` is what the mesh has along its stage axis. ``devices_per_stage`` is how many of these devices each
+    stage has, or whether that may be chosen. ``host`` is what becomes of ``PlanOptions.host_memory``.
+    ``several_sizes``: batches of several sizes are listed.
+    """
+
+    model: Any
+    mesh: Mesh
+    loss: UserFunction
+    optimizer: optax.GradientTransformation
+    budget: int | None
+    num_microbatches: int | None
+    schedules: tuple[ScheduleMaker, ...]
+    profile: Source | Profile
+    network: Network | None
+    policy: Policy
+    exchange: BlockSparse | None
+    unroll_scans: int
+    num_stages: int
+    replicas: int
+    devices_per_stage: bool | tuple[int, ...]
+    host: HostPlan | None = None
+    gradient_dtype: np.dtype[Any] | None = None
+    runtime: Literal["auto", "mpmd", "spmd"] = "auto"
+    several_sizes: bool = False
+    submesh: Submesh = field(default_factory=Submesh)
+    options: PlanOptions = field(default_factory=PlanOptions)
+
+
+def check_request(
+    model: Any,
+    mesh: Any,
+    *,
+    loss: Any,
+    optimizer: Any,
+    memory: Any,
+    num_microbatches: Any,
+    schedule: Any,
+    profile: Any,
+    network: Any,
+    storage: Any,
+    gradient_exchange: Any,
+    runtime: Any,
+    several_sizes: bool,
+    options: Any,
+) -> Request:
+    """Return the arguments of ``partition`` as a request, or raise the error that one of them is worth."""
+    options = _check_options(options)
+    mesh = with_own_names(mesh, options.stage_axis, options.data_axis)
+    num_stages, replicas = check_mesh(mesh)
+    check_model(model)
+    check_optimizer(optimizer)
+    check_function(loss, "loss")
+    if num_microbatches is not None:
+        num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
+    profile = "measured" if profile is None else profile
+    if not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
+        raise PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
+    if runtime not in ("auto", "mpmd", "spmd"):
+        raise PartitionError(
+            f"runtime={runtime!r}; it must be 'mpmd' (a program for each stage), 'spmd' (one program for all devices) "
+            "or 'auto'."
+        )
+    check_network(network, mesh)
+    mesh, submesh = split_mesh(mesh)
+    exchange = check_exchange(gradient_exchange, DATA)
+    devices_per_stage = check_devices_per_stage(options.devices_per_stage, num_stages, mesh, exchange is not None)
+    budget = None if memory is None else parse_bytes(memory)
+    check_exchanged(exchange is not None, submesh, options)
+    return Request(
+        model=model,
+        mesh=mesh,
+        loss=loss,
+        optimizer=optimizer,
+        budget=budget,
+        num_microbatches=num_microbatches,
+        schedules=schedule_makers(schedule),
+        profile=profile,
+        network=network,
+        policy=FAST if isinstance(storage, str) and storage == "auto" else parse(storage, "storage"),
+        exchange=exchange,
+        unroll_scans=check_unroll(options.unroll_scans, gradient_exchange != "dense"),
+        num_stages=num_stages,
+        replicas=replicas,
+        devices_per_stage=devices_per_stage,
+        host=check_host_memory(options.host_memory, budget, mesh, devices_per_stage),
+        gradient_dtype=check_gradient_dtype(options.gradient_dtype),
+        runtime=runtime,
+        several_sizes=several_sizes,
+        submesh=submesh,
+        options=options,
+    )
+
+
+def _check_options(options: Any) -> PlanOptions:
+    options = PlanOptions() if options is None else options
+    if not isinstance(options, PlanOptions):
+        raise PartitionError(f"options={options!r}; pass jaxpipe.PlanOptions(...), or leave it out.")
+    check_flag(options.allow_over_budget, "allow_over_budget")
+    check_seconds(options.time_limit, "time_limit")
+    check_solver(options.solver)
+    if options.on_nonfinite not in (None, "raise", "skip"):
+        raise PartitionError(f"on_nonfinite={options.on_nonfinite!r}; it must be 'raise', 'skip' or None.")
+    return options
 
 
 def check_mesh(mesh: Mesh) -> tuple[int, int]:
-    """Stages and replicas of a mesh, whose axes have the names of ``with_own_names``.
-
-    Raises:
-      PartitionError: unless it has one axis ``stage`` and at most one of replicas.
-    """
+    """Stages and replicas of a mesh, whose axes have the names of ``with_own_names``."""
     if not isinstance(mesh, Mesh):
         raise PartitionError(
             f"mesh is {type(mesh).__name__}; partition needs a jax.sharding.Mesh with an axis {STAGE!r}, for example "
@@ -56,15 +177,7 @@ def check_mesh(mesh: Mesh) -> tuple[int, int]:
 
 
 def check_devices_per_stage(given: Any, num_devices: int, mesh: Mesh, exchanged: bool) -> bool | tuple[int, ...]:
-    """Return how many devices each stage has, or whether that may be chosen.
-
-    Args:
-      given: ``PlanOptions.devices_per_stage``.
-      exchanged: whether gradients are exchanged by blocks.
-
-    Raises:
-      PartitionError: if it does not fit the mesh.
-    """
+    """Return how many devices each stage has, or whether that may be chosen; ``exchanged``: by gradient blocks."""
     widths = given
     if isinstance(given, int) and not isinstance(given, bool):
         if given < 1 or num_devices % given:
@@ -101,11 +214,9 @@ def check_devices_per_stage(given: Any, num_devices: int, mesh: Mesh, exchanged:
 
 def check_network(network: Any, mesh: Mesh) -> None:
     """Raise ``PartitionError`` unless a network is that of the mesh."""
-    if network is None:
-        return
-    if not isinstance(network, Network):
+    if not isinstance(network, Network | None):
         raise PartitionError(f"network is {type(network).__name__}; it must be a jaxpipe.Network.")
-    if network.num_devices != mesh.devices.size:
+    if network is not None and network.num_devices != mesh.devices.size:
         raise PartitionError(
             f"network= has {network.num_devices} devices, the mesh {mesh.devices.size}; it must have one for each, in "
             "the order of mesh.devices.flat."
@@ -113,11 +224,7 @@ def check_network(network: Any, mesh: Mesh) -> None:
 
 
 def schedule_makers(schedule: Any) -> tuple[ScheduleMaker, ...]:
-    """Return the makers of the requested tables, of which the planner takes the fastest.
-
-    Raises:
-      PartitionError: if there is no such name, or it is no function.
-    """
+    """Return the makers of the requested tables, of which the planner takes the fastest."""
     if isinstance(schedule, str) and plain_name(schedule) == "auto":
         return AUTO
     maker = schedule_named(schedule, BY_NAME) if isinstance(schedule, str) else schedule
@@ -136,11 +243,7 @@ def schedule_makers(schedule: Any) -> tuple[ScheduleMaker, ...]:
 
 
 def warn_few_examples(modules: Sequence[str], size: int, replicas: int, num_microbatches: int, fewer: int) -> None:
-    """Warn that a model normalizes over the few examples of a micro-batch.
-
-    Args:
-      fewer: a number of micro-batches that leaves more examples to each, if it is a smaller one.
-    """
+    """Warn that a model normalizes over the few examples of a micro-batch; ``fewer`` micro-batches may have more."""
     unit = replicas * num_microbatches
     more = f"num_microbatches={fewer}, of {size // (replicas * fewer)} each, or " if fewer < num_microbatches else ""
     listed = ", ".join(path or "the loss" for path in modules[:3]) + (" and others" if len(modules) > 3 else "")
@@ -151,13 +254,3 @@ def warn_few_examples(modules: Sequence[str], size: int, replicas: int, num_micr
         f"becomes the same whatever it was). Use {more}a batch of at least {FEW_EXAMPLES * unit} examples.",
         FewExamplesWarning,
     )
-
-
-def check_runtime(runtime: Any) -> Any:
-    """Return the runtime; raise ``PartitionError`` if it is none."""
-    if runtime not in ("auto", "mpmd", "spmd"):
-        raise PartitionError(
-            f"runtime={runtime!r}; it must be 'mpmd' (a program for each stage), 'spmd' (one program for all devices) "
-            "or 'auto'."
-        )
-    return runtime

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.planning.cuts.placed_stages import Partition
-from jaxpipe.planning.describe_plan import RuntimeChoice, StageSeconds, runtime_timeline, stage_seconds, step_seconds
+from jaxpipe.planning.check_request import Request
+from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
+from jaxpipe.planning.describe_plan import RuntimeChoice, runtime_timeline, stage_seconds, step_seconds
 from jaxpipe.planning.dispatch_timeline import call_seconds
-from jaxpipe.planning.request import Request
 from jaxpipe.runtime.program import Program
 from jaxpipe.schedules import Schedule
 from jaxpipe.text.units import seconds_text
@@ -61,7 +61,8 @@ def choose_runtime(request: Request, program: Program, partition: Partition) -> 
         return RuntimeChoice(request.runtime, "as asked for", predicted)
     if needed:
         return RuntimeChoice("mpmd", f"only stage programs have {next(iter(needed))}", predicted)
-    work = _longest(stage_seconds(program, partition, own_sums=True), partition)
+    seconds = zip(stage_seconds(program, partition, own_sums=True), stage_speeds(partition), strict=True)
+    work = max((stage.forward + stage.backward) / speed for stage, speed in seconds)
     calls = call_seconds(program.schedule)
     texts = {name: seconds_text(seconds) for name, seconds in predicted.items()}
     compared = f"a stage works up to {seconds_text(work)} on a micro-batch, its calls take {seconds_text(calls)}"
@@ -74,9 +75,3 @@ def choose_runtime(request: Request, program: Program, partition: Partition) -> 
 def _step(request: Request, program: Program, partition: Partition, runtime: str) -> float:
     seconds = stage_seconds(program, partition, own_sums=runtime == "mpmd")
     return step_seconds(program, partition, runtime_timeline(request, program, partition, seconds, runtime))
-
-
-def _longest(seconds: Sequence[StageSeconds], partition: Partition) -> float:
-    """The work of the slowest stage on a micro-batch."""
-    speed = [min(partition.network.speed[d] for d in stage.devices) for stage in partition.stages]
-    return max((stage.forward + stage.backward) / s for stage, s in zip(seconds, speed, strict=True))

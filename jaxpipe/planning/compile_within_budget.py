@@ -1,23 +1,27 @@
 """A plan whose compiled training step keeps its budget.
 
-    plan ──compile──▶ bytes that XLA reserves ──within the budget──▶ done
-     ▲                          │ over
-     └──── less is predicted ◀──┘           at last: the smallest plan, and if not even that is within, an error
+    plan ──compile──▶ bytes that XLA reserves ──within the budget, little of it left──▶ done
+     ▲                          │ over it                │ much of it left
+     ├──── less is predicted ◀──┘                        │
+     └──── more is predicted, for a shorter step ◀───────┘
+                                            at last: small plans, and if not even one of these is within, an error
 
-What the error offers are the bytes that XLA reserves for the smallest plan. That plan does not depend on the budget,
-and it is tried before any budget is refused, so that whoever asks for what was offered gets a plan that runs.
+What the error offers are the bytes that XLA reserves for the least of a few small plans: the smallest by prediction,
+some between it and default storage, and default storage, as predictions may be wrong. None depends on the budget, and
+they are tried before a budget is refused: whoever asks for what was offered gets a plan that runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import jax
 
 from jaxpipe import multihost
 from jaxpipe.errors import MemoryBudgetError
-from jaxpipe.plan import Plan
+from jaxpipe.planning.lower_bound import lower_bound
 from jaxpipe.planning.planned_step import PlannedStep
-from jaxpipe.planning.storage.choose_storage import raised
+from jaxpipe.planning.stage_lists import with_compiled_bytes
+from jaxpipe.planning.storage.fastest_choice import raised
 from jaxpipe.planning.storage.storage_items import tensor_text
 from jaxpipe.residuals.stored_formats import stored_bytes
 from jaxpipe.runtime.executable_plan import Compiled
@@ -28,19 +32,17 @@ from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
 
 
-#: How many plans with the same cuts are compiled at most until one keeps the budget.
-MOST_COMPILATIONS = 3
+#: How many plans with the same cuts are compiled at most for one that keeps the budget and leaves little of it.
+MOST_COMPILATIONS = 4
 
-#: The share of a budget from which on predicted bytes are compared with XLA's while a plan is made.
-NEAR = 0.75
+#: The share of a budget that may be left where a step could be shorter with it.
+LEFT = 0.03
+
+#: Small plans besides the smallest: parts of the predicted bytes by which default storage needs more than that.
+SMALL_PLANS = (0.1, 0.25, 0.5)
 
 #: How many tensors an error names.
 MOST_NAMED = 3
-
-
-def is_near_budget(plan: Plan) -> bool:
-    """Return whether so much of a budget is predicted to be used that XLA may need more than it has."""
-    return plan.budget is not None and plan.predicted_bytes > NEAR * plan.budget
 
 
 def with_step(planned: PlannedStep) -> PlannedStep:
@@ -54,56 +56,139 @@ def with_step(planned: PlannedStep) -> PlannedStep:
     tell(f"Compiling the training step, {bytes_text(planned.plan.predicted_bytes)} predicted")
     runtime = MpmdRuntime(planned)
     step = runtime.build()
-    size = max(peak.total for peak in device_bytes.peak_bytes(step, runtime.devices).values())
+    peaks = device_bytes.peak_bytes(step, runtime.devices)
+    size = max(peak.total for peak in peaks.values())
     tell(f"XLA reserves {bytes_text(size)} on the fullest device")
-    return replace(planned, compiled=Compiled(step, size))
+    return replace(planned, plan=with_compiled_bytes(planned.plan, runtime, peaks), compiled=Compiled(step, size))
 
 
-def within_budget(planned: PlannedStep, *, any_cuts: bool = False) -> PlannedStep:
+def check_budget(planned: PlannedStep) -> None:
+    """Raise ``MemoryBudgetError`` if XLA reserves more than the budget for a compiled plan."""
+    budget, reserved = planned.plan.budget, _reserved(planned)
+    if budget is not None and reserved > budget:
+        raise MemoryBudgetError(
+            f"memory={bytes_text(budget)}: XLA reserves {reserved} bytes ({bytes_text(reserved)}) for this plan, which "
+            f"was made without compiling it ({bytes_text(planned.plan.predicted_bytes)} predicted). Call "
+            "pipeline.compile() before pipeline.init, or leave out PlanOptions(compile=False), for a plan that keeps "
+            "it once it is compiled.",
+            reserved,
+        )
+
+
+def within_budget(planned: PlannedStep) -> PlannedStep:
     """Compile the training step of a plan, and of smaller ones until one keeps the budget.
-
-    Args:
-      any_cuts: whether the plan may be replaced by one with other cuts, as long as there is no training state.
 
     Raises:
       MemoryBudgetError: if none does, and the budget must not be raised.
     """
     with building_for(planned.mesh.devices.flat[0].platform):
-        return _within_budget(planned, any_cuts)
+        return _within_budget(planned)
 
 
-def _within_budget(planned: PlannedStep, any_cuts: bool) -> PlannedStep:
+def _within_budget(planned: PlannedStep) -> PlannedStep:
     tried = [with_step(planned)]
     budget, others = planned.plan.budget, planned.budget
     if budget is None or others is None:
         return tried[0]
-    target = budget
-    while (over := _reserved(tried[-1]) - budget) > 0 and len(tried) < MOST_COMPILATIONS:
-        target = min(target, tried[-1].plan.predicted_bytes) - over
-        smaller = others.refit(target)
-        if smaller.plan.predicted_bytes >= tried[-1].plan.predicted_bytes:
-            break
-        tried.append(with_step(_for_budget(smaller, planned)))
-    smallest = None
-    if _reserved(tried[-1]) > budget:
-        smallest = _smallest(planned, tried)
-        if any_cuts or smallest.plan.identity == planned.plan.identity:
-            tried.append(smallest)
-    best = min(reversed(tried), key=_reserved) if _reserved(tried[-1]) > budget else tried[-1]
+    best = _adjusted(planned, tried)
+    if _reserved(best) > budget:
+        best = _smallest_compiled(planned, tried)
     if _reserved(best) <= budget:
         return best
     if others.may_raise:
         higher = {"budget": raised(budget, _reserved(best)), "raised_from": best.plan.raised_from or budget}
         return replace(best, plan=replace(best.plan, **higher))
-    assert smallest is not None
-    raise refusal(budget, smallest, others.default)
+    raise refusal(budget, best)
 
 
-def _smallest(planned: PlannedStep, tried: Sequence[PlannedStep]) -> PlannedStep:
-    """The smallest plan, compiled; one of those that were tried if it is among them."""
+def _adjusted(planned: PlannedStep, tried: list[PlannedStep]) -> PlannedStep:
+    """Compile plans for other predicted bytes; returns the fastest within the budget, or the last if none is.
+
+    Args:
+      planned: the plan for the budget.
+      tried: what has been compiled for it, in order; others are appended.
+    """
+    budget = planned.plan.budget
+    assert budget is not None and planned.budget is not None
+    while len(tried) < MOST_COMPILATIONS:
+        target = _next_target(tried, budget)
+        if target is None:
+            break
+        other = planned.budget.refit(target)
+        within = [plan for plan in tried if _reserved(plan) <= budget]
+        if within and other.plan.step_seconds >= min(plan.plan.step_seconds for plan in within):
+            break
+        if not within and other.plan.predicted_bytes >= tried[-1].plan.predicted_bytes:
+            break
+        tried.append(with_step(_for_budget(other, planned)))
+    within = [plan for plan in tried if _reserved(plan) <= budget]
+    return min(within, key=lambda plan: plan.plan.step_seconds) if within else tried[-1]
+
+
+def _next_target(tried: Sequence[PlannedStep], budget: int) -> int | None:
+    """Return the predicted bytes of a plan that may use a budget better than those compiled; None for none.
+
+    XLA's bytes are taken to differ from the predicted ones by as much as for the nearest plan, and between two plans
+    to follow a straight line.
+    """
+    points = sorted((plan.plan.predicted_bytes, _reserved(plan)) for plan in tried)
+    below = [point for point in points if point[1] <= budget]
+    if not below:
+        return points[0][0] - (points[0][1] - budget)
+    fastest = min((plan for plan in tried if _reserved(plan) <= budget), key=lambda plan: plan.plan.step_seconds)
+    predicted, reserved = fastest.plan.predicted_bytes, _reserved(fastest)
+    left = budget - reserved
+    if left <= LEFT * budget or all(stage.added_seconds <= 0 for stage in fastest.plan.stages):
+        return None
+    above = [point for point in points if point[0] > predicted and point[1] > budget]
+    if not above:
+        return predicted + left
+    return predicted + left * (above[0][0] - predicted) // (above[0][1] - reserved)
+
+
+def smallest_compiled(planned: PlannedStep) -> PlannedStep:
+    """Return a plan for a budget that no plan keeps by prediction, compiled: the fastest that is found within it.
+
+    If none is, the smallest: that by prediction, or another one that needs less once it is compiled, which is found
+    out where it is predicted to need no more than XLA reserves for the smallest.
+    """
+    with building_for(planned.mesh.devices.flat[0].platform):
+        smallest = _smallest_compiled(planned, [])
+        budget = planned.plan.budget
+        if budget is None or _reserved(smallest) > budget:
+            return smallest
+        return _adjusted(planned, [smallest])
+
+
+def _smallest_compiled(planned: PlannedStep, tried: Sequence[PlannedStep]) -> PlannedStep:
+    """Return the first of the small plans within the budget or else the smallest, where some plans were compiled."""
+    budget, tried = planned.plan.budget, list(tried)
+    best: PlannedStep | None = None
+    for small in _small_plans(planned):
+        if best is not None and small.plan.predicted_bytes > _reserved(best):
+            continue
+        tried.append(_compiled(_for_budget(small, planned), tried))
+        best = tried[-1] if best is None else min(best, tried[-1], key=_reserved)
+        if budget is not None and _reserved(best) <= budget:
+            break
+    assert best is not None
+    return best
+
+
+def _small_plans(planned: PlannedStep) -> Iterator[PlannedStep]:
+    """Yield small plans, which do not depend on the budget: the smallest first and that with default storage last."""
     assert planned.budget is not None
-    smallest = _for_budget(planned.budget.smallest(), planned)
-    return next((other for other in tried if other.program is smallest.program), None) or with_step(smallest)
+    smallest, default = planned.budget.smallest(), planned.budget.default()
+    yield smallest
+    assert smallest.budget is not None
+    least, most = smallest.plan.predicted_bytes, default.plan.predicted_bytes
+    for part in SMALL_PLANS if least < most else ():
+        yield smallest.budget.refit(int(least + part * (most - least)))
+    yield default
+
+
+def _compiled(planned: PlannedStep, tried: Sequence[PlannedStep]) -> PlannedStep:
+    return next((other for other in tried if other.program is planned.program), None) or with_step(planned)
 
 
 def _for_budget(planned: PlannedStep, first: PlannedStep) -> PlannedStep:
@@ -117,14 +202,14 @@ def _reserved(planned: PlannedStep) -> int:
     return planned.compiled.reserved_bytes
 
 
-def refusal(budget: int, smallest: PlannedStep, default: dict[str, int]) -> MemoryBudgetError:
+def refusal(budget: int, smallest: PlannedStep) -> MemoryBudgetError:
     """Return the error for a budget that no plan keeps, which offers what the smallest plan needs.
 
     Args:
       smallest: the plan; compiled if XLA's bytes count, else its predicted bytes do.
-      default: predicted bytes with default storage, by component.
     """
-    predicted = smallest.plan.predicted_bytes
+    assert smallest.budget is not None
+    predicted, default = smallest.plan.predicted_bytes, smallest.budget.default().plan.memory
     needed = predicted if smallest.compiled is None else smallest.compiled.reserved_bytes
     parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in default.items())
     source = (
@@ -134,11 +219,13 @@ def refusal(budget: int, smallest: PlannedStep, default: dict[str, int]) -> Memo
     )
     largest = largest_stored(smallest)
     stored = f" Largest tensors stored at that budget: {', '.join(largest)}." if largest else ""
+    bound = lower_bound(smallest)
+    over = ", which alone is over this budget" if bound.bytes > budget else ""
     return MemoryBudgetError(
         f"memory={bytes_text(budget)}: by default each device needs {bytes_text(sum(default.values()))} ({parts}), as "
         f"predicted. The smallest budget that was found to be met, for this number of stages and micro-batches, is "
-        f"{needed} bytes ({bytes_text(needed)}), {source}.{stored} Pass memory={needed} or more; more micro-batches or "
-        "more stages need less.",
+        f"{needed} bytes ({bytes_text(needed)}), {source}.{stored} With these stages no plan needs less than {bound}"
+        f"{over}. Pass memory={needed} or more; more micro-batches or more stages need less.",
         needed,
     )
 

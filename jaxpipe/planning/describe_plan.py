@@ -1,8 +1,10 @@
 """Description of a program for its plan: seconds, bytes, and devices."""
 
+# More than 15 of our modules: a plan tells something of every part of a pipeline.
 import hashlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +18,10 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.plan import FrozenPlan, Plan, StagePlan, StashPiece
+from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.cuts.cost_models import Synchronous, Team
-from jaxpipe.planning.cuts.placed_stages import Partition
+from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.dispatch_timeline import Dispatching, SearchArguments, dispatched_timeline, search_arguments
-from jaxpipe.planning.request import Request
 from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.stage_budget import Fitted
 from jaxpipe.residuals.stored_formats import Format, stored_bytes
@@ -35,13 +37,7 @@ from jaxpipe.schedules.swap_points import HOST, swap_points
 
 @dataclass(frozen=True)
 class RuntimeChoice:
-    """A runtime, and why it was chosen (``jaxpipe.planning.choose_runtime``).
-
-    Attributes:
-      name: ``"mpmd"`` or ``"spmd"``.
-      reason: for people.
-      seconds: predicted, of a step in each runtime that was looked at.
-    """
+    """A runtime, why it was chosen, and the predicted seconds of a step in each runtime that was looked at."""
 
     name: str
     reason: str
@@ -70,13 +66,10 @@ def stage_seconds(
     own_sums: bool = False,
     splits: bool | None = None,
 ) -> list[StageSeconds]:
-    """Seconds of every stage.
+    """Seconds of every stage, with what storage has ``added``.
 
-    Args:
-      added: by what storage within a budget costs.
-      own_sums: whether backward work adds a stage's gradients to their sums, at the rate of memory; where one program
-        does so for all stages, its timeline counts that by tick.
-      splits: whether the backward work comes in two parts; left out: as the program's schedule has it.
+    ``splits``: the backward work comes in two parts. With ``own_sums``, backward work adds a stage's gradients to their
+    sums, at the rate of memory; where one program does so for all stages, its timeline counts that by tick.
     """
     splits = program.schedule.splits_backward if splits is None else splits
     profile, rates = partition.profile, rates_in(partition.profile)
@@ -115,13 +108,12 @@ def least_seconds(
     schedule: Schedule, partition: Partition, stage_replicas: StageReplicas, lockstep: bool = True
 ) -> float:
     """Return what a step takes at least with some cuts: its work alone."""
-    work = []
-    for s, stage in enumerate(partition.stages):
-        speed = min(partition.network.speed[d] for d in stage.devices) / stage_replicas.per_device(s)
-        operators = slice(stage.operators.start, stage.operators.stop)
-        sums = sum(partition.profile.forward_seconds[operators]), sum(partition.profile.backward_seconds[operators])
-        work.append([seconds / speed for seconds in sums])
-    forward, backward = (list(seconds) for seconds in zip(*work, strict=True))
+    rates = [speed / stage_replicas.per_device(s) for s, speed in enumerate(stage_speeds(partition))]
+    stages = list(zip(partition.stages, rates, strict=True))
+    forward, backward = (
+        [sum(seconds[stage.operators.start : stage.operators.stop]) / rate for stage, rate in stages]
+        for seconds in (partition.profile.forward_seconds, partition.profile.backward_seconds)
+    )
     if not schedule.splits_backward:
         return simulate(schedule, forward=forward, backward=backward, lockstep=lockstep).makespan
     # However it is split, no device does more in a step than this.
@@ -141,26 +133,17 @@ def step_seconds(program: Program, partition: Partition, timeline: Timeline) -> 
 
 def step_timeline(program: Program, partition: Partition, seconds: Sequence[StageSeconds]) -> Timeline:
     """A step as the executor walks through it, what every tick costs besides its work included."""
-    forward, backward_input, backward_weight = _seconds_on_devices(partition, seconds)
+    forward, inputs, weights = _seconds_on_devices(partition, seconds)
     each = _exchange_seconds(partition, [4 * n for n in program.message_words])
     each += handled_bytes(program) / rates_in(partition.profile).bytes
-    return simulate(
-        program.schedule,
-        forward=forward,
-        backward_input=backward_input,
-        backward_weight=backward_weight,
-        communication=each,
-    )
+    schedule = program.schedule
+    return simulate(schedule, forward=forward, backward_input=inputs, backward_weight=weights, communication=each)
 
 
 def stage_search_arguments(
     program: Program, partition: Partition, added: Sequence[float] | None = None
 ) -> SearchArguments:
-    """Return the arguments of a search for a schedule of stage programs (``jaxpipe.schedules.list_schedule``).
-
-    Args:
-      added: by what storage within a budget costs.
-    """
+    """Return the arguments of a search for a schedule of stage programs, with what storage has ``added``."""
     seconds = stage_seconds(program, partition, added, own_sums=True, splits=True)
     dispatching = Dispatching(message_seconds(program, partition), (), program.stage_replicas)
     return search_arguments(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
@@ -170,8 +153,7 @@ def _seconds_on_devices(
     partition: Partition, seconds: Sequence[StageSeconds]
 ) -> tuple[list[float], list[float], list[float]]:
     """Return the seconds of each stage on its own devices: forward, backward for inputs, and for weights."""
-    speed = [min(partition.network.speed[d] for d in stage.devices) for stage in partition.stages]
-    pairs = list(zip(seconds, speed, strict=True))
+    pairs = list(zip(seconds, stage_speeds(partition), strict=True))
     return (
         [stage.forward / s for stage, s in pairs],
         [(stage.backward - stage.weight) / s for stage, s in pairs],
@@ -184,17 +166,14 @@ def message_seconds(program: Program, partition: Partition) -> list[tuple[float,
 
     What waits for a backward pass elsewhere, sums of gradients or copies of parameters go at other times.
     """
-    messages = []
-    for s, stage in enumerate(program.stages):
-        sizes = [program.bytes_of(tensors) for tensors in (stage.leaving, stage.returning)]
-        neighbors = [s + 1, s - 1]
-        ways = []
-        for size, other in zip(sizes, neighbors, strict=True):
-            inside = 0 <= other < len(partition.stages)
-            pairs = _pairs(partition.stages[s].devices, partition.stages[other].devices) if inside and size else ()
-            ways.append(max((partition.network.seconds(a, b, size) for a, b in pairs if a != b), default=0.0))
-        messages.append((ways[0], ways[1]))
-    return messages
+    teams = [stage.devices for stage in partition.stages]
+
+    def seconds(size: int, s: int, other: int) -> float:
+        pairs = _pairs(teams[s], teams[other]) if 0 <= other < len(teams) and size else ()
+        return max((partition.network.seconds(a, b, size) for a, b in pairs if a != b), default=0.0)
+
+    sizes = [(program.bytes_of(stage.leaving), program.bytes_of(stage.returning)) for stage in program.stages]
+    return [(seconds(ahead, s, s + 1), seconds(back, s, s - 1)) for s, (ahead, back) in enumerate(sizes)]
 
 
 def _pairs(source: Sequence[int], target: Sequence[int]) -> Iterable[tuple[int, int]]:
@@ -268,7 +247,10 @@ def describe(
             )
         )
     timeline = runtime_timeline(request, program, partition, seconds, runtime)
-    bound = _schedule_bound(program, partition, fitted) if runtime == "mpmd" else 0.0
+    bound = 0.0  # that no order of the stages' work with as many stashes stays below
+    if runtime == "mpmd":
+        arguments = stage_search_arguments(program, partition, [fit.added_seconds for fit in fitted])
+        bound = makespan_bound(program.schedule.num_stages, program.schedule.num_microbatches, **arguments)
     described = re.sub(r"0x[0-9a-f]+", "", f"{graph}{program.parameters.buffers}{program.state.buffers}")
     return Plan(
         stages=tuple(stages),
@@ -292,13 +274,6 @@ def describe(
         runtime_reason=chosen.reason,
         axes=dict(shape),
     )
-
-
-def _schedule_bound(program: Program, partition: Partition, fitted: Sequence[Fitted]) -> float:
-    """Return seconds that no order of the stages' work stays below with as many stashes as the program's schedule."""
-    schedule = program.schedule
-    arguments = stage_search_arguments(program, partition, [fit.added_seconds for fit in fitted])
-    return makespan_bound(schedule.num_stages, schedule.num_microbatches, **arguments)
 
 
 def _sum_notes(program: Program) -> list[str]:
@@ -357,11 +332,10 @@ def _stored_bytes(stage: Stage) -> dict[str, int]:
     """Bytes of one micro-batch's stash, by storage."""
     assert stage.vjp is not None
     graph, formats = stage.vjp.graph, stage.vjp.plan.formats
-    bytes_of: dict[str, int] = {}
+    bytes_of: Counter[str] = Counter()
     for t in stage.stashed:
-        name = formats[t].format.value
-        bytes_of[name] = bytes_of.get(name, 0) + stored_bytes(graph.tensors[t], formats[t])
-    return bytes_of
+        bytes_of[formats[t].format.value] += stored_bytes(graph.tensors[t], formats[t])
+    return dict(bytes_of)
 
 
 def _recomputed(stage: Stage) -> tuple[str, ...]:
@@ -394,11 +368,7 @@ def _away(program: Program, partition: Partition, s: int) -> dict[str, Any]:
 
 
 def stage_links(partition: Partition, host_bytes: int = 0) -> Links:
-    """The direct links between the devices of two stages, and to their host's memory; of all replicas the slowest.
-
-    Args:
-      host_bytes: that each device may use of its host's memory.
-    """
+    """The direct links between the devices of two stages, and to their host's memory; of all replicas the slowest."""
     network = partition.network
     places = [np.ix_(source.devices, target.devices) for source in partition.stages for target in partition.stages]
     shape = len(partition.stages), len(partition.stages)

@@ -21,13 +21,7 @@ CALL_SECONDS, SEND_SECONDS = 25e-6, 40e-6
 
 @dataclass(frozen=True)
 class Dispatching:
-    """Messages and hosts: what a step needs besides the work of the stages.
-
-    Attributes:
-      messages: by stage, seconds until what it sends on has arrived, and the cotangents that it sends back.
-      processes: by stage of the first chunk, the process of each of its devices.
-      stage_replicas: the devices of each stage, which share its micro-batches; an entry of the table is a round.
-    """
+    """Messages and hosts: seconds of messages ahead and back by stage, processes of devices by stage of a chunk."""
 
     messages: Sequence[tuple[float, float]]
     processes: Sequence[Sequence[int]]
@@ -53,9 +47,6 @@ def dispatched_timeline(
     Every call takes ``CALL_SECONDS`` of its device, every message to another device ``SEND_SECONDS`` besides its way.
     The host of a process does all of these in the order of the table; what it has not come to yet cannot begin. A
     forward and a backward pass that are one program are one call.
-
-    Args:
-      forward, backward_input, backward_weight: seconds of a micro-batch, by stage.
     """
     count = schedule.total_stages
     first = {s: {kinds[0] for kinds in program_kinds(schedule, s)} for s in range(count)}
@@ -112,9 +103,6 @@ def search_arguments(
 
     The last stage is charged one call for its forward and backward work, as if it did both at once. So no order has a
     shorter timeline than the bound for these arguments.
-
-    Args:
-      forward, backward_input, backward_weight: seconds of a micro-batch, by stage, as if it split the backward pass.
     """
     stages = range(schedule.total_stages)
     turns = [dispatching.stage_replicas.per_device(s % schedule.num_stages) for s in stages]

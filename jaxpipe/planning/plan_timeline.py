@@ -14,20 +14,11 @@ def plan_timeline(
 ) -> Timeline:
     """Return who computes what when in one training step.
 
-    Stage programs run as soon as they have what they need (``jaxpipe.planning.dispatch_timeline``). In one program for
-    all devices these walk through the table in step, and what the plan's step takes beyond the stages' work is shown as
-    the exchange after each tick. Where stages have several devices, a row is one of them, and an action its work on a
-    round (``jaxpipe.schedules.replicas``).
-
-    Args:
-      plan: its seconds are predicted for one micro-batch.
-      schedule: the table that the plan was made with.
-      speed: of each stage's devices, relative to the one that was profiled; all 1 if left out.
-      processes: with stage programs, by device along the stage axis, the process of each of its replicas; one process
-        for all if left out.
-
-    Raises:
-      ScheduleError: if the schedule is not of the plan's size.
+    Stage programs run as soon as they have what they need (``jaxpipe.planning.dispatch_timeline``), on the processes of
+    each device's replicas, by device along the stage axis. In one program for all devices these walk through the table
+    in step, and what the plan's step takes beyond the stages' work is shown as the exchange after each tick. Where
+    stages have several devices, a row is one of them, and an action its work on a round
+    (``jaxpipe.schedules.replicas``).
     """
     check_size(plan, schedule)
     speed = tuple(speed) or (1.0,) * len(plan.stages)

@@ -10,31 +10,21 @@ from jaxpipe.runtime.executable_plan import ExecutablePlan
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """Other plans, for a plan that must keep a budget.
+    """Plans for other budgets.
 
-    Attributes:
-      refit: makes the plan for another number of predicted bytes with the same cuts; the smallest with these cuts, if
-        that needs more.
-      smallest: makes the smallest plan, whatever its cuts and schedule; it is the same for every budget.
-      default: predicted bytes of the fastest plan with default storage, by component.
-      may_raise: whether the budget may be raised if no plan keeps it.
+    ``refit`` makes one of other predicted bytes with the same cuts, or else the smallest; ``smallest`` makes the
+    smallest of any cuts and schedule, ``default`` the fastest with default storage.
     """
 
     refit: Callable[[int], "PlannedStep"]
     smallest: Callable[[], "PlannedStep"]
-    default: dict[str, int]
+    default: Callable[[], "PlannedStep"]
     may_raise: bool
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlannedStep(ExecutablePlan):
-    """An executable plan, and why it was chosen.
-
-    Attributes:
-      profile: the costs that its seconds were summed from.
-      partition: the cuts and devices in it, with all that they were chosen from.
-      budget: other plans within the budget; None if there is no budget.
-    """
+    """An executable plan, the profile its seconds are sums of, and its partition with what it was chosen from."""
 
     profile: Profile
     partition: Partition

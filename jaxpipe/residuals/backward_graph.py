@@ -13,11 +13,11 @@ operators have a cheaper derivative than JAX's own; they are in ``jaxpipe/rules`
 """
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jaxpipe import _compat
+from jaxpipe.array_types import AbstractArray, Array
 from jaxpipe.graph import rules
 from jaxpipe.graph.codec_policy import FAST, Policy
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
@@ -78,59 +78,30 @@ def build_backward_graph(
       policy: where max-pooling may remember window positions instead of its input (codec ``"index"``).
       seeds: the outputs that will be given a cotangent; all if left out.
     """
-    wrt = tuple(wrt)
+    wrt, seeds = tuple(wrt), tuple(graph.outputs if seeds is None else seeds)
     matches = rules.find(graph, lambda op: "index" in (op.policy or policy).at(op.path))
-    covered = {op for match in matches.values() for op in match.covers}
     builder = GraphBuilder(graph.tensors, graph.constants)
     stand_in: dict[int, int] = {}  # an output that is another tensor unchanged: that tensor
-    cuts: dict[Hashable, Cut] = {}
-    active = set(wrt)
-    audible = _audible(graph, graph.outputs if seeds is None else seeds)
     backward: list[BackwardOp] = []
-
-    for op in graph.operators:
-        match = matches.get(op)
-        if match is None and op in covered:
-            continue
-        inputs, outputs = (op.inputs, op.outputs) if match is None else ((match.operand,), (match.result,))
-        moving = tuple(k for k, t in enumerate(inputs) if t in active and is_differentiable(graph.tensors[t].aval))
-        heard = tuple(k for k, t in enumerate(outputs) if t in audible)
+    for op, match, varied, cut in _operator_vjps(graph, matches, wrt, seeds):
+        inputs, outputs = _operands_and_results(op, match)
         operands = [stand_in.get(t, t) for t in inputs]
-
         if op.equation is None:
             stand_in.update(zip(outputs, operands, strict=True))
-            if moving:
-                active.update(outputs[k] for k in moving)
-                backward.append(_pass_through(op, moving, graph))
-            continue
-        if not moving or not heard:
+            if varied:
+                backward.append(_pass_through(op, varied, graph))
+        elif cut is None:
             for part in (op,) if match is None else match.covers:
                 builder.operators.append(replace(part, inputs=tuple(stand_in.get(t, t) for t in part.inputs)))
-            continue
+        else:
+            name, label = (op.name, op.label) if match is None else (match.name, match.name)
+            needs = tuple(_place(cut, builder, op, label, operands, outputs, stand_in))
+            if cut.cotangents_in:
+                received = tuple(outputs[k] for k in cut.cotangents_in)
+                given = tuple(inputs[k] for k in cut.cotangents_out)
+                backward.append(BackwardOp(name, op.path, label, needs, received, given, cut.program))
 
-        avals = [graph.tensors[t].aval for t in inputs]
-        key = equality_key(op, avals, moving, heard, match)
-        if key not in cuts:
-            derived = match is None
-            cuts[key] = rules.derive(op, avals, moving, heard, graph.stage_shape) if derived else match.cut(avals[0])
-        cut = cuts[key]
-        label = op.label if match is None else match.name
-        needs = _place(cut, builder, op, label, operands, outputs, stand_in)
-        if cut.cotangents_in:
-            active.update(outputs[k] for k in cut.cotangents_in)
-            backward.append(
-                BackwardOp(
-                    name=op.name if match is None else match.name,
-                    path=op.path,
-                    label=label,
-                    needs=tuple(needs),
-                    cotangents_in=tuple(outputs[k] for k in cut.cotangents_in),
-                    cotangents_out=tuple(inputs[k] for k in cut.cotangents_out),
-                    program=cut.program,
-                )
-            )
-
-    steps = _merge_masks(_reached(backward, graph.outputs if seeds is None else seeds), {*graph.outputs, *wrt}, builder)
+    steps = _merge_masks(_reached(backward, seeds), {*graph.outputs, *wrt}, builder)
     results = tuple(stand_in.get(t, t) for t in graph.outputs)
     forward = replace(
         builder.build(graph.inputs, results),
@@ -141,7 +112,43 @@ def build_backward_graph(
     return BackwardGraph(graph, forward, steps, wrt)
 
 
-def _audible(graph: Graph, seeds: Iterable[int]) -> set[int]:
+def _operator_vjps(
+    graph: Graph, matches: Mapping[Operator, rules.Match], wrt: Iterable[int], seeds: Iterable[int]
+) -> Iterator[tuple[Operator, rules.Match | None, tuple[int, ...], Cut | None]]:
+    """Trace the VJP of every operator that lies between ``wrt`` and ``seeds``; equal operators are traced once.
+
+    Yields:
+      The operator, or the first one of a match; the match; the positions of its varied operands, which depend on
+      ``wrt``; and its VJP, if it has varied operands and useful results, on which ``seeds`` depend.
+    """
+    covered = {op for match in matches.values() for op in match.covers}
+    varied_tensors, useful_tensors = set(wrt), _useful(graph, seeds)
+    cuts: dict[Hashable, Cut] = {}
+    for op in [op for op in graph.operators if op in matches or op not in covered]:
+        match, cut = matches.get(op), None
+        inputs, outputs = _operands_and_results(op, match)
+        avals = [graph.tensors[t].aval for t in inputs]
+        varied = tuple(k for k, t in enumerate(inputs) if t in varied_tensors and is_differentiable(avals[k]))
+        useful = tuple(k for k, t in enumerate(outputs) if t in useful_tensors)
+        if op.equation is None:
+            varied_tensors.update(outputs[k] for k in varied)
+        elif varied and useful:
+            key = equality_key(op, avals, varied, useful, match)
+            if key not in cuts:
+                derived = match is None
+                cuts[key] = (
+                    rules.derive(op, avals, varied, useful, graph.stage_shape) if derived else match.cut(avals[0])
+                )
+            cut = cuts[key]
+            varied_tensors.update(outputs[k] for k in cut.cotangents_in)
+        yield op, match, varied, cut
+
+
+def _operands_and_results(op: Operator, match: rules.Match | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (op.inputs, op.outputs) if match is None else ((match.operand,), (match.result,))
+
+
+def _useful(graph: Graph, seeds: Iterable[int]) -> set[int]:
     """The tensors that lead to some outputs: all others have no cotangent."""
     useful = set(seeds)
     for op in reversed(graph.operators):
@@ -152,16 +159,16 @@ def _audible(graph: Graph, seeds: Iterable[int]) -> set[int]:
 
 def equality_key(
     op: Operator,
-    avals: Sequence[Any],
-    moving: tuple[int, ...] = (),
-    heard: tuple[int, ...] = (),
-    match: Any = None,
+    avals: Sequence[AbstractArray],
+    varied: tuple[int, ...] = (),
+    useful: tuple[int, ...] = (),
+    match: rules.Match | None = None,
 ) -> Hashable:
     """Equal for operators that compute the same; unique where the operator's parameters cannot be hashed.
 
     Args:
-      moving: positions of the operands that are differentiated.
-      heard: positions of the results that may have a cotangent.
+      varied: positions of the operands that are differentiated.
+      useful: positions of the results that may have a cotangent.
       match: the rule that stands for it, if there is one.
     """
     if match is not None:
@@ -169,7 +176,7 @@ def equality_key(
     literals = tuple(
         (k, repr(atom.val), atom.aval) for k, atom in enumerate(op.equation.invars) if _compat.is_literal(atom)
     )
-    key = (op.name, tuple(sorted(op.params.items())), literals, tuple(avals), moving, heard, op.equation.ctx)
+    key = (op.name, tuple(sorted(op.params.items())), literals, tuple(avals), varied, useful, op.equation.ctx)
     try:
         hash(key)
     except TypeError:
@@ -206,17 +213,17 @@ def _place(
     return [number[t] for t in cut.needs]
 
 
-def _pass_through(op: Operator, moving: Sequence[int], graph: Graph) -> BackwardOp:
+def _pass_through(op: Operator, varied: Sequence[int], graph: Graph) -> BackwardOp:
     """The backward program of a call boundary."""
-    tensors = tuple(Tensor(graph.tensors[op.inputs[k]].aval, 0) for k in moving)
+    tensors = tuple(Tensor(graph.tensors[op.inputs[k]].aval, 0) for k in varied)
     numbers = tuple(range(len(tensors)))
     return BackwardOp(
         name=op.name,
         path=op.path,
         label=op.label,
         needs=(),
-        cotangents_in=tuple(op.outputs[k] for k in moving),
-        cotangents_out=tuple(op.inputs[k] for k in moving),
+        cotangents_in=tuple(op.outputs[k] for k in varied),
+        cotangents_out=tuple(op.inputs[k] for k in varied),
         program=Graph(tensors, (), numbers, numbers),
     )
 
@@ -251,7 +258,7 @@ def _merge(first: BackwardOp, second: BackwardOp, zeros: Collection[int], builde
     masks = [mask for step in (first, second) if (mask := _mask(step, zeros)) is not None]
     (mask, zero_if), (other, other_zero_if) = masks
 
-    def join(a: Any, b: Any) -> Any:
+    def join(a: Array, b: Array) -> Array:
         b = b if other_zero_if == zero_if else ~b
         return a | b if zero_if else a & b
 

@@ -394,17 +394,13 @@ def _cheap_derivations(
     on_cpu = _compat.runs_breadth_first()
     products = _short_products(graph) if on_cpu else _products_that_free_most(graph)
     for op in graph.operators:
-        cost, codec = rerun_work(op), "alias" if op.name in VIEWS else "recompute"
+        cost, codec = _rerun_cost(graph, op, on_cpu), "alias" if op.name in VIEWS else "recompute"
         if cost is None or op.has_effects or codec not in codecs[op.outputs[0]]:
             continue
         sources = _sources(op, at_hand)
         after_product = not behind_product.isdisjoint(sources)
         if is_product(op) and (op not in products or (on_cpu and after_product)):
             continue
-        if not on_cpu and is_product(op):
-            cost = 0
-        elif not on_cpu and op.name == "custom_jvp_call":
-            cost = min(cost, GPU_FUNCTION_WORK * max(graph.tensors[t].size for t in op.outputs))
         work = {op: cost}
         for t in sources:
             work |= needed_work.get(t, {})
@@ -416,6 +412,16 @@ def _cheap_derivations(
                     if is_product(op) or after_product:
                         behind_product.add(t)
     return derivation
+
+
+def _rerun_cost(graph: Graph, op: Operator, on_cpu: bool) -> int | None:
+    """The work to run an operator again; None if it never is. Which products are, is decided elsewhere on a GPU."""
+    cost = rerun_work(op)
+    if on_cpu or cost is None:
+        return cost
+    if op.name == "custom_jvp_call":
+        return min(cost, GPU_FUNCTION_WORK * max(graph.tensors[t].size for t in op.outputs))
+    return 0 if is_product(op) else cost
 
 
 def _short_products(graph: Graph) -> set[Operator]:

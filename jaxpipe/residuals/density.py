@@ -8,11 +8,11 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable, read_graph
 from jaxpipe.graph.op_cost import VIEWS
 from jaxpipe.graph.rules import relu
@@ -68,7 +68,7 @@ def with_density(density: Density) -> Iterator[None]:
         yield
 
 
-def measure_density(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Density:
+def measure_density(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> Density:
     """Run ``function(*args, **kwargs)`` once and count what is not zero in each tensor of it.
 
     Of a training step pass the loss, its parameters and a typical batch. Tensors inside ``scan``, ``while`` and other
@@ -80,13 +80,13 @@ def measure_density(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """
     call = purify(function, *args, **kwargs)
     graph = read_graph(jax.make_jaxpr(call.function)(*call.leaves))
-    moving = [t for t, leaf in zip(graph.inputs, call.leaves, strict=True) if is_differentiable(leaf)]
-    graph = build_backward_graph(graph, moving).graph
+    wrt = [t for t, leaf in zip(graph.inputs, call.leaves, strict=True) if is_differentiable(leaf)]
+    graph = build_backward_graph(graph, wrt).graph
     at_hand = graph.derived_from_parameters()
     names = {t: name for t, name in tensor_names(graph).items() if t not in at_hand and can_be_sparse(graph, t)}
 
     @jax.jit
-    def fractions(*leaves: Any) -> list[Any]:
+    def fractions(*leaves: Array) -> list[Array]:
         env = dict(graph.constants)
         env.update(zip(graph.inputs, leaves, strict=True))
         counted = []

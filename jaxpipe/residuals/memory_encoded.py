@@ -5,15 +5,17 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NoReturn, TypeVar, overload
 
 import flax.linen as nn
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.graph.codec_policy import Codecs, Policy, parse, warn_unused
 from jaxpipe.graph.graph import ENCODED_MARK, Graph, read_graph
@@ -24,6 +26,9 @@ from jaxpipe.residuals.residual_labels import label
 from jaxpipe.residuals.vjp_program import VJPProgram, backward, build, forward
 from jaxpipe.target import building_for, platform_of
 
+
+#: A class or a function.
+T = TypeVar("T")
 
 # A context that JAX's tracing caches know of: a jitted function is traced anew inside `without_encoding`.
 _enabled = jax.make_user_context(default_value=True)
@@ -40,7 +45,15 @@ def _is_enabled() -> bool:
     return bool(_enabled.value)
 
 
-def memory_encoded(target: Any = None, *, codecs: Codecs = "fast") -> Any:
+@overload
+def memory_encoded(target: None = None, *, codecs: Codecs = "fast") -> Callable[[T], T]: ...
+
+
+@overload
+def memory_encoded(target: T, *, codecs: Codecs = "fast") -> T: ...
+
+
+def memory_encoded(target: object = None, *, codecs: Codecs = "fast") -> object:
     """Keep less for the backward pass, with the same gradients.
 
     Between its forward and its backward pass the decorated module or function keeps 1-bit masks, pooling positions
@@ -110,12 +123,12 @@ def memory_encoded(target: Any = None, *, codecs: Codecs = "fast") -> Any:
     return _encode_function(target, policy)
 
 
-def _encode_function(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+def _encode_function(function: Callable[..., PyTree], policy: Policy) -> Callable[..., PyTree]:
     run = functools.partial(run_encoded, policy=policy)
     method = purify_linen.transform_method(function, run, _is_enabled)
 
     @functools.wraps(function)
-    def encoded(*args: Any, **kwargs: Any) -> Any:
+    def encoded(*args: PyTree, **kwargs: PyTree) -> PyTree:
         if not _is_enabled():
             return function(*args, **kwargs)
         if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
@@ -132,14 +145,14 @@ def _encode_nnx_class(cls: type[nnx.Module], policy: Policy) -> type[nnx.Module]
             "decorate the method that computes."
         )
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         with root_scope(cls):
             return cls.__call__(self, *args, **kwargs)
 
     return twin_class(cls, {"__call__": functools.wraps(cls.__call__)(_encode_function(call, policy))})
 
 
-def run_encoded(call: PureCall, *, policy: Policy) -> Any:
+def run_encoded(call: PureCall, *, policy: Policy) -> PyTree:
     """Run a pure call now; its derivative, if one is taken, goes through the stash."""
     if any(_compat.is_forward_mode(leaf) for leaf in call.leaves):
         raise DifferentiationError(_FORWARD_MODE)
@@ -159,18 +172,18 @@ def run_encoded(call: PureCall, *, policy: Policy) -> Any:
 class _Residuals:
     """The residuals between the forward and the backward pass."""
 
-    parameters: Sequence[Any]
-    stash: Sequence[Sequence[Any]]
+    parameters: Sequence[Array]
+    stash: Sequence[Sequence[Array]]
     vjp: VJPProgram
 
 
 def _encoded_function(
-    program: Any, graph: Graph, held: Sequence[bool], policy: Policy, platform: str | None
-) -> Callable[..., Sequence[Any]]:
+    program: Jaxpr, graph: Graph, held: Sequence[bool], policy: Policy, platform: str | None
+) -> Callable[..., Sequence[Array]]:
     """Return a traced program whose derivative goes through the stash, built for a platform if it is known."""
     kept_alive = frozenset(t for t, flag in zip(graph.inputs, held, strict=True) if flag)
 
-    def body(*values: Any) -> Sequence[Any]:
+    def body(*values: Array) -> Sequence[Array]:
         return _compat.evaluate_jaxpr(program, *values)
 
     # The name tells an enclosing `memory_encoded` or `partition` that it may look inside.
@@ -179,15 +192,15 @@ def _encoded_function(
     @functools.cache
     def vjp_for(perturbed: tuple[bool, ...]) -> VJPProgram:
         warn_unused(policy, (op.path for op in graph.operators), "codecs")
-        moving = [t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves]
-        return build(graph, moving, policy=policy, held=kept_alive | (set(graph.inputs) - set(moving)))
+        wrt = [t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves]
+        return build(graph, wrt, policy=policy, held=kept_alive | (set(graph.inputs) - set(wrt)))
 
     @jax.custom_vjp
-    def encoded(*values: Any) -> Sequence[Any]:
+    def encoded(*values: Array) -> Sequence[Array]:
         return jax.jit(body)(*values)
 
     @building_for(platform)
-    def encoded_forward(*primals: Any) -> tuple[Sequence[Any], _Residuals]:
+    def encoded_forward(*primals: CustomVJPPrimal) -> tuple[Sequence[Array], _Residuals]:
         vjp = vjp_for(tuple(p.perturbed for p in primals))
         values = dict(zip(graph.inputs, (p.value for p in primals), strict=True))
         outputs, stash = forward(vjp, [p.value for p in primals])
@@ -198,7 +211,7 @@ def _encoded_function(
         return [_first_order(y) for y in outputs], _Residuals([values[t] for t in vjp.parameters], labelled, vjp)
 
     @building_for(platform)
-    def encoded_backward(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    def encoded_backward(residuals: _Residuals, cotangents: Sequence[Array | SymbolicZero]) -> tuple[Array | None, ...]:
         vjp = residuals.vjp
         seeds = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
         cotangents_out = backward(vjp, residuals.parameters, residuals.stash, seeds)
@@ -210,13 +223,13 @@ def _encoded_function(
 
 
 @jax.custom_jvp
-def _first_order(x: Any) -> Any:
+def _first_order(x: Array) -> Array:
     """The identity; to differentiate it means to differentiate the encoded derivative."""
     return x
 
 
 @_first_order.defjvp
-def _first_order_jvp(primals: Any, tangents: Any) -> Any:
+def _first_order_jvp(primals: tuple[Array], tangents: tuple[Array]) -> NoReturn:
     raise DifferentiationError(_SECOND_ORDER)
 
 

@@ -1,25 +1,21 @@
 """Values of forward tensors during a backward pass: decoded or recomputed when first needed, then kept.
 
-XLA must neither decode nor recompute before the backward pass has come that far, else a stash saves nothing. There
-are two ways to keep it from that. What is loaded from the stash can be tied to the cotangents of the step that needs
-it. But XLA:CPU drops all barriers and then orders operators breadth-first, so that everything that follows from the
-stash and the parameters alone runs first. The steps can also run in groups, each behind a *fence*: a conditional whose
-predicate is known at run time only, and not before the fence before it is passed. What is inside runs neither earlier
-nor together with what is outside.
+XLA must neither decode nor recompute before the backward pass has come that far, else a stash saves nothing. So what
+is loaded from the stash is tied to the cotangents of the step that needs it. XLA:CPU drops such barriers; there steps
+may run behind fences (``jaxpipe.residuals.xla_cpu``).
 """
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array
 from jaxpipe.graph.graph import Graph, Operator, run
-from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE
+from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE, is_product, weight
 from jaxpipe.residuals.backward_graph import BackwardOp, restricted
 from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, sums_of_branches
 from jaxpipe.residuals.stored_formats import Format, decode, has_overflowed
@@ -49,23 +45,23 @@ class Rematerializer:
         self,
         graph: Graph,
         plan: ResidualPlan,
-        parameters: dict[int, Any],
-        stash: dict[int, Sequence[Any]],
+        parameters: dict[int, Array],
+        stash: dict[int, Sequence[Array]],
         fenced: bool,
     ):
         self._graph, self._plan, self._stash = graph, plan, stash
         self._derivations = Derivations(graph)
-        self._given: dict[int, Any] = {**graph.constants, **parameters}
-        self._loaded: dict[int, Any] = {}
+        self._given: dict[int, Array] = {**graph.constants, **parameters}
+        self._loaded: dict[int, Array] = {}
         self._rerun: set[int] = set()
         self.values = dict(self._given)
-        apart = fenced and _compat.runs_breadth_first()
-        self._zero = _compat.hidden_zero(parameters.values()) if apart else None
+        #: A zero that XLA does not know, if steps run behind fences.
+        self.zero = _compat.hidden_zero(parameters.values()) if fenced and _compat.runs_breadth_first() else None
 
     @property
     def fenced(self) -> bool:
         """Return whether steps run behind fences."""
-        return self._zero is not None
+        return self.zero is not None
 
     def copy(self) -> "Rematerializer":
         """Return the same, for steps behind a fence: what they rematerialize is lost outside."""
@@ -89,7 +85,7 @@ class Rematerializer:
         producer = self._derivations.producer(t)
         return producer is not None and (producer.name in COSTLY or producer.name not in ELEMENTWISE)
 
-    def fetch(self, step: BackwardOp, after: Any) -> list[Any]:
+    def fetch(self, step: BackwardOp, after: Array) -> list[Array]:
         """Values of the tensors that a backward step needs, not before the cotangent ``after``."""
         missing = [t for t in step.needs if t not in self.values]
         program: list[Operator] = []
@@ -109,11 +105,18 @@ class Rematerializer:
         first = self._loaded if step.name in _UNFUSED else {}
         needs = [first.get(t, self.values[t]) for t in step.needs]
         if not _compat.runs_breadth_first():
-            self._forget(program)
+            self._forget(step, program)
         return needs
 
-    def load(self, steps: Iterable[BackwardOp], cotangents: Sequence[Any]) -> Sequence[Any]:
+    def load(
+        self, steps: Iterable[BackwardOp], cotangents: Sequence[Array], *, always: bool = False
+    ) -> Sequence[Array]:
         """Load from the stash what some steps need, together with cotangents that are written to memory anyway.
+
+        Args:
+          steps: that follow.
+          cotangents: that are waited for.
+          always: they wait for each other also if the steps need nothing.
 
         Returns:
           The cotangents. Whoever reads them makes XLA keep to the order: it drops what nobody reads from a barrier.
@@ -128,7 +131,7 @@ class Rematerializer:
             again.update(dict.fromkeys(t for t in inputs if t in self._rerun))
             known |= {*read, *(t for op in program for t in op.outputs)}
         if not loads and not again:
-            return cotangents
+            return _compat.join(cotangents) if always else cotangents
         named = [(t, part) for t in loads for part in self._stash[t]] + [(t, self.values[t]) for t in again]
         parts = [part for _, part in named]
         flat = [jax.lax.reshape(part, self._as_written(t, part)) for t, part in named]
@@ -139,25 +142,26 @@ class Rematerializer:
         self.values.update(zip(again, restored, strict=True))
         return tied[len(parts) :]
 
-    def _forget(self, program: Sequence[Operator]) -> None:
+    def _forget(self, step: BackwardOp, program: Sequence[Operator]) -> None:
         """Forget what follows element by element from products that were run again, and keep their results.
 
-        Each product's steps compute it from these anew, which fuses with them; kept, it would be in memory until the
-        last of them.
+        Each product's steps compute it from these anew; kept, it would be in memory until the last of them.
         """
-        # Attention scores by themselves: XLA keeps less if both of their readers share the softmax. Convolutions: their
-        # operands are written to memory, as nothing fuses with them. Sharded products: devices would add some up twice.
-        if self._graph.stage_shape or sum(op.name == "dot_general" for op in program) < 2:
+        # Attention scores by themselves: XLA keeps less if both of their readers share the softmax. Sharded products:
+        # devices would add some up twice.
+        if self._graph.stage_shape or sum(is_product(op) for op in program) < 2:
             return
         kept = sums_of_branches(self._graph, self._graph.derived_from_parameters())
+        if step.name == "conv_general_dilated":
+            kept |= set(step.needs)  # nothing fuses with it: its operands are written to memory
         for op in program:
             for t in op.outputs:
-                if op.name in ELEMENTWISE and t not in kept:
+                if weight(op) is not None and t not in kept:
                     del self.values[t]
                 elif jax.dtypes.issubdtype(jax.typeof(self.values[t]).dtype, np.inexact):
                     self._rerun.add(t)
 
-    def _as_written(self, t: int, part: Any) -> Sequence[int]:
+    def _as_written(self, t: int, part: Array) -> Sequence[int]:
         """Return the shape in which a GPU's matrix product writes a part of a stored tensor.
 
         XLA multiplies matrices, and takes any other shape for another name of the matrix. Behind a barrier it would not
@@ -176,13 +180,13 @@ class Rematerializer:
         sides = part.shape[:first], part.shape[first:second], part.shape[second:]
         return [math.prod(side) for side in sides[0 if first else 1 :]]
 
-    def _restore(self, t: int, parts: Sequence[Any]) -> Any:
+    def _restore(self, t: int, parts: Sequence[Array]) -> Array:
         """A stored tensor from its parts; one that did not fit, from tensors that are stored whole."""
         tensor, fmt = self._graph.tensors[t], self._plan.formats[t]
         if not fmt.format.is_sparse:
             return decode(parts, tensor, fmt)
 
-        def again() -> Any:
+        def again() -> Array:
             program, leaves = self._derivations.fallback(t, self._plan, self._given)
             values = dict(self._given)
             values.update((u, self._restore(u, self._stash[u])) for u in leaves)
@@ -190,32 +194,6 @@ class Rematerializer:
             return values[t]
 
         return jax.lax.cond(has_overflowed(parts, fmt), again, lambda: decode(parts, tensor, fmt))
-
-    def fence(self, function: Callable[[], Any], avals: Any) -> Any:
-        """Return what a function gives, arrays like ``avals``, in a computation of its own, behind those before it."""
-        assert self._zero is not None
-        zero = self._zero
-
-        def nothing() -> Any:
-            return jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), avals), jnp.ones_like(zero)
-
-        computed, self._zero = jax.lax.cond(zero == 0, lambda: (function(), zero), nothing)
-        return computed
-
-
-def groups(steps: Iterable[BackwardOp]) -> list[list[BackwardOp]]:
-    """The steps in groups that run behind a fence each.
-
-    The cotangents of a product's operands have a fence each, so that what one of them needs is gone before the other
-    is written; that of the second operand, which mostly is the weights, comes first.
-    """
-    grouped: list[list[BackwardOp]] = [[]]
-    for step in steps:
-        if is_heavy(step):
-            grouped += [[part] for part in parts(step)]
-        else:
-            grouped[-1].append(step)
-    return [group for group in grouped if group]
 
 
 def is_heavy(step: BackwardOp | Operator) -> bool:

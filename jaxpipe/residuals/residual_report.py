@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -13,6 +12,7 @@ from jax import core
 from rich.box import SIMPLE_HEAD
 
 from jaxpipe import _compat
+from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTree
 from jaxpipe.errors import DifferentiationError, ModelError
 from jaxpipe.graph.codec_policy import FAST
 from jaxpipe.graph.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
@@ -115,7 +115,7 @@ class ResidualReport:
         return (rows, []) if left >= len(rows) - 1 else (rows[:left], rows[left:])
 
 
-def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ResidualReport:
+def residual_report(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> ResidualReport:
     """Trace what ``function(*args, **kwargs)`` stores when it is differentiated.
 
     Decorated parts are encoded as they would be in training, the rest is what ``jax.vjp`` saves. A function without
@@ -143,8 +143,8 @@ def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             f"them: residual_report(lambda variables, x: {name}(...).apply(variables, x), variables, x)."
         )
     call = purify(function, *args, **kwargs)
-    moving = [k for k, leaf in enumerate(call.leaves) if is_differentiable(leaf)]
-    if not moving:
+    differentiated = [k for k, leaf in enumerate(call.leaves) if is_differentiable(leaf)]
+    if not differentiated:
         names = ", ".join(f"{n}: {x.dtype}" for n, x in zip(call.names, call.leaves, strict=True)) or "no arrays at all"
         raise DifferentiationError(
             f"residual_report differentiates every floating-point argument, and found none among ({names}). "
@@ -163,22 +163,22 @@ def residual_report(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         ) from error
     decorated = _has_encoded_part(traced)
     encoded = call.function if decorated else _encode(call)
-    rows, _ = _residuals(encoded, call.leaves, moving)
+    rows, _ = _residuals(encoded, call.leaves, differentiated)
     with without_encoding():
         plain = purify(function, *args, **kwargs)
-        plain_rows, constant_bytes = _residuals(plain.function, plain.leaves, moving)
+        plain_rows, constant_bytes = _residuals(plain.function, plain.leaves, differentiated)
     plain_bytes = sum(row.bytes for row in plain_rows)
     return ResidualReport(tuple(rows), plain_bytes, plain_bytes + constant_bytes, decorated)
 
 
-def _kind(x: Any) -> str:
+def _kind(x: PyTree) -> str:
     """An argument in few words: dtype and shape of an array, keys of a dictionary, the type of anything else."""
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         return f"{x.dtype}{list(x.shape)}"
     return f"a dict of {', '.join(map(repr, x))}" if isinstance(x, dict) else f"a {type(x).__name__}"
 
 
-def count_overflows(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+def count_overflows(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> int:
     """Return how many sparse tensors do not fit their room when ``function(*args, **kwargs)`` is differentiated.
 
     Their gradients are exact all the same, but each costs the time to compute the tensor again: if this is not 0 in
@@ -189,10 +189,10 @@ def count_overflows(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
       *args, **kwargs: its arguments, concrete.
     """
     call = purify(function, *args, **kwargs)
-    moving = [k for k, leaf in enumerate(call.leaves) if is_differentiable(leaf)]
-    saved = _saved(call.function, moving)
+    differentiated = [k for k, leaf in enumerate(call.leaves) if is_differentiable(leaf)]
+    saved = _saved(call.function, differentiated)
     labels = _leaf_labels(saved, call.leaves)
-    parts: list[tuple[Label, list[jax.Array]]] = []
+    parts: list[tuple[Label, list[Array]]] = []
     for label, leaf in zip(labels, jax.jit(saved)(*call.leaves), strict=True):
         if label is not None and label.part == 0:
             parts.append((label, []))
@@ -202,29 +202,29 @@ def count_overflows(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return sum(int(np.sum(has_overflowed(arrays, fmt))) for fmt, arrays in sparse)
 
 
-def _leaf_labels(saved: Callable[..., Any], leaves: Sequence[Any]) -> list[Label | None]:
+def _leaf_labels(saved: Callable[..., list[Array]], leaves: Sequence[Array]) -> list[Label | None]:
     builder = GraphBuilder()
     outputs = builder.read(jax.make_jaxpr(saved)(*leaves), [builder.tensor(jax.typeof(leaf)) for leaf in leaves])
     producers = {t: op for op in builder.operators for t in op.outputs}
     return [_label(producers[t].equation, producers[t].outputs.index(t)) if t in producers else None for t in outputs]
 
 
-def _encode(call: PureCall) -> Callable[..., Any]:
+def _encode(call: PureCall) -> Callable[..., list[Array]]:
     """The call's function as ``memory_encoded`` would run it."""
 
-    def encoded(*leaves: Any) -> Any:
+    def encoded(*leaves: Array) -> list[Array]:
         return run_encoded(replace(call, leaves=leaves, finish=list), policy=FAST)
 
     return encoded
 
 
 def _residuals(
-    function: Callable[..., Any], leaves: Sequence[Any], moving: Sequence[int]
+    function: Callable[..., list[Array]], leaves: Sequence[Array], differentiated: Sequence[int]
 ) -> tuple[list[StoredTensor], int]:
     """The arrays that ``jax.vjp`` keeps, each once and without arguments; and the bytes of constants among them."""
     builder = GraphBuilder()
     inputs = [builder.tensor(core.ShapedArray(leaf.shape, leaf.dtype)) for leaf in leaves]
-    outputs = dict.fromkeys(builder.read(jax.make_jaxpr(_saved(function, moving))(*leaves), inputs))
+    outputs = dict.fromkeys(builder.read(jax.make_jaxpr(_saved(function, differentiated))(*leaves), inputs))
     dependent = set(inputs)
     producers = {}
     for op in builder.operators:
@@ -249,23 +249,23 @@ def _residuals(
     return rows, constant_bytes
 
 
-def _saved(function: Callable[..., Any], moving: Sequence[int]) -> Callable[..., list[Any]]:
+def _saved(function: Callable[..., list[Array]], differentiated: Sequence[int]) -> Callable[..., list[Array]]:
     """``leaves -> what jax.vjp keeps``."""
 
-    def saved(*values: Any) -> list[Any]:
-        def varied(*some: Any) -> list[Any]:
+    def saved(*values: Array) -> list[Array]:
+        def varied(*some: Array) -> list[Array]:
             full = list(values)
-            for k, value in zip(moving, some, strict=True):
+            for k, value in zip(differentiated, some, strict=True):
                 full[k] = value
             return [y for y in function(*full) if is_differentiable(jax.typeof(y))]
 
-        _, pullback = jax.vjp(varied, *(values[k] for k in moving))
+        _, pullback = jax.vjp(varied, *(values[k] for k in differentiated))
         return jax.tree.leaves(pullback)
 
     return saved
 
 
-def _row(op: Operator, label: Label | None, aval: Any, size: int) -> StoredTensor:
+def _row(op: Operator, label: Label | None, aval: AbstractArray, size: int) -> StoredTensor:
     if label is None:
         path = re.sub(r"\w+\(\)/?|\b\w+\(([^()]*)\)", r"\1", op.path)  # jvp(Net)/Conv_0 -> Net/Conv_0
         producer = "/".join(filter(None, (path, op.label)))
@@ -274,7 +274,7 @@ def _row(op: Operator, label: Label | None, aval: Any, size: int) -> StoredTenso
     return StoredTensor(label.producer, label.shape, label.dtype, storage, size, label.readers, label.instead)
 
 
-def _label(equation: Any, position: int) -> Label | None:
+def _label(equation: Equation, position: int) -> Label | None:
     """The stash label of an equation's output, looked up inside ``scan`` and other programs if need be."""
     if equation.primitive.name == "name":
         return parse_label(str(equation.params["name"]))
@@ -288,7 +288,7 @@ def _label(equation: Any, position: int) -> Label | None:
     return None
 
 
-def _has_encoded_part(closed: Any) -> bool:
+def _has_encoded_part(closed: AnyJaxpr) -> bool:
     """Return whether a traced program has a ``memory_encoded`` call in it, at any depth."""
     jaxpr, _ = _compat.open_jaxpr(closed)
     return any(

@@ -9,10 +9,10 @@ import enum
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
+from jaxpipe.array_types import Array
 from jaxpipe.graph.graph import Tensor, itemsize
 from jaxpipe.residuals.codecs import bitmap, bits, csr
 
@@ -55,7 +55,7 @@ class SavedFormat:
             raise ValueError(f"{self.format} {'needs a' if self.format.is_sparse else 'has no'} capacity.")
 
 
-def encode(value: Any, tensor: Tensor, fmt: SavedFormat) -> tuple[Any, ...]:
+def encode(value: Array, tensor: Tensor, fmt: SavedFormat) -> tuple[Array, ...]:
     """The parts of a tensor."""
     if fmt.capacity is not None:
         return _SPARSE[fmt.format].encode(value, fmt.capacity)
@@ -64,7 +64,7 @@ def encode(value: Any, tensor: Tensor, fmt: SavedFormat) -> tuple[Any, ...]:
     return (value if fmt.format is Format.KEEP else bits.pack(value, tensor.bits),)
 
 
-def decode(parts: Sequence[Any], tensor: Tensor, fmt: SavedFormat) -> Any:
+def decode(parts: Sequence[Array], tensor: Tensor, fmt: SavedFormat) -> Array:
     """The tensor; of a sparse one that has overflowed, something else."""
     if fmt.format.is_sparse:
         return _SPARSE[fmt.format].decode(parts, tensor.shape)
@@ -74,7 +74,7 @@ def decode(parts: Sequence[Any], tensor: Tensor, fmt: SavedFormat) -> Any:
     return part if fmt.format is Format.KEEP else bits.unpack(part, tensor.shape, tensor.bits, tensor.dtype)
 
 
-def has_overflowed(parts: Sequence[Any], fmt: SavedFormat) -> Any:
+def has_overflowed(parts: Sequence[Array], fmt: SavedFormat) -> Array:
     """Return whether a sparse tensor had more values than there is room for, ``bool[]``."""
     return _SPARSE[fmt.format].count(parts) > fmt.capacity
 

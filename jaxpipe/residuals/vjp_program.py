@@ -10,21 +10,22 @@ The backward pass can be had in two parts, so that a schedule may delay the seco
 """
 
 import functools
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array
 from jaxpipe.graph.codec_policy import FAST, Policy
 from jaxpipe.graph.graph import Graph, live, ordered
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, restricted
 from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan
-from jaxpipe.residuals.rematerialize import Rematerializer, groups, is_heavy
+from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
+from jaxpipe.residuals.run_steps import Absorb, run_steps
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
+from jaxpipe.residuals.xla_cpu import run_behind_fences
 
 
 #: Operators whose weight cotangent is worth delaying: it costs as much as the input cotangent.
@@ -110,7 +111,7 @@ def assemble(backward_graph: BackwardGraph, plan: ResidualPlan) -> VJPProgram:
     )
 
 
-def forward(vjp: VJPProgram, inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, ...]]]:
+def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list[tuple[Array, ...]]]:
     """Run the forward program; return its outputs and the stash, the parts of each of ``vjp.plan.stored``.
 
     A GPU's scheduler puts off what nobody waits for: left alone, it would pack a tensor just before the backward pass
@@ -120,8 +121,8 @@ def forward(vjp: VJPProgram, inputs: Sequence[Any]) -> tuple[list[Any], list[tup
     graph, stored = vjp.graph, vjp.plan.stored
     env = dict(graph.constants)
     env.update(zip(graph.inputs, inputs, strict=True))
-    stash: dict[int, tuple[Any, ...]] = {}
-    packed: list[Any] = []
+    stash: dict[int, tuple[Array, ...]] = {}
+    packed: list[Array] = []
     at_hand = graph.derived_from_parameters()
     for op in live(graph.operators, [*graph.outputs, *stored]):
         late = {t: _compat.wait(env[t], packed) for t in op.inputs if t not in at_hand} if is_heavy(op) else {}
@@ -138,7 +139,7 @@ def forward(vjp: VJPProgram, inputs: Sequence[Any]) -> tuple[list[Any], list[tup
     return [_compat.wait(env[t], packed) for t in graph.outputs], [stash[t] for t in stored]
 
 
-def overflows(vjp: VJPProgram, stash: Sequence[Sequence[Any]]) -> jax.Array:
+def overflows(vjp: VJPProgram, stash: Sequence[Sequence[Array]]) -> Array:
     """Return how many sparse tensors of a stash did not fit and will be computed again, ``int32[]``."""
     stored = zip(vjp.plan.stored, stash, strict=True)
     flags = [has_overflowed(parts, vjp.plan.formats[t]) for t, parts in stored if t in vjp.plan.sparse]
@@ -147,54 +148,58 @@ def overflows(vjp: VJPProgram, stash: Sequence[Sequence[Any]]) -> jax.Array:
 
 def backward(
     vjp: VJPProgram,
-    parameters: Sequence[Any],
-    stash: Sequence[Sequence[Any]],
-    cotangents: Sequence[Any | None],
+    parameters: Sequence[Array],
+    stash: Sequence[Sequence[Array]],
+    cotangents: Sequence[Array | None],
     *,
     fenced: bool = False,
-) -> list[Any | None]:
+    absorb: Absorb | None = None,
+) -> list[Array | None]:
     """The cotangents of the inputs ``vjp.backward_graph.wrt``; None where the outputs do not depend on one.
 
     Args:
       parameters: values of ``vjp.parameters``.
       stash: what ``forward`` returned.
       cotangents: one for each output; None for zero.
-      fenced: run the steps behind fences (see ``jaxpipe.residuals.rematerialize``) if XLA needs them; not under
+      fenced: run the steps behind fences (see ``jaxpipe.residuals.xla_cpu``) if XLA needs them; not under
         ``vmap``.
+      absorb: what is returned for some inputs in place of the cotangent.
     """
     received = _received(vjp, cotangents)
     rematerializer = _rematerializer(vjp, parameters, stash, fenced)
-    _walk(vjp, vjp.backward_graph.steps, received, rematerializer)
+    _walk(vjp, vjp.backward_graph.steps, received, rematerializer, absorb or {})
     return [received.get(t) for t in vjp.backward_graph.wrt]
 
 
 def backward_input(
     vjp: VJPProgram,
-    parameters: Sequence[Any],
-    stash: Sequence[Sequence[Any]],
-    cotangents: Sequence[Any | None],
+    parameters: Sequence[Array],
+    stash: Sequence[Sequence[Array]],
+    cotangents: Sequence[Array | None],
     *,
     fenced: bool = False,
-) -> tuple[list[Any | None], list[Any | None]]:
+    absorb: Absorb | None = None,
+) -> tuple[list[Array | None], list[Array | None]]:
     """First part: cotangents of ``vjp.input_part``, and those saved for ``backward_weight``."""
     received = _received(vjp, cotangents)
     rematerializer = _rematerializer(vjp, parameters, stash, fenced)
-    _walk(vjp, vjp.input_steps, received, rematerializer, keep=frozenset(vjp.saved))
+    _walk(vjp, vjp.input_steps, received, rematerializer, absorb or {}, keep=frozenset(vjp.saved))
     return [received.get(t) for t in vjp.input_part], [received.get(t) for t in vjp.saved]
 
 
 def backward_weight(
     vjp: VJPProgram,
-    parameters: Sequence[Any],
-    stash: Sequence[Sequence[Any]],
-    saved: Sequence[Any | None],
+    parameters: Sequence[Array],
+    stash: Sequence[Sequence[Array]],
+    saved: Sequence[Array | None],
     *,
     fenced: bool = False,
-) -> list[Any | None]:
+    absorb: Absorb | None = None,
+) -> list[Array | None]:
     """Second part: cotangents of ``vjp.weight_part``."""
     received = {t: value for t, value in zip(vjp.saved, saved, strict=True) if value is not None}
     rematerializer = _rematerializer(vjp, parameters, stash, fenced)
-    _walk(vjp, vjp.weight_steps, received, rematerializer, keep=frozenset(vjp.saved))
+    _walk(vjp, vjp.weight_steps, received, rematerializer, absorb or {}, keep=frozenset(vjp.saved))
     return [received.get(t) for t in vjp.weight_part]
 
 
@@ -207,9 +212,9 @@ def reached(vjp: VJPProgram, seeds: Iterable[int]) -> frozenset[int]:
     return frozenset(received)
 
 
-def _received(vjp: VJPProgram, cotangents: Sequence[Any | None]) -> dict[int, Any]:
+def _received(vjp: VJPProgram, cotangents: Sequence[Array | None]) -> dict[int, Array]:
     """Cotangents by tensor number; those of an output returned twice add up."""
-    received: dict[int, Any] = {}
+    received: dict[int, Array] = {}
     for t, value in zip(vjp.backward_graph.source.outputs, cotangents, strict=True):
         if value is not None:
             received[t] = value if t not in received else jnp.add(received[t], value)
@@ -217,7 +222,7 @@ def _received(vjp: VJPProgram, cotangents: Sequence[Any | None]) -> dict[int, An
 
 
 def _rematerializer(
-    vjp: VJPProgram, parameters: Sequence[Any], stash: Sequence[Sequence[Any]], fenced: bool
+    vjp: VJPProgram, parameters: Sequence[Array], stash: Sequence[Sequence[Array]], fenced: bool
 ) -> Rematerializer:
     values = dict(zip(vjp.parameters, parameters, strict=True))
     return Rematerializer(vjp.graph, vjp.plan, values, dict(zip(vjp.plan.stored, stash, strict=True)), fenced)
@@ -226,117 +231,19 @@ def _rematerializer(
 def _walk(
     vjp: VJPProgram,
     steps: Sequence[BackwardOp],
-    received: dict[int, Any],
+    received: dict[int, Array],
     rematerializer: Rematerializer,
+    absorb: Absorb,
     keep: frozenset[int] = frozenset(),
 ) -> None:
     """Run backward steps in reverse; cotangents are summed in the order in which JAX sums them."""
     keep = keep | set(vjp.backward_graph.wrt)
-    if not rematerializer.fenced:
-        _run_steps(vjp, steps[::-1], received, rematerializer, keep)
-        return
-    cotangents, values = vjp.backward_graph.source.tensors, vjp.graph.tensors
-    outlines = [_Outline(group) for group in groups(steps[::-1])]
-    for outline in reversed(outlines):
-        outline.keep = keep
-        keep = keep.union(*(step.cotangents_in for step in outline.steps))
-    known, pending = set(rematerializer.values), set(received)
-    for outline in outlines:
-        outline.go(rematerializer, pending, known)
-    for k, outline in enumerate(outlines):
-        if not outline.runs:
-            continue
-        written = sorted(outline.written)
-        shared = sorted(outline.rematerialized & set().union(*(later.read for later in outlines[k + 1 :])))
-
-        def behind(
-            outline: _Outline = outline, written: Sequence[int] = written, shared: Sequence[int] = shared
-        ) -> Any:
-            inner, cotangents_of_group = rematerializer.copy(), dict(received)
-            _run_steps(vjp, outline.steps, cotangents_of_group, inner, outline.keep)
-            return [cotangents_of_group[t] for t in written], [inner.values[t] for t in shared]
-
-        avals = [cotangents[t].aval for t in written], [values[t].aval for t in shared]
-        new, rematerialized = rematerializer.fence(behind, avals)
-        for t in outline.consumed:
-            received.pop(t, None)
-        received.update(zip(written, new, strict=True))
-        rematerializer.values.update(zip(shared, rematerialized, strict=True))
-
-
-class _Outline:
-    """The cotangents and forward tensors that a group of steps reads and makes, and those that it must keep."""
-
-    def __init__(self, steps: Sequence[BackwardOp]):
-        self.steps = steps
-        self.runs = False
-        self.keep: frozenset[int] = frozenset()
-        self.written: set[int] = set()
-        self.consumed: set[int] = set()
-        self.rematerialized: set[int] = set()
-        self.read: set[int] = set()
-
-    def go(self, rematerializer: Rematerializer, received: set[int], known: set[int]) -> None:
-        """Walk through the steps; changes what is received and known."""
-        here = set(known)
-        for step in self.steps:
-            present = {t for t in step.cotangents_in if t in received}
-            if not present:
-                continue
-            self.runs = True
-            program, loads = rematerializer.sources(step, here)
-            self.read |= {*step.needs, *(t for op in program for t in op.inputs)}
-            new = {*loads, *(t for op in program for t in op.outputs)}
-            self.rematerialized |= {t for t in new if rematerializer.is_kept(t)}
-            here |= new
-            received -= present - self.keep
-            self.written -= present - self.keep
-            self.consumed |= present - self.keep
-            received |= set(step.cotangents_out)
-            self.written |= set(step.cotangents_out)
-        known |= self.rematerialized
-
-
-def _run_steps(
-    vjp: VJPProgram,
-    steps: Sequence[BackwardOp],
-    received: dict[int, Any],
-    rematerializer: Rematerializer,
-    keep: frozenset[int],
-) -> None:
-    """Run backward steps in the order given.
-
-    XLA:CPU runs whatever it can as early as it can: there each step's values wait for its cotangent. On a GPU a
-    product's values wait for its cotangents, and those of all steps up to the next product for its results, which are
-    in memory in any case: a barrier amid an elementwise chain would cut its kernel in two.
-    """
-    tensors = vjp.backward_graph.source.tensors
-    early = _compat.runs_breadth_first()
-    if not early:
-        ready = list(received)
-        received.update(zip(ready, rematerializer.load(_light(steps), [received[t] for t in ready]), strict=True))
-    for place, step in enumerate(steps):
-        present = [t for t in step.cotangents_in if t in received]
-        if not present:
-            continue
-        if not early and is_heavy(step):
-            received.update(zip(present, rematerializer.load([step], [received[t] for t in present]), strict=True))
-        needs = rematerializer.fetch(step, received[present[0]])
-        seeds = [received[t] if t in received else _compat.zeros(tensors[t].aval) for t in step.cotangents_in]
-        for t in present:
-            if t not in keep:
-                del received[t]
-        with jax.named_scope(step.path or step.name):
-            results = step.program.evaluate([*needs, *seeds])
-        if not early and is_heavy(step):
-            results = rematerializer.load(_light(steps[place + 1 :]), results)
-        for t, value in zip(step.cotangents_out, results, strict=True):
-            received[t] = value if t not in received else jnp.add(received[t], value)
-
-
-def _light(steps: Iterable[BackwardOp]) -> Iterable[BackwardOp]:
-    """The steps before the first product."""
-    return itertools.takewhile(lambda step: not is_heavy(step), steps)
+    if rematerializer.fenced:
+        run_behind_fences(vjp.backward_graph, steps[::-1], received, rematerializer, keep)
+        absorbed = frozenset()
+    else:
+        absorbed = run_steps(vjp.backward_graph, steps[::-1], received, rematerializer, absorb, keep)
+    received.update((t, absorb[t](received[t])) for t in absorb if t in received and t not in absorbed)
 
 
 def _split(backward_graph: BackwardGraph) -> tuple[frozenset[int], tuple[BackwardOp, ...], tuple[BackwardOp, ...]]:

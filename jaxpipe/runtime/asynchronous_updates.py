@@ -6,12 +6,7 @@ from jaxpipe.runtime.program import Program
 
 
 def check_asynchronous(program: Program, by_stage: PartitionedUpdate, exchanged: bool, zero: int = 0) -> None:
-    """Raise ``PartitionError`` if a schedule updates weights during a step, and the update cannot be made then.
-
-    Args:
-      exchanged: whether gradients are exchanged by blocks.
-      zero: whether the optimizer state is split over replicas (``PlanOptions.zero``).
-    """
+    """Raise ``PartitionError`` if a schedule updates weights during a step, and the update cannot be made then."""
     schedule, objective = program.schedule, program.objective
     if schedule.versions is None:
         return

@@ -1,7 +1,6 @@
 """Checks of a training state, before a step takes it."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from jaxpipe.errors import ModelError
 from jaxpipe.runtime.train_state import TrainState
@@ -17,7 +16,7 @@ def check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[in
         )
 
 
-def check_state(state: Any, expected: str) -> None:
+def check_state(state: object, expected: str) -> None:
     """Raise ``ModelError`` if something is no state, or one of another plan or one that was used."""
     if not isinstance(state, TrainState):
         raise ModelError(

@@ -1,18 +1,21 @@
 """``ExecutablePlan``: a plan with all that a runtime needs to run it."""
 
+# More than 15 of our modules: it names the type of each part of a plan.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.graph.codec_policy import Policy
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.variable_shardings import Shardings
 from jaxpipe.plan import Plan
+from jaxpipe.runtime.mpmd.call_list import CallList, Traces
+from jaxpipe.runtime.mpmd.dispatch import Dispatch
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.replica_exchange import StageExchange
@@ -25,23 +28,17 @@ from jaxpipe.sharding.mesh_axes import DATA
 
 @dataclass(frozen=True, eq=False)
 class Batching:
-    """The cut of a batch into micro-batches.
+    """The cut of a batch into micro-batches."""
 
-    Attributes:
-      shared: by leaf, whether every micro-batch gets it whole (it has no axis of examples).
-      replicas: ways the batch is split over the data axis.
-      num_microbatches: micro-batches of each replica.
-    """
-
-    shared: tuple[bool, ...]
+    shared: tuple[bool, ...]  # by leaf: every micro-batch gets it whole, as it has no axis of examples
     replicas: int
-    num_microbatches: int
+    num_microbatches: int  # of each replica
 
     def specs(self) -> list[P]:
         """Return how each leaf is sharded."""
         return [P() if shared or self.replicas == 1 else P(DATA) for shared in self.shared]
 
-    def rows(self, leaves: Sequence[Any]) -> list[Any]:
+    def rows(self, leaves: Sequence[Array]) -> list[Array]:
         """A replica's leaves as ``[num_microbatches, ...]``."""
         m = self.num_microbatches
         return [
@@ -52,18 +49,11 @@ class Batching:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """The optimizer as the stages run it, and where its state lives.
-
-    Attributes:
-      by_stage: the optimizer.
-      layout: of its state.
-      exchange: how replicas exchange gradients; None if whole.
-      on_nonfinite: what to do about a loss or a gradient that is not finite.
-    """
+    """The optimizer as the stages run it, and where its state lives."""
 
     by_stage: PartitionedUpdate
     layout: Layout
-    exchange: StageExchange | None = None
+    exchange: StageExchange | None = None  # None: gradients are exchanged whole
     on_nonfinite: OnNonFinite = None
 
 
@@ -71,47 +61,31 @@ class Update:
 class Compiled:
     """A training step, and the bytes that XLA reserves for it on the fullest device."""
 
-    step: Any
+    step: Dispatch
     reserved_bytes: int
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExecutablePlan:
-    """A plan, and everything that runs it.
+    """A plan, and everything that runs it."""
 
-    Attributes:
-      plan: the part that the user sees.
-      mesh: the first device of each group of ``shardings``, in the order in which the stages use them.
-      batch: shapes of the batch that it was made for.
-      microbatch: shapes of one micro-batch.
-      stage_placement, placement: the stage and the device of every variable.
-      model, program, update, batching: see their types.
-      policy: the codecs that may be used where a module is not decorated.
-      schedules: makers of the requested schedules.
-      retrace: traces the loss for the shapes of one micro-batch.
-      shardings: how variables are split within a stage.
-      compiled: with stage programs, the training step once it has been compiled for a budget.
-      calls: with stage programs, the list of the training step (``jaxpipe.runtime.mpmd.call_list``), traced.
-      traces: work of stages that was traced for plans with the same cuts; filled while lists are written.
-    """
-
-    plan: Plan
-    mesh: Mesh
-    batch: Any
-    microbatch: Any
+    plan: Plan  # the part that the user sees
+    mesh: Mesh  # the first device of each group of ``shardings``, in the order of the stages
+    batch: PyTree  # shapes
+    microbatch: PyTree
     model: BoundModel
     program: Program
-    stage_placement: Placement
+    stage_placement: Placement  # the stage of each variable; ``placement``: its device
     placement: Placement
     update: Update
     batching: Batching
-    policy: Policy
+    policy: Policy  # codecs where a module is not decorated
     schedules: tuple[ScheduleMaker, ...]
-    retrace: Callable[[Any], MicrobatchProgram]
-    shardings: Shardings
-    compiled: Compiled | None = None
-    calls: Any = None
-    traces: dict[Any, Any] = field(default_factory=dict)
+    retrace: Callable[[PyTree], MicrobatchProgram]  # traces the loss for the shapes of one micro-batch
+    shardings: Shardings  # of variables within a stage
+    compiled: Compiled | None = None  # stage programs that were compiled for a budget
+    calls: CallList | None = None  # of stage programs, the training step
+    traces: Traces = field(default_factory=dict)  # of plans with the same cuts; filled while lists are written
 
 
 def followed_cuts(planned: ExecutablePlan, objective: MicrobatchProgram, name: str) -> list[int]:

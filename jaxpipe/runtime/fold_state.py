@@ -24,27 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """The fold of a micro-batch's statistics into the state before it.
+    """The fold of a micro-batch's statistics into the state before it."""
 
-    Attributes:
-      graph: ``(old state, statistics) -> new state``.
-      state: tensor numbers of the state variables that change.
-      statistics: tensor numbers of what a micro-batch adds.
-    """
-
-    graph: Graph
-    state: tuple[int, ...]
-    statistics: tuple[int, ...]
+    graph: Graph  # ``(old state, statistics) -> new state``
+    state: tuple[int, ...]  # tensor numbers of the state variables that change
+    statistics: tuple[int, ...]  # tensor numbers of what a micro-batch adds
 
 
 def shared_stages(
     objective: MicrobatchProgram, model: BoundModel, stages: Sequence["Stage"], stage_replicas: StageReplicas
 ) -> tuple["Stage", ...]:
-    """Return the stages; those on several devices get a fold for their state.
-
-    Raises:
-      PartitionError: if that is not possible.
-    """
+    """Return the stages; those on several devices get a fold for their state."""
     if stage_replicas.is_single:
         return tuple(stages)
     names = dict(zip(objective.state, (v.name for v in model.state), strict=True))
@@ -57,11 +47,7 @@ def shared_stages(
 def separate(objective: MicrobatchProgram, stage: "Stage", width: int, names: Mapping[int, str]) -> "Stage":
     """Return the stage without the operators that follow from its state, which become its fold.
 
-    Args:
-      names: of state variables, by tensor number.
-
-    Raises:
-      PartitionError: if something else follows from state that changes.
+    Raises ``PartitionError`` if something else follows from state that changes.
     """
     changing = [(t, new) for t, new in zip(stage.state, stage.new_state, strict=True) if t != new]
     if not changing:

@@ -9,13 +9,14 @@ for a parameter that has a float32 copy (``jaxpipe.gradients.master_weights``) i
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
+from jaxpipe.array_types import Array, DType
 from jaxpipe.errors import PartitionError
 
 
@@ -23,12 +24,8 @@ from jaxpipe.errors import PartitionError
 DEFAULT = np.dtype(np.float32)
 
 
-def check_gradient_dtype(gradient_dtype: Any) -> np.dtype[Any] | None:
-    """Return the type that ``gradient_dtype=`` names; None if it was left out.
-
-    Raises:
-      PartitionError: unless it is a floating-point type of 16 bits or more that JAX has.
-    """
+def check_gradient_dtype(gradient_dtype: DTypeLike | None) -> DType | None:
+    """Return the type that ``gradient_dtype=`` names; None if it was left out."""
     if gradient_dtype is None:
         return None
     rule = "it must be a floating-point type of at least 16 bits, such as 'float32' or jnp.bfloat16"
@@ -53,7 +50,7 @@ def check_gradient_dtype(gradient_dtype: Any) -> np.dtype[Any] | None:
     return dtype
 
 
-def check_effect(gradient_dtype: np.dtype[Any] | None, dtypes: Iterable[Any]) -> None:
+def check_effect(gradient_dtype: DType | None, dtypes: Iterable[DTypeLike]) -> None:
     """Raise ``PartitionError`` if ``gradient_dtype`` is narrower than every parameter, so that none can use it."""
     if gradient_dtype is None:
         return
@@ -67,7 +64,7 @@ def check_effect(gradient_dtype: np.dtype[Any] | None, dtypes: Iterable[Any]) ->
         )
 
 
-def sum_dtype(dtype: Any, gradient_dtype: Any = None) -> np.dtype[Any]:
+def sum_dtype(dtype: DTypeLike, gradient_dtype: DTypeLike | None = None) -> DType:
     """The type in which gradients of a parameter are added up: ``gradient_dtype``, if it is wider than its own.
 
     Example:
@@ -78,12 +75,12 @@ def sum_dtype(dtype: Any, gradient_dtype: Any = None) -> np.dtype[Any]:
     return asked if jnp.issubdtype(narrow, jnp.floating) and asked.itemsize > narrow.itemsize else narrow
 
 
-def add_gradient(total: Any, gradient: Any) -> Any:
+def add_gradient(total: Array, gradient: Array) -> Array:
     """Return a sum with one more gradient."""
     return total + widened(gradient, total.dtype)
 
 
-def widened(gradient: Any, dtype: Any) -> Any:
+def widened(gradient: Array, dtype: DTypeLike) -> Array:
     """Return a gradient in the type of its sum, rounded to its own type before, as it is outside a pipeline.
 
     XLA would otherwise cancel the rounding and the widening against each other where both are in one computation, and
@@ -92,6 +89,6 @@ def widened(gradient: Any, dtype: Any) -> Any:
     return gradient if gradient.dtype == dtype else lax.optimization_barrier(gradient).astype(dtype)
 
 
-def round_to(sums: Sequence[Any], buffers: Sequence[tuple[int, Any]]) -> list[Any]:
+def round_to(sums: Sequence[Array], buffers: Sequence[tuple[int, DType]]) -> list[Array]:
     """Gradient buffers in the types of the parameters' buffers, as the optimizer gets them."""
     return [x.astype(dtype) for x, (_, dtype) in zip(sums, buffers, strict=True)]

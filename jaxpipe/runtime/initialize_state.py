@@ -1,8 +1,7 @@
 """The first state of a run, made stage by stage: no device ever holds the whole model."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +9,20 @@ import optax
 from jax import core
 
 from jaxpipe import _compat, multihost
+from jaxpipe.array_types import Array, ArrayLike
 from jaxpipe.graph import sharding_annotations
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.captures import without_captures
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.interface import Runtime
-from jaxpipe.runtime.stages import Placement
 from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays
 from jaxpipe.runtime.train_state import TrainState
 
 
-def initial_state(runtime: Runtime, model: BoundModel, optimizer: optax.GradientTransformation, key: Any) -> TrainState:
+def initial_state(
+    runtime: Runtime, model: BoundModel, optimizer: optax.GradientTransformation, key: Array
+) -> TrainState:
     """Make each stage's variables and optimizer state on that stage's devices, in the process that has them.
 
     Variables that were given are copied there; others are initialized there, by a program from which everything
@@ -29,6 +30,7 @@ def initial_state(runtime: Runtime, model: BoundModel, optimizer: optax.Gradient
     """
     original, planned = model.original, runtime.planned
     values = _pieces(model, _given(original) if original.values is not None else _initialized(original, key))
+    make = functools.partial(_optimizer_state, model, optimizer, planned.update)
     parts = {}
     for place in runtime.places:
         devices = multihost.mine(runtime.devices_of(place))
@@ -41,21 +43,20 @@ def initial_state(runtime: Runtime, model: BoundModel, optimizer: optax.Gradient
             whole = [x.copy() if original.values is not None and isinstance(x, jax.Array) else x for x in whole]
             whole = jax.device_put(whole, devices[0])
             held = whole[: len(parameters)]
-            make = functools.partial(_optimizer_state, model, planned.placement, place, optimizer, planned.update)
-            slots = jax.jit(make)(held)
+            slots = jax.jit(functools.partial(make, place))(dict(zip(parameters, held, strict=True)))
         parts[place] = runtime.stage_part(place, StageArrays(held, whole[len(parameters) :], slots))
-    shared = _shared_state(model, optimizer, planned.update)
+    shared = jax.jit(functools.partial(make, None))({})
     return runtime.assemble(parts, CommonArrays(shared, _copied(key)))
 
 
-def _copied(key: Any) -> Any:
+def _copied(key: Array) -> Array:
     """A key in memory of its own: a step donates the state, and must not take the caller's key with it."""
     data = jnp.array(jax.random.key_data(key), copy=True)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
 #: Values of some variables, by position: parameters first, then state.
-Values = Callable[[Sequence[int]], list[Any]]
+Values = Callable[[Sequence[int]], Sequence[ArrayLike]]
 
 
 def _given(model: BoundModel) -> Values:
@@ -69,7 +70,7 @@ def _pieces(model: BoundModel, values: Values) -> Values:
     parameters, state = model.stacks
     stacks = Stacks((*parameters.bounds, *state.bounds))
 
-    def pieces(positions: Sequence[int]) -> list[Any]:
+    def pieces(positions: Sequence[int]) -> list[ArrayLike]:
         leaves = list(dict.fromkeys(stacks.leaf_of[k] for k in positions))
         uncut = [k for k in leaves if stacks.bounds[k] is None]
         value_of_leaf = dict(zip(uncut, values(uncut), strict=True))
@@ -83,7 +84,7 @@ def _pieces(model: BoundModel, values: Values) -> Values:
     return pieces
 
 
-def _initialized(model: BoundModel, key: Any) -> Values:
+def _initialized(model: BoundModel, key: Array) -> Values:
     """Initialization, traced once; of its operators only those run that the wanted variables follow from.
 
     They run one by one, as they do when a model is initialized outside ``jit``: the same bits, and initializers of
@@ -95,7 +96,7 @@ def _initialized(model: BoundModel, key: Any) -> Values:
     closed, _ = sharding_annotations.trace(lambda key: [x for part in initialize(key) for x in part], aval)
     jaxpr, consts = _compat.open_jaxpr(closed)
 
-    def values(positions: Sequence[int]) -> list[Any]:
+    def values(positions: Sequence[int]) -> list[Array]:
         wanted = [jaxpr.outvars[k] for k in positions]
         needed = {a for a in wanted if not _compat.is_literal(a)}
         equations = []
@@ -114,28 +115,16 @@ def _initialized(model: BoundModel, key: Any) -> Values:
 
 def _optimizer_state(
     model: BoundModel,
-    placement: Placement,
-    s: int,
     optimizer: optax.GradientTransformation,
     update: Update,
-    parameters: Sequence[Any],
-) -> list[Any]:
-    """A stage's leaves of the optimizer state. Other stages' parameters are zeros that nothing reads."""
-    whole: list[Any] = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in model.parameters]
-    for k, value in zip(placement.held_by(s)[0], parameters, strict=True):
-        whole[k] = value
-    leaves = update.by_stage.state_stacks.split(
-        jax.tree.leaves(optimizer.init(without_captures(model.parameter_tree(whole))))
-    )
-    return [x for x, owner in zip(leaves, update.by_stage.state_stage, strict=True) if owner == s]
-
-
-def _shared_state(model: BoundModel, optimizer: optax.GradientTransformation, update: Update) -> list[Any]:
-    def make() -> list[Any]:
-        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in model.parameters]
-        leaves = update.by_stage.state_stacks.split(
-            jax.tree.leaves(optimizer.init(without_captures(model.parameter_tree(zeros))))
-        )
-        return [x for x, owner in zip(leaves, update.by_stage.state_stage, strict=True) if owner is None]
-
-    return jax.jit(make)()
+    s: int | None,
+    parameters: Mapping[int, Array],
+) -> list[Array]:
+    """The leaves of the optimizer state of a stage, or (None) of all alike, whose parameters are zeros if not given."""
+    whole = [
+        parameters[k] if k in parameters else jnp.zeros(v.aval.shape, v.aval.dtype)
+        for k, v in enumerate(model.parameters)
+    ]
+    state = jax.tree.leaves(optimizer.init(without_captures(model.parameter_tree(whole))))
+    leaves = zip(update.by_stage.state_stacks.split(state), update.by_stage.state_stage, strict=True)
+    return [x for x, owner in leaves if owner == s]

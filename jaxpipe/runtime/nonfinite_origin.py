@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe.array_types import ArrayLike, PyTree
 from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph.graph import Graph
 from jaxpipe.runtime.interface import Runtime
@@ -34,13 +34,9 @@ class NonFiniteOrigin:
 
 
 def error(
-    runtime: Runtime, state: TrainState, batch: Any, loss: float, norm: float, stages: Sequence[int]
+    runtime: Runtime, state: TrainState, batch: PyTree, loss: float, norm: float, stages: Sequence[int]
 ) -> NonFiniteError:
-    """The error for a step that was stopped: where it began, as far as that can be told.
-
-    Args:
-      loss, norm: of the batch, and of its gradient.
-    """
+    """Return the error for a step that was stopped: where it began, as far as that can be told."""
     origin = find(runtime, state, batch) if jax.process_count() == 1 else None
     # A forward pass that is finite: cotangents went wrong in the last of the stages, and all before got them.
     stage = origin.stage if origin is not None else max(stages, default=runtime.planned.program.num_devices - 1)
@@ -56,15 +52,11 @@ def error(
     )
 
 
-def find(runtime: Runtime, state: TrainState, batch: Any) -> NonFiniteOrigin | None:
+def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin | None:
     """Run the loss operator by operator until it is not finite; the operator behind it whose operands are finite.
 
-    The process must have all stages.
-
-    Each stage's operators run on its own device. An infinity that does no harm (an attention mask) is passed by.
-
-    Returns:
-      None if the loss is finite for every micro-batch.
+    The process must have all stages, whose operators run on their own devices. An infinity that does no harm (an
+    attention mask) is passed by. None if the loss is finite for every micro-batch.
     """
     planned = runtime.planned
     program, model = planned.program, planned.model
@@ -106,7 +98,7 @@ def find(runtime: Runtime, state: TrainState, batch: Any) -> NonFiniteOrigin | N
     return None
 
 
-def _origin(graph: Graph, env: dict[int, Any], results: Sequence[int]) -> tuple[int, int] | None:
+def _origin(graph: Graph, env: dict[int, ArrayLike], results: Sequence[int]) -> tuple[int, int] | None:
     """Behind results that are not finite: the first operator, and the operand or else the output that is not."""
     writer = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
     waiting = [t for t in results if not _is_finite(env[t])]
@@ -123,7 +115,7 @@ def _origin(graph: Graph, env: dict[int, Any], results: Sequence[int]) -> tuple[
     return min(origins, default=None)
 
 
-def _is_finite(x: Any) -> bool:
+def _is_finite(x: ArrayLike) -> bool:
     return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(jnp.all(jnp.isfinite(x)))
 
 

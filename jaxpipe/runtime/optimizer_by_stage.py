@@ -7,14 +7,13 @@ An operator whose operands belong to one stage runs in that stage's branch. Wher
 small values may meet. Exchanges come in rounds; after the last, every stage has its new parameters and state.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.array_types import Array, PyTree, Shaped
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import Graph, Operator, run
 from jaxpipe.graph.stacked_layers import Stacks
@@ -31,47 +30,26 @@ EXCHANGE_LIMIT = 4096
 
 @dataclass(frozen=True, eq=False)
 class PartitionedUpdate:
-    """``optimizer.update`` and ``apply_updates`` on the whole tree, each operator with its stage.
+    """``optimizer.update`` and ``apply_updates`` on the whole tree, each operator with its stage."""
 
-    Attributes:
-      graph: ``(parameters, gradients, optimizer state) -> (new parameters, new optimizer state)``, flat; with the
-        gradients of trained parameters only, in the types in which the optimizer takes them.
-      stage_of: by tensor number, the stage that has it; absent where every stage has it.
-      round: by tensor number, after how many exchanges it can be known.
-      exchanged: by round, the tensors sent to all stages after it.
-      parameters, gradients, state: tensor numbers of the inputs.
-      new_parameters, new_state: tensor numbers of the outputs.
-      state_stage: the stage of each leaf of the optimizer state, None if every stage has it.
-      state_avals: its leaves, those that belong to a cut parameter cut as that is.
-      state_shape, state_stacks: it as optax has it, and how its leaves are cut.
-      per_stage: whether some of it looks at each stage apart (``jaxpipe.gradients.per_stage``).
-    """
-
-    graph: Graph
-    stage_of: dict[int, int]
-    round: dict[int, int]
-    exchanged: tuple[tuple[int, ...], ...]
-    parameters: tuple[int, ...]
+    graph: Graph  # ``(parameters, gradients of trained ones, state) -> (parameters, state)``
+    stage_of: dict[int, int]  # by tensor number; absent where every stage has it
+    round: dict[int, int]  # by tensor number, after how many exchanges it can be known
+    exchanged: tuple[tuple[int, ...], ...]  # by round, the tensors sent to all stages after it
+    parameters: tuple[int, ...]  # tensor numbers, as those that follow
     gradients: tuple[int, ...]
     state: tuple[int, ...]
     new_parameters: tuple[int, ...]
     new_state: tuple[int, ...]
-    state_stage: tuple[int | None, ...]
-    state_avals: tuple[Any, ...]
-    state_shape: Any
+    state_stage: tuple[int | None, ...]  # by leaf; None if every stage has it
+    state_avals: tuple[Shaped, ...]  # of leaves that are cut as their parameters are
+    state_shape: PyTree  # as optax has it
     state_stacks: Stacks
-    per_stage: bool = False
+    per_stage: bool = False  # some of it looks at each stage apart (``jaxpipe.gradients.per_stage``)
 
 
 def partition_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence[int]) -> PartitionedUpdate:
-    """Give each operator of an optimizer a stage.
-
-    Args:
-      update: the optimizer as it was traced for these stages, or for any if it does not look at them.
-
-    Raises:
-      PartitionError: if values of several stages meet that are too large to be exchanged.
-    """
+    """Give each operator of an optimizer, traced for these stages if it looks at them, a stage."""
     graph, state_stacks = update.graph, update.state_stacks
     state_stage = _stage_of_state(update.owner, model.stacks[0].groups(stage_of), state_stacks)
     inputs, outputs = graph.inputs, graph.outputs
@@ -113,12 +91,7 @@ def partition_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence
 def _stage_of_state(
     owner: Sequence[int | None], stages: Sequence[Sequence[int]], stacks: Stacks
 ) -> tuple[int | None, ...]:
-    """The stage of each piece of the optimizer state: that of the piece of the parameter that it belongs to.
-
-    Args:
-      owner: by leaf, its parameter.
-      stages: by parameter, the stages of its pieces.
-    """
+    """Return the stage of each piece of the optimizer state: that of its parameter's piece."""
     state_stages: list[int | None] = []
     for k, cuts in zip(owner, stacks.bounds, strict=True):
         if k is None:
@@ -181,19 +154,16 @@ def _assign_stages(
 
 def exchanged_values(
     update: PartitionedUpdate,
-    read: Callable[[int], tuple[Sequence[Any], Sequence[Any], Sequence[Any]]],
-    shared_state: Sequence[Any],
+    read: Callable[[int], tuple[Sequence[Array], Sequence[Array], Sequence[Array]]],
+    shared_state: Sequence[Array],
     num_stages: int,
-) -> dict[int, Any]:
+) -> dict[int, Array]:
     """Return the values that all stages know before they compute new parameters, by tensor; inside ``shard_map``.
 
-    Args:
-      read: for a stage, its parameters, gradients and state out of this device's buffers.
-      shared_state: the state of which every stage has a copy.
-      num_stages: number of stages.
+    ``read`` gives a stage's parameters, gradients and state out of this device's buffers.
     """
     graph = update.graph
-    everywhere: dict[int, Any] = dict(graph.constants)
+    everywhere: dict[int, Array] = dict(graph.constants)
     shared = [t for t, s in zip(update.state, update.state_stage, strict=True) if s is None]
     everywhere.update(zip(shared, shared_state, strict=True))
     common = [op for op in graph.operators if not any(t in update.stage_of for t in op.outputs)]
@@ -205,7 +175,7 @@ def exchanged_values(
     for number, tensors in enumerate(update.exchanged):
         avals = {t: graph.tensors[t].aval for t in tensors}
 
-        def send(s: int, avals: dict[int, Any] = avals) -> jax.Array:
+        def send(s: int, avals: Mapping[int, Shaped] = avals) -> Array:
             env = _environment(update, s, everywhere, read(s))
             mine = [t for t in avals if update.stage_of[t] == s]
             run(needed_operators(operators_of(update, s), mine, env), env)
@@ -219,8 +189,8 @@ def exchanged_values(
 
 
 def _environment(
-    update: PartitionedUpdate, s: int, everywhere: dict[int, Any], buffers: tuple[Sequence[Any], ...]
-) -> dict[int, Any]:
+    update: PartitionedUpdate, s: int, everywhere: dict[int, Array], buffers: tuple[Sequence[Array], ...]
+) -> dict[int, Array]:
     """Values by tensor number that a stage begins with."""
     env = dict(everywhere)
     for numbers, values in zip(held_by(update, s), buffers, strict=True):
@@ -242,7 +212,7 @@ def held_by(update: PartitionedUpdate, stage: int) -> tuple[list[int], list[int]
     )
 
 
-def needed_operators(operators: Sequence[Operator], wanted: Sequence[int], known: dict[int, Any]) -> list[Operator]:
+def needed_operators(operators: Sequence[Operator], wanted: Sequence[int], known: Container[int]) -> list[Operator]:
     """Return the operators that make ``wanted`` from what is known."""
     needed = {t for t in wanted if t not in known}
     kept = []

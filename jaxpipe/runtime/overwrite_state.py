@@ -9,12 +9,12 @@ reads what was there before is known to come first; fences between the steps say
 import functools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array
 from jaxpipe.graph.graph import Operator, ordered, run
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, exchanged_values, held_by, operators_of
 from jaxpipe.runtime.spmd.buffer_layout import Layout
@@ -24,16 +24,11 @@ from jaxpipe.sharding.mesh_axes import STAGE
 
 @dataclass(frozen=True, eq=False)
 class Renewal:
-    """A parameter or a part of the optimizer state that gets a new value.
-
-    Attributes:
-      old, new: tensor numbers.
-      operators: that make the new value, of what is there when those before it have been written.
-    """
+    """A parameter or a part of the optimizer state that gets a new value."""
 
     old: int
     new: int
-    operators: tuple[Operator, ...]
+    operators: tuple[Operator, ...]  # that make the new value, of what is known after the renewals before
 
     @property
     def reads(self) -> list[int]:
@@ -87,25 +82,18 @@ def _behind(wanted: int, maker: dict[int, Operator], known: Collection[int]) -> 
 def run_update(
     update: PartitionedUpdate,
     layouts: tuple[Layout, Layout, Layout],
-    device_buffers: tuple[Sequence[Any], Sequence[Any]],
-    gradients: Sequence[Any],
-    shared: Sequence[Any],
-    unless: Any = None,
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """One update, inside ``shard_map``.
+    device_buffers: tuple[Sequence[Array], Sequence[Array]],
+    gradients: Sequence[Array],
+    shared: Sequence[Array],
+    unless: Array | None = None,
+) -> tuple[list[Array], list[Array], list[Array]]:
+    """Run one update, inside ``shard_map``, unless nothing changes: parameters, state, and shared state.
 
-    Args:
-      layouts: of parameters, gradients and state; gradients are cast to the types in which the optimizer takes them.
-      device_buffers: this device's buffers of parameters and of state.
-      shared: the state of which every stage has a copy.
-      unless: whether nothing changes.
-
-    Returns:
-      Parameters, state, and shared state.
+    The layouts are those of parameters, gradients and state.
     """
     stages = range(len(layouts[0].avals))
 
-    def read(s: int) -> Any:
+    def read(s: int) -> tuple[list[Array], list[Array], list[Array]]:
         parameters, sums, state = (
             x.read(s, buffers)
             for x, buffers in zip(layouts, (device_buffers[0], gradients, device_buffers[1]), strict=True)
@@ -126,18 +114,13 @@ def run_update(
 def _overwrite_stage(
     update: PartitionedUpdate,
     s: int,
-    everywhere: dict[int, Any],
+    everywhere: dict[int, Array],
     layouts: tuple[Layout, Layout, Layout],
-    device_buffers: tuple[Sequence[Any], Sequence[Any]],
-    gradients: Sequence[Any],
-    after: Any,
-) -> tuple[list[Any], list[Any]]:
-    """A stage's new parameters and state in place of the old ones.
-
-    Args:
-      everywhere: values by tensor number that all stages have, those that were exchanged included.
-      after: an integer before which nothing is done.
-    """
+    device_buffers: tuple[Sequence[Array], Sequence[Array]],
+    gradients: Sequence[Array],
+    after: Array,
+) -> tuple[list[Array], list[Array]]:
+    """Write a stage's new parameters and state in place of the old ones; nothing is done before ``after``."""
     numbers = held_by(update, s)
     hidden = [_compat.disguise(x, after) for x in gradients]
     begun, _ = _compat.fence(((device_buffers[0], hidden, device_buffers[1]), after))
@@ -166,27 +149,22 @@ def _overwrite_stage(
 
 
 class _Buffers:
-    """A device's buffers of parameters, gradients and state, while a stage writes to them.
-
-    Attributes:
-      layouts: of each.
-      held: the buffers of each.
-    """
+    """A device's buffers of parameters, gradients and state, while a stage writes to them."""
 
     def __init__(
-        self, layouts: Sequence[Layout], s: int, numbers: Sequence[Sequence[int]], held: tuple[list[Any], ...]
+        self, layouts: Sequence[Layout], s: int, numbers: Sequence[Sequence[int]], held: tuple[list[Array], ...]
     ):
         self.layouts, self.held, self._s = layouts, held, s
         self._place = {t: (part, n) for part, ts in enumerate(numbers) for n, t in enumerate(ts)}
 
-    def read(self, t: int) -> Any:
+    def read(self, t: int) -> Array:
         """A tensor."""
         part, n = self._place[t]
         value = self.layouts[part].get(self._s, n, self.held[part])
         # XLA writes over what a fused computation reads, but not if it has another shape in there.
         return _compat.fence(value) if self.layouts[part].is_whole(self._s, n) else value
 
-    def write(self, t: int, value: Any) -> None:
+    def write(self, t: int, value: Array) -> None:
         """Another value for a tensor."""
         part, n = self._place[t]
         value = _compat.fence(value) if self.layouts[part].is_whole(self._s, n) else value

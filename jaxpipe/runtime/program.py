@@ -8,18 +8,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import cast
 
 import jax
-import numpy as np
 
+from jaxpipe.array_types import AbstractArray, DType, Shaped
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.spmd.buffer_layout import Layout
-from jaxpipe.runtime.spmd.tick_table import Arena, Columns, arena, columns
+from jaxpipe.runtime.spmd.tick_table import Arena, Row, arena, tick_table
 from jaxpipe.runtime.stages import Placement, Stage
 from jaxpipe.runtime.uint32_words import word_count
 from jaxpipe.schedules import Kind, Schedule
+from jaxpipe.schedules.allocate import Inbox, inbox
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.sharding.partition_specs import Specs
 
@@ -35,41 +36,27 @@ class Program:
     Stage ``s`` is on device ``s % schedule.num_stages``. Stage programs (``jaxpipe.runtime.mpmd``) may have several
     devices in a stage: a device of the schedule then stands for all of them, and a micro-batch for a round
     (``jaxpipe.schedules.replicas``).
-
-    Attributes:
-      objective: what is computed for a micro-batch.
-      stages: its stages.
-      schedule: the table.
-      stage_replicas: the devices along the stage axis.
-      num_microbatches: of a step, on each replica of the data axis.
-      placement: the device of every variable.
-      parameters, state: layouts of the variables, by device.
-      gradients: layout of the gradients of those parameters that are trained.
-      gradient_dtype: in which gradients of narrower types are added up (``jaxpipe.runtime.gradient_precision``); None:
-        float32.
-      replicated: whether the mesh has a data axis.
-      specs: how arrays are split over the devices of a stage.
     """
 
     objective: MicrobatchProgram
     stages: tuple[Stage, ...]
     schedule: Schedule
-    stage_replicas: StageReplicas
-    num_microbatches: int
-    placement: Placement
-    parameters: Layout
-    gradients: Layout
+    stage_replicas: StageReplicas  # the devices along the stage axis
+    num_microbatches: int  # of a step, on each replica of the data axis
+    placement: Placement  # the device of every variable
+    parameters: Layout  # the layouts are by device
+    gradients: Layout  # of the trained parameters
     state: Layout
-    replicated: bool
-    gradient_dtype: np.dtype[Any] | None = None
-    specs: Specs = field(default_factory=Specs)
+    replicated: bool  # the mesh has a data axis
+    gradient_dtype: DType | None = None  # in which narrower ones are added up; None: float32
+    specs: Specs = field(default_factory=Specs)  # over the devices of a stage
 
     def bytes_of(self, numbers: Sequence[int]) -> int:
         """Bytes of some tensors on each device of a stage, in words."""
         sizes = ((4 * word_count(a), t) for a, t in zip(self.avals(numbers), numbers, strict=True))
         return sum(-(-size // self.specs.submesh.shards(self.specs.of_tensor(t))) for size, t in sizes)
 
-    def avals(self, numbers: Sequence[int]) -> list[Any]:
+    def avals(self, numbers: Sequence[int]) -> list[AbstractArray]:
         """Shapes of some tensors."""
         return [self.objective.graph.tensors[t].aval for t in numbers]
 
@@ -173,9 +160,14 @@ class Program:
         return max((place + max(pages) for places, pages in windows for place in places.values()), default=0)
 
     @cached_property
-    def columns(self) -> Columns:
-        """Return what every device does in each tick, as numbers."""
-        return columns(self.schedule, self.places)
+    def inboxes(self) -> tuple[Inbox, Inbox]:
+        """Slots of the messages forward and backward."""
+        return inbox(self.schedule, Kind.FORWARD), inbox(self.schedule, self.schedule.backward_kind)
+
+    @cached_property
+    def table(self) -> Row:
+        """The work of every device in each tick, as numbers."""
+        return tick_table(self.schedule, self.places, *self.inboxes)
 
     @cached_property
     def message_words(self) -> tuple[int, int]:
@@ -185,12 +177,11 @@ class Program:
         return forward, back
 
     @property
-    def inbox_words(self) -> tuple[int, int]:
-        """Words of the messages that a device has room for, forward and backward."""
-        slots = self.columns.forward_inbox.slots, self.columns.backward_inbox.slots
-        return slots[0] * self.message_words[0], slots[1] * self.message_words[1]
+    def inbox_words(self) -> int:
+        """Words of the messages that a device has room for."""
+        return sum(box.slots * words for box, words in zip(self.inboxes, self.message_words, strict=True))
 
-    def stash_avals(self, stage: Stage) -> list[Any]:
+    def stash_avals(self, stage: Stage) -> list[jax.ShapeDtypeStruct]:
         """Shapes of what one micro-batch of a stage keeps in the arena."""
         assert stage.vjp is not None
         kept = set(stage.stashed)
@@ -207,10 +198,10 @@ class Program:
                 total += sum(-(-4 * word_count(a) // shards) for a in avals)
         return total
 
-    def tangents(self, numbers: Sequence[int]) -> list[Any]:
+    def tangents(self, numbers: Sequence[int]) -> list[AbstractArray]:
         """Shapes of the cotangents of some tensors."""
-        return [aval.to_tangent_aval() for aval in self.avals(numbers)]
+        return [cast(AbstractArray, aval.to_tangent_aval()) for aval in self.avals(numbers)]
 
 
-def _pages(avals: Sequence[Any]) -> int:
+def _pages(avals: Sequence[Shaped]) -> int:
     return -(-sum(map(word_count, avals)) // PAGE)

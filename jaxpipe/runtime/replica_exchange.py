@@ -8,14 +8,15 @@ Residuals lie in buffers like the gradients', one for each replica.
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.block_exchange import Averaged, exchange, wire_bytes
 from jaxpipe.gradients.block_sparse import BlockSparse, Settings
@@ -26,24 +27,21 @@ from jaxpipe.runtime.stages import Placement
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, own_name
 
 
+T = TypeVar("T")
+
+#: Buffers with averages and with new residuals; sums of squares of what a device had, and of what is left.
+Exchanged: TypeAlias = tuple[list[Array], list[Array], Array, Array]
+
+
 @dataclass(frozen=True, eq=False)
 class StageExchange:
-    """The exchange between the replicas of each stage.
-
-    Attributes:
-      settings: of ``block_sparse``.
-      plans: by phase of the warm-up and stage, the blocks of each gradient.
-      layout: where the averages are, that of the parameters.
-      sums: where the replica's own gradients are, in the types in which they were added up.
-      residuals: where residuals are, which have at least 32 bits.
-      replicas: of each stage.
-    """
+    """The exchange between the replicas of each stage."""
 
     settings: Settings
-    plans: tuple[tuple[tuple[Blocks, ...], ...], ...]
-    layout: Layout
-    sums: Layout
-    residuals: Layout
+    plans: tuple[tuple[tuple[Blocks, ...], ...], ...]  # by phase of the warm-up and stage, the blocks of each gradient
+    layout: Layout  # of the averages
+    sums: Layout  # of the replica's own gradients, in the types in which they were added up
+    residuals: Layout  # of at least 32 bits
     replicas: int
 
     @property
@@ -73,11 +71,7 @@ def stage_exchange(
     sums: Layout,
     replicas: int,
 ) -> StageExchange:
-    """The exchange that ``block_sparse(...)`` asks for, cut up for the stages.
-
-    Raises:
-      PartitionError: if its arguments do not fit the model's parameters.
-    """
+    """The exchange that ``block_sparse(...)`` asks for, cut up for the stages."""
     avals = [v.aval for v in model.parameters]
     order = jax.tree.leaves(model.parameter_tree(list(range(len(avals)))))
     phases = []
@@ -91,44 +85,30 @@ def stage_exchange(
     return StageExchange(transformation.settings, tuple(phases), layout, sums, lay_out(residuals), replicas)
 
 
-def run_exchange(
-    plan: StageExchange, step: Any, gradients: Sequence[Any], residuals: Sequence[Any]
-) -> tuple[list[Any], list[Any], Any, Any]:
-    """One exchange, inside ``shard_map``.
-
-    Args:
-      gradients: buffers with this replica's share of the batch's gradient, times the number of replicas.
-      residuals: buffers with what it has not sent.
-
-    Returns:
-      Buffers with averages and with new residuals; sums of squares of what this device had, and of what is left.
-    """
+def run_exchange(plan: StageExchange, step: Array, gradients: Sequence[Array], residuals: Sequence[Array]) -> Exchanged:
+    """Run an exchange, inside ``shard_map``, of this replica's share of the gradient times the number of replicas."""
     layout = plan.layout
 
-    def by_stage(function: Any) -> Any:
+    def by_stage(function: Callable[[int], T]) -> T:
         return lax.switch(lax.axis_index(STAGE), [functools.partial(function, s) for s in range(len(layout.avals))])
 
-    def read(s: int) -> list[Any]:
+    def read(s: int) -> list[Array]:
         pairs = zip(plan.sums.read(s, gradients), plan.residuals.read(s, residuals), strict=True)
         return [g.astype(r.dtype) + r for g, r in pairs]
 
-    def write(s: int, averaged: Averaged) -> Any:
+    def write(s: int, averaged: Averaged) -> Exchanged:
         new = layout.write(s, averaged.gradients), plan.residuals.write(s, averaged.residuals)
         return *new, averaged.squares, averaged.unsent
 
-    def phase(plans: Sequence[Sequence[Blocks]]) -> Any:
+    def phase(plans: Sequence[Sequence[Blocks]]) -> Exchanged:
         return exchange(plans, plan.settings.rule, DATA, by_stage, read, write)
 
     branches = [functools.partial(phase, plans) for plans in plan.plans]
     return lax.switch(plan.settings.phase(step), branches)
 
 
-def check_exchange(gradient_exchange: Any, axis_name: str) -> BlockSparse | None:
-    """Return the requested block-sparse transformation, or None for a dense exchange.
-
-    Raises:
-      PartitionError: if it is neither.
-    """
+def check_exchange(gradient_exchange: object, axis_name: str) -> BlockSparse | None:
+    """Return the requested block-sparse transformation, or None for a dense exchange."""
     if isinstance(gradient_exchange, str) and gradient_exchange == "dense":
         return None
     if not isinstance(gradient_exchange, BlockSparse):
@@ -143,11 +123,11 @@ def check_exchange(gradient_exchange: Any, axis_name: str) -> BlockSparse | None
     return gradient_exchange
 
 
-def warn_of_adam(optimizer_state: Any) -> None:
+def warn_of_adam(optimizer_state: PyTree) -> None:
     """Warn if an optimizer keeps squares of gradients, by which it divides."""
     names: list[str] = []
 
-    def look(part: Any) -> bool:
+    def look(part: object) -> bool:
         if {"nu", "sum_of_squares", "v_row", "e_g"} & set(getattr(part, "_fields", ())):
             names.append(type(part).__name__)
         return False

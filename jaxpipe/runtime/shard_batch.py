@@ -1,7 +1,6 @@
 """Batches as arrays on devices: the rows that each process passes, and the devices that take them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import multihost
+from jaxpipe.array_types import Array, ArrayLike, PyTree, Shaped
 from jaxpipe.errors import BatchError
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
@@ -31,11 +31,11 @@ def local_rows(mesh: Mesh, size: int) -> np.ndarray:
     return np.arange(size).reshape(replicas, -1)[own_replicas(mesh)].reshape(-1)
 
 
-def whole_shapes(mesh: Mesh, shapes: Any, batch: Any) -> Any:
+def whole_shapes(mesh: Mesh, shapes: PyTree, batch: PyTree) -> PyTree:
     """The shapes of the whole batch, of which this process passes its rows, or a global array."""
     local_replicas, replicas = len(own_replicas(mesh)), mesh.shape.get(DATA, 1)
 
-    def whole(path: Any, shape: Any, x: Any) -> Any:
+    def whole(path: jax.tree_util.KeyPath, shape: jax.ShapeDtypeStruct, x: object) -> jax.ShapeDtypeStruct:
         if local_replicas == replicas or not shape.shape or _is_global(x):
             return shape
         if shape.shape[0] % local_replicas:
@@ -48,19 +48,15 @@ def whole_shapes(mesh: Mesh, shapes: Any, batch: Any) -> Any:
     return jax.tree_util.tree_map_with_path(whole, shapes, batch)
 
 
-def place(mesh: Mesh, leaves: Sequence[Any], shapes: Sequence[Any], batching: Batching) -> list[jax.Array]:
-    """A batch's leaves on the devices.
-
-    Args:
-      leaves: this process's rows, or global arrays.
-    """
+def place(mesh: Mesh, leaves: Sequence[ArrayLike], shapes: Sequence[Shaped], batching: Batching) -> list[Array]:
+    """A batch's leaves on the devices."""
     return [
         _place(x, shape.shape, NamedSharding(mesh, spec))
         for x, shape, spec in zip(leaves, shapes, batching.specs(), strict=True)
     ]
 
 
-def _place(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+def _place(x: ArrayLike, shape: tuple[int, ...], sharding: NamedSharding) -> Array:
     if sharding.is_fully_addressable or _is_global(x):
         return jax.device_put(x, sharding)
     if sharding.spec == P():
@@ -68,5 +64,5 @@ def _place(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array
     return jax.make_array_from_process_local_data(sharding, np.asarray(x), shape)
 
 
-def _is_global(x: Any) -> bool:
+def _is_global(x: object) -> bool:
     return isinstance(x, jax.Array) and not x.is_fully_addressable

@@ -8,7 +8,7 @@ looked up by stage and handed to the shared branch.
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,14 @@ import numpy as np
 from jax import lax
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array, ArrayLike, PyTree
 from jaxpipe.graph.program_form import shared_program, trace_program
 
 
-def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+T = TypeVar("T")
+
+
+def switch(index: ArrayLike, branches: Sequence[Callable[..., T]], *operands: PyTree) -> T:
     """``lax.switch`` in which branches that compute the same are one; without any conditional if all do.
 
     The branches are not differentiated: derivative rules in them (``custom_jvp``, ``custom_vjp``) are not compared.
@@ -31,18 +35,17 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
 
 
 def overwrite(
-    index: Any, branches: Sequence[Callable[..., Any]], buffers: Any, arrays: Sequence[Any], unless: Any = None
-) -> Any:
-    """Switch among branches ``(buffers, arrays, turn) -> buffers`` that overwrite their buffers.
+    index: Array,
+    branches: Sequence[Callable[..., T]],
+    buffers: T,
+    arrays: Sequence[Array],
+    unless: Array | None = None,
+) -> T:
+    """Switch among branches ``(buffers, arrays, turn) -> buffers`` that overwrite their buffers, unless those stay.
 
     XLA copies what the branch of a conditional changes, and does so when the program begins. It does not copy what a
-    loop carries, so each branch is a loop of one turn or of none.
-
-    Args:
-      branches: each returns arrays with the shapes of ``buffers``.
-      arrays: others that all branches read. XLA takes out of a loop what is computed from them alone, in every branch:
-        a branch lets it all depend on the number of the turn.
-      unless: whether ``buffers`` stay unchanged.
+    loop carries, so each branch is a loop of one turn or of none. XLA takes out of a loop what is computed from
+    ``arrays`` alone, in every branch: a branch lets it all depend on the number of the turn.
     """
     chosen, shared, row = _grouped(index, branches, (buffers, arrays, jnp.int32(0)))
     if unless is None and len(shared) == 1:
@@ -55,8 +58,8 @@ def overwrite(
     return buffers
 
 
-def _loop(turns: Any, function: Callable[..., Any], buffers: Any, arrays: Sequence[Any]) -> Any:
-    def turn(carry: Any) -> Any:
+def _loop(turns: Array, function: Callable[..., T], buffers: T, arrays: Sequence[Array]) -> T:
+    def turn(carry: tuple[Array, T]) -> tuple[Array, T]:
         number, carried = carry
         return number + 1, function(carried, arrays, number)
 
@@ -64,8 +67,8 @@ def _loop(turns: Any, function: Callable[..., Any], buffers: Any, arrays: Sequen
 
 
 def _grouped(
-    index: Any, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]
-) -> tuple[Any, list[Callable[..., Any]], Any]:
+    index: ArrayLike, branches: Sequence[Callable[..., T]], operands: Sequence[PyTree]
+) -> tuple[ArrayLike, list[Callable[..., T]], Array]:
     """Return which of the branches that differ it is, these branches, and the numbers that they are given."""
     programs = [trace_program(branch, operands) for branch in branches]
     groups: dict[Hashable, list[int]] = {}

@@ -23,39 +23,23 @@ MOST_SLICES = 32
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage's work on a micro-batch. All fields but the programs are tensor numbers of the whole graph.
-
-    Attributes:
-      graph: the forward program.
-      parameters, state: the variables placed here.
-      borrowed: parameters that are used here and placed in another stage.
-      used: inputs of ``graph`` that are replicated to every stage: the micro-batch's arrays and its key.
-      arriving, leaving: tensors received from the previous stage and sent to the next, forward.
-      results: which of the objective's results are made here (positions).
-      new_state: the new value of each state variable placed here.
-      vjp: its forward and backward program, if the stage is trained.
-      returning: the subset of ``arriving`` whose cotangent is sent back.
-      saved: tensors whose cotangent waits for the weight part of the backward pass, where a schedule splits it.
-      fold: how its state changes, where several devices share its micro-batches; ``new_state`` is the old one then.
-      swap: the part of its stash that is in other memory between the passes; None if all stays.
-      slices: into how many its largest product is cut.
-    """
+    """One stage's work on a micro-batch. All fields but the programs are tensor numbers of the whole graph."""
 
     graph: Graph
     parameters: tuple[int, ...]
     state: tuple[int, ...]
-    used: tuple[int, ...]
-    arriving: tuple[int, ...]
+    used: tuple[int, ...]  # the micro-batch's arrays and its key, which every stage has
+    arriving: tuple[int, ...]  # from the stage before, forward; ``leaving``: to the next
     leaving: tuple[int, ...]
-    results: tuple[int, ...]
-    new_state: tuple[int, ...]
-    borrowed: tuple[int, ...] = ()
+    results: tuple[int, ...]  # positions among the objective's
+    new_state: tuple[int, ...]  # the new value of each variable in ``state``
+    borrowed: tuple[int, ...] = ()  # used here, placed in another stage
     vjp: VJPProgram | None = None
-    returning: tuple[int, ...] = ()
-    saved: tuple[int, ...] = ()
-    fold: Fold | None = None
-    swap: StashSwap | None = None
-    slices: int = 1
+    returning: tuple[int, ...] = ()  # of ``arriving``, those whose cotangent is sent back
+    saved: tuple[int, ...] = ()  # whose cotangents wait for the weight part of the backward pass
+    fold: Fold | None = None  # where several devices share its micro-batches; ``new_state`` is the old one then
+    swap: StashSwap | None = None  # the part of its stash that is in other memory between the passes
+    slices: int = 1  # into how many its largest product is cut
 
     @property
     def stashed(self) -> tuple[int, ...]:
@@ -130,13 +114,10 @@ def follow(
     what: str,
     shared: Sequence[int],
 ) -> list[int]:
-    """Cuts of another program over the same variables, so that each is used where it is placed.
+    """Return cuts of another program over the same variables, so that each is used where it is placed.
 
-    Args:
-      shared: positions of parameters that later stages may use, too.
-
-    Raises:
-      PartitionError: if the program uses a variable after one that is placed in a later stage.
+    Parameters at the positions ``shared`` may be used in later stages, too. Raises ``PartitionError`` if the program
+    uses another variable after one that is placed in a later stage.
     """
     lent = {objective.parameters[k] for k in shared}
     home = dict(zip(objective.parameters, placement.parameters, strict=True))
@@ -236,10 +217,7 @@ def in_slices(stage: Stage, loss: int, policy: Policy = FAST) -> tuple[Stage, tu
     """Return the last stage with its largest product in slices, and the operators in the loop over them.
 
     None if what follows the product is not row-wise. A slice is no larger than the largest of the tensors that are
-    less than half of the product, or than a 32nd of it.
-
-    Args:
-      loss: the only result that is given a cotangent.
+    less than half of the product, or than a 32nd of it. Only the loss is given a cotangent.
     """
     assert stage.vjp is not None
     graph = stage.graph

@@ -5,25 +5,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SwapTarget:
-    """Memory that takes a part of each stash of a stage.
+    """Memory that takes a part of each stash of a stage."""
 
-    Attributes:
-      stage: on whose device it is, that of the same replica; or ``swap_points.HOST``, the host's of its own device.
-      share: of the bytes, that of its link's bandwidth.
-    """
-
-    stage: int
+    stage: int  # on whose device it is, in the same replica; or ``swap_points.HOST``: its own device's host
     share: float
 
 
 @dataclass(frozen=True)
 class StashSwap:
-    """Swaps of a stage.
+    """Swaps of a stage."""
 
-    Attributes:
-      tensors: of its stash, by number in the objective's graph.
-      targets: they are sliced among these.
-    """
-
-    tensors: tuple[int, ...]
+    tensors: tuple[int, ...]  # of its stash, by number in the objective's graph; sliced among the targets
     targets: tuple[SwapTarget, ...]

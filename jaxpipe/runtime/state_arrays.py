@@ -2,53 +2,44 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import numpy as np
+
+from jaxpipe.array_types import Array, ArrayLike
 
 
 @dataclass(frozen=True, eq=False)
 class StageArrays:
-    """Arrays of one stage, on the host or on the stage's first device.
+    """Arrays of one stage, on the host or on the stage's first device."""
 
-    Attributes:
-      parameters, variables: its variables, in the order of the plan's placement.
-      optimizer: its leaves of the optimizer state.
-      residuals: of each parameter what the replicas have not sent of its gradient, ``[replicas, ...]``; none if
-        gradients are exchanged whole or nothing is left yet.
-    """
-
-    parameters: Sequence[Any]
-    variables: Sequence[Any]
-    optimizer: Sequence[Any]
-    residuals: Sequence[Any] = ()
+    parameters: Sequence[ArrayLike]
+    variables: Sequence[ArrayLike]
+    optimizer: Sequence[ArrayLike]
+    residuals: Sequence[ArrayLike] = ()  # ``[replicas, ...]`` by parameter; empty if nothing is left to send
 
 
 @dataclass(frozen=True, eq=False)
 class CommonArrays:
-    """Values that every stage has.
+    """Values that every stage has."""
 
-    Attributes:
-      shared: optimizer state that belongs to no parameter.
-      key: the random key of the run.
-      step, skipped: steps taken, and how many of them changed nothing.
-    """
-
-    shared: Sequence[Any]
-    key: Any
-    step: Any = 0
-    skipped: Any = 0
+    shared: Sequence[ArrayLike]  # optimizer state that belongs to no parameter
+    key: Array
+    step: int = 0  # taken; ``skipped``: of these, those that changed nothing
+    skipped: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class HostArrays:
-    """All arrays of a training state as host arrays in memory of their own.
+    """All arrays of a training state as host arrays in memory of their own."""
 
-    Attributes:
-      parameters, variables: by piece of the model's variables.
-      optimizer: by piece of the optimizer state, shared ones included.
-      residuals: by parameter, ``[replicas, ...]``; none if gradients are exchanged whole.
-    """
+    parameters: Sequence[ArrayLike]
+    variables: Sequence[ArrayLike]
+    optimizer: Sequence[ArrayLike]  # shared state included
+    residuals: Sequence[np.ndarray]  # ``[replicas, ...]`` by parameter; empty if gradients are exchanged whole
 
-    parameters: list[Any]
-    variables: list[Any]
-    optimizer: list[Any]
-    residuals: list[Any]
+
+def of_replicas(residual: np.ndarray, count: int) -> np.ndarray:
+    """Return residuals of so many replicas, whose mean is that of the given ones."""
+    if len(residual) == count:
+        return residual
+    return np.broadcast_to(residual.mean(axis=0, dtype=residual.dtype), (count, *residual.shape[1:]))

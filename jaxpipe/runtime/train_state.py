@@ -3,11 +3,11 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 from jax import core
 
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.text.units import bytes_text
 
 
@@ -27,14 +27,14 @@ class TrainState:
       plan: fingerprint of the plan that it belongs to.
     """
 
-    parameters: tuple[Any, ...]
-    variables: tuple[Any, ...]
-    optimizer: tuple[Any, ...]
-    residual: tuple[Any, ...]
-    shared: tuple[Any, ...]
-    key: Any
-    step: Any
-    skipped: Any
+    parameters: tuple[Array, ...]
+    variables: tuple[Array, ...]
+    optimizer: tuple[Array, ...]
+    residual: tuple[Array, ...]
+    shared: tuple[Array, ...]
+    key: Array
+    step: Array
+    skipped: Array
     plan: str = field(metadata={"static": True})
 
     @property
@@ -58,14 +58,14 @@ def take_over(state: TrainState, new: TrainState) -> None:
         object.__setattr__(state, part.name, getattr(new, part.name))
 
 
-def _size(buffers: Any) -> str:
+def _size(buffers: PyTree) -> str:
     """Return the bytes of some buffers as text, or what a tree of something else has in their place."""
     if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in buffers):
         return repr(buffers)
     return bytes_text(sum(math.prod(x.shape) * x.dtype.itemsize for x in buffers))
 
 
-def _number(x: Any) -> str:
+def _number(x: object) -> str:
     """Return a number that this process can read as text; else the name of what it is, a tracer or a donated array."""
     if isinstance(x, core.Tracer) or not isinstance(x, jax.Array):
         return repr(x)

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.array_types import Array, Shaped
 from jaxpipe.graph.graph import itemsize
 
 
@@ -16,12 +16,12 @@ from jaxpipe.graph.graph import itemsize
 POISON = np.uint32(0xFFFFFFFF)
 
 
-def word_count(aval: Any) -> int:
+def word_count(aval: Shaped) -> int:
     """Words that an array takes."""
     return -(-math.prod(aval.shape) * itemsize(aval.dtype) // 4)
 
 
-def to_words(x: Any) -> jax.Array:
+def to_words(x: Array) -> Array:
     """An array's bits as a vector of ``uint32``; the last word is filled up with zeros."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
@@ -41,7 +41,7 @@ def to_words(x: Any) -> jax.Array:
     return lax.bitcast_convert_type(flat, jnp.uint32)
 
 
-def from_words(words: jax.Array, aval: Any) -> jax.Array:
+def from_words(words: Array, aval: Shaped) -> Array:
     """The inverse of ``to_words``, for an array of the shape and dtype of ``aval``."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         raw = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
@@ -61,7 +61,7 @@ def from_words(words: jax.Array, aval: Any) -> jax.Array:
     return lax.reshape(flat, tuple(aval.shape))
 
 
-def pack_words(values: Sequence[Any], length: int) -> jax.Array:
+def pack_words(values: Sequence[Array], length: int) -> Array:
     """Arrays one after the other in a vector of ``length`` words; the rest is filled with ones."""
     parts = [to_words(x) for x in values]
     missing = length - sum(p.size for p in parts)
@@ -70,7 +70,7 @@ def pack_words(values: Sequence[Any], length: int) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def unpack_words(words: jax.Array, avals: Sequence[Any]) -> list[jax.Array]:
+def unpack_words(words: Array, avals: Sequence[Shaped]) -> list[Array]:
     """The arrays that ``pack_words`` packed."""
     arrays, start = [], 0
     for aval in avals:

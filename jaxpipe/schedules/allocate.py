@@ -54,18 +54,13 @@ def _slots(stays: Sequence[Stay]) -> list[int]:
 
 @dataclass(frozen=True)
 class Inbox:
-    """Slots of the messages of one direction that wait on each device; all arrive at the end of a tick.
+    """Slots of the messages of one direction that wait on each device; all arrive at the end of a tick."""
 
-    Attributes:
-      slots: the most messages that wait on a device at the same time.
-      direct: whether every message is read in the very next tick, so that none need be put aside.
-      landed: by device and tick, the slot for what arrives at the tick's end; -1 if nothing does that is needed.
-      read: by device and tick, the slot of the message that the tick's work needs; 0 if it needs none.
-    """
-
-    slots: int
-    direct: bool
+    slots: int  # the most messages that wait on a device at once
+    direct: bool  # every message is read in the very next tick
+    # by device and tick, the slot for what arrives at the tick's end; -1 for nothing needed
     landed: tuple[tuple[int, ...], ...]
+    # by device and tick, the slot of the message that the tick's work needs; 0 for none
     read: tuple[tuple[int, ...], ...]
 
 

@@ -24,7 +24,7 @@ def pipedream(num_stages: int, num_microbatches: int) -> Schedule:
     """1F1B with an update after every backward pass, and stashed weights.
 
     Stage ``i`` of ``p`` is ``p - 1 - i`` updates behind and keeps ``p - i`` versions of its weights. After D. Narayanan
-    et al., "PipeDream: Generalized pipeline parallelism for DNN training", SOSP 2019.
+    et al., "PipeDream", SOSP 2019.
 
     Args:
       num_stages, num_microbatches: its size.

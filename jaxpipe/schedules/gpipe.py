@@ -7,8 +7,7 @@ from jaxpipe.schedules.table import Action, Kind, Schedule, check_size, table
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """All micro-batches forward, then all backward.
 
-    Every stage holds all micro-batches in flight. After Y. Huang et al., "GPipe: Efficient training of giant neural
-    networks using pipeline parallelism", NeurIPS 2019.
+    Every stage holds all micro-batches in flight. After Y. Huang et al., "GPipe", NeurIPS 2019.
 
     Raises:
       ScheduleError: if a size is below 1.

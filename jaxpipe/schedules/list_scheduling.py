@@ -64,8 +64,8 @@ def list_schedule(
     none shorter comes up. Equal arguments give equal tables.
 
     List scheduling with priority rules, then forward-backward improvement: K. Y. Li and R. J. Willis, "An iterative
-    scheduling technique for resource-constrained project scheduling", EJOR 1992. P. Qi et al., "Zero bubble pipeline
-    parallelism", ICLR 2024, order the split backward pass by measured seconds as well.
+    scheduling technique for resource-constrained project scheduling", EJOR 1992. P. Qi et al.
+    (ICLR 2024, arXiv 2401.10241) order the split backward pass by measured seconds as well.
 
     Args:
       num_stages: devices.
@@ -187,7 +187,6 @@ def _problem(
     communication: float | Sequence[tuple[float, float]],
     in_flight: int | Sequence[int] | None,
 ) -> _Problem:
-    """Check the arguments of a search."""
     check_size(num_stages, num_microbatches)
     chunks = whole_number(num_chunks, "num_chunks", ScheduleError)
     if chunks < 1:
@@ -303,10 +302,9 @@ class _Search:
     def run(self) -> Sequenced | None:
         """Return the shortest schedule; None if none was found."""
         tried = []
-        rules = itertools.product(range(2), range(len(_RULES)), PATIENCES)
-        for way, rule, patience in rules:
+        for way, rule, patience in itertools.product(range(2), _RULES, PATIENCES):
             graph = self._graphs[way]
-            ranks = [[_RULES[rule](x, self._costliest)] * graph.num_microbatches for x in graph.operations]
+            ranks = [[_rank(rule, x, self._costliest)] * graph.num_microbatches for x in graph.operations]
             ordered = self._scheduled(ranks, way, patience)
             tried += [] if ordered is None else [(ordered, way)]
         tried.sort(key=lambda pair: pair[0].makespan)
@@ -353,30 +351,19 @@ class _Search:
         return ordered
 
 
-def _backward_first(operation: Operation, costliest: int) -> float:
-    return {Kind.FORWARD: 1.0, Kind.BACKWARD_WEIGHT: 2.0}.get(operation.kind, 0.0)
+#: Priorities by the kind of work, the first letter runs first: before the costliest stage, in it, and behind it.
+_RULES = (
+    ("BIFW", "BIFW", "BIFW"),
+    ("FBIW", "FBIW", "FBIW"),
+    ("FBIW", "BIFW", "BIFW"),  # feeds the costliest stage
+    ("BIFW", "BIFW", "FBIW"),  # drains it
+    ("BIWF", "BIWF", "BIWF"),
+)
 
 
-def _forward_first(operation: Operation, costliest: int) -> float:
-    return {Kind.FORWARD: 0.0, Kind.BACKWARD_WEIGHT: 2.0}.get(operation.kind, 1.0)
-
-
-def _feeding(operation: Operation, costliest: int) -> float:
-    """Forward first before the costliest stage, backward first from it to the last."""
-    return (_forward_first if operation.stage < costliest else _backward_first)(operation, costliest)
-
-
-def _draining(operation: Operation, costliest: int) -> float:
-    """Backward first up to the costliest stage, forward first after it."""
-    return (_backward_first if operation.stage <= costliest else _forward_first)(operation, costliest)
-
-
-def _weights_early(operation: Operation, costliest: int) -> float:
-    return {Kind.FORWARD: 2.0, Kind.BACKWARD_WEIGHT: 1.0}.get(operation.kind, 0.0)
-
-
-#: Priorities by the kind of work and the place of its stage: the smallest runs first.
-_RULES = (_backward_first, _forward_first, _feeding, _draining, _weights_early)
+def _rank(rule: Sequence[str], operation: Operation, costliest: int) -> float:
+    place = 1 + (operation.stage > costliest) - (operation.stage < costliest)
+    return rule[place].index(operation.kind.value)
 
 
 def _bound(problem: _Problem) -> float:

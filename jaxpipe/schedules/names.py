@@ -39,9 +39,7 @@ def schedule_named(
 ) -> Callable[[int, int], Schedule] | None:
     """Return the function that makes the schedule of a name, in any spelling; None if no schedule is called so.
 
-    Args:
-      name: one of ``known``, a common alias such as ``"1f1b"`` or ``"zb"``, or a name that a plan prints.
-      known: schedules by their own names.
+    A name is one of ``known``, a common alias such as ``"1f1b"`` or ``"zb"``, or one that a plan prints.
     """
     plain = plain_name(name)
     chunks = re.fullmatch(r"interleaved(\d{1,3})", plain)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jaxpipe.errors import PartitionError, ScheduleError
 from jaxpipe.schedules.gpipe import gpipe
@@ -34,11 +33,7 @@ AUTO_FREE: tuple[ScheduleMaker, ...] = (functools.partial(one_f_one_b, paired=Fa
 def make_schedules(
     makers: Sequence[ScheduleMaker], num_stages: int, num_microbatches: int, stage_replicas: StageReplicas | None = None
 ) -> list[Schedule]:
-    """Tables of some size, those left out that there are not for this size; one at least.
-
-    Raises:
-      PartitionError, ScheduleError: if the first is none, or not valid.
-    """
+    """Tables of some size, those left out that there are not for this size; one at least."""
     first, *others = makers
     size = num_stages, num_microbatches
     schedules = [check_schedule(first(*size), *size, stage_replicas)]
@@ -51,11 +46,7 @@ def make_schedules(
 def make_replicated_schedules(
     makers: Sequence[ScheduleMaker], stage_replicas: StageReplicas, num_microbatches: int
 ) -> list[Schedule]:
-    """Return tables for stages with several devices; a micro-batch of the table is a round.
-
-    Raises:
-      PartitionError, ScheduleError: if they can run none of the tables.
-    """
+    """Return tables for stages with several devices; a micro-batch of the table is a round."""
     widths, rounds = " + ".join(map(str, stage_replicas.per_stage)), stage_replicas.rounds(num_microbatches)
     try:
         schedules = make_schedules(makers, len(stage_replicas.per_stage), rounds, stage_replicas)
@@ -77,16 +68,11 @@ def make_replicated_schedules(
 
 
 def check_schedule(
-    schedule: Any, num_stages: int, num_microbatches: int, stage_replicas: StageReplicas | None = None
+    schedule: object, num_stages: int, num_microbatches: int, stage_replicas: StageReplicas | None = None
 ) -> Schedule:
     """Return what ``schedule(num_stages, num_microbatches)`` has given, if it is a valid table of this size.
 
-    Args:
-      stage_replicas: the devices of the stages, where they have several; a micro-batch of the table is then a round.
-
-    Raises:
-      PartitionError: if it is not a table, or one of another size.
-      ScheduleError: if it is not valid.
+    With stages on several devices a micro-batch of the table is a round.
     """
     if not isinstance(schedule, Schedule):
         raise PartitionError(

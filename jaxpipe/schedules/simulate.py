@@ -193,7 +193,6 @@ _Work = tuple[Kind, int, int]
 
 
 def _way(links: Sequence[tuple[float, float]], source: int, target: int) -> float:
-    """Seconds from a stage to one of its neighbors."""
     return links[source][0] if source < target else links[target][1]
 
 

@@ -24,26 +24,16 @@ LEAD = 1
 
 @dataclass(frozen=True)
 class SwapPoints:
-    """Swaps of one stage, by position in the order of its device's actions.
+    """Swaps of one stage, by position in the order of its device's actions."""
 
-    Attributes:
-      leaves: by micro-batch, the position of the action after which its stash leaves.
-      returns: by micro-batch, the position of the action before which its stash begins to return.
-      home: the most stashes of the stage that are on its device at once.
-      away: the most that are not.
-    """
-
-    leaves: dict[int, int]
-    returns: dict[int, int]
-    home: int
-    away: int
+    leaves: dict[int, int]  # by micro-batch, the position after which its stash leaves
+    returns: dict[int, int]  # by micro-batch, the position before which it begins to return
+    home: int  # the most stashes of the stage on its device at once
+    away: int  # the most that are not
 
 
 def swap_points(schedule: Schedule, stage: int) -> SwapPoints:
     """Return the swaps of a stage; a stash whose backward pass follows too soon stays.
-
-    Args:
-      stage: its number, chunk after chunk.
 
     Example:
       >>> from jaxpipe.schedules import one_f_one_b

@@ -18,34 +18,20 @@ Ranks = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Operation:
-    """One kind of work of a stage.
-
-    Attributes:
-      kind, stage: the work.
-      device: the device that runs it.
-      seconds: of one micro-batch.
-      needs: operations that must have run for the same micro-batch, with the seconds of the message from each.
-      takes: stashes that it adds to those of its device; -1 where it frees one.
-      room: stashes on its device below which it may take another.
-    """
+    """One kind of work of a stage."""
 
     kind: Kind
     stage: int
     device: int
-    seconds: float
-    needs: tuple[tuple[int, float], ...]
-    takes: int = 0
-    room: int = 0
+    seconds: float  # of one micro-batch
+    needs: tuple[tuple[int, float], ...]  # operations of the same micro-batch, with seconds of the message from each
+    takes: int = 0  # stashes that it adds to those of its device; -1 where it frees one
+    room: int = 0  # stashes on its device below which it may take another
 
 
 @dataclass(frozen=True)
 class WorkGraph:
-    """All operations of a step.
-
-    Attributes:
-      operations: by number, as ``Operation.needs`` has them.
-      num_devices, num_microbatches: the size.
-    """
+    """All operations of a step."""
 
     operations: tuple[Operation, ...]
     num_devices: int
@@ -71,17 +57,11 @@ class WorkGraph:
 
 @dataclass(frozen=True)
 class Sequenced:
-    """A schedule of a graph.
-
-    Attributes:
-      makespan: seconds of a step.
-      log: operations with their micro-batches, in the order in which they begin.
-      ends: by operation and micro-batch, in seconds.
-    """
+    """A schedule of a graph."""
 
     makespan: float
-    log: tuple[tuple[int, int], ...]
-    ends: tuple[tuple[float, ...], ...]
+    log: tuple[tuple[int, int], ...]  # operations with their micro-batches, in the order in which they begin
+    ends: tuple[tuple[float, ...], ...]  # by operation and micro-batch, in seconds
 
     def mirrored(self) -> "Sequenced":
         """Return the schedule read from its end; ``ends`` stay as they are."""
@@ -104,12 +84,9 @@ class Sequenced:
 def list_scheduled(graph: WorkGraph, ranks: Ranks, patience: float) -> Sequenced | None:
     """Return the schedule in which a free device begins the ready operation with the smallest rank.
 
-    Args:
-      patience: between 0 and 1. A device waits for the message of an operation with a smaller rank where the ready one
-        would delay that by more than so much of its seconds: 1 never waits, 0 always.
-
-    Returns:
-      None if devices with all their stashes in use wait for each other.
+    A device waits for the message of an operation with a smaller rank where the ready one would delay that by more than
+    ``patience`` of its seconds: 1 never waits, 0 always. None if devices whose stashes are all in use wait for each
+    other.
     """
     device = _Devices(graph, ranks, patience)
     while device.events:

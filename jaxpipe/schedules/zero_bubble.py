@@ -9,7 +9,7 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
 
     Stage ``i`` does its weight work ``i`` micro-batches after its input work, so that cotangents reach early stages
     sooner and every stage holds at most as many stashes as there are stages. With F = I = W the bubble is a third of
-    1F1B's. After P. Qi et al., "Zero bubble pipeline parallelism", ICLR 2024 (schedule H1).
+    1F1B's. After schedule H1 of P. Qi et al., ICLR 2024, arXiv 2401.10241.
 
     Raises:
       ScheduleError: if a size is below 1.

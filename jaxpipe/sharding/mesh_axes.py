@@ -1,12 +1,16 @@
 """The axes of a caller's mesh, by their common names."""
 
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpipe.array_types import Device
 from jaxpipe.errors import PartitionError
 from jaxpipe.schedules.replicas import StageReplicas
+
+
+T = TypeVar("T")
 
 
 #: Names of the mesh axes.
@@ -21,12 +25,12 @@ COMMON_NAMES = {
 _MEANING = {name: axis for axis, names in COMMON_NAMES.items() for name in names}
 
 
-def stage_devices(mesh: Mesh, stage_replicas: StageReplicas, s: int) -> list[Any]:
+def stage_devices(mesh: Mesh, stage_replicas: StageReplicas, s: int) -> list[Device]:
     """Return the devices of a stage, one for each replica."""
     return list(np.take(mesh.devices, stage_replicas.groups[s], axis=mesh.axis_names.index(STAGE)).flat)
 
 
-def with_own_names(mesh: Any, stage_axis: str | None = None, data_axis: str | None = None) -> Any:
+def with_own_names(mesh: T, stage_axis: str | None = None, data_axis: str | None = None) -> T | Mesh:
     """Return a mesh whose axes of stages and replicas are called ``stage`` and ``data``; or anything else unchanged.
 
     Args:

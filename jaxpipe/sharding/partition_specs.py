@@ -10,13 +10,7 @@ from jaxpipe.sharding.submesh import Submesh, axis_names
 
 @dataclass(frozen=True, eq=False)
 class Specs:
-    """Partition specs of the arrays that a plan names.
-
-    Attributes:
-      submesh: the axes over which the programs of a stage are sharded.
-      tensors: by tensor number of the objective; those that are left out are not split.
-      optimizer: by leaf of the optimizer state, which may be split over ``data``, too.
-    """
+    """Partition specs of the arrays that a plan names: by tensor of the objective, by leaf of the optimizer state."""
 
     submesh: Submesh = field(default_factory=Submesh)
     tensors: Mapping[int, P] = field(default_factory=dict)

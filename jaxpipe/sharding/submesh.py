@@ -8,37 +8,32 @@ Plans are made for the outer mesh, in which the first device of a group stands f
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.array_types import Device
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
 
 @dataclass(frozen=True, eq=False)
 class Submesh:
-    """The axes over which the programs of a stage are sharded.
-
-    Attributes:
-      shape: the size of each axis, in the order of the mesh.
-      groups: by first device of a group, all its devices, in the order of these axes.
-    """
+    """The axes over which the programs of a stage are sharded; by first device of a group, all its devices."""
 
     shape: Mapping[str, int] = field(default_factory=dict)
-    groups: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)
+    groups: Mapping[Device, tuple[Device, ...]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Devices of a group."""
         return math.prod(self.shape.values())
 
-    def group(self, device: Any) -> tuple[Any, ...]:
+    def group(self, device: Device) -> tuple[Device, ...]:
         """Return all devices of the group that a device is the first of."""
         return self.groups.get(device, (device,))
 
-    def mesh(self, devices: Sequence[Any]) -> Mesh:
+    def mesh(self, devices: Sequence[Device]) -> Mesh:
         """Return the groups of some first devices as a mesh, with an axis ``data`` over the groups."""
         every = [d for device in devices for d in self.group(device)]
         grid = np.array(every).reshape(len(devices), *self.shape.values())
@@ -55,7 +50,7 @@ class Submesh:
         return count_parts(spec, {DATA: groups, **self.shape})
 
 
-def axis_names(axes: Any) -> tuple[str, ...]:
+def axis_names(axes: object) -> tuple[str, ...]:
     """Return the mesh axes that split one dimension, of an entry of a ``PartitionSpec``.
 
     Example:
@@ -98,7 +93,7 @@ def kept_spec(spec: P, axes: Collection[str]) -> P:
     return P(*(_kept(entry, axes) for entry in spec))
 
 
-def _kept(entry: Any, axes: Collection[str]) -> Any:
+def _kept(entry: object, axes: Collection[str]) -> object:
     names = [axis for axis in axis_names(entry) if axis in axes]
     if not isinstance(entry, (str, tuple)):  # None, or P.UNCONSTRAINED
         return entry
@@ -119,14 +114,7 @@ def spec_of(dimensions: Iterable[Sequence[str]]) -> P:
 
 
 def split_mesh(mesh: Mesh) -> tuple[Mesh, Submesh]:
-    """Split a mesh into the mesh of stages and replicas and the submesh of each.
-
-    Args:
-      mesh: with an axis ``stage``.
-
-    Returns:
-      The mesh of first devices, with the axes ``stage`` and, if it has one, ``data``; and the submeshes.
-    """
+    """Split a mesh into the mesh of first devices, with the axes ``stage`` and perhaps ``data``, and the submeshes."""
     inner = [axis for axis in mesh.axis_names if axis not in (STAGE, DATA)]
     if not inner:
         return mesh, Submesh()

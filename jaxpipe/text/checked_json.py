@@ -28,17 +28,7 @@ T = TypeVar("T")
 
 
 def read_json(text: str, kind: type[T], what: str) -> T:
-    """Return the dataclass that a JSON text holds; fields with a default may be missing.
-
-    Args:
-      text: of at most ``MOST_CHARACTERS``, with at most ``MOST_VALUES`` commas and opening brackets.
-      kind: the dataclass. A ``range`` in it is a list of its two ends, a named tuple a list.
-
-    Raises:
-      PartitionError: naming the line, if the text is not JSON, or the place of a value that does not fit its
-        annotation; if a field is missing or unknown, or an object has a name twice; if the text is too long or nested
-        too deeply.
-    """
+    """Return the dataclass that a JSON text holds; fields with a default may be missing."""
     if not isinstance(text, str):
         raise PartitionError(f"{what} is to be read from a {type(text).__name__}; pass the text of the file.")
     if len(text) > MOST_CHARACTERS:
@@ -57,7 +47,7 @@ def read_json(text: str, kind: type[T], what: str) -> T:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     data = dict(pairs)
     if len(data) < len(pairs):
         names = [name for name, _ in pairs]
@@ -65,12 +55,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def _range(kind: type, value: Any) -> Any:
+def _range(kind: type, value: object) -> range:
     assert kind is range, f"{kind} is never read from JSON"
     return range(*msgspec.convert(value, tuple[int, int]))
 
 
-def _refuse_unknown(value: Any, data: Any, place: str) -> None:
+def _refuse_unknown(value: object, data: Any, place: str) -> None:
     """Raise ``ValueError`` for a name in JSON that is no field of the dataclass made of it."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]

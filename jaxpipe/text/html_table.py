@@ -2,7 +2,6 @@
 
 import html
 from collections.abc import Iterable
-from typing import Any
 
 from rich.table import Table
 
@@ -22,11 +21,11 @@ def html_table(table: Table) -> str:
     )
 
 
-def _cells(tag: str, attributes: Iterable[str], values: Iterable[Any]) -> str:
+def _cells(tag: str, attributes: Iterable[str], values: Iterable[object]) -> str:
     cells = (f"<{tag}{how}>{html_text(value)}</{tag}>" for how, value in zip(attributes, values, strict=True))
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def html_text(value: Any) -> str:
+def html_text(value: object) -> str:
     """Return a value as HTML that shows its text as it is."""
     return html.escape(printable(str(value))).replace("\n", "<br>")

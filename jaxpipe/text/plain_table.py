@@ -4,7 +4,7 @@ import copy
 import io
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -22,17 +22,17 @@ def printable(text: str) -> str:
 class PlainTable(Table):
     """A table in which no text is markup, an emoji code, or a command to the terminal, on whatever console."""
 
-    def add_row(self, *cells: Any, **options: Any) -> None:
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
         """Add a row; see ``rich.table.Table.add_row``."""
         super().add_row(*(Text(printable(c)) if isinstance(c, str) else c for c in cells), **options)
 
-    def __rich_console__(self, *arguments: Any) -> Any:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown = copy.copy(self)
         shown.title, shown.caption = (
             Text(printable(text), style) if isinstance(text, str) else text
             for text, style in ((self.title, "table.title"), (self.caption, "table.caption"))
         )
-        return Table.__rich_console__(shown, *arguments)
+        return Table.__rich_console__(shown, console, options)
 
 
 def table_text(table: Table, width: int = 120) -> str:

@@ -1,16 +1,17 @@
 """Values and trees as short texts, for messages."""
 
 import inspect
-from typing import Any
 
 import jax
+
+from jaxpipe.array_types import PyTree
 
 
 #: The longest text of a value that a message quotes.
 _LONGEST = 60
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a short text for a value in a message: the value with its type, or the type alone if it is long.
 
     Example:
@@ -29,7 +30,7 @@ def shown(value: Any) -> str:
     return f"{text} ({type(value).__name__})"
 
 
-def structure_difference(given: Any, expected: Any) -> str:
+def structure_difference(given: PyTree, expected: PyTree) -> str:
     """Return the paths in which two trees differ, as a text for a message; empty if they have one structure."""
     if jax.tree.structure(given) == jax.tree.structure(expected):
         return ""

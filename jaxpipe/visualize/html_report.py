@@ -44,11 +44,7 @@ img { max-width: 100%; height: auto; display: block; margin: .8rem 0; }
 class Contents:
     """The contents of a page.
 
-    Attributes:
-      plan, partition, schedule: of a pipeline.
-      timelines: by where their seconds come from; each is drawn.
-      plain_bytes: by stage, what ``jax.grad`` would keep of one micro-batch.
-      memory: predicted beside compiled bytes, if the step was compiled.
+    Timelines by where their seconds come from; by stage, the bytes that ``jax.grad`` would keep.
     """
 
     plan: Plan
@@ -65,11 +61,7 @@ def write_page(path: str | os.PathLike[str], contents: Contents) -> None:
 
 
 def page(contents: Contents) -> str:
-    """The page. All texts are escaped; the plan is in ``<script id="plan" type="application/json">``.
-
-    Raises:
-      ImportError: if matplotlib is not installed.
-    """
+    """The page. All texts are escaped; the plan is in ``<script id="plan" type="application/json">``."""
     load_figure_class("A plan's page")
     from matplotlib import rc_context
 

@@ -17,9 +17,6 @@ def measure_timeline(program: Program, mesh: Mesh) -> Timeline:
     stage's device while all others wait, with random operands, and counts with the median of repeated runs, less what
     it takes to start any program. Not measured: sending, arena reads and writes, the sum of gradients, the optimizer,
     and what devices that work at the same time take from each other.
-
-    Args:
-      mesh: with an axis ``stage``; the first replica is measured.
     """
     schedule = program.schedule
     watches = [Stopwatch(stage_devices(mesh, program.stage_replicas, d)[0]) for d in range(program.num_devices)]

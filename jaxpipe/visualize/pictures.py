@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxpipe.plan import Plan, short_modules, shorten
 from jaxpipe.planning.cuts.placed_stages import Partition
@@ -96,7 +96,7 @@ def draw_memory(plan: Plan, schedule: Schedule, report: MemoryReport | None = No
     figure_class = load_figure_class("draw_memory")
     check_size(plan, schedule)
     figure = figure_class(figsize=(WIDTH_INCHES, max(4.8, 1.6 + 0.9 * schedule.num_stages)), layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=(2, 3))
+    left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(2, 3))[0]
     _draw_components(left.subplots(), plan, report)
     rows = right.subplots(schedule.num_stages, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     _draw_stash(rows, plan, schedule)
@@ -157,7 +157,7 @@ def draw_stages(partition: Partition) -> "Figure":
     return figure
 
 
-def load_figure_class(name: str) -> Any:
+def load_figure_class(name: str) -> "type[Figure]":
     """``matplotlib.figure.Figure``, for the picture of that name."""
     try:
         from matplotlib.figure import Figure
@@ -214,17 +214,12 @@ def _text_points(text: str, share: float) -> float:
 
 
 def _row_label(plan: Plan, schedule: Schedule, device: int) -> str:
-    """The stage of a device with its modules, or the numbers of its stages."""
-    if schedule.num_chunks == 1:
-        return _stage_label(plan, device)
+    """The stage of a device with its modules, without the path that all share, or the numbers of its stages."""
     stages = range(device, schedule.total_stages, schedule.num_stages)
-    return "\n".join([f"device {device}", *textwrap.wrap(f"stages {', '.join(map(str, stages))}", 32)[:2]])
-
-
-def _stage_label(plan: Plan, stage: int) -> str:
-    """The stage and its modules, without the path that all modules of the plan share."""
-    modules = short_modules(plan)[1][stage]
-    return "\n".join([f"stage {stage}", *textwrap.wrap(shorten(modules, 3), 32)[:2]])
+    name, text = f"device {device}", f"stages {', '.join(map(str, stages))}"
+    if schedule.num_chunks == 1:
+        name, text = f"stage {device}", shorten(short_modules(plan)[1][device], 3)
+    return "\n".join([name, *textwrap.wrap(text, 32)[:2]])
 
 
 def _draw_components(axes: "Axes", plan: Plan, report: MemoryReport | None) -> None:

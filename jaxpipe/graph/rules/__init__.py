@@ -6,9 +6,9 @@ VJP that JAX has for it.
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jaxpipe import _compat
+from jaxpipe.array_types import AbstractArray
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.operator_vjp import Cut, differentiate
 from jaxpipe.graph.rules import max_pool, pick, relu
@@ -23,7 +23,7 @@ class Match:
     operand: int
     result: int
     key: Hashable
-    cut: Callable[[Any], Cut]
+    cut: Callable[[AbstractArray], Cut]
 
 
 def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator, Match]:
@@ -56,16 +56,16 @@ def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator,
 
 def derive(
     op: Operator,
-    avals: list[Any],
-    moving: tuple[int, ...],
-    heard: tuple[int, ...],
+    avals: list[AbstractArray],
+    varied: tuple[int, ...],
+    useful: tuple[int, ...],
     shape: Mapping[str, int] | None = None,
 ) -> Cut:
     """The cut of any other operator: JAX's VJP, but for a ReLU's predicate, and on GPUs for picks of one element a row.
 
     XLA:CPU adds up the rows of what is fused with a comparison in another order.
     """
-    cut = differentiate(op, avals, moving, heard, shape)
+    cut = differentiate(op, avals, varied, useful, shape)
     if pick.applies(op) and not _compat.runs_breadth_first():
         return pick.as_comparison(op, cut)
     return relu.from_output(cut) if relu.applies(op) else cut

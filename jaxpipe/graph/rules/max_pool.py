@@ -14,13 +14,13 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxpipe import _compat
+from jaxpipe.array_types import AbstractArray, Array
 from jaxpipe.graph.graph import Operator, is_differentiable
 from jaxpipe.graph.operator_vjp import Cut, from_rule
 
@@ -64,7 +64,7 @@ def position_bits(window: Sequence[int]) -> int:
     return next(bits for bits in (1, 2, 4, 8, 16) if math.prod(window) <= 2**bits)
 
 
-def rule(pool: Operator, relu: Operator | None) -> Callable[[Any], Cut]:
+def rule(pool: Operator, relu: Operator | None) -> Callable[[AbstractArray], Cut]:
     """The cut of a max-pool, or of a ReLU and the max-pool that alone reads it."""
     windows = Windows(
         tuple(pool.params["window_dimensions"]),
@@ -74,13 +74,13 @@ def rule(pool: Operator, relu: Operator | None) -> Callable[[Any], Cut]:
         tuple(pool.params["base_dilation"]),
     )
 
-    def cut(aval: Any) -> Cut:
-        def forward(operand: Any) -> tuple[Any, list[Any]]:
+    def cut(aval: AbstractArray) -> Cut:
+        def forward(operand: Array) -> tuple[Array, list[Array]]:
             (values,) = (operand,) if relu is None else relu.evaluate(operand)
             result, position, selected = find_maxima(values, windows)
             return result, [position] if relu is None else [position, selected > 0]
 
-        def backward(residuals: Sequence[Any], cotangent: Any) -> Any:
+        def backward(residuals: Sequence[Array], cotangent: Array) -> Array:
             position, *positive = residuals
             size = math.prod(windows.shape)
             position = position.astype(jnp.uint8 if size < 255 else jnp.int32)
@@ -97,7 +97,7 @@ def rule(pool: Operator, relu: Operator | None) -> Callable[[Any], Cut]:
     return cut
 
 
-def find_maxima(values: Any, windows: Windows) -> tuple[Any, Any, Any]:
+def find_maxima(values: Array, windows: Windows) -> tuple[Array, Array, Array]:
     """Each window's maximum, the row-major position that receives its cotangent, and the element there.
 
     The two differ only if the window holds a NaN: the maximum is NaN, the cotangent goes where XLA's scan stops.
@@ -123,7 +123,7 @@ def find_maxima(values: Any, windows: Windows) -> tuple[Any, Any, Any]:
     return maximum, position, selected
 
 
-def scatter_to_maxima(cotangent: Any, position: Any, shape: Sequence[int], windows: Windows) -> Any:
+def scatter_to_maxima(cotangent: Array, position: Array, shape: Sequence[int], windows: Windows) -> Array:
     """Send each cotangent to the position of its window's maximum; overlapping windows add up.
 
     A position of ``prod(windows.shape) + 1`` sends its cotangent nowhere. Element ``p = s q + r`` of a dimension with
@@ -166,6 +166,6 @@ def scatter_to_maxima(cotangent: Any, position: Any, shape: Sequence[int], windo
     return lax.slice(full, starts, [low + n for low, n in zip(starts, dilated, strict=True)], apart)
 
 
-def _interleave(x: Any) -> Any:
+def _interleave(x: Array) -> Array:
     """``[q0, q1, ...] -> [q0, 1, q1, 1, ...]``."""
     return lax.expand_dims(x, range(1, 2 * x.ndim, 2))

@@ -30,9 +30,7 @@ Stages = tuple[tuple[int, int, tuple[int, ...]], ...]
 class Team:
     """The devices of one stage, each with a copy of its parameters and a share of the micro-batches.
 
-    Attributes:
-      devices: their numbers in the network.
-      followers: devices of all stages behind it.
+    ``followers`` is the number of devices of all stages behind it.
     """
 
     devices: tuple[int, ...]
@@ -46,12 +44,7 @@ class Team:
 
 @dataclass(frozen=True)
 class CostModel(ABC):
-    """Prices stages; all array arguments may be broadcast against each other.
-
-    Attributes:
-      network: the devices.
-      num_microbatches: of a step, where the model counts them.
-    """
+    """Prices stages; all array arguments may be broadcast against each other."""
 
     network: Network
     num_microbatches: int | None = None

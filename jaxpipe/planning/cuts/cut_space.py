@@ -74,11 +74,7 @@ class CutSpace:
 
 
 def cut_space(profile: Profile, *, reorder: bool = True) -> CutSpace:
-    """All cuts of a profile's graph, if there are not too many; else those of its order.
-
-    Raises:
-      PartitionError: if a group of ``profile.together`` cannot be kept in one stage.
-    """
+    """All cuts of a profile's graph, if there are not too many; else those of its order."""
     count = len(profile.names)
     sets = _down_sets(profile) if reorder else None
     complete = sets is not None

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxpipe.planning.cuts.cost_models import Synchronous
 from jaxpipe.planning.cuts.cut_space import space_of
-from jaxpipe.planning.cuts.dynamic_program import device_classes
-from jaxpipe.planning.cuts.placed_stages import Partition, describe
+from jaxpipe.planning.cuts.placed_stages import Partition, cost_stages
+from jaxpipe.planning.cuts.search_cuts import device_classes
 from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.schedules.table import Schedule
 
@@ -67,11 +67,6 @@ def movable_bytes(wanted: Demand, bandwidth: np.ndarray, latency: np.ndarray, ma
 
     It is the smallest cut: some of the lending stages count with the links to every host, or with its free memory if
     that is less, and all others with their excess.
-
-    Args:
-      wanted: by stage.
-      bandwidth, latency: ``[devices, devices]``.
-      mappings: ``[mappings, stages, replicas]``, devices; of the links between two teams the slowest counts.
     """
     lenders, hosts = (np.flatnonzero(part > 0) for part in (wanted.excess, wanted.free))
     keeps = np.zeros((len(mappings), len(lenders), len(hosts)))
@@ -98,11 +93,6 @@ def best_mapping(
 
     Up to ``MOST_DEVICES`` devices every mapping is looked at, those that differ in exchanges of like devices once;
     with more devices, pairs are exchanged as long as that helps. ``Partition.searched`` names the search.
-
-    Args:
-      stash_bytes: by stage, of one micro-batch.
-      period: seconds of a micro-batch on the slowest stage.
-      messages: bytes that neighbors send each other for a micro-batch; no mapping may take longer for them.
     """
     if schedule.num_stages == 1 or schedule.num_chunks > 1 or not schedule.has_backward:
         return partition
@@ -183,22 +173,8 @@ class _Search:
         return self.model.objective(self.space, self.stages(mapping))
 
     def described(self, mapping: np.ndarray, searched: str) -> Partition:
-        partition = self.partition
-        return describe(
-            partition.profile,
-            self.model,
-            self.space,
-            self.stages(mapping),
-            seconds=partition.bottleneck_seconds,
-            bound=partition.lower_bound_seconds,
-            ties=partition.ties,
-            memory=tuple(self.memory.tolist()),
-            searched=searched,
-            replicate=partition.replicate,
-            num_stages=partition.num_stages,
-            reorder=partition.reorder,
-            slack=partition.slack,
-        )
+        stages = cost_stages(self.model, self.space, self.stages(mapping))
+        return replace(self.partition, stages=stages, searched=searched)
 
 
 def _mappings(partition: Partition) -> Iterator[tuple[tuple[int, ...], ...]]:

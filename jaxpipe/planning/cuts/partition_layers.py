@@ -11,12 +11,12 @@ from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.planning.cuts import device_orders
-from jaxpipe.planning.cuts.cost_models import MODELS, CostModel, Stages, Synchronous
+from jaxpipe.planning.cuts.cost_models import MODELS, CostModel, Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace, cut_space
-from jaxpipe.planning.cuts.dynamic_program import Limits, Search, device_classes, in_order, work
 from jaxpipe.planning.cuts.placed_stages import Partition, describe
 from jaxpipe.planning.cuts.refine_cuts import move_operators
-from jaxpipe.planning.cuts.synchronous_search import shortest_step, step_bound
+from jaxpipe.planning.cuts.search_cuts import Limits, Search, device_classes, in_order, work
+from jaxpipe.planning.cuts.search_shortest_step import Found, shortest_step, step_bound
 from jaxpipe.text.units import bytes_text, parse_bytes
 
 
@@ -78,23 +78,14 @@ def partition_layers(
       >>> [(stage.operators, stage.devices) for stage in partition.stages], partition.bottleneck_seconds
       ([(range(0, 2), (0,)), (range(2, 4), (1,))], 6.0)
     """
-    if not isinstance(profile, Profile):
-        raise PartitionError(f"profile is {type(profile).__name__}; it must be a jaxpipe.Profile.")
-    if not isinstance(network, Network):
-        raise PartitionError(f"network is {type(network).__name__}; it must be a jaxpipe.Network.")
-    if cost_model not in MODELS:
-        raise PartitionError(f"cost_model={cost_model!r}; it must be one of {', '.join(map(repr, MODELS))}.")
-    if num_microbatches is not None and num_microbatches < 1:
-        raise PartitionError(f"num_microbatches={num_microbatches}; it must be at least 1.")
-    if num_microbatches is None and cost_model == Synchronous.name:
-        num_microbatches = MICROBATCHES
+    _check_arguments(profile, network, cost_model, num_microbatches)
     replicate = replicate if isinstance(replicate, bool | int) else tuple(replicate)
     limits = _limits(network, memory, replicate, num_stages)
     if not idle:
         limits = replace(limits, num_devices=_all(network, limits))
-    model = MODELS[cost_model](network, num_microbatches)
+    model: CostModel = MODELS[cost_model](network, num_microbatches)
     if isinstance(model, Synchronous):
-        model = replace(model, frozen=bool(profile.frozen))
+        model = Synchronous(network, num_microbatches or MICROBATCHES, frozen=bool(profile.frozen))
     model.check(memory_given=min(limits.memory) < math.inf)
     space = cut_space(profile, reorder=reorder)
 
@@ -103,17 +94,16 @@ def partition_layers(
     if not exact:
         classes = (_best_order(space, model, limits),)
     search = Search(space, model, classes, limits)
-    stages, seconds, bound, ties = _solve(search, model, slack)
-    if stages is None:
+    best = _solve(search, model, slack)
+    if best is None:
         raise _nothing_fits(search, num_stages)
-    if exact:
-        stages = in_order(stages, classes)
+    seconds, stages = best.seconds, in_order(best.stages, classes) if exact else best.stages
     looked_at_all = space.complete or not reorder
     if not looked_at_all:
         space, stages, seconds = move_operators(profile, space, search, stages, seconds)
     least = _least_possible(space, model, limits)
     if looked_at_all:
-        least = max(least, bound if exact else _relaxed(space, model, limits))
+        least = max(least, best.bound if exact else _relaxed(space, model, limits))
     return describe(
         profile,
         model,
@@ -121,7 +111,7 @@ def partition_layers(
         stages,
         seconds=seconds,
         bound=min(least, seconds),
-        ties=ties,
+        ties=best.ties,
         memory=limits.memory,
         replicate=replicate,
         num_stages=num_stages,
@@ -135,18 +125,25 @@ def partition_layers(
     )
 
 
-def _solve(search: Search, model: CostModel, slack: float) -> tuple[Stages | None, float, float, int]:
-    """Stages, what they cost, what is the least possible with these cuts and devices, and how many are as good."""
+def _check_arguments(profile: object, network: object, cost_model: str, num_microbatches: int | None) -> None:
+    if not isinstance(profile, Profile):
+        raise PartitionError(f"profile is {type(profile).__name__}; it must be a jaxpipe.Profile.")
+    if not isinstance(network, Network):
+        raise PartitionError(f"network is {type(network).__name__}; it must be a jaxpipe.Network.")
+    if cost_model not in MODELS:
+        raise PartitionError(f"cost_model={cost_model!r}; it must be one of {', '.join(map(repr, MODELS))}.")
+    if num_microbatches is not None and num_microbatches < 1:
+        raise PartitionError(f"num_microbatches={num_microbatches}; it must be at least 1.")
+
+
+def _solve(search: Search, model: CostModel, slack: float) -> Found | None:
     if isinstance(model, Synchronous):
-        shortest = shortest_step(search, model, slack)
-        if shortest is None:
-            return None, math.inf, 0.0, 0
-        return shortest.stages, shortest.seconds, shortest.bound, shortest.ties
+        return shortest_step(search, model, slack)
     least = search.least()
     if least == math.inf:
-        return None, math.inf, 0.0, 0
+        return None
     stages = search.lightest(least * (1 + slack)) or ()
-    return stages, model.objective(search.space, stages), least, search.ties(least)
+    return Found(model.objective(search.space, stages), stages, least, search.ties(least))
 
 
 def _limits(
@@ -156,12 +153,8 @@ def _limits(
     num_stages: int | None,
 ) -> Limits:
     count = network.num_devices
-    if memory is None:
-        budget = (math.inf,) * count
-    elif isinstance(memory, str | int | float):
-        budget = (float(parse_bytes(memory)),) * count
-    else:
-        budget = tuple(float(parse_bytes(m)) for m in memory)
+    given = (memory,) * count if isinstance(memory, str | int | float) else memory
+    budget = (math.inf,) * count if given is None else tuple(float(parse_bytes(m)) for m in given)
     if len(budget) != count:
         raise MemoryBudgetError(f"memory has {len(budget)} entries, the network has {count} devices; give one each.")
     budget = tuple(map(min, budget, network.memory_bytes))

@@ -153,6 +153,11 @@ class Partition:
         return table
 
 
+def stage_speeds(partition: Partition) -> list[float]:
+    """Return the speed of the slowest device of each stage."""
+    return [min(partition.network.speed[d] for d in stage.devices) for stage in partition.stages]
+
+
 @dataclass(frozen=True)
 class _File(Partition):
     """A partition as JSON has it."""
@@ -176,9 +181,24 @@ def describe(
 ) -> Partition:
     """Stages that a search found, with what each costs, and what else was ``asked``."""
     stage_of = sum((~space.members[last]).astype(int) for _, last, _ in stages)
-    order = np.argsort(stage_of, kind="stable")
-    counts = np.bincount(stage_of, minlength=len(stages))
-    ends = np.cumsum(counts)
+    return Partition(
+        stages=cost_stages(model, space, stages),
+        order=tuple(map(int, np.argsort(stage_of, kind="stable"))),
+        bottleneck_seconds=seconds,
+        lower_bound_seconds=bound,
+        ties=ties,
+        searched=searched,
+        cost_model=model.name,
+        num_microbatches=model.num_microbatches,
+        memory=tuple(None if m == np.inf else m for m in memory),
+        profile=profile,
+        network=model.network,
+        **asked,
+    )
+
+
+def cost_stages(model: CostModel, space: CutSpace, stages: Stages) -> tuple[StageCost, ...]:
+    """Return what each of some stages costs."""
     followers = sum(len(devices) for *_, devices in stages)
     rows = []
     links = [0.0]
@@ -194,7 +214,7 @@ def describe(
         )
         rows.append(
             StageCost(
-                operators=range(int(ends[k] - counts[k]), int(ends[k])),
+                operators=range(int(space.members[first].sum()), int(space.members[last].sum())),
                 devices=tuple(sorted(devices)),
                 compute_seconds=float(work[0]) / (team.size * model.slowest(team)),
                 communication_seconds=max(links[k], links[k + 1]),
@@ -205,20 +225,7 @@ def describe(
                 memory_bytes=float(model.memory_bytes(residuals, parameters, team)[0]),
             )
         )
-    return Partition(
-        stages=tuple(rows),
-        order=tuple(map(int, order)),
-        bottleneck_seconds=seconds,
-        lower_bound_seconds=bound,
-        ties=ties,
-        searched=searched,
-        cost_model=model.name,
-        num_microbatches=model.num_microbatches,
-        memory=tuple(None if m == np.inf else m for m in memory),
-        profile=profile,
-        network=model.network,
-        **asked,
-    )
+    return tuple(rows)
 
 
 def _short(name: str) -> str:

@@ -5,13 +5,14 @@ which an operator may go to the stage of its readers, or of what it reads.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from jaxpipe.costs.profile import Profile
 from jaxpipe.planning.cuts.cost_models import Stages
 from jaxpipe.planning.cuts.cut_space import CutSpace, space_of
-from jaxpipe.planning.cuts.dynamic_program import ROUNDING, Search
+from jaxpipe.planning.cuts.search_cuts import ROUNDING, Search
 
 
 #: How many moves are priced at most.
@@ -21,11 +22,7 @@ MOST_MOVES = 1000
 def move_operators(
     profile: Profile, space: CutSpace, search: Search, stages: Stages, seconds: float
 ) -> tuple[CutSpace, Stages, float]:
-    """Move operators across cuts while the objective falls.
-
-    Returns:
-      A space of the cuts that are left, the stages in it, and what they cost.
-    """
+    """Move operators across cuts while the objective falls; returns a space of the new cuts, the stages, their cost."""
     cuts = [stages[0][0], *(last for _, last, _ in stages)]
     best = space_of(profile, space.members[cuts])
     chosen: Stages = tuple((k, k + 1, devices) for k, (*_, devices) in enumerate(stages))
@@ -58,7 +55,7 @@ def move_operators(
             spent += 1
             candidate = space_of(profile, moved)
             cost = search.model.objective(candidate, chosen)
-            if cost < seconds / ROUNDING and search.on(candidate).fits(chosen):
+            if cost < seconds / ROUNDING and replace(search, space=candidate).fits(chosen):
                 best, seconds, improved = candidate, cost, True
                 break
             if spent >= MOST_MOVES:

@@ -21,12 +21,8 @@ ROUNDING = 1e-9
 def repeated_plans(space: CutSpace, like: Stages) -> list[Stages]:
     """Plans on the same devices as another whose stages, but for the first and the last, cost the same in all.
 
-    Args:
-      space: cuts along one order of the operators; of others no plans are given.
-      like: has the devices; with fewer than four stages no two can be alike.
-
-    Returns:
-      Those with the least work in the slowest stage, at most ``MOST_PLANS``.
+    They are those with the least work in the slowest stage, at most ``MOST_PLANS``; none for a space that is not of one
+    order of the operators, or of fewer than four stages.
     """
     count, inner = len(space.crossing), len(like) - 2
     if inner < 2 or not space.nested[np.arange(count - 1), np.arange(1, count)].all():

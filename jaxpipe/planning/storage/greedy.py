@@ -5,7 +5,7 @@ that are alike at once. In a row of equal layers the peak falls only when all of
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Outcome, Problem, simulate
 
@@ -13,21 +13,31 @@ from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Outcome, 
 #: How many changes are tried before each is made, where items are given up one by one.
 MOST_TRIALS = 16
 
-#: Items that change together.
-Group = tuple[int, ...]
+
+@dataclass(frozen=True)
+class Changes:
+    """The changes among which each step of the descent chooses.
+
+    Attributes:
+      groups: items that change together.
+      most_trials: how many of the changes are simulated in a step, the cheapest for each byte first; None for all.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    most_trials: int | None = None
 
 
 def give_up(problem: Problem) -> tuple[int, ...] | None:
     """Return the fastest of the choices within the limits that are found; None if none is found."""
     fastest = [_fastest(problem, k) for k in range(len(problem.items))]
-    starts = [_descended(problem, fastest, groups) for groups in (_singles(problem), _alike(problem))]
+    starts = [_descended(problem, fastest, changes) for changes in (_singles(problem), _alike(problem))]
     if not any(_fits(problem, choice) for choice in starts):
         starts.append(_smallest(problem))
     elif starts[0] != fastest:
         starts.append(_descended(replace(problem, capacity=0), fastest, _alike(problem)))
     fitting = [choice for choice in starts if _fits(problem, choice)]
-    found = [_taken_back(problem, choice, order) for choice in fitting for order in (_by_seconds, _by_rate)]
-    return None if not found else tuple(min(found, key=lambda choice: _seconds(problem, choice)))
+    ends = [_taken_back(problem, choice, order) for choice in fitting for order in (_by_seconds, _by_rate)]
+    return None if not ends else tuple(min(ends, key=lambda choice: _seconds(problem, choice)))
 
 
 def give_up_all(problem: Problem) -> tuple[int, ...] | None:
@@ -48,12 +58,12 @@ def _smallest(problem: Problem) -> list[int]:
     return min(zip(ends, outcomes, strict=True), key=lambda end: (end[1] is None, end[1] and end[1].peak_bytes))[0]
 
 
-def _descended(problem: Problem, choice: Sequence[int], groups: Sequence[Group]) -> list[int]:
+def _descended(problem: Problem, choice: Sequence[int], changes: Changes) -> list[int]:
     """Change groups of items until the limits hold, or no single change brings them nearer."""
     choice = list(choice)
     now = simulate(problem, choice)
     while now is None or not now.fits(problem):
-        step = _best_step(problem, choice, now, groups)
+        step = _best_step(problem, choice, now, changes)
         if step is None:
             break
         choice = step
@@ -85,17 +95,17 @@ def _taken_back(problem: Problem, choice: list[int], order: Callable[[Item], flo
     return choice
 
 
-def _singles(problem: Problem) -> list[Group]:
-    return [(k,) for k in range(len(problem.items))]
+def _singles(problem: Problem) -> Changes:
+    return Changes(tuple((k,) for k in range(len(problem.items))), MOST_TRIALS)
 
 
-def _alike(problem: Problem) -> list[Group]:
+def _alike(problem: Problem) -> Changes:
     """Return the items that cost the same and are computed from items that cost the same."""
     groups: dict[tuple, list[int]] = {}
     for k, item in enumerate(problem.items):
         sources = tuple(_cost(problem.items[source]) for source in item.sources)
         groups.setdefault((_cost(item), sources), []).append(k)
-    return [tuple(group) for group in groups.values()]
+    return Changes(tuple(map(tuple, groups.values())))
 
 
 def _cost(item: Item) -> tuple:
@@ -130,7 +140,9 @@ def _excess(problem: Problem, outcome: Outcome) -> tuple[float, float]:
     return over, sum(max(0.0, b - problem.capacity) for b in outcome.bytes)
 
 
-def _moves(problem: Problem, choice: Sequence[int], now: Outcome | None, group: Group) -> list[tuple[float, int]]:
+def _moves(
+    problem: Problem, choice: Sequence[int], now: Outcome | None, group: Sequence[int]
+) -> list[tuple[float, int]]:
     """Return the changes of a group that may give bytes, as seconds for each byte of an item and the new option."""
     item, here = problem.items[group[0]], choice[group[0]]
     if here == NOT_STORED:
@@ -146,14 +158,14 @@ def _moves(problem: Problem, choice: Sequence[int], now: Outcome | None, group: 
     return moves
 
 
-def _best_step(
-    problem: Problem, choice: Sequence[int], now: Outcome | None, groups: Sequence[Group]
-) -> list[int] | None:
+def _best_step(problem: Problem, choice: Sequence[int], now: Outcome | None, changes: Changes) -> list[int] | None:
     """Return the choice after the change that costs fewest seconds for each byte by which it lowers the excess."""
-    moves = [(price, group, position) for group in groups for price, position in _moves(problem, choice, now, group)]
+    moves = [
+        (price, group, position) for group in changes.groups for price, position in _moves(problem, choice, now, group)
+    ]
     best = None
     before = None if now is None else _excess(problem, now)
-    for _, group, position in sorted(moves)[:MOST_TRIALS] if len(groups) == len(problem.items) else moves:
+    for _, group, position in sorted(moves)[: changes.most_trials]:
         other = list(choice)
         for k in group:
             other[k] = position

@@ -1,200 +1,97 @@
 """The mixed-integer program: one choice for each item, the limits of every event, the fewest seconds.
 
-Binary are only the choices. Whether an item has been computed again by an event follows from them: it is, if it is
-not stored and either read or a source of what has been computed again by then.
+    x[o]     1 if option o is stored: the whole numbers, from which all else follows
+    s[k]     1 if item k is stored: the sum of x[o] over its options
+    r[k, e]  1 if item k has been computed again before event e = 0, ..., E
 
-    run[k, e] = (1 - stored[k]) * max(read by e, run[j, e] of all j that k is a source of)
+An item has been computed again if it is not stored and an event has read it, or another item that is computed from it
+has been computed again:
 
-is linear with one inequality from below for each term, and two from above, which are tight as the choices are whole.
+    r[k, e + 1] = (1 - s[k]) * max(an event up to e reads k, r[j, e + 1] for each reader j of k)
+
+This is linear, with one inequality from below for each term and two from above, which are tight as x is whole. Other
+products of conditions are variables that memory makes as small as they can be:
+
+    all(conditions) >= sum(conditions) - (number of conditions - 1)
+
 After the peak rows of O. Beaumont et al., "Rockmate", ICML 2023, and P. Jain et al., "Checkmate", MLSys 2020, whose
 decisions for every pair of tensor and time are left out here: an item is computed again at most once.
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import cvxpy as cp
 import numpy as np
+from cvxpy.error import SolverError
+from scipy.sparse import csr_array
 
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, simulate
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, Solution, simulate
 
-
-if TYPE_CHECKING:
-    from scipy.sparse import csr_array
 
 #: What storing as many bytes as there are in all costs beside the costliest item: of equals, the smallest stash.
 TIE = 1e-6
 
 
 @dataclass(frozen=True)
-class Solution:
-    """An answer of the solver.
+class _Program:
+    """A problem's variables, and the indices by which constraints name them.
 
     Attributes:
-      choice: by item; None if there was none.
-      optimal: whether it is proven to be the best, within the gap that was asked for.
-      infeasible: whether it is proven that there is none.
-      bound: no choice has fewer seconds (or a lower peak, if that was asked for).
+      problem: the problem.
+      unit: bytes that count as 1.
+      options: those of all items, each behind its item.
+      readers: the items that are computed from each item.
+      windows: for each item the events in which it may be computed again, up to the first one that reads it.
+      entry: ``r[k, e]`` is ``r[entry[k, e]]``; before an item's window that is the last one, which is 0.
+      x: which options are stored.
+      s: which items are stored.
+      r: which items have been computed again.
     """
 
-    choice: tuple[int, ...] | None
-    optimal: bool
-    infeasible: bool
-    bound: float | None
+    problem: Problem
+    unit: float
+    options: tuple[tuple[int, Option], ...]
+    readers: tuple[list[int], ...]
+    windows: tuple[range, ...]
+    entry: np.ndarray
+    x: cp.Variable
+    s: cp.Expression
+    r: cp.Variable
 
 
-class Rows:
-    """Variables and inequalities ``sum(coefficient * variable) <= right``, as a sparse matrix."""
-
-    def __init__(self) -> None:
-        self.binary: list[bool] = []
-        self.upper: list[float] = []
-        self._entries: list[tuple[int, int, float]] = []
-        self.right: list[float] = []
-
-    def variable(self, *, binary: bool = False, upper: float = 1.0) -> int:
-        """A new variable between 0 and ``upper``."""
-        self.binary.append(binary)
-        self.upper.append(upper)
-        return len(self.binary) - 1
-
-    def add(self, terms: list[tuple[float, int]], right: float) -> None:
-        """A new inequality."""
-        self._entries += [(len(self.right), variable, coefficient) for coefficient, variable in terms]
-        self.right.append(right)
-
-    def matrix(self) -> "csr_array":
-        """All coefficients; those of a variable that occurs twice in a row are added up."""
-        from scipy.sparse import csr_array  # 15 MiB, and only budgets need it
-
-        rows, columns, values = zip(*self._entries, strict=True) if self._entries else ((), (), ())
-        return csr_array((values, (rows, columns)), shape=(len(self.right), len(self.binary)))
-
-
-class _Model:
-    """Rows and columns of a problem, in units of its largest capacity."""
-
-    def __init__(self, problem: Problem):
-        self.problem = problem
-        self.rows = Rows()
-        self.unit = max(1.0, float(problem.capacity if np.isfinite(problem.capacity) else 0), *map(float, problem.base))
-        self.readers: list[list[int]] = [[] for _ in problem.items]
-        for k, item in enumerate(problem.items):
-            for source in item.sources:
-                self.readers[source].append(k)
-        self.stored = [[self.rows.variable(binary=True) for _ in item.options] for item in problem.items]
-        self._run: list[dict[int, int]] = [{} for _ in problem.items]
-        self._first, self._settled = self._windows()
-        self.events: list[list[tuple[float, int]]] = [[] for _ in problem.base]
-        self._choices()
-        for e in range(len(problem.base)):
-            self._live(e)
-
-    def _windows(self) -> tuple[list[int], list[int]]:
-        """For each item the first event in which it may be computed again, and that from which on nothing changes."""
-        events = len(self.problem.base)
-        first, settled = [events] * len(self.problem.items), [0] * len(self.problem.items)
-        for k in range(len(self.problem.items) - 1, -1, -1):
-            item, readers = self.problem.items[k], self.readers[k]
-            first[k] = min([*item.uses[:1], *(first[j] for j in readers)], default=events)
-            settled[k] = item.uses[0] if item.uses else max((settled[j] for j in readers), default=0)
-        return first, settled
-
-    def run(self, k: int, e: int) -> list[tuple[float, int]]:
-        """Return whether an item has been computed again by an event, as terms."""
-        if e < self._first[k] or not self._run[k]:
-            return []
-        return [(1.0, self._run[k][min(e, self._settled[k])])]
-
-    def ran(self, k: int) -> list[tuple[float, int]]:
-        """Return whether an item is computed again at all."""
-        return self.run(k, max(self._settled[k], self._first[k]))
-
-    def _choices(self) -> None:
-        """Each item stored at most once, and there when it is needed."""
-        rows = self.rows
-        for k in range(len(self.problem.items) - 1, -1, -1):
-            item = self.problem.items[k]
-            stored = [(1.0, v) for v in self.stored[k]]
-            if stored:
-                rows.add(stored, 1)
-            if item.seconds is None:
-                for j in self.readers[k]:
-                    rows.add([*self.ran(j), *_times(-1, stored)], 0)
-                if item.uses:
-                    rows.add(_times(-1, stored), -1)
-                continue
-            window = range(self._first[k], self._settled[k] + 1)
-            self._run[k] = {e: rows.variable() for e in window}
-            for e in window:
-                mine = [(1.0, self._run[k][e])]
-                rows.add([*mine, *stored], 1)
-                if item.uses and e >= item.uses[0]:
-                    rows.add([*_times(-1, mine), *_times(-1, stored)], -1)
-                    continue
-                behind = [self.run(j, e) for j in self.readers[k]]
-                for terms in behind:
-                    rows.add([*terms, *_times(-1, mine), *_times(-1, stored)], 0)
-                rows.add([*mine, *(t for terms in behind for t in _times(-1, terms))], 0)
-
-    def _live(self, e: int) -> None:
-        """Return what is in memory in an event, besides its base bytes."""
-        problem, terms = self.problem, self.events[e]
-        for k, item in enumerate(problem.items):
-            options = [*zip(item.options, self.stored[k], strict=True)]
-            held = [problem.held if option.held is None else option.held for option in item.options]
-            terms += [(option.bytes * n / self.unit, v) for (option, v), n in zip(options, held, strict=True)]
-            used = bool(item.uses) and e <= item.uses[-1]
-            if item.seconds is not None:
-                if used:
-                    terms += _times(item.bytes / self.unit, self.run(k, e))
-                else:
-                    self._until_read(terms, item.bytes, self.run(k, e), k, e)
-            for option, v in options:
-                mine = [(1.0, v)]
-                if problem.frees:
-                    if used:
-                        terms += _times(option.bytes / self.unit, mine)
-                    else:
-                        self._until_read(terms, option.bytes, mine, k, e)
-                if option.unpacked_bytes:
-                    if used and e >= item.uses[0]:
-                        terms += _times(option.unpacked_bytes / self.unit, mine)
-                    elif used:
-                        begun = [j for j in self.readers[k] if self.run(j, e)]
-                        self._while_begun(terms, option.unpacked_bytes, mine, begun, e)
-                    else:
-                        self._until_read(terms, option.unpacked_bytes, mine, k, e, once_read=not item.uses)
-
-    def _until_read(
-        self, terms: list, size: int, there: list[tuple[float, int]], k: int, e: int, *, once_read: bool = False
-    ) -> None:
-        """Add ``size`` if item ``k`` is there and a reader of it is computed again in this event or after it.
-
-        With ``once_read`` only if one has been computed again by this event, too.
-        """
-        later = [j for j in self.readers[k] if self._run[j] and e <= self._settled[j]]
-        if not there or not later or not size:
-            return
-        live = self.rows.variable()
-        terms.append((size / self.unit, live))
-        for j in later:
-            reading = [*there, *self.ran(j), *_times(-1, self.run(j, e - 1)), (-1.0, live)]
-            if not once_read:
-                self.rows.add(reading, 1)
-                continue
-            for i in self.readers[k]:
-                if self.run(i, e):
-                    self.rows.add([*reading, *self.run(i, e)], 2)
-
-    def _while_begun(self, terms: list, size: int, there: list[tuple[float, int]], begun: list[int], e: int) -> None:
-        """Add ``size`` if the item is there and one of its readers has been computed again by this event."""
-        if not begun:
-            return
-        live = self.rows.variable()
-        terms.append((size / self.unit, live))
-        for j in begun:
-            self.rows.add([*there, *self.run(j, e), (-1.0, live)], 1)
+def _program(problem: Problem) -> _Program:
+    items, events = problem.items, len(problem.base)
+    readers: tuple[list[int], ...] = tuple([] for _ in items)
+    for k, item in enumerate(items):
+        for source in item.sources:
+            readers[source].append(k)
+    first, settled = [events] * len(items), [-1] * len(items)
+    for k in reversed(range(len(items))):
+        uses = items[k].uses[:1]
+        first[k] = min([*uses, *(first[j] for j in readers[k])], default=events)
+        settled[k] = max(uses or [settled[j] for j in readers[k]], default=-1)
+    windows = tuple(range(0 if item.seconds is None else settled[k] + 1)[first[k] :] for k, item in enumerate(items))
+    entry, start = np.full((len(items), events + 1), sum(map(len, windows))), 0
+    for k, window in enumerate(windows):
+        for e in window:
+            entry[k, e + 1 :] = start
+            start += 1
+    options = tuple((k, option) for k, item in enumerate(items) for option in item.options)
+    x = cp.Variable(len(options), boolean=True)
+    return _Program(
+        problem=problem,
+        unit=max(1.0, *map(float, problem.base), float(problem.capacity) if np.isfinite(problem.capacity) else 0.0),
+        options=options,
+        readers=readers,
+        windows=windows,
+        entry=entry,
+        x=x,
+        s=_sparse(1.0, [k for k, _ in options], range(len(options)), (len(items), len(options))) @ x,
+        r=cp.Variable(start + 1, bounds=[0, 1]),
+    )
 
 
 def solve(
@@ -211,92 +108,206 @@ def solve(
     """
     if not any(item.options for item in problem.items):  # nothing to choose, and a solver would refuse
         choice = (NOT_STORED,) * len(problem.items)
-        found = simulate(problem, choice)
-        fits = found is not None and (least_peak or found.fits(problem))
+        outcome = simulate(problem, choice)
+        fits = outcome is not None and (least_peak or outcome.fits(problem))
         return Solution(choice if fits else None, fits, not fits, None)
-    model = _Model(problem)
-    rows = model.rows
-    peak = rows.variable(upper=np.inf) if least_peak else None
-    for e, base in enumerate(problem.base):
-        if peak is None and np.isfinite(problem.capacity):
-            rows.add(model.events[e], (problem.capacity - base) / model.unit)
-        elif peak is not None:
-            rows.add([*model.events[e], (-1.0, peak)], -base / model.unit)
-    stash = [
-        (option.bytes / model.unit, v)
-        for item, variables in zip(problem.items, model.stored, strict=True)
-        for option, v in zip(item.options, variables, strict=True)
-    ]
-    swapped, late, longest = _swaps(model)
-    cost = np.zeros(len(rows.binary))
-    scale = 1.0
-    if peak is not None:
-        cost[peak] = 1.0
+    program = _program(problem)
+    memory, constraints = _memory(program)
+    constraints += _choices(program)
+    if least_peak:
+        objective, scale = cp.max(memory), program.unit
     else:
-        for k, item in enumerate(problem.items):
-            for option, v in zip(item.options, model.stored[k], strict=True):
-                cost[v] += option.seconds
-            for _, v in model.ran(k):
-                cost[v] += item.seconds or 0.0
-        if late is not None:
-            cost[late] = longest
-        scale = float(cost.max()) or 1.0
-        cost /= scale
-        for size, v in stash:
-            cost[v] += TIE * size
-        for option, v in swapped:  # of equals, what stays
-            cost[v] += TIE * option.bytes / model.unit
-    return _solved(model, cost, scale if peak is None else model.unit, solver, time_limit, gap)
+        objective, scale, limits = _seconds(program)
+        constraints += limits
+        if np.isfinite(problem.capacity):
+            constraints.append(memory <= problem.capacity / program.unit)
+    return _solved(program, cp.Problem(cp.Minimize(objective), constraints), scale, solver, time_limit, gap)
 
 
-def _swaps(model: _Model) -> tuple[list[tuple[Option, int]], int | None, float]:
-    """Limit what is swapped, and bound the link time that does not overlap with work.
+def _choices(program: _Program) -> list[cp.Constraint]:
+    """Let each item be stored at most once, and be in memory when it is needed.
 
-        sum(bytes * swapped) <= most_swapped
-        sum(link_seconds * swapped) - overlap <= late
+        s[k] <= 1
+        s[k] + r[k, E] >= 1                    if an event reads item k
+        s[k] >= r[j, E]                        for each reader j of item k, if k cannot be computed again
+        s[k] + r[k, e + 1] <= 1                in the window of item k
+        s[k] + r[k, e + 1] >= r[j, e + 1]      likewise, for each reader j of item k, until an event reads it
+        r[k, e + 1] <= sum of r[j, e + 1]      likewise, over the readers j of item k; +1 if the event reads it
 
-    Returns:
-      The options that swap with their variables, the variable ``late`` (None without swaps), and its unit in seconds.
+    The last entry of ``r`` has no readers.
     """
-    problem, rows = model.problem, model.rows
-    pairs = [
-        (option, v)
-        for item, variables in zip(problem.items, model.stored, strict=True)
-        for option, v in zip(item.options, variables, strict=True)
-        if option.held is not None
+    items, readers, entry, s, r = program.problem.items, program.readers, program.entry, program.s, program.r
+    used = [k for k, item in enumerate(items) if item.uses]
+    kept, needing = _columns(2, [(k, j) for k, item in enumerate(items) if item.seconds is None for j in readers[k]])
+    window = [(k, e) for k, events in enumerate(program.windows) for e in events]
+    k, e = _columns(2, window)
+    source, reader, event = _columns(3, [(k, j, e) for k, e in window if e not in items[k].uses for j in readers[k]])
+    again, again_reader = entry[source, event + 1], entry[reader, event + 1]
+    read = np.array([*(e in items[k].uses for k, e in window), False], float)
+    return [
+        *_no_less(s[used] + r[entry[used, -1]], 1),
+        *_no_less(s[kept], r[entry[needing, -1]]),
+        *_no_less(1 - s[k], r[entry[k, e + 1]]),
+        *_no_less(s[source] + r[again], r[again_reader]),
+        s <= 1,
+        r <= read + _sparse(1.0, again, again_reader, (r.size, r.size)) @ r,
     ]
-    longest = max((option.link_seconds for option, _ in pairs), default=0.0) or 1.0
-    if not pairs:
-        return pairs, None, longest
-    late = rows.variable(upper=np.inf)
+
+
+def _memory(program: _Program) -> tuple[cp.Expression, list[cp.Constraint]]:
+    """Return what is in memory in each event, and the constraints of the variables in it.
+
+        base[e] + sum of held[o] * bytes[o] * x[o]
+                + sum of bytes[o] * x[o]               of items that are still to be read, if ``frees``
+                + sum of unpacked[o] * x[o]            of items that have been read and are still to be read
+                + sum of bytes[k] * r[k, e + 1]        of items that are still to be read
+
+    Items are read by events, as counted here, and by others that are computed again, as in the functions below.
+    """
+    problem, items = program.problem, program.problem.items
+    events = np.arange(len(problem.base))[:, None]
+    first, last = np.array([(min(item.uses, default=0), max(item.uses, default=-1)) for item in items]).T
+    size, unpacked, held, k = np.array(
+        [
+            (option.bytes, option.unpacked_bytes, problem.held if option.held is None else option.held, k)
+            for k, option in program.options
+        ]
+    ).T
+    stored = held * size + (events <= last[k]) * (problem.frees * size + (events >= first[k]) * unpacked)
+    event, k = np.nonzero(events <= last)
+    again = np.array([item.bytes for item in items])[k]
+    computed = _sparse(again / program.unit, event, program.entry[k, event + 1], (len(events), program.r.size))
+    parts = [_until_read(program), _unpacked_before_use(program), _unpacked_between_readers(program)]
+    memory = np.array(problem.base) / program.unit + (stored / program.unit) @ program.x + computed @ program.r
+    return memory + sum(part for part, _ in parts), [constraint for _, least in parts for constraint in least]
+
+
+def _until_read(program: _Program) -> tuple[cp.Expression, list[cp.Constraint]]:
+    """Count items that no event is still to read, for readers ``j`` that are still to be computed again.
+
+        all[o, e] >= x[o]        + (r[j, E] - r[j, e]) - 1      of bytes[o], if ``frees``, and unpacked[o]
+        all[k, e] >= r[k, e + 1] + (r[j, E] - r[j, e]) - 1      of bytes[k]
+
+    What is unpacked for readers alone is counted below.
+    """
+    problem, items, entry, r = program.problem, program.problem.items, program.entry, program.r
+    after = [range(max(item.uses, default=-1) + 1, len(problem.base)) for item in items]
+    terms = [
+        (o, k, e, option.bytes * problem.frees + option.unpacked_bytes * bool(items[k].uses))
+        for o, (k, option) in enumerate(program.options)
+        for e in after[k]
+    ]
+    terms += [
+        (program.x.size + int(entry[k, e + 1]), k, e, item.bytes)
+        for k, item in enumerate(items)
+        for e in after[k]
+        if entry[k, e + 1] < r.size - 1
+    ]
+    terms = [(n, k, e, size) for n, k, e, size in terms if size and _later(program, k, e)]
+    present, _, event, size = _columns(4, terms)
+    row, j = _columns(2, [(n, j) for n, (_, k, e, _) in enumerate(terms) for j in _later(program, k, e)])
+    conditions = cp.hstack([program.x, r])[present[row]] + r[entry[j, -1]] - r[entry[j, event[row]]]
+    return _all(program, event, size, row, conditions - 1)
+
+
+def _unpacked_before_use(program: _Program) -> tuple[cp.Expression, list[cp.Constraint]]:
+    """Count what is unpacked for a reader ``i`` before an event reads it.
+
+    all[o, e] >= x[o] + r[i, e + 1] - 1      of unpacked[o]
+    """
+    terms = [
+        (o, k, e, option.unpacked_bytes)
+        for o, (k, option) in enumerate(program.options)
+        if option.unpacked_bytes
+        for e in range(min(program.problem.items[k].uses, default=0))
+    ]
+    o, _, event, size = _columns(4, terms)
+    row, i = _columns(2, [(n, i) for n, (_, k, e, _) in enumerate(terms) for i in _begun(program, k, e)])
+    conditions = program.x[o[row]] + program.r[program.entry[i, event[row] + 1]]
+    return _all(program, event, size, row, conditions - 1)
+
+
+def _unpacked_between_readers(program: _Program) -> tuple[cp.Expression, list[cp.Constraint]]:
+    """Count what is unpacked for readers alone: from the first, ``i``, until the last, ``j``, is computed again.
+
+    all[o, e] >= x[o] + r[i, e + 1] + (r[j, E] - r[j, e]) - 2      of unpacked[o]
+    """
+    entry, r = program.entry, program.r
+    terms = [
+        (o, k, e, option.unpacked_bytes)
+        for o, (k, option) in enumerate(program.options)
+        if option.unpacked_bytes and not program.problem.items[k].uses
+        for e in range(len(program.problem.base))
+    ]
+    o, _, event, size = _columns(4, terms)
+    row, i, j = _columns(
+        3,
+        [
+            (n, i, j)
+            for n, (_, k, e, _) in enumerate(terms)
+            for i in _begun(program, k, e)
+            for j in _later(program, k, e)
+        ],
+    )
+    e = event[row]
+    conditions = program.x[o[row]] + r[entry[i, e + 1]] + r[entry[j, -1]] - r[entry[j, e]]
+    return _all(program, event, size, row, conditions - 2)
+
+
+def _begun(program: _Program, k: int, e: int) -> list[int]:
+    """Return the readers of an item that may have been computed again by the end of an event."""
+    return [j for j in program.readers[k] if program.windows[j] and e >= program.windows[j].start]
+
+
+def _later(program: _Program, k: int, e: int) -> list[int]:
+    """Return the readers of an item that may be computed again in an event or after it."""
+    return [j for j in program.readers[k] if program.windows[j] and e < program.windows[j].stop]
+
+
+def _all(
+    program: _Program, event: np.ndarray, size: np.ndarray, row: np.ndarray, least: cp.Expression
+) -> tuple[cp.Expression, list[cp.Constraint]]:
+    """Return the bytes by event of new variables, one for each size, and that each is no less than its rows."""
+    live = cp.Variable(max(1, len(event)), bounds=[0, 1])
+    by_event = _sparse(size / program.unit, event, range(len(event)), (len(program.problem.base), live.size))
+    return by_event @ live, _no_less(live[row], least)
+
+
+def _no_less(left: Any, right: Any) -> list[cp.Constraint]:
+    """Return the constraint, if it has rows: cvxpy before 1.9 takes no others."""
+    return [left >= right] if left.size else []
+
+
+def _seconds(program: _Program) -> tuple[cp.Expression, float, list[cp.Constraint]]:
+    """Return what a choice costs, its unit in seconds, and the limits of swaps.
+
+        sum of seconds[o] * x[o] + sum of seconds[k] * r[k, E] + late + TIE * sum of bytes[o] * x[o]
+
+        late >= sum of link_seconds[o] * x[o] - overlap
+        sum of bytes[o] * x[o] <= most_swapped              of options that swap
+
+    Of equally fast choices the smallest stash counts, and bytes that swap twice.
+    """
+    problem, x, ran = program.problem, program.x, program.entry[:, -1]
+    size, codecs, link, swap = np.array(
+        [(option.bytes, option.seconds, option.link_seconds, option.held is not None) for _, option in program.options]
+    ).T
+    again = np.array([item.seconds or 0.0 for item in problem.items]) * (ran < program.r.size - 1)
+    unit = float(max(codecs.max(), again.max(), link.max())) or 1.0
+    size = size / program.unit
+    cost = (codecs / unit + TIE * (1 + swap) * size) @ x + (again / unit) @ program.r[ran]
+    if not swap.any():
+        return cost, unit, []
+    late = cp.Variable(nonneg=True)
+    limits = [late >= (link @ x - problem.overlap) / unit]
     if np.isfinite(problem.most_swapped):
-        rows.add([(option.bytes / model.unit, v) for option, v in pairs], problem.most_swapped / model.unit)
-    terms = [(option.link_seconds / longest, v) for option, v in pairs]
-    rows.add([*terms, (-1.0, late)], problem.overlap / longest)
-    return pairs, late, longest
+        limits.append((swap * size) @ x <= problem.most_swapped / program.unit)
+    return cost + late, unit, limits
 
 
-def _solved(model: _Model, cost: np.ndarray, scale: float, solver: str, time_limit: float, gap: float) -> Solution:
-    import cvxpy as cp  # takes a second to import, and only budgets need it
-    from cvxpy.error import SolverError
-    from scipy.sparse import csr_array
-
-    rows = model.rows
-    binary = np.flatnonzero(rows.binary)
-    rest = np.flatnonzero(~np.asarray(rows.binary, bool))
-    chosen = cp.Variable(len(binary), boolean=True)
-    free = cp.Variable(max(1, len(rest)))
-    matrix, right = rows.matrix().tocsc(), np.asarray(rows.right)
-    left = csr_array(matrix[:, binary]) @ chosen
-    objective = cost[binary] @ chosen
-    constraints: list[Any] = [free >= 0]
-    if len(rest):
-        left = left + csr_array(matrix[:, rest]) @ free
-        objective = objective + cost[rest] @ free
-        limited = np.flatnonzero(np.isfinite(np.asarray(rows.upper)[rest]))
-        constraints.append(free[limited] <= np.asarray(rows.upper)[rest][limited])
-    constraints.append(left <= right)
-    problem = cp.Problem(cp.Minimize(objective), constraints)
+def _solved(
+    program: _Program, problem: cp.Problem, scale: float, solver: str, time_limit: float, gap: float
+) -> Solution:
     limits = {"time_limit": time_limit, "mip_rel_gap": gap}
     options = {"HIGHS": {**limits, "random_seed": 0}, "SCIPY": {"scipy_options": limits}}.get(solver, {})
     try:
@@ -304,27 +315,30 @@ def _solved(model: _Model, cost: np.ndarray, scale: float, solver: str, time_lim
             warnings.simplefilter("ignore")
             problem.solve(solver=solver, **options)
     except SolverError:
-        return Solution(None, False, False, None)
+        return Solution()
     infeasible = problem.status in (cp.INFEASIBLE, cp.INFEASIBLE_INACCURATE)
-    if chosen.value is None:
-        return Solution(None, False, infeasible, None)
-    values = dict(zip(binary.tolist(), np.asarray(chosen.value), strict=True))
-    choice = tuple(
-        next((position for position, v in enumerate(variables) if values[v] > 0.5), NOT_STORED)
-        for variables in model.stored
-    )
-    return Solution(choice, problem.status == cp.OPTIMAL, False, _bound(problem, scale))
+    if program.x.value is None:
+        return Solution(infeasible=infeasible)
+    choice = [NOT_STORED] * len(program.problem.items)
+    for position, (k, option) in enumerate(program.options):
+        if program.x.value[position] > 0.5:
+            choice[k] = program.problem.items[k].options.index(option)
+    return Solution(tuple(choice), problem.status == cp.OPTIMAL, False, _bound(problem, scale))
 
 
-def _bound(problem: Any, scale: float) -> float | None:
+def _bound(problem: cp.Problem, scale: float) -> float | None:
     """The solver's own bound, if it tells one; the value, if that is proven to be the best."""
-    found: Any
-    if problem.status == "optimal":
-        found = problem.value
-    else:
-        found = getattr(getattr(problem.solver_stats, "extra_stats", None), "mip_dual_bound", None)
-    return None if found is None or not np.isfinite(found) else max(0.0, float(found)) * scale
+    bound: Any = problem.value
+    if problem.status != "optimal":
+        bound = getattr(getattr(problem.solver_stats, "extra_stats", None), "mip_dual_bound", None)
+    return None if bound is None or not np.isfinite(bound) else max(0.0, float(bound)) * scale
 
 
-def _times(factor: float, terms: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    return [(factor * coefficient, variable) for coefficient, variable in terms]
+def _sparse(values: Any, rows: Any, columns: Any, shape: tuple[int, int]) -> Any:
+    """Return a matrix of values at positions; those at equal positions are added up."""
+    return csr_array((np.broadcast_to(values, len(rows)), (rows, columns)), shape=shape)
+
+
+def _columns(width: int, rows: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """Return the columns of a table of integers, which may have no rows."""
+    return np.array(rows, int).reshape(-1, width).T

@@ -10,7 +10,7 @@ from jaxpipe.costs.device_rates import OTHER, Rates
 from jaxpipe.costs.roofline import seconds
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable
-from jaxpipe.planning.storage.choose_storage import Answer, check_solver, choose, lowest_peak, raised
+from jaxpipe.planning.storage.fastest_choice import Answer, check_solver, choose, lowest_peak, raised
 from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, simulate
 from jaxpipe.residuals import vjp_program
@@ -45,14 +45,14 @@ class StoragePlan:
       tensors: the choice for each tensor that may be stored.
       choices: the same as a format for every tensor that the backward pass touches, for
         ``jaxpipe.residuals.vjp_program.assemble``.
-      budget_bytes: what was asked for; more, if it was raised.
+      budget_bytes: the caller's; more, if it was raised.
       peak_bytes: the most that is in memory at once during the backward pass: stashes, what is computed again, and
         cotangents. Simulated, not what the solver says.
       stash_bytes: what one micro-batch stores.
       added_seconds: for a micro-batch, over the default plan.
       lower_bound_seconds: no choice within the budget adds less.
       status: ``"optimal"``, ``"gap"``, ``"time limit"``, ``"greedy"`` or ``"lowest peak"``.
-      raised_from: the budget that was asked for, if there was no plan for it.
+      raised_from: the caller's budget, if no plan keeps it.
     """
 
     tensors: tuple[TensorChoice, ...]

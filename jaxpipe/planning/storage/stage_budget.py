@@ -11,6 +11,7 @@ for the stage programs, and corrects the capacity until these fit.
 The last stage may also run its largest product in slices, logits as a rule, where that is faster within the budget.
 """
 
+# More than 15 of our modules: what a stage stores is priced, chosen and swapped by modules of their own.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +19,10 @@ from dataclasses import dataclass, replace
 
 from jaxpipe import multihost
 from jaxpipe.graph.codec_policy import FAST, Policy
-from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
-from jaxpipe.planning.storage.choose_storage import Answer, choose, least_seconds, lowest_peak
-from jaxpipe.planning.storage.choose_swaps import Link, Links, Targets, choose_targets
+from jaxpipe.planning.storage.choose_swaps import Link, Targets, choose_targets
+from jaxpipe.planning.storage.fastest_choice import Answer, choose, least_seconds, lowest_peak
+from jaxpipe.planning.storage.prices import Prices
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, storage_plan
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Outcome, Problem, simulate
@@ -59,23 +60,6 @@ class Fitted:
     added_seconds: float = 0.0
     gap: float = 0.0
     solve_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Costs of computing again and of codecs.
-
-    Attributes:
-      seconds: of an operator of a graph, on the device.
-      bytes_per_second: the rate of memory.
-      slow: by stage, how many times slower than the profiled device the stage's own is, or are together.
-      links: between the devices of stages, and to their host's memory if stashes may go there.
-    """
-
-    seconds: Callable[[Graph, Operator], float]
-    bytes_per_second: float
-    slow: tuple[float, ...]
-    links: Links
 
 
 @dataclass(frozen=True)
@@ -211,13 +195,13 @@ class StageFitter:
         answers: dict[int, _Chosen] = {}
         for s, ways in enumerate(self._ways):
             problems = [(way, self._without_swaps(s, math.inf, way.items)) for way in ways]
-            found = [
+            lowest = [
                 (way, multihost.from_first(functools.partial(lowest_peak, problem, **options)))
                 for way, problem in problems
             ]
-            chosen = [_Chosen(way, answer) for way, answer in found if answer is not None]
+            chosen = [_Chosen(way, answer) for way, answer in lowest if answer is not None]
             if chosen:
-                answers[s] = min(chosen, key=lambda one: one.answer.outcome.peak_bytes)
+                answers[s] = min(chosen, key=lambda other: other.answer.outcome.peak_bytes)
         least, default = self._candidate(answers), self._candidate({})
         smaller = [d for d, needed in enumerate(least.needs) if needed < default.needs[d]]
         return self._candidate({s: answer for s, answer in answers.items() if self.program.device(s) in smaller})
@@ -338,7 +322,7 @@ class StageFitter:
         return ways
 
     def _items(self, stage: Stage) -> Items:
-        """What a stage may store, on one of its devices."""
+        """Return the tensors that a stage may store, on one of its devices."""
         assert stage.vjp is not None
         built, prices = stage.vjp, self._prices
         price = functools.partial(prices.seconds, built.backward_graph.graph)

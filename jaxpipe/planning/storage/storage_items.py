@@ -48,7 +48,7 @@ class Items:
       tensors: the tensor of each item.
       formats: the format that each option of each item stands for.
       default: what the default plan chooses.
-      held: inputs that are at hand without being stored.
+      held: inputs that are in memory without being stored.
     """
 
     backward_graph: BackwardGraph

@@ -29,7 +29,7 @@ class Option:
       seconds: to encode and decode it.
       unpacked_bytes: that it takes besides, from its first to its last reading.
       held: how many times it is on the device all the time, if it is in other memory between the passes.
-      link_seconds: on its way there; as long on its way back, in the other direction of the links.
+      link_seconds: to send it; as long to fetch it, in the other direction of the links.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Problem:
       held: how many times the stash is there all the time: other micro-batches in flight, a copy out of an arena.
       frees: whether the stash of the micro-batch at work is given back piece by piece.
       most_swapped: bytes of one stash at most that are in other memory between the passes.
-      overlap: seconds of a micro-batch's work, with which what is on its way overlaps.
+      overlap: seconds of a micro-batch's work, with which sends overlap.
     """
 
     items: tuple[Item, ...]
@@ -133,6 +133,23 @@ class Outcome:
     def fits(self, problem: Problem) -> bool:
         """Return whether the limits of a problem hold."""
         return self.swapped_bytes <= problem.most_swapped and self.peak_bytes <= problem.capacity
+
+
+@dataclass(frozen=True)
+class Solution:
+    """An answer of a solver.
+
+    Attributes:
+      choice: by item; None if there was none.
+      optimal: whether it is proven to be the best, within the requested gap.
+      infeasible: whether it is proven that no choice fits.
+      bound: no choice has fewer seconds, or a lower peak if that was wanted.
+    """
+
+    choice: tuple[int, ...] | None = None
+    optimal: bool = False
+    infeasible: bool = False
+    bound: float | None = None
 
 
 def simulate(problem: Problem, choice: Sequence[int]) -> Outcome | None:

@@ -8,27 +8,27 @@ fixed when the program is traced; their count, stored beside them, tells whether
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from jax import lax
 
+from jaxpipe.array_types import Array
 from jaxpipe.residuals.codecs import compaction
 
 
-def encode(x: Any, capacity: int) -> tuple[Any, Any, Any]:
+def encode(x: Array, capacity: int) -> tuple[Array, Array, Array]:
     """Return ``uint32[2 ceil(n / 64)]`` words of ``n`` elements, ``capacity + 64`` values, their count ``int32[]``."""
     flat = lax.reshape(x, (x.size,))
     words = compaction.occupancy(flat)
     return (words, *compaction.compact(flat, words, capacity))
 
 
-def decode(parts: Sequence[Any], shape: Sequence[int]) -> Any:
+def decode(parts: Sequence[Array], shape: Sequence[int]) -> Array:
     """Inverse of ``encode`` if the values fit the capacity."""
     words, values, _ = parts
     return lax.reshape(compaction.expand(values, words, math.prod(shape)), tuple(shape))
 
 
-def count(parts: Sequence[Any]) -> Any:
+def count(parts: Sequence[Array]) -> Array:
     """Return how many elements are not zero, ``int32[]``: more than the capacity if they do not fit."""
     return parts[2]
 

@@ -13,11 +13,12 @@ example is packed as one row.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jaxpipe.array_types import Array, DType
 
 
 def packed_bytes(shape: Sequence[int], bits: int) -> int:
@@ -26,7 +27,7 @@ def packed_bytes(shape: Sequence[int], bits: int) -> int:
     return math.prod(view) // max(1, view[axis]) * -(-view[axis] * bits // 8)
 
 
-def pack(x: Any, bits: int) -> Any:
+def pack(x: Array, bits: int) -> Array:
     """Pack integers or booleans below ``2**bits`` into ``uint8``."""
     if bits >= 8:
         return x
@@ -43,7 +44,7 @@ def pack(x: Any, bits: int) -> Any:
     return packed
 
 
-def unpack(packed: Any, shape: Sequence[int], bits: int, dtype: Any) -> Any:
+def unpack(packed: Array, shape: Sequence[int], bits: int, dtype: DType) -> Array:
     """Inverse of ``pack``: an array of ``shape`` and ``dtype``."""
     if bits >= 8:
         return packed

@@ -15,12 +15,12 @@ blocks takes few kernels to compile, and knows in the end how many values there 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array
 from jaxpipe.target import platform
 
 
@@ -30,12 +30,12 @@ BLOCK = 64
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
-def is_occupied(x: Any) -> Any:
+def is_occupied(x: Array) -> Array:
     """Return whether elements are something else than +0.0, by their bits."""
     return lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]) != 0
 
 
-def occupancy(flat: Any) -> Any:
+def occupancy(flat: Array) -> Array:
     """``uint32[ceil(n / 64) * 2]``: one bit for each element of ``flat``, set where it is not zero."""
     missing = -flat.size % BLOCK
     occupied = is_occupied(flat)
@@ -45,7 +45,7 @@ def occupancy(flat: Any) -> Any:
     return jnp.sum(bits << jnp.arange(WORD, dtype=jnp.uint32), axis=1, dtype=jnp.uint32)
 
 
-def compact(flat: Any, words: Any, capacity: int) -> tuple[Any, Any]:
+def compact(flat: Array, words: Array, capacity: int) -> tuple[Array, Array]:
     """``capacity + 64`` values, and how many elements of ``flat`` have their bit set, ``int32[]``.
 
     The first ``capacity`` values are the first of those elements, as far as there are so many.
@@ -55,14 +55,14 @@ def compact(flat: Any, words: Any, capacity: int) -> tuple[Any, Any]:
     return _compact_by_scatter(flat, words, capacity)
 
 
-def expand(values: Any, words: Any, size: int) -> Any:
+def expand(values: Array, words: Array, size: int) -> Array:
     """``size`` elements: the values where a bit is set, zero elsewhere. Inverse of ``compact``."""
     if platform() == "cpu":
         return _expand_by_blocks(values, words, size)
     return _expand_by_gather(values, words, size)
 
 
-def _compact_by_scatter(flat: Any, words: Any, capacity: int) -> tuple[Any, Any]:
+def _compact_by_scatter(flat: Array, words: Array, capacity: int) -> tuple[Array, Array]:
     counts = lax.population_count(words).astype(jnp.int32)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     place, occupied = _in_order(words, ends - counts, flat.size)
@@ -72,13 +72,13 @@ def _compact_by_scatter(flat: Any, words: Any, capacity: int) -> tuple[Any, Any]
     return values, ends[-1] if words.size else jnp.int32(0)
 
 
-def _expand_by_gather(values: Any, words: Any, size: int) -> Any:
+def _expand_by_gather(values: Array, words: Array, size: int) -> Array:
     counts = lax.population_count(words).astype(jnp.int32)
     place, occupied = _in_order(words, jnp.cumsum(counts, dtype=jnp.int32) - counts, size)
     return jnp.where(occupied, values.at[place].get(mode="clip"), jnp.zeros((), values.dtype))
 
 
-def _in_order(words: Any, before: Any, size: int) -> tuple[Any, Any]:
+def _in_order(words: Array, before: Array, size: int) -> tuple[Array, Array]:
     """For each element, how many bits are set before it, ``before`` its word included, and whether its own is."""
     bit = jnp.arange(WORD, dtype=jnp.uint32)
     below = lax.population_count(words[:, None] & ((jnp.uint32(1) << bit) - jnp.uint32(1))).astype(jnp.int32)
@@ -86,18 +86,18 @@ def _in_order(words: Any, before: Any, size: int) -> tuple[Any, Any]:
     return (before[:, None] + below).reshape(-1)[:size], occupied.reshape(-1)[:size]
 
 
-def _compact_by_blocks(flat: Any, words: Any, capacity: int) -> tuple[Any, Any]:
+def _compact_by_blocks(flat: Array, words: Array, capacity: int) -> tuple[Array, Array]:
     blocks = lax.pad(flat, jnp.zeros((), flat.dtype), [(0, -flat.size % BLOCK, 0)]).reshape(-1, BLOCK)
 
-    def move(k: Any, low: Any, high: Any, start: Any, values: Any) -> Any:
+    def move(k: Array, low: Array, high: Array, start: Array, values: Array) -> Array:
         block = lax.dynamic_index_in_dim(blocks, k, keepdims=False)
         return lax.dynamic_update_slice(values, block.at[_sources(low, high)].get(mode="promise_in_bounds"), (start,))
 
     return _for_each_block(move, words, jnp.zeros(capacity + BLOCK, flat.dtype))
 
 
-def _expand_by_blocks(values: Any, words: Any, size: int) -> Any:
-    def move(k: Any, low: Any, high: Any, start: Any, elements: Any) -> Any:
+def _expand_by_blocks(values: Array, words: Array, size: int) -> Array:
+    def move(k: Array, low: Array, high: Array, start: Array, elements: Array) -> Array:
         place, occupied = _targets(low, high)
         front = lax.dynamic_slice(values, (start,), (BLOCK,))
         block = jnp.where(occupied, front.at[place].get(mode="promise_in_bounds"), jnp.zeros((), values.dtype))
@@ -107,13 +107,13 @@ def _expand_by_blocks(values: Any, words: Any, size: int) -> Any:
     return elements[:size]
 
 
-def _for_each_block(move: Callable[..., Any], words: Any, empty: Any) -> tuple[Any, Any]:
+def _for_each_block(move: Callable[..., Array], words: Array, empty: Array) -> tuple[Array, Array]:
     """The array that ``move(block, its low word, its high word, set bits before it, array)`` fills; and all set bits.
 
     A running sum over all blocks is quick to run, but as slow to compile as all the rest.
     """
 
-    def step(k: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    def step(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         array, start = carry
         low, high = lax.dynamic_slice(words, (2 * k,), (2,))
         return move(k, low, high, start, array), start + lax.population_count(low) + lax.population_count(high)
@@ -124,7 +124,7 @@ def _for_each_block(move: Callable[..., Any], words: Any, empty: Any) -> tuple[A
     return array, count.astype(jnp.int32)
 
 
-def _sources(low: Any, high: Any) -> Any:
+def _sources(low: Array, high: Array) -> Array:
     """The positions of a block's set bits in order, ``uint32[64]``; what follows them means nothing."""
     wanted = lax.iota(jnp.uint32, BLOCK)
     in_low = lax.population_count(low)
@@ -142,7 +142,7 @@ def _sources(low: Any, high: Any) -> Any:
     return jnp.minimum(position, BLOCK - 1)
 
 
-def _targets(low: Any, high: Any) -> tuple[Any, Any]:
+def _targets(low: Array, high: Array) -> tuple[Array, Array]:
     """For each element of a block, how many bits are set before it, ``uint32[64]``, and whether its own is."""
     element = lax.iota(jnp.uint32, BLOCK)
     bit = element & jnp.uint32(WORD - 1)

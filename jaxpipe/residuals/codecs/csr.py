@@ -10,18 +10,18 @@ matrix computations", 1994; one-byte columns after A. Jain et al., "Gist", ISCA 
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.array_types import Array
 from jaxpipe.residuals.codecs import compaction
 
 
 COLUMNS = 256
 
 
-def encode(x: Any, capacity: int) -> tuple[Any, Any, Any]:
+def encode(x: Array, capacity: int) -> tuple[Array, Array, Array]:
     """``capacity + 64`` values, as many ``uint8`` columns, and ``int32[ceil(n / 256) + 1]`` offsets."""
     flat = lax.reshape(x, (x.size,))
     words = compaction.occupancy(flat)
@@ -34,7 +34,7 @@ def encode(x: Any, capacity: int) -> tuple[Any, Any, Any]:
     return values, columns, lax.pad(ends, jnp.int32(0), [(1, 0, 0)])
 
 
-def decode(parts: Sequence[Any], shape: Sequence[int]) -> Any:
+def decode(parts: Sequence[Array], shape: Sequence[int]) -> Array:
     """Inverse of ``encode`` if the values fit the capacity."""
     values, columns, offsets = parts
     length, size = values.size, math.prod(shape)
@@ -49,7 +49,7 @@ def decode(parts: Sequence[Any], shape: Sequence[int]) -> Any:
     return lax.reshape(flat, tuple(shape))
 
 
-def count(parts: Sequence[Any]) -> Any:
+def count(parts: Sequence[Array]) -> Array:
     """Return how many elements are not zero, ``int32[]``: more than the capacity if they do not fit."""
     return parts[2][..., -1]
 

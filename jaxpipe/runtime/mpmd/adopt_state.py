@@ -1,69 +1,51 @@
 """Training states of other pipelines of the same model and optimizer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
 
+from jaxpipe.array_types import Array, ArrayLike, Shaped
 from jaxpipe.errors import ModelError
 from jaxpipe.runtime import check_state
-from jaxpipe.runtime.executable_plan import ExecutablePlan
-from jaxpipe.runtime.mpmd.instructions import Key
 from jaxpipe.runtime.mpmd.stage_state import StateLayout
+from jaxpipe.runtime.state_arrays import of_replicas
 from jaxpipe.runtime.train_state import TrainState
 
 
-def adopt(planned: ExecutablePlan, where: StateLayout, state: TrainState) -> TrainState:
+def adopt(where: StateLayout, state: TrainState) -> TrainState:
     """Copy a state of another pipeline to the devices of this one, whatever its cuts, devices and batches.
 
     With another number of replicas, each gets the mean of the residuals of a block-sparse exchange.
-
-    Raises:
-      ModelError: if the state is of another model or optimizer, or of ``runtime="spmd"``.
     """
     check_state.check_unused(state)
-    model, by_stage = planned.model, planned.update.by_stage
-    _check("parameters", state.parameters, [v.aval for v in model.parameters])
-    _check("variables", state.variables, [v.aval for v in model.state])
-    _check("optimizer", state.optimizer, [by_stage.state_avals[k] for k in where.owned])
-    _check("optimizer (shared)", state.shared, [by_stage.state_avals[k] for k in where.shared])
+    fields = "parameters", "variables", "optimizer"
+    for field in fields:
+        _check(field, getattr(state, field), where.avals[field])
+    _check("optimizer (shared)", state.shared, [where.by_stage.state_avals[k] for k in where.shared])
 
-    def placed(arrays: Sequence[Any], keys: Iterable[Key]) -> tuple[Any, ...]:
-        pairs = zip(arrays, keys, strict=True)
+    def placed(field: str, arrays: Sequence[ArrayLike]) -> tuple[Array, ...]:
+        pairs = zip(arrays, where.keys[field], strict=True)
         return tuple(jax.device_put(x.copy(), where.sharding(key)) for x, key in pairs)
 
-    everywhere = where.everywhere
-    common = state.shared, state.key, state.step, state.skipped
-    shared, key, step, skipped = jax.tree.map(lambda x: jax.device_put(x.copy(), everywhere), common)
+    common = {name: getattr(state, name) for name in ("shared", "key", "step", "skipped")}
+    groups = {field: placed(field, getattr(state, field)) for field in fields}
+    groups |= jax.tree.map(lambda x: jax.device_put(x.copy(), where.everywhere), common)
     return replace(
-        state,
-        parameters=placed(state.parameters, map(where.parameter, range(len(state.parameters)))),
-        variables=placed(state.variables, map(where.variable, range(len(state.variables)))),
-        optimizer=placed(state.optimizer, map(where.optimizer, where.owned)),
-        residual=_residuals(planned, where, state),
-        shared=shared,
-        key=key,
-        step=step,
-        skipped=skipped,
-        plan=planned.plan.identity,
+        state, **groups, residual=placed("residual", _residuals(where, state)), plan=where.planned.plan.identity
     )
 
 
-def _residuals(planned: ExecutablePlan, where: StateLayout, state: TrainState) -> tuple[Any, ...]:
-    count, avals = where.layout.devices.replicas, [v.aval for v in planned.model.parameters]
-    if not where.residuals:
-        return ()
-    given = [np.asarray(x) for x in state.residual]
-    if not given:
-        given = [np.zeros((1, *avals[k].shape), np.promote_types(avals[k].dtype, np.float32)) for k in where.residuals]
-    spread = [x if len(x) == count else np.broadcast_to(x.mean(0, dtype=x.dtype), (count, *x.shape[1:])) for x in given]
-    keys = map(where.residual, where.residuals)
-    return tuple(jax.device_put(x, where.sharding(key)) for x, key in zip(spread, keys, strict=True))
+def _residuals(where: StateLayout, state: TrainState) -> list[np.ndarray]:
+    avals = where.avals["residual"]
+    if not state.residual:
+        return [np.zeros(aval.shape, aval.dtype) for aval in avals]
+    pairs = zip(state.residual[: len(avals)], avals, strict=True)
+    return [of_replicas(np.asarray(x), aval.shape[0]) for x, aval in pairs]
 
 
-def _check(name: str, given: Sequence[Any], expected: Sequence[Any]) -> None:
+def _check(name: str, given: Sequence[Shaped], expected: Sequence[Shaped]) -> None:
     """Raise ``ModelError`` unless arrays have the shapes and dtypes that are expected."""
     have, wanted = ([(tuple(x.shape), x.dtype) for x in arrays] for arrays in (given, expected))
     if have != wanted:

@@ -4,10 +4,11 @@ Instructions read and write numbered registers, each of which is written once. T
 each follows the instructions for its own devices (``jaxpipe.runtime.mpmd.instructions``).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeAlias
 
+import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.mpmd.combine_sends import join_messages
@@ -19,87 +20,58 @@ from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.partition_specs import side_by_side
 
 
+#: Work that was traced, by what decides it.
+Traces: TypeAlias = dict[Hashable, TracedWork]
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A program of a list.
-
-    Attributes:
-      traced: what it computes.
-      whole: whether it runs on all replicas of a stage together.
-      donated: positions of operands whose memory it may use.
-    """
+    """A program of a list."""
 
     traced: TracedWork
-    whole: bool
-    donated: frozenset[int] = frozenset()
+    whole: bool  # runs on all replicas of a stage together
+    consumes: bool  # may use the memory of what exists at the beginning
+    donated: frozenset[int] = frozenset()  # positions of operands whose memory it may use
 
 
 @dataclass(frozen=True, eq=False)
 class CallList:
-    """A compiled list.
-
-    Attributes:
-      instructions: in the order in which the host follows them.
-      programs: that calls run.
-      avals: by register, the shape of its array; of all replicas' if those are together.
-      inputs: by key, the register that it is in at the beginning.
-      outputs: by key, the register that it is in at the end.
-      dropped: by instruction, the registers that nobody reads any more.
-      specs: by register, how its array is split over the devices of its place.
-      free: registers for which XLA chooses that, and ``specs`` is expected.
-      away: registers of stashes that other stages' devices keep.
-      hosted: registers in the host's memory.
-    """
+    """A compiled list."""
 
     instructions: tuple[Instruction, ...]
     programs: tuple[Program, ...]
-    avals: tuple[Any, ...]
-    inputs: dict[Key, int]
-    outputs: dict[Key, int]
-    dropped: tuple[tuple[int, ...], ...]
-    specs: tuple[P, ...]
-    free: frozenset[int]
-    away: frozenset[int] = frozenset()
-    hosted: frozenset[int] = frozenset()
+    avals: tuple[jax.ShapeDtypeStruct, ...]  # by register; of all replicas' arrays if these are together
+    inputs: dict[Key, int]  # by key, the register at the beginning
+    outputs: dict[Key, int]  # by key, the register at the end
+    dropped: tuple[tuple[int, ...], ...]  # by instruction, registers that nobody reads any more
+    specs: tuple[P, ...]  # by register, over the devices of its place
+    free: frozenset[int]  # registers whose spec XLA chooses; ``specs`` has the expected one
+    away: frozenset[int] = frozenset()  # registers of stashes that other stages' devices keep
+    hosted: frozenset[int] = frozenset()  # registers in the host's memory
 
 
 @dataclass
 class ListBuilder:
-    """A list that is being written.
-
-    Attributes:
-      devices: of the stages.
-      context: of their work.
-      kept: registers whose memory others share, so that no program may write over it.
-    """
+    """A list that is being written."""
 
     devices: StageDevices
     context: Context
-    kept: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)  # their memory is shared: no program may write over it
     instructions: list[Instruction] = field(default_factory=list)
     programs: list[Program] = field(default_factory=list)
-    avals: list[Any] = field(default_factory=list)
+    avals: list[jax.ShapeDtypeStruct] = field(default_factory=list)
     specs: list[P] = field(default_factory=list)
     free: set[int] = field(default_factory=set)
     inputs: dict[Key, int] = field(default_factory=dict)
     now: dict[Key, int] = field(default_factory=dict)
-    consuming: set[int] = field(default_factory=set)
     away: set[int] = field(default_factory=set)
     hosted: set[int] = field(default_factory=set)
-
-    def members(self, stage: int) -> range:
-        """Numbers of the members of a stage."""
-        return self.devices.members(stage)
-
-    def place(self, stage: int, member: int = -1) -> Place:
-        """A place; of a stage with one member, all are one."""
-        return Place(stage, 0 if len(self.members(stage)) == 1 else member)
 
     def key(self, place: Place, name: Name, j: int = -1) -> Key:
         """The key of an array."""
         return Key(place, name, j if name.role.is_of_microbatch else -1)
 
-    def register(self, aval: Any, spec: P, free: bool = False) -> int:
+    def register(self, aval: jax.ShapeDtypeStruct, spec: P, free: bool = False) -> int:
         """Return a new register."""
         self.avals.append(aval)
         self.specs.append(spec)
@@ -112,18 +84,16 @@ class ListBuilder:
         """Return a new register for a copy of an array."""
         return self.register(self.avals[register], self.specs[register], register in self.free)
 
-    def given(self, place: Place, name: Name, aval: Any, j: int = -1, *, keep: bool = False, own: bool = False) -> None:
-        """Take note of an array that is there at the beginning.
+    def spec(self, place: Place, name: Name) -> P:
+        """Return the partition spec of an array at a place; each member has its own residuals."""
+        spec = self.context.spec(place.stage, name)
+        return side_by_side(spec, DATA) if place.is_whole and name.role is Role.RESIDUAL else spec
 
-        Args:
-          keep: whether no program may write over it.
-          own: whether each member has its own part of it.
-        """
+    def given(self, place: Place, name: Name, aval: jax.ShapeDtypeStruct, j: int = -1, keep: bool = False) -> None:
+        """Note an array that exists at the beginning; no program may write over one to ``keep``."""
         key = self.key(place, name, j)
         if key not in self.inputs:
-            spec = self.context.spec(place.stage, name)
-            spec = side_by_side(spec, DATA) if own and place.is_whole else spec
-            self.inputs[key] = self.now[key] = self.register(aval, spec)
+            self.inputs[key] = self.now[key] = self.register(aval, self.spec(place, name))
         if keep:
             self.kept.add(self.inputs[key])
 
@@ -132,21 +102,14 @@ class ListBuilder:
         return self.key(place, name, j) in self.now
 
     def program(self, traced: TracedWork, whole: bool = False, consumes: bool = False) -> int:
-        """Add a program.
-
-        Args:
-          whole: whether it runs on all replicas of a stage together.
-          consumes: whether it may use the memory of what is there at the beginning.
-        """
-        self.programs.append(Program(traced, whole))
-        if consumes:
-            self.consuming.add(len(self.programs) - 1)
+        """Add a program."""
+        self.programs.append(Program(traced, whole, consumes))
         return len(self.programs) - 1
 
     def call(self, number: int, stage: int, member: int = -1, j: int = -1) -> None:
         """Run a program at a place."""
         program = self.programs[number]
-        place = self.place(stage, -1 if program.whole else member)
+        place = self.devices.place(stage, -1 if program.whole else member)
         traced = program.traced
         reads = []
         for name, aval in zip(traced.read_names, traced.read_avals, strict=True):
@@ -156,9 +119,7 @@ class ListBuilder:
             reads.append(self.now[key])
         writes = []
         for name, aval in zip(traced.written_names, traced.written_avals, strict=True):
-            spec, free = self.context.spec(stage, name), self.context.is_free(name)
-            is_split = place.is_whole and name.role is Role.RESIDUAL
-            writes.append(self.register(aval, side_by_side(spec, DATA) if is_split else spec, free))
+            writes.append(self.register(aval, self.spec(place, name), self.context.is_free(name)))
         self.instructions.append(Call(number, place, tuple(reads), tuple(writes)))
         results = dict(zip(traced.written_names, writes, strict=True))
         for name, source in traced.same.items():  # a result, or else an operand
@@ -168,33 +129,18 @@ class ListBuilder:
     def send(
         self, source: Place, target: Place, names: Sequence[tuple[Name, Name]], j: int = -1, to: int | None = None
     ) -> None:
-        """Copy arrays; nothing is copied within a device.
-
-        Args:
-          source, target: where they are, and where they go.
-          to: that they are of at the target, if it is another.
-        """
+        """Copy arrays, pairs of their names at both ends; within a device nothing is copied."""
         pairs = [(self.now[self.key(source, a, j)], self.key(target, b, j if to is None else to)) for a, b in names]
         if not pairs:
             return
         if self.devices.at(source) == self.devices.at(target):
             self.now |= {key: register for register, key in pairs}
             return
-        writes = [self.copied(register) for register, _ in pairs]
+        writes = self.copy(source, target, [register for register, _ in pairs])
         self.now |= {key: register for (_, key), register in zip(pairs, writes, strict=True)}
-        self.instructions.append(Send(source, target, tuple(register for register, _ in pairs), tuple(writes)))
 
-    def move(self, source: Place, target: Place | None, registers: Sequence[int]) -> list[int]:
-        """Copy arrays of a stash to another stage's device, or (None) to the host's memory; returns their registers."""
-        writes = self._copy(source, target or source, registers, to_host=target is None)
-        (self.hosted if target is None else self.away).update(writes)
-        return writes
-
-    def move_back(self, source: Place | None, target: Place, registers: Sequence[int]) -> list[int]:
-        """Copy arrays back that have been moved; returns their registers."""
-        return self._copy(source or target, target, registers)
-
-    def _copy(self, source: Place, target: Place, registers: Sequence[int], to_host: bool = False) -> list[int]:
+    def copy(self, source: Place, target: Place, registers: Sequence[int], to_host: bool = False) -> list[int]:
+        """Copy arrays to another place, or to the host's memory and back; returns their registers."""
         writes = [self.copied(register) for register in registers]
         if registers:
             self.instructions.append(Send(source, target, tuple(registers), tuple(writes), to_host))
@@ -210,21 +156,17 @@ class ListBuilder:
 
     def split(self, stage: int, name: Name) -> None:
         """Give each replica its own part of an array; of one that is the same everywhere, all of it."""
-        if len(self.members(stage)) == 1:
+        if len(self.devices.members(stage)) == 1:
             return
         read = self.now[Key(Place(stage), name)]
-        writes = tuple(self.copied(read) for _ in self.members(stage))
+        writes = tuple(self.copied(read) for _ in self.devices.members(stage))
         self.kept.update(writes)
         self.now |= {Key(Place(stage, r), name): register for r, register in enumerate(writes)}
         self.instructions.append(Split(stage, (read,), writes))
 
-    def join(self, stage: int, name: Name, aval: Any, own: bool) -> None:
-        """Put the replicas' arrays of a name together.
-
-        Args:
-          own: whether they are put side by side, as each has its own; they are equal otherwise.
-        """
-        reads = tuple(self.now[Key(Place(stage, r), name)] for r in self.members(stage))
+    def join(self, stage: int, name: Name, aval: jax.ShapeDtypeStruct, own: bool) -> None:
+        """Put the replicas' arrays of a name together: side by side if each has its ``own``; else they are equal."""
+        reads = tuple(self.now[Key(Place(stage, r), name)] for r in self.devices.members(stage))
         write = self.register(aval, side_by_side(self.specs[reads[0]], DATA) if own else self.specs[reads[0]])
         if not self.kept.isdisjoint(reads):
             self.kept.add(write)
@@ -232,11 +174,7 @@ class ListBuilder:
         self.instructions.append(Join(stage, reads, (write,), own))
 
     def finish(self, outputs: Iterable[Key]) -> CallList:
-        """Return the list, without copies that nobody reads.
-
-        Args:
-          outputs: arrays that are wanted at the end.
-        """
+        """Return the list that ends with some arrays, without copies that nobody reads."""
         wanted = {key: self.now[key] for key in outputs}
         instructions = join_messages(_without_unread(self.instructions, set(wanted.values())), self.devices)
         last: dict[int, int] = {}
@@ -263,9 +201,9 @@ class ListBuilder:
                 and register not in final
                 and instruction.reads.count(register) == 1
                 and register not in self.kept
-                and (register not in given or instruction.program in self.consuming)
+                and (register not in given or self.programs[instruction.program].consumes)
             }
-            if instruction.program in self.consuming:
+            if self.programs[instruction.program].consumes:
                 # A new value goes where the old one is, and nowhere else: XLA pairs operands and results by shape.
                 traced = self.programs[instruction.program].traced
                 free = {position for position in free if traced.read_names[position] in traced.written_names}

@@ -6,8 +6,8 @@ become one: those of one direction side by side, those that cross there and back
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+from jaxpipe.array_types import Device
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Place, Send
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 
@@ -59,7 +59,7 @@ def _waiting(results: Sequence[Instruction | None], send: Send, devices: StageDe
     return None
 
 
-def _first_devices(message: Send | Exchange, devices: StageDevices) -> tuple[Any, ...]:
+def _first_devices(message: Send | Exchange, devices: StageDevices) -> tuple[Device, ...]:
     return tuple(map(devices.at, ends(message)))
 
 

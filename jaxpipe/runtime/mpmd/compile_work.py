@@ -10,38 +10,35 @@ import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled, Lowered
 
 from jaxpipe import _compat, multihost
+from jaxpipe.array_types import Array, ArrayLike, Atom, Device
 from jaxpipe.graph.program_form import TracedProgram, shared_program, trace_program
-from jaxpipe.runtime.mpmd.stage_work import Name, Work
+from jaxpipe.runtime.mpmd.stage_work import Name, Work, shape_of
 from jaxpipe.text.progress import tell
+
+
+#: Compiled work: takes the operands that are read, returns the results that are written.
+Call: TypeAlias = Callable[..., Sequence[Array]]
 
 
 @dataclass(frozen=True, eq=False)
 class TracedWork:
-    """Work without the operands that it does not read, and without results that are operands.
-
-    Attributes:
-      work: what was traced.
-      program: of all operands.
-      reads: positions of the operands that it reads.
-      writes: positions of the results that it computes, each once.
-      same: by name of a result that is an operand or another result, the name of that.
-      estimate: estimates of its temporaries that have been made (``estimate.working_bytes``).
-    """
+    """Work without the operands that it does not read, and without results that are operands."""
 
     work: Work
-    program: TracedProgram
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    same: Mapping[Name, Name]
-    estimate: dict[Any, int] = field(default_factory=dict)
+    program: TracedProgram  # of all operands
+    reads: tuple[int, ...]  # positions of the operands that it reads
+    writes: tuple[int, ...]  # positions of the results that it computes, each once
+    same: Mapping[Name, Name]  # of a result that is an operand or another result
+    estimate: dict[Hashable, int] = field(default_factory=dict)  # of temporary bytes (``estimated_bytes``)
 
     @property
     def read_names(self) -> tuple[Name, ...]:
@@ -54,34 +51,33 @@ class TracedWork:
         return tuple(self.work.writes[k] for k in self.writes)
 
     @property
-    def read_avals(self) -> tuple[Any, ...]:
+    def read_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the operands."""
-        return tuple(self.work.avals[k] for k in self.reads)
+        return tuple(self.work.operands[name] for name in self.read_names)
 
     @property
-    def written_avals(self) -> tuple[Any, ...]:
+    def written_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the results."""
         avals = _compat.open_jaxpr(self.program.closed)[0].outvars
-        return tuple(jax.ShapeDtypeStruct(avals[k].aval.shape, avals[k].aval.dtype) for k in self.writes)
+        return tuple(shape_of(avals[k].aval) for k in self.writes)
 
 
 def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True) -> TracedWork:
-    """Trace some work.
-
-    Args:
-      wanted: returns whether any other work needs a result.
-    """
-    program = trace_program(lambda *operands: work.function(operands), work.avals)
+    """Trace some work, of whose results those that are wanted are computed."""
+    reads = work.reads
+    program = trace_program(
+        lambda *operands: work.function(dict(zip(reads, operands, strict=True))), tuple(work.operands.values())
+    )
     jaxpr, _ = _compat.open_jaxpr(program.closed)
     place = {v: k for k, v in enumerate(jaxpr.invars)}
     writes: list[int] = []
     same: dict[Name, Name] = {}
-    written: dict[Any, Name] = {}
+    written: dict[Atom, Name] = {}
     for k, (name, atom) in enumerate(zip(work.writes, jaxpr.outvars, strict=True)):
         if not wanted(name):
             continue
         if not _compat.is_literal(atom):
-            source = work.reads[place[atom]] if atom in place else written.get(atom)
+            source = reads[place[atom]] if atom in place else written.get(atom)
             if source is not None and (source == name or source.role.is_of_microbatch):
                 same[name] = source
                 continue
@@ -89,30 +85,22 @@ def trace_work(work: Work, wanted: Callable[[Name], bool] = lambda _: True) -> T
         writes.append(k)
     needed = {a for eqn in jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)}
     needed |= {jaxpr.outvars[k] for k in writes if not _compat.is_literal(jaxpr.outvars[k])}
-    reads = tuple(k for k, v in enumerate(jaxpr.invars) if v in needed)
-    return TracedWork(work, program, reads, tuple(writes), same)
+    read = tuple(k for k, v in enumerate(jaxpr.invars) if v in needed)
+    return TracedWork(work, program, read, tuple(writes), same)
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Work to be compiled.
-
-    Attributes:
-      traced: the work.
-      donated: positions, among the operands that are read, of arrays that the work may write over.
-      mesh: the devices that it runs on.
-      reads: by operand, how it is split over them.
-      writes: by result, how it shall be; None where XLA chooses.
-    """
+    """Work to be compiled."""
 
     traced: TracedWork
-    donated: frozenset[int]
-    mesh: Mesh
-    reads: tuple[P, ...]
-    writes: tuple[P | None, ...]
+    donated: frozenset[int]  # positions, among the operands that are read, of arrays that it may write over
+    mesh: Mesh  # that it runs on
+    reads: tuple[P, ...]  # by operand
+    writes: tuple[P | None, ...]  # by result; None where XLA chooses
 
     @property
-    def devices(self) -> tuple[Any, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """The devices."""
         return tuple(self.mesh.devices.flat)
 
@@ -124,32 +112,19 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """Compiled work.
+    """Compiled work."""
 
-    Attributes:
-      run: takes the operands that are read, returns the results that are written.
-      label: of the work.
-      temporary_bytes: that XLA reserves besides operands and results.
-      alias_bytes: of results that are written over operands.
-      writes: how each result is split over the devices.
-    """
-
-    run: Callable[..., Any]
+    run: Call
     label: str
-    temporary_bytes: int
-    alias_bytes: int
-    writes: tuple[P, ...]
+    temporary_bytes: int  # besides operands and results
+    alias_bytes: int  # of results that are written over operands
+    writes: tuple[P, ...]  # by result
 
 
 def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
     """Compile this process's work, what is equal once, in as many threads as there are processors.
 
-    Args:
-      jobs: of all processes, as equal work has one program in all of them; may be equal but for their devices.
-      platform: of the devices, as ``jax.jit(...).trace(...).lower`` names it.
-
-    Returns:
-      By job, the compiled work; None for that of other processes.
+    Takes the jobs of all processes, as equal work has one program in all of them; returns None for those of others.
     """
     groups: dict[Hashable, list[int]] = {}
     for number, job in enumerate(jobs):
@@ -162,7 +137,7 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
     tell(f"Compiling {len(local_jobs)} programs, {len(local_groups)} of which differ")
     done = 0
 
-    def build(equal: Sequence[Job], lowered: Any, rows: Sequence[np.ndarray | None]) -> list[Executable]:
+    def build(equal: Sequence[Job], lowered: Lowered, rows: Sequence[np.ndarray | None]) -> list[Executable]:
         nonlocal done
         built = _compile(equal, lowered, rows)
         done += 1
@@ -184,7 +159,7 @@ def compile_jobs(jobs: Sequence[Job], platform: str) -> list[Executable | None]:
     return compiled
 
 
-def _compile(jobs: Sequence[Job], lowered: Any, rows: Sequence[np.ndarray | None]) -> list[Executable]:
+def _compile(jobs: Sequence[Job], lowered: Lowered, rows: Sequence[np.ndarray | None]) -> list[Executable]:
     """Compile equal work once, for the first job's devices, and make it run on those of the others."""
     first, *others = jobs
     if first.is_bound:  # equal work is for the same devices
@@ -194,6 +169,7 @@ def _compile(jobs: Sequence[Job], lowered: Any, rows: Sequence[np.ndarray | None
         program = lowered.compile(device_assignment=first.devices)
         calls = [_compat.direct_call(program), *_elsewhere(program, lowered, others)]
     sizes = program.memory_analysis()
+    assert sizes is not None
     chosen = program.output_shardings if None in first.writes else ()
     writes = tuple(chosen[k].spec if spec is None else spec for k, spec in enumerate(first.writes))
     return [
@@ -208,7 +184,7 @@ def _compile(jobs: Sequence[Job], lowered: Any, rows: Sequence[np.ndarray | None
     ]
 
 
-def _elsewhere(program: Any, lowered: Any, jobs: Sequence[Job]) -> list[Callable[..., Any]]:
+def _elsewhere(program: Compiled, lowered: Lowered, jobs: Sequence[Job]) -> list[Call]:
     """Load a compiled program on other devices, or compile it again where that cannot be done."""
     if jobs and all(job.mesh.size == 1 for job in jobs):
         loaded = _compat.loaded_on(program, [job.devices[0] for job in jobs])
@@ -217,12 +193,8 @@ def _elsewhere(program: Any, lowered: Any, jobs: Sequence[Job]) -> list[Callable
     return [_compat.direct_call(lowered.compile(device_assignment=job.devices)) for job in jobs]
 
 
-def _lower(jobs: Sequence[Job], platform: str) -> tuple[Any, list[np.ndarray | None]]:
-    """Lower equal work; the numbers that keys are folded with become an operand where they differ.
-
-    Returns:
-      The lowered program, and by job the value of that operand; None if it has none.
-    """
+def _lower(jobs: Sequence[Job], platform: str) -> tuple[Lowered, list[np.ndarray | None]]:
+    """Lower equal work; numbers that keys are folded with become an operand where they differ, given by job."""
     first = jobs[0]
     traced = first.traced
     program = shared_program([job.traced.program for job in jobs])
@@ -230,8 +202,8 @@ def _lower(jobs: Sequence[Job], platform: str) -> tuple[Any, list[np.ndarray | N
     varies = any((row != rows[0]).any() for row in rows)
     mesh = first.mesh if first.is_bound else _abstract(first.mesh)
 
-    def with_row(row: Any, *operands: Any) -> tuple[Any, ...]:
-        given: list[Any] = [0] * len(traced.work.reads)
+    def with_row(row: ArrayLike, *operands: Array) -> tuple[Array, ...]:
+        given: list[Array | int] = [0] * len(traced.work.operands)
         for k, x in zip(traced.reads, operands, strict=True):
             given[k] = x
         results = program(row, *given)
@@ -255,11 +227,11 @@ def _abstract(mesh: Mesh) -> AbstractMesh:
     return AbstractMesh(mesh.devices.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
-def _with_row(compiled: Any, row: np.ndarray, mesh: Mesh) -> Callable[..., Any]:
+def _with_row(compiled: Call, row: np.ndarray, mesh: Mesh) -> Call:
     """Bind the first operand of an executable, in the memory of its devices."""
 
     @functools.cache
-    def held() -> Any:  # at the first call, as a program may be compiled for devices that are not here
+    def held() -> Array:  # at the first call, as a program may be compiled for devices that are not here
         return multihost.place(row, NamedSharding(mesh, P()))
 
     return lambda *operands: compiled(held(), *operands)

@@ -7,10 +7,10 @@ instruction that writes it to the last that reads it, a program's temporaries du
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
+from jaxpipe.array_types import Device, Shaped
 from jaxpipe.graph.graph import itemsize
 from jaxpipe.runtime.mpmd.call_list import CallList
 from jaxpipe.runtime.mpmd.dispatch import Dispatch
@@ -79,20 +79,20 @@ class Needs:
 NOTHING = Needs("")
 
 
-def peak_bytes(dispatch: Dispatch, devices: StageDevices) -> dict[Any, Peak]:
+def peak_bytes(dispatch: Dispatch, devices: StageDevices) -> dict[Device, Peak]:
     """Return the most bytes that each device of this process holds at once while it follows a list."""
     needs = {key: Needs(run.label, run.temporary_bytes, run.alias_bytes) for key, run in dispatch.executables.items()}
     return walk(replace(dispatch.calls, specs=dispatch.specs), devices, needs)
 
 
-def walk(calls: CallList, devices: StageDevices, needs: Mapping[tuple[int, Place], Needs]) -> dict[Any, Peak]:
+def walk(calls: CallList, devices: StageDevices, needs: Mapping[tuple[int, Place], Needs]) -> dict[Device, Peak]:
     """Return the most bytes that each device holds at once.
 
     Args:
       needs: of each program at each place; those that are left out need nothing besides their arrays.
     """
     memory = _Memory(calls, devices)
-    seen: set[Any] = set()
+    seen: set[tuple[Device, Name, int]] = set()
     for key, register in calls.inputs.items():
         # What every stage has is there once on a device with several stages.
         array = devices.at(key.place), key.name, key.microbatch
@@ -118,16 +118,16 @@ class _Memory:
     """The arrays on each device while a list is followed, and the most bytes so far."""
 
     def __init__(self, calls: CallList, devices: StageDevices):
-        self.peaks: dict[Any, Peak] = {d: Peak(0, 0, "") for d in devices.every}
+        self.peaks: dict[Device, Peak] = {d: Peak(0, 0, "") for d in devices.every}
         self._calls, self._devices = calls, devices
-        self._held: dict[Any, int] = defaultdict(int)
-        self._parts: dict[Any, dict[str, int]] = {d: defaultdict(int) for d in devices.every}
+        self._held: dict[Device, int] = defaultdict(int)
+        self._parts: dict[Device, dict[str, int]] = {d: defaultdict(int) for d in devices.every}
         self._components = _components(calls)
-        self._alive: dict[int, dict[Any, int]] = {}
+        self._alive: dict[int, dict[Device, int]] = {}
         self._waiting: set[int] = set()
-        self._in_host: dict[int, tuple[tuple[Any, ...], int]] = {}
-        self._host: dict[Any, int] = defaultdict(int)
-        self.host_peaks: dict[Any, int] = {}
+        self._in_host: dict[int, tuple[tuple[Device, ...], int]] = {}
+        self._host: dict[Device, int] = defaultdict(int)
+        self.host_peaks: dict[Device, int] = {}
 
     def _size(self, register: int, place: Place) -> int:
         """Return the bytes of an array on each device of a place."""
@@ -191,13 +191,13 @@ class _Memory:
         if isinstance(instruction, Split):
             self._alive |= {register: {} for register in instruction.writes}
             return
-        together: dict[Any, int] = {}
+        together: dict[Device, int] = {}
         for register in instruction.reads:
             for device, size in self._alive.pop(register, {}).items():
                 together[device] = together.get(device, 0) + size
         self._alive[instruction.writes[0]] = together
 
-    def _note(self, device: Any, needed: Needs, reused: dict[str, int]) -> None:
+    def _note(self, device: Device, needed: Needs, reused: dict[str, int]) -> None:
         total = self._held[device] + needed.temporary - needed.reused
         if total > self.peaks[device].total:
             here = {name: n - reused.get(name, 0) for name, n in self._parts[device].items()}
@@ -246,6 +246,6 @@ def _components(calls: CallList) -> dict[int, str]:
     return components_of
 
 
-def array_bytes(aval: Any) -> int:
+def array_bytes(aval: Shaped) -> int:
     """Return the bytes of an array of some shape and type."""
     return int(np.prod(aval.shape, dtype=np.int64)) * itemsize(aval.dtype)

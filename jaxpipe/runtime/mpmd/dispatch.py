@@ -6,14 +6,16 @@ The host waits for nothing, but between processes on CPUs for what comes from ot
 
 import operator
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import multihost
+from jaxpipe.array_types import Array
 from jaxpipe.runtime.mpmd.call_list import CallList
 from jaxpipe.runtime.mpmd.combine_sends import crosses, ends
 from jaxpipe.runtime.mpmd.compile_work import Executable, Job, compile_jobs
@@ -21,55 +23,46 @@ from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join,
 from jaxpipe.runtime.mpmd.send_between_processes import Transfer, Transfers, of_member
 from jaxpipe.runtime.mpmd.send_within_process import send
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.waiting_thread import ended, started
+from jaxpipe.runtime.mpmd.waiting_thread import Results, ended, started
 
 
 #: Arrays in, arrays out.
-Action = Callable[..., Sequence[Any]]
+Action = Callable[..., Results]
+
+#: An action that is begun, and waited for later.
+Started = Callable[..., tuple[Future[Results]]]
+
+#: Values by register: arrays, None in an empty one, and actions that have not ended.
+Registers = list[Any]
 
 #: Registers one behind the other, and as many times None.
 Emptied = tuple[slice, tuple[None, ...]]
 
 #: An action, how to take its operands out of the registers, where its results go (a slice if that is one), and which
 #: registers nobody reads any more.
-Step = tuple[Action, Callable[[list[Any]], Sequence[Any]], slice | tuple[int, ...], tuple[Emptied, ...]]
+Step = tuple[Action | Started, Callable[[Registers], Sequence[Array]], slice | tuple[int, ...], tuple[Emptied, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """A list that can be followed.
-
-    Attributes:
-      calls: the list.
-      executables: by program and place of a call; those of other processes cannot be run here.
-      steps: what this process does.
-      registers: how many it needs: those of the list, and those for actions that have not ended.
-      specs: by register of the list, how its array is split.
-    """
+    """A list that can be followed."""
 
     calls: CallList
-    executables: dict[tuple[int, Place], Executable]
-    steps: tuple[Step, ...]
-    registers: int
-    specs: tuple[P, ...]
+    executables: dict[tuple[int, Place], Executable]  # those of other processes cannot be run
+    steps: tuple[Step, ...]  # this process's
+    registers: int  # those of the list, and those for actions that have not ended
+    specs: tuple[P, ...]  # by register of the list
 
-    def run(self, given: dict[int, Any]) -> dict[Key, Any]:
-        """Follow the list.
-
-        Args:
-          given: by register, the arrays of its inputs on this process's devices.
-
-        Returns:
-          Its outputs; None for those on other processes' devices.
-        """
-        registers: list[Any] = [None] * self.registers
+    def run(self, given: dict[int, Array]) -> dict[Key, Array | None]:
+        """Follow the list from its inputs by register; outputs on other processes' devices are None."""
+        registers: Registers = [None] * self.registers
         for register, x in given.items():
             registers[register] = x
         follow(registers, self.steps)
         return {key: registers[register] for key, register in self.calls.outputs.items()}
 
 
-def follow(registers: list[Any], steps: Sequence[Step]) -> None:
+def follow(registers: Registers, steps: Sequence[Step]) -> None:
     """Follow steps; changes the registers."""
     for action, read, writes, left in steps:
         results = action(*read(registers))
@@ -82,7 +75,7 @@ def follow(registers: list[Any], steps: Sequence[Step]) -> None:
             registers[part] = nothing
 
 
-def _step(action: Action, reads: Sequence[int], writes: Sequence[int], left: Sequence[int]) -> Step:
+def _step(action: Action | Started, reads: Sequence[int], writes: Sequence[int], left: Sequence[int]) -> Step:
     """Return a step; registers in slices, which a list takes at once."""
     runs = _runs(writes)
     to = runs[0] if len(runs) == 1 and list(writes) == sorted(writes) else tuple(writes)
@@ -117,12 +110,9 @@ def compile_list(calls: CallList, devices: StageDevices) -> Dispatch:
 def _compile_programs(
     calls: CallList, devices: StageDevices
 ) -> tuple[dict[tuple[int, Place], Executable], tuple[P, ...]]:
-    """Compile the programs of a list.
+    """Compile the programs of a list: those of this process, and by register how its array is split.
 
     Where XLA chooses how results are split, programs that read them wait for it.
-
-    Returns:
-      By program and place, those of this process; and by register, how its array is split.
     """
     first: dict[tuple[int, Place], Call] = {}
     for instruction in calls.instructions:
@@ -159,11 +149,7 @@ def _compile_programs(
 def _follow_specs(
     calls: CallList, specs: list[P], open_registers: set[int], known: dict[tuple[int, Place], tuple[P, ...]]
 ) -> None:
-    """Take note of how the results of compiled programs are split, and with them their copies.
-
-    Args:
-      known: by program and place, how its results are split.
-    """
+    """Note how the results of compiled programs are split (``known``), and with them their copies."""
     for instruction in calls.instructions:
         if isinstance(instruction, Call):
             chosen = known.get((instruction.program, instruction.place))
@@ -250,7 +236,6 @@ class _Steps:
         return {instruction.reads[k] for k in self._calls.programs[instruction.program].donated}
 
     def _crosses(self, instruction: Instruction) -> bool:
-        """Return whether other processes take part."""
         if isinstance(instruction, Call):
             row = self._devices.of(instruction.place)
             return len(multihost.mine(row)) < len(row)
@@ -259,12 +244,12 @@ class _Steps:
         return isinstance(instruction, (Exchange, Spread))
 
 
-def _runs_elsewhere(*_: Any) -> Any:
+def _runs_elsewhere(*_: Array) -> NoReturn:
     """Stand for a program of another process."""
     raise AssertionError
 
 
-def _reader(reads: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+def _reader(reads: Sequence[int]) -> Callable[[Registers], Sequence[Array]]:
     """Return a function that takes arrays out of the registers."""
     if len(reads) > 1:
         return operator.itemgetter(*reads)
@@ -301,7 +286,7 @@ def _action(
 
 
 def _split(members: Sequence[Mesh], spec: P) -> Action:
-    def split(x: Any) -> list[Any]:
+    def split(x: Array) -> list[Array | None]:
         shards = {shard.device: shard.data for shard in x.addressable_shards}
         return [of_member(x.shape, shards, mesh, spec) for mesh in members]
 
@@ -309,7 +294,7 @@ def _split(members: Sequence[Mesh], spec: P) -> Action:
 
 
 def _join(instruction: Join, shape: tuple[int, ...], sharding: NamedSharding, mine: Sequence[int]) -> Action:
-    def join(*parts: Any) -> tuple[Any]:
+    def join(*parts: Array) -> tuple[Array]:
         members = [parts[r] for r in mine]
         if instruction.sharded and not members[0].shape:
             members = [x.reshape(1) for x in members]

@@ -7,85 +7,66 @@ Schedules say which version of the weights a micro-batch uses (``jaxpipe.schedul
 reference to each version until the last backward pass that reads it.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 
-from jaxpipe.runtime.mpmd.stage_work import Name, Role, Work
+from jaxpipe.array_types import Array
+from jaxpipe.runtime.mpmd.stage_work import Arrays, Avals, Role, Work, shape_of
 from jaxpipe.runtime.mpmd.update_work import (
     NONFINITE,
     SQUARES,
     STOPPED,
     WEIGHT,
-    Operands,
     UpdateContext,
+    choose_value,
     end_operands,
-    named_work,
+    newest,
+    older,
     optimizer_operands,
     renew,
     renewed_names,
+    results_at_end,
+    scalars,
 )
 
 
 def early_update_work(context: UpdateContext, s: int, group: int) -> Work:
-    """Return the update of a stage by the gradient of a group of micro-batches; adds up its squared norm.
-
-    Args:
-      group: micro-batches of a replica that the gradient is the mean of.
-    """
-    operands = optimizer_operands(context, s, 0)
-    operands.add(SQUARES, (), jnp.float32)
+    """Return the update of a stage by the mean gradient of a group of micro-batches; adds up its squared norm."""
     names = renewed_names(context, s)
 
-    def function(values: dict[Name, Any]) -> list[Any]:
+    def function(values: Arrays) -> list[Array]:
         values = values | {WEIGHT: jnp.float32(group * context.replicas)}
-        results, squares = renew(context, s, values, names, lambda _, after: after)
+        results, squares = renew(context, s, values, names)
         return [*results, values[SQUARES] + squares]
 
-    return named_work(f"stage {s}: early update", operands, [*names.values(), SQUARES], function)
+    operands = optimizer_operands(context, s, 0) | scalars(SQUARES)
+    return Work(f"stage {s}: early update", operands, [*names.values(), SQUARES], function)
 
 
 def nonfinite_work(s: int) -> Work:
     """Return whether any gradient of a stage was not finite: the sum of their squares is not, either."""
-    operands = Operands()
-    operands.add(SQUARES, (), jnp.float32)
 
-    def function(values: dict[Name, Any]) -> list[Any]:
+    def function(values: Arrays) -> list[Array]:
         return [(~jnp.isfinite(values[SQUARES])).astype(jnp.int32)]
 
-    return named_work(f"stage {s}: look for what is not finite", operands, [NONFINITE], function)
-
-
-def older(name: Name) -> Name:
-    """Return the name of an array as it was before the step."""
-    return name._replace(part=1)
+    return Work(f"stage {s}: look for what is not finite", scalars(SQUARES), [NONFINITE], function)
 
 
 def end_work(context: UpdateContext, s: int, counts: bool) -> Work:
-    """Return the end of a stage's step after its updates: state of all replicas, numbers of steps.
+    """Return the end of a stage's step after its updates: state of all replicas, numbers of steps if it counts.
 
     Under a guard it also writes parameters and optimizer state, those from before the step if it is stopped.
-
-    Args:
-      counts: whether it writes the numbers of steps.
     """
-    ends, results_at_end = end_operands(context, s, counts)
-    operands, renewed = Operands(), list(renewed_names(context, s).items()) if context.guarded else []
-    by_stage, pipeline = context.by_stage, context.pipeline
-    for t, name in renewed:
-        parameter = name.role is Role.PARAMETER
-        aval = pipeline.aval(name.number) if parameter else by_stage.graph.tensors[t]
-        operands.add(name, aval.shape, aval.dtype)
-        operands.add(older(name), aval.shape, aval.dtype)
-    if context.guarded:
-        operands.add(STOPPED, (), jnp.bool_)
+    operands: Avals = {}
+    renewed = renewed_names(context, s) if context.guarded else {}
+    for t, name in renewed.items():
+        is_parameter, tensors = name.role is Role.PARAMETER, context.by_stage.graph.tensors
+        aval = context.pipeline.aval(name.number) if is_parameter else shape_of(tensors[t])
+        operands |= {name: aval, older(name): aval}
+    ends = end_operands(context, s, counts)
 
-    def function(values: dict[Name, Any]) -> list[Any]:
-        def choose_value(before: Any, after: Any) -> Any:
-            return jnp.where(values[STOPPED], before, after) if context.guarded else after
+    def function(values: Arrays) -> list[Array]:
+        results = [choose_value(values, values[older(name)], values[name]) for name in renewed.values()]
+        return [*results, *results_at_end(context, s, counts, values)]
 
-        results = [choose_value(values[older(name)], values[name]) for _, name in renewed]
-        return [*results, *results_at_end(values, choose_value)]
-
-    writes = [*(name for _, name in renewed), *(name for name in ends if name.part == 0)]
-    return named_work(f"stage {s}: end of the step", operands | ends, writes, function)
+    operands |= (scalars(STOPPED) if context.guarded else {}) | ends
+    return Work(f"stage {s}: end of the step", operands, [*renewed.values(), *newest(ends)], function)

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.array_types import Device
 from jaxpipe.graph.graph import live, read_graph
 from jaxpipe.graph.liveness import temporary_bytes
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
@@ -18,13 +18,13 @@ from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.sharding.submesh import count_parts
 
 
-def predicted_bytes(calls: CallList, devices: StageDevices) -> dict[Any, Peak]:
+def predicted_bytes(calls: CallList, devices: StageDevices) -> dict[Device, Peak]:
     """Return the most bytes that each device is predicted to hold at once while a list is followed."""
     calls_of: dict[tuple[int, Place], Call] = {}
     for call in calls.instructions:
         if isinstance(call, Call):
             calls_of.setdefault((call.program, call.place), call)
-    estimates: dict[Any, Needs] = {}
+    estimates: dict[tuple[int, tuple[int, ...]], Needs] = {}
     for (number, place), call in calls_of.items():
         shape = devices.mesh_shape(place)
         key = number, tuple(shape.values())

@@ -7,11 +7,11 @@ sequences is traced anew; where the operators are the same, so are the cuts.
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from jaxpipe.array_types import PyTree
 from jaxpipe.errors import BatchError, ScheduleError
 from jaxpipe.models import check_batch
-from jaxpipe.models.microbatch_program import MicrobatchProgram, microbatch_rows, microbatch_shapes
+from jaxpipe.models.microbatch_program import MicrobatchProgram, microbatch_rows, with_rows
 from jaxpipe.residuals import vjp_program
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.fold_state import shared_stages
@@ -21,29 +21,23 @@ from jaxpipe.schedules.table import without_backward
 
 
 @dataclass(frozen=True, eq=False)
-class Shaped:
-    """A training step for batches of some shapes.
+class ShapedStep:
+    """A training step for batches of some shapes."""
 
-    Attributes:
-      batch: shapes of the whole batch.
-      batching: how it is cut.
-      objective, stages, schedule: what is computed for a micro-batch, its stages, and the table.
-    """
-
-    batch: Any
+    batch: PyTree
     batching: Batching
     objective: MicrobatchProgram
     stages: tuple[Stage, ...]
     schedule: Schedule
 
 
-def as_planned(planned: ExecutablePlan) -> Shaped:
+def as_planned(planned: ExecutablePlan) -> ShapedStep:
     """Return the step for the shapes that were planned for."""
     program = planned.program
-    return Shaped(planned.batch, planned.batching, program.objective, program.stages, program.schedule)
+    return ShapedStep(planned.batch, planned.batching, program.objective, program.stages, program.schedule)
 
 
-def check_shapes(given: Any, planned: Any) -> None:
+def check_shapes(given: PyTree, planned: PyTree) -> None:
     """Raise ``BatchError`` unless shapes differ from those planned for only in their sizes."""
     for name, x, y in check_batch.paired_leaves(given, planned):
         if (len(x.shape), x.dtype) != (len(y.shape), y.dtype):
@@ -53,20 +47,13 @@ def check_shapes(given: Any, planned: Any) -> None:
             )
 
 
-def shaped_for(planned: ExecutablePlan, batch: Any, retrace: Callable[[Any], MicrobatchProgram]) -> Shaped:
-    """Return the step for batches of other shapes.
-
-    Args:
-      retrace: traces the loss for the shapes of one micro-batch.
-
-    Raises:
-      BatchError: if the batch cannot be cut into micro-batches.
-      ScheduleError: if there is no table for so many micro-batches.
-    """
+def shaped_for(planned: ExecutablePlan, batch: PyTree, retrace: Callable[[PyTree], MicrobatchProgram]) -> ShapedStep:
+    """Return the step for batches of other shapes; raises ``BatchError`` or ``ScheduleError`` if it has none."""
     replicas, before = planned.batching.replicas, planned.program
-    m = _microbatches(check_batch.batch_size(batch), replicas, planned)
+    size = check_batch.batch_size(batch)
+    m = _microbatches(size, replicas, planned)
     batching = Batching(planned.batching.shared, replicas, m)
-    objective = retrace(microbatch_shapes(batch, replicas * m))
+    objective = retrace(with_rows(batch, size // (replicas * m)))
     schedule = without_backward(_schedule(planned, before.stage_replicas.rounds(m)), before.schedule.frozen)
     if _same_operators(objective, before.objective):
         cuts: Sequence[int] = (0, *(stage.operators[1] for stage in planned.plan.stages))
@@ -78,7 +65,7 @@ def shaped_for(planned: ExecutablePlan, batch: Any, retrace: Callable[[Any], Mic
     )
     if _same_operators(objective, before.objective):
         stages = tuple(map(_stored_alike, stages, before.stages))
-    return Shaped(batch, batching, objective, stages, schedule)
+    return ShapedStep(batch, batching, objective, stages, schedule)
 
 
 def _microbatches(size: int, replicas: int, planned: ExecutablePlan) -> int:

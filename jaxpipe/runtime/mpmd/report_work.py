@@ -1,74 +1,51 @@
 """The values that a step or a forward pass returns: loss, metrics, counters, predictions, on one device."""
 
-import functools
-import operator
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpipe.array_types import Array
 from jaxpipe.gradients.block_exchange import sent_share
 from jaxpipe.models.combine_metrics import combine
-from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, Context, Name, Role, Work
+from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, Arrays, Avals, Context, Name, Role, Work
 from jaxpipe.runtime.mpmd.update_work import (
     HAD,
     NONFINITE,
+    SCALARS,
     SQUARES,
     STOPPED,
     UNSENT,
     WEIGHT,
-    Operands,
-    named_work,
+    add_up,
     reported,
 )
 
 
 def weight_work(members: int) -> Work:
     """Return the work that adds up the weights of the batch's micro-batches in all members of their stage."""
-    operands = Operands()
     names = [Name(Role.TOTAL, 1, r) for r in range(members)]
-    for name in names:
-        operands.add(name, (), jnp.float32)
-
-    def function(values: dict[Name, Any]) -> list[Any]:
-        return [functools.reduce(operator.add, [values[name] for name in names])]
-
-    return named_work("the total weight", operands, [WEIGHT], function)
+    return Work("the total weight", dict.fromkeys(names, SCALARS[WEIGHT]), [WEIGHT], lambda x: [add_up(x, names)])
 
 
 def results_work(context: Context, members: Sequence[int], stages: int, guarded: bool) -> Work:
-    """Return the work that makes a batch's loss and metrics of the totals of all members of their stages.
+    """Return the work that makes a batch's loss and metrics of the totals of all members of their stages."""
+    objective = context.objective
+    totals = [[Name(Role.TOTAL, k, r) for r in range(count)] for k, count in enumerate(members)]
+    flags = [reported(NONFINITE, s) for s in range(stages)] if guarded else []
+    operands = {name: context.aval(objective.results[name.number]) for names in totals for name in names}
 
-    Args:
-      members: by result, those of its stage.
-      stages: how many of them say whether their gradients are finite, if a step is guarded.
-      guarded: whether they do.
-    """
-    objective, operands = context.objective, Operands()
-    for k, t in enumerate(objective.results):
-        for r in range(members[k]):
-            aval = context.aval(t)
-            operands.add(Name(Role.TOTAL, k, r), aval.shape, aval.dtype)
-    if guarded:
-        for s in range(stages):
-            operands.add(reported(NONFINITE, s), (), jnp.int32)
-
-    def function(values: dict[Name, Any]) -> list[Any]:
-        totals = [
-            functools.reduce(operator.add, [values[Name(Role.TOTAL, k, r)] for r in range(members[k])])
-            for k in range(len(objective.results))
-        ]
-        loss, weight, *metrics = totals
+    def function(values: Arrays) -> list[Array]:
+        loss, weight, *metrics = [add_up(values, names) for names in totals]
         mean = loss / weight.astype(loss.dtype)
         results = [mean, *combine(metrics, weight, objective.summed)]
         if guarded:
-            flags = jnp.stack([values[reported(NONFINITE, s)] > 0 for s in range(stages)])
-            results += [flags, jnp.any(flags) | ~jnp.isfinite(mean)]
+            stopped = jnp.stack([values[name] > 0 for name in flags])
+            results += [stopped, jnp.any(stopped) | ~jnp.isfinite(mean)]
         return results
 
     reports = [Name(Role.REPORT, k) for k in range(len(objective.results) - 1)]
-    writes = [*reports, *([NONFINITE, STOPPED] if guarded else [])]
-    return named_work("loss and metrics", operands, writes, function)
+    operands |= dict.fromkeys(flags, SCALARS[NONFINITE])
+    return Work("loss and metrics", operands, [*reports, *([NONFINITE, STOPPED] if guarded else [])], function)
 
 
 #: What a step counts, in this order.
@@ -78,43 +55,32 @@ COUNTERS = ("gradient_norm", "sent_share", "residual_norm", "overflows")
 def counters_work(stages: int, exchanges: bool, sparse: int, updates: int = 1) -> Work:
     """Return the work that makes a step's counters of what all stages report, in the order of the stages.
 
-    Args:
-      stages: how many there are.
-      exchanges: whether replicas exchange gradients block-sparsely.
-      sparse: how many replicas of stages count overflows.
-      updates: of a step; the norm of the gradient is the root of the mean square over them.
+    The norm of the gradient is the root of the mean square over the updates.
     """
-    operands = Operands()
     kinds = [SQUARES, *([HAD, UNSENT] if exchanges else [])]
-    for name in kinds:
-        for s in range(stages):
-            operands.add(reported(name, s), (), jnp.float32)
-    for place in range(sparse):
-        operands.add(reported(OVERFLOWS, place), (), jnp.int32)
+    names = [[reported(kind, s) for s in range(stages)] for kind in kinds]
+    overflows = [reported(OVERFLOWS, place) for place in range(sparse)]
+    operands: Avals = {name: SCALARS[kind] for kind, row in zip(kinds, names, strict=True) for name in row}
 
-    def function(values: dict[Name, Any]) -> list[Any]:
-        sums = [functools.reduce(operator.add, [values[reported(n, s)] for s in range(stages)]) for n in kinds]
+    def function(values: Arrays) -> list[Array]:
+        sums = [add_up(values, row) for row in names]
         counters = [jnp.sqrt(sums[0] / updates)]
         if exchanges:
             counters += [sent_share(sums[1], sums[2]), jnp.sqrt(sums[2])]
-        missed = [values[reported(OVERFLOWS, place)] for place in range(sparse)]
-        return [*counters, sum(missed, start=jnp.int32(0))]
+        return [*counters, sum((values[name] for name in overflows), start=jnp.int32(0))]
 
-    names = [0, 1, 2, 3] if exchanges else [0, 3]
-    return named_work("counters", operands, [Name(Role.REPORT, -1 - k) for k in names], function)
+    operands |= dict.fromkeys(overflows, SCALARS[OVERFLOWS])
+    writes = [Name(Role.REPORT, -1 - k) for k in ([0, 1, 2, 3] if exchanges else [0, 3])]
+    return Work("counters", operands, writes, function)
 
 
 def stack_work(context: Context) -> Work:
     """Return the work that puts the predictions of a replica's micro-batches together."""
-    objective, operands = context.objective, Operands()
-    m = context.num_microbatches
-    for k, t in enumerate(objective.results):
-        for j in range(m):
-            operands.add(Name(Role.RESULT, k, j), context.aval(t).shape, context.aval(t).dtype)
+    results, m = context.objective.results, context.num_microbatches
+    names = [[Name(Role.RESULT, k, j) for j in range(m)] for k in range(len(results))]
+    operands = {name: context.aval(results[name.number]) for row in names for name in row}
 
-    def function(values: dict[Name, Any]) -> list[Any]:
-        return [
-            jnp.concatenate([values[Name(Role.RESULT, k, j)] for j in range(m)]) for k in range(len(objective.results))
-        ]
+    def function(values: Arrays) -> list[Array]:
+        return [jnp.concatenate([values[name] for name in row]) for row in names]
 
-    return named_work("predictions", operands, [Name(Role.REPORT, k) for k in range(len(objective.results))], function)
+    return Work("predictions", operands, [Name(Role.REPORT, k) for k in range(len(results))], function)

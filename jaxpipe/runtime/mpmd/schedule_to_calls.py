@@ -9,22 +9,19 @@ the optimizer, stage by stage
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from jaxpipe.runtime.mpmd.call_list import CallList, ListBuilder
 from jaxpipe.runtime.mpmd.compile_work import TracedWork, trace_work
-from jaxpipe.runtime.mpmd.early_update import early_update_work, end_work, nonfinite_work, older
+from jaxpipe.runtime.mpmd.early_update import early_update_work, end_work, nonfinite_work
 from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.report_work import counters_work, results_work, stack_work, weight_work
 from jaxpipe.runtime.mpmd.stage_placement import Layout
-from jaxpipe.runtime.mpmd.stage_work import INDEX, KEY, OVERFLOWS, STEP, Name, Role, Work, stage_work
+from jaxpipe.runtime.mpmd.stage_work import INDEX, KEY, OVERFLOWS, STEP, Name, Role, Work, shape_of, stage_work
 from jaxpipe.runtime.mpmd.swap_instructions import StashMover
 from jaxpipe.runtime.mpmd.update_work import (
     HAD,
     NONFINITE,
+    SCALARS,
     SKIPPED,
     SQUARES,
     STOPPED,
@@ -35,11 +32,13 @@ from jaxpipe.runtime.mpmd.update_work import (
     fold_work,
     gradient_work,
     look_work,
+    older,
     renewed_names,
     reported,
     returned_gradient,
     returned_sum,
     returned_sum_work,
+    scalars,
     share_work,
     update_work,
     zeros_work,
@@ -75,7 +74,7 @@ def gradient_list(layout: Layout, update: UpdateContext) -> CallList:
         held = layout.context.held(s)
         if held:
             writer.call_whole(gradient_work(update, s), s)
-            outputs += [Key(writer.builder.place(s), Name(Role.MEAN, t)) for t in held]
+            outputs += [Key(writer.place(s), Name(Role.MEAN, t)) for t in held]
     return writer.finish([*outputs, *writer.reports])
 
 
@@ -111,6 +110,8 @@ class _Writer:
 
     def __init__(self, layout: Layout):
         self.layout, self.context = layout, layout.context
+        self.place, self.members = layout.devices.place, layout.devices.members
+        self.every_member = [self.place(s, r) for s in layout.stages for r in self.members(s)]
         self.builder = ListBuilder(layout.devices, layout.context)
         self.reports: list[Key] = []
         self._programs = {s: self._trace(s) for s in layout.stages}
@@ -135,10 +136,10 @@ class _Writer:
 
         traced: list[tuple[Kinds, TracedWork]] = []
         for kinds in reversed(program_kinds(self.layout.schedule, s)):
-            stage, key = self.context.stages[s], (s, kinds, id(self.context.stages[s]))
-            if key not in self.layout.traces:  # with the stage, so that its number stays its own
-                self.layout.traces[key] = stage, trace_work(stage_work(self.context, s, kinds), is_wanted)
-            program = self.layout.traces[key][1]
+            key = s, kinds, id(self.context.stages[s])
+            if key not in self.layout.traces:  # the work holds on to the stage, so that its number stays its own
+                self.layout.traces[key] = trace_work(stage_work(self.context, s, kinds), is_wanted)
+            program = self.layout.traces[key]
             wanted |= set(program.read_names)
             traced.append((kinds, program))
         return {kinds: self.builder.program(program) for kinds, program in reversed(traced)}
@@ -147,24 +148,24 @@ class _Writer:
         """Take note of what is there before the step, and share it among replicas and stages."""
         builder, context = self.builder, self.context
         for s in self.layout.stages:
-            stage, whole = context.stages[s], builder.place(s)
+            stage, whole = context.stages[s], self.place(s)
             held = [Name(Role.PARAMETER, t) for t in stage.parameters]
             held += [Name(Role.STATE, t) for t in stage.state]
             for name in held:
                 builder.given(whole, name, context.aval(name.number))
                 builder.split(s, name)
-            for r in self.layout.members(s):
-                self._give_step_inputs(builder.place(s, r), s)
+        for place in self.every_member:
+            self._give_step_inputs(place)
         for s in self.layout.stages:
             for t in context.stages[s].borrowed:
                 name, home = Name(Role.PARAMETER, t), self.layout.homes[t]
-                for r in self.layout.members(s):
-                    owner = builder.place(home, r % len(self.layout.members(home)))
-                    builder.send(owner, builder.place(s, r), [(name, name)])
+                for r in self.members(s):
+                    owner = self.place(home, r % len(self.members(home)))
+                    builder.send(owner, self.place(s, r), [(name, name)])
 
-    def _give_step_inputs(self, place: Place, s: int) -> None:
+    def _give_step_inputs(self, place: Place) -> None:
         builder, context = self.builder, self.context
-        programs = [builder.programs[k].traced for k in self._programs[s].values()]
+        programs = [builder.programs[k].traced for k in self._programs[place.stage].values()]
         avals = {
             name: aval for traced in programs for name, aval in zip(traced.read_names, traced.read_avals, strict=True)
         }
@@ -176,11 +177,7 @@ class _Writer:
                     builder.given(place, name, aval, j, keep=True)
 
     def run_table(self, update: UpdateContext | None = None) -> None:
-        """Write what the schedule says: each tick's work, and what it sends.
-
-        Args:
-          update: the optimizer, if weights change during the step.
-        """
+        """Write what the schedule says, tick by tick; with ``update``, weights change during the step."""
         if update is not None:
             self._begin_updates(update)
         done: set[tuple[int, int, Kind]] = set()
@@ -202,28 +199,26 @@ class _Writer:
                     if update is not None and Kind.BACKWARD in kinds and (k + 1) % schedule.group == 0:
                         self._update_early(update, s)
             self._send_messages()
-        for s in self.layout.stages:  # members that no micro-batch was left for
-            for r, kinds in itertools.product(self.layout.members(s), self._programs[s]):
-                place = self.builder.place(s, r)
-                if update is None and (place, kinds) not in self._started:
-                    self._start(place, kinds)
+        for place in self.every_member if update is None else ():  # those that no micro-batch was left for
+            for kinds in self._programs[place.stage]:
+                if (place, kinds) not in self._started:
+                    self._start(place, kinds, idle=True)
 
     def _begin_updates(self, update: UpdateContext) -> None:
         """Give every stage its optimizer; the first version of its weights is what the step begins with."""
         builder = self.builder
         for s in self.layout.stages:
             self._give_optimizer(update, s)
-            zero = zeros_work(f"stage {s}: zero", {SQUARES: jax.ShapeDtypeStruct((), jnp.float32)})
-            self.call_whole(zero, s)
+            self.call_whole(zeros_work(f"stage {s}: zero", scalars(SQUARES)), s)
             for name in renewed_names(update, s).values():
-                key = builder.key(builder.place(s), name)
+                key = builder.key(self.place(s), name)
                 builder.now[key._replace(name=older(name))] = builder.now[key]
             self._weights[s] = [self._newest_weights(s)]
 
     def _newest_weights(self, s: int) -> dict[Key, int]:
         """The registers of a stage's parameters in every replica."""
         names = [Name(Role.PARAMETER, t) for t in self.context.stages[s].parameters]
-        places = [self.builder.place(s, r) for r in self.layout.members(s)]
+        places = [self.place(s, r) for r in self.members(s)]
         keys = [Key(place, name) for place in places for name in names]
         return {key: self.builder.now[key] for key in keys}
 
@@ -238,7 +233,7 @@ class _Writer:
     def _update_early(self, update: UpdateContext, s: int) -> None:
         """Update a stage, whose gradients are then added up from zero again."""
         builder = self.builder
-        whole, places = builder.place(s), {builder.place(s, r) for r in self.layout.members(s)}
+        whole, places = self.place(s), {self.place(s, r) for r in self.members(s)}
         builder.now |= self._weights[s][-1]
         program = self.call_whole(early_update_work(update, s, self.layout.schedule.group), s, consumes=True)
         for name in program.written_names:
@@ -265,7 +260,7 @@ class _Writer:
 
     def _worker(self, s: int, r: int, j: int) -> Place:
         """The member of a stage that works on a micro-batch of a replica."""
-        return self.builder.place(s, self.layout.devices.member(s, r, j))
+        return self.place(s, self.layout.devices.member(s, r, j))
 
     def _leave(self, source: Place, target: Place, names: Sequence[Name], j: int) -> None:
         """Send arrays at the end of the tick: a device that takes part in a message may wait for the other one."""
@@ -280,13 +275,14 @@ class _Writer:
             message()
         self._leaving.clear()
 
-    def _start(self, place: Place, kinds: Kinds) -> None:
-        """Make the zeros that the first micro-batch's work adds to."""
+    def _start(self, place: Place, kinds: Kinds, idle: bool = False) -> None:
+        """Make the zeros that the first micro-batch's work adds to; of an idle member, all sums."""
         builder, s = self.builder, place.stage
         traced = builder.programs[self._programs[s][kinds]].traced
-        needed = {*traced.read_names, *traced.same.values()}
-        pairs = zip(traced.work.reads, traced.work.avals, strict=True)
-        sums = {name: aval for name, aval in pairs if name in needed and name.role in (Role.GRADIENT, Role.TOTAL)}
+        needed = set(traced.work.writes) if idle else {*traced.read_names, *traced.same.values()}
+        given = traced.work.operands | (self.context.sums(s, self.context.trained(s)) if idle else {})
+        sums = {name: aval for name, aval in given.items() if name.role in (Role.GRADIENT, Role.TOTAL)}
+        sums = {name: aval for name, aval in sums.items() if name in needed}
         sums = {name: aval for name, aval in sums.items() if not builder.has(place, name)}
         if sums:
             key = s, tuple(sums)
@@ -314,27 +310,26 @@ class _Writer:
         self._report(update.guarded)
 
     def _maker(self, k: int) -> int:
-        """The stage that computes a result."""
         return next(s for s in self.layout.stages if k in self.context.stages[s].results)
 
     def _gather_totals(self) -> None:
         builder, context, home = self.builder, self.context, self.layout.home
         for k in range(len(context.objective.results)):
             maker = self._maker(k)
-            for r in self.layout.members(maker):
+            for r in self.members(maker):
                 name = Name(Role.TOTAL, k)
-                builder.send(builder.place(maker, r), home, [(name, Name(Role.TOTAL, k, r))])
+                builder.send(self.place(maker, r), home, [(name, Name(Role.TOTAL, k, r))])
 
     def _look(self, works: Sequence[Work]) -> None:
         """Tell the last stage which stages have gradients that are not finite."""
         for s, work in enumerate(works):
             self.call_whole(work, s)
-            self._split(s, [NONFINITE])
-            self.builder.send(self.builder.place(s, 0), self.layout.home, [(NONFINITE, reported(NONFINITE, s))])
+            self.builder.split(s, NONFINITE)
+            self.builder.send(self.place(s, 0), self.layout.home, [(NONFINITE, reported(NONFINITE, s))])
 
     def _report(self, guarded: bool) -> None:
         builder, context, home = self.builder, self.context, self.layout.home
-        members = [len(self.layout.members(self._maker(k))) for k in range(len(context.objective.results))]
+        members = [len(self.members(self._maker(k))) for k in range(len(context.objective.results))]
         work = results_work(context, members, len(self.layout.stages), guarded)
         builder.call(builder.program(trace_work(work)), home.stage, 0)
         self.reports += [Key(home, Name(Role.REPORT, k)) for k in range(len(context.objective.results) - 1)]
@@ -362,57 +357,49 @@ class _Writer:
             statistics = self.context.statistics(s)
             if not statistics:
                 continue
-            for j, target in itertools.product(range(self.context.num_microbatches), self.layout.members(s)):
+            for j, target in itertools.product(range(self.context.num_microbatches), self.members(s)):
                 names = [(Name(Role.STATISTIC, t), Name(Role.STATISTIC, t, j)) for t in statistics]
-                builder.send(self._worker(s, 0, j), builder.place(s, target), names, j, -1)
+                builder.send(self._worker(s, 0, j), self.place(s, target), names, j, -1)
             number = builder.program(trace_work(fold_work(self.context, s)))
-            for r in self.layout.members(s):
+            for r in self.members(s):
                 builder.call(number, s, r)
 
     def _weigh(self) -> None:
-        """Tell every stage the total weight of the batch."""
         builder, context, home = self.builder, self.context, self.layout.home
         if not context.objective.weighted:
-            for s in self.layout.stages:
-                for r in self.layout.members(s):
-                    builder.given(builder.place(s, r), WEIGHT, jax.ShapeDtypeStruct((), jnp.float32), keep=True)
+            for place in self.every_member:
+                builder.given(place, WEIGHT, SCALARS[WEIGHT], keep=True)
             return
-        number = builder.program(trace_work(weight_work(len(self.layout.members(self._maker(1))))))
+        number = builder.program(trace_work(weight_work(len(self.members(self._maker(1))))))
         builder.call(number, home.stage, 0)
         self._spread(home, [WEIGHT])
 
     def _spread(self, source: Place, names: Sequence[Name]) -> None:
-        """Send small values to all stages."""
-        builder = self.builder
-        for s in self.layout.stages:
-            for r in self.layout.members(s):
-                target = builder.place(s, r)
-                if target != source:
-                    builder.send(source, target, [(name, name) for name in names])
+        for target in self.every_member:
+            if target != source:
+                self.builder.send(source, target, [(name, name) for name in names])
 
     def return_gradients(self, update: UpdateContext) -> None:
         """Send gradients of borrowed parameters to the stage that has the parameter."""
         builder = self.builder
-        if not builder.has(builder.place(0, 0), WEIGHT):
+        if not builder.has(self.place(0, 0), WEIGHT):
             self._weigh()
         for s in self.layout.stages:
             for t in self.context.held(s):
                 for k in update.lenders(s, t):
-                    members = self.layout.members(s)
+                    members = self.members(s)
                     if update.returns_sum(s, k):
                         self.call_whole(returned_sum_work(update, k, t), k)
-                        self._split(k, [returned_sum(k, t)])
+                        builder.split(k, returned_sum(k, t))
                         pair = returned_sum(k, t), returned_sum(k, t)
-                        for r in members:
-                            builder.send(builder.place(k, 0), builder.place(s, r), [pair])
-                        continue
-                    for r in members:
+                    else:
                         pair = Name(Role.GRADIENT, t), returned_gradient(k, t)
-                        builder.send(builder.place(k, r), builder.place(s, r), [pair])
+                    for r in members:
+                        builder.send(self.place(k, 0 if update.returns_sum(s, k) else r), self.place(s, r), [pair])
 
     def write_updates(self, update: UpdateContext) -> list[Key]:
         """Run the optimizer; returns what the next step begins with."""
-        builder, layout, by_stage = self.builder, self.layout, update.by_stage
+        layout, by_stage = self.layout, update.by_stage
         for s in layout.stages:
             self._give_optimizer(update, s)
         if update.exchange is not None:
@@ -424,7 +411,7 @@ class _Writer:
                 if work is None:
                     continue
                 self.call_whole(work, s)
-                source = builder.place(s)
+                source = self.place(s)
                 for name in work.writes:
                     self._spread_whole(source, name)
         for s in layout.stages:
@@ -442,10 +429,9 @@ class _Writer:
         return self._state(update)
 
     def _state(self, update: UpdateContext) -> list[Key]:
-        """The arrays that the next step begins with."""
         builder, outputs = self.builder, []
         for s in self.layout.stages:
-            stage, place, counts = self.context.stages[s], builder.place(s), self.layout.counts(s)
+            stage, place, counts = self.context.stages[s], self.place(s), self.layout.counts(s)
             names = [name for name in renewed_names(update, s).values() if counts or name.role is not Role.SHARED]
             names += [STEP, SKIPPED] if counts else []
             names += [Name(Role.PARAMETER, t) for t in stage.parameters]
@@ -459,16 +445,15 @@ class _Writer:
         return list(dict.fromkeys(outputs))
 
     def _count(self, update: UpdateContext, updates: int) -> None:
-        """Make the counters of a step."""
         builder, home = self.builder, self.layout.home
         for s in self.layout.stages:
             names = [SQUARES, *([HAD, UNSENT] if update.exchange is not None else [])]
-            self._split(s, names)
-            builder.send(builder.place(s, 0), home, [(name, reported(name, s)) for name in names])
-        sparse = [(s, r) for s in self.layout.stages for r in self.layout.members(s)]
-        sparse = [(s, r) for s, r in sparse if OVERFLOWS in self.context.totals(s)]
-        for place, (s, r) in enumerate(sparse):
-            builder.send(builder.place(s, r), home, [(OVERFLOWS, reported(OVERFLOWS, place))])
+            for name in names:
+                builder.split(s, name)
+            builder.send(self.place(s, 0), home, [(name, reported(name, s)) for name in names])
+        sparse = [place for place in self.every_member if OVERFLOWS in self.context.totals(place.stage)]
+        for k, place in enumerate(sparse):
+            builder.send(place, home, [(OVERFLOWS, reported(OVERFLOWS, k))])
         work = counters_work(len(self.layout.stages), update.exchange is not None, len(sparse), updates)
         builder.call(builder.program(trace_work(work)), home.stage, 0)
         self.reports += [Key(home, name) for name in work.writes]
@@ -476,26 +461,25 @@ class _Writer:
     def _give_optimizer(self, update: UpdateContext, s: int) -> None:
         """Take note of optimizer state, residuals and numbers of steps at the devices of a stage."""
         builder, by_stage = self.builder, update.by_stage
-        place, lent = builder.place(s), not self.layout.counts(s)
+        place, lent = self.place(s), not self.layout.counts(s)
         for k, (t, owner) in enumerate(zip(by_stage.state, by_stage.state_stage, strict=True)):
-            aval = jax.ShapeDtypeStruct(by_stage.graph.tensors[t].shape, by_stage.graph.tensors[t].dtype)
             if owner in (s, None):
                 name = Name(Role.OPTIMIZER if owner == s else Role.SHARED, k)
-                builder.given(place, name, aval, keep=lent and owner is None)
+                builder.given(place, name, shape_of(by_stage.graph.tensors[t]), keep=lent and owner is None)
         for name in (STEP, SKIPPED):
-            builder.given(place, name, jax.ShapeDtypeStruct((), jnp.int32), keep=lent)
+            builder.given(place, name, SCALARS[name], keep=lent)
         if update.exchange is not None:
             for t, aval in zip(self.context.held(s), update.residual_avals(s), strict=True):
-                builder.given(place, Name(Role.RESIDUAL, t), self.context.together(s, aval), own=True)
+                builder.given(place, Name(Role.RESIDUAL, t), self.context.together(s, aval))
         for t in self.context.renewed_state(s):
             key = builder.key(place, Name(Role.STATE, t))
             builder.now[builder.key(place, Name(Role.STATE, t, 1))] = builder.inputs[key]
-            if len(self.layout.members(s)) > 1:
+            if len(self.members(s)) > 1:
                 builder.now.pop(key)  # the members' own are put together again
 
-    def call_whole(self, work: Any, s: int, consumes: bool = False) -> TracedWork:
+    def call_whole(self, work: Work, s: int, consumes: bool = False) -> TracedWork:
         """Run work on all members of a stage together."""
-        key, count = (work.label, work.reads, work.writes), len(self.layout.members(s))
+        key, count = (work.label, work.reads, tuple(work.writes)), len(self.members(s))
         if key not in self.layout.traces:
             self.layout.traces[key] = trace_work(work)
         traced = self.layout.traces[key]
@@ -505,13 +489,8 @@ class _Writer:
 
     def _spread_whole(self, source: Place, name: Name) -> None:
         """Send a small value that all members of a stage have to all others."""
-        builder, count = self.builder, len(self.layout.members(source.stage))
-        self._split(source.stage, [name])
-        for s in self.layout.stages:
-            for r in self.layout.members(s):
-                if s != source.stage:
-                    builder.send(builder.place(source.stage, r % count), builder.place(s, r), [(name, name)])
-
-    def _split(self, s: int, names: Sequence[Name]) -> None:
-        for name in names:
-            self.builder.split(s, name)
+        builder, count = self.builder, len(self.members(source.stage))
+        builder.split(source.stage, name)
+        for target in self.every_member:
+            if target.stage != source.stage:
+                builder.send(self.place(source.stage, target.replica % count), target, [(name, name)])

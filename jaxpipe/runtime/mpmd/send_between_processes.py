@@ -6,9 +6,9 @@
 All take part in the order of the list, which rules out that two wait for each other.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,47 +16,43 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
 
 from jaxpipe import multihost
+from jaxpipe.array_types import Array, ArrayLike, Device, Shaped
 from jaxpipe.runtime.mpmd.combine_sends import ends
 from jaxpipe.runtime.mpmd.instructions import Exchange, Send, Spread
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.uint32_words import pack_words, unpack_words, word_count
+from jaxpipe.runtime.mpmd.waiting_thread import Results
+from jaxpipe.runtime.uint32_words import from_words, pack_words, to_words, unpack_words, word_count
 from jaxpipe.sharding.partition_specs import side_by_side
 
 
 #: The mesh axis of the devices that take part.
 AXIS = "pair"
 
+#: Shape and element type of an array.
+_Form: TypeAlias = tuple[tuple[int, ...], str]
+
 
 @dataclass(frozen=True)
 class Slot:
-    """Arrays of one shape that two devices exchange.
+    """Arrays of one shape that two devices exchange."""
 
-    Attributes:
-      sent: the registers that the first device and the second device send; None for nothing.
-      received: where each of the two puts the other's.
-    """
-
-    sent: tuple[int | None, int | None]
+    sent: tuple[int | None, int | None]  # registers that the first and the second device send
     received: tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Part of this process in a message.
+    """Part of this process in a message."""
 
-    Attributes:
-      run: takes the arrays that this process sends, and returns those that it receives.
-      reads, writes: their registers.
-    """
-
-    run: Callable[..., Sequence[Any]]
+    run: Callable[..., Results]  # takes the arrays that this process sends, returns those that it receives
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
 
-def pair_slots(message: Send | Exchange, avals: Sequence[Any], specs: Sequence[P]) -> list[Slot]:
+def pair_slots(message: Send | Exchange, avals: Sequence[jax.ShapeDtypeStruct], specs: Sequence[P]) -> list[Slot]:
     """Return the slots of a message; two arrays of one shape that cross, split alike, share one."""
     forth, back = (message.forth, message.back) if isinstance(message, Exchange) else (message, None)
     returning = [] if back is None else list(zip(back.reads, back.writes, strict=True))
@@ -75,22 +71,14 @@ def pair_slots(message: Send | Exchange, avals: Sequence[Any], specs: Sequence[P
 class Transfers:
     """Compiles messages: each program once, for messages of the same shapes between the same devices."""
 
-    def __init__(self, avals: Sequence[Any], specs: Sequence[P]):
-        """Begin without a program.
-
-        Args:
-          avals, specs: by register, the shape of its array, and how it is split over the devices of a place.
-        """
+    def __init__(self, avals: Sequence[jax.ShapeDtypeStruct], specs: Sequence[P]):
+        """Begin without a program."""
         self._avals, self._specs = avals, specs
-        self._programs: dict[Any, Any] = {}
-        self._unused: dict[Any, Any] = {}
+        self._programs: dict[Hashable, Compiled] = {}
+        self._unused: dict[tuple[Device, _Form], Array] = {}
 
     def between(self, message: Send | Exchange, devices: StageDevices) -> Transfer:
-        """Return this process's part in a message.
-
-        Args:
-          message: between two places.
-        """
+        """Return this process's part in a message between two places."""
         slots = pair_slots(message, self._avals, self._specs)
         registers = [next(k for k in slot.sent if k is not None) for slot in slots]
         avals, specs = [self._avals[k] for k in registers], [self._specs[k] for k in registers]
@@ -114,7 +102,7 @@ class Transfers:
             if (k, side) not in inputs
         }
 
-        def run(*arrays: Any) -> list[Any]:
+        def run(*arrays: Array) -> list[Array | None]:
             parts = unused | {
                 at: [shard.data for shard in x.addressable_shards] for at, x in zip(inputs, arrays, strict=True)
             }
@@ -134,11 +122,7 @@ class Transfers:
         )
 
     def spread(self, instruction: Spread, devices: StageDevices) -> Transfer:
-        """Return this process's part in copying arrays to many devices.
-
-        Args:
-          instruction: from where.
-        """
+        """Return this process's part in copying arrays to many devices."""
         source, every = devices.at(instruction.source), devices.of_replicas(instruction.replicas)
         avals = [self._avals[k] for k in instruction.reads]
         first, mesh = every.index(source), Mesh(np.array(every), (AXIS,))
@@ -153,7 +137,7 @@ class Transfers:
         mine = multihost.mine(every)
         unused = {device: [self._unused_array(aval, device) for aval in avals] for device in mine}
 
-        def run(*arrays: Any) -> list[Any]:
+        def run(*arrays: Array) -> list[Array]:
             sent = [next(shard.data for shard in x.addressable_shards if shard.device == source) for x in arrays]
             rows = [sent if device == source else unused[device] for device in mine]
             columns = zip(*rows, strict=True)
@@ -167,12 +151,12 @@ class Transfers:
 
     def _program(
         self,
-        key: Any,
-        function: Callable[..., Any],
-        avals: Sequence[Any],
+        key: Hashable,
+        function: Callable[..., tuple[Array, ...]],
+        avals: Sequence[jax.ShapeDtypeStruct],
         shardings: Sequence[NamedSharding],
         replicated: bool = False,
-    ) -> Any:
+    ) -> Compiled:
         if key not in self._programs:
             mesh, specs = shardings[0].mesh, tuple(sharding.spec for sharding in shardings)
             results = (P(),) * len(avals) if replicated else specs
@@ -184,7 +168,7 @@ class Transfers:
             self._programs[key] = jax.jit(mapped).lower(*shaped).compile()
         return self._programs[key]
 
-    def _unused_array(self, aval: Any, device: Any) -> Any:
+    def _unused_array(self, aval: jax.ShapeDtypeStruct, device: Device) -> Array:
         key = device, _form(aval)
         if key not in self._unused:
             self._unused[key] = jax.device_put(_zeros(aval), device)
@@ -197,12 +181,11 @@ def _pair_mesh(meshes: Sequence[Mesh]) -> Mesh:
     return Mesh(np.array([mesh.devices[0] for mesh in meshes]), (AXIS, *axes))
 
 
-def _shard(aval: Any, spec: P, mesh: Mesh) -> Any:
-    """Return the shape of one part of an array."""
+def _shard(aval: Shaped, spec: P, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(aval.shape), aval.dtype)
 
 
-def of_member(shape: tuple[int, ...], shards: Mapping[Any, Any], mesh: Mesh, spec: P) -> Any:
+def of_member(shape: tuple[int, ...], shards: Mapping[Device, Array], mesh: Mesh, spec: P) -> Array | None:
     """Return the array of a member of a stage, of parts by device; None for one of other processes."""
     local = [shards[d] for d in mesh.devices.flat if d in shards]
     if mesh.size == 1 or not local:
@@ -210,15 +193,15 @@ def of_member(shape: tuple[int, ...], shards: Mapping[Any, Any], mesh: Mesh, spe
     return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec), local)
 
 
-def _permuted(arrays: Sequence[Any], routes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
-    """Send each array from one device, or from each of the two, to the other one."""
+def _permuted(arrays: Sequence[Array], routes: Sequence[tuple[int, ...]]) -> tuple[Array, ...]:
+    """Send each array's bits from one device, or from each of the two, to the other one."""
     return tuple(
-        _from_bits(lax.ppermute(_to_bits(x), AXIS, [(side, 1 - side) for side in route]), x)
+        from_words(lax.ppermute(to_words(x), AXIS, [(side, 1 - side) for side in route]), x)
         for x, route in zip(arrays, routes, strict=True)
     )
 
 
-def _copied_from(source: int, arrays: Sequence[Any]) -> tuple[Any, ...]:
+def _copied_from(source: int, arrays: Sequence[Array]) -> tuple[Array, ...]:
     """Copy the arrays of one device to all, bit for bit: the sum of words of which the others are zero."""
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     words = pack_words(arrays, sum(map(word_count, avals)))
@@ -226,35 +209,16 @@ def _copied_from(source: int, arrays: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(unpack_words(words, avals))
 
 
-def _to_bits(x: Any) -> Any:
-    """Return an array as one of a type that no compiler sends as another one."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(x)
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint8)
-    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
-        return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    return x
-
-
-def _from_bits(bits: Any, like: Any) -> Any:
-    if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like))
-    if like.dtype == jnp.bool_:
-        return bits.astype(jnp.bool_)
-    return bits if bits.dtype == like.dtype else lax.bitcast_convert_type(bits, like.dtype)
-
-
-def _spec(aval: Any) -> P:
+def _spec(aval: Shaped) -> P:
     """Arrays are put side by side. Scalars cannot be: each device passes its own, and gets its own."""
     return P(AXIS) if aval.shape else P()
 
 
-def _stacked(aval: Any, count: int) -> tuple[int, ...]:
+def _stacked(aval: Shaped, count: int) -> tuple[int, ...]:
     return (count * aval.shape[0], *aval.shape[1:]) if aval.shape else ()
 
 
-def _zeros(aval: Any) -> Any:
+def _zeros(aval: jax.ShapeDtypeStruct) -> ArrayLike:
     if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return np.zeros(aval.shape, aval.dtype)
     data = jax.eval_shape(jax.random.key_data, aval)
@@ -262,5 +226,5 @@ def _zeros(aval: Any) -> Any:
     return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=impl)
 
 
-def _form(aval: Any) -> tuple[tuple[int, ...], str]:
+def _form(aval: Shaped) -> _Form:
     return tuple(aval.shape), str(aval.dtype)

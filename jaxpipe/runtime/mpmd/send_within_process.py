@@ -1,18 +1,18 @@
 """Sends between devices of one process, and between a device and its host's memory: ``jax.device_put``."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import multihost
+from jaxpipe.array_types import Array
 from jaxpipe.runtime.mpmd.instructions import Send
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 
 
-def send(instruction: Send, devices: StageDevices, specs: Sequence[P]) -> Callable[..., Sequence[Any]] | None:
+def send(instruction: Send, devices: StageDevices, specs: Sequence[P]) -> Callable[..., Sequence[Array]] | None:
     """Return what this process does for a message between devices of its own; None if it is not the sender."""
     source, target = devices.of(instruction.source), devices.of(instruction.target)
     if not multihost.mine(source):
@@ -34,10 +34,12 @@ def send(instruction: Send, devices: StageDevices, specs: Sequence[P]) -> Callab
     return lambda *arrays: jax.device_put(arrays, to)
 
 
-def _moved(x: Any, to: NamedSharding) -> Any:
+def _moved(x: Array, to: NamedSharding) -> Array:
     """Copy this process's parts of an array to the devices at their places in another mesh."""
-    assert isinstance(to.mesh, Mesh)
-    target = dict(zip(x.sharding.mesh.devices.flat, to.mesh.devices.flat, strict=True))
+    assert isinstance(x.sharding, NamedSharding)
+    source, goal = x.sharding.mesh, to.mesh
+    assert isinstance(source, Mesh) and isinstance(goal, Mesh)
+    target = dict(zip(source.devices.flat, goal.devices.flat, strict=True))
     local = [
         jax.device_put(shard.data, SingleDeviceSharding(target[shard.device], memory_kind=to.memory_kind))
         for shard in x.addressable_shards

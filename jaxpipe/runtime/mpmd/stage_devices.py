@@ -6,10 +6,10 @@ A member of a stage is a group of devices over which its programs are sharded; i
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxpipe.array_types import Device
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.submesh import Submesh
@@ -17,17 +17,15 @@ from jaxpipe.sharding.submesh import Submesh
 
 @dataclass(frozen=True, eq=False)
 class StageDevices:
-    """The devices of every stage, its members.
+    """The devices of every stage, its members."""
 
-    Attributes:
-      rows: by stage, the first device of each member; first those of the first replica.
-      replicas: of the pipeline, each with its own part of the batch.
-      submesh: the axes over which the programs of a member are sharded.
-    """
+    rows: tuple[tuple[Device, ...], ...]  # by stage, the first device of each member; first those of the first replica
+    replicas: int  # of the pipeline
+    submesh: Submesh = field(default_factory=Submesh)  # over which the programs of a member are sharded
 
-    rows: tuple[tuple[Any, ...], ...]
-    replicas: int
-    submesh: Submesh = field(default_factory=Submesh)
+    def place(self, s: int, member: int = -1) -> Place:
+        """Return a place; of a stage with one member, all are one."""
+        return Place(s, 0 if len(self.rows[s]) == 1 else member)
 
     def members(self, s: int) -> range:
         """Numbers of the members of a stage."""
@@ -45,16 +43,16 @@ class StageDevices:
         """Return the replica that a member belongs to."""
         return place.replica // self.width(place.stage)
 
-    def at(self, place: Place) -> Any:
+    def at(self, place: Place) -> Device:
         """Return the first device of a place."""
         return self.rows[place.stage][max(place.replica, 0)]
 
-    def firsts(self, place: Place) -> tuple[Any, ...]:
+    def firsts(self, place: Place) -> tuple[Device, ...]:
         """Return the first device of each member at a place."""
         row = self.rows[place.stage]
         return row if place.is_whole else row[place.replica : place.replica + 1]
 
-    def of(self, place: Place) -> tuple[Any, ...]:
+    def of(self, place: Place) -> tuple[Device, ...]:
         """Return the devices of a place."""
         return tuple(d for first in self.firsts(place) for d in self.submesh.group(first))
 
@@ -66,17 +64,17 @@ class StageDevices:
         """Return the size of each axis of a place's mesh."""
         return {DATA: len(self.firsts(place)), **self.submesh.shape}
 
-    def of_replica(self, r: int) -> list[Any]:
+    def of_replica(self, r: int) -> list[Device]:
         """Return the devices of all stages of a replica."""
         places = [Place(s, m) for s, row in enumerate(self.rows) for m in range(len(row))]
         return [d for place in places if self.replica(place) == r for d in self.of(place)]
 
-    def of_replicas(self, replicas: Iterable[int]) -> tuple[Any, ...]:
+    def of_replicas(self, replicas: Iterable[int]) -> tuple[Device, ...]:
         """Return the devices of all stages of some replicas, each once."""
         return tuple(dict.fromkeys(d for r in replicas for d in self.of_replica(r)))
 
     @cached_property
-    def every(self) -> tuple[Any, ...]:
+    def every(self) -> tuple[Device, ...]:
         """All devices, each once."""
         return tuple(dict.fromkeys(d for s in range(len(self.rows)) for d in self.of(Place(s))))
 

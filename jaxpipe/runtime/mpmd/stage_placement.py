@@ -2,8 +2,8 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
+from jaxpipe.runtime.mpmd.call_list import Traces
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_work import Context
@@ -12,21 +12,13 @@ from jaxpipe.schedules import Schedule
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Stages, their schedule and their devices.
-
-    Attributes:
-      context: the stages.
-      schedule: the table.
-      devices: of the stages.
-      homes: by tensor number of a parameter, its stage.
-      traces: work that was traced before, of the same cuts; filled while lists are written.
-    """
+    """Stages, their schedule and their devices."""
 
     context: Context
     schedule: Schedule
     devices: StageDevices
-    homes: dict[int, int]
-    traces: dict[Any, Any] = field(default_factory=dict)
+    homes: dict[int, int]  # by tensor number of a parameter, its stage
+    traces: Traces = field(default_factory=dict)  # of the same cuts; filled while lists are written
 
     @property
     def stages(self) -> range:
@@ -37,10 +29,6 @@ class Layout:
     def replicas(self) -> range:
         """Numbers of the replicas."""
         return range(self.devices.replicas)
-
-    def members(self, s: int) -> range:
-        """Numbers of the members of a stage."""
-        return self.devices.members(s)
 
     def dealt(self, k: int) -> range:
         """The micro-batches of an entry of the table: one, or a round where members of a stage share them."""

@@ -11,21 +11,21 @@ so that its stash never leaves it. Gradients and totals are added up inside.
 
 import enum
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.graph.graph import Graph
+from jaxpipe.array_types import AbstractArray, Array, DType, Shaped
 from jaxpipe.models.microbatch_program import MicrobatchProgram
-from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.stored_formats import Format
+from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.gradient_precision import add_gradient, sum_dtype, widened
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.schedules import Kind
@@ -68,16 +68,7 @@ class Role(enum.Enum):
         return self in _OF_MICROBATCH
 
 
-_OF_MICROBATCH = {
-    Role.INDEX,
-    Role.ACTIVATION,
-    Role.STASH,
-    Role.COTANGENT,
-    Role.SAVED,
-    Role.RESULT,
-    Role.STATISTIC,
-    Role.PIECE,
-}
+_OF_MICROBATCH = frozenset(itertools.dropwhile(lambda role: role is not Role.INDEX, Role))
 
 
 class Name(NamedTuple):
@@ -89,6 +80,18 @@ class Name(NamedTuple):
     role: Role
     number: int = 0
     part: int = 0
+
+
+#: Named arrays during the trace of some work: its operands, and what it has computed.
+Arrays: TypeAlias = dict[Name, Array]
+
+#: Shapes of named arrays.
+Avals: TypeAlias = dict[Name, jax.ShapeDtypeStruct]
+
+
+def shape_of(x: Shaped) -> jax.ShapeDtypeStruct:
+    """Return the shape and the element type of an array."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 #: Roles of arrays that are split as their tensors are.
@@ -103,38 +106,29 @@ OVERFLOWS = Name(Role.TOTAL, -1)
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A function over named arrays.
-
-    Attributes:
-      label: names it in messages and profiles.
-      reads, avals: its operands, and their shapes.
-      writes: its results; an operand of the same name is replaced.
-      function: takes and returns lists of arrays.
-    """
+    """A function over named arrays."""
 
     label: str
-    reads: tuple[Name, ...]
-    avals: tuple[Any, ...]
-    writes: tuple[Name, ...]
-    function: Callable[[Sequence[Any]], list[Any]]
+    operands: Avals
+    writes: Sequence[Name]  # results; an operand of the same name is replaced
+    function: Callable[[Arrays], list[Array]]
+
+    @property
+    def reads(self) -> tuple[Name, ...]:
+        """The names of the operands."""
+        return tuple(self.operands)
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """Small sums of gradients side by side in one array: a call takes 0.7 us for each array that it writes over.
-
-    Attributes:
-      name, aval: of the array.
-      tensors: the parameters, in order.
-      sizes: of each, its number of elements.
-    """
+    """Small sums of gradients side by side in one array: a call takes 0.7 us for each array that it writes over."""
 
     name: Name
     aval: jax.ShapeDtypeStruct
-    tensors: tuple[int, ...]
-    sizes: tuple[int, ...]
+    tensors: tuple[int, ...]  # the parameters, in order
+    sizes: tuple[int, ...]  # elements of each
 
-    def part(self, array: Any, t: int) -> Any:
+    def part(self, array: Array, t: int) -> Array:
         """Return the sum of one parameter's gradients, flat."""
         k = self.tensors.index(t)
         begin = sum(self.sizes[:k])
@@ -143,38 +137,23 @@ class Pack:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """Data that the work of every stage needs.
-
-    Attributes:
-      objective: what is computed for a micro-batch.
-      stages: its stages.
-      batch: shapes of a replica's part of each leaf of the batch.
-      shared: by leaf, whether each micro-batch gets it whole.
-      num_microbatches: of a replica.
-      key: shape of a random key.
-      members: by stage, its devices. A sum of gradients has an axis of length 1 in front where these are several.
-      gradient_dtype: the type of sums of narrower gradients.
-      trains: whether stages store for a backward pass.
-      collects: whether results are kept by micro-batch, not added up.
-      specs: over which axes of a member's devices its arrays are split.
-    """
+    """Data that the work of every stage needs."""
 
     objective: MicrobatchProgram
     stages: tuple[Stage, ...]
-    batch: tuple[Any, ...]
+    batch: tuple[jax.ShapeDtypeStruct, ...]  # of a replica's part of each leaf
     shared: tuple[bool, ...]
     num_microbatches: int
-    key: Any
-    members: tuple[int, ...]
-    gradient_dtype: np.dtype[Any] | None = None
-    trains: bool = True
-    collects: bool = False
-    specs: Specs = field(default_factory=Specs)
+    key: jax.ShapeDtypeStruct  # shape of a random key
+    members: tuple[int, ...]  # by stage; where it has several, a sum of gradients has an axis of length 1 in front
+    gradient_dtype: DType | None = None  # of sums of narrower gradients
+    trains: bool = True  # stages store for a backward pass
+    collects: bool = False  # results are kept by micro-batch, not added up
+    specs: Specs = field(default_factory=Specs)  # over the axes of a member's devices
 
     def aval(self, t: int) -> jax.ShapeDtypeStruct:
         """The shape of a tensor."""
-        aval = self.objective.graph.tensors[t].aval
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        return shape_of(self.objective.graph.tensors[t])
 
     def spec(self, s: int, name: Name) -> P:
         """The partition spec of an array of a member of a stage; where XLA chooses it, the expected one."""
@@ -199,10 +178,9 @@ class Context:
 
     @functools.cached_property
     def _sent(self) -> frozenset[int]:
-        """The tensors that stages send each other."""
         return frozenset(t for stage in self.stages for t in (*stage.arriving, *stage.leaving))
 
-    def together(self, s: int, aval: Any) -> jax.ShapeDtypeStruct:
+    def together(self, s: int, aval: Shaped) -> jax.ShapeDtypeStruct:
         """The shape of the arrays of all members of a stage, side by side along their first axis."""
         shape = aval.shape or (1,)
         return jax.ShapeDtypeStruct((self.members[s] * shape[0], *shape[1:]), aval.dtype)
@@ -221,7 +199,7 @@ class Context:
         """By stage and parameter, the array in which a small sum of gradients lies beside others."""
         return tuple(_packs(self, s) for s in range(len(self.stages)))
 
-    def sums(self, s: int, tensors: Iterable[int]) -> dict[Name, jax.ShapeDtypeStruct]:
+    def sums(self, s: int, tensors: Iterable[int]) -> Avals:
         """The arrays that hold the sums of some parameters' gradients in a stage, and their shapes."""
         arrays = {}
         for t in tensors:
@@ -277,7 +255,7 @@ def _packs(context: Context, s: int) -> dict[int, Pack]:
     if built is None:
         return {}
     lent = {t for stage in context.stages for t in stage.borrowed}
-    groups: dict[Any, list[int]] = {}
+    groups: dict[tuple[DType, bool], list[int]] = {}
     for t in context.trained(s):
         aval = context.sum_aval(s, t)
         is_vector = len(context.aval(t).shape) < 2 and context.specs.of_tensor(t) == P()
@@ -292,28 +270,24 @@ def _packs(context: Context, s: int) -> dict[int, Pack]:
     return packs
 
 
-#: Named arrays during the trace of some work: its operands, and what it has computed.
-_Arrays = dict[Name, Any]
-
-
 def stage_work(context: Context, s: int, kinds: Sequence[Kind]) -> Work:
-    """Return what a stage does with a micro-batch, several kinds of work in one.
+    """Return what a stage does with a micro-batch, several kinds of work in one, in their order.
 
-    Args:
-      kinds: in order; what one makes for the next, and nobody else reads, is not among the results.
+    What one kind makes for the next, and nobody else reads, is not among the results.
     """
-    reads = _operands(context, s, kinds)
     writes = _results(context, s, kinds)
-    names = tuple(reads)
 
-    def function(operands: Sequence[Any]) -> list[Any]:
-        arrays = dict(zip(names, operands, strict=True))
+    def function(values: Arrays) -> list[Array]:
+        arrays = dict(values)
         for kind in kinds:
-            _KINDS[kind](context, s, arrays)
+            if kind is Kind.FORWARD:
+                _forward(context, s, arrays)
+            else:
+                _backward(context, s, kind, arrays)
         return [arrays[name] for name in writes]
 
     label = f"stage {s}: " + " and ".join(_LABELS[kind] for kind in kinds)
-    return Work(label, names, tuple(reads.values()), tuple(writes), function)
+    return Work(label, _operands(context, s, kinds), writes, function)
 
 
 _LABELS = {
@@ -324,16 +298,14 @@ _LABELS = {
 }
 
 
-def _operands(context: Context, s: int, kinds: Sequence[Kind]) -> dict[Name, Any]:
+def _operands(context: Context, s: int, kinds: Sequence[Kind]) -> Avals:
     """Everything that the work may read, with its shape; tracing shows what it does read."""
     stage = context.stages[s]
-    index = jax.ShapeDtypeStruct((2,), jnp.int32)
-    key = jax.eval_shape(jax.random.key_data, context.key)
-    operands: dict[Name, Any] = {Name(Role.PARAMETER, t): context.aval(t) for t in (*stage.parameters, *stage.borrowed)}
+    operands: Avals = {Name(Role.PARAMETER, t): context.aval(t) for t in (*stage.parameters, *stage.borrowed)}
     if context.objective.key in stage.used:
-        operands |= {KEY: jax.ShapeDtypeStruct(key.shape, key.dtype), STEP: jax.ShapeDtypeStruct((), jnp.int32)}
+        operands |= {KEY: jax.eval_shape(jax.random.key_data, context.key), STEP: jax.ShapeDtypeStruct((), jnp.int32)}
     operands |= {Name(Role.BATCH, k): context.batch[k] for k in _leaves_used(context, stage)}
-    operands[INDEX] = index
+    operands[INDEX] = jax.ShapeDtypeStruct((2,), jnp.int32)
     if Kind.FORWARD in kinds:
         operands |= {Name(Role.STATE, t): context.aval(t) for t in stage.state}
         operands |= {Name(Role.ACTIVATION, t): context.aval(t) for t in stage.arriving}
@@ -344,6 +316,8 @@ def _operands(context: Context, s: int, kinds: Sequence[Kind]) -> dict[Name, Any
         operands |= {Name(Role.COTANGENT, t): _tangent(context, t) for t in _following(context, s)}
     elif Kind.BACKWARD_WEIGHT in kinds:
         operands |= {Name(Role.SAVED, t): _tangent(context, t) for t in stage.saved}
+    if context.num_microbatches == 1:  # its gradients are the sums
+        return operands
     given = {t for kind in kinds for t in stage.differentiated(kind)}
     return operands | context.sums(s, [t for t in context.trained(s) if t in given])
 
@@ -377,12 +351,11 @@ def _following(context: Context, s: int) -> tuple[int, ...]:
     return context.stages[s + 1].returning if s + 1 < len(context.stages) else ()
 
 
-def _tangent(context: Context, t: int) -> Any:
-    aval = context.objective.graph.tensors[t].aval.to_tangent_aval()
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+def _tangent(context: Context, t: int) -> jax.ShapeDtypeStruct:
+    return shape_of(cast(AbstractArray, context.objective.graph.tensors[t].aval.to_tangent_aval()))
 
 
-def _stash_avals(stage: Stage) -> dict[Name, Any]:
+def _stash_avals(stage: Stage) -> Avals:
     """The arrays of a stash. A tensor that is kept as it is goes by its own name, whoever else reads it."""
     assert stage.vjp is not None
     plan, kept = stage.vjp.plan, set(stage.stashed)
@@ -408,7 +381,7 @@ def _stash_names(stage: Stage, t: int, count: int) -> list[Name]:
     return [Name(Role.STASH, t, part) for part in range(count)]
 
 
-def _at_hand(context: Context, stage: Stage, arrays: _Arrays) -> dict[int, Any]:
+def _at_hand(context: Context, stage: Stage, arrays: Arrays) -> dict[int, Array]:
     """Parameters, the micro-batch and its key, by tensor number."""
     objective = context.objective
     known = {t: arrays[Name(Role.PARAMETER, t)] for t in (*stage.parameters, *stage.borrowed)}
@@ -427,23 +400,17 @@ def _at_hand(context: Context, stage: Stage, arrays: _Arrays) -> dict[int, Any]:
     return known
 
 
-def _forward(context: Context, s: int, arrays: _Arrays) -> None:
+def _forward(context: Context, s: int, arrays: Arrays) -> None:
     stage = context.stages[s]
     known = _at_hand(context, stage, arrays)
     known |= {t: arrays[Name(Role.STATE, t)] for t in stage.state}
     known |= {t: arrays[Name(Role.ACTIVATION, t)] for t in stage.arriving}
-    inputs = [known[t] for t in stage.graph.inputs]
-    if stage.vjp is None or not context.trains:
-        outputs = stage.graph.evaluate(inputs)
-    else:
-        outputs, stash = vjp_program.forward(stage.vjp, inputs)
-        if OVERFLOWS in arrays:
-            arrays[OVERFLOWS] = arrays[OVERFLOWS] + vjp_program.overflows(stage.vjp, stash)
-        kept = set(stage.stashed)
-        for t, parts in zip(stage.vjp.plan.stored, stash, strict=True):
-            if t in kept:
-                arrays.update(zip(_stash_names(stage, t, len(parts)), parts, strict=True))
-    computed = known | dict(zip(stage.graph.outputs, outputs, strict=True))
+    outputs, stash, overflows = stage_passes.forward(stage, known, context.trains)
+    if OVERFLOWS in arrays:
+        arrays[OVERFLOWS] = arrays[OVERFLOWS] + overflows
+    for t, parts in stash.items():
+        arrays.update(zip(_stash_names(stage, t, len(parts)), parts, strict=True))
+    computed = known | outputs
     arrays.update((Name(Role.ACTIVATION, t), computed[t]) for t in stage.leaving)
     arrays.update((Name(Role.STATE, t), computed[new]) for t, new in zip(stage.state, stage.new_state, strict=True))
     arrays.update((Name(Role.STATISTIC, t), computed[t]) for t in context.statistics(s))
@@ -454,78 +421,46 @@ def _forward(context: Context, s: int, arrays: _Arrays) -> None:
             arrays[total] = arrays[total] + value
 
 
-def _backward(context: Context, s: int, arrays: _Arrays) -> None:
+def _backward(context: Context, s: int, kind: Kind, arrays: Arrays) -> None:
+    """Go backward through a stage, or the part of it that a kind is."""
     stage = context.stages[s]
-    assert stage.vjp is not None
-    built = stage.vjp
-    gradients = vjp_program.backward(built, *_kept(context, stage, arrays), _seeds(context, s, arrays), fenced=True)
-    _hand_out(context, s, arrays, dict(zip(built.backward_graph.wrt, gradients, strict=True)))
+    known, sums = _at_hand(context, stage, arrays), _adding_to_sums(context, s, arrays)
+    stash = {t: tuple(arrays[name] for name in stash_names(stage, t)) for t in stage.stashed}
+    if kind is Kind.BACKWARD_WEIGHT:
+        received = {t: arrays[Name(Role.SAVED, t)] for t in stage.saved}
+    else:
+        received = {t: arrays[Name(Role.COTANGENT, t)] for t in _following(context, s)}
+    gradients, saved = stage_passes.backward(context.objective, stage, kind, known, stash, received, sums)
+    if kind is Kind.BACKWARD_INPUT:
+        arrays.update((Name(Role.SAVED, t), saved[t]) for t in stage.saved)
+    _hand_out(context, s, arrays, gradients)
 
 
-def _backward_input(context: Context, s: int, arrays: _Arrays) -> None:
+def _adding_to_sums(context: Context, s: int, arrays: Arrays) -> dict[int, Callable[[Array], Array]]:
+    """Return what becomes of the gradients that have a sum by themselves: it is added to, as soon as they are there."""
+    tensors = [t for t in context.trained(s) if t not in context.packs[s] and t not in context.stages[s].returning]
+    sums = {t: arrays[Name(Role.GRADIENT, t)] for t in tensors if Name(Role.GRADIENT, t) in arrays}
+    return {t: functools.partial(_add_shaped, total) for t, total in sums.items()}
+
+
+def _add_shaped(total: Array, gradient: Array) -> Array:
+    return add_gradient(total, gradient.reshape(total.shape))
+
+
+def _hand_out(context: Context, s: int, arrays: Arrays, gradients: Mapping[int, Array]) -> None:
+    """Name sums of gradients, to which these have been added if there is any, and the cotangents that go back."""
     stage = context.stages[s]
-    assert stage.vjp is not None
-    built, kept = stage.vjp, _kept(context, stage, arrays)
-    gradients, saved = vjp_program.backward_input(built, *kept, _seeds(context, s, arrays), fenced=True)
-    waiting = dict(zip(built.saved, saved, strict=True))
-    arrays.update((Name(Role.SAVED, t), waiting[t]) for t in stage.saved)
-    _hand_out(context, s, arrays, dict(zip(built.input_part, gradients, strict=True)))
-
-
-def _backward_weight(context: Context, s: int, arrays: _Arrays) -> None:
-    stage = context.stages[s]
-    assert stage.vjp is not None
-    built = stage.vjp
-    saved = [arrays.get(Name(Role.SAVED, t)) for t in built.saved]
-    gradients = vjp_program.backward_weight(built, *_kept(context, stage, arrays), saved, fenced=True)
-    _hand_out(context, s, arrays, dict(zip(built.weight_part, gradients, strict=True)))
-
-
-_KINDS: dict[Kind, Callable[[Context, int, _Arrays], None]] = {
-    Kind.FORWARD: _forward,
-    Kind.BACKWARD: _backward,
-    Kind.BACKWARD_INPUT: _backward_input,
-    Kind.BACKWARD_WEIGHT: _backward_weight,
-}
-
-
-def _seeds(context: Context, s: int, arrays: _Arrays) -> list[Any]:
-    """A cotangent for each output of a stage; for one that is returned twice, only at its first place."""
-    stage, loss = context.stages[s], context.objective.results[0]
-    assert stage.vjp is not None
-    left: dict[int, Any] = {t: arrays[Name(Role.COTANGENT, t)] for t in _following(context, s)}
-    if 0 in stage.results:
-        seed = jnp.ones((), context.aval(loss).dtype)
-        left[loss] = left[loss] + seed if loss in left else seed
-    source: Graph = stage.vjp.backward_graph.source
-    return [left.pop(t, None) for t in source.outputs]
-
-
-def _kept(context: Context, stage: Stage, arrays: _Arrays) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """The parameters and the stash that a backward pass is given."""
-    assert stage.vjp is not None
-    built, known, kept = stage.vjp, _at_hand(context, stage, arrays), set(stage.stashed)
-    parts = [
-        tuple(arrays[name] for name in _stash_names(stage, t, len(avals))) if t in kept else (known[t],)
-        for t, avals in zip(built.plan.stored, built.stash_avals, strict=True)
-    ]
-    return [known[t] for t in built.parameters], parts
-
-
-def _hand_out(context: Context, s: int, arrays: _Arrays, gradients: dict[int, Any]) -> None:
-    """Add gradients to their sums, and name the cotangents that go back."""
-    stage = context.stages[s]
-    gradients = {t: gradient for t, gradient in gradients.items() if gradient is not None}
     arrays.update((Name(Role.COTANGENT, t), gradients[t]) for t in stage.returning if t in gradients)
     packs = context.packs[s]
     for t in context.trained(s):
         if t in gradients and t not in packs:
-            total = arrays[Name(Role.GRADIENT, t)]
-            arrays[Name(Role.GRADIENT, t)] = add_gradient(total, gradients[t].reshape(total.shape))
+            aval, name = context.sum_aval(s, t), Name(Role.GRADIENT, t)
+            arrays[name] = gradients[t] if name in arrays else widened(gradients[t], aval.dtype).reshape(aval.shape)
     for pack in {pack.name: pack for t, pack in packs.items() if t in gradients}.values():
         zeros = (jnp.zeros(size, pack.aval.dtype) for size in pack.sizes)
         parts = [
             widened(gradients[t], pack.aval.dtype).reshape(-1) if t in gradients else zero
             for t, zero in zip(pack.tensors, zeros, strict=True)
         ]
-        arrays[pack.name] = arrays[pack.name] + jnp.concatenate(parts).reshape(pack.aval.shape)
+        packed = jnp.concatenate(parts).reshape(pack.aval.shape)
+        arrays[pack.name] = arrays[pack.name] + packed if pack.name in arrays else packed

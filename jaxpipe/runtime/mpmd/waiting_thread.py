@@ -11,20 +11,25 @@ one. A GPU runs all its programs in the order of the list in any case, and needs
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TypeAlias
 
 import jax
 
+from jaxpipe.array_types import Array
+
+
+#: The arrays that an action returns; None for those on other processes' devices.
+Results: TypeAlias = Sequence[Array | None]
 
 #: The first error of an action. The others would wait for messages that other processes do not send any more, as these
 #: wait for the one that has failed: they raise the error at once, and the process ends.
 _failures: list[Exception] = []
 
 
-def started(action: Callable[..., Sequence[Any]]) -> Callable[..., tuple[Future[Any]]]:
+def started(action: Callable[..., Results]) -> Callable[..., tuple[Future[Results]]]:
     """Return a function that has an action done in the thread, and returns what will have its results."""
 
-    def run(*operands: Any) -> Sequence[Any]:
+    def run(*operands: Array) -> Results:
         if _failures:
             raise _failures[0]
         try:
@@ -45,7 +50,7 @@ def started(action: Callable[..., Sequence[Any]]) -> Callable[..., tuple[Future[
     return lambda *operands: (_thread().submit(run, *operands),)
 
 
-def ended(started: Future[Any]) -> Any:
+def ended(started: Future[Results]) -> Results:
     """Wait for an action, and return its results."""
     return started.result()
 

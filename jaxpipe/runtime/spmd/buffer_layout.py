@@ -9,44 +9,40 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.array_types import Array, ArrayLike, DType, Shaped
+
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of every array of every stage.
+    """The place of every array of every stage."""
 
-    Attributes:
-      avals: by stage, the arrays.
-      places: by stage, for each array its buffer and the offset in it, in elements.
-      buffers: length and dtype of each buffer.
-    """
-
-    avals: tuple[tuple[Any, ...], ...]
+    avals: tuple[tuple[Shaped, ...], ...]
+    # by stage, for each array its buffer and the offset in it, in elements
     places: tuple[tuple[tuple[int, int], ...], ...]
-    buffers: tuple[tuple[int, Any], ...]
+    buffers: tuple[tuple[int, DType], ...]  # length and dtype
 
     @property
     def bytes(self) -> int:
         """Bytes on each device."""
         return sum(length * np.dtype(dtype).itemsize for length, dtype in self.buffers)
 
-    def with_dtypes(self, of: Callable[[Any], Any]) -> "Layout":
+    def with_dtypes(self, of: Callable[[DType], DType]) -> "Layout":
         """Return the layout of arrays of other types in the same places; ``of`` maps a type to another."""
         avals = [tuple(jax.ShapeDtypeStruct(a.shape, of(a.dtype)) for a in stage) for stage in self.avals]
         buffers = [(length, np.dtype(of(dtype))) for length, dtype in self.buffers]
         return replace(self, avals=tuple(avals), buffers=tuple(buffers))
 
-    def read(self, stage: int, buffers: Sequence[Any]) -> list[Any]:
+    def read(self, stage: int, buffers: Sequence[Array]) -> list[Array]:
         """A stage's arrays out of its device's buffers."""
         return [self.get(stage, n, buffers) for n in range(len(self.avals[stage]))]
 
-    def get(self, stage: int, n: int, buffers: Sequence[Any]) -> Any:
+    def get(self, stage: int, n: int, buffers: Sequence[Array]) -> Array:
         """The ``n``-th array of a stage."""
         aval, (k, offset) = self.avals[stage][n], self.places[stage][n]
         flat = buffers[k]
@@ -58,16 +54,16 @@ class Layout:
         """Return whether the ``n``-th array of a stage has a buffer for itself."""
         return self.buffers[self.places[stage][n][0]][0] == math.prod(self.avals[stage][n].shape)
 
-    def put(self, stage: int, n: int, buffers: Sequence[Any], value: Any) -> list[Any]:
+    def put(self, stage: int, n: int, buffers: Sequence[Array], value: ArrayLike) -> list[Array]:
         """Buffers with another value of the ``n``-th array of a stage, and the rest as it was."""
         k, offset = self.places[stage][n]
         flat = lax.reshape(jnp.asarray(value), (math.prod(jnp.shape(value)),))
         new = flat if self.is_whole(stage, n) else lax.dynamic_update_slice(buffers[k], flat, (offset,))
         return [*buffers[:k], new, *buffers[k + 1 :]]
 
-    def write(self, stage: int, values: Sequence[Any]) -> list[Any]:
+    def write(self, stage: int, values: Sequence[ArrayLike]) -> list[Array]:
         """Buffers with a stage's arrays in them, and zeros where it has none."""
-        pieces: list[list[tuple[int, Any]]] = [[] for _ in self.buffers]
+        pieces: list[list[tuple[int, Array]]] = [[] for _ in self.buffers]
         for value, (k, offset) in zip(values, self.places[stage], strict=True):
             pieces[k].append((offset, lax.reshape(jnp.asarray(value), (math.prod(jnp.shape(value)),))))
         buffers = []
@@ -95,14 +91,11 @@ class Layout:
         return rows
 
 
-def lay_out(avals: Sequence[Sequence[Any]]) -> Layout:
+def lay_out(avals: Sequence[Sequence[Shaped]]) -> Layout:
     """Give every array of every stage a place.
 
     Buffers are shared by arrays of equal size and dtype. How many stages must share a buffer for it to be worth
     having is chosen so that a device reserves the fewest bytes; of equals, the one that packs least.
-
-    Args:
-      avals: by stage, the shapes of its arrays.
 
     Example:
       >>> import jax
@@ -120,14 +113,14 @@ def lay_out(avals: Sequence[Sequence[Any]]) -> Layout:
 class _Sharing:
     """The layout in which a buffer exists if at least ``sharers`` stages have an array for it."""
 
-    def __init__(self, counts: Sequence[Counter[tuple[int, Any]]], sharers: int):
+    def __init__(self, counts: Sequence[Counter[tuple[int, DType]]], sharers: int):
         self.slots = {}
         for kind in dict.fromkeys(k for count in counts for k in count):
             held = sorted((count[kind] for count in counts), reverse=True)
             self.slots[kind] = held[sharers - 1]
-        self.packed: dict[Any, int] = {}
+        self.packed: dict[DType, int] = {}
         for count in counts:
-            here: dict[Any, int] = {}
+            here: dict[DType, int] = {}
             for (size, dtype), n in count.items():
                 if n > self.slots[size, dtype]:
                     here[dtype] = here.get(dtype, 0) + size * (n - self.slots[size, dtype])
@@ -136,18 +129,18 @@ class _Sharing:
         whole = sum(n * size * dtype.itemsize for (size, dtype), n in self.slots.items())
         self.bytes = whole + sum(length * dtype.itemsize for dtype, length in self.packed.items())
 
-    def layout(self, avals: Sequence[Sequence[Any]], kinds: Sequence[Sequence[tuple[int, Any]]]) -> Layout:
+    def layout(self, avals: Sequence[Sequence[Shaped]], kinds: Sequence[Sequence[tuple[int, DType]]]) -> Layout:
         """Number the buffers and place the arrays."""
         buffers = [kind for kind, n in self.slots.items() for _ in range(n)]
-        first: dict[tuple[int, Any], int] = {}
+        first: dict[tuple[int, DType], int] = {}
         for k, kind in enumerate(buffers):
             first.setdefault(kind, k)
         rest = {dtype: len(buffers) + k for k, dtype in enumerate(self.packed)}
         buffers += [(self.packed[dtype], dtype) for dtype in rest]
         places = []
         for stage in kinds:
-            used: Counter[tuple[int, Any]] = Counter()
-            filled: Counter[Any] = Counter()
+            used: Counter[tuple[int, DType]] = Counter()
+            filled: Counter[DType] = Counter()
             here = []
             for size, dtype in stage:
                 if used[size, dtype] < self.slots[size, dtype]:

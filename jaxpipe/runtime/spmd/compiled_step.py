@@ -6,14 +6,15 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Wrapped
 
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.gradients.block_exchange import sent_share
 from jaxpipe.models.combine_metrics import combine
 from jaxpipe.runtime.executable_plan import Batching, Update
@@ -31,23 +32,11 @@ from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
 
 def state_specs(state: TrainState) -> TrainState:
-    """The sharding of each part of a state: one row of every buffer on each device along the stage axis."""
-    by_stage = functools.partial(jax.tree.map, lambda _: P(STAGE))
-    everywhere = functools.partial(jax.tree.map, lambda _: P())
-    return TrainState(
-        by_stage(state.parameters),
-        by_stage(state.variables),
-        by_stage(state.optimizer),
-        jax.tree.map(lambda _: P(STAGE, DATA), state.residual),
-        everywhere(state.shared),
-        P(),
-        P(),
-        P(),
-        state.plan,
-    )
+    """Return the partition spec of each array of a state of shapes."""
+    return jax.tree.map(lambda x: x.sharding.spec, state)
 
 
-def training_step(mesh: Mesh, program: Program, update: Update, batching: Batching, state: TrainState) -> Any:
+def training_step(mesh: Mesh, program: Program, update: Update, batching: Batching, state: TrainState) -> Wrapped:
     """``(state, batch leaves) -> (state, loss, counters, metrics)``, compiled when first called.
 
     Counters are the gradient's norm and the overflows; and, of a sparse exchange, the share of the gradients' squared
@@ -56,7 +45,9 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
     specs = state_specs(state)
     rounded = update.exchange is not None or not takes_sums(program, update.by_stage)
 
-    def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
+    def device_step(
+        state: TrainState, batch: Sequence[Array]
+    ) -> tuple[TrainState, Array, dict[str, Array], list[Array]]:
         parameters, variables, optimizer = map(_own, (state.parameters, state.variables, state.optimizer))
         totals = _train(program, batching, parameters, variables, state, batch)
         residual, counters = (), {}
@@ -106,10 +97,10 @@ def takes_sums(program: Program, by_stage: PartitionedUpdate) -> bool:
     return any(by_stage.graph.tensors[t].dtype != aval.dtype for t, aval in pairs)
 
 
-def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:
+def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Wrapped:
     """``(state, batch leaves) -> (loss, metrics, gradient buffers)``; none of the latter if all work is forward."""
 
-    def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
+    def device_step(state: TrainState, batch: Sequence[Array]) -> tuple[Array, list[Array], tuple[Array, ...]]:
         parameters, variables = _own(state.parameters), _own(state.variables)
         totals = _train(program, batching, parameters, variables, state, batch)
         loss, gradients, metrics = _mean(program, totals)
@@ -118,10 +109,10 @@ def gradient_step(mesh: Mesh, program: Program, batching: Batching, state: Train
     return _compile(mesh, device_step, (state_specs(state), batching.specs()), (P(), P(), P(STAGE)))
 
 
-def prediction_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Any:
+def prediction_step(mesh: Mesh, program: Program, batching: Batching, state: TrainState) -> Wrapped:
     """``(state, batch leaves) -> prediction leaves``, rows in the order of the batch."""
 
-    def device_step(state: TrainState, batch: Sequence[Any]) -> Any:
+    def device_step(state: TrainState, batch: Sequence[Array]) -> list[Array]:
         parameters, variables = _own(state.parameters), _own(state.variables)
         totals = _train(program, batching, parameters, variables, state, batch, collect=True)
         return [_from_maker(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])) for x in totals.results]
@@ -130,28 +121,30 @@ def prediction_step(mesh: Mesh, program: Program, batching: Batching, state: Tra
     return _compile(mesh, device_step, (state_specs(state), batching.specs()), rows)
 
 
-def _compile(mesh: Mesh, function: Callable[..., Any], inputs: Any, outputs: Any, donate: bool = False) -> Any:
+def _compile(
+    mesh: Mesh, function: Callable[..., PyTree], inputs: PyTree, outputs: PyTree, donate: bool = False
+) -> Wrapped:
     mapped = jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), inputs, is_leaf=lambda x: isinstance(x, P))
     return jax.jit(mapped, in_shardings=shardings, donate_argnums=(0,) if donate else ())
 
 
-def _own(buffers: Sequence[Any]) -> list[Any]:
+def _own(buffers: Sequence[Array]) -> list[Array]:
     """This device's row of each buffer."""
     return [x.reshape(x.shape[1:]) for x in buffers]
 
 
-def _rows(buffers: Sequence[Any]) -> tuple[Any, ...]:
+def _rows(buffers: Sequence[Array]) -> tuple[Array, ...]:
     return tuple(x.reshape(1, *x.shape) for x in buffers)
 
 
 def _train(
     program: Program,
     batching: Batching,
-    parameters: Sequence[Any],
-    variables: Sequence[Any],
+    parameters: Sequence[Array],
+    variables: Sequence[Array],
     state: TrainState,
-    batch: Sequence[Any],
+    batch: Sequence[Array],
     collect: bool = False,
 ) -> Totals:
     key = jax.random.fold_in(state.key, state.step)
@@ -167,7 +160,7 @@ def _train(
 
 def _mean(
     program: Program, totals: Totals, summed: bool = True, rounded: bool = True
-) -> tuple[Any, list[Any], list[Any]]:
+) -> tuple[Array, list[Array], list[Array]]:
     """Loss, gradients and metrics, from the results of all devices and the sums of gradients of this one.
 
     With ``summed=False``, gradients are this replica's own, of which the mean over the replicas is the gradient. Only
@@ -184,13 +177,12 @@ def _mean(
     return loss / weight.astype(loss.dtype), gradients, combine(metrics, weight, program.objective.summed)
 
 
-def _norm(gradients: Sequence[Any]) -> Any:
-    """The L2 norm over all stages."""
+def _norm(gradients: Sequence[Array]) -> Array:
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients]
     return jnp.sqrt(_in_order([sum(squares, start=jnp.float32(0))], (STAGE,))[0])
 
 
-def _in_order(values: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
+def _in_order(values: Sequence[Array], axes: tuple[str, ...]) -> list[Array]:
     """The sums of small values over devices, with the same bits whatever connects them: ``psum`` has no fixed order.
 
     They cross the network in one message, of which the time is latency.
@@ -200,14 +192,14 @@ def _in_order(values: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
     return [functools.reduce(operator.add, column) for column in zip(*parts, strict=True)]
 
 
-def _replicas_agree(program: Program, state: Sequence[Any]) -> list[Any]:
+def _replicas_agree(program: Program, state: Sequence[Array]) -> list[Array]:
     """State averaged over replicas; integers (counts) are the same on all."""
     if not program.replicated:
         return list(state)
     return [lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in state]
 
 
-def _from_maker(x: Any) -> Any:
+def _from_maker(x: Array) -> Array:
     """Return what one stage has made and all others have as zeros, on every stage, bit for bit."""
     words = lax.psum(to_words(x), STAGE)
     return from_words(words, jax.ShapeDtypeStruct(x.shape, x.dtype)) if math.prod(x.shape) else x

@@ -1,8 +1,8 @@
 """Variables of all stages, gathered on the host of every process, one stage at a time."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,27 +11,27 @@ from jax import core, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.array_types import Array
 from jaxpipe.runtime.spmd.buffer_layout import Layout
 from jaxpipe.runtime.uint32_words import from_words, to_words
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
+
+
+T = TypeVar("T")
 
 
 def stage_arrays(
     mesh: Mesh,
     layout: Layout,
     owners: Sequence[int | None],
-    buffers: Sequence[Any],
-    shared: Callable[[], Any] = tuple,
+    buffers: Sequence[Array],
+    shared: Iterable[T] = (),
     keep: bool = True,
-) -> list[Any]:
-    """Arrays in the model's order, as host arrays in memory of their own. Every process calls it.
+) -> list[np.ndarray | T]:
+    """Return arrays in the model's order, as host arrays in memory of their own. Every process calls it.
 
-    Args:
-      layout: where each stage keeps its arrays.
-      owners: by array, its stage.
-      buffers: ``[devices, length]``, or ``[devices, replicas, length]``, which gives arrays ``[replicas, ...]``.
-      shared: gives the arrays that no stage owns, one after the other.
-      keep: whether this process wants them; else it gets none.
+    Buffers are ``[devices, length]``, or ``[devices, replicas, length]``, which gives arrays ``[replicas, ...]``. Those
+    without an owner come from ``shared``. A process that does not keep them gets none.
     """
     by_stage = []
     for s in range(mesh.shape[STAGE]):
@@ -45,10 +45,11 @@ def stage_arrays(
             by_stage.append(iter(layout.unpack(s, rows)))
     if not keep:
         return []
-    return [shared() if owner is None else next(by_stage[owner]) for owner in owners]
+    rest = iter(shared)
+    return [next(rest) if owner is None else next(by_stage[owner]) for owner in owners]
 
 
-def device_row(mesh: Mesh, x: jax.Array, s: int) -> np.ndarray:
+def device_row(mesh: Mesh, x: Array, s: int) -> np.ndarray:
     """The row of a buffer on one device along the stage axis, copied to the host of every process."""
     if not x.is_fully_addressable:
         spec = P(STAGE, DATA) if x.ndim == 3 else P(STAGE)
@@ -61,10 +62,10 @@ def device_row(mesh: Mesh, x: jax.Array, s: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=8)
-def _spread(mesh: Mesh, spec: P) -> Callable[[jax.Array, Any], jax.Array]:
+def _spread(mesh: Mesh, spec: P) -> Callable[[Array, np.int32], Array]:
     """``(buffer, device along the stage axis) -> row``, from the devices that hold it to all, bit for bit."""
 
-    def send(x: jax.Array, s: jax.Array) -> jax.Array:
+    def send(x: Array, s: Array) -> Array:
         words = to_words(x)
         words = lax.psum(jnp.where(lax.axis_index(STAGE) == s, words, jnp.zeros_like(words)), STAGE)
         row = from_words(words, jax.ShapeDtypeStruct(x.shape[1:], x.dtype))
@@ -73,7 +74,7 @@ def _spread(mesh: Mesh, spec: P) -> Callable[[jax.Array, Any], jax.Array]:
     return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=(spec, P()), out_specs=P(), check_vma=False))
 
 
-def off_mesh(x: jax.Array) -> jax.Array:
+def off_mesh(x: Array) -> Array:
     """Return a value that all devices hold as an array of no mesh, which goes with arrays on any device.
 
     A traced value is returned as it is.

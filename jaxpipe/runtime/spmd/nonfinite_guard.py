@@ -2,34 +2,32 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.array_types import Array
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.train_state import TrainState
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
+
+T = TypeVar("T")
 
 #: What to do about it: nothing, raise ``NonFiniteError``, or leave the step out.
 OnNonFinite = Literal["raise", "skip"] | None
 
 
 class NonFinite(NamedTuple):
-    """The place at which a step met a value that is not finite.
+    """The place at which a step met a value that is not finite."""
 
-    Attributes:
-      stages: by stage, whether a gradient is not finite.
-      stopped: whether one of them or the loss is not: nothing may change.
-    """
-
-    stages: Any
-    stopped: Any
+    stages: Array  # by stage, whether a gradient is not finite
+    stopped: Array  # a gradient or the loss is not finite
 
 
-def look(loss: Any, gradients: Sequence[Any], program: Program) -> NonFinite:
+def look(loss: Array, gradients: Sequence[Array], program: Program) -> NonFinite:
     """Look at the loss and at the gradients that this device has made; inside ``shard_map``."""
     here = sum((jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in gradients), start=jnp.int32(0)) > 0
     row = jnp.zeros((program.num_devices,), jnp.int32).at[lax.axis_index(STAGE)].set(here.astype(jnp.int32))
@@ -37,20 +35,14 @@ def look(loss: Any, gradients: Sequence[Any], program: Program) -> NonFinite:
     return NonFinite(stages, jnp.any(stages) | ~jnp.isfinite(loss))
 
 
-def guard(old: TrainState, new: TrainState, nonfinite: NonFinite, skip: bool) -> tuple[TrainState, dict[str, Any]]:
-    """The new state, or the old one's bits if something is not finite.
+def guard(old: TrainState, new: TrainState, nonfinite: NonFinite, skip: bool) -> tuple[TrainState, dict[str, Array]]:
+    """Return the new state, or the old one's bits if something is not finite, and what was noticed.
 
     A step that is skipped is a step: the next one draws other random numbers. One that raises has not been made.
-
-    Args:
-      old, new: the state before and after the step; ``run_update`` has left what the optimizer writes as it was.
-      skip: whether to skip the step, rather than raise.
-
-    Returns:
-      The state; and in which stages gradients are not finite, and whether the step was stopped.
+    ``run_update`` has left what the optimizer writes as it was.
     """
 
-    def either(before: Any, after: Any) -> Any:
+    def either(before: T, after: T) -> T:
         return jax.tree.map(lambda a, b: jnp.where(nonfinite.stopped, a, b), before, after)
 
     guarded = replace(

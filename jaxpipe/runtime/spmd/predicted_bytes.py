@@ -1,12 +1,12 @@
 """Bytes that each device will reserve, from shapes alone."""
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array, PyTree, Shaped
 from jaxpipe.graph.graph import Graph, itemsize, run
 from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.runtime.executable_plan import Update
@@ -17,17 +17,13 @@ from jaxpipe.runtime.spmd.stage_branches import stage_programs, touched
 from jaxpipe.schedules import Kind
 
 
-def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequence[Any]) -> dict[str, int]:
+def predict(program: Program, update: Update, shared: Sequence[Shaped], batch: Sequence[Shaped]) -> dict[str, int]:
     """Bytes on each device, by component.
 
     One program runs everywhere, so every component is the largest over the stages. ``transport`` is where messages
     wait. ``working`` is what is needed besides while a stage computes or devices send, or while replicas
     exchange gradients or the optimizer writes new parameters and state, at a time when the arena is free again.
     Gradients of a single micro-batch are not added up, and count as working memory.
-
-    Args:
-      update: the optimizer, and where its state lives.
-      batch: one replica's part of the batch.
     """
     held = {
         "parameters": program.parameters.bytes,
@@ -45,7 +41,7 @@ def predict(program: Program, update: Update, shared: Sequence[Any], batch: Sequ
         held["residual"] = update.exchange.residuals.bytes
         exchanging = update.exchange.working_bytes
     arena = program.arena_pages * PAGE * 4
-    transport = 4 * sum(program.inbox_words) if len(program.stages) > 1 else 0
+    transport = 4 * program.inbox_words if len(program.stages) > 1 else 0
     computing = max(working_bytes(program, s) for s in range(len(program.stages)))
     sending = 2 * 4 * sum(program.message_words)
     updating = max(updating_bytes(update, s) for s in range(program.num_devices))
@@ -69,7 +65,7 @@ def working_bytes(program: Program, s: int) -> int:
     (forward, ahead), (backward, behind) = work[Kind.FORWARD], work[program.schedule.backward_kind]
     if program.alone:
 
-        def both(ahead: Any, message: Any, sums: Any = None) -> Any:
+        def both(ahead: PyTree, message: Array, sums: Sequence[Array] | None = None) -> PyTree:
             sent, stash, state, results = forward(*ahead)
             parameters, _, key, rows, _ = ahead
             back, _, steps = backward(parameters, key, rows, stash, message)
@@ -100,7 +96,7 @@ def updating_bytes(update: Update, s: int) -> int:
     common = [t for op in graph.operators for t in op.outputs if t not in by_stage.stage_of]
     shared = [t for t, owner in zip(by_stage.state, by_stage.state_stage, strict=True) if owner is None]
     everywhere = {*graph.constants, *common, *shared, *(t for ts in by_stage.exchanged for t in ts)}
-    peaks: dict[Any, int] = {}
+    peaks: dict[Hashable, int] = {}
     beside, copied = 0, set()
     for step in renewals(by_stage, s, everywhere):
         others = [t for t in step.reads if t != step.old]
@@ -108,7 +104,9 @@ def updating_bytes(update: Update, s: int) -> int:
         alike = tuple((a.shape, a.dtype) for a in avals), tuple(op.name for op in step.operators)
         if alike not in peaks:
 
-            def renew(values: Any, old: Any, step: Renewal = step, others: Any = others) -> Any:
+            def renew(
+                values: Sequence[Array], old: Array, step: Renewal = step, others: Sequence[int] = others
+            ) -> Array:
                 env = {**dict(zip(others, values, strict=True)), step.old: old}
                 run(step.operators, env)
                 return env[step.new]
@@ -126,5 +124,5 @@ def _reads_once(step: Renewal, graph: Graph) -> bool:
     return all(n == 1 or len(graph.tensors[t].shape) < 2 for t, n in counts.items() if t in step.reads)
 
 
-def _bytes(aval: Any) -> int:
+def _bytes(aval: Shaped) -> int:
     return int(np.prod(aval.shape, dtype=np.int64)) * itemsize(aval.dtype)

@@ -7,25 +7,25 @@ Once a step, not once a micro-batch. JAX adds the cotangents of all uses for eac
 micro-batches; here each use is added up over the micro-batches first, which rounds otherwise.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.array_types import Array
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stage_switch import switch
 from jaxpipe.runtime.uint32_words import from_words, to_words
 from jaxpipe.sharding.mesh_axes import STAGE
 
 
-def borrow(program: Program, buffers: Sequence[Any]) -> list[Any]:
+def borrow(program: Program, buffers: Sequence[Array]) -> list[Array]:
     """This device's buffers, and behind them the value of every shared parameter; inside ``shard_map``."""
     if not program.shared:
         return list(buffers)
     avals = program.avals(program.shared)
 
-    def lent(device: int) -> list[Any]:
+    def lent(device: int) -> list[Array]:
         local = dict(zip(program.held(device)[0], program.parameters.read(device, buffers), strict=True))
         zeros = [jnp.zeros(a.shape, a.dtype) for a in avals]
         return [to_words(local.get(t, zero)) for t, zero in zip(program.shared, zeros, strict=True)]
@@ -34,14 +34,14 @@ def borrow(program: Program, buffers: Sequence[Any]) -> list[Any]:
     return [*buffers, *(from_words(w, a) for w, a in zip(words, avals, strict=True))]
 
 
-def give_back(program: Program, sums: Sequence[Any]) -> list[Any]:
+def give_back(program: Program, sums: Sequence[Array]) -> list[Array]:
     """This device's gradient buffers, with what others have computed for its parameters."""
     if not program.lent:
         return list(sums)
     count = len(program.gradients.buffers)
     buffers, borrowed = list(sums[:count]), lax.psum(list(sums[count:]), STAGE)
 
-    def added(device: int) -> list[Any]:
+    def added(device: int) -> list[Array]:
         gradient_of = dict(zip(program.lent, borrowed, strict=True))
         local = zip(program.trained(device), program.sums.read(device, buffers), strict=True)
         return program.sums.write(
@@ -51,6 +51,6 @@ def give_back(program: Program, sums: Sequence[Any]) -> list[Any]:
     return _by_device(program, added)
 
 
-def _by_device(program: Program, function: Any) -> list[Any]:
+def _by_device(program: Program, function: Callable[[int], list[Array]]) -> list[Array]:
     branches = [lambda device=device: function(device) for device in range(program.num_devices)]
     return switch(lax.axis_index(STAGE), branches)

@@ -1,24 +1,28 @@
 """One compiled program for all devices, which walk through a schedule in step (``jaxpipe.runtime.spmd.tick_loop``)."""
 
+# More than 15 of our modules: the parts of this room are put together here.
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled, Lowered, Wrapped
+from jax.typing import DTypeLike
 
 from jaxpipe import multihost
+from jaxpipe.array_types import Array, Device, PyTree
 from jaxpipe.errors import PartitionError
 from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state, shard_batch
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
-from jaxpipe.runtime.interface import Bytes, StepResults
+from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, Part, StepResults
 from jaxpipe.runtime.spmd import compiled_step as steps
 from jaxpipe.runtime.spmd.gather_to_host import stage_arrays
 from jaxpipe.runtime.stages import cut_stages
@@ -32,7 +36,7 @@ from jaxpipe.text.units import bytes_text
 
 
 class SpmdRuntime:
-    """A plan as one program; see ``jaxpipe.runtime.interface.Runtime``."""
+    """A plan as one program; with the methods of ``MpmdRuntime``."""
 
     def __init__(self, planned: ExecutablePlan):
         self.planned = planned
@@ -42,30 +46,19 @@ class SpmdRuntime:
         """Numbers of the devices along the stage axis."""
         return range(self.planned.program.num_devices)
 
-    def devices_of(self, place: int) -> list[Any]:
+    def devices_of(self, place: int) -> list[Device]:
         """The devices of a place, one for each replica."""
         return stage_devices(self.planned.mesh, self.planned.program.stage_replicas, place)
 
-    def stage_part(self, place: int, arrays: StageArrays) -> Any:
-        """Put a place's arrays into rows of the buffers of its devices."""
+    def stage_part(self, place: int, arrays: StageArrays) -> Part:
+        """Put a place's arrays into rows of the buffers of its devices, by group of buffers, buffer and device."""
         program, update = self.planned.program, self.planned.update
         layouts = program.parameters, program.state, update.layout
         held = arrays.parameters, arrays.variables, arrays.optimizer
         every = self.devices_of(place)
         devices = multihost.mine(every)
-        leaves = [x for group in held for x in group]
-        if all(isinstance(x, np.ndarray) for x in leaves):
-            packed = [layout.pack(place, group) for layout, group in zip(layouts, held, strict=True)]
-            rows = [[[jax.device_put(x[None], d) for d in devices] for x in group] for group in packed]
-        else:
-
-            def write(held: Any) -> Any:
-                groups = [layout.write(place, group) for layout, group in zip(layouts, held, strict=True)]
-                return [[x.reshape(1, *x.shape) for x in group] for group in groups]
-
-            first = jax.jit(write)(tuple(map(list, held)))
-            copies = [jax.device_put(first, device) for device in devices[1:]]
-            rows = jax.tree.map(lambda *rows: list(rows), first, *copies)
+        packed = [layout.pack(place, list(map(np.asarray, x))) for layout, x in zip(layouts, held, strict=True)]
+        rows = [[[jax.device_put(x[None], d) for d in devices] for x in group] for group in packed]
         if update.exchange is None:
             return [*rows, []]
         layout = update.exchange.residuals
@@ -75,7 +68,7 @@ class SpmdRuntime:
         columns = zip(*packed, strict=True)
         return [*rows, [[jax.device_put(x[None, None], d) for x, d in zip(c, devices, strict=True)] for c in columns]]
 
-    def assemble(self, parts: Mapping[int, Any], common: CommonArrays) -> TrainState:
+    def assemble(self, parts: Mapping[int, Part], common: CommonArrays) -> TrainState:
         """Return the state of the parts of this process's places."""
         mesh, ordered = self.planned.mesh, [parts[place] for place in sorted(parts)]
         specs = P(STAGE), P(STAGE), P(STAGE), P(STAGE, DATA)
@@ -90,35 +83,33 @@ class SpmdRuntime:
             plan=self.planned.plan.identity,
         )
 
-    def check_batch(self, shapes: Any) -> None:
+    def check_batch(self, shapes: PyTree) -> None:
         """Raise ``BatchError`` if a batch has other shapes than were planned for."""
         check_batch.check_same_structure(shapes, self.planned.batch)
 
-    def prepare(self, shapes: Any) -> None:
+    def prepare(self, shapes: PyTree) -> None:
         """Compile the training step."""
         del shapes  # those that were planned for
         self.compiled_step  # noqa: B018
 
-    def step(self, state: TrainState, batch: Any, shapes: Any) -> StepResults:
+    def step(self, state: TrainState, batch: PyTree, shapes: PyTree) -> StepResults:
         """Run the training step; donates the state."""
         del shapes
         results = multihost.block_if_cpu(self.compiled_step(state, self._placed(batch)))
         return StepResults(*results)
 
-    def gradients(self, state: TrainState, batch: Any, shapes: Any) -> tuple[Any, Sequence[Any], list[Any]]:
+    def gradients(self, state: TrainState, batch: PyTree, shapes: PyTree) -> Gradients:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
         del shapes
         loss, metrics, buffers = multihost.block_if_cpu(self._gradient_step(state, self._placed(batch)))
         program, placement = self.planned.program, self.planned.placement
         trained = [t not in program.objective.frozen for t in program.objective.parameters]
         owners = [owner if kept else None for owner, kept in zip(placement.parameters, trained, strict=True)]
-        gradients = stage_arrays(self.planned.mesh, program.gradients, owners, buffers, lambda: None)
+        gradients = stage_arrays(self.planned.mesh, program.gradients, owners, buffers, itertools.repeat(None))
         return loss, metrics, gradients
 
     @progress("Compiling the forward pass")
-    def forward(
-        self, name: str, objective: MicrobatchProgram, shapes: Any, batching: Batching
-    ) -> Callable[[Any, Any], Any]:
+    def forward(self, name: str, objective: MicrobatchProgram, shapes: PyTree, batching: Batching) -> ForwardPass:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
         planned = self.planned
         before = planned.program.schedule
@@ -134,7 +125,7 @@ class SpmdRuntime:
         function = build(planned.mesh, program, batching, self._abstract_state)
         compiled = lower(planned, function, shapes, batching).compile()
 
-        def run(state: TrainState, batch: Any) -> Any:
+        def run(state: TrainState, batch: PyTree) -> PyTree:
             leaves = shard_batch.place(planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
             results = multihost.block_if_cpu(compiled(state, leaves))
             return results[:2] if name == "evaluate" else results
@@ -145,7 +136,6 @@ class SpmdRuntime:
         """Copy a state to the host of every process that keeps it."""
         program, placement, update = self.planned.program, self.planned.placement, self.planned.update
         gather = functools.partial(stage_arrays, self.planned.mesh, keep=keep)
-        shared = iter(state.shared)
         residuals = []
         if update.exchange is not None:
             layout = update.exchange.residuals
@@ -157,7 +147,7 @@ class SpmdRuntime:
                 update.layout,
                 owners=update.by_stage.state_stage,
                 buffers=state.optimizer,
-                shared=lambda: next(shared),
+                shared=state.shared,
             ),
             residuals,
         )
@@ -178,6 +168,7 @@ class SpmdRuntime:
         """Return what XLA reserves for the training step, on every device alike."""
         step, count = self.compiled_step, self.planned.mesh.devices.size
         sizes = step.memory_analysis()
+        assert sizes is not None
         each = _reserved_bytes(step), sizes.temp_size_in_bytes, sizes.host_temp_size_in_bytes
         return Bytes(*((size,) * count for size in each))
 
@@ -187,7 +178,7 @@ class SpmdRuntime:
 
     @cached_property
     @progress("Compiling the training step")
-    def compiled_step(self) -> Any:
+    def compiled_step(self) -> Compiled:
         """The training step."""
         plan = self.planned.plan
         multihost.agree("The plan", plan.to_json())
@@ -196,7 +187,7 @@ class SpmdRuntime:
         tell(f"XLA reserves {bytes_text(_reserved_bytes(step))} on each device")
         return step
 
-    def lower_step(self) -> Any:
+    def lower_step(self) -> Lowered:
         """Return the training step, lowered for the plan's devices."""
         planned, state = self.planned, self._abstract_state
         with building_for(planned.mesh.devices.flat[0].platform):
@@ -205,12 +196,12 @@ class SpmdRuntime:
 
     @cached_property
     @progress("Compiling the gradient")
-    def _gradient_step(self) -> Any:
+    def _gradient_step(self) -> Compiled:
         planned = self.planned
         function = steps.gradient_step(planned.mesh, planned.program, planned.batching, self._abstract_state)
         return lower(planned, function, planned.batch, planned.batching).compile()
 
-    def _placed(self, batch: Any) -> list[jax.Array]:
+    def _placed(self, batch: PyTree) -> list[Array]:
         leaves, shapes = jax.tree.leaves(batch), jax.tree.leaves(self.planned.batch)
         return shard_batch.place(self.planned.mesh, leaves, shapes, self.planned.batching)
 
@@ -233,10 +224,11 @@ def abstract_state(planned: ExecutablePlan) -> TrainState:
     shared = tuple(shaped(a.shape, a.dtype, P()) for a, owner in owned if owner is None)
     step = shaped((), np.int32, P())
     key = shaped((), key.dtype, P())
-    return TrainState(parameters, variables, optimizer, residual, shared, key, step, step, planned.plan.identity)
+    shapes: tuple[PyTree, ...] = parameters, variables, optimizer, residual, shared, key, step, step
+    return TrainState(*shapes, plan=planned.plan.identity)
 
 
-def lower(planned: ExecutablePlan, function: Any, batch: Any, batching: Batching) -> Any:
+def lower(planned: ExecutablePlan, function: Wrapped, batch: PyTree, batching: Batching) -> Lowered:
     """Return a function of a plan's state and a batch, lowered for the plan's devices."""
     leaves = [
         _shaped(planned, x.shape, x.dtype, spec)
@@ -245,18 +237,19 @@ def lower(planned: ExecutablePlan, function: Any, batch: Any, batching: Batching
     return function.lower(abstract_state(planned), leaves)
 
 
-def _reserved_bytes(step: Any) -> int:
+def _reserved_bytes(step: Compiled) -> int:
     """Return the bytes of arguments, results and temporaries of a compiled step, less what is donated."""
     sizes = step.memory_analysis()
+    assert sizes is not None
     needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
     return needed - sizes.alias_size_in_bytes
 
 
-def _shaped(planned: ExecutablePlan, shape: Sequence[int], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+def _shaped(planned: ExecutablePlan, shape: Sequence[int], dtype: DTypeLike, spec: P) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(planned.mesh, spec))
 
 
-def _assemble(mesh: Any, spec: P, parts: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+def _assemble(mesh: Mesh, spec: P, parts: Sequence[Sequence[Sequence[Array]]]) -> tuple[Array, ...]:
     """Global buffers from the rows that this process's devices hold, by place and buffer."""
     buffers = list(zip(*parts, strict=True))
     if not buffers:  # residuals, in a mesh without their axis

@@ -10,48 +10,38 @@ changes, but not what it only reads.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.graph.graph import Graph
-from jaxpipe.residuals import vjp_program
+from jaxpipe.array_types import Array, ArrayLike, PyTree, Shaped
+from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.program import PAGE, Program
 from jaxpipe.runtime.stages import Stage
-from jaxpipe.runtime.uint32_words import POISON, from_words, pack_words, unpack_words, word_count
+from jaxpipe.runtime.uint32_words import from_words, pack_words, unpack_words, word_count
 from jaxpipe.schedules import Kind
 
 
 class Rows(NamedTuple):
-    """The micro-batch that a branch works on.
+    """The micro-batch that a branch works on."""
 
-    Attributes:
-      batch: all micro-batches, leaves ``[num_microbatches, ...]``.
-      number: which one.
-    """
+    batch: Sequence[Array]  # leaves ``[num_microbatches, ...]``
+    number: ArrayLike  # of the micro-batch
 
-    batch: Sequence[Any]
-    number: Any
-
-    def read(self) -> list[Any]:
+    def read(self) -> list[Array]:
         """Its leaves."""
         return [lax.dynamic_index_in_dim(x, self.number, keepdims=False) for x in self.batch]
 
 
 class Kept(NamedTuple):
-    """The places in the arena of what was kept for a branch.
+    """The places in the arena of what was kept for a branch."""
 
-    Attributes:
-      arena: ``[pages, words]``.
-      first: number of its first page.
-    """
+    arena: Array  # ``[pages, words]``
+    first: ArrayLike  # its first page
 
-    arena: Any
-    first: Any
-
-    def read(self, avals: Sequence[Any]) -> list[Any]:
+    def read(self, avals: Sequence[Shaped]) -> list[Array]:
         """The arrays that were packed there."""
         arrays, start = [], 0
         for aval in avals:
@@ -64,16 +54,28 @@ class Kept(NamedTuple):
         return arrays
 
 
+#: A stash as a backward branch gets it: a place in the arena, or its arrays where one stage does all.
+Stash: TypeAlias = Kept | Sequence[Array]
+
+#: Message; stash, in pages or as arrays as ``Stash`` has it; state buffers; results.
+ForwardResults: TypeAlias = tuple[Array, PyTree, list[Array], list[Array]]
+
+#: Message, cotangents that wait for the weight part, gradient buffers.
+BackwardResults: TypeAlias = tuple[Array, Array, list[Array]]
+
+Branch: TypeAlias = Callable[..., PyTree]
+
+
 def given_avals(program: Program) -> tuple[Rows, Kept]:
     """Shapes of what branches look into: the batch, and an arena that has room for what one micro-batch keeps."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
     lead = program.num_microbatches
     batch = [jax.ShapeDtypeStruct((lead, *a.shape), a.dtype) for a in program.avals(program.objective.batch)]
     pages = max(*program.stash_pages, *program.saved_pages)
-    return Rows(batch, number), Kept(jax.ShapeDtypeStruct((pages, PAGE), jnp.uint32), number)
+    return Rows._make((batch, number)), Kept._make((jax.ShapeDtypeStruct((pages, PAGE), jnp.uint32), number))
 
 
-def stage_programs(program: Program, s: int) -> dict[Kind, tuple[Callable[..., Any], tuple[Any, ...]]]:
+def stage_programs(program: Program, s: int) -> dict[Kind, tuple[Branch, tuple[PyTree, ...]]]:
     """Return a stage's work by kind, each with the shapes of its operands."""
     parameters, state = (
         [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
@@ -83,29 +85,20 @@ def stage_programs(program: Program, s: int) -> dict[Kind, tuple[Callable[..., A
     key = jax.eval_shape(lambda: jax.random.key(0))
     forward, backward = (jax.ShapeDtypeStruct((n,), jnp.uint32) for n in program.message_words)
     rows, kept = given_avals(program)
-    stash: Any = program.stash_avals(program.stages[s]) if program.alone else kept
-    work: dict[Kind, Any] = {
-        Kind.FORWARD: (forward_branch(program, s), (parameters, state, key, rows, forward)),
-        program.schedule.backward_kind: (backward_branch(program, s), (parameters, key, rows, stash, backward)),
+    kind = program.schedule.backward_kind
+    stash = program.stash_avals(program.stages[s]) if program.alone else kept
+    work: dict[Kind, tuple[Branch, tuple[PyTree, ...]]] = {
+        Kind.FORWARD: (branch(program, Kind.FORWARD, s), (parameters, state, key, rows, forward)),
+        kind: (branch(program, kind, s), (parameters, key, rows, stash, backward)),
     }
     if program.schedule.splits_backward:
-        work[Kind.BACKWARD_WEIGHT] = weight_branch(program, s), (parameters, key, rows, stash, kept)
+        work[Kind.BACKWARD_WEIGHT] = branch(program, Kind.BACKWARD_WEIGHT, s), (parameters, key, rows, stash, kept)
     return work
 
 
-def made_avals(program: Program) -> list[Any]:
+def made_avals(program: Program) -> list[Shaped]:
     """Return what a forward branch hands out of each micro-batch: the results, and how many tensors overflowed."""
     return [*program.avals(program.objective.results), jax.ShapeDtypeStruct((), jnp.int32)]
-
-
-def stash_shape(program: Program) -> tuple[int, int]:
-    """Pages and words of the window through which stashes go to and from the arena."""
-    return (max(program.stash_pages), PAGE)
-
-
-def saved_shape(program: Program) -> tuple[int, int]:
-    """Return the same for the cotangents that the weight part of the backward work waits for."""
-    return (max(program.saved_pages), PAGE)
 
 
 def touched(program: Program, kind: Kind) -> tuple[int, ...]:
@@ -121,76 +114,64 @@ def touched(program: Program, kind: Kind) -> tuple[int, ...]:
     return tuple(sorted(buffers - {-1}))
 
 
-def idle_forward(program: Program) -> Callable[..., Any]:
-    """No forward work; the state stays."""
-
-    def idle(_: Any, state: Any, *__: Any) -> Any:
-        results = [_poisoned(a.shape, a.dtype) for a in made_avals(program)]
-        message = jnp.full((program.message_words[0],), POISON)
-        return message, jnp.full(stash_shape(program), POISON), list(state), results
-
-    return idle
+def branch(program: Program, kind: Kind, s: int | None) -> Branch:
+    """Return the work of a kind of a stage; of none (None), or backward of a frozen one, the idle branch."""
+    if s is None or (kind is not Kind.FORWARD and s < program.schedule.frozen):
+        return _idle_branch(program, kind)
+    branches = {Kind.FORWARD: _forward_branch, Kind.BACKWARD_WEIGHT: _weight_branch}
+    return branches.get(kind, _backward_branch)(program, s)
 
 
-def idle_backward(program: Program) -> Callable[..., Any]:
-    """No backward work, whole or of the input part."""
+def _idle_branch(program: Program, kind: Kind) -> Branch:
+    """No work: every bit of its results is set, and the state stays."""
+    words = [jax.ShapeDtypeStruct((n,), jnp.uint32) for n in program.message_words]
 
-    def idle(*_: Any) -> Any:
-        message = jnp.full((program.message_words[1],), POISON)
-        saved = jnp.full(saved_shape(program), POISON)
-        return message, saved, _idle_steps(program, program.schedule.backward_kind)
+    def idle_forward(_: Sequence[Array], state: Sequence[Array], *__: PyTree) -> ForwardResults:
+        message, stash, results = jax.tree.map(_poisoned, (words[0], _window(program.stash_pages), made_avals(program)))
+        return message, stash, list(state), results
 
-    return idle
+    def idle_backward(*_: PyTree) -> PyTree:
+        steps = [program.gradient_avals[k] for k in touched(program, kind)]
+        weights = kind is Kind.BACKWARD_WEIGHT
+        return jax.tree.map(_poisoned, steps if weights else (words[1], _window(program.saved_pages), steps))
 
-
-def idle_weight(program: Program) -> Callable[..., Any]:
-    """No work for weights."""
-    return lambda *_: _idle_steps(program, Kind.BACKWARD_WEIGHT)
-
-
-def _idle_steps(program: Program, kind: Kind) -> list[Any]:
-    avals = program.gradient_avals
-    return [_poisoned(avals[k].shape, avals[k].dtype) for k in touched(program, kind)]
+    return idle_forward if kind is Kind.FORWARD else idle_backward
 
 
-def _poisoned(shape: Sequence[int], dtype: Any) -> Any:
+def _poisoned(aval: Shaped) -> Array:
     """An array that nothing may read: NaN where there is one, else every bit set."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.full(shape, jnp.nan, dtype)
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return jnp.ones(shape, dtype)
-    return jnp.full(shape, jnp.iinfo(dtype).max, dtype)
+    if jnp.issubdtype(aval.dtype, jnp.inexact):
+        return jnp.full(aval.shape, jnp.nan, aval.dtype)
+    if jnp.issubdtype(aval.dtype, jnp.bool_):
+        return jnp.ones(aval.shape, aval.dtype)
+    return jnp.full(aval.shape, jnp.iinfo(aval.dtype).max, aval.dtype)
 
 
-def forward_branch(program: Program, s: int) -> Callable[..., Any]:
-    """The forward work of a stage."""
-    stage, device = program.stages[s], program.device(s)
+def _window(pages: Sequence[int]) -> jax.ShapeDtypeStruct:
+    """The shape in which what every stage keeps goes to and from the arena."""
+    return jax.ShapeDtypeStruct((max(pages), PAGE), jnp.uint32)
 
-    def forward(parameters: Any, state: Any, key: Any, rows: Rows, message: Any) -> Any:
+
+def _forward_branch(program: Program, s: int) -> Branch:
+    stage, device, wanted = program.stages[s], program.device(s), program.objective.results
+
+    def forward(
+        parameters: Sequence[Array], state: Sequence[Array], key: Array, rows: Rows, message: Array
+    ) -> ForwardResults:
         known = _at_hand(program, s, parameters, key, rows)
         variables = program.held(device)[1]
         known.update(zip(variables, program.state.read(device, state), strict=True))
         known.update(zip(stage.arriving, unpack_words(message, program.avals(stage.arriving)), strict=True))
-        inputs = [known[t] for t in stage.graph.inputs]
-        overflows = jnp.int32(0)
-        if stage.vjp is None or not program.schedule.has_backward:
-            outputs, stash = stage.graph.evaluate(inputs), []
-        else:
-            outputs, stash = vjp_program.forward(stage.vjp, inputs)
-            overflows = vjp_program.overflows(stage.vjp, stash)
-            kept = set(stage.stashed)
-            stash = [x for t, parts in zip(stage.vjp.plan.stored, stash, strict=True) if t in kept for x in parts]
-        value_of = dict(zip(stage.graph.outputs, outputs, strict=True))
+        value_of, kept, overflows = stage_passes.forward(stage, known, program.schedule.has_backward)
+        stash = [x for parts in kept.values() for x in parts]
         results = [
             value_of[t] if k in stage.results else jnp.zeros(a.shape, a.dtype)
-            for k, (t, a) in enumerate(
-                zip(program.objective.results, program.avals(program.objective.results), strict=True)
-            )
+            for k, (t, a) in enumerate(zip(wanted, program.avals(wanted), strict=True))
         ]
         new = dict(zip(stage.state, stage.new_state, strict=True))
         return (
             pack_words([value_of[t] for t in stage.leaving], program.message_words[0]),
-            stash if program.alone else _packed(stash, stash_shape(program)),
+            stash if program.alone else _packed(stash, program.stash_pages),
             program.state.write(device, [value_of[new[t]] if t in new else known[t] for t in variables]),
             [*results, overflows],
         )
@@ -198,61 +179,38 @@ def forward_branch(program: Program, s: int) -> Callable[..., Any]:
     return forward
 
 
-def backward_branch(program: Program, s: int) -> Callable[..., Any]:
-    """The backward work of a stage, or its input part if the schedule splits it; none of a frozen stage."""
-    if s < program.schedule.frozen:
-        return idle_backward(program)
+def _backward_branch(program: Program, s: int) -> Branch:
+    """The backward work of a stage, or its input part if the schedule splits it."""
     stage = program.stages[s]
     following = program.stages[s + 1].returning if s + 1 < len(program.stages) else ()
-    loss = program.objective.results[0]
     kind = program.schedule.backward_kind
 
-    def backward(parameters: Any, key: Any, rows: Rows, stash: Any, message: Any) -> Any:
-        built = stage.vjp
-        assert built is not None
+    def backward(parameters: Sequence[Array], key: Array, rows: Rows, stash: Stash, message: Array) -> BackwardResults:
         known = _at_hand(program, s, parameters, key, rows)
         cotangents = dict(zip(following, unpack_words(message, program.tangents(following)), strict=True))
-        if 0 in stage.results:
-            seed = jnp.ones((), program.objective.graph.tensors[loss].dtype)
-            cotangents[loss] = cotangents[loss] + seed if loss in cotangents else seed
-        operands = _stashed(program, stage, known, stash)
-        given = _once(built.backward_graph.source, cotangents)
-        saved = []
-        if kind is Kind.BACKWARD:
-            cotangents_out = vjp_program.backward(built, *operands, given, fenced=True)
-            gradients = dict(zip(built.backward_graph.wrt, cotangents_out, strict=True))
-        else:
-            cotangents_out, handed = vjp_program.backward_input(built, *operands, given, fenced=True)
-            gradients = dict(zip(built.input_part, cotangents_out, strict=True))
-            waiting = dict(zip(built.saved, handed, strict=True))
-            saved = [waiting[t] for t in stage.saved]
+        kept = _stashed(program, stage, stash)
+        gradients, saved = stage_passes.backward(program.objective, stage, kind, known, kept, cotangents)
         message = pack_words([gradients[t] for t in stage.returning], program.message_words[1])
-        return message, _packed(saved, saved_shape(program)), _steps(program, s, kind, gradients)
+        saved = [saved[t] for t in stage.saved] if kind is Kind.BACKWARD_INPUT else []
+        return message, _packed(saved, program.saved_pages), _steps(program, s, kind, gradients)
 
     return backward
 
 
-def weight_branch(program: Program, s: int) -> Callable[..., Any]:
-    """The weight part of the backward work of a stage; none of a frozen one."""
-    if s < program.schedule.frozen:
-        return idle_weight(program)
-    stage = program.stages[s]
+def _weight_branch(program: Program, s: int) -> Branch:
+    stage, kind = program.stages[s], Kind.BACKWARD_WEIGHT
 
-    def weight(parameters: Any, key: Any, rows: Rows, stash: Any, saved: Any) -> Any:
-        built = stage.vjp
-        assert built is not None
+    def weight(parameters: Sequence[Array], key: Array, rows: Rows, stash: Stash, saved: Kept) -> list[Array]:
         known = _at_hand(program, s, parameters, key, rows)
-        handed = dict(zip(stage.saved, saved.read(program.tangents(stage.saved)), strict=True))
-        operands = _stashed(program, stage, known, stash)
-        weight_gradients = vjp_program.backward_weight(
-            built, *operands, [handed.get(t) for t in built.saved], fenced=True
-        )
-        return _steps(program, s, Kind.BACKWARD_WEIGHT, dict(zip(built.weight_part, weight_gradients, strict=True)))
+        received = dict(zip(stage.saved, saved.read(program.tangents(stage.saved)), strict=True))
+        kept = _stashed(program, stage, stash)
+        gradients, _ = stage_passes.backward(program.objective, stage, kind, known, kept, received)
+        return _steps(program, s, kind, gradients)
 
     return weight
 
 
-def _at_hand(program: Program, s: int, parameters: Sequence[Any], key: Any, rows: Rows) -> dict[int, Any]:
+def _at_hand(program: Program, s: int, parameters: Sequence[Array], key: Array, rows: Rows) -> dict[int, Array]:
     """Return the inputs that no stage sends: the micro-batch, its key, parameters that the device has or borrows."""
     device = program.device(s)
     known = dict(zip((*program.objective.batch, program.objective.key), (*rows.read(), key), strict=True))
@@ -262,38 +220,28 @@ def _at_hand(program: Program, s: int, parameters: Sequence[Any], key: Any, rows
     return known
 
 
-def _stashed(program: Program, stage: Stage, known: dict[int, Any], stash: Any) -> tuple[list[Any], list[Any]]:
-    """The parameters and the stash that a backward pass is given."""
-    built = stage.vjp
-    assert built is not None
-    stored = iter(stash if program.alone else stash.read(program.stash_avals(stage)))
-    counts = dict(zip(built.plan.stored, map(len, built.stash_avals), strict=True))
-    arena = {t: [next(stored) for _ in range(counts[t])] for t in stage.stashed}
-    parts = [arena[t] if t in arena else (known[t],) for t in built.plan.stored]
-    return [known[t] for t in built.parameters], parts
+def _stashed(program: Program, stage: Stage, stash: Stash) -> dict[int, tuple[Array, ...]]:
+    assert stage.vjp is not None
+    stored = iter(stash.read(program.stash_avals(stage)) if isinstance(stash, Kept) else stash)
+    counts = dict(zip(stage.vjp.plan.stored, map(len, stage.vjp.stash_avals), strict=True))
+    return {t: tuple(next(stored) for _ in range(counts[t])) for t in stage.stashed}
 
 
-def _packed(values: Sequence[Any], shape: tuple[int, int]) -> Any:
-    return pack_words(values, shape[0] * shape[1]).reshape(shape)
+def _packed(values: Sequence[Array], pages: Sequence[int]) -> Array:
+    return pack_words(values, max(pages) * PAGE).reshape(max(pages), PAGE)
 
 
-def _steps(program: Program, s: int, kind: Kind, gradients: dict[int, Any]) -> list[Any]:
+def _steps(program: Program, s: int, kind: Kind, gradients: dict[int, Array]) -> list[Array]:
     """The buffers that work of a kind adds to, with a stage's gradients in them and zeros elsewhere."""
     device = program.device(s)
     trained = program.trained(device)
     given = program.stages[s].differentiated(kind)
     values = [
-        gradients[t] if t in given and gradients.get(t) is not None else jnp.zeros(a.shape, a.dtype)
+        gradients[t] if t in given and t in gradients else jnp.zeros(a.shape, a.dtype)
         for t, a in zip(trained, program.avals(trained), strict=True)
     ]
     written = program.gradients.write(device, values)
     for t, aval in zip(program.lent, program.gradient_avals[len(written) :], strict=True):
-        here = t in given and t not in trained and gradients.get(t) is not None
+        here = t in given and t not in trained and t in gradients
         written.append(gradients[t].reshape(aval.shape) if here else jnp.zeros(aval.shape, aval.dtype))
     return [written[k] for k in touched(program, kind)]
-
-
-def _once(graph: Graph, cotangents: dict[int, Any]) -> list[Any]:
-    """A cotangent for each output; for one that is returned twice, only at its first place."""
-    left = dict(cotangents)
-    return [left.pop(t, None) for t in graph.outputs]

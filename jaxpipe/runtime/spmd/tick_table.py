@@ -5,61 +5,42 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpipe.array_types import ArrayLike
 from jaxpipe.schedules import Kind, Schedule
-from jaxpipe.schedules.allocate import Inbox, Stay, addresses, inbox
+from jaxpipe.schedules.allocate import Inbox, Stay, addresses
 
 
 class Work(NamedTuple):
-    """One kind of work, ``[devices, ticks]`` or a device's part of it.
+    """One kind of work, ``[devices, ticks]`` or a device's part of it."""
 
-    Attributes:
-      microbatch: -1 for none.
-      branch: 0 for none, else one more than the stage.
-      stash: first page of the stash in the arena.
-      message: slot of the inbox with what a neighbor sent.
-      saved: first page of the cotangents that wait for the weight part of the backward work.
-    """
-
-    microbatch: np.ndarray
-    branch: np.ndarray
-    stash: np.ndarray
-    message: np.ndarray
-    saved: np.ndarray
+    microbatch: ArrayLike  # -1 for none
+    branch: ArrayLike  # 0 for none, else one more than the stage
+    stash: ArrayLike  # first page in the arena
+    message: ArrayLike  # slot of the inbox
+    saved: ArrayLike  # first page of the cotangents that wait for the weight part
 
 
-class Columns(NamedTuple):
-    """The work of every device in each tick, ``[devices, ticks]``.
+class Row(NamedTuple):
+    """The work of every device in each tick, ``[devices, ticks]``, or of one device in one tick.
 
-    Attributes:
-      forward, backward, weight: work; ``backward`` as a whole, or its input part where it is split.
-      forward_inbox, backward_inbox: where messages wait.
+    ``backward`` is work as a whole, or its input part where it is split; messages land in slots, -1: none.
     """
 
     forward: Work
     backward: Work
     weight: Work
-    forward_inbox: Inbox
-    backward_inbox: Inbox
+    landed: Sequence[ArrayLike]  # of messages forward and back
 
 
 class Arena(NamedTuple):
-    """First pages of what waits, by stage and micro-batch.
-
-    Attributes:
-      stashes: of what forward work stores for backward work.
-      saved: of the cotangents that wait for the weight part of the backward work.
-    """
+    """First pages of what waits, by stage and micro-batch."""
 
     stashes: dict[tuple[int, int], int]
     saved: dict[tuple[int, int], int]
 
 
 def arena(schedule: Schedule, stash_pages: Sequence[int], saved_pages: Sequence[int]) -> Arena:
-    """A place for every stash from forward to the end of backward work, and for cotangents that wait in between.
-
-    Args:
-      stash_pages, saved_pages: by stage.
-    """
+    """A place for every stash from forward to the end of backward work, and for cotangents that wait in between."""
     stashes, saved = {}, {}
     last = Kind.BACKWARD_WEIGHT if schedule.splits_backward else Kind.BACKWARD
     for device in range(schedule.num_stages):
@@ -78,8 +59,8 @@ def arena(schedule: Schedule, stash_pages: Sequence[int], saved_pages: Sequence[
     return Arena(stashes, saved)
 
 
-def columns(schedule: Schedule, places: Arena) -> Columns:
-    """The numbers for a schedule whose stashes have their places."""
+def tick_table(schedule: Schedule, places: Arena, ahead: Inbox, back: Inbox) -> Row:
+    """Return the numbers for a schedule whose stashes and messages have their places."""
     shape = schedule.num_stages, len(schedule.ticks)
 
     def work(kind: Kind, box: Inbox | None) -> Work:
@@ -93,11 +74,9 @@ def columns(schedule: Schedule, places: Arena) -> Columns:
         message = np.zeros(shape, np.int32) if box is None else np.asarray(box.read, np.int32)
         return Work(microbatch, branch, stash, message, saved)
 
-    forward_inbox, backward_inbox = inbox(schedule, Kind.FORWARD), inbox(schedule, schedule.backward_kind)
-    return Columns(
-        forward=work(Kind.FORWARD, forward_inbox),
-        backward=work(schedule.backward_kind, backward_inbox),
+    return Row(
+        forward=work(Kind.FORWARD, ahead),
+        backward=work(schedule.backward_kind, back),
         weight=work(Kind.BACKWARD_WEIGHT, None),
-        forward_inbox=forward_inbox,
-        backward_inbox=backward_inbox,
+        landed=[np.asarray(box.landed, np.int32) for box in (ahead, back)],
     )

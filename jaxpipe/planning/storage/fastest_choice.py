@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.planning.storage.greedy import give_up, give_up_all
-from jaxpipe.planning.storage.integer_program import Solution, solve
 from jaxpipe.planning.storage.small_items import without_small_items
-from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, simulate
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, Solution, simulate
 
 
-#: A solver's numbers are exact to this fraction; an answer that is over the limit by so little is asked for again.
+#: A solver's numbers are exact to this fraction; one that is over the limit by so little is solved again.
 ACCURACY = 1e-6
 
 #: By what part of a budget it is raised at a time, if the caller allows that.
@@ -25,8 +24,8 @@ class Answer:
     Attributes:
       choice: by item.
       outcome: what it leads to, simulated.
-      status: ``"optimal"``, ``"gap"`` (within the gap that was asked for), ``"time limit"``, ``"greedy"`` if no
-        solver had a better one, or ``"lowest peak"`` if nothing but that was asked for.
+      status: ``"optimal"``, ``"gap"`` (within the requested gap), ``"time limit"``, ``"greedy"`` if no
+        solver had a better one, or ``"lowest peak"`` if that alone was wanted.
       bound: no choice has fewer seconds.
     """
 
@@ -51,34 +50,42 @@ def choose(problem: Problem, *, solver: str = "HIGHS", time_limit: float = 10.0,
     candidates = []
     greedy = give_up(problem)
     if greedy is not None:
-        found = simulate(problem, greedy)
-        assert found is not None
-        if found.seconds <= least:
-            return Answer(greedy, found, "optimal", found.seconds)
+        outcome = simulate(problem, greedy)
+        assert outcome is not None
+        if outcome.seconds <= least:
+            return Answer(greedy, outcome, "optimal", outcome.seconds)
         candidates.append((1, greedy))
-    solved = Solution(None, False, False, None)
-    if time_limit > 0:
-        solved = solve(without_small_items(problem), solver=solver, time_limit=time_limit, gap=gap)
+    solved = _solve(problem, solver, time_limit, gap)
     if solved.choice is not None:
-        found = simulate(problem, solved.choice)
-        if found is not None and not found.fits(problem):
+        outcome = simulate(problem, solved.choice)
+        if outcome is not None and not outcome.fits(problem):
             # Once more, with the capacity lowered by what the solver's arithmetic leaves open.
             strict = replace(problem, capacity=problem.capacity * (1 - ACCURACY))
-            solved = solve(without_small_items(strict), solver=solver, time_limit=time_limit, gap=gap)
-            found = None if solved.choice is None else simulate(problem, solved.choice)
-        if solved.choice is not None and found is not None and found.fits(problem):
+            solved = _solve(strict, solver, time_limit, gap)
+            outcome = None if solved.choice is None else simulate(problem, solved.choice)
+        if solved.choice is not None and outcome is not None and outcome.fits(problem):
             candidates.append((0, solved.choice))
     if not candidates:
         return None
     answers = [(origin, *_tidy(problem, choice)) for origin, choice in candidates]
-    origin, choice, found = min(answers, key=lambda answer: (answer[2].seconds, answer[0]))
-    seconds = found.seconds
+    origin, choice, outcome = min(answers, key=lambda answer: (answer[2].seconds, answer[0]))
+    seconds = outcome.seconds
     bound = max(least, min(seconds, solved.bound or 0.0))
     if solved.optimal:
         status = "optimal" if seconds <= bound * (1 + 1e-9) else "gap"
     else:
         status = "greedy" if origin else "time limit"
-    return Answer(choice, found, status, bound)
+    return Answer(choice, outcome, status, bound)
+
+
+def _solve(problem: Problem, solver: str, time_limit: float, gap: float, *, least_peak: bool = False) -> Solution:
+    """Ask a solver, if there is time for it."""
+    if time_limit <= 0:
+        return Solution()
+    from jaxpipe.planning.storage.integer_program import solve  # cvxpy takes a second to import
+
+    reduced = without_small_items(problem)
+    return solve(reduced, solver=solver, time_limit=time_limit, gap=gap, least_peak=least_peak)
 
 
 def check_solver(solver: str) -> str:
@@ -89,7 +96,7 @@ def check_solver(solver: str) -> str:
     """
     if solver == "HIGHS":  # comes with cvxpy
         return solver
-    from cvxpy.reductions.solvers.defines import INSTALLED_MI_SOLVERS  # see integer_program
+    from cvxpy.reductions.solvers.defines import INSTALLED_MI_SOLVERS  # takes a second to import
 
     if not isinstance(solver, str) or solver.upper() not in INSTALLED_MI_SOLVERS:
         raise PartitionError(
@@ -113,10 +120,7 @@ def lowest_peak(
 
     Equal problems have equal answers, also where the time was too short to prove that nothing is lower.
     """
-    solved = Solution(None, False, False, None)
-    if time_limit > 0:
-        reduced = without_small_items(problem)
-        solved = solve(reduced, solver=solver, time_limit=time_limit, gap=gap, least_peak=True)
+    solved = _solve(problem, solver, time_limit, gap, least_peak=True)
     choices = [choice for choice in (solved.choice, give_up_all(problem)) if choice is not None]
     answers = [_tidy(problem, choice) for choice in choices if simulate(problem, choice) is not None]
     if not answers:
@@ -130,9 +134,9 @@ def _tidy(problem: Problem, choice: tuple[int, ...]) -> tuple[tuple[int, ...], O
     outcome = simulate(problem, choice)
     assert outcome is not None
     tidy = tuple(option if k in outcome.read else NOT_STORED for k, option in enumerate(choice))
-    found = simulate(problem, tidy)
-    assert found is not None
-    return tidy, found
+    outcome = simulate(problem, tidy)
+    assert outcome is not None
+    return tidy, outcome
 
 
 def least_seconds(problem: Problem) -> float:

@@ -31,13 +31,9 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Limits:
-    """The devices and limits of a search.
+    """The devices and limits of a search: sizes of teams, the number of devices in all, bytes by device.
 
-    Attributes:
-      team_sizes: how many devices a stage may have.
-      num_devices: how many are used in all; any number if None.
-      memory: bytes on each device of the network.
-      widths: how many devices each stage has, first to last, if that is given.
+    ``widths`` are the numbers of devices of the stages, first to last, if they are given.
     """
 
     team_sizes: tuple[int, ...]
@@ -85,25 +81,20 @@ def work(classes: Sequence[Sequence[int]], cuts: int, limits: Limits) -> float:
     return float(pairs) * cuts**2 + float(triples) * (cuts + 5000)
 
 
+@dataclass(frozen=True, eq=False)
 class Search:
-    """One search space: cuts, devices and a model.
+    """One search space: cuts, a model, and devices in classes; a stage takes the last ones of a class that are left."""
 
-    Args:
-      space: the cuts.
-      model: what stages cost.
-      classes: devices in groups; a stage takes the last ones of a group that are left.
-      limits: what may be used.
-    """
-
-    def __init__(self, space: CutSpace, model: CostModel, classes: Sequence[Sequence[int]], limits: Limits):
-        self.space, self.model, self.classes, self.limits = space, model, classes, limits
-        self.speed = np.asarray(model.network.speed)
+    space: CutSpace
+    model: CostModel
+    classes: Sequence[Sequence[int]]
+    limits: Limits
 
     def least(self) -> float:
         """The least possible cost of the costliest stage or link; infinite if nothing fits the memory."""
         bound = math.inf
         if len(self.space.crossing) > 2 * FEW_CUTS:
-            bound = self.on(self.space.thinned(FEW_CUTS)).least() * ROUNDING
+            bound = replace(self, space=self.space.thinned(FEW_CUTS)).least() * ROUNDING
         return self._run(_Slowest(self, bound))[0]
 
     def lightest(self, limit: float) -> Stages | None:
@@ -129,23 +120,10 @@ class Search:
             followers += len(devices)
         return True
 
-    def on(self, space: CutSpace) -> "Search":
-        """Return the same search over other cuts."""
-        return Search(space, self.model, self.classes, self.limits)
-
-    def under(self, model: CostModel) -> "Search":
-        """Return the same search with another model."""
-        return Search(self.space, model, self.classes, self.limits)
-
-    def unlimited(self) -> "Search":
-        """Return the same search with all the memory there could be."""
-        limits = replace(self.limits, memory=(math.inf,) * len(self.limits.memory))
-        return Search(self.space, self.model, self.classes, limits)
-
-    def stage(self, team: Team, block: Block) -> np.ndarray:
+    def stage(self, team: Team, block: Block, memory: float | None = None) -> np.ndarray:
         """Cost of a stage on a team, infinite where it does not fit the memory or is none."""
         possible = self.space.nested[block[0]][:, block[1]]
-        memory = min(self.limits.memory[d] for d in team.devices)
+        memory = min(self.limits.memory[d] for d in team.devices) if memory is None else memory
         if memory < math.inf:
             possible = possible & (self.memory(team, block) <= memory)
         return np.where(possible, self.model.stage_seconds(self.space, team, block), np.inf)
@@ -160,8 +138,9 @@ class Search:
         """The cuts in front of which and behind which no more lies than the devices there can do within a bound."""
         if bound == math.inf:
             return slice(None)
-        taken = np.isin(np.arange(len(self.speed)), self._devices(used, used))
-        behind, before = (float(self.speed[mask].sum()) * bound * ROUNDING for mask in (taken, ~taken))
+        speed = np.asarray(self.model.network.speed)
+        taken = np.isin(np.arange(len(speed)), self._devices(used, used))
+        behind, before = (float(speed[mask].sum()) * bound * ROUNDING for mask in (taken, ~taken))
         work = self.space.seconds
         fits = (work[-1] - work <= behind) & (work <= before)
         cuts = np.flatnonzero(fits)
@@ -309,13 +288,13 @@ class _Slowest(_Rule):
 
 
 class _Memory(_Slowest):
-    """Memory in the place of time; a link that is missing is still missing."""
+    """Memory in the place of time, without a limit; a link that is missing is still missing."""
 
     def across(self, ways: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray | None]:
         return functools.reduce(np.minimum, (np.where(link < np.inf, value, np.inf) for value, link in ways)), None
 
     def cost(self, team: Team, block: Block) -> np.ndarray:
-        possible = self.search.unlimited().stage(team, block) < np.inf
+        possible = self.search.stage(team, block, math.inf) < np.inf
         return np.where(possible, self.search.memory(team, block), np.inf)
 
 

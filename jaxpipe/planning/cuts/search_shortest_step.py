@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxpipe.planning.cuts.cost_models import Stages, Synchronous
 from jaxpipe.planning.cuts.cut_space import CutSpace
-from jaxpipe.planning.cuts.dynamic_program import ROUNDING, Counts, Search
 from jaxpipe.planning.cuts.repeated_stages import repeated_plans
+from jaxpipe.planning.cuts.search_cuts import ROUNDING, Counts, Search
 
 
 #: How much more than beside a stage a link counts, in further plans to begin with.
@@ -23,12 +23,8 @@ MOST_NODES = 20_000
 class Found:
     """The best stages that were found.
 
-    Attributes:
-      seconds: of a step.
-      stages: the plan.
-      bound: no plan is faster; the best price, if all plans were looked at, or else what the slowest stage needs for
-        all micro-batches.
-      ties: how many are as fast, if all were looked at; else 1.
+    No plan is faster than ``bound``: the best price, if all plans were looked at, or else what the slowest stage needs
+    for all micro-batches. ``ties`` are as fast; 1 if not all were looked at.
     """
 
     seconds: float
@@ -49,7 +45,7 @@ def shortest_step(search: Search, model: Synchronous, slack: float = 0.0) -> Fou
         return None
     seeds = [search.lightest(least)]
     for weight in WEIGHTS:
-        weighted = search.under(replace(model, weight=weight))
+        weighted = replace(search, model=replace(model, weight=weight))
         seeds.append(weighted.lightest(weighted.least()))
     known = [stages for stages in dict.fromkeys(seeds) if stages]
     known = [(model.objective(search.space, stages), stages) for stages in known]

@@ -354,7 +354,7 @@ def test_a_tied_parameter_a_clipped_adam_and_a_guard():
     assert relative_l2(arrays(pipeline.parameters(state)), arrays(wanted)) < 1e-5
 
 
-def test_the_plan_tells_of_teams():
+def test_the_plan_names_the_devices_of_its_stages():
     pipeline = normalized_pipeline((2, 1))
     plan = pipeline.plan
     assert [stage.devices for stage in plan.stages] == [(0, 1), (2,)]
@@ -401,7 +401,7 @@ def one_costly_layer():
     return dataclasses.replace(even, forward_seconds=seconds, backward_seconds=seconds)
 
 
-def test_the_planner_chooses_teams_where_stages_cannot_be_balanced():
+def test_the_planner_replicates_stages_that_cannot_be_balanced():
     """One layer costs as much as all others together: two devices for it, or three."""
     profile = one_costly_layer()
     single = layers(False, profile=profile)
@@ -411,7 +411,7 @@ def test_the_planner_chooses_teams_where_stages_cannot_be_balanced():
     assert max(chosen.plan.stage_replicas.per_stage) > 1
 
 
-def test_devices_of_a_network_are_put_into_teams():
+def test_devices_of_a_network_are_given_to_stages():
     """Two fast devices, far from the others: a stage of two gets them."""
     bandwidth = np.full((3, 3), 1e6)
     bandwidth[0, 2] = bandwidth[2, 0] = 1e12
@@ -482,13 +482,13 @@ def test_a_batch_of_one_row_is_for_stages_on_several_devices_too():
     assert layers((1, 1, 2), rows=1, m=1).plan.stage_replicas.per_stage == (1, 1, 2)
 
 
-def test_a_schedule_that_does_not_exist_for_so_many_deals_tells_of_deals():
+def test_a_schedule_that_does_not_exist_for_so_many_rounds_says_so():
     """``interleaved`` wants a multiple of the stages: 3 rounds are none, though 8 micro-batches are."""
     with pytest.raises(ScheduleError, match=r"num_microbatches=3, .* is a round of 3, .* num_microbatches=8 are 3 for"):
         layers((3, 1), m=8, schedule="interleaved")
 
 
-def test_the_planner_goes_on_with_one_device_each_where_a_schedule_is_not_for_teams():
+def test_the_planner_goes_on_with_one_device_each_where_a_schedule_needs_that():
     profile = one_costly_layer()
     assert len(layers(True, m=8, profile=profile).plan.stages) < 4
     plan = layers(True, m=8, profile=profile, schedule="interleaved").plan
@@ -508,7 +508,7 @@ def test_one_program_has_one_device_in_each_stage(widths):
     assert plan.runtime == "mpmd" and "have devices_per_stage=" in plan.runtime_reason
 
 
-def test_teams_beside_a_data_axis_are_refused():
+def test_stage_replicas_beside_a_data_axis_are_refused():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "stage"))
     with pytest.raises(PartitionError, match="there can be one of the two"):
         layers((3, 1), mesh=mesh)

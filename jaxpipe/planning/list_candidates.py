@@ -1,0 +1,147 @@
+"""The candidates of a plan: for each schedule that may be the fastest, cuts, devices and a program."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from jaxpipe.costs.profile import Profile
+from jaxpipe.errors import PartitionError, ScheduleError
+from jaxpipe.planning.candidate import Candidate, Cut, build_candidate
+from jaxpipe.planning.describe_plan import least_seconds, stage_search_arguments
+from jaxpipe.planning.place_stages import place_stages
+from jaxpipe.planning.trace_request import Traced
+from jaxpipe.schedules import Schedule, list_schedule, schedule_makers
+from jaxpipe.schedules.table import without_backward
+from jaxpipe.text.progress import tell
+
+
+def list_candidates(traced: Traced) -> list[Candidate]:
+    """Return a program for each schedule that may be the fastest; stages on one device each or, if asked, several."""
+    request = traced.request
+    ways = (request.devices_per_stage,) if request.devices_per_stage is not True else (False, True)
+    candidates: list[Candidate] = []
+    errors: list[PartitionError | ScheduleError] = []
+    for replicate in ways:
+        operators, devices = len(traced.objective.graph.operators), request.mesh.devices.size
+        tell(f"Cutting {operators} operators into stages, on {devices} devices")
+        try:
+            candidates += _candidates(traced, replicate)
+        except (PartitionError, ScheduleError) as error:  # another way will do
+            errors.append(error)
+    if not candidates:
+        raise errors[0]
+    return candidates
+
+
+def cut_again(candidate: Candidate, charged: Profile) -> Candidate:
+    """Return a candidate with the same schedule and another cut, for a profile with what storage adds."""
+    counts, traced = candidate.program.stage_replicas, candidate.traced
+    replicate = False if counts.is_single else counts.per_stage
+    partition = place_stages(traced, charged, replicate, candidate.schedule.num_chunks)
+    bound = candidate.partition.lower_bound_seconds
+    partition = replace(partition, profile=traced.profile, lower_bound_seconds=bound)
+    return build_candidate(Cut(traced, partition), candidate.schedule, candidate.maker)
+
+
+def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candidate]:
+    """Return candidates with stages on one device each or on several."""
+    request = traced.request
+
+    @functools.cache
+    def cut(num_chunks: int) -> Cut:
+        return Cut(traced, place_stages(traced, traced.profile, replicate, num_chunks))
+
+    if replicate and cut(1).replicas.is_single:
+        return []
+    if request.schedules is schedule_makers.AUTO and request.runtime != "spmd":
+        # Devices that run free have schedules of their own; where one program is better, it has its own too.
+        free = _schedules(traced, schedule_makers.AUTO_FREE, cut, replicate)
+        candidates = _of_schedules(free, cut)
+        if candidates and candidates[0].runtime.name == "mpmd":
+            candidates = [candidate for candidate in candidates if candidate.runtime.name == "mpmd"]
+            if request.num_stages == 1 or replicate:
+                return candidates
+            sources = list(candidates)
+            # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
+            if all(candidate.schedule.num_chunks == 1 for candidate in candidates):
+                with contextlib.suppress(PartitionError):  # too few operators for so many stages
+                    sources += _of_schedules([schedule for schedule in free if schedule.num_chunks > 1], cut)
+            return candidates + searched_candidates(candidates, sources)
+    return _of_schedules(_schedules(traced, request.schedules, cut, replicate), cut)
+
+
+def _schedules(
+    traced: Traced,
+    makers: Sequence[schedule_makers.ScheduleMaker],
+    cut: Callable[[int], Cut],
+    replicate: bool | tuple[int, ...],
+) -> list[Schedule]:
+    m = traced.batching.num_microbatches
+    if replicate:
+        return schedule_makers.make_replicated_schedules(makers, cut(1).replicas, m)
+    return schedule_makers.make_schedules(makers, traced.request.num_stages, m)
+
+
+def _of_schedules(schedules: Sequence[Schedule], cut: Callable[[int], Cut]) -> list[Candidate]:
+    """Return a program for each schedule that may be faster than those before it."""
+    candidates: list[Candidate] = []
+    for schedule in schedules:
+        v, least = schedule.num_chunks, 0.0
+        try:
+            if candidates:
+                trimmed = without_backward(schedule, cut(v).num_frozen)
+                lockstep = candidates[0].runtime.name != "mpmd"
+                least = least_seconds(trimmed, cut(v).partition, cut(v).replicas, lockstep=lockstep)
+        except PartitionError:  # too few operators for so many stages; others will do
+            continue
+        if not candidates or least < min(earlier.seconds for earlier in candidates):
+            tell(f"{schedule.name}: {schedule.total_stages} stages with default storage")
+            candidates.append(build_candidate(cut(v), schedule))
+    return candidates
+
+
+#: By what share of its seconds a step must be shorter than with a fixed table: profiles are no better than this.
+SHORTER = 0.01
+
+
+def searched_candidates(candidates: Sequence[Candidate], sources: Sequence[Candidate]) -> list[Candidate]:
+    """Return stage programs with searched schedules that are shorter than others, or hold fewer bytes of stashes.
+
+    Of ``sources`` the fastest for each number of stages on a device gives cuts and seconds.
+    """
+    best = list(candidates)
+    for chunks in sorted({source.schedule.num_chunks for source in sources}):
+        alike = sorted((x for x in sources if x.schedule.num_chunks == chunks), key=lambda x: x.seconds)
+        fixed = alike[0]
+        size = fixed.schedule.num_stages, fixed.schedule.num_microbatches
+        arguments = stage_search_arguments(fixed.program, fixed.partition)
+        for limits in _limits([x.schedule for x in alike]):
+            tell(f"Searching for a schedule of {size[0] * chunks} stages with {list(limits)} stashes in flight")
+            arguments["in_flight"] = list(limits)
+            maker = functools.partial(list_schedule, **arguments)
+            schedule = schedule_makers.check_schedule(maker(*size), *size)
+            candidate = build_candidate(fixed.cut, schedule, maker)
+            if candidate.runtime.name == "mpmd" and not any(_dominates(other, candidate) for other in best):
+                best.append(candidate)
+    return best[len(candidates) :]
+
+
+def _dominates(other: Candidate, candidate: Candidate) -> bool:
+    """Return whether another candidate is shorter or about as short, and holds no more bytes of stashes."""
+    about = (1 - SHORTER) * other.seconds
+    return about <= candidate.seconds and other.waiting_bytes <= candidate.waiting_bytes
+
+
+def _limits(schedules: Sequence[Schedule]) -> Iterator[tuple[int, ...]]:
+    """Yield the most stashes of each device: those of the first of some tables, and the fewest of any.
+
+    With several stages on a device it is a stash of each for as many micro-batches as there are devices: as many bytes
+    as zero-bubble holds with one.
+    """
+    first, *_ = schedules
+    if first.num_chunks > 1:
+        yield (first.total_stages,) * first.num_stages
+        return
+    rows = [tuple(schedule.in_flight(d) for d in range(schedule.num_stages)) for schedule in schedules]
+    yield from dict.fromkeys((rows[0], min(rows, key=sum)))

@@ -1,0 +1,125 @@
+"""The planning loop: candidates, finalized, fitted to a budget, cut again.
+
+request, batch ──trace──▶ candidates ──finalize──▶ storage within the budget ──compile──▶ PlannedStep
+                              ▲                          │
+                              └── cut again, with what ──┘
+                                  that storage adds
+"""
+
+# More than 15 of our modules: each step of the loop is a module.
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from jaxpipe import multihost
+from jaxpipe.array_types import PyTree
+from jaxpipe.costs.profile import Profile
+from jaxpipe.planning.balance_stages import balanced
+from jaxpipe.planning.candidate import Candidate
+from jaxpipe.planning.check_request import Request
+from jaxpipe.planning.compile_within_budget import refusal, smallest_compiled, within_budget
+from jaxpipe.planning.finalize import FinalizedCandidate, finalize
+from jaxpipe.planning.list_candidates import cut_again, list_candidates
+from jaxpipe.planning.planned_step import PlannedStep
+from jaxpipe.planning.storage.fastest_choice import raised
+from jaxpipe.planning.storage.solver_time import SolverTime
+from jaxpipe.planning.storage.stage_budget import Solving
+from jaxpipe.planning.trace_request import trace_request
+from jaxpipe.target import building_for
+from jaxpipe.text.progress import progress
+
+
+#: How much longer a step may be if stashes take less: profiles are no better than this.
+ALIKE = 0.02
+
+
+@progress("Tracing the model")
+def make_plan(request: Request, batch: PyTree, variables: PyTree = None) -> PlannedStep:
+    """Plan a model for batches of the given shapes, and show how far that is; raises as ``partition``."""
+    with building_for(request.mesh.devices.flat[0].platform):
+        traced = trace_request(request, batch, variables)
+        candidates = sorted(list_candidates(traced), key=lambda candidate: candidate.seconds)
+        budget = request.budget
+        planned = finalize(_leanest(candidates), None).default if budget is None else _within(candidates, budget)
+    multihost.agree("The plan", planned.plan.to_json())
+    return planned
+
+
+def _leanest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the fastest candidate, or one of stage programs that is about as fast and keeps fewer bytes of stashes."""
+    fastest = candidates[0]
+    if fastest.runtime.name != "mpmd":
+        return fastest
+    alike = [c for c in candidates if c.runtime.name == "mpmd" and c.seconds <= (1 + ALIKE) * fastest.seconds]
+    return min(alike, key=lambda candidate: candidate.waiting_bytes)
+
+
+def _within(candidates: Sequence[Candidate], budget: int) -> PlannedStep:
+    """Return the plan with the shortest step that keeps a budget; an error offers what the smallest plan needs."""
+    options = candidates[0].traced.request.options
+    search = _Search.of(candidates)
+    best = search.fastest(budget)
+    if best is None:
+        least = search.for_budget(search.smallest, budget)
+        least = smallest_compiled(least) if options.compile else least
+        needed = least.plan.predicted_bytes if least.compiled is None else least.compiled.reserved_bytes
+        if needed <= budget:
+            return least
+        if not options.allow_over_budget:
+            raise refusal(budget, least)
+        budget = raised(budget, needed)
+        best = search.fastest(budget) or search.for_budget(least, budget)
+    return within_budget(best) if options.compile else best
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """Finalized candidates, fastest first, of which each budget has its best."""
+
+    finalized: Sequence[FinalizedCandidate]
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> "_Search":
+        options = candidates[0].traced.request.options
+        time = SolverTime(options.time_limit)
+        solutions = sum(len(candidate.program.stages) for candidate in candidates)
+        solving = Solving(options.solver, time, time.for_smallest(solutions))
+        return cls([finalize(candidate, solving) for candidate in candidates])
+
+    @property
+    def request(self) -> Request:
+        return self.finalized[0].candidate.traced.request
+
+    @cached_property
+    def smallest(self) -> PlannedStep:
+        """The plan with the least predicted bytes, whatever its cuts and schedule."""
+        return min((final.smallest for final in self.finalized), key=lambda planned: planned.plan.predicted_bytes)
+
+    def fastest(self, budget: int) -> PlannedStep | None:
+        """Return the plan with the shortest step of predicted bytes within a budget; None if no plan is within."""
+        best: PlannedStep | None = None
+        for final in self.finalized:
+            if best is not None and final.candidate.seconds >= best.plan.step_seconds:
+                break
+            first = final.within(budget)
+            if first is None:
+                continue
+            planned = balanced(first, functools.partial(_cut_again_within, final, budget))
+            if best is None or planned.plan.step_seconds < best.plan.step_seconds:
+                best = planned
+        return None if best is None else self.for_budget(best, budget)
+
+    def for_budget(self, planned: PlannedStep, budget: int) -> PlannedStep:
+        """Return a plan as one for a budget, which may be raised from the requested one."""
+        assert planned.budget is not None
+        asked = self.request.budget if budget != self.request.budget else None
+        may_raise = self.request.options.allow_over_budget
+        default = self.finalized[0].find_default
+        others = replace(planned.budget, smallest=lambda: self.smallest, default=default, may_raise=may_raise)
+        return replace(planned, plan=replace(planned.plan, budget=budget, raised_from=asked), budget=others)
+
+
+def _cut_again_within(final: FinalizedCandidate, budget: int, charged: Profile) -> PlannedStep | None:
+    """Return the plan of the same schedule, cut for another profile, within a budget; None if it does not fit."""
+    return finalize(cut_again(final.candidate, charged), final.solving).within(budget)

@@ -1,0 +1,90 @@
+"""Stages of a traced program and their devices: the shortest step with the operators in their order."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxpipe.costs.assumed_links import slowest_used
+from jaxpipe.costs.network import Network
+from jaxpipe.costs.profile import Profile
+from jaxpipe.errors import PartitionError
+from jaxpipe.models.bound_model import BoundModel
+from jaxpipe.models.microbatch_program import MicrobatchProgram
+from jaxpipe.models.unroll_layers import scanned_variables
+from jaxpipe.planning.arrange_devices import stay
+from jaxpipe.planning.check_request import Request
+from jaxpipe.planning.cuts.partition_layers import partition_layers
+from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
+from jaxpipe.planning.trace_request import Traced
+from jaxpipe.runtime.stages import places_to_cut, variable_spans
+
+
+#: How much longer a step may be than the shortest, if that makes less to send: profiles are no better than this.
+CUT_SLACK = 0.02
+
+#: Bytes per second from a device to itself.
+NO_LINK = 1e12
+
+
+def place_stages(traced: Traced, profile: Profile, replicate: bool | tuple[int, ...], num_chunks: int) -> Partition:
+    """Return stages, ``num_chunks`` on each device, and their devices: several for a stage if ``replicate`` says so."""
+    request, objective = traced.request, traced.objective
+    network = request.network or slowest_used(traced.links, request.mesh)
+    profile = replace(profile, together=tuple(itertools.chain.from_iterable(variable_spans(objective).values())))
+    places = sum(places_to_cut(objective)[1:-1])
+    stages = len(replicate) if isinstance(replicate, tuple) else 1 if replicate else request.num_stages * num_chunks
+    if stages > places + 1:
+        raise PartitionError(
+            f"The plan needs {stages} stages, but the model has {len(profile.names)} "
+            f"operators with {places} places where it may be cut, so it makes between 1 and {places + 1} stages. "
+            f"{_obstacle(request, objective, traced.model)}".rstrip()
+        )
+    asked = {
+        "num_microbatches": traced.batching.num_microbatches * request.replicas,
+        "reorder": False,
+        "slack": CUT_SLACK,
+    }
+    if replicate:
+        return partition_layers(profile, network, replicate=replicate, idle=False, **asked)
+    asked["replicate"] = request.replicas
+    placed = partition_layers(profile, network, num_stages=request.num_stages, **asked)
+    if request.network is None:
+        placed = replace(stay(placed, request.mesh), network=traced.links)
+    return placed if num_chunks == 1 else _interleaved(placed, num_chunks, **asked)
+
+
+def _interleaved(whole: Partition, num_chunks: int, **asked: Any) -> Partition:
+    """Stages for ``num_chunks`` rounds over the devices of a partition: stage ``s`` of ``p`` is where its ``s % p`` is.
+
+    Cuts are those for devices that are all alike, as every device has stages from each part of the program.
+    """
+    p, network = len(whole.stages), whole.network
+    count = p * num_chunks
+    rates = network.bandwidth[np.isfinite(network.bandwidth) & (network.bandwidth > 0)]
+    copies = Network.uniform(count * len(whole.stages[0].devices), float(rates.min()) if rates.size else NO_LINK)
+    chunks = partition_layers(whole.profile, copies, num_stages=count, **asked)
+    teams, speeds = [stage.devices for stage in whole.stages] * num_chunks, stage_speeds(whole) * num_chunks
+    stages = [
+        replace(stage, devices=devices, compute_seconds=stage.compute_seconds / speed)
+        for stage, devices, speed in zip(chunks.stages, teams, speeds, strict=True)
+    ]
+    return replace(chunks, stages=tuple(stages), network=network)
+
+
+def _obstacle(request: Request, objective: MicrobatchProgram, model: BoundModel) -> str:
+    """Return how to cut layers that are one operator, or which variable keeps most operators in one stage."""
+    lengths = () if request.unroll_scans else scanned_variables(objective).values()
+    if lengths:
+        return f"Its {max(lengths)} layers are one scan: PlanOptions(unroll_scans=True) cuts between them."
+    spans = [(high - low, t, low, high) for t, groups in variable_spans(objective).items() for low, high in groups]
+    length, t, low, high = max(spans, default=(0, 0, 0, 0))
+    if length < 2:
+        return ""
+    names = dict(zip((*objective.parameters, *objective.state), (*model.parameters, *model.state), strict=True))
+    path = objective.graph.operators[low].path, objective.graph.operators[high].path
+    return (
+        f"Variable {names[t].name} is used from operator {low} ({path[0]}) to operator {high} ({path[1]}), and a "
+        "variable lives in one stage, with all that is between its uses. Untie it, or use fewer stages."
+    )

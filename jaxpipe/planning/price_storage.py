@@ -1,0 +1,40 @@
+"""Prices of storage for a program on its devices, from its profile."""
+
+from dataclasses import replace
+
+from jaxpipe.costs.kernels import graph_seconds
+from jaxpipe.graph.op_cost import weight
+from jaxpipe.planning.check_request import Request
+from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
+from jaxpipe.planning.describe_plan import rates_in, stage_links, stage_seconds
+from jaxpipe.planning.storage.prices import Prices
+from jaxpipe.runtime.program import Program
+
+
+def price_storage(request: Request, program: Program, partition: Partition) -> Prices:
+    """Return what it costs to compute an operator again, to encode and to swap."""
+    graph, profile = program.objective.graph, partition.profile
+    estimated = sum(graph_seconds(graph, rates_in(profile)))
+    profiled = {
+        (t, op.name): seconds
+        for op, seconds in zip(graph.operators, profile.forward_seconds, strict=True)
+        for t in op.outputs
+        if weight(op) is None
+    }
+    links = stage_links(partition, 0 if request.host is None or request.host.refused else request.host.budget)
+    if request.network is None:  # nobody has said that devices exchange more than messages
+        links = replace(links, bandwidth=tuple((0.0,) * len(row) for row in links.bandwidth))
+    scale = sum(profile.forward_seconds) / estimated if estimated else 1.0
+    return Prices(profiled, rates_in(profile), scale, _slowness(program, partition), links)
+
+
+def longest_microbatch(program: Program, partition: Partition) -> float:
+    """Return the seconds of a micro-batch on the slowest stage."""
+    work = zip(stage_seconds(program, partition, own_sums=True), _slowness(program, partition), strict=True)
+    return max((stage.forward + stage.backward) * slow for stage, slow in work)
+
+
+def _slowness(program: Program, partition: Partition) -> tuple[float, ...]:
+    """Return, by stage, how many times slower than the profiled device its own is, or are together."""
+    widths = program.stage_replicas.per_stage
+    return tuple(1 / (widths[program.device(s)] * speed) for s, speed in enumerate(stage_speeds(partition)))

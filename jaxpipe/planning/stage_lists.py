@@ -1,0 +1,55 @@
+"""Lists of calls of plans with the same cuts, and the bytes that devices need along them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxpipe.array_types import Device
+from jaxpipe.plan import Plan
+from jaxpipe.planning.planned_step import PlannedStep
+from jaxpipe.runtime.mpmd.device_bytes import Peak
+from jaxpipe.runtime.mpmd.estimated_bytes import predicted_bytes
+from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
+from jaxpipe.runtime.program import Program
+
+
+class StageLists:
+    """The lists of plans with the same cuts. The list of a program, and the work of a stage, is traced once."""
+
+    def __init__(self) -> None:
+        """Nothing is traced yet."""
+        self._calls: dict[int, tuple[Program, Any]] = {}
+        self._traces: dict[Any, Any] = {}
+
+    def with_list(self, planned: PlannedStep) -> PlannedStep:
+        """Return a plan with its list."""
+        program, planned = planned.program, replace(planned, traces=self._traces)
+        if id(program) not in self._calls:  # with the program, so that its number stays its own
+            self._calls[id(program)] = program, MpmdRuntime(planned).calls
+        return replace(planned, calls=self._calls[id(program)][1])
+
+    def with_bytes(self, planned: PlannedStep) -> PlannedStep:
+        """Return a plan with its list, and the bytes that each device needs for it."""
+        planned = self.with_list(planned)
+        runtime = MpmdRuntime(planned)
+        peaks = runtime.predicted
+        each = [sum(peak.components.values()) for peak in peaks.values()]
+        stages = tuple(peaks[row[0]].components for row in runtime.devices.rows)
+        fullest = list(peaks.values())[each.index(max(each))]
+        plan = replace(planned.plan, memory=fullest.components, each_device=tuple(each), stage_memory=stages)
+        if plan.host is not None:
+            plan = replace(plan, host=replace(plan.host, bytes=max(peak.host for peak in peaks.values())))
+        return replace(planned, plan=plan)
+
+    def needs(self, planned: PlannedStep, program: Program) -> list[int]:
+        """Return the predicted bytes of each device along the stage axis, for a plan with another program."""
+        runtime = MpmdRuntime(self.with_list(replace(planned, program=program, calls=None)))
+        peaks = predicted_bytes(runtime.calls, runtime.devices)
+        return [max(peaks[x].total for x in row) for row in runtime.devices.rows[: program.num_devices]]
+
+
+def with_compiled_bytes(plan: Plan, runtime: MpmdRuntime, peaks: Mapping[Device, Peak]) -> Plan:
+    """Return a plan that tells the bytes of each device as they are compiled."""
+    each = tuple(peak.total for peak in runtime.in_mesh_order(peaks).values())
+    by_stage = tuple(peaks[row[0]].components for row in runtime.devices.rows)
+    return replace(plan, compiled_each_device=each, compiled_stage_memory=by_stage)

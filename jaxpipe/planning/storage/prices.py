@@ -1,0 +1,38 @@
+"""The seconds that storage costs a stage: operators that are computed again, codecs, swaps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxpipe.costs import roofline
+from jaxpipe.costs.device_rates import Rates
+from jaxpipe.graph.graph import Graph, Operator
+from jaxpipe.planning.storage.choose_swaps import Links
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Costs of computing again, of codecs and of swaps.
+
+    Attributes:
+      profiled: by the first result and the name of an operator, its seconds as profiled.
+      rates: of the profiled device.
+      scale: profiled seconds for each estimated one.
+      slow: by stage, how many times slower than the profiled device the stage's own is, or are together.
+      links: between the devices of stages, and to their host's memory if stashes may go there.
+    """
+
+    profiled: Mapping[tuple[int, str], float]
+    rates: Rates
+    scale: float
+    slow: tuple[float, ...]
+    links: Links
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The rate of memory."""
+        return self.rates.bytes / self.scale if self.scale else self.rates.bytes
+
+    def seconds(self, graph: Graph, op: Operator) -> float:
+        """Return the seconds of an operator: as profiled if that is known, else in proportion to an estimate."""
+        known = self.profiled.get((op.outputs[0], op.name))
+        return self.scale * roofline.seconds([op], graph, self.rates) if known is None else known

@@ -1,0 +1,190 @@
+"""A request and a batch as a traced program, with what its operators cost: the first step of planning."""
+
+# More than 15 of our modules: model, batch, optimizer, profile and links of a request are read here.
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+from jaxpipe import multihost
+from jaxpipe.array_types import PyTree, Shaped
+from jaxpipe.costs.assumed_links import assumed_links
+from jaxpipe.costs.device_rates import known_rates, rates_of
+from jaxpipe.costs.network import Network
+from jaxpipe.costs.profile import Profile
+from jaxpipe.costs.profile_cache import program_text
+from jaxpipe.costs.profile_model import frozen_names, profile_objective, without_frozen_work
+from jaxpipe.costs.sharded_profile import divided, groups_of
+from jaxpipe.errors import PartitionError
+from jaxpipe.graph.codec_policy import warn_unused
+from jaxpipe.models import check_batch
+from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics
+from jaxpipe.models.bound_model import BoundModel, bind
+from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_results, with_rows
+from jaxpipe.models.traced_update import TracedUpdate, trace_update
+from jaxpipe.models.trained_parameters import without_frozen
+from jaxpipe.models.unroll_layers import trace_unrolled
+from jaxpipe.models.variable_shardings import Shardings, shardings_of
+from jaxpipe.planning.check_request import Request, warn_few_examples
+from jaxpipe.planning.choose_runtime import check_runtime_features
+from jaxpipe.planning.describe_plan import rates_in
+from jaxpipe.runtime.executable_plan import Batching
+from jaxpipe.runtime.gradient_precision import check_effect
+from jaxpipe.schedules import Schedule, schedule_makers
+from jaxpipe.schedules.replicas import StageReplicas
+from jaxpipe.sharding.submesh import joined_mesh
+from jaxpipe.text.progress import tell
+
+
+#: Micro-batches for each stage when the caller does not say: the bubble is then below a fifth of the step.
+MICROBATCHES_PER_STAGE = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A model traced for batches of some shapes.
+
+    The network of its request is that of groups of devices that share a stage, ``links`` are those between all devices
+    of ``mesh.devices.flat``, ``local`` is one replica's part of the batch.
+    """
+
+    request: Request
+    objective: MicrobatchProgram
+    model: BoundModel
+    update: TracedUpdate
+    profile: Profile
+    links: Network
+    batch: PyTree
+    microbatch: PyTree
+    batching: Batching
+    local: Sequence[Shaped]
+    shardings: Shardings
+
+
+def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> Traced:
+    """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
+    size = check_batch.batch_size(batch)
+    m = _default_microbatches(size, request) if request.num_microbatches is None else request.num_microbatches
+    check_batch.check_microbatches(size, request.replicas, m)
+    check_runtime_features(request, _known_schedules(request, m))
+    batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
+    microbatch = with_rows(batch, size // (request.replicas * m))
+    model = bind(request.model, request.loss, microbatch, variables, request.submesh.shape, request.options.axis_rules)
+    check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
+    model, objective = trace_unrolled(model, request.loss, microbatch, request.unroll_scans)
+    warn_unused(request.policy, (op.path for op in objective.graph.operators), "storage")
+    enough = _leaving_examples(request, model, objective, microbatch, size, m)
+    if enough != m:
+        return trace_request(replace(request, num_microbatches=enough), batch, variables)
+    multihost.agree("The program", program_text(objective.graph))
+    local = jax.tree.leaves(with_rows(batch, size // request.replicas))
+    update = trace_update(request.optimizer, model)
+    if request.exchange is None or request.replicas == 1:
+        update = without_frozen(update)
+    objective = objective.training(update.trained)
+    shardings = shardings_of(model, update, objective, request.submesh, request.replicas, request.options)
+    profile = _profile(request, objective, frozen_names(model, update.trained))
+    request, profile, links = _for_groups(request, objective, shardings, profile)
+    return Traced(request, objective, model, update, profile, links, batch, microbatch, batching, local, shardings)
+
+
+def _known_schedules(request: Request, num_microbatches: int) -> list[Schedule]:
+    """Return the requested tables, as far as their numbers of stages are known before the program is cut."""
+    if isinstance(request.devices_per_stage, tuple):
+        replicas = StageReplicas(request.devices_per_stage)
+        return schedule_makers.make_replicated_schedules(request.schedules, replicas, num_microbatches)
+    if request.devices_per_stage:
+        return []
+    return schedule_makers.make_schedules(request.schedules, request.num_stages, num_microbatches)
+
+
+def _for_groups(
+    request: Request, objective: MicrobatchProgram, shardings: Shardings, profile: Profile
+) -> tuple[Request, Profile, Network]:
+    """Return the request and the profile for groups of devices that share a stage, and the links between groups."""
+    links, whole = request.network, joined_mesh(request.mesh, request.submesh)
+    if links is None:
+        links = assumed_links(whole, rates_in(profile).bytes, request.profile == "measured")
+    if request.submesh.size == 1:
+        return request, profile, links
+    links, within = groups_of(links, whole, request.mesh, request.submesh)
+    profile = divided(profile, objective, shardings.propagated(objective), request.submesh, within)
+    return request if request.network is None else replace(request, network=links), profile, links
+
+
+def _counts(size: int, replicas: int) -> list[int]:
+    """The numbers of micro-batches that a batch may be cut into."""
+    return [m for m in range(1, size + 1) if size % (replicas * m) == 0]
+
+
+def _leaving_examples(
+    request: Request,
+    model: BoundModel,
+    objective: MicrobatchProgram,
+    microbatch: PyTree,
+    size: int,
+    num_microbatches: int,
+) -> int:
+    """Return a number of micro-batches that leaves enough examples to each if the model normalizes over them.
+
+    A number that the caller passed stays. Where few examples are left, it gives a ``FewExamplesWarning``.
+    """
+    rows = size // (request.replicas * num_microbatches)
+    if rows >= FEW_EXAMPLES:
+        return num_microbatches
+
+    def trace(rows: int) -> MicrobatchProgram:
+        return trace_results(model, request.loss, with_rows(microbatch, rows))[0]
+
+    modules = find_statistics(objective, rows, trace).modules
+    if not modules:
+        return num_microbatches
+    counts = [m for m in _counts(size, request.replicas) if m <= num_microbatches]
+    enough = [m for m in counts if size // (request.replicas * m) >= FEW_EXAMPLES]
+    fewer = max(enough, default=counts[0])
+    if request.num_microbatches is None and fewer < num_microbatches:
+        return fewer
+    warn_few_examples(modules, size, request.replicas, num_microbatches, fewer)
+    return num_microbatches
+
+
+def _default_microbatches(size: int, request: Request) -> int:
+    """The fewest micro-batches, of all counts that divide the batch, that keep the bubble small.
+
+    Where the model normalizes over examples, ``trace_request`` takes fewer, so that each has enough of them.
+    """
+    counts = _counts(size, request.replicas)
+    num_stages, round_size = request.num_stages, 1
+    if isinstance(request.devices_per_stage, tuple):
+        num_stages, round_size = len(request.devices_per_stage), StageReplicas(request.devices_per_stage).round_size
+    if not counts:
+        return 1
+    wanted = round_size * (1 if num_stages == 1 else MICROBATCHES_PER_STAGE * num_stages)
+    return next((m for m in counts if m >= wanted), counts[-1])
+
+
+def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, ...]) -> Profile:
+    graph = objective.graph
+    if isinstance(request.profile, Profile):
+        count = len(request.profile.names)
+        if count != len(graph.operators):
+            raise PartitionError(
+                f"profile= has {count} operators, the model has {len(graph.operators)}. Profile this very model, with "
+                "micro-batches of this size."
+            )
+        if request.profile.frozen not in ((), frozen):
+            other = sorted(set(frozen) ^ set(request.profile.frozen))[0]
+            raise PartitionError(
+                f"profile= was made with {len(request.profile.frozen)} parameters that are not trained, and optimizer= "
+                f"does not train {len(frozen)}; {other} is among one of them only. Pass the same optimizer to "
+                "profile_model, or none: a profile with the work for all gradients in it does for any optimizer."
+            )
+        given = request.profile
+        rates = given.rates or known_rates(given.device_kind) or rates_of(request.mesh.devices.flat[0])
+        return without_frozen_work(replace(given, rates=rates), objective, frozen)
+    source = request.profile
+    tell(f"Profiling {len(graph.operators)} operators, {source}")
+    profile = multihost.from_first(
+        lambda: profile_objective(objective, source, multihost.mine(request.mesh.devices.flatten().tolist())[0])
+    )
+    return replace(profile, frozen=frozen)

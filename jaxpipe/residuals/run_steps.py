@@ -1,0 +1,276 @@
+"""The steps of a backward pass, run one after the other in an order that XLA keeps to.
+
+XLA:CPU runs whatever it can as early as it can: there each step's values wait for its cotangent. A GPU's scheduler puts
+off what nobody waits for, and whatever writes more than it frees, for as long as that keeps arrays alive. There
+
+- a product's values wait for its cotangents, and those of all steps up to the next product for its results, which are
+  in memory in any case: a barrier amid an elementwise chain would cut its kernel in two;
+- the next product waits for gradients of weights, for sums of cotangents, and for the parts of a cotangent that is
+  split among several tensors: put off, they would keep all that they follow from;
+- the gradient of a convolution's kernel comes before the cotangent of its input: what it alone reads is then gone;
+- a gradient much larger than what it follows from comes last. A convolution writes it in a layout of its own first, and
+  until then its place serves other arrays.
+"""
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe import _compat
+from jaxpipe.array_types import Array
+from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, restricted
+from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
+
+
+#: By input, what is returned in place of its cotangent: a function of it that is called once it is complete.
+Absorb = Mapping[int, Callable[[Array], Array]]
+
+#: A gradient comes last if it has more than so many times the bytes of what its product reads. A convolution's takes
+#: its bytes twice, for a layout of its own; a matrix product's costs nothing but its place.
+_LATE = {"conv_general_dilated": 1, "dot_general": 8}
+
+
+def run_steps(
+    backward_graph: BackwardGraph,
+    steps: Sequence[BackwardOp],
+    received: dict[int, Array],
+    rematerializer: Rematerializer,
+    absorb: Absorb,
+    keep: frozenset[int],
+) -> frozenset[int]:
+    """Run backward steps in the order given; returns the inputs whose cotangents have been absorbed.
+
+    Args:
+      backward_graph: the graph of the steps.
+      steps: in reverse order of the program.
+      received: cotangents by tensor number; they change.
+      rematerializer: gives the forward tensors that steps need.
+      absorb: what takes the place of some inputs' cotangents.
+      keep: tensors whose cotangents stay.
+    """
+    if not _compat.runs_breadth_first():
+        return _GPUWalk(backward_graph, received, rematerializer, absorb, keep).run(steps)
+    for step in steps:
+        present = [t for t in step.cotangents_in if t in received]
+        if present:
+            needs = rematerializer.fetch(step, received[present[0]])
+            results = _evaluate(step, needs, _take(backward_graph, step, received, keep))
+            for t, value in zip(step.cotangents_out, results, strict=True):
+                _receive(received, t, value)
+    return frozenset()
+
+
+class _GPUWalk:
+    """A backward pass on a GPU, as far as it has come.
+
+    Attributes:
+      received: cotangents by tensor number.
+      awaited: tensors whose cotangents the next barrier joins.
+      late: products that come last, each with the values that it reads.
+    """
+
+    def __init__(
+        self,
+        backward_graph: BackwardGraph,
+        received: dict[int, Array],
+        rematerializer: Rematerializer,
+        absorb: Absorb,
+        keep: frozenset[int],
+    ):
+        self._backward_graph, self._rematerializer, self._absorb = backward_graph, rematerializer, absorb
+        self._keep = keep
+        self._weights = backward_graph.source.derived_from_parameters()
+        self.received = received
+        self.awaited: list[int] = []
+        self.late: list[tuple[BackwardOp, list[Array]]] = []
+
+    def run(self, steps: Sequence[BackwardOp]) -> frozenset[int]:
+        """Run all steps; returns the inputs whose cotangents have been absorbed."""
+        summands = Counter(t for step in steps for t in step.cotangents_out)
+        self._of_one_product = {t for t in self._backward_graph.wrt if summands[t] == 1}
+        pending = deque(_weights_first(steps, self._weights))
+        last = _last_steps(pending, self.received, self._absorb)
+        self._completed: dict[int, list[int]] = {}
+        for t, step in last.items():
+            self._completed.setdefault(id(step), []).append(t)
+        first = list(self.received)
+        loaded = self._rematerializer.load(_light(pending), [self.received[t] for t in first])
+        self.received.update(zip(first, loaded, strict=True))
+        while pending:
+            step = pending.popleft()
+            if self.received.keys().isdisjoint(step.cotangents_in):
+                continue
+            if is_heavy(step):
+                self._run_product(step, pending)
+            else:
+                self._run_light(step)
+        self._run_late()
+        return frozenset(last)
+
+    def _run_light(self, step: BackwardOp) -> None:
+        needs = self._rematerializer.fetch(step, self._first_cotangent(step))
+        results = _evaluate(step, needs, self._take(step))
+        for t, value in zip(step.cotangents_out, results, strict=True):
+            if t in self.received or t in self._weights or len(results) > 1:
+                self.awaited.append(t)
+            _receive(self.received, t, value)
+        self._absorb_completed(step)
+
+    def _run_product(self, step: BackwardOp, pending: deque[BackwardOp]) -> None:
+        present = [t for t in step.cotangents_in if t in self.received]
+        loaded = self._rematerializer.load([step], [self.received[t] for t in present])
+        self.received.update(zip(present, loaded, strict=True))
+        needs = self._rematerializer.fetch(step, self._first_cotangent(step))
+        values = dict(zip(step.needs, needs, strict=True))
+        seeds = dict(zip(step.cotangents_in, self._take(step), strict=True))
+        results: list[tuple[int, Array]] = []
+        for part in self._parts(step, values, seeds):
+            if step.name == "conv_general_dilated" and self._weights.isdisjoint(part.cotangents_out):
+                self._join_operands(part, values, seeds)
+            returned = _evaluate(part, [values[t] for t in part.needs], [seeds[t] for t in part.cotangents_in])
+            for t, value in zip(part.cotangents_out, returned, strict=True):
+                if t in self._weights:
+                    self._receive_gradient(step, t, value)
+                else:
+                    results.append((t, value))
+            self._absorb_completed(step)
+            while pending and _leads_from(pending[0], self._weights) and not is_heavy(pending[0]):
+                if not self.received.keys().isdisjoint(pending[0].cotangents_in):
+                    self._run_light(pending[0])
+                pending.popleft()
+        for (t, _), value in zip(results, self._join([x for _, x in results], _light(pending)), strict=True):
+            if t in self.received:
+                self.awaited.append(t)
+            _receive(self.received, t, value)
+
+    def _parts(self, step: BackwardOp, values: Mapping[int, Array], seeds: Mapping[int, Array]) -> list[BackwardOp]:
+        """Return a product's parts in the order in which they run now; a part that comes last is put aside."""
+        weights = [k for k, t in enumerate(step.cotangents_out) if t in self._weights]
+        others = [k for k, t in enumerate(step.cotangents_out) if t not in self._weights]
+        if step.name not in _LATE or not weights:
+            return [step]
+        gradient = restricted(step, weights)
+        operands = [values[t] for t in gradient.needs] + [seeds[t] for t in gradient.cotangents_in]
+        written = sum(self._backward_graph.source.tensors[t].bytes for t in gradient.cotangents_out)
+        alone = self._of_one_product.issuperset(gradient.cotangents_out) and not self._absorb
+        if alone and written > _LATE[step.name] * sum(x.nbytes for x in operands):
+            self.late.append((gradient, operands))
+            return [restricted(step, others)] if others else []
+        if step.name == "conv_general_dilated" and others:
+            return [gradient, restricted(step, others)]
+        return [step]
+
+    def _join_operands(self, part: BackwardOp, values: dict[int, Array], seeds: dict[int, Array]) -> None:
+        """Let a convolution wait for the gradient before it; its kernel too, or it would be kept in another layout."""
+        kernels = [t for t in part.needs if t in self._weights]
+        joined = iter(self._join([*seeds.values(), *(values[t] for t in kernels)]))
+        seeds.update((t, next(joined)) for t in list(seeds))
+        values.update((t, next(joined)) for t in kernels)
+
+    def _join(self, arrays: Sequence[Array], steps: Iterable[BackwardOp] = ()) -> list[Array]:
+        """Return arrays unchanged, together with all that is awaited and what some steps load."""
+        awaited = [t for t in dict.fromkeys(self.awaited) if t in self.received]
+        sums = [self._flat(t) for t in awaited]
+        operands = [x for _, read in self.late for x in read]
+        joined = iter(self._rematerializer.load(steps, [*arrays, *sums, *operands], always=bool(awaited)))
+        unchanged = [next(joined) for _ in arrays]
+        self.received.update((t, next(joined).reshape(self.received[t].shape)) for t in awaited)
+        self.late = [(part, [next(joined) for _ in read]) for part, read in self.late]
+        self.awaited = []
+        return unchanged
+
+    def _run_late(self) -> None:
+        """Run the products that were put off one after the other, those first that need a layout of their own."""
+        tensors = self._backward_graph.source.tensors
+        late = sorted(
+            self.late,
+            key=lambda pair: (pair[0].name == "dot_general", sum(tensors[t].bytes for t in pair[0].cotangents_out)),
+        )
+        self.late = []
+        for part, operands in late:
+            read = self._join(operands)
+            for t, value in zip(part.cotangents_out, _evaluate(part, read, []), strict=True):
+                self._receive_gradient(part, t, value)
+
+    def _receive_gradient(self, step: BackwardOp, t: int, value: Array) -> None:
+        if step.name == "conv_general_dilated" and not self._backward_graph.graph.stage_shape:
+            # It is turned out of the convolution's own layout first, to be added to its sum in place.
+            value = _compat.fence(value.reshape(-1)).reshape(value.shape)
+        _receive(self.received, t, value)
+        self.awaited.append(t)
+
+    def _absorb_completed(self, step: BackwardOp) -> None:
+        completed = self._completed.pop(id(step), [])
+        self.received.update((t, self._absorb[t](self.received[t])) for t in completed)
+        self.awaited += completed
+
+    def _flat(self, t: int) -> Array:
+        """Return a cotangent; that of a weight in one dimension, whose layout XLA can not change behind a barrier.
+
+        Where a stage is sharded it stays as it is: devices would gather a dimension that is split.
+        """
+        value = self.received[t]
+        return value.reshape(-1) if t in self._weights and not self._backward_graph.graph.stage_shape else value
+
+    def _first_cotangent(self, step: BackwardOp) -> Array:
+        return next(self.received[t] for t in step.cotangents_in if t in self.received)
+
+    def _take(self, step: BackwardOp) -> list[Array]:
+        return _take(self._backward_graph, step, self.received, self._keep)
+
+
+def _weights_first(steps: Iterable[BackwardOp], weights: frozenset[int]) -> list[BackwardOp]:
+    """Move what follows from gradients of weights alone to the products that make them; sums keep their order."""
+    moved: list[BackwardOp] = []
+    for step in steps:
+        place = len(moved)
+        if _leads_from(step, weights) and not is_heavy(step):
+            touched = {*step.cotangents_in, *step.cotangents_out}
+            while place and touched.isdisjoint(moved[place - 1].cotangents_out):
+                place -= 1
+        moved.insert(place or len(moved), step)
+    return moved
+
+
+def _leads_from(step: BackwardOp, tensors: frozenset[int]) -> bool:
+    """Return whether a step reads cotangents of some tensors alone."""
+    return tensors.issuperset(step.cotangents_in)
+
+
+def _take(
+    backward_graph: BackwardGraph, step: BackwardOp, received: dict[int, Array], keep: frozenset[int]
+) -> list[Array]:
+    """Return the cotangents that a step reads, zeros for missing ones; remove those that are not kept."""
+    tensors = backward_graph.source.tensors
+    seeds = [received[t] if t in received else _compat.zeros(tensors[t].aval) for t in step.cotangents_in]
+    for t in set(step.cotangents_in) - keep:
+        received.pop(t, None)
+    return seeds
+
+
+def _evaluate(step: BackwardOp, needs: Sequence[Array], seeds: Sequence[Array]) -> list[Array]:
+    with jax.named_scope(step.path or step.name):
+        return step.program.evaluate([*needs, *seeds])
+
+
+def _receive(received: dict[int, Array], t: int, value: Array) -> None:
+    """Add a cotangent of a tensor to those from other readers."""
+    received[t] = value if t not in received else jnp.add(received[t], value)
+
+
+def _last_steps(steps: Iterable[BackwardOp], received: Iterable[int], absorb: Absorb) -> dict[int, BackwardOp]:
+    """Return, by input whose cotangent is absorbed, the last step that adds to it."""
+    reached, last = set(received), {}
+    for step in steps:
+        if not reached.isdisjoint(step.cotangents_in):
+            reached.update(step.cotangents_out)
+            last.update((t, step) for t in step.cotangents_out if t in absorb)
+    return last
+
+
+def _light(steps: Iterable[BackwardOp]) -> Iterable[BackwardOp]:
+    """The steps before the first product."""
+    return itertools.takewhile(lambda step: not is_heavy(step), steps)

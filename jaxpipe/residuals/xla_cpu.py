@@ -1,0 +1,132 @@
+"""A backward pass as XLA:CPU needs it: its steps in groups, each behind a fence.
+
+XLA:CPU drops all barriers and then orders operators breadth-first, so that everything that follows from the stash and
+the parameters alone would run first. A fence is a conditional whose predicate is known at run time only, and not before
+the fence before it is passed: what is inside runs neither earlier nor together with what is outside.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.array_types import Array, PyTree
+from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp
+from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy, parts
+from jaxpipe.residuals.run_steps import run_steps
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Steps behind a fence.
+
+    Attributes:
+      steps: in the order in which they run.
+      keep: tensors whose cotangents stay.
+      written, consumed: tensors whose cotangents it makes, and whose it reads last.
+      rematerialized: forward tensors that it decodes or computes again, and later groups may read.
+      read: forward tensors that it reads.
+    """
+
+    steps: Sequence[BackwardOp]
+    keep: frozenset[int]
+    written: frozenset[int]
+    consumed: frozenset[int]
+    rematerialized: frozenset[int]
+    read: frozenset[int]
+
+
+def run_behind_fences(
+    backward_graph: BackwardGraph,
+    steps: Sequence[BackwardOp],
+    received: dict[int, Array],
+    rematerializer: Rematerializer,
+    keep: frozenset[int],
+) -> None:
+    """Run backward steps as ``jaxpipe.residuals.run_steps`` does, but in groups, each behind a fence."""
+    tensors, zero = (backward_graph.source.tensors, backward_graph.graph.tensors), rematerializer.zero
+    assert zero is not None
+    groups = _outline(steps, set(received), keep, rematerializer)
+    for k, group in enumerate(groups):
+        shared = group.rematerialized & frozenset().union(*(later.read for later in groups[k + 1 :]))
+        results = sorted(group.written), sorted(shared)
+        avals = [[of[t].aval for t in ts] for of, ts in zip(tensors, results, strict=True)]
+        run_group = functools.partial(_run_group, backward_graph, group, received, rematerializer, *results)
+        (cotangents, values), zero = _fence(run_group, avals, zero)
+        for t in group.consumed:
+            received.pop(t, None)
+        received.update(zip(results[0], cotangents, strict=True))
+        rematerializer.values.update(zip(results[1], values, strict=True))
+
+
+def _run_group(
+    backward_graph: BackwardGraph,
+    group: _Group,
+    received: dict[int, Array],
+    rematerializer: Rematerializer,
+    written: Sequence[int],
+    shared: Sequence[int],
+) -> tuple[list[Array], list[Array]]:
+    """Return cotangents and forward tensors that a group makes; ``received`` and the rematerializer stay."""
+    rematerializer, received = rematerializer.copy(), dict(received)
+    run_steps(backward_graph, group.steps, received, rematerializer, {}, group.keep)
+    return [received[t] for t in written], [rematerializer.values[t] for t in shared]
+
+
+def _fence(function: Callable[[], T], avals: PyTree, zero: Array) -> tuple[T, Array]:
+    """Return what a function gives, arrays like ``avals``, behind a fence, and the zero for the next one."""
+
+    def nothing() -> tuple[PyTree, Array]:
+        return jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), tuple(avals)), jnp.ones_like(zero)
+
+    return jax.lax.cond(zero == 0, lambda: (function(), zero), nothing)
+
+
+def _outline(
+    steps: Sequence[BackwardOp], received: set[int], keep: frozenset[int], rematerializer: Rematerializer
+) -> list[_Group]:
+    """Return the groups in which some step has a cotangent."""
+    grouped, known, groups = _grouped(steps), set(rematerializer.values), []
+    for k, members in enumerate(grouped):
+        kept = keep.union(*(step.cotangents_in for later in grouped[k + 1 :] for step in later))
+        here, ran = set(known), False
+        written, consumed, rematerialized, read = (set[int]() for _ in range(4))
+        for step in members:
+            present = received.intersection(step.cotangents_in)
+            if not present:
+                continue
+            ran = True
+            program, loads = rematerializer.sources(step, here)
+            read.update(step.needs, *(op.inputs for op in program))
+            new = {*loads, *(t for op in program for t in op.outputs)}
+            rematerialized |= {t for t in new if rematerializer.is_kept(t)}
+            here |= new
+            received.difference_update(present - kept)
+            received.update(step.cotangents_out)
+            written = (written - (present - kept)) | set(step.cotangents_out)
+            consumed |= present - kept
+        known |= rematerialized
+        if ran:
+            groups.append(_Group(members, kept, *map(frozenset, (written, consumed, rematerialized, read))))
+    return groups
+
+
+def _grouped(steps: Iterable[BackwardOp]) -> list[list[BackwardOp]]:
+    """Return steps in groups that run behind a fence each.
+
+    The cotangents of a product's operands have a fence each, so that what one of them needs is gone before the other
+    is written; that of the second operand, which mostly is the weights, comes first.
+    """
+    grouped: list[list[BackwardOp]] = [[]]
+    for step in steps:
+        if is_heavy(step):
+            grouped += [[part] for part in parts(step)]
+        else:
+            grouped[-1].append(step)
+    return [group for group in grouped if group]

@@ -1,0 +1,90 @@
+"""The passes of a stage over one micro-batch, on values by tensor number: what both runtimes do with them in between.
+
+forward         values of the graph's inputs                             -> values of its outputs, stash
+backward        parameters, stash, cotangents that the next stage sends  -> cotangents, those that are saved
+weight part     parameters, stash, saved cotangents                      -> cotangents
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+
+from jaxpipe.array_types import Array
+from jaxpipe.models.microbatch_program import MicrobatchProgram
+from jaxpipe.residuals import vjp_program
+from jaxpipe.residuals.vjp_program import Absorb
+from jaxpipe.runtime.stages import Stage
+from jaxpipe.schedules import Kind
+
+
+#: Arrays by tensor number.
+Values: TypeAlias = Mapping[int, Array]
+
+#: By tensor number, the arrays that each tensor of a stash is stored as.
+Stash: TypeAlias = Mapping[int, tuple[Array, ...]]
+
+
+class Forward(NamedTuple):
+    """A stage after its forward pass; ``overflows`` counts sparse tensors that did not fit."""
+
+    outputs: dict[int, Array]
+    stash: dict[int, tuple[Array, ...]]
+    overflows: Array
+
+
+def forward(stage: Stage, known: Values, trains: bool) -> Forward:
+    """Run a stage's forward pass; one that trains returns what its backward pass needs besides ``known``."""
+    inputs = [known[t] for t in stage.graph.inputs]
+    if stage.vjp is None or not trains:
+        outputs = stage.graph.evaluate(inputs)
+        return Forward(dict(zip(stage.graph.outputs, outputs, strict=True)), {}, jnp.int32(0))
+    outputs, parts = vjp_program.forward(stage.vjp, inputs)
+    stored, kept = zip(stage.vjp.plan.stored, parts, strict=True), set(stage.stashed)
+    stash = {t: arrays for t, arrays in stored if t in kept}
+    return Forward(dict(zip(stage.graph.outputs, outputs, strict=True)), stash, vjp_program.overflows(stage.vjp, parts))
+
+
+def backward(
+    objective: MicrobatchProgram,
+    stage: Stage,
+    kind: Kind,
+    known: Values,
+    stash: Stash,
+    received: Values,
+    absorb: Absorb | None = None,
+) -> tuple[dict[int, Array], dict[int, Array]]:
+    """Return the cotangents that backward work of a kind computes, and those that its weight part waits for.
+
+    ``received`` are the cotangents that the next stage sends; for the weight part, the saved ones.
+    """
+    built = stage.vjp
+    assert built is not None
+    operands = (
+        [known[t] for t in built.parameters],
+        [stash[t] if t in stash else (known[t],) for t in built.plan.stored],
+    )
+    if kind is Kind.BACKWARD_WEIGHT:
+        saved = [received.get(t) for t in built.saved]
+        values = vjp_program.backward_weight(built, *operands, saved, fenced=True, absorb=absorb)
+        return _not_none(built.weight_part, values), {}
+    seeds = _seeds(objective, stage, received)
+    if kind is Kind.BACKWARD:
+        values = vjp_program.backward(built, *operands, seeds, fenced=True, absorb=absorb)
+        return _not_none(built.backward_graph.wrt, values), {}
+    values, saved = vjp_program.backward_input(built, *operands, seeds, fenced=True, absorb=absorb)
+    return _not_none(built.input_part, values), _not_none(built.saved, saved)
+
+
+def _seeds(objective: MicrobatchProgram, stage: Stage, received: Values) -> list[Array | None]:
+    """A cotangent for each output of a stage; for one that is returned twice, only at its first place."""
+    assert stage.vjp is not None
+    left, loss = dict(received), objective.results[0]
+    if 0 in stage.results:
+        seed = jnp.ones((), objective.graph.tensors[loss].dtype)
+        left[loss] = left[loss] + seed if loss in left else seed
+    return [left.pop(t, None) for t in stage.vjp.backward_graph.source.outputs]
+
+
+def _not_none(tensors: Sequence[int], values: Sequence[Array | None]) -> dict[int, Array]:
+    return {t: x for t, x in zip(tensors, values, strict=True) if x is not None}

@@ -1,0 +1,76 @@
+"""Choices of storage without a solver: against closed forms, and without small items."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxpipe.planning.storage.greedy import give_up, give_up_all
+from jaxpipe.planning.storage.integer_program import solve
+from jaxpipe.planning.storage.small_items import without_small_items
+from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem, simulate
+
+
+LAYERS, INPUT, INNER, SECONDS = 24, 10, 400, 3.0
+
+
+def equal_layers(capacity):
+    """Layers whose inputs are stored and whose larger inner tensors may be computed again from these, last layer first.
+
+    Of ``n`` stored inner tensors all are in memory in the first event, with all inputs. If the first event's own is
+    among them, every later event has room to compute its own again in the place of those that were read before.
+    """
+    items = []
+    for layer in range(LAYERS):
+        event = LAYERS - 1 - layer
+        items.append(Item(f"input {layer}", (Option("keep", INPUT),), (event,), INPUT))
+        inner = Item(f"inner {layer}", (Option("keep", INNER),), (event,), INNER, (len(items) - 1,), SECONDS)
+        items.append(inner)
+    return Problem(tuple(items), (0,) * LAYERS, capacity)
+
+
+@pytest.mark.parametrize("stored", [1, 2, 7, LAYERS - 1, LAYERS])
+@pytest.mark.parametrize("spare", [0, INNER - 1])
+def test_equal_layers_store_as_many_as_fit(stored, spare):
+    problem = equal_layers(LAYERS * INPUT + stored * INNER + spare)
+    outcome = simulate(problem, give_up(problem))
+    assert outcome.fits(problem)
+    assert outcome.seconds == (LAYERS - stored) * SECONDS
+    assert len(outcome.computed) == LAYERS - stored
+
+
+def test_the_lowest_peak_of_equal_layers_is_all_inputs_and_one_inner_tensor():
+    least = LAYERS * INPUT + INNER
+    assert give_up(equal_layers(least - 1)) is None
+    problem = equal_layers(0)
+    assert simulate(problem, give_up_all(problem)).peak_bytes == least
+
+
+@pytest.mark.parametrize("held", [0, 3])
+def test_choices_without_small_items_fit_the_whole_problem(held):
+    """Statistics of a thousandth of the bytes are stored, and counted in every event."""
+    problem = replace(equal_layers((1 + held) * (LAYERS * INPUT + 9 * INNER)), held=held)
+    statistics = tuple(
+        Item(f"mean {event}", (Option("keep", 1), Option("packed", 1, 0.1)), (event,), 1, (), 0.5)
+        for event in range(LAYERS)
+    )
+    whole = replace(problem, items=problem.items + statistics)
+    reduced = without_small_items(whole)
+    assert [len(item.options) for item in reduced.items] == [len(item.options) for item in whole.items]
+    small = [k for k, item in enumerate(reduced.items) if whole.items[k].seconds is not None and item.seconds is None]
+    assert small and min(small) >= 2 * LAYERS
+    answer = solve(reduced)
+    inner, outer = simulate(reduced, answer.choice), simulate(whole, answer.choice)
+    assert outer.fits(whole) and outer.seconds == inner.seconds
+    assert all(b <= a for a, b in zip(inner.bytes, outer.bytes, strict=True))
+    assert all(answer.choice[k] != NOT_STORED for k in small)
+
+
+def test_small_items_are_not_swapped():
+    """A peer or a host takes no more than it has room for: what is not counted does not go there."""
+    keep, host = Option("keep", 4), Option("host", 4, held=1, link_seconds=0.1)
+    large = Item("large", (Option("keep", 4000), Option("host", 4000, held=0, link_seconds=1.0)), (1,), 4000)
+    small = Item("small", (keep, host), (0,), 4, (), 0.5)
+    problem = Problem((large, small), (0, 0), 1e4, most_swapped=4000)
+    reduced = without_small_items(problem)
+    assert reduced.items[1].options == (replace(keep, bytes=0),)
+    assert reduced.items[0] == large

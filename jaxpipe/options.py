@@ -40,10 +40,11 @@ class PlanOptions:
       solver: a mixed-integer solver that cvxpy finds, used if there is a budget.
       time_limit: seconds that it may take for the whole plan: all stages, rounds and schedules share them. Once they
         are used up, a greedy rule chooses, and the plan says so. Compilation and tracing are not counted.
-      compile: whether a plan with ``memory`` is compiled here, so that XLA's own bytes are known: if it reserves more,
-        a smaller plan is made, and a budget that no plan keeps is refused. The first ``step`` does not compile again
-        then. False: what is predicted counts, for plans on paper. ``Pipeline.compile`` makes up for it; without that,
-        the first ``step`` refuses a plan for which XLA reserves more.
+      compile: whether stage programs are compiled here, so that the plan tells the bytes that XLA reserves. The first
+        ``step`` does not compile again then. With ``memory``, a smaller plan is made if XLA reserves more, and a budget
+        that no plan keeps is refused. Left out: with ``memory``, and on GPUs also without, where predictions may be a
+        tenth off. False: what is predicted counts, for plans on paper. ``Pipeline.compile`` makes up for it; without
+        that, the first ``step`` refuses a plan for which XLA reserves more than ``memory``.
       on_nonfinite: what to do if the loss or a gradient is not finite. ``"skip"``: parameters, state and optimizer
         state stay as they are, and the metrics count it. ``"raise"``: so do they, and ``NonFiniteError`` says in which
         stage it began; each step then waits for its result. None: not looked at.
@@ -76,7 +77,7 @@ class PlanOptions:
     allow_over_budget: bool = False
     solver: str = "HIGHS"
     time_limit: float = 60.0
-    compile: bool = True
+    compile: bool | None = None
     on_nonfinite: Literal["raise", "skip"] | None = None
     unroll_scans: int = False
     gradient_dtype: DTypeLike | None = None

@@ -469,15 +469,15 @@ class Pipeline:
     def compile(self) -> Plan:
         """Compile the training step, which the first ``step`` does otherwise, and return the plan.
 
-        A plan that was made with ``memory`` and ``PlanOptions(compile=False)`` may become another one here: one that
-        keeps the budget with the bytes that XLA reserves. States of the plan before do not fit it: call ``init``
-        afterwards.
+        A plan of stage programs then tells the bytes that XLA reserves. One that was made with ``memory`` and
+        ``PlanOptions(compile=False)`` may become another one here, which keeps the budget with these bytes. States of
+        the plan before do not fit it: call ``init`` afterwards.
 
         Raises:
           MemoryBudgetError: if no plan keeps the budget.
           PartitionError: as ``plan``.
         """
-        if self._planned.budget is not None:
+        if self._planned.plan.runtime == "mpmd":
             self._use(within_budget)
         self._prepare(self._planned.batch)
         return self.plan

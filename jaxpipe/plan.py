@@ -181,7 +181,7 @@ class Plan:
       runtime_reason: why it is this one.
       each_device: predicted bytes of each device, where they differ, in the order of ``mesh.devices.flat``.
       stage_memory: by stage, the same of its first device by component.
-      compiled_each_device: bytes that XLA reserves on each device, once the step has been compiled for a budget.
+      compiled_each_device: bytes that XLA reserves on each device, once stage programs have been compiled.
       compiled_stage_memory: by stage, the same of its first device by component.
       axes: the mesh axes over which each stage is sharded, and their sizes. The devices of a stage are then the first
         ones of its groups.
@@ -236,7 +236,7 @@ class Plan:
 
     @property
     def compiled_bytes(self) -> int | None:
-        """Bytes that XLA reserves on the fullest device, once the training step has been compiled for a budget."""
+        """Bytes that XLA reserves on the fullest device, once stage programs have been compiled."""
         return max(self.compiled_each_device, default=None)
 
     @property

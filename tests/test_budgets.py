@@ -17,7 +17,7 @@ from flax import nnx
 import jaxpipe
 from jaxpipe import target
 from jaxpipe.errors import MemoryBudgetError, PartitionError
-from jaxpipe.planning import compile_within_budget
+from jaxpipe.planning import compile_within_budget, make_plan
 from jaxpipe.planning.storage import integer_program, solver_time
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.runtime.executable_plan import Compiled
@@ -148,6 +148,20 @@ def test_a_step_that_was_compiled_for_its_bytes_is_not_compiled_again(monkeypatc
     assert len(count) == 1 and paper.plan.predicted_bytes == plan.predicted_bytes
 
 
+@pytest.mark.parametrize(
+    ("wanted", "platform", "compiles"), [(None, "cpu", 0), (None, "cuda", 1), (True, "cpu", 1), (False, "cuda", 0)]
+)
+def test_plans_without_a_budget_are_compiled_where_predictions_are_not_exact(monkeypatch, wanted, platform, compiles):
+    """On GPUs, or if the caller says so."""
+    count = counted_steps(monkeypatch)
+    monkeypatch.setattr(make_plan, "platform", lambda: platform)
+    pipeline, batch = make(chain, 2, options=jaxpipe.PlanOptions(compile=wanted))
+    plan = pipeline.plan
+    assert len(count) == compiles and (plan.compiled_bytes is None) == (not compiles)
+    pipeline.step(pipeline.init(KEY), batch)
+    assert len(count) == 1 and pipeline.plan is plan
+
+
 @pytest.mark.parametrize("memory", [None, 10**7])
 def test_a_pipeline_is_compiled_when_it_is_told_to(monkeypatch, memory):
     count = counted_steps(monkeypatch)
@@ -155,6 +169,7 @@ def test_a_pipeline_is_compiled_when_it_is_told_to(monkeypatch, memory):
     plan = pipeline.plan
     assert not count and pipeline.compile() is pipeline.plan
     assert len(count) == 1 and pipeline.plan.identity == plan.identity
+    assert plan.compiled_bytes is None and pipeline.plan.compiled_bytes == max(pipeline.memory_report().compiled_bytes)
     pipeline.step(pipeline.init(KEY), batch)
     assert len(count) == 1
 

@@ -11,7 +11,7 @@ from jax.extend.core import Var
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.residuals import vjp_program
-from jaxpipe.residuals.choose_formats import derived_from
+from jaxpipe.residuals.choose_formats import ResidualPlan, derived_from
 from jaxpipe.residuals.stored_formats import Format, SavedFormat
 from jaxpipe.target import building_for
 from tests.support.compare import assert_same_bits
@@ -277,6 +277,26 @@ def test_on_a_gpu_stored_products_are_matrices_only_where_no_device_would_gather
         assert [built.graph.tensors[t].shape for t in built.plan.stored if t not in graph.inputs] == [(2, 2, 8, 16)]
         reshapes.append(names.count("reshape"))
     assert reshapes[0] and not reshapes[1]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_on_a_gpu_a_mask_is_made_of_what_a_convolution_reads_as_it_was_written(platform):
+    """Behind a barrier, so that the ReLU has one reader and XLA leaves it to the convolution before."""
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 4, 8, 8), (4, 4, 3, 3), (8, 4, 3, 3))]
+
+    def function(x, first, second):
+        return jax.lax.conv(jax.nn.relu(jax.lax.conv(x, first, (1, 1), "SAME")), second, (1, 1), "SAME").sum()
+
+    with building_for(platform):
+        graph = trace(function, *arguments).with_parameters([False, True, True])
+        built = vjp_program.build(graph, graph.inputs[1:], held=graph.inputs)
+        (inner,) = (op.outputs[0] for op in built.graph.operators if op.name == "gt")
+        plan = ResidualPlan({**built.plan.formats, inner: SavedFormat(Format.MASK)})
+        built = vjp_program.assemble(built.backward_graph, plan)
+        jaxpr = jax.make_jaxpr(functools.partial(vjp_program.forward, built))(arguments).jaxpr
+    makers = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.outvars}
+    (test,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "gt")
+    assert (makers[test.invars[0]] == "optimization_barrier") == (platform == "gpu")
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

@@ -310,3 +310,40 @@ def test_a_cpu_writes_the_cotangents_of_each_step():
     base, item = events_of("cpu")
     assert len(base) > 2
     assert max(base) >= 2 * item.bytes
+
+
+def convolution_events(platform):
+    """Events of two convolutions with ReLUs, whose feature maps have 1 and 2 KiB, and the items."""
+
+    def loss(x, first, second):
+        for kernel in (first, second):
+            x = jax.nn.relu(jax.lax.conv(x, kernel, (1, 1), "SAME"))
+        return x.sum()
+
+    arguments = jnp.ones((1, 4, 8, 8)), jnp.ones((4, 4, 1, 1)), jnp.ones((8, 4, 1, 1))
+    with building_for(platform):
+        graph = trace(loss, *arguments).with_parameters([False, True, True])
+        stage = build(graph, graph.inputs[1:], held=graph.inputs)
+        return stage_items(
+            stage.backward_graph, stage.plan, lambda op: 1.0, 1e9, graph.inputs, released=graph.inputs[1:]
+        ).problem
+
+
+def test_on_a_gpu_a_convolution_frees_what_its_kernels_gradient_reads_before_its_inputs_cotangent():
+    """And nothing is written over its result: not the ReLU's cotangent, which comes next."""
+    problem = convolution_events("gpu")
+    small, large = 4 * 4 * 64, 4 * 8 * 64
+    last_relu, gradient, cotangent, first_relu, first_gradient = problem.base
+    assert last_relu == large
+    assert gradient == large + 4 * 8 * 4
+    assert cotangent == large + small + 4 * 8 * 4  # the kernel turned around
+    assert first_relu == 2 * small
+    assert first_gradient == small + 4 * 4 * 4
+    (inner,) = (item for item in problem.items if item.name.endswith("relu f32[1,4,8,8]"))
+    assert inner.uses == (1,)
+
+
+def test_items_are_what_follows_from_a_product_and_masks_by_themselves():
+    """Who starts from the ReLU's result needs no memory for the convolution's own."""
+    names = [item.name.split("/")[-1] for item in convolution_events("gpu").items]
+    assert names == ["relu f32[1,4,8,8]", "relu bool[1,4,8,8]", "relu f32[1,8,8,8]", "relu bool[1,8,8,8]"]

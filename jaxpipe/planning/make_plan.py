@@ -18,7 +18,7 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.planning.balance_stages import balanced
 from jaxpipe.planning.candidate import Candidate
 from jaxpipe.planning.check_request import Request
-from jaxpipe.planning.compile_within_budget import refusal, smallest_compiled, within_budget
+from jaxpipe.planning.compile_within_budget import refusal, smallest_compiled, with_step, within_budget
 from jaxpipe.planning.finalize import FinalizedCandidate, finalize
 from jaxpipe.planning.list_candidates import cut_again, list_candidates
 from jaxpipe.planning.planned_step import PlannedStep
@@ -26,7 +26,7 @@ from jaxpipe.planning.storage.fastest_choice import raised
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.stage_budget import Solving
 from jaxpipe.planning.trace_request import trace_request
-from jaxpipe.target import building_for
+from jaxpipe.target import building_for, platform
 from jaxpipe.text.progress import progress
 
 
@@ -41,9 +41,17 @@ def make_plan(request: Request, batch: PyTree, variables: PyTree = None) -> Plan
         traced = trace_request(request, batch, variables)
         candidates = sorted(list_candidates(traced), key=lambda candidate: candidate.seconds)
         budget = request.budget
-        planned = finalize(_leanest(candidates), None).default if budget is None else _within(candidates, budget)
+        planned = _by_default(candidates) if budget is None else _within(candidates, budget)
     multihost.agree("The plan", planned.plan.to_json())
     return planned
+
+
+def _by_default(candidates: Sequence[Candidate]) -> PlannedStep:
+    """Return the plan without a budget, compiled where predictions are not exact: for GPUs, as stage programs."""
+    planned = finalize(_leanest(candidates), None).default
+    wanted = candidates[0].traced.request.options.compile
+    compiles = platform() != "cpu" if wanted is None else wanted
+    return with_step(planned) if compiles and planned.plan.runtime == "mpmd" else planned
 
 
 def _leanest(candidates: Sequence[Candidate]) -> Candidate:
@@ -58,11 +66,12 @@ def _leanest(candidates: Sequence[Candidate]) -> Candidate:
 def _within(candidates: Sequence[Candidate], budget: int) -> PlannedStep:
     """Return the plan with the shortest step that keeps a budget; an error offers what the smallest plan needs."""
     options = candidates[0].traced.request.options
+    compiles = options.compile is not False
     search = _Search.of(candidates)
     best = search.fastest(budget)
     if best is None:
         least = search.for_budget(search.smallest, budget)
-        least = smallest_compiled(least) if options.compile else least
+        least = smallest_compiled(least) if compiles else least
         needed = least.plan.predicted_bytes if least.compiled is None else least.compiled.reserved_bytes
         if needed <= budget:
             return least
@@ -70,7 +79,7 @@ def _within(candidates: Sequence[Candidate], budget: int) -> PlannedStep:
             raise refusal(budget, least)
         budget = raised(budget, needed)
         best = search.fastest(budget) or search.for_budget(least, budget)
-    return within_budget(best) if options.compile else best
+    return within_budget(best) if compiles else best
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,8 +39,8 @@ GPU_FUNCTION_WORK = 4
 #: All products that may run again together take at most this fraction of the time of all products.
 RERUN_SHARE = 0.07
 
-#: On a GPU they take at most this fraction: a fifth of the forward pass, a fifteenth of the products of a step.
-GPU_RERUN_SHARE = 0.2
+#: On a GPU they take at most this fraction: a quarter of the forward pass, a twelfth of the products of a step.
+GPU_RERUN_SHARE = 0.26
 
 #: Of two ways to store as many bytes, one that writes an array more counts as larger by this power of a half.
 _ANOTHER_ARRAY = 6
@@ -401,6 +401,8 @@ def _cheap_derivations(
         after_product = not behind_product.isdisjoint(sources)
         if is_product(op) and (op not in products or (on_cpu and after_product)):
             continue
+        if after_product and not on_cpu and graph.tensors[op.outputs[0]].bits == 1 and "mask" in codecs[op.outputs[0]]:
+            continue  # else the product's result would stay until the mask is read
         work = {op: cost}
         for t in sources:
             work |= needed_work.get(t, {})

@@ -116,7 +116,8 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
 
     A GPU's scheduler puts off what nobody waits for: left alone, it would pack a tensor just before the backward pass
     unpacks it, and keep it whole until then. So each product waits for all that was to be packed before it; its
-    operands are written to memory in any case, which keeps elementwise chains in one kernel.
+    operands are written to memory in any case, which keeps elementwise chains in one kernel. A mask of what a
+    convolution reads is made of that as it was written, so that XLA leaves a ReLU to the convolution before it.
     """
     graph, stored = vjp.graph, vjp.plan.stored
     env = dict(graph.constants)
@@ -124,10 +125,13 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
     stash: dict[int, tuple[Array, ...]] = {}
     packed: list[Array] = []
     at_hand = graph.derived_from_parameters()
+    convolved = _read_by_convolutions(graph) - at_hand
     for op in live(graph.operators, [*graph.outputs, *stored]):
         late = {t: _compat.wait(env[t], packed) for t in op.inputs if t not in at_hand} if is_heavy(op) else {}
         if late:
             packed = []
+        if any(graph.tensors[t].bits == 1 for t in op.outputs):
+            late = {t: _compat.fence(env[t]) for t in op.inputs if t in convolved}
         env.update(zip(op.outputs, op.evaluate(*(late.get(t, env[t]) for t in op.inputs)), strict=True))
         for t in op.outputs:
             if vjp.plan.is_stored(t):
@@ -137,6 +141,13 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
         if t not in stash:
             stash[t] = encode(env[t], graph.tensors[t], vjp.plan.formats[t])
     return [_compat.wait(env[t], packed) for t in graph.outputs], [stash[t] for t in stored]
+
+
+def _read_by_convolutions(graph: Graph) -> set[int]:
+    """Return what convolutions on a GPU read; on a CPU nothing."""
+    if _compat.runs_breadth_first():
+        return set()
+    return {t for op in graph.operators if op.name == "conv_general_dilated" for t in op.inputs}
 
 
 def overflows(vjp: VJPProgram, stash: Sequence[Sequence[Array]]) -> Array:

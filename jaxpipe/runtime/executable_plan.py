@@ -83,7 +83,7 @@ class ExecutablePlan:
     schedules: tuple[ScheduleMaker, ...]
     retrace: Callable[[PyTree], MicrobatchProgram]  # traces the loss for the shapes of one micro-batch
     shardings: Shardings  # of variables within a stage
-    compiled: Compiled | None = None  # stage programs that were compiled for a budget
+    compiled: Compiled | None = None  # stage programs that were compiled while planning
     calls: CallList | None = None  # of stage programs, the training step
     traces: Traces = field(default_factory=dict)  # of plans with the same cuts; filled while lists are written
 

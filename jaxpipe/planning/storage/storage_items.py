@@ -1,8 +1,8 @@
 """A stage's backward pass as a problem of items and events, and a choice as a storage plan.
 
 Items are the tensors that the default plan stores, and those that would be good to start from if one of them is
-given up: what products, reductions, windows and lookups make, and sums of branches. All between them is cheap and
-fuses with what reads it.
+given up: what products, reductions, windows and lookups make, with what is fused with them, sums of branches, and
+masks. All between them is cheap and fuses with what reads it.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from jaxpipe.graph.graph import Graph, Operator, Tensor
 from jaxpipe.graph.liveness import lifetimes
 from jaxpipe.graph.op_cost import weight
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Item, Option, Problem
-from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp
+from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, restricted
 from jaxpipe.residuals.choose_formats import (
     Derivations,
     ResidualPlan,
@@ -32,7 +32,10 @@ from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
 
 
 #: Events of a problem at most, on a CPU and on a GPU, where an event has several steps; neighbors are joined.
-MOST_EVENTS, MOST_GPU_EVENTS = 48, 96
+MOST_EVENTS, MOST_GPU_EVENTS = 48, 160
+
+#: On a GPU nothing is written over its result, so that what follows it runs by itself.
+_CONVOLUTION = "conv_general_dilated"
 
 #: How often the bytes of a tensor are moved to pack and unpack it; sparse formats move single elements, too.
 PACKING, COMPACTION = 2.0, 12.0
@@ -181,8 +184,9 @@ def _starting_points(backward_graph: BackwardGraph, there: frozenset[int]) -> li
     """Tensors from which others can be computed again without looking further back."""
     graph = backward_graph.graph
     producers = {t: op for op in graph.operators for t in op.outputs}
+    needs = frozenset(backward_graph.needs)
     needed: set[int] = set()
-    pending = list(backward_graph.needs)
+    pending = list(needs)
     while pending:
         t = pending.pop()
         if t in needed or t in there:
@@ -194,14 +198,39 @@ def _starting_points(backward_graph: BackwardGraph, there: frozenset[int]) -> li
 
     def is_one(t: int) -> bool:
         op = producers.get(t)
-        return op is None or op.has_effects or weight(op) is None or t in sums
+        is_mask = t in needs and graph.tensors[t].bits == 1
+        return op is None or op.has_effects or weight(op) is None or t in sums or is_mask
 
-    return [t for t in needed if is_one(t)]
+    follower = _followers(graph, needs)
+
+    def last(t: int) -> int:
+        while follower.get(t) in needed:
+            t = follower[t]
+        return t
+
+    return list(dict.fromkeys(last(t) for t in needed if is_one(t)))
+
+
+def _followers(graph: Graph, needs: Container[int]) -> dict[int, int]:
+    """Return, by tensor, what is made of it and of weights, cheaply and in no more bytes, where nothing else reads it.
+
+    Who starts from a product with its bias and its ReLU needs no memory for the product by itself.
+    """
+    weights = graph.derived_from_parameters()
+    readers = Counter(t for op in graph.operators for t in op.inputs) + Counter(graph.outputs)
+    follower = {}
+    for op in graph.operators:
+        others = [t for t in op.inputs if t not in weights]
+        if len(others) == 1 and len(op.outputs) == 1 and weight(op) is not None:
+            (t,), (made,) = others, op.outputs
+            if readers[t] == 1 and t not in needs and graph.tensors[made].bytes <= graph.tensors[t].bytes:
+                follower[t] = made
+    return follower
 
 
 @dataclass(frozen=True)
 class _Event:
-    """Backward steps that run as one: on a GPU a product and what follows it element by element.
+    """Backward steps that run as one: on a GPU a matrix product and what follows it element by element.
 
     Attributes:
       reads: the items that they need.
@@ -226,9 +255,12 @@ def _events(
 ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
     """Return the events that read each item, and the bytes in each of cotangents and of what a step needs besides."""
     events: list[_Event] = []
-    tensors, available = backward_graph.source.tensors, {*position, *at_hand}
+    tensors, available = backward_graph.source.tensors, {*everything.formats, *at_hand}
     cotangents: set[int] = set()
-    for chain in _chains(backward_graph.steps[::-1]):
+    steps = _in_parts(backward_graph.steps[::-1], at_hand)
+    unread = Counter(t for step in steps for t in step.cotangents_in)
+    last = ""
+    for chain in _chains(steps):
         before, leaves, running = set(cotangents), set[int](), 0
         for step in chain:
             leaves.update(derivations.of(step.needs, everything, at_hand)[1])
@@ -239,16 +271,20 @@ def _events(
                 after = sum(tensors[t].bytes for t in cotangents)
                 running = max(running, after, given + _while_running(backward_graph.graph, step, available))
                 before = set(cotangents)
-            cotangents -= {t for t in step.cotangents_in if t not in backward_graph.wrt}
+            unread.subtract(step.cotangents_in)
+            cotangents -= {t for t in step.cotangents_in if t not in backward_graph.wrt and not unread[t]}
             cotangents = {t for t in cotangents if t not in released}
         left = sum(tensors[t].bytes for t in cotangents)
+        if not is_heavy(chain[0]) and last == _CONVOLUTION:
+            running = max(running, sum(tensors[t].bytes for t in before | cotangents))
+        last = chain[-1].name
         fresh = tuple((tensors[t].shape, tensors[t].dtype) for t in cotangents - before)
         events.append(_Event(frozenset(leaves & position.keys()), running, left, fresh))
     base = _base_bytes(events, backward_graph.graph)
     joined_reads: list[set[int]] = []
     joined_base: list[int] = []
     for here, size in zip((event.reads for event in events), base, strict=True):
-        if joined_reads and (not here or here == joined_reads[-1]):
+        if joined_reads and ((not here and size <= joined_base[-1]) or here == joined_reads[-1]):
             joined_base[-1] = max(joined_base[-1], size)
         else:
             joined_reads.append(set(here))
@@ -264,11 +300,29 @@ def _events(
     return {t: tuple(events) for t, events in uses.items()}, tuple(total) or (0,)
 
 
+def _in_parts(steps: Sequence[BackwardOp], at_hand: frozenset[int]) -> list[BackwardOp]:
+    """Return the steps as they run: on a GPU a convolution makes the gradient of its kernel first."""
+    if _compat.runs_breadth_first():
+        return list(steps)
+    run: list[BackwardOp] = []
+    for step in steps:
+        weights = [k for k, t in enumerate(step.cotangents_out) if t in at_hand]
+        others = [k for k, t in enumerate(step.cotangents_out) if t not in at_hand]
+        if step.name == _CONVOLUTION and weights and others:
+            run += [restricted(step, weights), restricted(step, others)]
+        else:
+            run.append(step)
+    return run
+
+
 def _chains(steps: Sequence[BackwardOp]) -> list[list[BackwardOp]]:
-    """Return the steps that run as one: each by itself on a CPU; on a GPU a product with the steps before the next."""
+    """Return the steps that run as one: each by itself on a CPU; on a GPU a product with the steps before the next.
+
+    Those behind a convolution run apart from it, but as one.
+    """
     chains: list[list[BackwardOp]] = []
     for step in steps:
-        if not chains or _compat.runs_breadth_first() or is_heavy(step):
+        if not chains or _compat.runs_breadth_first() or is_heavy(step) or chains[-1][-1].name == _CONVOLUTION:
             chains.append([])
         chains[-1].append(step)
     return chains

@@ -3,12 +3,10 @@
     JAX_PLATFORMS=cuda,cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m scripts.check_predictions
 
 Compiled for an H100 that is not here: one stage, one micro-batch, plain SGD. No model of the list is in the tests of
-estimates. Of each model, without a budget and with one of a share of the bytes
-that XLA then reserves:
+estimates. Of each model, without a budget and with one of a share of the bytes that XLA then reserves:
 
   before     ``plan.predicted_bytes``, from the operators alone
-  shown      what ``print(plan)`` tells: without a budget the same, as nothing is compiled; with one the bytes of the
-             compiled step, since ``partition`` compiles it
+  shown      what ``print(plan)`` tells: the bytes of the compiled step, since ``partition`` compiles for GPUs
   compiled   ``memory_report().compiled_bytes``
 """
 

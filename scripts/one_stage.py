@@ -12,14 +12,14 @@ from scripts.check_stage_programs import measure
 from scripts.encoding_cases import Problem, cross_entropy
 
 
-def one_stage(problem: Problem, device: Any, memory: int | None, compile: bool = True) -> jaxpipe.Pipeline:
+def one_stage(problem: Problem, device: Any, memory: int | None, compile: bool | None = None) -> jaxpipe.Pipeline:
     """Plan a step of one micro-batch with plain SGD on one device.
 
     Args:
       problem: the model, with arrays or shapes.
       device: one that is there, or of a topology that is only compiled for.
       memory: most bytes of parameters, gradients, batch and temporaries.
-      compile: whether the plan is compiled before it counts as within the budget.
+      compile: as ``PlanOptions.compile``.
 
     Raises:
       MemoryBudgetError: if no plan keeps it.

@@ -21,7 +21,7 @@ from jax._src.clusters import ClusterEnv
 from jax._src.compiler import get_compile_options
 from jax._src.dispatch import jaxpr_has_prim_requiring_devices
 from jax._src.distributed import global_state
-from jax._src.interpreters.pxla import global_aval_to_result_handler
+from jax._src.interpreters.pxla import _dce_jaxpr, global_aval_to_result_handler
 from jax._src.lib import xla_client
 from jax.experimental.layout import Format, Layout
 
@@ -52,6 +52,17 @@ def open_jaxpr(jaxpr: AnyJaxpr | OpenJaxpr) -> tuple[OpenJaxpr, list[Array]]:
     """
     consts: list[Array] = list(getattr(jaxpr, "consts", None) or ())
     return cast(OpenJaxpr, getattr(jaxpr, "jaxpr", jaxpr)), consts
+
+
+def lower(traced: jax.stages.Traced, platform: str) -> jax.stages.Lowered:
+    """Lower a traced program, all of whose operands are kept, for a platform.
+
+    jax 0.12 caches by program what remains of it without the operands that it does not read. Where all are kept that is
+    the program itself, which would stay for good, with the arrays that it has captured.
+    """
+    lowered = traced.lower(lowering_platforms=(platform,))
+    _dce_jaxpr.evict_weakref(traced.jaxpr)
+    return lowered
 
 
 def evaluate_jaxpr(jaxpr: AnyJaxpr, *args: Array) -> list[Array]:

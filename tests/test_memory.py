@@ -291,6 +291,7 @@ def test_a_loss_may_look_at_itself():
     assert sorted(seen["loss"]) == pytest.approx(sorted((rows.sum(1) / 2).tolist()))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("runtime", "options"), [("spmd", {}), ("mpmd", {"memory": "1 GiB"})])
 def test_pipelines_that_are_gone_keep_no_arrays(runtime, options):
     """A model that captures 4 MiB, planned and trained again and again."""

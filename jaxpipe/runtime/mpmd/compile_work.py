@@ -219,7 +219,7 @@ def _lower(jobs: Sequence[Job], platform: str) -> tuple[Lowered, list[np.ndarray
     donated = tuple(sorted(offset + k for k in first.donated))
     to = tuple(None if spec is None else NamedSharding(mesh, spec) for spec in first.writes)
     jitted = jax.jit(function, donate_argnums=donated, out_shardings=to, keep_unused=True)
-    lowered = jitted.trace(*shaped).lower(lowering_platforms=(platform,))
+    lowered = _compat.lower(jitted.trace(*shaped), platform)
     return lowered, [row if varies else None for row in rows]
 
 

@@ -212,19 +212,21 @@ def _starting_points(backward_graph: BackwardGraph, there: frozenset[int]) -> li
 
 
 def _followers(graph: Graph, needs: Container[int]) -> dict[int, int]:
-    """Return, by tensor, what is made of it and of weights, cheaply and in no more bytes, where nothing else reads it.
+    """Return what is made of a convolution's result and of weights, cheaply, where nothing else reads it, step by step.
 
-    Who starts from a product with its bias and its ReLU needs no memory for the product by itself.
+    Who starts from the result with its bias and its ReLU needs no memory for the result by itself.
     """
     weights = graph.derived_from_parameters()
     readers = Counter(t for op in graph.operators for t in op.inputs) + Counter(graph.outputs)
+    behind = {op.outputs[0] for op in graph.operators if op.name == _CONVOLUTION}
     follower = {}
     for op in graph.operators:
         others = [t for t in op.inputs if t not in weights]
-        if len(others) == 1 and len(op.outputs) == 1 and weight(op) is not None:
+        if len(others) == 1 and len(op.outputs) == 1 and weight(op) is not None and others[0] in behind:
             (t,), (made,) = others, op.outputs
             if readers[t] == 1 and t not in needs and graph.tensors[made].bytes <= graph.tensors[t].bytes:
                 follower[t] = made
+                behind.add(made)
     return follower
 
 

@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +44,8 @@ from rich.table import Table
 
 import jaxpipe
 from examples import models
-from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
+from jaxpipe.array_types import PyTree
+from scripts.measuring import Batch, Loss, Quartiles, alternate, header, keep_freed_memory, quartiles
 
 
 SHARES = (1.0, 0.75, 0.5, 0.35, 0.25)
@@ -54,25 +56,26 @@ POLICIES = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots-no-batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+OPTIMIZER = optax.sgd(0.01, momentum=0.9)
 
 
 @dataclass(frozen=True)
 class Case:
     """A model, the shape of an example, examples of a micro-batch, a loss, and how many tokens there are."""
 
-    model: Callable[[], Any]
+    model: Callable[[], nn.Module]
     example: tuple[int, ...]
     rows: int
-    loss: Callable[[Any, Any], Any]
+    loss: Loss
     tokens: int | None = None
 
 
-def entropy(logits: Any, labels: Any) -> Any:
+def entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean cross entropy."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def transformer() -> Any:
+def transformer() -> nn.Module:
     """Twelve layers."""
     return models.Transformer(vocab=256, num_layers=12, width=128, num_heads=4, max_length=128, tied=False)
 
@@ -119,7 +122,7 @@ class Row:
     difference: float | None
 
 
-def make_batch(case: Case, m: int) -> dict[str, Any]:
+def make_batch(case: Case, m: int) -> dict[str, jax.Array]:
     """``m`` micro-batches of random examples."""
     key = jax.random.key(0)
     shape = (m * case.rows, *case.example)
@@ -131,115 +134,132 @@ def make_batch(case: Case, m: int) -> dict[str, Any]:
 class Jitted:
     """A training step without a pipeline, and its first arguments."""
 
-    compiled: Any
-    state: Any
+    compiled: jax.stages.Compiled
+    state: PyTree
 
     @property
     def bytes(self) -> int:
         """Return the bytes that XLA reserves."""
         analysis = self.compiled.memory_analysis()
+        assert analysis is not None
         total = analysis.argument_size_in_bytes + analysis.output_size_in_bytes + analysis.temp_size_in_bytes
         return total - analysis.alias_size_in_bytes
 
 
-def jitted(case: Case, optimizer: Any, policy: Callable[..., Any] | None, variables: Any, batch: Any) -> Jitted:
+def jitted(
+    case: Case,
+    policy: Callable[..., bool] | None,
+    variables: PyTree,
+    batch: Batch,
+) -> Jitted:
     """Gradients and update of one micro-batch, with ``jax.checkpoint`` if there is a policy."""
     held = {name: value for name, value in variables.items() if name != "params"}
 
-    def apply(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(parameters: PyTree, *args: object, **kwargs: object) -> jax.Array:
         return case.model().apply({"params": parameters, **held}, *args, **kwargs, mutable=["batch_stats"])[0]
 
-    def model(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def model(parameters: PyTree, *args: object, **kwargs: object) -> jax.Array:
         bound = functools.partial(apply, **kwargs)
         return (bound if policy is None else jax.checkpoint(bound, policy=policy))(parameters, *args)
 
-    def step(state: Any, batch: Any) -> Any:
+    def step(state: PyTree, batch: Batch) -> tuple[PyTree, jax.Array]:
         parameters, optimizer_state = state
         value, gradients = jax.value_and_grad(lambda p: case.loss(functools.partial(model, p), batch))(parameters)
-        updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
+        updates, optimizer_state = OPTIMIZER.update(gradients, optimizer_state, parameters)
         return (optax.apply_updates(parameters, updates), optimizer_state), value
 
     parameters = jax.tree.map(jnp.array, variables["params"])
-    state = parameters, optimizer.init(parameters)
+    state = parameters, OPTIMIZER.init(parameters)
     return Jitted(jax.jit(step, donate_argnums=0).lower(state, batch).compile(), state)
 
 
-def jitted_stepper(found: Jitted, batch: Any) -> Callable[[], Any]:
+def jitted_stepper(found: Jitted, batch: Batch) -> Callable[[], object]:
     """A training step that goes on from the one before."""
     held = [found.state]
 
-    def step() -> Any:
+    def step() -> object:
         held[0], loss = found.compiled(held[0], batch)
         return loss
 
     return step
 
 
-def stepper(pipeline: jaxpipe.Pipeline, state: Any, batch: Any) -> Callable[[], Any]:
+def stepper(pipeline: jaxpipe.Pipeline, state: PyTree, batch: Batch) -> Callable[[], object]:
     """A training step that goes on from the one before."""
     held = [state]
 
-    def step() -> Any:
+    def step() -> object:
         held[0], metrics = pipeline.step(held[0], batch)
         return metrics["loss"]
 
     return step
 
 
-def difference(actual: Any, expected: Any) -> float:
+def difference(actual: PyTree, expected: PyTree) -> float:
     """``|actual - expected| / |expected|`` over all leaves together."""
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     squares = np.sum([[np.sum((np.float64(a) - b) ** 2), np.sum(np.float64(b) ** 2)] for a, b in pairs], axis=0)
     return float(np.sqrt(squares[0] / squares[1]))
 
 
+def make_pipeline(case: Case, stages: int, batch: Batch, **options: Any) -> jaxpipe.Pipeline:
+    """Plan a model on some stages."""
+    return jaxpipe.partition(
+        case.model(),
+        jax.sharding.Mesh(jax.devices()[:stages], ("stage",)),
+        batch,
+        loss=case.loss,
+        optimizer=OPTIMIZER,
+        num_microbatches=MICROBATCHES[stages],
+        **options,
+        runtime="mpmd",
+    )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The pipeline within a budget, or the message of the error that refuses one."""
+
+    budget: int | None
+    seconds: float | None
+    predicted: int | None
+    pipeline: jaxpipe.Pipeline | None
+    message: str = ""
+
+
+def plan_within(budget: int, make: Callable[..., jaxpipe.Pipeline]) -> Planned:
+    """Plan within a budget; the seconds are those before the first compile."""
+    start = time.perf_counter()
+    seconds = predicted = None
+    try:
+        pipeline = make(memory=budget)
+        seconds, predicted = time.perf_counter() - start, pipeline.plan.predicted_bytes
+        pipeline.memory_report()
+    except jaxpipe.MemoryBudgetError as error:
+        return Planned(budget, seconds or time.perf_counter() - start, predicted, None, str(error))
+    return Planned(budget, seconds, predicted, pipeline)
+
+
 def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
     """All variants of a model."""
-    case, m = CASES[name], MICROBATCHES[stages]
-    batch = make_batch(case, m)
-    mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
-    optimizer = optax.sgd(0.01, momentum=0.9)
-
-    def make(**options: Any) -> jaxpipe.Pipeline:
-        return jaxpipe.partition(
-            case.model(),
-            mesh,
-            batch,
-            loss=case.loss,
-            optimizer=optimizer,
-            num_microbatches=m,
-            **options,
-            runtime="mpmd",
-        )
-
-    plain = make(storage=())
-    profile = plain.profile
+    case = CASES[name]
+    batch = make_batch(case, MICROBATCHES[stages])
+    plain = make_pipeline(case, stages, batch, storage=())
+    make = functools.partial(make_pipeline, case, stages, batch, profile=plain.profile)
     key = jax.random.key(1)
     variables = plain.parameters(plain.init(key))
-    today: dict[str, Jitted] = {}
-    if stages == 1:
-        for label, policy in {"jax": None, **POLICIES}.items():
-            today[label] = jitted(case, optimizer, policy, variables, batch)
+    policies = {"jax": None, **POLICIES} if stages == 1 else {}
+    today = {label: jitted(case, policy, variables, batch) for label, policy in policies.items()}
     reserved = today["jax"].bytes if today else max(plain.memory_report().compiled_bytes)
     memory = {**plain.plan.memory, "gradients": plain.plan.memory["parameters"]}
     fixed = sum(n for part, n in memory.items() if part not in ("stash", "messages", "temporaries"))
-    pipelines: dict[str, jaxpipe.Pipeline] = {"plain": plain, "default": make(profile=profile)}
-    predicted = {label: pipeline.plan.predicted_bytes for label, pipeline in pipelines.items()}
-    failed: dict[str, str] = {}
-    spent, budgets = {}, {}
+    variants = {
+        label: Planned(None, None, pipeline.plan.predicted_bytes, pipeline)
+        for label, pipeline in (("plain", plain), ("default", make()))
+    }
     for share in SHARES:
-        label = f"{share:.0%}"
-        budgets[label] = int(fixed + share * (reserved - fixed))
-        start = time.perf_counter()
-        try:
-            pipeline = make(profile=profile, memory=budgets[label])
-            spent[label] = time.perf_counter() - start
-            predicted[label] = pipeline.plan.predicted_bytes
-            pipeline.memory_report()
-            pipelines[label] = pipeline
-        except jaxpipe.MemoryBudgetError as error:
-            spent.setdefault(label, time.perf_counter() - start)
-            failed[label] = str(error)
+        variants[f"{share:.0%}"] = plan_within(int(fixed + share * (reserved - fixed)), make)
+    pipelines = {label: planned.pipeline for label, planned in variants.items() if planned.pipeline}
     states = {label: pipeline.init(key, variables=variables) for label, pipeline in pipelines.items()}
     gradients = {label: pipelines[label].value_and_grad(states[label], batch)[1] for label in pipelines}
     times: dict[str, list[float]] = {}
@@ -252,34 +272,38 @@ def measure(name: str, stages: int, rounds: int, seconds: float) -> list[Row]:
         return quartiles([b / a for a, b in zip(times["plain"], times[label], strict=True)]) if times else None
 
     rows = []
-    for label, pipeline in pipelines.items():
-        plan, report = pipeline.plan, pipeline.memory_report()
-        work = [s.forward_seconds + s.backward_seconds - s.added_seconds for s in plan.stages]
-        rows.append(
-            Row(
-                name,
-                stages,
-                label,
-                budgets.get(label),
-                predicted[label],
-                plan.predicted_bytes,
-                max(report.compiled_bytes),
-                spent.get(label),
-                max(s.solve_seconds for s in plan.stages),
-                "/".join(dict.fromkeys(s.storage for s in plan.stages)),
-                max(s.storage_gap for s in plan.stages),
-                max(s.added_seconds / w if w else 0.0 for s, w in zip(plan.stages, work, strict=True)),
-                ratio(label),
-                difference(gradients[label], gradients["plain"]),
-            )
-        )
+    for label in pipelines:
+        off = difference(gradients[label], gradients["plain"])
+        rows.append(pipeline_row((name, stages, label), variants[label], ratio(label), off))
     nothing = (None,) * 3
     for label, variant in today.items():
         rows.append(Row(name, stages, label, *nothing, variant.bytes, None, None, "", None, None, ratio(label), None))
-    for label, message in failed.items():
-        known = budgets[label], predicted.get(label), None, None, spent[label], None
-        rows.append(Row(name, stages, label, *known, message, *nothing, None))
+    for label, failed in variants.items():
+        if failed.pipeline is None:
+            known = failed.budget, failed.predicted, None, None, failed.seconds, None
+            rows.append(Row(name, stages, label, *known, failed.message, *nothing, None))
     return rows
+
+
+def pipeline_row(names: tuple[str, int, str], planned: Planned, ratio: Quartiles | None, off: float) -> Row:
+    """The row of a pipeline, by model, stages and variant."""
+    assert planned.pipeline is not None
+    plan, report = planned.pipeline.plan, planned.pipeline.memory_report()
+    work = [s.forward_seconds + s.backward_seconds - s.added_seconds for s in plan.stages]
+    return Row(
+        *names,
+        planned.budget,
+        planned.predicted,
+        plan.predicted_bytes,
+        max(report.compiled_bytes),
+        planned.seconds,
+        max(s.solve_seconds for s in plan.stages),
+        "/".join(dict.fromkeys(s.storage for s in plan.stages)),
+        max(s.storage_gap for s in plan.stages),
+        max(s.added_seconds / w if w else 0.0 for s, w in zip(plan.stages, work, strict=True)),
+        ratio,
+        off,
+    )
 
 
 def table(rows: list[Row]) -> Table:

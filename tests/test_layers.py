@@ -70,72 +70,8 @@ class Plans:
         return sum(sent.values())
 
     def price(self, model, chain, teams):
-        p, net, m = self.profile, self.network, self.m
-        stages = [sorted(b - a) for a, b in itertools.pairwise(chain)]
-        a = [self.crossing(c) for c in chain]
-        speed = [min(net.speed[d] for d in team) for team in teams]
-        seconds = [sum(p.seconds[v] for v in stage) / s for stage, s in zip(stages, speed, strict=True)]
-        weights = [sum(p.parameter_bytes[v] for v in stage) for stage in stages]
-        residuals = [sum(p.residual_bytes[v] for v in stage) for stage in stages]
-        k = [len(team) for team in teams]
-        last = len(stages) - 1
-        for s in range(last + 1):
-            y = math.ceil(sum(k[s:]) / k[s])
-            held = residuals[s] * y + weights[s]
-            if model == "synchronous":
-                held = residuals[s] * min(2 * y - 1, math.ceil(m / k[s])) + 2 * weights[s]
-            if self.memory is not None and any(held > self.memory[d] for d in teams[s]):
-                return math.inf
-
-        def links(count, left, right):
-            worst = [0.0]
-            for g, h in itertools.product(left, right):
-                bandwidth = net.bandwidth_bytes_per_second[g][h]
-                worst.append((net.latency_seconds[g][h] + count / bandwidth if bandwidth else math.inf) if count else 0)
-            return max(worst)
-
-        if model in ("pipedream", "throughput"):
-            bandwidth = net.bandwidth_bytes_per_second[0][1] if net.num_devices > 1 else math.inf
-        prices = []
-        if model == "pipedream":
-            for s in range(last + 1):
-                prices.append((seconds[s] + 4 * (k[s] - 1) * weights[s] / (bandwidth * k[s])) / k[s])
-                if s > 0:
-                    prices.append(2 * a[s] / (bandwidth * k[s]))
-                if 0 < s < last:
-                    prices.append(2 * a[s + 1] / (bandwidth * k[s]))
-            return max(prices)
-        if model == "throughput":
-            for s in range(last + 1):
-                work = (seconds[s] + 2 * (a[s] + a[s + 1]) / bandwidth) / k[s]
-                prices.append(work + 4 * (k[s] - 1) / k[s] * weights[s] / (m * bandwidth))
-            return max(prices)
-        if model == "min_max":
-            prices = [c / n for c, n in zip(seconds, k, strict=True)]
-            prices += [2 * links(a[s], teams[s - 1], teams[s]) for s in range(1, last + 1)]
-            return max(prices)
-        # The executor deals out as many micro-batches at a time as every team can share evenly.
-        deal = math.lcm(*k)
-        share = [deal / n for n in k]
-        forward, backward = (
-            [sum(x[v] for v in stage) / s * part for stage, s, part in zip(stages, speed, share, strict=True)]
-            for x in (p.forward_seconds, p.backward_seconds)
-        )
-        exchange = max(
-            (2 * links(max(a), teams[s - 1], teams[s]) * deal / min(k[s - 1], k[s]) for s in range(1, last + 1)),
-            default=0.0,
-        )
-        reduction = 0.0
-        for team, w in zip(teams, weights, strict=True):
-            n = len(team)
-            if n > 1:
-                pairs = list(itertools.combinations(team, 2))
-                slowest = min(net.bandwidth_bytes_per_second[g][h] for g, h in pairs)
-                latency = max(net.latency_seconds[g][h] for g, h in pairs)
-                reduction = max(reduction, 2 * (n - 1) * (w / n / slowest + latency) if slowest else math.inf)
-        schedule = one_f_one_b(len(stages), math.ceil(m / deal))
-        timeline = simulate(schedule, forward=forward, backward=backward, communication=exchange)
-        return timeline.makespan + reduction
+        plan = Priced(self, chain, teams)
+        return getattr(plan, model)() if plan.fits(model) else math.inf
 
     def best(self, model):
         prices = [self.price(model, chain, teams) for chain in self.chains() for teams in self.teams(len(chain) - 1)]
@@ -152,6 +88,88 @@ class Plans:
         assert len(used) == len(set(used)) and set(used) <= set(range(self.network.num_devices))
         assert all(set(c) in map(set, self.down_sets()) for c in chain)
         return self.price(found.cost_model, chain, teams)
+
+
+class Priced:
+    """A chain on teams: its cost by each model."""
+
+    def __init__(self, plans, chain, teams):
+        self.profile, self.network, self.m, self.memory = plans.profile, plans.network, plans.m, plans.memory
+        p, net = self.profile, self.network
+        self.teams, self.k = teams, [len(team) for team in teams]
+        self.stages = [sorted(b - a) for a, b in itertools.pairwise(chain)]
+        self.last = len(self.stages) - 1
+        self.sent = [plans.crossing(c) for c in chain]
+        self.speed = [min(net.speed[d] for d in team) for team in teams]
+        self.seconds = [sum(p.seconds[v] for v in stage) / s for stage, s in zip(self.stages, self.speed, strict=True)]
+        self.weights = [sum(p.parameter_bytes[v] for v in stage) for stage in self.stages]
+
+    @property
+    def bandwidth(self):
+        return self.network.bandwidth_bytes_per_second[0][1] if self.network.num_devices > 1 else math.inf
+
+    def fits(self, model):
+        for s, stage in enumerate(self.stages):
+            residuals, y = sum(self.profile.residual_bytes[v] for v in stage), math.ceil(sum(self.k[s:]) / self.k[s])
+            held = residuals * y + self.weights[s]
+            if model == "synchronous":
+                held = residuals * min(2 * y - 1, math.ceil(self.m / self.k[s])) + 2 * self.weights[s]
+            if self.memory is not None and any(held > self.memory[d] for d in self.teams[s]):
+                return False
+        return True
+
+    def link(self, count, s):
+        """Return the seconds of the slowest link between a stage and the one before."""
+        worst = [0.0]
+        for g, h in itertools.product(self.teams[s - 1], self.teams[s]):
+            bandwidth = self.network.bandwidth_bytes_per_second[g][h]
+            seconds = self.network.latency_seconds[g][h] + count / bandwidth if bandwidth else math.inf
+            worst.append(seconds if count else 0)
+        return max(worst)
+
+    def pipedream(self):
+        prices = []
+        for s, n in enumerate(self.k):
+            prices.append((self.seconds[s] + 4 * (n - 1) * self.weights[s] / (self.bandwidth * n)) / n)
+            if s > 0:
+                prices.append(2 * self.sent[s] / (self.bandwidth * n))
+            if 0 < s < self.last:
+                prices.append(2 * self.sent[s + 1] / (self.bandwidth * n))
+        return max(prices)
+
+    def throughput(self):
+        prices = []
+        for s, n in enumerate(self.k):
+            work = (self.seconds[s] + 2 * (self.sent[s] + self.sent[s + 1]) / self.bandwidth) / n
+            prices.append(work + 4 * (n - 1) / n * self.weights[s] / (self.m * self.bandwidth))
+        return max(prices)
+
+    def min_max(self):
+        prices = [c / n for c, n in zip(self.seconds, self.k, strict=True)]
+        return max(prices + [2 * self.link(self.sent[s], s) for s in range(1, self.last + 1)])
+
+    def synchronous(self):
+        """Return the makespan: as many micro-batches are dealt out at a time as every team can share evenly."""
+        p, k = self.profile, self.k
+        deal = math.lcm(*k)
+        forward, backward = (
+            [sum(x[v] for v in stage) / s * (deal / n) for stage, s, n in zip(self.stages, self.speed, k, strict=True)]
+            for x in (p.forward_seconds, p.backward_seconds)
+        )
+        most = max(self.sent)
+        exchange = [2 * self.link(most, s) * deal / min(k[s - 1], k[s]) for s in range(1, self.last + 1)]
+        schedule = one_f_one_b(len(self.stages), math.ceil(self.m / deal))
+        timeline = simulate(schedule, forward=forward, backward=backward, communication=max(exchange, default=0.0))
+        return timeline.makespan + max(map(self.reduction, self.teams, self.weights))
+
+    def reduction(self, team, weights):
+        n = len(team)
+        if n == 1:
+            return 0.0
+        pairs = list(itertools.combinations(team, 2))
+        slowest = min(self.network.bandwidth_bytes_per_second[g][h] for g, h in pairs)
+        latency = max(self.network.latency_seconds[g][h] for g, h in pairs)
+        return 2 * (n - 1) * (weights / n / slowest + latency) if slowest else math.inf
 
 
 def instance(seed):

@@ -320,7 +320,7 @@ def test_gradients_are_absorbed_by_their_sums(platform):
 @pytest.mark.core
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_on_a_gpu_a_gradient_is_added_to_its_sum_before_the_next_product(platform):
-    """Of two products the last one's weight first. All gradients would be in memory if the sums came at the end."""
+    """The second product's weight is first. All gradients would be in memory if the sums came at the end."""
     x, first, second = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 4), (4, 16), (16, 32)))
 
     def function(x, first, second):

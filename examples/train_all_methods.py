@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -218,12 +217,12 @@ def show(found: dict[str, str], console: Console) -> None:
     console.print(table)
 
 
-def plain_gradients(model: DigitsNet, batch: Data) -> tuple[jax.Array, Any]:
+def plain_gradients(model: DigitsNet, batch: Data) -> tuple[jax.Array, nnx.State]:
     """Loss and gradient without jaxpipe: ``jax.grad`` of each micro-batch, added up."""
     graphdef, params = nnx.split(model)
 
     @jax.jit
-    def gradient(params: Any, rows: Any) -> Any:
+    def gradient(params: nnx.State, rows: dict[str, jax.Array]) -> tuple[jax.Array, nnx.State]:
         with jaxpipe.without_encoding():
             return jax.value_and_grad(lambda p: loss(nnx.merge(graphdef, p), rows))(params)
 
@@ -238,9 +237,9 @@ def plain_gradients(model: DigitsNet, batch: Data) -> tuple[jax.Array, Any]:
     return jax.tree.map(lambda *x: sum(x[1:], start=x[0]) / count, *halves)
 
 
-def difference(found: Any, expected: Any) -> float:
-    """``|found - expected| / |expected|`` over all parameters together."""
-    pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
+def difference(actual: nnx.State, expected: nnx.State) -> float:
+    """``|actual - expected| / |expected|`` over all parameters together."""
+    pairs = list(zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True))
     squares = np.sum([[np.sum((np.float64(a) - b) ** 2), np.sum(np.float64(b) ** 2)] for a, b in pairs], axis=0)
     return float(np.sqrt(squares[0] / squares[1]))
 

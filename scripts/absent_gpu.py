@@ -4,8 +4,6 @@ Needs ``pip install '.[cuda]'``, on any machine, and ``JAX_PLATFORMS=cuda,cpu JA
 a GPU, CUDA_VISIBLE_DEVICES has to be empty. Nothing can be run, so there are no times, and kernels are not tuned.
 """
 
-from typing import Any
-
 from jax.experimental import topologies
 
 
@@ -38,6 +36,6 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def h100s(count: int) -> Any:
+def h100s(count: int) -> topologies.TopologyDescription:
     """The topology of so many in one machine."""
     return topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x1x{count}")

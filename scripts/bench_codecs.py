@@ -11,13 +11,14 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.array_types import PyTree
 from jaxpipe.graph.rules.max_pool import Windows, find_maxima, position_bits, scatter_to_maxima
 from jaxpipe.residuals.codecs import bitmap, bits, csr
 from scripts.measuring import header
@@ -30,31 +31,35 @@ REPEATS = 10
 #: Of the map's elements that are not zero, with room for so many.
 DENSITY = 0.25
 
-Kernel = tuple[Callable[..., Any], Sequence[Any]]
+#: A function and its operands.
+Kernel = tuple[Callable[..., PyTree], Sequence[jax.Array]]
+
+#: What was measured of a kernel, or its error.
+Row = Mapping[str, float | str]
 
 
-def mask_kernels(x: Any, cotangent: Any) -> dict[str, Kernel]:
+def mask_kernels(x: jax.Array, cotangent: jax.Array) -> dict[str, Kernel]:
     """Return kernels of masks: a bit for each positive element, and the cotangent where it is set."""
     packed = jax.jit(lambda x: bits.pack(x > 0, 1))(x)
 
-    def decode(packed: Any, cotangent: Any) -> Any:
+    def decode(packed: jax.Array, cotangent: jax.Array) -> jax.Array:
         mask = bits.unpack(packed, cotangent.shape, 1, jnp.bool_)
         return jnp.where(mask, cotangent, jnp.zeros((), cotangent.dtype))
 
     return {"pack mask": (lambda x: bits.pack(x > 0, 1), [x]), "unpack mask, select": (decode, [packed, cotangent])}
 
 
-def pool_kernels(x: Any, window: int, stride: int) -> dict[str, Kernel]:
+def pool_kernels(x: jax.Array, window: int, stride: int) -> dict[str, Kernel]:
     """Return kernels of pools: maxima of windows with packed positions, and cotangents sent back to these."""
     no_padding, ones = ((0, 0),) * 4, (1, 1, 1, 1)
     windows = Windows((1, window, window, 1), (1, stride, stride, 1), no_padding, ones, ones)
     width = position_bits(windows.shape)
 
-    def encode(x: Any) -> Any:
+    def encode(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         maximum, position, _ = find_maxima(x, windows)
         return maximum, bits.pack(position, width)
 
-    def decode(packed: Any, cotangent: Any) -> Any:
+    def decode(packed: jax.Array, cotangent: jax.Array) -> jax.Array:
         position = bits.unpack(packed, cotangent.shape, width, jnp.uint8)
         return scatter_to_maxima(cotangent, position, x.shape, windows)
 
@@ -63,23 +68,23 @@ def pool_kernels(x: Any, window: int, stride: int) -> dict[str, Kernel]:
     return {f"max-pool {name} with positions": (encode, [x]), f"its gradient {name}": (decode, [packed, maximum])}
 
 
-def sparse_kernels(x: Any) -> dict[str, Kernel]:
+def sparse_kernels(x: jax.Array) -> dict[str, Kernel]:
     """Return kernels of sparse formats: bitmap and CSR of a map, and back."""
     capacity = int(DENSITY * x.size)
     kernels: dict[str, Kernel] = {}
     for name, codec in (("bitmap", bitmap), ("CSR", csr)):
 
-        def encode(x: Any, codec: Any = codec) -> Any:
+        def encode(x: jax.Array, codec: ModuleType = codec) -> tuple[jax.Array, ...]:
             return codec.encode(x, capacity)
 
-        def decode(*parts: Any, codec: Any = codec) -> Any:
+        def decode(*parts: jax.Array, codec: ModuleType = codec) -> jax.Array:
             return codec.decode(parts, x.shape)
 
         kernels |= {f"{name} encode": (encode, [x]), f"{name} decode": (decode, list(jax.jit(encode)(x)))}
     return kernels
 
 
-def time_kernel(function: Callable[..., Any], operands: Sequence[Any], repeats: int) -> dict[str, Any]:
+def time_kernel(function: Callable[..., PyTree], operands: Sequence[jax.Array], repeats: int) -> Row:
     """Return the median seconds of a kernel, and the bytes that it moves at least."""
     compiled = jax.jit(function).lower(*operands).compile()
     results = jax.block_until_ready(compiled(*operands))
@@ -94,10 +99,12 @@ def time_kernel(function: Callable[..., Any], operands: Sequence[Any], repeats: 
 
 
 def measure(
-    shape: Sequence[int] = SHAPE, repeats: int = REPEATS, dtypes: Sequence[Any] = (jnp.float32, jnp.bfloat16)
-) -> dict[str, dict[str, Any]]:
+    shape: Sequence[int] = SHAPE,
+    repeats: int = REPEATS,
+    dtypes: Sequence[jax.typing.DTypeLike] = (jnp.float32, jnp.bfloat16),
+) -> dict[str, Row]:
     """Measure all kernels, by name and type of the map; one that fails has its error."""
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Row] = {}
     for dtype in dtypes:
         x = jax.random.normal(jax.random.key(0), shape, dtype)
         limit = float(jax.scipy.stats.norm.ppf(1 - 0.9 * DENSITY))

@@ -23,6 +23,7 @@ import optax
 from jax.sharding import Mesh
 
 import jaxpipe
+from jaxpipe.array_types import Device
 from jaxpipe.runtime.mpmd.dispatch import follow
 from jaxpipe.runtime.mpmd.instructions import Call, Send
 from jaxpipe.schedules import interleaved
@@ -32,7 +33,7 @@ from scripts.measuring import header
 STAGES, MICROBATCHES, LEAVES, WIDTH = 4, 16, 40, 8
 
 
-def measure(devices: Sequence[Any], steps: int) -> dict[str, Any]:
+def measure(devices: Sequence[Device], steps: int) -> dict[str, Any]:
     """Time calls, sends and steps; on a single device that has all stages, there are no sends."""
     model = jax.tree_util.Partial(_apply, [jnp.zeros(WIDTH)] * (STAGES * LEAVES))
     batch = jnp.ones((2 * MICROBATCHES, WIDTH))

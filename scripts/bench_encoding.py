@@ -63,12 +63,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
+from jaxpipe.array_types import PyTree
 from jaxpipe.costs.kernels import product_flops
 from scripts.encoding_cases import CASES, SMALL_CASES, Apply, Case, Problem, Wrap
 from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
@@ -78,17 +80,17 @@ from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, q
 ROUNDING = 1e-7
 
 
-def identity(target: Any) -> Any:
+def identity(target: Callable) -> Callable:
     """Nothing is wrapped."""
     return target
 
 
-def checkpoint(policy: Callable[..., Any]) -> Wrap:
+def checkpoint(policy: Callable[..., bool]) -> Wrap:
     """``jax.checkpoint`` with a policy."""
     return functools.partial(jax.checkpoint, policy=policy)
 
 
-def blocks(policy: Callable[..., Any] | None, every: int = 1) -> Wrap:
+def blocks(policy: Callable[..., bool] | None, every: int = 1) -> Wrap:
     """The blocks of a model under ``nn.remat``, with a policy; or every so manieth."""
     return lambda cls: functools.partial(cls, remat=True, remat_policy=policy, remat_every=every)
 
@@ -98,11 +100,13 @@ def with_barrier(apply: Apply) -> Apply:
 
     apart = jax.custom_vjp(apply)
 
-    def forward(*arguments: Any) -> tuple[tuple[jax.Array, Any], Any]:
+    def forward(*arguments: PyTree) -> tuple[tuple[jax.Array, PyTree], Callable[..., tuple[PyTree, ...]]]:
         logits, pullback, state = jax.vjp(apply, *arguments, has_aux=True)
         return (logits, state), jax.lax.optimization_barrier(pullback)
 
-    def backward(pullback: Callable[..., Any], cotangents: tuple[jax.Array, Any]) -> Any:
+    def backward(
+        pullback: Callable[..., tuple[PyTree, ...]], cotangents: tuple[jax.Array, PyTree]
+    ) -> tuple[PyTree, ...]:
         return pullback(cotangents[0])
 
     apart.defvjp(forward, backward)
@@ -118,7 +122,7 @@ class Variant:
     wrap_loss: Wrap = identity
     measured: bool = False
 
-    def loss(self, problem: Problem) -> Callable[..., tuple[jax.Array, Any]]:
+    def loss(self, problem: Problem) -> Callable[..., tuple[jax.Array, PyTree]]:
         """A fresh loss."""
         return problem.loss(self.wrap, self.wrap_apply, self.wrap_loss)
 
@@ -230,7 +234,7 @@ def build(problem: Problem, variant: Variant, density: jaxpipe.Density | None) -
     return Build(middle - start, time.perf_counter() - middle, compiled, *count_products(traced.jaxpr))
 
 
-def count_products(jaxpr: Any) -> tuple[int, float]:
+def count_products(jaxpr: jex.Jaxpr) -> tuple[int, float]:
     """Return how many matrix products and convolutions a traced program runs, and their floating-point operations.
 
     Those of a loop count once for each turn.
@@ -245,7 +249,9 @@ def count_products(jaxpr: Any) -> tuple[int, float]:
     return count, flops
 
 
-def build_all(problem: Problem, chosen: Mapping[str, Variant], density: Any, builds: int) -> dict[str, Build]:
+def build_all(
+    problem: Problem, chosen: Mapping[str, Variant], density: jaxpipe.Density | None, builds: int
+) -> dict[str, Build]:
     """The last build of each variant, with the least times of all: whatever else runs only adds to them."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
     last: dict[str, Build] = {}

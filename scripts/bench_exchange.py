@@ -22,10 +22,9 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples import train_digits_sparse as example
+from jaxpipe.array_types import PyTree
 from jaxpipe.gradients import block_sparse, state_specs
 from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
 
@@ -89,7 +89,7 @@ def cost(width: int, rounds: int, seconds: float) -> Cost:
     gradient = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(REPLICAS * width, width)), jnp.float32)}
     exchanges = {mode: block_sparse("data", k=1, mode=mode) for mode in ("own", "consensus")}
     transformations = {"dense": optax.stateless(lambda g, _: jax.lax.pmean(g, "data")), **exchanges}
-    steps: dict[str, Any] = {}
+    steps: dict[str, Callable[[], object]] = {}
     for name, transformation in transformations.items():
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
         specs = state_specs(jax.eval_shape(transformation.init, start), "data")
@@ -108,10 +108,12 @@ def cost(width: int, rounds: int, seconds: float) -> Cost:
     return Cost(width * width, dense_bytes, sent, times, even)
 
 
-def _repeated(step: Any, gradient: Any, state: Any) -> Any:
+def _repeated(
+    step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], gradient: PyTree, state: PyTree
+) -> Callable[[], object]:
     """A call without arguments; each takes the state that the last one gave."""
 
-    def call() -> Any:
+    def call() -> object:
         nonlocal state
         updates, state = step(gradient, state)
         return updates, state

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from rich.table import Table
 
 import jaxpipe
 from examples import models
+from jaxpipe.array_types import PyTree
 from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
 
 
@@ -48,7 +48,7 @@ class Row:
     compiled_bytes: int
 
 
-def freeze_half(optimizer: optax.GradientTransformation, params: Any) -> optax.GradientTransformation:
+def freeze_half(optimizer: optax.GradientTransformation, params: PyTree) -> optax.GradientTransformation:
     """Return the optimizer for the second half of the leaves only."""
     count = len(jax.tree.leaves(params))
     labels = ["frozen" if k < count // 2 else "trained" for k in range(count)]
@@ -81,11 +81,11 @@ def batch() -> jax.Array:
     return jax.random.normal(jax.random.key(1), (MICROBATCHES * ROWS, WIDTH))
 
 
-def training_step(pipeline: jaxpipe.Pipeline, rows: jax.Array) -> Callable[[], Any]:
+def training_step(pipeline: jaxpipe.Pipeline, rows: jax.Array) -> Callable[[], object]:
     """Return one training step, which keeps its own state from call to call."""
     now = [pipeline.init(jax.random.key(0))]
 
-    def step() -> Any:
+    def step() -> object:
         now[0], metrics = pipeline.step(now[0], rows)
         return metrics
 

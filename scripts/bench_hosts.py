@@ -41,6 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
+from jaxpipe.array_types import PyTree
 from scripts.measuring import MALLOC, Quartiles, alternate, header, quartiles
 
 
@@ -66,15 +67,15 @@ class Row:
     of_ideal: float
 
 
-def make_step(width: int, rows: int, microbatches: int) -> Callable[[], Any]:
+def make_step(width: int, rows: int, microbatches: int) -> Callable[[], object]:
     """A training step over all devices there are."""
 
-    def apply(weights: Any, x: jax.Array) -> jax.Array:
+    def apply(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
         for w in weights:
             x = jax.nn.relu(x @ w)
         return x
 
-    def loss(model: Any, x: jax.Array) -> jax.Array:
+    def loss(model: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         return jnp.square(model(x)).mean()
 
     weights = [jax.random.normal(k, (width, width)) / width**0.5 for k in jax.random.split(jax.random.key(0), LAYERS)]
@@ -94,14 +95,14 @@ def make_step(width: int, rows: int, microbatches: int) -> Callable[[], Any]:
     data = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P()), lambda k: x[k])
     state = [pipeline.init(jax.random.key(0))]
 
-    def step() -> Any:
+    def step() -> object:
         state[0], metrics = pipeline.step(state[0], data)
         return metrics["loss"], state[0].parameters
 
     return step
 
 
-def make_bare(width: int, rows: int, microbatches: int, products: bool) -> Callable[[], Any]:
+def make_bare(width: int, rows: int, microbatches: int, products: bool) -> Callable[[], object]:
     """The products and messages of the pipeline's ticks, in their order, and nothing else.
 
     A device works in ``microbatches`` of the M + 2 (S - 1) pair ticks. What a layer gets stands in for what it got.
@@ -124,7 +125,7 @@ def make_bare(width: int, rows: int, microbatches: int, products: bool) -> Calla
     def device(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
         stage = lax.axis_index("stage")
 
-        def tick(carry: Any, t: jax.Array) -> Any:
+        def tick(carry: PyTree, t: jax.Array) -> tuple[PyTree, None]:
             activation, back, gradients = carry
             if products:
                 j = t - stage

@@ -29,6 +29,7 @@ from typing import Any
 import jax
 
 import jaxpipe
+from jaxpipe.array_types import Device
 from scripts.absent_gpu import h100s
 from scripts.bench_encoding import BLOCKS, PLAIN, VARIANTS, Variant, build, summary
 from scripts.check_gpu_encoding import compiled
@@ -46,10 +47,10 @@ FAMILIES = {
 MIB = 2**20
 
 Row = dict[str, Any]
-Step = Callable[[], Any]
+Step = Callable[[], object]
 
 
-def variant_point(problem: Problem, variant: Variant, device: Any, timed: bool) -> tuple[Row, Step | None]:
+def variant_point(problem: Problem, variant: Variant, device: Device, timed: bool) -> tuple[Row, Step | None]:
     """Compile a variant; returns what is known of it, and the step if it can be run."""
     if not timed:
         return compiled(problem, variant, None, device), None
@@ -57,7 +58,7 @@ def variant_point(problem: Problem, variant: Variant, device: Any, timed: bool) 
     return summary(built), lambda: built.step(*problem.arguments)
 
 
-def budget_point(problem: Problem, memory: int, device: Any, timed: bool) -> tuple[Row, Step | None]:
+def budget_point(problem: Problem, memory: int, device: Device, timed: bool) -> tuple[Row, Step | None]:
     """Plan and compile within a budget; a row that says so if it is refused."""
     try:
         pipeline = one_stage(problem, device, memory)
@@ -69,7 +70,7 @@ def budget_point(problem: Problem, memory: int, device: Any, timed: bool) -> tup
     _, x, _, labels, _ = problem.arguments
     batch, states = batch_of(x, labels), [pipeline.init(jax.random.key(0))]
 
-    def step() -> Any:
+    def step() -> object:
         states[0], metrics = pipeline.step(states[0], batch)
         return states[0], metrics
 
@@ -77,7 +78,7 @@ def budget_point(problem: Problem, memory: int, device: Any, timed: bool) -> tup
 
 
 def points(
-    case: Case, families: Sequence[str], shares: Sequence[float], device: Any, timed: bool, rounds: int
+    case: Case, families: Sequence[str], shares: Sequence[float], device: Device, timed: bool, rounds: int
 ) -> Iterator[Row]:
     """Measure one model."""
     with jax.default_device(jax.devices("cpu")[0]):
@@ -117,7 +118,7 @@ def text_of(name: str, row: Row, plain: Row) -> str:
     )
 
 
-def save(path: Path, device: Any, models: Mapping[str, Sequence[Row]]) -> None:
+def save(path: Path, device: Device, models: Mapping[str, Sequence[Row]]) -> None:
     """Write the JSON file."""
     result = {**header(), "device": device.device_kind, "models": models}
     path.parent.mkdir(parents=True, exist_ok=True)

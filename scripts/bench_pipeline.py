@@ -36,7 +36,8 @@ from rich.table import Table
 
 import jaxpipe
 from examples import models
-from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
+from jaxpipe.array_types import PyTree
+from scripts.measuring import Batch, Loss, Model, Quartiles, alternate, header, keep_freed_memory, quartiles
 
 
 MICROBATCHES = 8
@@ -47,11 +48,11 @@ OPTIMIZER = optax.adam(1e-3)
 class Problem:
     """A model for ``partition``, its loss and batch, and the same loss of plain variables."""
 
-    model: Any
-    loss: Callable[[Any, Any], jax.Array]
-    batch: Any
-    init: Callable[[], tuple[Any, Any]]
-    plain: Callable[[Any, Any, Any, Any], tuple[jax.Array, Any]]
+    model: nn.Module | Model
+    loss: Loss
+    batch: Batch
+    init: Callable[[], tuple[PyTree, PyTree]]
+    plain: Callable[[PyTree, PyTree, jax.Array, Batch], tuple[jax.Array, PyTree]]
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,13 @@ class Row:
     bubble_fraction: float | None = None
 
 
-def linen(module: nn.Module, batch: Any, call: Callable[[Any, Any], Any]) -> Problem:
+def linen(module: nn.Module, batch: Batch, call: Loss) -> Problem:
     """``call(apply, batch)`` is the mean loss."""
 
-    def init() -> tuple[Any, Any]:
-        collections: dict[str, Any] = {}
+    def init() -> tuple[PyTree, PyTree]:
+        collections: dict[str, PyTree] = {}
 
-        def initialize(*args: Any, **kwargs: Any) -> Any:
+        def initialize(*args: jax.Array, **kwargs: Any) -> jax.Array:
             result, variables = module.init_with_output(jax.random.key(0), *args, **kwargs)
             collections.update(variables)
             return result
@@ -83,10 +84,10 @@ def linen(module: nn.Module, batch: Any, call: Callable[[Any, Any], Any]) -> Pro
         call(initialize, batch)
         return collections.pop("params"), collections
 
-    def plain(params: Any, state: Any, key: Any, batch: Any) -> tuple[jax.Array, Any]:
+    def plain(params: PyTree, state: PyTree, key: jax.Array, batch: Batch) -> tuple[jax.Array, PyTree]:
         new = state
 
-        def apply(*args: Any, **kwargs: Any) -> Any:
+        def apply(*args: jax.Array, **kwargs: Any) -> jax.Array:
             nonlocal new
             variables = {"params": params, **state}
             result, new = module.apply(variables, *args, rngs={"dropout": key}, mutable=list(state), **kwargs)
@@ -108,7 +109,7 @@ def mlp() -> Problem:
     rows = MICROBATCHES * 128
     batch = {"x": jax.random.normal(jax.random.key(1), (rows, 768)), "y": jnp.arange(rows) % 10}
 
-    def plain(params: Any, state: Any, key: Any, batch: Any) -> tuple[jax.Array, Any]:
+    def plain(params: PyTree, state: PyTree, key: jax.Array, batch: Batch) -> tuple[jax.Array, PyTree]:
         return entropy(models.mlp(params, batch["x"]), batch["y"]), state
 
     return Problem(
@@ -133,7 +134,7 @@ def transformer() -> Problem:
     tokens = jax.random.randint(jax.random.key(1), (MICROBATCHES * 8, 64), 0, 256)
     module = models.Transformer(vocab=256, num_layers=4, width=128, num_heads=4, max_length=64, tied=False)
 
-    def loss(model: Any, batch: Any) -> jax.Array:
+    def loss(model: Model, batch: Batch) -> jax.Array:
         return entropy(model(batch["tokens"], train=True)[:, :-1], batch["tokens"][:, 1:])
 
     return linen(module, {"tokens": tokens}, loss)
@@ -142,13 +143,13 @@ def transformer() -> Problem:
 CASES = {"MLP": mlp, "CNN": cnn, "Transformer": transformer}
 
 
-def plain_step(problem: Problem, wrap: Callable[[Any], Any]) -> Callable[[], Any]:
+def plain_step(problem: Problem, wrap: Callable[[Callable], Callable]) -> Callable[[], object]:
     """One training step as a loop over micro-batches; keeps its own state from call to call."""
     params, state = problem.init()
     gradient = jax.jit(jax.value_and_grad(wrap(problem.plain), has_aux=True))
     add = jax.jit(lambda total, new: jax.tree.map(jnp.add, total, new), donate_argnums=0)
 
-    def update(gradients: Any, optimizer: Any, params: Any) -> Any:
+    def update(gradients: PyTree, optimizer: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         mean = jax.tree.map(lambda g: g / MICROBATCHES, gradients)
         updates, optimizer = OPTIMIZER.update(mean, optimizer, params)
         return optax.apply_updates(params, updates), optimizer
@@ -159,9 +160,9 @@ def plain_step(problem: Problem, wrap: Callable[[Any], Any]) -> Callable[[], Any
     keys = list(jax.random.split(jax.random.key(4), MICROBATCHES))
     now = [jax.tree.map(jnp.copy, params), state, jax.jit(OPTIMIZER.init)(params)]
 
-    def step() -> Any:
+    def step() -> object:
         params, state, optimizer = now
-        total: Any = None
+        total: PyTree = None
         for key, piece in zip(keys, pieces, strict=True):
             (loss, state), gradients = gradient(params, state, key, piece)
             total = (loss, gradients) if total is None else add(total, (loss, gradients))
@@ -172,7 +173,7 @@ def plain_step(problem: Problem, wrap: Callable[[Any], Any]) -> Callable[[], Any
     return step
 
 
-def pipeline_step(problem: Problem, stages: int) -> tuple[Callable[[], Any], jaxpipe.Pipeline]:
+def pipeline_step(problem: Problem, stages: int) -> tuple[Callable[[], object], jaxpipe.Pipeline]:
     """One training step of a pipeline; keeps its own state from call to call."""
     mesh = jax.sharding.Mesh(jax.devices()[:stages], ("stage",))
     pipeline = jaxpipe.partition(
@@ -188,7 +189,7 @@ def pipeline_step(problem: Problem, stages: int) -> tuple[Callable[[], Any], jax
     variables = {"params": params, **state} if isinstance(problem.model, nn.Module) else None
     now = [pipeline.init(jax.random.key(0), variables=variables)]
 
-    def step() -> Any:
+    def step() -> object:
         now[0], metrics = pipeline.step(now[0], problem.batch)
         return metrics
 

@@ -24,8 +24,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from multiprocessing import Queue
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,7 @@ from examples import models
 from jaxpipe.costs.operator_groups import group_programs
 from jaxpipe.costs.timing import examples, on_device
 from scripts.bench_pipeline import MICROBATCHES, Problem, cnn, linen, transformer
-from scripts.measuring import Quartiles, alternate, header, keep_freed_memory, quartiles
+from scripts.measuring import Batch, Model, Quartiles, alternate, header, keep_freed_memory, quartiles
 
 
 STAGES = 2
@@ -48,7 +50,7 @@ def unet() -> Problem:
     """A U-Net, three levels deep from width 16, on 4 images of 64x64 a micro-batch: skips cross the cut."""
     batch = {"x": jax.random.normal(jax.random.key(1), (MICROBATCHES * 4, 64, 64, 3))}
 
-    def loss(model: Any, batch: Any) -> jax.Array:
+    def loss(model: Model, batch: Batch) -> jax.Array:
         return jnp.square(model(batch["x"])[..., 0] - batch["x"][..., 0]).mean()
 
     return linen(models.UNet(width=16, depth=3), batch, loss)
@@ -76,7 +78,9 @@ class Row:
         return abs(self.predicted - self.measured[1]) / self.measured[1]
 
 
-def run_device(stage: int, core: int, options: argparse.Namespace, both: Any, other: Any, results: Any) -> None:
+def run_device(
+    stage: int, core: int, options: argparse.Namespace, both: Barrier, other: Connection, results: Queue
+) -> None:
     """Run the process of one stage: the first one profiles, and each runs its stage while the other does.
 
     Args:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ import optax
 import jaxpipe
 from examples.models.gpt2 import GPT2
 from scripts.compare_peers import free_port, workers
-from scripts.measuring import header
+from scripts.measuring import Batch, header
 
 
 RUNTIMES = ("mpmd", "spmd")
@@ -47,9 +47,9 @@ def pipelines(
     rows: int,
     length: int,
     runtimes: tuple[str, ...] = RUNTIMES,
-    profile: Any = "analytic",
+    profile: Literal["measured", "analytic"] | jaxpipe.Profile = "analytic",
     schedule: str = "auto",
-) -> tuple[dict[str, Any], Any]:
+) -> tuple[dict[str, jaxpipe.Pipeline], dict[str, jax.Array]]:
     """Return the pipelines of some runtimes for a GPT, and a batch of 8 micro-batches."""
     model = GPT2(vocab=1024, num_layers=layers, width=width, num_heads=width // 64, max_length=length)
     drawn = np.random.default_rng(0).integers(0, 1024, (8 * rows, length + 1))
@@ -64,7 +64,7 @@ def pipelines(
     return {r: jaxpipe.partition(model, mesh, batch, **options, runtime=r) for r in runtimes}, batch
 
 
-def in_turns(pipelines: dict[str, Any], batch: Any, rounds: int) -> dict[str, list[float]]:
+def in_turns(pipelines: dict[str, jaxpipe.Pipeline], batch: Batch, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of steps of several pipelines, which take turns of two steps; the second is timed."""
     states = {name: pipeline.init(jax.random.key(0)) for name, pipeline in pipelines.items()}
     seconds: dict[str, list[float]] = {name: [] for name in pipelines}

@@ -91,11 +91,11 @@ def layer(heavy: int, w: jax.Array, x: jax.Array) -> jax.Array:
     return wait(x * w, heavy * FORWARD)
 
 
-def _forward(heavy: int, w: jax.Array, x: jax.Array) -> Any:
+def _forward(heavy: int, w: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return layer(heavy, w, x), (w, x)
 
 
-def _backward(heavy: int, kept: Any, cotangent: jax.Array) -> Any:
+def _backward(heavy: int, kept: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     w, x = kept
     cotangent = wait(cotangent, heavy * BACKWARD)
     return (cotangent * x).sum(0), cotangent * w
@@ -107,13 +107,13 @@ layer.defvjp(_forward, _backward)
 def pipeline(heavy: tuple[int, ...], **options: Any) -> jaxpipe.Pipeline:
     """A chain of layers, planned with the seconds that they wait."""
 
-    def apply(weights: list[Any], x: jax.Array) -> jax.Array:
+    def apply(weights: list[jax.Array], x: jax.Array) -> jax.Array:
         for k, (w, times) in enumerate(zip(weights, heavy, strict=True)):
             with jax.named_scope(f"layer{k}"):
                 x = layer(times, w, x)
         return x
 
-    def loss(model: Any, x: jax.Array) -> jax.Array:
+    def loss(model: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         return jnp.square(model(x)).mean()
 
     model = jax.tree_util.Partial(apply, [jnp.ones((WIDTH,))] * len(heavy))
@@ -150,12 +150,12 @@ def replicated(replicate: tuple[int, ...]) -> jaxpipe.Pipeline:
     )
 
 
-def stepper(trained: jaxpipe.Pipeline) -> Callable[[], Any]:
+def stepper(trained: jaxpipe.Pipeline) -> Callable[[], object]:
     """A training step that goes on from the one before."""
     batch = jax.random.normal(jax.random.key(0), (MICROBATCHES * ROWS, WIDTH))
     held = [trained.init(jax.random.key(0))]
 
-    def step() -> Any:
+    def step() -> object:
         held[0], metrics = trained.step(held[0], batch)
         return metrics["loss"], held[0].parameters
 

@@ -25,7 +25,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
+from jaxpipe.array_types import ArrayLike, PyTree
 from scripts.measuring import MALLOC, Quartiles, alternate, header, quartiles
 
 
@@ -78,20 +79,27 @@ class Row:
     pipeline_bytes: int
 
 
-def init(model: str, width: int) -> list[Any]:
+#: The kernel and the bias of a layer.
+Layer = dict[str, np.ndarray]
+
+
+def init(model: str, width: int) -> list[Layer]:
     """Kernels and biases of each layer."""
     rng = np.random.default_rng(0)
 
-    def made(*shape: int) -> dict[str, Any]:
+    def made(*shape: int) -> Layer:
         scale = (2 / np.prod(shape[:-1])) ** 0.5
-        return {"kernel": np.float32(scale * rng.standard_normal(shape)), "bias": np.zeros(shape[-1], np.float32)}
+        return {
+            "kernel": (scale * rng.standard_normal(shape)).astype(np.float32),
+            "bias": np.zeros(shape[-1], np.float32),
+        }
 
     if model == "mlp":
         return [made(width, width) for _ in range(LAYERS)]
     return [*(made(3, 3, 3 if k == 0 else CHANNELS, CHANNELS) for k in range(LAYERS - 1)), made(CHANNELS, CLASSES)]
 
 
-def apply(params: list[Any], x: jax.Array) -> jax.Array:
+def apply(params: Sequence[Mapping[str, jax.Array]], x: jax.Array) -> jax.Array:
     """Dense layers; or convolutions, a mean over the image, and a dense layer."""
     for layer in params:
         if layer["kernel"].ndim == 4:
@@ -105,7 +113,7 @@ def apply(params: list[Any], x: jax.Array) -> jax.Array:
     return x
 
 
-def loss(model: Any, batch: Any) -> jax.Array:
+def loss(model: Callable[[ArrayLike], jax.Array], batch: tuple[ArrayLike, ArrayLike]) -> jax.Array:
     """Mean square error."""
     return jnp.square(model(batch[0]) - batch[1]).mean()
 
@@ -118,13 +126,13 @@ def data(model: str, size: Size) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-def single(model: str, size: Size) -> Callable[[], Any]:
+def single(model: str, size: Size) -> Callable[[], object]:
     """A compiled gradient for each micro-batch, added up, and a compiled update."""
     params = jax.tree.map(jnp.asarray, init(model, size.width))
     gradient = jax.jit(jax.value_and_grad(lambda params, batch: loss(jax.tree_util.Partial(apply, params), batch)))
     add = jax.jit(lambda total, new: jax.tree.map(jnp.add, total, new), donate_argnums=0)
 
-    def update(total: Any, state: Any, params: Any) -> Any:
+    def update(total: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         updates, state = OPTIMIZER.update(jax.tree.map(lambda g: g / size.microbatches, total), state, params)
         return optax.apply_updates(params, updates), state
 
@@ -132,7 +140,7 @@ def single(model: str, size: Size) -> Callable[[], Any]:
     pieces = list(zip(*(map(jnp.asarray, np.split(x, size.microbatches)) for x in data(model, size)), strict=True))
     now = [params, OPTIMIZER.init(params)]
 
-    def step() -> Any:
+    def step() -> object:
         total = gradient(now[0], pieces[0])
         for piece in pieces[1:]:
             total = add(total, gradient(now[0], piece))
@@ -142,7 +150,7 @@ def single(model: str, size: Size) -> Callable[[], Any]:
     return step
 
 
-def pipeline(model: str, size: Size) -> Callable[[], Any]:
+def pipeline(model: str, size: Size) -> Callable[[], object]:
     """A step of two stages, on all devices that there are."""
     mesh = Mesh(np.array(jax.devices()), ("stage",))
     arrays = data(model, size)
@@ -158,7 +166,7 @@ def pipeline(model: str, size: Size) -> Callable[[], Any]:
     # Values are handed over at init, so that no process keeps those of the other's stage.
     state = [trained.init(jax.random.key(0), batch, variables=init(model, size.width))]
 
-    def step() -> Any:
+    def step() -> object:
         state[0], metrics = trained.step(state[0], batch)
         return metrics["loss"], state[0].parameters
 

@@ -10,10 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from examples import models
+from jaxpipe.array_types import PyTree
 
 
-Wrap = Callable[[Any], Any]
-Apply = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]  # params, x, state, key: logits, new state
+Wrap = Callable[[Callable], Callable]  # of a module class or a function
+Apply = Callable[
+    [PyTree, jax.Array, PyTree, jax.Array], tuple[jax.Array, PyTree]
+]  # params, x, state, key: logits, state
 
 TRAIN = {"train": True}
 
@@ -26,17 +29,19 @@ class Problem:
     """
 
     apply: Callable[[Wrap], Apply]
-    arguments: tuple[Any, ...]
-    model: Any = None
+    arguments: tuple[PyTree, ...]
+    model: nn.Module | nnx.Module | Callable[..., jax.Array]
     call: Mapping[str, Any] = field(default_factory=dict)
 
     def loss(
         self, wrap: Wrap, wrap_apply: Wrap, wrap_loss: Wrap = lambda loss: loss
-    ) -> Callable[..., tuple[jax.Array, Any]]:
+    ) -> Callable[..., tuple[jax.Array, PyTree]]:
         """A fresh, wrapped loss of the wrapped model, whose ``apply`` is wrapped as well."""
         apply = wrap_apply(self.apply(wrap))
 
-        def loss(params: Any, x: jax.Array, state: Any, labels: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
+        def loss(
+            params: PyTree, x: jax.Array, state: PyTree, labels: jax.Array, key: jax.Array
+        ) -> tuple[jax.Array, PyTree]:
             logits, new_state = apply(params, x, state, key)
             return cross_entropy(logits, labels), new_state
 
@@ -63,7 +68,12 @@ def normal(*shape: int) -> jax.Array:
 
 
 def problem(
-    apply: Callable[[Wrap], Apply], params: Any, x: jax.Array, state: Any, model: Any, call: Mapping[str, Any]
+    apply: Callable[[Wrap], Apply],
+    params: PyTree,
+    x: jax.Array,
+    state: PyTree,
+    model: nn.Module | nnx.Module | Callable[..., jax.Array],
+    call: Mapping[str, Any],
 ) -> Problem:
     """With random labels in the shape of the model's logits."""
     key = jax.random.key(2)
@@ -72,7 +82,7 @@ def problem(
     return Problem(apply, (params, x, state, labels, key), model, call)
 
 
-def linen(cls: type[nn.Module], x: jax.Array, call: dict[str, Any], **fields: Any) -> Problem:
+def linen(cls: type[nn.Module], x: jax.Array, call: Mapping[str, Any], **fields: Any) -> Problem:
     """``cls(**fields)(x, **call)``."""
     state = dict(jax.jit(lambda x: cls(**fields).init(jax.random.key(0), x, **call))(x))
     params = state.pop("params")
@@ -80,7 +90,7 @@ def linen(cls: type[nn.Module], x: jax.Array, call: dict[str, Any], **fields: An
     def apply(wrap: Wrap) -> Apply:
         model = wrap(cls)(**fields)
 
-        def run(params: Any, x: jax.Array, state: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+        def run(params: PyTree, x: jax.Array, state: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree]:
             variables = {"params": params, **state}
             return model.apply(variables, x, **call, rngs={"dropout": key}, mutable=list(state))
 
@@ -96,7 +106,7 @@ def nnx_module(cls: type[nnx.Module], x: jax.Array, **fields: Any) -> Problem:
     def apply(wrap: Wrap) -> Apply:
         definition = nnx.graphdef(wrap(cls)(nnx.Rngs(0), **fields))
 
-        def run(params: Any, x: jax.Array, state: Any, _: jax.Array) -> tuple[jax.Array, Any]:
+        def run(params: PyTree, x: jax.Array, state: PyTree, _: jax.Array) -> tuple[jax.Array, PyTree]:
             model = nnx.merge(definition, params, state, copy=True)
             return model(x), nnx.state(model, nnx.Not(nnx.Param))
 

@@ -19,6 +19,11 @@ import jaxpipe
 #: glibc: never return memory, never map it block by block. Read when a process starts.
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**28)}
 
+#: What is trained: a model as its loss calls it, the arrays of a batch, and the loss.
+Model = Callable[..., jax.Array]
+Batch = Mapping[str, jax.Array]
+Loss = Callable[[Model, Batch], jax.Array]
+
 #: First quartile, median, third quartile.
 Quartiles = tuple[float, float, float]
 
@@ -34,12 +39,12 @@ def keep_freed_memory() -> None:
 
 
 def alternate(
-    steps: Mapping[str, Callable[[], Any]],
+    steps: Mapping[str, Callable[[], object]],
     rounds: int,
     seconds: float,
     least: int = 3,
     warm_up: int = 2,
-    meet: Callable[[], Any] = lambda: None,
+    meet: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Run each step once per round, in turn forwards and backwards; returns the seconds of the counted rounds.
 

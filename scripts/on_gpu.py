@@ -132,7 +132,7 @@ class Device:
         """Have the device alone."""
         return self.held(fcntl.LOCK_EX)
 
-    def run(self, step: Callable[[], Any]) -> Row:
+    def run(self, step: Callable[[], object]) -> Row:
         """Run a step, and measure its time and the peak of this process, from before it was timed."""
         with self.alone():
             jax.block_until_ready(step())
@@ -164,7 +164,7 @@ def measure_budget(job: Job, device: Device) -> Row:
     _, x, _, labels, _ = problem.arguments
     batch, states = batch_of(x, labels), [pipeline.init(jax.random.key(0))]
 
-    def step() -> Any:
+    def step() -> object:
         states[0], metrics = pipeline.step(states[0], batch)
         return states[0], metrics
 

@@ -8,11 +8,12 @@ import optax
 from jax.sharding import Mesh
 
 import jaxpipe
+from jaxpipe.array_types import Device
 from scripts.check_stage_programs import measure
 from scripts.encoding_cases import Problem, cross_entropy
 
 
-def one_stage(problem: Problem, device: Any, memory: int | None, compile: bool | None = None) -> jaxpipe.Pipeline:
+def one_stage(problem: Problem, device: Device, memory: int | None, compile: bool | None = None) -> jaxpipe.Pipeline:
     """Plan a step of one micro-batch with plain SGD on one device.
 
     Args:
@@ -48,6 +49,6 @@ def stage_summary(pipeline: jaxpipe.Pipeline) -> dict[str, Any]:
     return {"bytes": row["compiled"], "predicted_bytes": row["estimated"], **known}
 
 
-def batch_of(x: Any, labels: Any) -> dict[str, Any]:
+def batch_of(x: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
     """The batch that such a pipeline takes."""
     return {"x": x, "labels": labels}

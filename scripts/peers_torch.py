@@ -50,7 +50,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
-def single(model: str, width: int, rows: int, microbatches: int) -> Callable[[], Any]:
+def single(model: str, width: int, rows: int, microbatches: int) -> Callable[[], object]:
     """Gradient accumulation on one device."""
     net = nn.Sequential(*layers(model, width))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
@@ -65,7 +65,7 @@ def single(model: str, width: int, rows: int, microbatches: int) -> Callable[[],
     return step
 
 
-def gpipe(model: str, width: int, rows: int, microbatches: int) -> Callable[[], Any]:
+def gpipe(model: str, width: int, rows: int, microbatches: int) -> Callable[[], object]:
     """torchgpipe with two partitions on the CPU, nothing computed again."""
     from torchgpipe import GPipe
 
@@ -87,7 +87,7 @@ def gpipe(model: str, width: int, rows: int, microbatches: int) -> Callable[[], 
     return step
 
 
-def pipelining(model: str, width: int, rows: int, microbatches: int) -> Callable[[], Any]:
+def pipelining(model: str, width: int, rows: int, microbatches: int) -> Callable[[], object]:
     """torch.distributed.pipelining over Gloo, 1F1B; one of two processes."""
     from torch import distributed
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -143,7 +143,9 @@ def main() -> None:
     print(json.dumps(result), flush=True)
 
 
-def alternate(steps: dict[str, Any], rounds: int, cores: set[int], meet: Callable[[], Any]) -> dict[str, list[float]]:
+def alternate(
+    steps: dict[str, Any], rounds: int, cores: set[int], meet: Callable[[], object]
+) -> dict[str, list[float]]:
     """Measure seconds of steps that take turns, each on cores of its own or on all; processes meet before each."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 3):

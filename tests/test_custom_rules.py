@@ -1,8 +1,8 @@
 """Derivative rules of the user's own (``custom_vjp``): gradients, stored bytes and costs are those of the rule."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from jaxpipe import memory_encoded, residual_report
+from jaxpipe.array_types import PyTree
 from jaxpipe.costs.profile_model import profile_model
 from jaxpipe.schedules import one_f_one_b, zero_bubble
 from tests.support.compare import FUSION, assert_same_bits, relative_l2
@@ -195,8 +196,8 @@ nnx_product.defvjp(lambda module, x: (nnx_product(module, x), (module, x)), nnx_
 class Example:
     """A loss of parameters, and the parameters."""
 
-    loss: Any
-    arguments: tuple[Any, ...]
+    loss: Callable[..., jax.Array]
+    arguments: tuple[PyTree, ...]
 
 
 def normal(seed, *shape):

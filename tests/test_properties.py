@@ -7,7 +7,6 @@ product and a sum, and then rounds once instead of twice. ``scan``, ``cond`` and
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from jaxpipe.residuals.choose_formats import Derivations, ResidualPlan, check_pl
 from jaxpipe.residuals.stored_formats import Format, SavedFormat
 
 
-Array = Any
+Array = jax.Array
 
 #: A step whose result has more elements is left out.
 LARGEST = 800

@@ -5,7 +5,6 @@ arXiv:1810.04805.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -50,7 +49,7 @@ class Bert(nn.Module):
     max_length: int = 512
     dropout_rate: float = 0.1
     remat: bool = False
-    remat_policy: Callable[..., Any] | None = None
+    remat_policy: Callable[..., bool] | None = None
     remat_every: int = 1
 
     @nn.compact

@@ -4,7 +4,6 @@ Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -74,7 +73,7 @@ class GPT2(nn.Module):
     max_length: int = 1024
     dropout_rate: float = 0.1
     remat: bool = False
-    remat_policy: Callable[..., Any] | None = None
+    remat_policy: Callable[..., bool] | None = None
     remat_every: int = 1
 
     @nn.compact

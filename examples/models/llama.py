@@ -4,7 +4,6 @@ Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models" (2023), ar
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -75,7 +74,7 @@ class Llama(nn.Module):
     dtype: jnp.dtype = jnp.float32
     max_length: int = 0
     remat: bool = False
-    remat_policy: Callable[..., Any] | None = None
+    remat_policy: Callable[..., bool] | None = None
     remat_every: int = 1
 
     @nn.compact

@@ -4,7 +4,6 @@ Tolstikhin et al., "MLP-Mixer: An all-MLP Architecture for Vision" (2021), arXiv
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -45,7 +44,7 @@ class Mixer(nn.Module):
     patches_hidden: int = 384
     channels_hidden: int = 3072
     remat: bool = False
-    remat_policy: Callable[..., Any] | None = None
+    remat_policy: Callable[..., bool] | None = None
     remat_every: int = 1
 
     @nn.compact

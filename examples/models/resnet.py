@@ -4,7 +4,6 @@ He et al., "Deep Residual Learning for Image Recognition" (2015), arXiv:1512.033
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -102,7 +101,7 @@ class ResNet50(nn.Module):
     width: int = 64
     stage_sizes: tuple[int, ...] = (3, 4, 6, 3)
     remat: bool = False
-    remat_policy: Callable[..., Any] | None = None
+    remat_policy: Callable[..., bool] | None = None
     remat_every: int = 1
 
     @nn.compact

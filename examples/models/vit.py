@@ -5,7 +5,6 @@ arXiv:2010.11929.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -31,7 +30,7 @@ class ViT(nn.Module):
     num_heads: int = 12
     dropout_rate: float = 0.0
     remat: bool = False
-    remat_policy: Callable[..., Any] | None = None
+    remat_policy: Callable[..., bool] | None = None
     remat_every: int = 1
 
     @nn.compact

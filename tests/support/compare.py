@@ -1,9 +1,9 @@
 """Comparisons of trees of arrays: bit for bit, and by global L2."""
 
-from typing import Any
-
 import jax
 import numpy as np
+
+from jaxpipe.array_types import ArrayLike, PyTree
 
 
 #: How far results of two programs may be apart that XLA fuses in different ways: what is decorated, cut into stages or
@@ -12,7 +12,7 @@ import numpy as np
 FUSION = 1e-6
 
 
-def arrays(tree: Any) -> list[Any]:
+def arrays(tree: PyTree) -> list[ArrayLike]:
     """Return the leaves without random streams, which a pipeline does not keep."""
     return [x for x in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from examples import models as zoo
+from jaxpipe.array_types import PyTree
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,16 @@ class LinenCase:
             return jax.random.randint(jax.random.key(1), self.shape, 0, self.tokens)
         return jax.random.normal(jax.random.key(1), self.shape)
 
-    def losses(self, decorate: Callable[[type], type]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def losses(
+        self, decorate: Callable[[type], type]
+    ) -> tuple[Callable[..., tuple[jax.Array, PyTree]], tuple[PyTree, ...]]:
         """``loss(params, rest, x) -> (loss, new state)`` of the decorated model, and its arguments."""
         model = decorate(self.cls)(**self.fields)
         keys = {"params": jax.random.key(0), "dropout": jax.random.key(2)}
         variables = jax.jit(lambda: self.cls(**self.fields).init(keys, self.batch(), **self.kwargs))()
         rest = {name: tree for name, tree in variables.items() if name != "params"}
 
-        def loss(params: Any, rest: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        def loss(params: PyTree, rest: PyTree, x: jax.Array) -> tuple[jax.Array, PyTree]:
             logits, state = model.apply(
                 {"params": params, **rest}, x, mutable=list(rest), rngs={"dropout": keys["dropout"]}, **self.kwargs
             )

@@ -1,7 +1,7 @@
 """The models that pipelines are tested on, and plain training with the same micro-batches to compare with."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,13 @@ from flax import nnx
 
 import jaxpipe
 from examples import models as zoo
+from jaxpipe.array_types import PyTree
 from tests.support.meshes import mesh_of
 
+
+Model = Callable[..., jax.Array]
+Batch = Mapping[str, jax.Array]
+Loss = Callable[[Model, Batch], jax.Array]
 
 #: Rows of a batch: 1, 4 and 8 micro-batches for one or two replicas.
 ROWS = 16
@@ -28,12 +33,12 @@ class Case:
     state; ``variables(params, state)`` is the model's own layout.
     """
 
-    model: Any
-    loss: Callable[[Any, Any], Any]
-    batch: Any
-    start: Callable[[Any], tuple[Any, Any]]
-    plain: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
-    variables: Callable[[Any, Any], Any]
+    model: nn.Module | nnx.Module | Model
+    loss: Loss
+    batch: Batch
+    start: Callable[[jax.Array], tuple[PyTree, PyTree]]
+    plain: Callable[[PyTree, PyTree, jax.Array, Batch], tuple[jax.Array, PyTree]]
+    variables: Callable[[PyTree, PyTree], PyTree]
 
 
 def images(*shape: int, rows: int, classes: int = 10) -> dict[str, jax.Array]:
@@ -47,14 +52,14 @@ def entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def linen(module: nn.Module, batch: Any, call: Callable[[Any, Any], Any]) -> Case:
+def linen(module: nn.Module, batch: Batch, call: Loss) -> Case:
     """A Linen module whose loss is ``call(apply, batch)``; ``apply(*args, **kwargs)`` runs the module."""
 
-    def start(key: Any) -> tuple[Any, Any]:
-        def make() -> Any:
-            collections: dict[str, Any] = {}
+    def start(key: jax.Array) -> tuple[PyTree, PyTree]:
+        def make() -> dict[str, PyTree]:
+            collections: dict[str, PyTree] = {}
 
-            def initialize(*args: Any, **kwargs: Any) -> Any:
+            def initialize(*args: jax.Array, **kwargs: Any) -> jax.Array:
                 result, variables = module.init_with_output(key, *args, **kwargs)
                 collections.update(variables)
                 return result
@@ -65,10 +70,10 @@ def linen(module: nn.Module, batch: Any, call: Callable[[Any, Any], Any]) -> Cas
         state = jax.jit(make)()
         return state.pop("params"), state
 
-    def plain(params: Any, state: Any, key: Any, batch: Any) -> tuple[Any, Any]:
+    def plain(params: PyTree, state: PyTree, key: jax.Array, batch: Batch) -> tuple[jax.Array, PyTree]:
         new = state
 
-        def apply(*args: Any, **kwargs: Any) -> Any:
+        def apply(*args: jax.Array, **kwargs: Any) -> jax.Array:
             nonlocal new
             rngs = {"dropout": key}
             result, new = module.apply({"params": params, **state}, *args, rngs=rngs, mutable=list(state), **kwargs)
@@ -80,7 +85,7 @@ def linen(module: nn.Module, batch: Any, call: Callable[[Any, Any], Any]) -> Cas
     return Case(module, call, batch, start, plain, lambda params, state: {"params": params, **state})
 
 
-def classifier(**kwargs: Any) -> Callable[[Any, Any], Any]:
+def classifier(**kwargs: bool) -> Loss:
     return lambda model, batch: entropy(model(batch["x"], **kwargs), batch["y"])
 
 
@@ -88,15 +93,15 @@ def cnn_linen(rows: int) -> Case:
     return linen(zoo.LinenDigitsCNN(width=4), images(8, 8, 1, rows=rows), classifier(train=True))
 
 
-def nnx_case(build: Callable[[nnx.Rngs], Any], batch: Any) -> Case:
+def nnx_case(build: Callable[[nnx.Rngs], nnx.Module], batch: Batch) -> Case:
     """Return a classifier of images that ``build(rngs)`` makes; its values are those of ``nnx.Rngs(0)``."""
     graphdef, _, _ = nnx.split(build(nnx.Rngs(0)), nnx.Param, ...)
 
-    def start(key: Any) -> tuple[Any, Any]:
+    def start(key: jax.Array) -> tuple[PyTree, PyTree]:
         del key  # a concrete module keeps its values
         return nnx.split(build(nnx.Rngs(0)), nnx.Param, ...)[1:]
 
-    def plain(params: Any, state: Any, key: Any, batch: Any) -> tuple[Any, Any]:
+    def plain(params: PyTree, state: PyTree, key: jax.Array, batch: Batch) -> tuple[jax.Array, PyTree]:
         del key  # no dropout
         model = nnx.merge(graphdef, params, state, copy=True)
         return entropy(model(batch["x"]), batch["y"]), nnx.state(model, nnx.Not(nnx.Param))
@@ -114,7 +119,7 @@ def resnet(rows: int) -> Case:
 
 
 def unet(rows: int) -> Case:
-    def loss(model: Any, batch: Any) -> Any:
+    def loss(model: Model, batch: Batch) -> jax.Array:
         return jnp.square(model(batch["x"])[..., 0] - batch["x"][..., 0]).mean()
 
     return linen(zoo.UNet(width=4, depth=2), {"x": jax.random.normal(jax.random.key(1), (rows, 8, 8, 3))}, loss)
@@ -123,7 +128,7 @@ def unet(rows: int) -> Case:
 def transformer(rows: int) -> Case:
     model = zoo.Transformer(vocab=20, num_layers=2, width=16, num_heads=2, max_length=8, dropout_rate=0.2, tied=False)
 
-    def loss(model: Any, batch: Any) -> Any:
+    def loss(model: Model, batch: Batch) -> jax.Array:
         logits = model(batch["tokens"], train=True)
         return entropy(logits[:, :-1], batch["tokens"][:, 1:])
 
@@ -134,7 +139,7 @@ def mlp(rows: int) -> Case:
     params = zoo.init_mlp(jax.random.key(0), [12, 16, 16, 16, 10])
     model = jax.tree_util.Partial(zoo.mlp, params)
 
-    def plain(params: Any, state: Any, key: Any, batch: Any) -> tuple[Any, Any]:
+    def plain(params: PyTree, state: PyTree, key: jax.Array, batch: Batch) -> tuple[jax.Array, PyTree]:
         return entropy(params(batch["x"]), batch["y"]), state
 
     return Case(model, classifier(), images(12, rows=rows), lambda _: (model, ()), plain, lambda params, _: params)
@@ -164,7 +169,9 @@ def pipeline_of(case: str | Case, stages: int, m: int, replicas: int | None = No
     return jaxpipe.partition(case.model, mesh, case.batch, loss=case.loss, num_microbatches=m, **options)
 
 
-def plain_gradients(case: Case, params: Any, state: Any, keys: Any, replicas: int, m: int) -> tuple[Any, Any, Any]:
+def plain_gradients(
+    case: Case, params: PyTree, state: PyTree, keys: jax.Array, replicas: int, m: int
+) -> tuple[jax.Array, PyTree, PyTree]:
     """Loss, gradient and new state of one step of plain training with ``replicas * m`` micro-batches.
 
     Replica r takes the micro-batches from r*m on; state folds over those, then is averaged over replicas.

@@ -272,7 +272,7 @@ def disguise(value: Array, after: Array) -> Array:
     Bytes, that is packed masks and positions, pass through a conditional on that zero instead: XLA never fuses
     one, so the packing cannot be fused with the unpacking and run from the full map again; the copy is small.
     """
-    if fences_hold() or not _varies_alike(value, after):
+    if barriers_hold() or not _varies_alike(value, after):
         return value
     zero = run_time_zero(after)
     if zero is None or not _is_number(value):
@@ -292,14 +292,14 @@ def needs_devices(program: jex.ClosedJaxpr) -> bool:
     return jaxpr_has_prim_requiring_devices(cast(jex.Jaxpr, open_jaxpr(program)[0]))
 
 
-def fences_hold() -> bool:
+def barriers_hold() -> bool:
     """Return whether XLA keeps barriers until it has fused operators."""
     return JAX_VERSION >= (0, 11) or platform() != "cpu"
 
 
-def fence(values: T) -> T:
+def barrier(values: T) -> T:
     """Values that XLA does not compute again, or with others, behind this; itself where it drops barriers early."""
-    return jax.lax.optimization_barrier(values) if fences_hold() else values
+    return jax.lax.optimization_barrier(values) if barriers_hold() else values
 
 
 def flip(value: Array, bits: Array) -> Array:

@@ -121,8 +121,8 @@ def unequal(stages, optimizer=None, **options):
 )
 def test_an_optimizer_writes_over_what_is_there(stages, name, options):
     """So a step with it needs its state more than one without, and nothing besides."""
-    if (stages == 1 or name == "clipped adamw") and name != "momentum" and not _compat.fences_hold():
-        pytest.skip("XLA:CPU of jax 0.10 has no fences, and copies some of it")
+    if (stages == 1 or name == "clipped adamw") and name != "momentum" and not _compat.barriers_hold():
+        pytest.skip("XLA:CPU of jax 0.10 has no barriers, and copies some of it")
     plain, other = unequal(stages, **options), unequal(stages, name, **options)
     grown = other.memory_report().compiled_bytes[0] - plain.memory_report().compiled_bytes[0]
     state = OPTIMIZERS[name][0] * plain.plan.memory["parameters"]

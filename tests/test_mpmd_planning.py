@@ -140,7 +140,7 @@ def test_all_micro_batches_in_flight_need_as_many_stashes():
     assert many["stash"] == 4 * few["stash"]
 
 
-@pytest.mark.skipif(not _compat.fences_hold(), reason="XLA drops barriers, and computes all means at once")
+@pytest.mark.skipif(not _compat.barriers_hold(), reason="XLA drops barriers, and computes all means at once")
 def test_the_optimizer_writes_one_parameter_after_the_other():
     runtime = planned(optimizer=optax.adam(1e-3), stages=1)._runtime
     updates = [run for run in runtime.compiled_step.executables.values() if run.label == "stage 0: update"]

@@ -175,14 +175,14 @@ def test_on_a_gpu_no_barrier_stands_amid_elementwise_work():
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["cnn", pytest.param("transformer", marks=pytest.mark.slow)])
-def test_steps_behind_fences_give_the_same_gradients(name):
+def test_steps_behind_barriers_give_the_same_gradients(name):
     graph, leaves, (_, gradients) = traced(name)
     built = vjp_program.build(graph, graph.inputs)
     parameters = [leaves[graph.inputs.index(t)] for t in built.parameters]
     with jax.disable_jit():
         _, stash = vjp_program.forward(built, leaves)
-        fenced = vjp_program.backward(built, parameters, stash, [jnp.ones(())], fenced=True)
-    assert_same_bits(fenced, list(gradients))
+        actual = vjp_program.backward(built, parameters, stash, [jnp.ones(())], barriers=True)
+    assert_same_bits(actual, list(gradients))
 
 
 def test_delayed_are_the_weights_of_products_and_nothing_large_is_saved_twice():

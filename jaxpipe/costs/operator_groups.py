@@ -103,7 +103,7 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
         given: list[Array | None] = [None] * len(source.outputs)
         for k, cotangent in zip(seeds, cotangents, strict=True):
             given[k] = cotangent
-        return vjp_program.backward(vjp, parameters, [parts[t] for t in stored], given, fenced=True)
+        return vjp_program.backward(vjp, parameters, [parts[t] for t in stored], given, barriers=True)
 
     avals = dict(zip(stored, vjp.stash_avals, strict=True))
     yield Program(

@@ -2,7 +2,7 @@
 
 XLA must neither decode nor recompute before the backward pass has come that far, else a stash saves nothing. So what
 is loaded from the stash is tied to the cotangents of the step that needs it. XLA:CPU drops such barriers; there steps
-may run behind fences (``jaxpipe.residuals.xla_cpu``).
+may run behind barriers (``jaxpipe.residuals.xla_cpu``).
 """
 
 import copy
@@ -27,7 +27,7 @@ _UNFUSED = frozenset(("checkpoint", "cond", "custom_vjp_call", "dot_general", "r
 #: Operators of which each cotangent is a product by itself.
 _PRODUCTS = frozenset(("conv_general_dilated", "dot_general"))
 
-#: A fence begins with each of these: cotangents that one of them reads are written to memory anyway.
+#: A barrier begins with each of these: cotangents that one of them reads are written to memory anyway.
 _HEAVY = _UNFUSED | _PRODUCTS
 
 
@@ -38,7 +38,7 @@ class Rematerializer:
       graph, plan: the stage's operators and what is stored.
       parameters: values by tensor number.
       stash: the parts of each stored tensor.
-      fenced: steps run behind fences, where XLA needs them.
+      barriers: steps run behind barriers, where XLA needs them.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Rematerializer:
         plan: ResidualPlan,
         parameters: dict[int, Array],
         stash: dict[int, Sequence[Array]],
-        fenced: bool,
+        barriers: bool,
     ):
         self._graph, self._plan, self._stash = graph, plan, stash
         self._derivations = Derivations(graph)
@@ -55,16 +55,16 @@ class Rematerializer:
         self._loaded: dict[int, Array] = {}
         self._rerun: set[int] = set()
         self.values = dict(self._given)
-        #: A zero that XLA does not know, if steps run behind fences.
-        self.zero = _compat.hidden_zero(parameters.values()) if fenced and _compat.runs_breadth_first() else None
+        #: A zero that XLA does not know, if steps run behind barriers.
+        self.zero = _compat.hidden_zero(parameters.values()) if barriers and _compat.runs_breadth_first() else None
 
     @property
-    def fenced(self) -> bool:
-        """Return whether steps run behind fences."""
+    def uses_barriers(self) -> bool:
+        """Return whether steps run behind barriers."""
         return self.zero is not None
 
     def copy(self) -> "Rematerializer":
-        """Return the same, for steps behind a fence: what they rematerialize is lost outside."""
+        """Return the same, for steps behind a barrier: what they rematerialize is lost outside."""
         other = copy.copy(self)
         other.values, other._loaded = dict(self.values), {}
         return other
@@ -75,7 +75,7 @@ class Rematerializer:
         return self._derivations.of([t for t in step.needs if t not in known], self._plan, known)
 
     def is_kept(self, t: int) -> bool:
-        """Return whether a rematerialized tensor is passed to steps behind later fences.
+        """Return whether a rematerialized tensor is passed to steps behind later barriers.
 
         A tensor that XLA would compute again for each reader is rematerialized again; a plain one needs no copy.
         """
@@ -92,11 +92,11 @@ class Rematerializer:
         if missing:
             program, loads = self.sources(step, self.values)
             parts = {t: list(self._stash[t]) for t in loads}
-            if not self.fenced:
+            if not self.uses_barriers:
                 tied = iter(_compat.tie([part for t in loads for part in parts[t]], after))
                 parts = {t: [next(tied) for _ in parts[t]] for t in loads}
             for t in loads:
-                hidden = parts[t] if self.fenced else [_compat.disguise(part, after) for part in parts[t]]
+                hidden = parts[t] if self.uses_barriers else [_compat.disguise(part, after) for part in parts[t]]
                 self.values[t] = self._restore(t, hidden)
                 if self._plan.formats[t].format is Format.KEEP:
                     (self._loaded[t],) = parts[t]

@@ -198,7 +198,7 @@ class _GPUWalk:
     def _receive_gradient(self, step: BackwardOp, t: int, value: Array) -> None:
         if step.name == "conv_general_dilated" and not self._backward_graph.graph.stage_shape:
             # It is turned out of the convolution's own layout first, to be added to its sum in place.
-            value = _compat.fence(value.reshape(-1)).reshape(value.shape)
+            value = _compat.barrier(value.reshape(-1)).reshape(value.shape)
         _receive(self.received, t, value)
         self.awaited.append(t)
 

@@ -25,7 +25,7 @@ from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_p
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
 from jaxpipe.residuals.run_steps import Absorb, run_steps
 from jaxpipe.residuals.stored_formats import encode, has_overflowed, part_avals
-from jaxpipe.residuals.xla_cpu import run_behind_fences
+from jaxpipe.residuals.xla_cpu import run_behind_barriers
 
 
 #: Operators whose weight cotangent is worth delaying: it costs as much as the input cotangent.
@@ -131,7 +131,7 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
         if late:
             packed = []
         if any(graph.tensors[t].bits == 1 for t in op.outputs):
-            late = {t: _compat.fence(env[t]) for t in op.inputs if t in convolved}
+            late = {t: _compat.barrier(env[t]) for t in op.inputs if t in convolved}
         env.update(zip(op.outputs, op.evaluate(*(late.get(t, env[t]) for t in op.inputs)), strict=True))
         for t in op.outputs:
             if vjp.plan.is_stored(t):
@@ -163,7 +163,7 @@ def backward(
     stash: Sequence[Sequence[Array]],
     cotangents: Sequence[Array | None],
     *,
-    fenced: bool = False,
+    barriers: bool = False,
     absorb: Absorb | None = None,
 ) -> list[Array | None]:
     """The cotangents of the inputs ``vjp.backward_graph.wrt``; None where the outputs do not depend on one.
@@ -172,12 +172,12 @@ def backward(
       parameters: values of ``vjp.parameters``.
       stash: what ``forward`` returned.
       cotangents: one for each output; None for zero.
-      fenced: run the steps behind fences (see ``jaxpipe.residuals.xla_cpu``) if XLA needs them; not under
+      barriers: run the steps behind barriers (see ``jaxpipe.residuals.xla_cpu``) if XLA needs them; not under
         ``vmap``.
       absorb: what is returned for some inputs in place of the cotangent.
     """
     received = _received(vjp, cotangents)
-    rematerializer = _rematerializer(vjp, parameters, stash, fenced)
+    rematerializer = _rematerializer(vjp, parameters, stash, barriers)
     _walk(vjp, vjp.backward_graph.steps, received, rematerializer, absorb or {})
     return [received.get(t) for t in vjp.backward_graph.wrt]
 
@@ -188,12 +188,12 @@ def backward_input(
     stash: Sequence[Sequence[Array]],
     cotangents: Sequence[Array | None],
     *,
-    fenced: bool = False,
+    barriers: bool = False,
     absorb: Absorb | None = None,
 ) -> tuple[list[Array | None], list[Array | None]]:
     """First part: cotangents of ``vjp.input_part``, and those saved for ``backward_weight``."""
     received = _received(vjp, cotangents)
-    rematerializer = _rematerializer(vjp, parameters, stash, fenced)
+    rematerializer = _rematerializer(vjp, parameters, stash, barriers)
     _walk(vjp, vjp.input_steps, received, rematerializer, absorb or {}, keep=frozenset(vjp.saved))
     return [received.get(t) for t in vjp.input_part], [received.get(t) for t in vjp.saved]
 
@@ -204,12 +204,12 @@ def backward_weight(
     stash: Sequence[Sequence[Array]],
     saved: Sequence[Array | None],
     *,
-    fenced: bool = False,
+    barriers: bool = False,
     absorb: Absorb | None = None,
 ) -> list[Array | None]:
     """Second part: cotangents of ``vjp.weight_part``."""
     received = {t: value for t, value in zip(vjp.saved, saved, strict=True) if value is not None}
-    rematerializer = _rematerializer(vjp, parameters, stash, fenced)
+    rematerializer = _rematerializer(vjp, parameters, stash, barriers)
     _walk(vjp, vjp.weight_steps, received, rematerializer, absorb or {}, keep=frozenset(vjp.saved))
     return [received.get(t) for t in vjp.weight_part]
 
@@ -233,10 +233,10 @@ def _received(vjp: VJPProgram, cotangents: Sequence[Array | None]) -> dict[int, 
 
 
 def _rematerializer(
-    vjp: VJPProgram, parameters: Sequence[Array], stash: Sequence[Sequence[Array]], fenced: bool
+    vjp: VJPProgram, parameters: Sequence[Array], stash: Sequence[Sequence[Array]], barriers: bool
 ) -> Rematerializer:
     values = dict(zip(vjp.parameters, parameters, strict=True))
-    return Rematerializer(vjp.graph, vjp.plan, values, dict(zip(vjp.plan.stored, stash, strict=True)), fenced)
+    return Rematerializer(vjp.graph, vjp.plan, values, dict(zip(vjp.plan.stored, stash, strict=True)), barriers)
 
 
 def _walk(
@@ -249,8 +249,8 @@ def _walk(
 ) -> None:
     """Run backward steps in reverse; cotangents are summed in the order in which JAX sums them."""
     keep = keep | set(vjp.backward_graph.wrt)
-    if rematerializer.fenced:
-        run_behind_fences(vjp.backward_graph, steps[::-1], received, rematerializer, keep)
+    if rematerializer.uses_barriers:
+        run_behind_barriers(vjp.backward_graph, steps[::-1], received, rematerializer, keep)
         absorbed = frozenset()
     else:
         absorbed = run_steps(vjp.backward_graph, steps[::-1], received, rematerializer, absorb, keep)

@@ -1,8 +1,9 @@
-"""A backward pass as XLA:CPU needs it: its steps in groups, each behind a fence.
+"""A backward pass as XLA:CPU needs it: its steps in groups, each behind a barrier.
 
-XLA:CPU drops all barriers and then orders operators breadth-first, so that everything that follows from the stash and
-the parameters alone would run first. A fence is a conditional whose predicate is known at run time only, and not before
-the fence before it is passed: what is inside runs neither earlier nor together with what is outside.
+XLA:CPU drops all optimization barriers and then orders operators breadth-first, so that everything that follows from
+the stash and the parameters alone would run first. A barrier is here a conditional whose predicate is known at run time
+only, and not before the barrier before it is passed: what is inside runs neither earlier nor together with what is
+outside.
 """
 
 import functools
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Steps behind a fence.
+    """Steps behind a barrier.
 
     Attributes:
       steps: in the order in which they run.
@@ -42,14 +43,14 @@ class _Group:
     read: frozenset[int]
 
 
-def run_behind_fences(
+def run_behind_barriers(
     backward_graph: BackwardGraph,
     steps: Sequence[BackwardOp],
     received: dict[int, Array],
     rematerializer: Rematerializer,
     keep: frozenset[int],
 ) -> None:
-    """Run backward steps as ``jaxpipe.residuals.run_steps`` does, but in groups, each behind a fence."""
+    """Run backward steps as ``jaxpipe.residuals.run_steps`` does, but in groups, each behind a barrier."""
     tensors, zero = (backward_graph.source.tensors, backward_graph.graph.tensors), rematerializer.zero
     assert zero is not None
     groups = _outline(steps, set(received), keep, rematerializer)
@@ -58,7 +59,7 @@ def run_behind_fences(
         results = sorted(group.written), sorted(shared)
         avals = [[of[t].aval for t in ts] for of, ts in zip(tensors, results, strict=True)]
         run_group = functools.partial(_run_group, backward_graph, group, received, rematerializer, *results)
-        (cotangents, values), zero = _fence(run_group, avals, zero)
+        (cotangents, values), zero = _barrier(run_group, avals, zero)
         for t in group.consumed:
             received.pop(t, None)
         received.update(zip(results[0], cotangents, strict=True))
@@ -79,8 +80,8 @@ def _run_group(
     return [received[t] for t in written], [rematerializer.values[t] for t in shared]
 
 
-def _fence(function: Callable[[], T], avals: PyTree, zero: Array) -> tuple[T, Array]:
-    """Return what a function gives, arrays like ``avals``, behind a fence, and the zero for the next one."""
+def _barrier(function: Callable[[], T], avals: PyTree, zero: Array) -> tuple[T, Array]:
+    """Return what a function gives, arrays like ``avals``, behind a barrier, and the zero for the next one."""
 
     def nothing() -> tuple[PyTree, Array]:
         return jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), tuple(avals)), jnp.ones_like(zero)
@@ -118,9 +119,9 @@ def _outline(
 
 
 def _grouped(steps: Iterable[BackwardOp]) -> list[list[BackwardOp]]:
-    """Return steps in groups that run behind a fence each.
+    """Return steps in groups that run behind a barrier each.
 
-    The cotangents of a product's operands have a fence each, so that what one of them needs is gone before the other
+    The cotangents of a product's operands have a barrier each, so that what one of them needs is gone before the other
     is written; that of the second operand, which mostly is the weights, comes first.
     """
     grouped: list[list[BackwardOp]] = [[]]

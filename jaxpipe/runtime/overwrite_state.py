@@ -3,7 +3,7 @@
     gradient, old state ─▶ new state ─▶ written ─▶ read there ─▶ new parameter ─▶ written     and the next parameter
 
 So nothing as large as the parameters of a stage is made besides. XLA copies a buffer that is written to unless all that
-reads what was there before is known to come first; fences between the steps say so.
+reads what was there before is known to come first; barriers between the steps say so.
 """
 
 import functools
@@ -123,7 +123,7 @@ def _overwrite_stage(
     """Write a stage's new parameters and state in place of the old ones; nothing is done before ``after``."""
     numbers = held_by(update, s)
     hidden = [_compat.disguise(x, after) for x in gradients]
-    begun, _ = _compat.fence(((device_buffers[0], hidden, device_buffers[1]), after))
+    begun, _ = _compat.barrier(((device_buffers[0], hidden, device_buffers[1]), after))
     buffers = _Buffers(layouts, s, numbers, tuple(map(list, begun)))
     known = dict(everywhere)
     steps = renewals(update, s, everywhere.keys())
@@ -143,7 +143,7 @@ def _overwrite_stage(
         run(step.operators, known)
         known.setdefault(step.old, buffers.read(step.old))  # for those that compute with the old value later
         buffers.write(step.old, known[step.new])
-        buffers.fence(t for ts in touched[number : number + 2] for t in ts)
+        buffers.barrier(t for ts in touched[number : number + 2] for t in ts)
         written[step.new] = before = step.old
     return buffers.held[0], buffers.held[2]
 
@@ -162,18 +162,18 @@ class _Buffers:
         part, n = self._place[t]
         value = self.layouts[part].get(self._s, n, self.held[part])
         # XLA writes over what a fused computation reads, but not if it has another shape in there.
-        return _compat.fence(value) if self.layouts[part].is_whole(self._s, n) else value
+        return _compat.barrier(value) if self.layouts[part].is_whole(self._s, n) else value
 
     def write(self, t: int, value: Array) -> None:
         """Another value for a tensor."""
         part, n = self._place[t]
-        value = _compat.fence(value) if self.layouts[part].is_whole(self._s, n) else value
+        value = _compat.barrier(value) if self.layouts[part].is_whole(self._s, n) else value
         self.held[part][:] = self.layouts[part].put(self._s, n, self.held[part], value)
 
-    def fence(self, tensors: Iterable[int]) -> None:
+    def barrier(self, tensors: Iterable[int]) -> None:
         """Nothing that was done with the buffers of these tensors is done later than this, and nothing new before."""
         places = [self._place[t] for t in tensors if t in self._place]
         buffers = list(dict.fromkeys((part, self.layouts[part].places[self._s][n][0]) for part, n in places))
-        fenced = _compat.fence([self.held[part][k] for part, k in buffers])
-        for (part, k), value in zip(buffers, fenced, strict=True):
+        values = _compat.barrier([self.held[part][k] for part, k in buffers])
+        for (part, k), value in zip(buffers, values, strict=True):
             self.held[part][k] = value

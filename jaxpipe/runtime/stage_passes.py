@@ -66,13 +66,13 @@ def backward(
     )
     if kind is Kind.BACKWARD_WEIGHT:
         saved = [received.get(t) for t in built.saved]
-        values = vjp_program.backward_weight(built, *operands, saved, fenced=True, absorb=absorb)
+        values = vjp_program.backward_weight(built, *operands, saved, barriers=True, absorb=absorb)
         return _not_none(built.weight_part, values), {}
     seeds = _seeds(objective, stage, received)
     if kind is Kind.BACKWARD:
-        values = vjp_program.backward(built, *operands, seeds, fenced=True, absorb=absorb)
+        values = vjp_program.backward(built, *operands, seeds, barriers=True, absorb=absorb)
         return _not_none(built.backward_graph.wrt, values), {}
-    values, saved = vjp_program.backward_input(built, *operands, seeds, fenced=True, absorb=absorb)
+    values, saved = vjp_program.backward_input(built, *operands, seeds, barriers=True, absorb=absorb)
     return _not_none(built.input_part, values), _not_none(built.saved, saved)
 
 

@@ -380,7 +380,7 @@ def _renew(
         waiting.difference_update(fresh)
         sums = {name: values[name] for t in fresh for name in _sum_operands(context, s, taken[t])}
         others = {t: env[t] for t in (step.old, *step.reads) if t not in fresh and t not in waiting}
-        _, sums, others = _compat.fence((before, sums, others))
+        _, sums, others = _compat.barrier((before, sums, others))
         env |= others
         means = {t: _mean_of(context, s, values | sums, taken[t]) for t in fresh}
         env |= {t: g.astype(context.taken_dtype[taken[t]]) for t, g in means.items()}

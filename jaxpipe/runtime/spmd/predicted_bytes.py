@@ -112,7 +112,7 @@ def updating_bytes(update: Update, s: int) -> int:
                 return env[step.new]
 
             peaks[alike] = peak_bytes(renew, avals[:-1], donated=avals[-1])
-        if not _compat.fences_hold() and (not _reads_once(step, graph) or not copied.isdisjoint(step.reads)):
+        if not _compat.barriers_hold() and (not _reads_once(step, graph) or not copied.isdisjoint(step.reads)):
             beside += _bytes(avals[-1])
             copied.update(t for op in step.operators for t in op.outputs if t != step.new)
     return beside + max(peaks.values(), default=0)

@@ -50,16 +50,16 @@ class Plans:
             if len(chain) - 1 <= self.network.num_devices:
                 yield chain
 
-    def teams(self, stages):
+    def groups(self, stages):
         """Disjoint sets of devices, one for each stage."""
 
-        def extend(left, teams):
-            if len(teams) == stages:
-                yield teams
+        def extend(left, groups):
+            if len(groups) == stages:
+                yield groups
                 return
             for size in range(1, (len(left) if self.replicate else 1) + 1):
-                for team in itertools.combinations(sorted(left), size):
-                    yield from extend(left - set(team), (*teams, team))
+                for group in itertools.combinations(sorted(left), size):
+                    yield from extend(left - set(group), (*groups, group))
 
         yield from extend(set(range(self.network.num_devices)), ())
 
@@ -69,12 +69,12 @@ class Plans:
         }
         return sum(sent.values())
 
-    def price(self, model, chain, teams):
-        plan = Priced(self, chain, teams)
+    def price(self, model, chain, groups):
+        plan = Priced(self, chain, groups)
         return getattr(plan, model)() if plan.fits(model) else math.inf
 
     def best(self, model):
-        prices = [self.price(model, chain, teams) for chain in self.chains() for teams in self.teams(len(chain) - 1)]
+        prices = [self.price(model, chain, groups) for chain in self.chains() for groups in self.groups(len(chain) - 1)]
         return min(prices)
 
     def price_of(self, found):
@@ -82,25 +82,25 @@ class Plans:
         chain = [frozenset()]
         for stage in found.stages:
             chain.append(chain[-1] | {found.order[k] for k in stage.operators})
-        teams = tuple(stage.devices for stage in found.stages)
+        groups = tuple(stage.devices for stage in found.stages)
         assert sorted(found.order) == list(range(self.count)) and len(chain[-1]) == self.count
-        used = [d for team in teams for d in team]
+        used = [d for group in groups for d in group]
         assert len(used) == len(set(used)) and set(used) <= set(range(self.network.num_devices))
         assert all(set(c) in map(set, self.down_sets()) for c in chain)
-        return self.price(found.cost_model, chain, teams)
+        return self.price(found.cost_model, chain, groups)
 
 
 class Priced:
-    """A chain on teams: its cost by each model."""
+    """A chain on groups: its cost by each model."""
 
-    def __init__(self, plans, chain, teams):
+    def __init__(self, plans, chain, groups):
         self.profile, self.network, self.m, self.memory = plans.profile, plans.network, plans.m, plans.memory
         p, net = self.profile, self.network
-        self.teams, self.k = teams, [len(team) for team in teams]
+        self.groups, self.k = groups, [len(group) for group in groups]
         self.stages = [sorted(b - a) for a, b in itertools.pairwise(chain)]
         self.last = len(self.stages) - 1
         self.sent = [plans.crossing(c) for c in chain]
-        self.speed = [min(net.speed[d] for d in team) for team in teams]
+        self.speed = [min(net.speed[d] for d in group) for group in groups]
         self.seconds = [sum(p.seconds[v] for v in stage) / s for stage, s in zip(self.stages, self.speed, strict=True)]
         self.weights = [sum(p.parameter_bytes[v] for v in stage) for stage in self.stages]
 
@@ -114,14 +114,14 @@ class Priced:
             held = residuals * y + self.weights[s]
             if model == "synchronous":
                 held = residuals * min(2 * y - 1, math.ceil(self.m / self.k[s])) + 2 * self.weights[s]
-            if self.memory is not None and any(held > self.memory[d] for d in self.teams[s]):
+            if self.memory is not None and any(held > self.memory[d] for d in self.groups[s]):
                 return False
         return True
 
     def link(self, count, s):
         """Return the seconds of the slowest link between a stage and the one before."""
         worst = [0.0]
-        for g, h in itertools.product(self.teams[s - 1], self.teams[s]):
+        for g, h in itertools.product(self.groups[s - 1], self.groups[s]):
             bandwidth = self.network.bandwidth_bytes_per_second[g][h]
             seconds = self.network.latency_seconds[g][h] + count / bandwidth if bandwidth else math.inf
             worst.append(seconds if count else 0)
@@ -149,7 +149,7 @@ class Priced:
         return max(prices + [2 * self.link(self.sent[s], s) for s in range(1, self.last + 1)])
 
     def synchronous(self):
-        """Return the makespan: as many micro-batches are dealt out at a time as every team can share evenly."""
+        """Return the makespan: as many micro-batches are dealt out at a time as every group can share evenly."""
         p, k = self.profile, self.k
         deal = math.lcm(*k)
         forward, backward = (
@@ -160,13 +160,13 @@ class Priced:
         exchange = [2 * self.link(most, s) * deal / min(k[s - 1], k[s]) for s in range(1, self.last + 1)]
         schedule = one_f_one_b(len(self.stages), math.ceil(self.m / deal))
         timeline = simulate(schedule, forward=forward, backward=backward, communication=max(exchange, default=0.0))
-        return timeline.makespan + max(map(self.reduction, self.teams, self.weights))
+        return timeline.makespan + max(map(self.reduction, self.groups, self.weights))
 
-    def reduction(self, team, weights):
-        n = len(team)
+    def reduction(self, group, weights):
+        n = len(group)
         if n == 1:
             return 0.0
-        pairs = list(itertools.combinations(team, 2))
+        pairs = list(itertools.combinations(group, 2))
         slowest = min(self.network.bandwidth_bytes_per_second[g][h] for g, h in pairs)
         latency = max(self.network.latency_seconds[g][h] for g, h in pairs)
         return 2 * (n - 1) * (weights / n / slowest + latency) if slowest else math.inf
@@ -524,7 +524,7 @@ def test_more_stages_than_places_to_cut():
         partition_layers(tiny(), Network.uniform(4, 1e9), replicate=False, num_stages=4)
 
 
-def test_teams_without_a_link():
+def test_groups_without_a_link():
     """Two islands of two: a pair across them has no link, and that is not a matter of memory."""
     matrix = [[0, 1e9, 0, 0], [1e9, 0, 0, 0], [0, 0, 0, 1e9], [0, 0, 1e9, 0]]
     with pytest.raises(PartitionError, match=r"need a link .* for fewer devices in each"):

@@ -17,14 +17,14 @@ def textbook(p, m):
     return one_f_one_b(p, m, paired=False)
 
 
-def achievable(held, movable, away, period, bandwidth, latency, teams):
+def achievable(held, movable, away, period, bandwidth, latency, groups):
     """Bytes that stages above the mean can have with those below it, as a linear program."""
     p, mean = len(held), sum(held) / len(held)
     pairs = [(s, t) for s in range(p) for t in range(p) if held[s] > mean > held[t]]
     if not pairs:
         return 0.0
     most = [
-        min(bandwidth[a][b] * away[s] * max(period - latency[a][b], 0.0) for a in teams[s] for b in teams[t])
+        min(bandwidth[a][b] * away[s] * max(period - latency[a][b], 0.0) for a in groups[s] for b in groups[t])
         for s, t in pairs
     ]
     rows = [[float(pair[end] == k) for pair in pairs] for end in (0, 1) for k in range(p)]
@@ -67,9 +67,9 @@ def placed(network, p, m, k=1, sent=2.0):
     return partition_layers(chain(p, [sent] * (p - 1) + [0.0]), network, **options)
 
 
-def slowest(network, teams, size):
+def slowest(network, groups, size):
     return max(
-        network.seconds(a, b, size) for first, second in itertools.pairwise(teams) for a in first for b in second
+        network.seconds(a, b, size) for first, second in itertools.pairwise(groups) for a in first for b in second
     )
 
 
@@ -85,26 +85,26 @@ def test_the_best_of_all_mappings_that_are_no_slower(p, k, seed):
     away = [p - 1 - i for i in range(p)]
     latency = network.latency_seconds
 
-    def score(teams, period):
-        return achievable(held, movable, away, period, network.bandwidth_bytes_per_second, latency, teams)
+    def score(groups, period):
+        return achievable(held, movable, away, period, network.bandwidth_bytes_per_second, latency, groups)
 
     devices = [stage.devices for stage in partition.stages]
     limit = slowest(network, devices, 2.0)
-    teams = {
+    groups = {
         tuple(tuple(sorted(order[i * k : i * k + k])) for i in range(p))
         for order in itertools.permutations(range(p * k))
     }
     # Stages are alike and have no parameters, so only the slowest link between neighbors decides how long a step is.
-    teams = [team for team in teams if slowest(network, team, 2.0) <= limit]
+    groups = [group for group in groups if slowest(network, group, 2.0) <= limit]
     chosen = tuple(stage.devices for stage in best.stages)
-    assert chosen in teams
+    assert chosen in groups
     everything = sum(max(min(n - sum(held) / p, most), 0.0) for n, most in zip(held, movable, strict=True))
-    while teams:
-        scores = [score(team, period) for team in teams]
+    while groups:
+        scores = [score(group, period) for group in groups]
         assert score(chosen, period) == pytest.approx(max(scores), rel=1e-8)
         if max(scores) < everything * (1 - 1e-8):
             break
-        teams = [team for team, value in zip(teams, scores, strict=True) if value >= max(scores) * (1 - 1e-8)]
+        groups = [group for group, value in zip(groups, scores, strict=True) if value >= max(scores) * (1 - 1e-8)]
         period /= 2
     assert [stage.operators for stage in best.stages] == [stage.operators for stage in partition.stages]
     assert best.bottleneck_seconds == partition.bottleneck_seconds

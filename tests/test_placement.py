@@ -77,8 +77,8 @@ def test_replicas_are_paired_over_fast_links():
     slow, fast = 1e6, 1e12
     bandwidth = [[0, fast, slow, fast], [fast, 0, fast, slow], [slow, fast, 0, fast], [fast, slow, fast, 0]]
     pipeline = make(mesh, Network(bandwidth, speed=(1, 4, 4, 1)))
-    teams = [set(stage.devices) for stage in pipeline.plan.stages]
-    assert teams in ([{0, 3}, {1, 2}], [{1, 2}, {0, 3}])
+    groups = [set(stage.devices) for stage in pipeline.plan.stages]
+    assert groups in ([{0, 3}, {1, 2}], [{1, 2}, {0, 3}])
     ids = [[d.id for d in row] for row in pipeline.mesh.devices]
     first = jax.devices()[0].id
     linked = {frozenset((first, first + 1)), frozenset((first + 2, first + 3))}
@@ -95,11 +95,11 @@ def test_replicas_are_paired_over_fast_links():
 def test_places_in_the_mesh(axes):
     shape = tuple({"data": 2, "stage": 3}[a] for a in axes)
     mesh = jax.make_mesh(shape, axes, devices=jax.devices()[:6])
-    teams = [(5, 0), (1, 4), (2, 3)]
-    arranged = arrange(mesh, teams, Network.uniform(6, 1.0))
+    groups = [(5, 0), (1, 4), (2, 3)]
+    arranged = arrange(mesh, groups, Network.uniform(6, 1.0))
     stages = np.moveaxis(np.array([[d.id for d in row] for row in arranged.devices]), axes.index("stage"), 0)
     first = jax.devices()[0].id
-    assert [tuple(row - first) for row in stages] == teams
+    assert [tuple(row - first) for row in stages] == groups
 
 
 def test_the_slowest_pair_counts_first():

@@ -11,18 +11,18 @@ from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.sharding.mesh_axes import STAGE
 
 
-def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mesh:
-    """Return the same mesh with the devices of each stage's team, numbers in ``mesh.devices.flat``, in its places.
+def arrange(mesh: Mesh, groups: Sequence[Sequence[int]], network: Network) -> Mesh:
+    """Return the same mesh with the devices of each stage's group, numbers in ``mesh.devices.flat``, in its places.
 
     On a mesh with one axis these follow each other. Otherwise there is one for each replica, and replicas of
     neighboring stages are paired so that the slowest link between two is the fastest.
     """
     flat = mesh.devices.flatten()
     if mesh.devices.ndim == 1:
-        return Mesh(flat[np.concatenate(teams)], mesh.axis_names, axis_types=mesh.axis_types)
-    rows = [tuple(teams[0])]
-    for team in teams[1:]:
-        rows.append(pair(rows[-1], team, network))
+        return Mesh(flat[np.concatenate(groups)], mesh.axis_names, axis_types=mesh.axis_types)
+    rows = [tuple(groups[0])]
+    for group in groups[1:]:
+        rows.append(pair(rows[-1], group, network))
     axis = mesh.axis_names.index(STAGE)
     places = np.moveaxis(np.array(rows), 0, axis).reshape(mesh.devices.shape)
     return Mesh(flat[places], mesh.axis_names, axis_types=mesh.axis_types)
@@ -31,24 +31,24 @@ def arrange(mesh: Mesh, teams: Sequence[Sequence[int]], network: Network) -> Mes
 def stay(partition: Partition, mesh: Mesh) -> Partition:
     """Return the stages, each on the devices at its place in the mesh; for devices and links that are all alike."""
     places = np.moveaxis(np.arange(mesh.devices.size).reshape(mesh.devices.shape), mesh.axis_names.index(STAGE), 0)
-    teams = places.reshape(len(places), -1).tolist()
-    stages = [replace(stage, devices=tuple(team)) for stage, team in zip(partition.stages, teams, strict=True)]
+    groups = places.reshape(len(places), -1).tolist()
+    stages = [replace(stage, devices=tuple(group)) for stage, group in zip(partition.stages, groups, strict=True)]
     return replace(partition, stages=tuple(stages))
 
 
-def pair(before: Sequence[int], team: Sequence[int], network: Network) -> tuple[int, ...]:
-    """The devices of a team in the order of their partners, so that the slowest link is as fast as can be.
+def pair(before: Sequence[int], group: Sequence[int], network: Network) -> tuple[int, ...]:
+    """The devices of a group in the order of their partners, so that the slowest link is as fast as can be.
 
     Example:
       >>> pair((0, 1), (2, 3), Network([[0, 1, 1, 9], [1, 0, 9, 1], [1, 9, 0, 1], [9, 1, 1, 0]]))
       (3, 2)
     """
-    if len(team) == 1:
-        return tuple(team)
+    if len(group) == 1:
+        return tuple(group)
     from scipy.optimize import linear_sum_assignment  # not above: it takes 18 MiB in every process that trains
 
     # Links from the slowest to the fastest; no sum of faster ones outweighs a slower one.
-    seconds = network.latency[np.ix_(before, team)] + 1.0 / np.maximum(network.bandwidth[np.ix_(before, team)], 1e-9)
+    seconds = network.latency[np.ix_(before, group)] + 1.0 / np.maximum(network.bandwidth[np.ix_(before, group)], 1e-9)
     ranks = np.unique(seconds, return_inverse=True)[1].reshape(seconds.shape)
-    chosen = linear_sum_assignment(np.minimum(float(len(team) + 1) ** ranks, 1e300))[1]
-    return tuple(int(team[k]) for k in chosen)
+    chosen = linear_sum_assignment(np.minimum(float(len(group) + 1) ** ranks, 1e300))[1]
+    return tuple(int(group[k]) for k in chosen)

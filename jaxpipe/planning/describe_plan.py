@@ -19,7 +19,7 @@ from jaxpipe.graph.op_cost import weight
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.plan import FrozenPlan, Plan, StagePlan, StashPiece
 from jaxpipe.planning.check_request import Request
-from jaxpipe.planning.cuts.cost_models import Synchronous, Team
+from jaxpipe.planning.cuts.cost_models import DeviceGroup, Synchronous
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.dispatch_timeline import Dispatching, SearchArguments, dispatched_timeline, search_arguments
 from jaxpipe.planning.storage.choose_swaps import Links
@@ -127,7 +127,7 @@ def step_seconds(program: Program, partition: Partition, timeline: Timeline) -> 
     model = Synchronous(partition.network, program.num_microbatches)
     weights = np.array([program.sums.bytes], np.float64)
     return timeline.makespan + max(
-        float(model.all_reduce_seconds(weights, Team(s.devices))[0]) for s in partition.stages
+        float(model.all_reduce_seconds(weights, DeviceGroup(s.devices))[0]) for s in partition.stages
     )
 
 
@@ -166,10 +166,10 @@ def message_seconds(program: Program, partition: Partition) -> list[tuple[float,
 
     What waits for a backward pass elsewhere, sums of gradients or copies of parameters go at other times.
     """
-    teams = [stage.devices for stage in partition.stages]
+    groups = [stage.devices for stage in partition.stages]
 
     def seconds(size: int, s: int, other: int) -> float:
-        pairs = _pairs(teams[s], teams[other]) if 0 <= other < len(teams) and size else ()
+        pairs = _pairs(groups[s], groups[other]) if 0 <= other < len(groups) and size else ()
         return max((partition.network.seconds(a, b, size) for a, b in pairs if a != b), default=0.0)
 
     sizes = [(program.bytes_of(stage.leaving), program.bytes_of(stage.returning)) for stage in program.stages]

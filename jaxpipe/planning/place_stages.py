@@ -65,10 +65,10 @@ def _interleaved(whole: Partition, num_chunks: int, **asked: Any) -> Partition:
     rates = network.bandwidth[np.isfinite(network.bandwidth) & (network.bandwidth > 0)]
     copies = Network.uniform(count * len(whole.stages[0].devices), float(rates.min()) if rates.size else NO_LINK)
     chunks = partition_layers(whole.profile, copies, num_stages=count, **asked)
-    teams, speeds = [stage.devices for stage in whole.stages] * num_chunks, stage_speeds(whole) * num_chunks
+    groups, speeds = [stage.devices for stage in whole.stages] * num_chunks, stage_speeds(whole) * num_chunks
     stages = [
         replace(stage, devices=devices, compute_seconds=stage.compute_seconds / speed)
-        for stage, devices, speed in zip(chunks.stages, teams, speeds, strict=True)
+        for stage, devices, speed in zip(chunks.stages, groups, speeds, strict=True)
     ]
     return replace(chunks, stages=tuple(stages), network=network)
 

@@ -1,4 +1,4 @@
-"""Cost models: what a stage on a team of devices costs. They know nothing of the search.
+"""Cost models: what a stage on a group of devices costs. They know nothing of the search.
 
 model         published in                                       what counts
 pipedream     D. Narayanan et al., SOSP 2019                     slowest of compute with all-reduce, and boundaries
@@ -27,7 +27,7 @@ Stages = tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
-class Team:
+class DeviceGroup:
     """The devices of one stage, each with a copy of its parameters and a share of the micro-batches.
 
     ``followers`` is the number of devices of all stages behind it.
@@ -55,11 +55,11 @@ class CostModel(ABC):
         """Raise ``PartitionError`` if the model does not know what was given."""
 
     @abstractmethod
-    def stage_seconds(self, space: CutSpace, team: Team, block: Block = EVERYWHERE) -> np.ndarray:
-        """``[first cuts, last cuts]``: what the stage between two cuts costs on a team, its neighbors left aside."""
+    def stage_seconds(self, space: CutSpace, group: DeviceGroup, block: Block = EVERYWHERE) -> np.ndarray:
+        """``[first cuts, last cuts]``: what the stage between two cuts costs on a group, its neighbors left aside."""
 
-    def link_seconds(self, crossing: np.ndarray, team: Team, after: Team) -> np.ndarray:
-        """Return the seconds to send ``crossing`` bytes forward and back, between a team and the one behind it."""
+    def link_seconds(self, crossing: np.ndarray, group: DeviceGroup, after: DeviceGroup) -> np.ndarray:
+        """Return the seconds to send ``crossing`` bytes forward and back, between a group and the one behind it."""
         return np.zeros_like(crossing)
 
     def transfer_seconds(self, count: np.ndarray, sources: Sequence[int], targets: Sequence[int]) -> np.ndarray:
@@ -76,32 +76,32 @@ class CostModel(ABC):
 
     @cached_property
     def _links(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[float, float], ...]]:
-        """A cache of the bandwidth and latency of each kind of link between two teams."""
+        """A cache of the bandwidth and latency of each kind of link between two groups."""
         return {}
 
     def objective(self, space: CutSpace, stages: Stages) -> float:
         """Return what is made small: here the costliest stage or link."""
         costliest, followers, behind = 0.0, 0, None
         for first, last, devices in reversed(stages):
-            team = Team(devices, followers)
+            group = DeviceGroup(devices, followers)
             block = np.array([first]), np.array([last])
-            costliest = max(costliest, float(self.stage_seconds(space, team, block)[0, 0]))
+            costliest = max(costliest, float(self.stage_seconds(space, group, block)[0, 0]))
             if behind is not None:
-                costliest = max(costliest, float(self.link_seconds(space.crossing[[last]], team, behind)[0]))
-            followers, behind = followers + len(devices), team
+                costliest = max(costliest, float(self.link_seconds(space.crossing[[last]], group, behind)[0]))
+            followers, behind = followers + len(devices), group
         return costliest
 
-    def memory_bytes(self, residuals: np.ndarray, parameters: np.ndarray, team: Team) -> np.ndarray:
-        """Return what a stage holds on each device of its team."""
-        return residuals * self.in_flight(team) + parameters
+    def memory_bytes(self, residuals: np.ndarray, parameters: np.ndarray, group: DeviceGroup) -> np.ndarray:
+        """Return what a stage holds on each device of its group."""
+        return residuals * self.in_flight(group) + parameters
 
-    def in_flight(self, team: Team) -> int:
+    def in_flight(self, group: DeviceGroup) -> int:
         """Micro-batches that one replica holds at a time, in a pipeline that is kept full."""
-        return math.ceil((team.size + team.followers) / team.size)
+        return math.ceil((group.size + group.followers) / group.size)
 
-    def slowest(self, team: Team) -> float:
-        """Speed of a team's slowest device."""
-        return min(self.network.speed[d] for d in team.devices)
+    def slowest(self, group: DeviceGroup) -> float:
+        """Speed of a group's slowest device."""
+        return min(self.network.speed[d] for d in group.devices)
 
 
 class MinMax(CostModel):
@@ -109,11 +109,11 @@ class MinMax(CostModel):
 
     name = "min_max"
 
-    def stage_seconds(self, space: CutSpace, team: Team, block: Block = EVERYWHERE) -> np.ndarray:
-        return space.between(space.seconds, block) / (team.size * self.slowest(team))
+    def stage_seconds(self, space: CutSpace, group: DeviceGroup, block: Block = EVERYWHERE) -> np.ndarray:
+        return space.between(space.seconds, block) / (group.size * self.slowest(group))
 
-    def link_seconds(self, crossing: np.ndarray, team: Team, after: Team) -> np.ndarray:
-        return 2 * self.transfer_seconds(crossing, team.devices, after.devices)
+    def link_seconds(self, crossing: np.ndarray, group: DeviceGroup, after: DeviceGroup) -> np.ndarray:
+        return 2 * self.transfer_seconds(crossing, group.devices, after.devices)
 
 
 class Uniform(CostModel):
@@ -137,11 +137,11 @@ class Uniform(CostModel):
         """Bytes in a second, on every link."""
         return float(self.network.bandwidth[0, 1]) if self.network.num_devices > 1 else math.inf
 
-    def all_reduce_seconds(self, parameters: np.ndarray, team: Team) -> np.ndarray:
+    def all_reduce_seconds(self, parameters: np.ndarray, group: DeviceGroup) -> np.ndarray:
         """Both directions of a ring all-reduce of the gradients, as the published models charge it."""
-        if team.size == 1:
+        if group.size == 1:
             return np.zeros_like(parameters)
-        return 4 * (team.size - 1) / team.size * parameters / self.bandwidth
+        return 4 * (group.size - 1) / group.size * parameters / self.bandwidth
 
 
 class PipeDream(Uniform):
@@ -161,10 +161,10 @@ class PipeDream(Uniform):
                 "Leave it out, or use cost_model='throughput'."
             )
 
-    def stage_seconds(self, space: CutSpace, team: Team, block: Block = EVERYWHERE) -> np.ndarray:
-        reduction = self.all_reduce_seconds(space.between(space.parameters, block), team)
-        compute = (space.between(space.seconds, block) / self.slowest(team) + reduction) / team.size
-        sends = 2 * space.crossing / (self.bandwidth * team.size)
+    def stage_seconds(self, space: CutSpace, group: DeviceGroup, block: Block = EVERYWHERE) -> np.ndarray:
+        reduction = self.all_reduce_seconds(space.between(space.parameters, block), group)
+        compute = (space.between(space.seconds, block) / self.slowest(group) + reduction) / group.size
+        sends = 2 * space.crossing / (self.bandwidth * group.size)
         first, last = block
         entering = sends[first, None]  # nothing enters the first
         leaving = np.where(np.arange(len(sends))[first, None] > 0, sends[None, last], 0.0)
@@ -184,12 +184,12 @@ class Throughput(Uniform):
                 "num_microbatches=."
             )
 
-    def stage_seconds(self, space: CutSpace, team: Team, block: Block = EVERYWHERE) -> np.ndarray:
+    def stage_seconds(self, space: CutSpace, group: DeviceGroup, block: Block = EVERYWHERE) -> np.ndarray:
         sends = 2 * space.crossing / self.bandwidth
         first, last = block
-        work = space.between(space.seconds, block) / self.slowest(team) + sends[first, None] + sends[None, last]
-        reduction = self.all_reduce_seconds(space.between(space.parameters, block), team)
-        return work / team.size + reduction / (self.num_microbatches or 1)
+        work = space.between(space.seconds, block) / self.slowest(group) + sends[first, None] + sends[None, last]
+        reduction = self.all_reduce_seconds(space.between(space.parameters, block), group)
+        return work / group.size + reduction / (self.num_microbatches or 1)
 
 
 @dataclass(frozen=True)
@@ -227,25 +227,25 @@ class Synchronous(CostModel):
         """Micro-batches of a step, of all replicas together."""
         return self.num_microbatches or 1
 
-    def stage_seconds(self, space: CutSpace, team: Team, block: Block = EVERYWHERE) -> np.ndarray:
-        reduction = self.all_reduce_seconds(space.between(space.parameters, block), team)
-        return space.between(space.seconds, block) / (team.size * self.slowest(team)) + reduction / self.m
+    def stage_seconds(self, space: CutSpace, group: DeviceGroup, block: Block = EVERYWHERE) -> np.ndarray:
+        reduction = self.all_reduce_seconds(space.between(space.parameters, block), group)
+        return space.between(space.seconds, block) / (group.size * self.slowest(group)) + reduction / self.m
 
-    def link_seconds(self, crossing: np.ndarray, team: Team, after: Team) -> np.ndarray:
-        sends = 2 * self.transfer_seconds(crossing, team.devices, after.devices)
-        return self.weight * sends / min(team.size, after.size)
+    def link_seconds(self, crossing: np.ndarray, group: DeviceGroup, after: DeviceGroup) -> np.ndarray:
+        sends = 2 * self.transfer_seconds(crossing, group.devices, after.devices)
+        return self.weight * sends / min(group.size, after.size)
 
     def objective(self, space: CutSpace, stages: Stages) -> float:
         forward, backward, reductions = [], [], [0.0]
         together = math.lcm(*(len(devices) for *_, devices in stages))
         rounds = math.ceil(self.m / together)
         for first, last, devices in stages:
-            team = Team(devices)
-            rate = team.size * self.slowest(team) / together
+            group = DeviceGroup(devices)
+            rate = group.size * self.slowest(group) / together
             forward.append(max(0.0, space.forward[last] - space.forward[first]) / rate)
             backward.append(max(0.0, space.backward[last] - space.backward[first]) / rate)
             weights = np.array([space.parameters[last] - space.parameters[first]])
-            reductions.append(float(self.all_reduce_seconds(weights, team)[0]))
+            reductions.append(float(self.all_reduce_seconds(weights, group)[0]))
         idle = sum(1 for _ in itertools.takewhile(lambda b: b == 0, backward[:-1])) if self.frozen else 0
         if idle:
             total = pair_seconds(forward, backward, rounds, idle)
@@ -260,7 +260,7 @@ class Synchronous(CostModel):
     def exchange_seconds(self, space: CutSpace, stages: Stages) -> float:
         """Return what neighbors need to exchange messages, forward and back, as large as the largest of all.
 
-        For one micro-batch: of two teams, every device of the smaller one sends or receives at a time.
+        For one micro-batch: of two groups, every device of the smaller one sends or receives at a time.
         """
         largest = np.array([max(float(space.crossing[last]) for _, last, _ in stages[:-1])])
         return 2 * max(
@@ -268,21 +268,21 @@ class Synchronous(CostModel):
             for (*_, before), (*_, behind) in itertools.pairwise(stages)
         )
 
-    def all_reduce_seconds(self, parameters: np.ndarray, team: Team) -> np.ndarray:
-        """A ring all-reduce over a team's slowest link, once in a step."""
-        if team.size == 1:
+    def all_reduce_seconds(self, parameters: np.ndarray, group: DeviceGroup) -> np.ndarray:
+        """A ring all-reduce over a group's slowest link, once in a step."""
+        if group.size == 1:
             return np.zeros_like(parameters)
-        inside = np.ix_(team.devices, team.devices)
+        inside = np.ix_(group.devices, group.devices)
         bandwidth, latency = self.network.bandwidth[inside].min(), self.network.latency[inside].max()
         if not bandwidth:
             return np.full_like(parameters, np.inf)
-        return 2 * (team.size - 1) * (parameters / team.size / bandwidth + latency)
+        return 2 * (group.size - 1) * (parameters / group.size / bandwidth + latency)
 
-    def memory_bytes(self, residuals: np.ndarray, parameters: np.ndarray, team: Team) -> np.ndarray:
-        return residuals * self.in_flight(team) + 2 * parameters
+    def memory_bytes(self, residuals: np.ndarray, parameters: np.ndarray, group: DeviceGroup) -> np.ndarray:
+        return residuals * self.in_flight(group) + 2 * parameters
 
-    def in_flight(self, team: Team) -> int:
-        return min(2 * super().in_flight(team) - 1, math.ceil(self.m / team.size))
+    def in_flight(self, group: DeviceGroup) -> int:
+        return min(2 * super().in_flight(group) - 1, math.ceil(self.m / group.size))
 
 
 #: The cost models, by the value of ``cost_model=``.

@@ -166,7 +166,7 @@ class _Search:
         return total
 
     def stages(self, mapping: np.ndarray) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-        return tuple((k, k + 1, tuple(map(int, team))) for k, team in enumerate(mapping))
+        return tuple((k, k + 1, tuple(map(int, group))) for k, group in enumerate(mapping))
 
     def seconds(self, mapping: np.ndarray) -> float:
         """The partitioner's own price."""
@@ -184,15 +184,15 @@ def _mappings(partition: Partition) -> Iterator[tuple[tuple[int, ...], ...]]:
     classes = [[d for d in group if d in used] for group in device_classes(partition.network, memory)]
     sizes = [len(stage.devices) for stage in partition.stages]
 
-    def extend(teams: tuple[tuple[int, ...], ...], taken: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
-        if len(teams) == len(sizes):
-            yield teams
+    def extend(groups: tuple[tuple[int, ...], ...], taken: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+        if len(groups) == len(sizes):
+            yield groups
             return
-        for kinds in itertools.combinations_with_replacement(range(len(classes)), sizes[len(teams)]):
+        for kinds in itertools.combinations_with_replacement(range(len(classes)), sizes[len(groups)]):
             after = tuple(n + kinds.count(k) for k, n in enumerate(taken))
             if all(n <= len(group) for n, group in zip(after, classes, strict=True)):
-                team = [d for k, group in enumerate(classes) for d in group[taken[k] : after[k]]]
-                yield from extend((*teams, tuple(sorted(team))), after)
+                group = [d for k, alike in enumerate(classes) for d in alike[taken[k] : after[k]]]
+                yield from extend((*groups, tuple(sorted(group))), after)
 
     yield from extend((), (0,) * len(classes))
 

@@ -184,7 +184,7 @@ def _limits(
 def _all(network: Network, limits: Limits) -> int:
     """The number of devices, if stages can use them all."""
     count = network.num_devices
-    if limits.num_devices not in (None, count) or (len(limits.team_sizes) == 1 and count % limits.team_sizes[0]):
+    if limits.num_devices not in (None, count) or (len(limits.group_sizes) == 1 and count % limits.group_sizes[0]):
         raise PartitionError(
             f"Stages as replicate and num_stages demand cannot use all {count} devices of the network. "
             "Pass other values, or let devices be idle (idle=True)."

@@ -11,7 +11,7 @@ from rich.table import Table
 from jaxpipe.costs.network import Network, NetworkFile
 from jaxpipe.costs.profile import Profile, ProfileFile
 from jaxpipe.errors import PartitionError
-from jaxpipe.planning.cuts.cost_models import CostModel, Stages, Team
+from jaxpipe.planning.cuts.cost_models import CostModel, DeviceGroup, Stages
 from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.text.checked_json import Amount, Count, read_json
 from jaxpipe.text.plain_table import PlainTable, table_text
@@ -208,7 +208,7 @@ def cost_stages(model: CostModel, space: CutSpace, stages: Stages) -> tuple[Stag
     links.append(0.0)
     for k, (first, last, devices) in enumerate(stages):
         followers -= len(devices)
-        team = Team(devices, followers)
+        group = DeviceGroup(devices, followers)
         parameters, residuals, work = (
             np.maximum(sums[[last]] - sums[[first]], 0.0) for sums in (space.parameters, space.residuals, space.seconds)
         )
@@ -216,13 +216,13 @@ def cost_stages(model: CostModel, space: CutSpace, stages: Stages) -> tuple[Stag
             StageCost(
                 operators=range(int(space.members[first].sum()), int(space.members[last].sum())),
                 devices=tuple(sorted(devices)),
-                compute_seconds=float(work[0]) / (team.size * model.slowest(team)),
+                compute_seconds=float(work[0]) / (group.size * model.slowest(group)),
                 communication_seconds=max(links[k], links[k + 1]),
                 sent_bytes=float(space.crossing[last]),
                 parameter_bytes=float(parameters[0]),
                 residual_bytes=float(residuals[0]),
-                in_flight=model.in_flight(team),
-                memory_bytes=float(model.memory_bytes(residuals, parameters, team)[0]),
+                in_flight=model.in_flight(group),
+                memory_bytes=float(model.memory_bytes(residuals, parameters, group)[0]),
             )
         )
     return tuple(rows)

@@ -33,8 +33,8 @@ def repeated_plans(space: CutSpace, like: Stages) -> list[Stages]:
             cuts = [0, *range(first, first + inner * distance + 1, distance), count - 1]
             priced_cuts.append((float(np.diff(space.seconds[cuts]).max()), cuts))
     priced_cuts.sort()
-    teams = [devices for *_, devices in like]
-    return [tuple(zip(cuts, cuts[1:], teams, strict=False)) for _, cuts in priced_cuts[:MOST_PLANS]]
+    groups = [devices for *_, devices in like]
+    return [tuple(zip(cuts, cuts[1:], groups, strict=False)) for _, cuts in priced_cuts[:MOST_PLANS]]
 
 
 def _repetitions(space: CutSpace, distance: int, times: int) -> Iterator[int]:

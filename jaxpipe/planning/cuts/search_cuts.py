@@ -1,7 +1,7 @@
 """The search: a dynamic program over cuts and the devices that are left.
 
 From the last stage to the first, the best way to run all that lies behind a cut is kept for every set of devices
-that it may use and every team that its first stage may have. Devices that cannot be told apart are counted, not
+that it may use and every group that its first stage may have. Devices that cannot be told apart are counted, not
 named; with them the search is exact for the network as it is. A network with too many different devices is searched
 along one order of them: each stage then takes the next ones.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxpipe.costs.network import Network
-from jaxpipe.planning.cuts.cost_models import CostModel, Stages, Team
+from jaxpipe.planning.cuts.cost_models import CostModel, DeviceGroup, Stages
 from jaxpipe.planning.cuts.cut_space import Block, CutSpace
 
 
@@ -31,12 +31,12 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Limits:
-    """The devices and limits of a search: sizes of teams, the number of devices in all, bytes by device.
+    """The devices and limits of a search: sizes of groups, the number of devices in all, bytes by device.
 
     ``widths`` are the numbers of devices of the stages, first to last, if they are given.
     """
 
-    team_sizes: tuple[int, ...]
+    group_sizes: tuple[int, ...]
     num_devices: int | None
     memory: tuple[float, ...]
     widths: tuple[int, ...] | None = None
@@ -44,7 +44,7 @@ class Limits:
     def sizes(self, count: int) -> tuple[int, ...]:
         """Return how many devices a stage may have, if it and all stages behind it have ``count``."""
         if self.widths is None:
-            return self.team_sizes
+            return self.group_sizes
         return tuple(width for k, width in enumerate(self.widths) if sum(self.widths[k:]) == count)
 
 
@@ -73,7 +73,7 @@ def device_classes(network: Network, memory: Sequence[float]) -> tuple[tuple[int
 
 def work(classes: Sequence[Sequence[int]], cuts: int, limits: Limits) -> float:
     """Elementary steps of a search, to tell beforehand whether it is affordable; a link costs at least 5000."""
-    if limits.team_sizes == (1,):
+    if limits.group_sizes == (1,):
         states = math.prod(len(group) + 1 for group in classes) * len(classes)
         return float(states) * (cuts**2 + len(classes) * cuts)
     pairs = math.prod(math.comb(len(group) + 2, 2) for group in classes)
@@ -115,24 +115,26 @@ class Search:
             return True
         followers = 0
         for first, last, devices in reversed(stages):
-            if not np.isfinite(self.stage(Team(devices, followers), (np.array([first]), np.array([last])))).all():
+            if not np.isfinite(
+                self.stage(DeviceGroup(devices, followers), (np.array([first]), np.array([last])))
+            ).all():
                 return False
             followers += len(devices)
         return True
 
-    def stage(self, team: Team, block: Block, memory: float | None = None) -> np.ndarray:
-        """Cost of a stage on a team, infinite where it does not fit the memory or is none."""
+    def stage(self, group: DeviceGroup, block: Block, memory: float | None = None) -> np.ndarray:
+        """Cost of a stage on a group, infinite where it does not fit the memory or is none."""
         possible = self.space.nested[block[0]][:, block[1]]
-        memory = min(self.limits.memory[d] for d in team.devices) if memory is None else memory
+        memory = min(self.limits.memory[d] for d in group.devices) if memory is None else memory
         if memory < math.inf:
-            possible = possible & (self.memory(team, block) <= memory)
-        return np.where(possible, self.model.stage_seconds(self.space, team, block), np.inf)
+            possible = possible & (self.memory(group, block) <= memory)
+        return np.where(possible, self.model.stage_seconds(self.space, group, block), np.inf)
 
-    def memory(self, team: Team, block: Block) -> np.ndarray:
-        """Bytes that a stage holds on each device of a team."""
+    def memory(self, group: DeviceGroup, block: Block) -> np.ndarray:
+        """Bytes that a stage holds on each device of a group."""
         space = self.space
         residuals, parameters = (space.between(sums, block) for sums in (space.residuals, space.parameters))
-        return self.model.memory_bytes(residuals, parameters, team)
+        return self.model.memory_bytes(residuals, parameters, group)
 
     def _window(self, used: Counts, bound: float) -> slice | np.ndarray:
         """The cuts in front of which and behind which no more lies than the devices there can do within a bound."""
@@ -149,14 +151,14 @@ class Search:
         return cuts
 
     def _devices(self, used: Counts, taken: Counts) -> tuple[int, ...]:
-        """A team's devices: the last ones of each class that those behind it have left."""
+        """A group's devices: the last ones of each class that those behind it have left."""
         return tuple(
             device
             for group, u, t in zip(self.classes, used, taken, strict=True)
             for device in group[len(group) - u : len(group) - u + t]
         )
 
-    def _teams(self, used: Counts) -> Iterator[Counts]:
+    def _groups(self, used: Counts) -> Iterator[Counts]:
         """Return what the first stage of a suffix may take of the devices it uses."""
         return self._parts(used, self.limits.sizes(sum(used)))
 
@@ -171,16 +173,16 @@ class Search:
             if sum(taken) in sizes:
                 yield taken
 
-    def next_teams(self, used: Counts) -> Iterator[tuple[Team, Counts]]:
-        """The teams that may stand in front of stages that use some devices."""
+    def next_groups(self, used: Counts) -> Iterator[tuple[DeviceGroup, Counts]]:
+        """The groups that may stand in front of stages that use some devices."""
         left = tuple(len(group) - u for group, u in zip(self.classes, used, strict=True))
-        behind, sizes = sum(used), self.limits.team_sizes
+        behind, sizes = sum(used), self.limits.group_sizes
         for taken in self._parts(left, [size for size in sizes if size in self.limits.sizes(behind + size)]):
             together = tuple(u + t for u, t in zip(used, taken, strict=True))
-            yield Team(self._devices(together, taken), sum(used)), taken
+            yield DeviceGroup(self._devices(together, taken), sum(used)), taken
 
-    def _team(self, used: Counts, taken: Counts) -> Team:
-        return Team(self._devices(used, taken), sum(used) - sum(taken))
+    def _group(self, used: Counts, taken: Counts) -> DeviceGroup:
+        return DeviceGroup(self._devices(used, taken), sum(used) - sum(taken))
 
     def _run(self, rule: "_Rule") -> tuple[float, Stages]:
         """The rule's value for the whole program, and the stages that have it, if it remembers them."""
@@ -195,13 +197,13 @@ class Search:
                 continue
             values[used] = {}
             first = self._window(used, rule.bound)
-            for taken in self._teams(used):
+            for taken in self._groups(used):
                 rest = tuple(u - t for u, t in zip(used, taken, strict=True))
-                team = Team(self._devices(used, taken), sum(rest))
+                group = DeviceGroup(self._devices(used, taken), sum(rest))
                 after = list(values[rest])
                 if any(rest):
                     ways = (
-                        (values[rest][t], self.model.link_seconds(self.space.crossing, team, self._team(rest, t)))
+                        (values[rest][t], self.model.link_seconds(self.space.crossing, group, self._group(rest, t)))
                         for t in after
                     )
                     behind, chosen = rule.across(ways) if after else (None, None)
@@ -212,7 +214,7 @@ class Search:
                     continue
                 last = self._window(rest, rule.bound) if any(rest) else slice(count - 1, count)
                 value = np.full(count, rule.nothing)
-                value[first], reached = rule.through(team, (first, last), behind[last])
+                value[first], reached = rule.through(group, (first, last), behind[last])
                 if np.all(value == rule.nothing):
                     continue
                 values[used][taken] = value
@@ -244,7 +246,7 @@ class Search:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """The end of the stage that begins at each cut, and the team of ``after`` that comes behind a cut."""
+    """The end of the stage that begins at each cut, and the group of ``after`` that comes behind a cut."""
 
     ended: np.ndarray
     chosen: np.ndarray | None
@@ -264,7 +266,7 @@ class _Rule(ABC):
         """Join the values behind each cut with the links over it; the best, and which way it was."""
 
     @abstractmethod
-    def through(self, team: Team, block: Block, behind: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    def through(self, group: DeviceGroup, block: Block, behind: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Put a stage in front; the best value for each cut it may begin at, and where it ends."""
 
     def choose(self, ends: list[tuple[float, Counts, Counts]]) -> tuple[float, Counts, Counts]:
@@ -278,13 +280,13 @@ class _Slowest(_Rule):
     def across(self, ways: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray | None]:
         return functools.reduce(np.minimum, (np.maximum(value, link) for value, link in ways)), None
 
-    def through(self, team: Team, block: Block, behind: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        cost = self.cost(team, block)
+    def through(self, group: DeviceGroup, block: Block, behind: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        cost = self.cost(group, block)
         best = np.maximum(cost, behind[None, :], out=cost).min(1, initial=np.inf)
         return np.where(best <= self.bound, best, np.inf), None
 
-    def cost(self, team: Team, block: Block) -> np.ndarray:
-        return self.search.stage(team, block)
+    def cost(self, group: DeviceGroup, block: Block) -> np.ndarray:
+        return self.search.stage(group, block)
 
 
 class _Memory(_Slowest):
@@ -293,9 +295,9 @@ class _Memory(_Slowest):
     def across(self, ways: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray | None]:
         return functools.reduce(np.minimum, (np.where(link < np.inf, value, np.inf) for value, link in ways)), None
 
-    def cost(self, team: Team, block: Block) -> np.ndarray:
-        possible = self.search.stage(team, block, math.inf) < np.inf
-        return np.where(possible, self.search.memory(team, block), np.inf)
+    def cost(self, group: DeviceGroup, block: Block) -> np.ndarray:
+        possible = self.search.stage(group, block, math.inf) < np.inf
+        return np.where(possible, self.search.memory(group, block), np.inf)
 
 
 class _Lightest(_Rule):
@@ -306,8 +308,8 @@ class _Lightest(_Rule):
         chosen = joined.argmin(0)
         return np.take_along_axis(joined, chosen[None], 0)[0] + self.search.space.crossing, chosen
 
-    def through(self, team: Team, block: Block, behind: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        within = np.where(self.search.stage(team, block) <= self.bound, behind[None, :], np.inf)
+    def through(self, group: DeviceGroup, block: Block, behind: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        within = np.where(self.search.stage(group, block) <= self.bound, behind[None, :], np.inf)
         if not within.size:
             return np.full(len(within), np.inf), np.zeros(len(within), np.int64)
         # Of equals the last cut: the earlier stage is then the fuller one.
@@ -323,8 +325,8 @@ class _Ways(_Rule):
     def across(self, ways: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray | None]:
         return functools.reduce(np.add, (np.where(link <= self.bound, value, 0.0) for value, link in ways)), None
 
-    def through(self, team: Team, block: Block, behind: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        return (self.search.stage(team, block) <= self.bound) @ behind, None
+    def through(self, group: DeviceGroup, block: Block, behind: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        return (self.search.stage(group, block) <= self.bound) @ behind, None
 
     def choose(self, ends: list[tuple[float, Counts, Counts]]) -> tuple[float, Counts, Counts]:
         return sum(end[0] for end in ends), *ends[0][1:]

@@ -78,7 +78,7 @@ def step_bound(search: Search, model: Synchronous, least: float) -> float:
     """
     if model.frozen:
         return model.m * least
-    sizes = search.limits.team_sizes
+    sizes = search.limits.group_sizes
     once = float(search.space.seconds[-1]) / (max(model.network.speed) * max(sizes))
     return model.m * least + min(sizes) * max(0.0, once - least)
 
@@ -95,10 +95,10 @@ def shift_cuts(search: Search, seconds: float, stages: Stages) -> tuple[float, S
     while improved:
         improved = False
         for k in range(len(stages) - 1):
-            first, cut, team = stages[k]
-            _, last, team_behind = stages[k + 1]
+            first, cut, group = stages[k]
+            _, last, group_behind = stages[k + 1]
             for other in _neighbors(space, first, cut, last):
-                moved = (*stages[:k], (first, other, team), (other, last, team_behind), *stages[k + 2 :])
+                moved = (*stages[:k], (first, other, group), (other, last, group_behind), *stages[k + 2 :])
                 shorter = search.model.objective(space, moved)
                 if shorter < seconds / ROUNDING and search.fits(moved):
                     stages, seconds, improved = moved, shorter, True
@@ -139,27 +139,27 @@ class _BranchAndBound:
         if self.nodes > MOST_NODES:
             raise _GaveUp
         search, space, most, m = self.search, self.search.space, self.search.limits.num_devices, self.model.m
-        size = min(search.limits.team_sizes)  # of a round, at least
+        size = min(search.limits.group_sizes)  # of a round, at least
         if cut == 0:
             if most in (None, sum(used)):
                 self._compare(behind)
             return
-        for team, taken in search.next_teams(used):
-            if most is not None and sum(used) + team.size > most:
+        for group, taken in search.next_groups(used):
+            if most is not None and sum(used) + group.size > most:
                 continue
-            exchange = self.model.exchange_seconds(space, ((0, cut, team.devices), *behind)) if behind else 0.0
+            exchange = self.model.exchange_seconds(space, ((0, cut, group.devices), *behind)) if behind else 0.0
             if exchange == math.inf:
                 continue
-            rate = team.size * self.model.slowest(team)
+            rate = group.size * self.model.slowest(group)
             f, b = ((sums[cut] - sums) / rate for sums in (space.forward, space.backward))
             forward, backward, both = map(np.maximum, slowest, (f, b, f + b))
             if self.model.frozen:
                 least = m * both + m * exchange
             else:
                 least = size * (total + f + b) + (m - size) * (forward + backward) + m * exchange
-            possible = np.isfinite(search.stage(team, (slice(None), np.array([cut])))[:, 0])
+            possible = np.isfinite(search.stage(group, (slice(None), np.array([cut])))[:, 0])
             for first in np.flatnonzero(possible & (least <= self.best[0] * ROUNDING))[::-1]:
-                stages = ((int(first), cut, team.devices), *behind)
+                stages = ((int(first), cut, group.devices), *behind)
                 longest = float(forward[first]), float(backward[first]), float(both[first])
                 together = tuple(u + t for u, t in zip(used, taken, strict=True))
                 self._extend(int(first), together, stages, total + float(f[first] + b[first]), longest)

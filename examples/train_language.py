@@ -4,7 +4,7 @@
     python -m examples.train_language --stages 2 --steps 1000 --width 128 --layers 6
 
 A decoder-only transformer whose output layer is its token embedding: that parameter is used in the first stage and in
-the last, lives in the first, and is lent to the last once a step. Without enough accelerators the stages are
+the last, lives in the first, and is sent to the last once a step. Without enough accelerators the stages are
 simulated CPU devices. At the end: bits per character on files that were not trained on, against those of counting how
 often each character occurs, and each pair of characters, in the training files.
 """

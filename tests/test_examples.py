@@ -145,7 +145,7 @@ def test_train_language_is_better_than_counts(capsys):
     bits, single, pairs = example["main"](example["Options"](stages=2, steps=250, layers=2))
     assert pairs < single and bits < single - 0.5
     plan = capsys.readouterr().out
-    assert "Embed_0.attend" in plan and "shared" in plan  # the embedding is lent to the last stage
+    assert "Embed_0.attend" in plan and "shared" in plan  # the embedding is shared with the last stage
 
 
 def test_bits_of_counts_by_hand():

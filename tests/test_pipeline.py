@@ -273,7 +273,7 @@ def test_a_penalty_on_all_parameters_does_not_tie_them_to_one_stage(key):
     "schedule",
     ["one_f_one_b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero_bubble", "interleaved"))],
 )
-def test_a_tied_embedding_is_lent_to_the_last_stage(key, schedule):
+def test_a_tied_embedding_is_shared_with_the_last_stage(key, schedule):
     """Its two gradients are summed; update and evaluation see one parameter."""
     model = zoo.Transformer(vocab=11, num_layers=1, width=8, num_heads=2, max_length=4, dropout_rate=0.0, tied=True)
     tokens = jax.random.randint(key, (8, 4), 0, 11)

@@ -92,5 +92,5 @@ def followed_cuts(planned: ExecutablePlan, objective: MicrobatchProgram, name: s
     """Return the cuts of another program over the same variables, each of which stays in its stage."""
     names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
     borrowed = {t for stage in planned.program.stages for t in stage.borrowed}
-    lent = [k for k, t in enumerate(planned.program.objective.parameters) if t in borrowed]
-    return follow(objective, planned.stage_placement, planned.program.schedule.total_stages, names, name, lent)
+    shared = [k for k, t in enumerate(planned.program.objective.parameters) if t in borrowed]
+    return follow(objective, planned.stage_placement, planned.program.schedule.total_stages, names, name, shared)

@@ -97,14 +97,14 @@ class Program:
         return layout.with_dtypes(functools.partial(sum_dtype, gradient_dtype=self.gradient_dtype))
 
     @cached_property
-    def lent(self) -> tuple[int, ...]:
+    def shared_trained(self) -> tuple[int, ...]:
         """The trained ones among the shared parameters."""
         return tuple(t for t in self.shared if t not in self.objective.frozen)
 
     @cached_property
     def gradient_avals(self) -> list[jax.ShapeDtypeStruct]:
         """The gradient buffers of one micro-batch: those of the layout, then one for each that is shared."""
-        shared = [(math.prod(a.shape), a.dtype) for a in self.avals(self.lent)]
+        shared = [(math.prod(a.shape), a.dtype) for a in self.avals(self.shared_trained)]
         return [jax.ShapeDtypeStruct((n,), dtype) for n, dtype in (*self.gradients.buffers, *shared)]
 
     @cached_property

@@ -119,7 +119,7 @@ def follow(
     Parameters at the positions ``shared`` may be used in later stages, too. Raises ``PartitionError`` if the program
     uses another variable after one that is placed in a later stage.
     """
-    lent = {objective.parameters[k] for k in shared}
+    shared_parameters = {objective.parameters[k] for k in shared}
     home = dict(zip(objective.parameters, placement.parameters, strict=True))
     home.update(zip(objective.state, placement.state, strict=True))
     label = dict(zip((*objective.parameters, *objective.state), names, strict=True))
@@ -127,7 +127,7 @@ def follow(
     now = 0
     for k, op in enumerate(objective.graph.operators):
         for t in op.inputs:
-            if home.get(t, now) < now and t not in lent:
+            if home.get(t, now) < now and t not in shared_parameters:
                 raise PartitionError(
                     f"{what} uses {label[t]}, which is placed in stage {home[t]}, after variables of stage {now}. "
                     "It must call the layers in the order in which the loss calls them."

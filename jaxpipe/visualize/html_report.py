@@ -166,8 +166,8 @@ def _methods(contents: Contents) -> Table:
         text = f"{again} operators run again; with codecs that adds {seconds_text(added)} to a micro-batch{share}"
     table.add_row("recomputation", text)
     pieces = [(piece.stage, piece.bytes * stage.away) for stage in plan.stages for piece in stage.pieces]
-    lent = [size for target, size in pieces if target != HOST]
-    text = f"peers keep {bytes_text(sum(lent))} of stashes at most" if lent else "no stash goes to a peer"
+    offloaded = [size for target, size in pieces if target != HOST]
+    text = f"peers keep {bytes_text(sum(offloaded))} of stashes at most" if offloaded else "no stash goes to a peer"
     table.add_row("swaps to peers", text)
     if plan.host is not None:
         moved = sum(size for target, size in pieces if target == HOST)

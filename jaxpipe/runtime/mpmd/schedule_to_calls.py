@@ -461,13 +461,13 @@ class _Writer:
     def _give_optimizer(self, update: UpdateContext, s: int) -> None:
         """Take note of optimizer state, residuals and numbers of steps at the devices of a stage."""
         builder, by_stage = self.builder, update.by_stage
-        place, lent = self.place(s), not self.layout.counts(s)
+        place, keep = self.place(s), not self.layout.counts(s)
         for k, (t, owner) in enumerate(zip(by_stage.state, by_stage.state_stage, strict=True)):
             if owner in (s, None):
                 name = Name(Role.OPTIMIZER if owner == s else Role.SHARED, k)
-                builder.given(place, name, shape_of(by_stage.graph.tensors[t]), keep=lent and owner is None)
+                builder.given(place, name, shape_of(by_stage.graph.tensors[t]), keep=keep and owner is None)
         for name in (STEP, SKIPPED):
-            builder.given(place, name, SCALARS[name], keep=lent)
+            builder.given(place, name, SCALARS[name], keep=keep)
         if update.exchange is not None:
             for t, aval in zip(self.context.held(s), update.residual_avals(s), strict=True):
                 builder.given(place, Name(Role.RESIDUAL, t), self.context.together(s, aval))

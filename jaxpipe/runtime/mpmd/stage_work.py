@@ -254,12 +254,12 @@ def _packs(context: Context, s: int) -> dict[int, Pack]:
     built = context.stages[s].vjp
     if built is None:
         return {}
-    lent = {t for stage in context.stages for t in stage.borrowed}
+    shared = {t for stage in context.stages for t in stage.borrowed}
     groups: dict[tuple[DType, bool], list[int]] = {}
     for t in context.trained(s):
         aval = context.sum_aval(s, t)
         is_vector = len(context.aval(t).shape) < 2 and context.specs.of_tensor(t) == P()
-        if is_vector and t not in lent and 0 < aval.size * aval.dtype.itemsize <= _PACKED_BYTES:
+        if is_vector and t not in shared and 0 < aval.size * aval.dtype.itemsize <= _PACKED_BYTES:
             groups.setdefault((aval.dtype, t in built.input_part), []).append(t)
     packs: dict[int, Pack] = {}
     for (dtype, _), tensors in groups.items():

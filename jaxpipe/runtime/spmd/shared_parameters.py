@@ -25,24 +25,24 @@ def borrow(program: Program, buffers: Sequence[Array]) -> list[Array]:
         return list(buffers)
     avals = program.avals(program.shared)
 
-    def lent(device: int) -> list[Array]:
+    def values(device: int) -> list[Array]:
         local = dict(zip(program.held(device)[0], program.parameters.read(device, buffers), strict=True))
         zeros = [jnp.zeros(a.shape, a.dtype) for a in avals]
         return [to_words(local.get(t, zero)) for t, zero in zip(program.shared, zeros, strict=True)]
 
-    words = lax.psum(_by_device(program, lent), STAGE)
+    words = lax.psum(_by_device(program, values), STAGE)
     return [*buffers, *(from_words(w, a) for w, a in zip(words, avals, strict=True))]
 
 
 def give_back(program: Program, sums: Sequence[Array]) -> list[Array]:
     """This device's gradient buffers, with what others have computed for its parameters."""
-    if not program.lent:
+    if not program.shared_trained:
         return list(sums)
     count = len(program.gradients.buffers)
     buffers, borrowed = list(sums[:count]), lax.psum(list(sums[count:]), STAGE)
 
     def added(device: int) -> list[Array]:
-        gradient_of = dict(zip(program.lent, borrowed, strict=True))
+        gradient_of = dict(zip(program.shared_trained, borrowed, strict=True))
         local = zip(program.trained(device), program.sums.read(device, buffers), strict=True)
         return program.sums.write(
             device, [g + gradient_of[t].reshape(g.shape) if t in gradient_of else g for t, g in local]

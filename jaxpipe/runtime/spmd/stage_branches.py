@@ -109,8 +109,8 @@ def touched(program: Program, kind: Kind) -> tuple[int, ...]:
         places = zip(program.trained(device), program.gradients.places[device], strict=True)
         given = stage.differentiated(kind)
         buffer_of = {t: buffer for t, (buffer, _) in places}
-        lent = {t: len(program.gradients.buffers) + k for k, t in enumerate(program.lent)}
-        buffers.update(buffer_of.get(t, lent.get(t, -1)) for t in given)
+        further = {t: len(program.gradients.buffers) + k for k, t in enumerate(program.shared_trained)}
+        buffers.update(buffer_of.get(t, further.get(t, -1)) for t in given)
     return tuple(sorted(buffers - {-1}))
 
 
@@ -241,7 +241,7 @@ def _steps(program: Program, s: int, kind: Kind, gradients: dict[int, Array]) ->
         for t, a in zip(trained, program.avals(trained), strict=True)
     ]
     written = program.gradients.write(device, values)
-    for t, aval in zip(program.lent, program.gradient_avals[len(written) :], strict=True):
+    for t, aval in zip(program.shared_trained, program.gradient_avals[len(written) :], strict=True):
         here = t in given and t not in trained and t in gradients
         written.append(gradients[t].reshape(aval.shape) if here else jnp.zeros(aval.shape, aval.dtype))
     return [written[k] for k in touched(program, kind)]

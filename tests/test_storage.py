@@ -31,19 +31,19 @@ def is_cheap(op):
 def cheapest(backward_graph):
     """The fewest stored bytes, by trying every set of tensors. Work limits do not matter at these sizes."""
     graph = backward_graph.graph
-    at_hand = graph.derived_from_parameters()
+    available = graph.derived_from_parameters()
     producers = {t: op for op in graph.operators for t in op.outputs}
     related = set()
-    pending = [t for t in backward_graph.needs if t not in at_hand]
+    pending = [t for t in backward_graph.needs if t not in available]
     while pending:
         t = pending.pop()
         if t not in related:
             related.add(t)
             if t in producers and is_cheap(producers[t]):
-                pending.extend(u for u in producers[t].inputs if u not in at_hand)
+                pending.extend(u for u in producers[t].inputs if u not in available)
 
     def follows(t, chosen):
-        if t in chosen or t in at_hand:
+        if t in chosen or t in available:
             return True
         op = producers.get(t)
         return op is not None and is_cheap(op) and all(follows(u, chosen) for u in op.inputs)

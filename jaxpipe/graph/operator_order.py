@@ -16,12 +16,12 @@ def parameter_work_in_place(graph: Graph, everywhere: Iterable[int] = ()) -> Gra
     A scalar made of parameters (the squared norm of a weight decay term in the loss) is computed right after its
     parameter's first use, so that only a scalar travels to the end; a cast or a transpose stays with its reader.
     """
-    at_hand = replace(graph, parameters=graph.parameters | set(everywhere)).derived_from_parameters()
+    available = replace(graph, parameters=graph.parameters | set(everywhere)).derived_from_parameters()
     consumers: dict[int, list[int]] = {}
     for k, op in enumerate(graph.operators):
         for t in op.inputs:
             consumers.setdefault(t, []).append(k)
-    free = [not op.has_effects and all(t in at_hand for t in op.outputs) for op in graph.operators]
+    free = [not op.has_effects and all(t in available for t in op.outputs) for op in graph.operators]
     end = len(graph.operators)
 
     def readers(op: Operator) -> list[int]:
@@ -78,7 +78,7 @@ def uses_apart(graph: Graph, parameters: Iterable[int]) -> dict[int, tuple[tuple
 
     Between two groups there is a product (an operator that is worth a stage of its own) with another parameter.
     """
-    wanted, at_hand = set(parameters), graph.derived_from_parameters() | graph.parameters
+    wanted, available = set(parameters), graph.derived_from_parameters() | graph.parameters
     uses: dict[int, list[tuple[int, int]]] = {}
     products: list[int] = []
     for k, op in enumerate(graph.operators):
@@ -89,7 +89,7 @@ def uses_apart(graph: Graph, parameters: Iterable[int]) -> dict[int, tuple[tuple
                 groups.append((k, k))
             else:
                 groups[-1] = (low, k)
-        if weight(op) is None and not at_hand.isdisjoint(op.inputs):
+        if weight(op) is None and not available.isdisjoint(op.inputs):
             products.append(k)
     return {t: tuple(groups) for t, groups in uses.items()}
 

@@ -163,7 +163,7 @@ def sums_of_branches(graph: Graph, given: Container[int]) -> frozenset[int]:
     return frozenset(op.outputs[0] for op in sums if sum(t not in given for t in op.inputs) > 1)
 
 
-def not_at_hand(program: Iterable[Operator], known: Iterable[int]) -> set[int]:
+def missing_inputs(program: Iterable[Operator], known: Iterable[int]) -> set[int]:
     """Return what a program reads that neither it makes nor is known: inputs that nobody stored."""
     operators = list(program)
     written = {t for op in operators for t in op.outputs}
@@ -174,12 +174,12 @@ def check_plan(backward_graph: BackwardGraph, plan: ResidualPlan) -> None:
     """Raise ``ValueError`` unless the plan gives the backward pass every tensor it needs, and none besides."""
     graph = backward_graph.graph
     producers = {t: op for op in graph.operators for t in op.outputs}
-    at_hand = graph.derived_from_parameters()
+    available = graph.derived_from_parameters()
     touched: set[int] = set()
     pending = list(backward_graph.needs)
     while pending:
         t = pending.pop()
-        if t in touched or t in at_hand:
+        if t in touched or t in available:
             continue
         touched.add(t)
         fmt = plan.formats.get(t)
@@ -197,8 +197,8 @@ def check_plan(backward_graph: BackwardGraph, plan: ResidualPlan) -> None:
             pending.extend(producer.inputs)
     derivations = Derivations(graph)
     for t in plan.sparse:
-        program, leaves = derivations.fallback(t, plan, at_hand)
-        lost = not_at_hand(program, {*leaves, *at_hand})
+        program, leaves = derivations.fallback(t, plan, available)
+        lost = missing_inputs(program, {*leaves, *available})
         if lost or any(op.has_effects for op in program):
             raise ValueError(
                 f"storage plan: tensor %{t} is stored with room for {plan.formats[t].capacity} values, but should "
@@ -257,17 +257,17 @@ def _smallest_plan(
     stored; the next ones suppose what the last one stored, as long as that saves bytes and its work stays bounded.
     """
     graph = backward_graph.graph
-    at_hand = graph.derived_from_parameters()
+    available = graph.derived_from_parameters()
     best = None
     fewest = math.inf
     while True:
         roots = frozenset() if best is None else frozenset(best.stored)
-        plan = _cut_plan(backward_graph, formats, _cheap_derivations(graph, at_hand, codecs, roots), held)
+        plan = _cut_plan(backward_graph, formats, _cheap_derivations(graph, available, codecs, roots), held)
         price = sum(stored_bytes(graph.tensors[t], plan.formats[t]) for t in plan.stored if t not in held)
         if price >= fewest:
             break
         recomputed = {t for t in plan.formats if not plan.is_stored(t)}
-        if not recomputed <= set(_cheap_derivations(graph, at_hand, codecs, frozenset(plan.stored))):
+        if not recomputed <= set(_cheap_derivations(graph, available, codecs, frozenset(plan.stored))):
             break
         best, fewest = plan, price
     assert best is not None  # the first cut is within bounds
@@ -282,24 +282,24 @@ def _cut_plan(
 ) -> ResidualPlan:
     """The cheapest plan in which the tensors that are not stored are derived as given."""
     graph = backward_graph.graph
-    at_hand = graph.derived_from_parameters()
-    needs = [t for t in backward_graph.needs if t not in at_hand]
+    available = graph.derived_from_parameters()
+    needs = [t for t in backward_graph.needs if t not in available]
     price = {}
-    extra = frozenset() if _compat.runs_breadth_first() else _behind_products(graph, at_hand)
+    extra = frozenset() if _compat.runs_breadth_first() else _behind_products(graph, available)
     pending = list(needs)
     while pending:
         t = pending.pop()
         if t not in price:
             size = stored_bytes(graph.tensors[t], formats[t])
             price[t] = 0 if t in held else size + (size >> _ANOTHER_ARRAY if t in extra else 0)
-            pending.extend(_sources(derivation.get(t), at_hand))
-    cut = minimum_cut(price, {t: _sources(derivation.get(t), at_hand) for t in price if t in derivation}, needs)
+            pending.extend(_sources(derivation.get(t), available))
+    cut = minimum_cut(price, {t: _sources(derivation.get(t), available) for t in price if t in derivation}, needs)
     stored = {_input_seen(t, graph, derivation, price) for t in cut}
 
     return derived_from(backward_graph, {t: formats[t] for t in stored}, derivation)
 
 
-def _behind_products(graph: Graph, at_hand: frozenset[int]) -> frozenset[int]:
+def _behind_products(graph: Graph, available: frozenset[int]) -> frozenset[int]:
     """Return the tensors that follow, element by element, from the result of one product and from small tensors.
 
     That result is written to memory in any case, they are not.
@@ -310,7 +310,7 @@ def _behind_products(graph: Graph, at_hand: frozenset[int]) -> frozenset[int]:
         if op.name not in ELEMENTWISE:
             continue
         least = max(graph.tensors[t].bytes for t in op.outputs) >> 3
-        large = {t for t in op.inputs if t not in at_hand and graph.tensors[t].bytes > least}
+        large = {t for t in op.inputs if t not in available and graph.tensors[t].bytes > least}
         if len(large) == 1 and all(t in elementwise or (t in producers and is_product(producers[t])) for t in large):
             elementwise.update(op.outputs)
     return frozenset(elementwise)
@@ -320,9 +320,9 @@ def derived_from(
     backward_graph: BackwardGraph, stored: Mapping[int, SavedFormat], derivation: Mapping[int, Operator]
 ) -> ResidualPlan:
     """Return the formats given, and the rest by the operators given, as far as the backward pass needs them."""
-    at_hand = backward_graph.graph.derived_from_parameters()
+    available = backward_graph.graph.derived_from_parameters()
     chosen: dict[int, SavedFormat] = {}
-    pending = [t for t in backward_graph.needs if t not in at_hand]
+    pending = [t for t in backward_graph.needs if t not in available]
     while pending:
         t = pending.pop()
         if t in chosen:
@@ -331,7 +331,7 @@ def derived_from(
             chosen[t] = stored[t]
         else:
             chosen[t] = SavedFormat(Format.ALIAS if derivation[t].name in VIEWS else Format.RECOMPUTE)
-            pending.extend(_sources(derivation[t], at_hand))
+            pending.extend(_sources(derivation[t], available))
     return ResidualPlan(dict(sorted(chosen.items())))
 
 
@@ -357,14 +357,14 @@ def with_fallbacks(graph: Graph, plan: ResidualPlan, held: frozenset[int]) -> tu
     Tensors are judged in the order of the program. One whose way back is too long is stored as it is, and so ends
     the way of those behind it.
     """
-    at_hand = graph.derived_from_parameters()
+    available = graph.derived_from_parameters()
     derivations = Derivations(graph)
     everything = ResidualPlan({**{t: SavedFormat(Format.KEEP) for t in held}, **plan.formats})
     used: set[int] = set()
     hopeless: set[int] = set()
     for t in [t for op in graph.operators for t in op.outputs if t in plan.sparse]:
-        program, leaves = derivations.fallback(t, everything, at_hand)
-        lost = not_at_hand(program, {*leaves, *at_hand})
+        program, leaves = derivations.fallback(t, everything, available)
+        lost = missing_inputs(program, {*leaves, *available})
         expensive = sum(rerun_work(op) is None or is_product(op) for op in program)
         if lost or any(op.has_effects for op in program) or expensive > FALLBACK_LIMIT:
             hopeless.add(t)
@@ -374,13 +374,13 @@ def with_fallbacks(graph: Graph, plan: ResidualPlan, held: frozenset[int]) -> tu
     return ResidualPlan({**plan.formats, **{t: SavedFormat(Format.KEEP) for t in sorted(used)}}), hopeless
 
 
-def _sources(op: Operator | None, at_hand: frozenset[int]) -> list[int]:
+def _sources(op: Operator | None, available: frozenset[int]) -> list[int]:
     """The tensors that must be there for ``op`` to run in the backward pass."""
-    return [] if op is None else [t for t in op.inputs if t not in at_hand]
+    return [] if op is None else [t for t in op.inputs if t not in available]
 
 
 def _cheap_derivations(
-    graph: Graph, at_hand: frozenset[int], codecs: Mapping[int, frozenset[str]], roots: frozenset[int]
+    graph: Graph, available: frozenset[int], codecs: Mapping[int, frozenset[str]], roots: frozenset[int]
 ) -> dict[int, Operator]:
     """The operator that gives each tensor back cheaply, for the tensors that have one.
 
@@ -397,7 +397,7 @@ def _cheap_derivations(
         cost, codec = _rerun_cost(graph, op, on_cpu), "alias" if op.name in VIEWS else "recompute"
         if cost is None or op.has_effects or codec not in codecs[op.outputs[0]]:
             continue
-        sources = _sources(op, at_hand)
+        sources = _sources(op, available)
         after_product = not behind_product.isdisjoint(sources)
         if is_product(op) and (op not in products or (on_cpu and after_product)):
             continue
@@ -407,7 +407,7 @@ def _cheap_derivations(
         for t in sources:
             work |= needed_work.get(t, {})
         for t in op.outputs:
-            if t not in at_hand and sum(work.values()) <= RECOMPUTE_WORK_LIMIT * max(1, graph.tensors[t].size):
+            if t not in available and sum(work.values()) <= RECOMPUTE_WORK_LIMIT * max(1, graph.tensors[t].size):
                 derivation[t] = op
                 if t not in roots:
                     needed_work[t] = {} if is_product(op) else work

@@ -59,10 +59,10 @@ def _name(op: Operator) -> str:
 
 def _readers(vjp: VJPProgram, number: int) -> list[str]:
     derivations = Derivations(vjp.graph)
-    at_hand = vjp.graph.derived_from_parameters()
+    available = vjp.graph.derived_from_parameters()
     readers = {}
     for step in vjp.backward_graph.steps:
-        _, leaves = derivations.of(step.needs, vjp.plan, at_hand)
+        _, leaves = derivations.of(step.needs, vjp.plan, available)
         if number in leaves:
             readers["/".join(filter(None, (step.path, step.label)))] = None
     return list(readers)
@@ -74,8 +74,8 @@ def _instead(vjp: VJPProgram, number: int, producer: Operator) -> str:
         return f"storing {stored_bytes(tensor, SavedFormat(Format.KEEP)):,} bytes as it is"
     if is_product(producer):
         return f"computing {contraction(producer.equation):,} products for each element again"
-    at_hand = vjp.graph.derived_from_parameters()
-    sources = {t for t in producer.inputs if t not in at_hand}
+    available = vjp.graph.derived_from_parameters()
+    sources = {t for t in producer.inputs if t not in available}
     if rerun_work(producer) is None or not sources:
         return f"running {producer.label} again"
     size = sum(stored_bytes(vjp.graph.tensors[t], SavedFormat(Format.KEEP)) for t in sources)

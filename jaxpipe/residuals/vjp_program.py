@@ -124,10 +124,10 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
     env.update(zip(graph.inputs, inputs, strict=True))
     stash: dict[int, tuple[Array, ...]] = {}
     packed: list[Array] = []
-    at_hand = graph.derived_from_parameters()
-    convolved = _read_by_convolutions(graph) - at_hand
+    available = graph.derived_from_parameters()
+    convolved = _read_by_convolutions(graph) - available
     for op in live(graph.operators, [*graph.outputs, *stored]):
-        late = {t: _compat.wait(env[t], packed) for t in op.inputs if t not in at_hand} if is_heavy(op) else {}
+        late = {t: _compat.wait(env[t], packed) for t in op.inputs if t not in available} if is_heavy(op) else {}
         if late:
             packed = []
         if any(graph.tensors[t].bits == 1 for t in op.outputs):
@@ -263,8 +263,10 @@ def _split(backward_graph: BackwardGraph) -> tuple[frozenset[int], tuple[Backwar
     Cotangents of weights of convolutions and matrix products are delayed, and with them whatever leads from there
     to a parameter. All other cotangents (biases, scales) are cheap and small, and come with the input part.
     """
-    at_hand = backward_graph.source.derived_from_parameters()
-    deferred = {t for step in backward_graph.steps if step.name in _HEAVY for t in step.cotangents_out if t in at_hand}
+    available = backward_graph.source.derived_from_parameters()
+    deferred = {
+        t for step in backward_graph.steps if step.name in _HEAVY for t in step.cotangents_out if t in available
+    }
     for step in reversed(backward_graph.steps):
         if not deferred.isdisjoint(step.cotangents_in):
             deferred.update(step.cotangents_out)

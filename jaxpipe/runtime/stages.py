@@ -146,7 +146,7 @@ def cut_stages(objective: MicrobatchProgram, cuts: Sequence[int], placement: Pla
     body = replace(graph, outputs=())
     home = {t: s for s in range(len(cuts) - 1) for op in graph.operators[cuts[s] : cuts[s + 1]] for t in op.outputs}
     variables = {*objective.parameters, *objective.state}
-    at_hand = {*objective.batch, objective.key}
+    available = {*objective.batch, objective.key}
     last = len(cuts) - 2
     # A result may be a variable as it is: it is made where that lives.
     home.update(zip((*objective.parameters, *objective.state), (*placement.parameters, *placement.state), strict=True))
@@ -162,7 +162,7 @@ def cut_stages(objective: MicrobatchProgram, cuts: Sequence[int], placement: Pla
             tuple(objective.state[k] for k in state),
         )
         arriving = stages[-1].leaving if stages else ()
-        assert {t for t in part.inputs if t not in variables and t not in at_hand} == set(arriving)
+        assert {t for t in part.inputs if t not in variables and t not in available} == set(arriving)
         borrowed = tuple(t for t in objective.parameters if t in part.inputs and t not in variables_of_stage[0])
         needed = {*part.inputs, *outputs}
         used = tuple(t for t in (*objective.batch, objective.key) if t in needed)

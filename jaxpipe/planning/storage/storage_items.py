@@ -23,7 +23,7 @@ from jaxpipe.residuals.choose_formats import (
     Derivations,
     ResidualPlan,
     derived_from,
-    not_at_hand,
+    missing_inputs,
     sums_of_branches,
     with_fallbacks,
 )
@@ -81,17 +81,17 @@ def stage_items(
       released: inputs whose cotangent is gone once it has been made, as it is added to a sum.
     """
     graph, held = backward_graph.graph, frozenset(held)
-    at_hand = graph.derived_from_parameters()
+    available = graph.derived_from_parameters()
     producers = {t: op for op in graph.operators for t in op.outputs}
     chosen = {t: plan.formats[t] for t in plan.stored if t not in held}
-    for t in _starting_points(backward_graph, at_hand | held):
+    for t in _starting_points(backward_graph, available | held):
         chosen.setdefault(t, _plain_format(graph, t))
     order = {t: k for k, t in enumerate([*graph.inputs, *(t for op in graph.operators for t in op.outputs)])}
     tensors = tuple(sorted(chosen, key=order.__getitem__))
     position = {t: k for k, t in enumerate(tensors)}
     everything = ResidualPlan({**chosen, **{t: SavedFormat(Format.KEEP) for t in held}})
     derivations = Derivations(graph)
-    events, base = _events(backward_graph, derivations, everything, at_hand, position, released)
+    events, base = _events(backward_graph, derivations, everything, available, position, released)
     items, formats = [], []
     for t in tensors:
         options = [chosen[t]]
@@ -100,9 +100,9 @@ def stage_items(
         again, sources = None, ()
         producer = producers.get(t)
         if producer is not None:
-            program, leaves = derivations.of(producer.inputs, everything, at_hand)
+            program, leaves = derivations.of(producer.inputs, everything, available)
             program = [*program, producer]
-            if not not_at_hand(program, {*leaves, *at_hand}) and not any(op.has_effects for op in program):
+            if not missing_inputs(program, {*leaves, *available}) and not any(op.has_effects for op in program):
                 again = sum(map(seconds, program))
                 sources = tuple(sorted(position[u] for u in leaves if u in position))
         tensor = graph.tensors[t]
@@ -251,27 +251,27 @@ def _events(
     backward_graph: BackwardGraph,
     derivations: Derivations,
     everything: ResidualPlan,
-    at_hand: frozenset[int],
+    available: frozenset[int],
     position: Mapping[int, int],
     released: Container[int],
 ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
     """Return the events that read each item, and the bytes in each of cotangents and of what a step needs besides."""
     events: list[_Event] = []
-    tensors, available = backward_graph.source.tensors, {*everything.formats, *at_hand}
+    tensors, readable = backward_graph.source.tensors, {*everything.formats, *available}
     cotangents: set[int] = set()
-    steps = _in_parts(backward_graph.steps[::-1], at_hand)
+    steps = _in_parts(backward_graph.steps[::-1], available)
     unread = Counter(t for step in steps for t in step.cotangents_in)
     last = ""
     for chain in _chains(steps):
         before, leaves, running = set(cotangents), set[int](), 0
         for step in chain:
-            leaves.update(derivations.of(step.needs, everything, at_hand)[1])
+            leaves.update(derivations.of(step.needs, everything, available)[1])
             cotangents.update(step.cotangents_in)
             given = sum(tensors[t].bytes for t in cotangents)
             cotangents.update(step.cotangents_out)
             if len(chain) == 1 or is_heavy(step):
                 after = sum(tensors[t].bytes for t in cotangents)
-                running = max(running, after, given + _while_running(backward_graph.graph, step, available))
+                running = max(running, after, given + _while_running(backward_graph.graph, step, readable))
                 before = set(cotangents)
             unread.subtract(step.cotangents_in)
             cotangents -= {t for t in step.cotangents_in if t not in backward_graph.wrt and not unread[t]}
@@ -302,14 +302,14 @@ def _events(
     return {t: tuple(events) for t, events in uses.items()}, tuple(total) or (0,)
 
 
-def _in_parts(steps: Sequence[BackwardOp], at_hand: frozenset[int]) -> list[BackwardOp]:
+def _in_parts(steps: Sequence[BackwardOp], available: frozenset[int]) -> list[BackwardOp]:
     """Return the steps as they run: on a GPU a convolution makes the gradient of its kernel first."""
     if _compat.runs_breadth_first():
         return list(steps)
     run: list[BackwardOp] = []
     for step in steps:
-        weights = [k for k, t in enumerate(step.cotangents_out) if t in at_hand]
-        others = [k for k, t in enumerate(step.cotangents_out) if t not in at_hand]
+        weights = [k for k, t in enumerate(step.cotangents_out) if t in available]
+        others = [k for k, t in enumerate(step.cotangents_out) if t not in available]
         if step.name == _CONVOLUTION and weights and others:
             run += [restricted(step, weights), restricted(step, others)]
         else:

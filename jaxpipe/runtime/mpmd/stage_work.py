@@ -381,7 +381,7 @@ def _stash_names(stage: Stage, t: int, count: int) -> list[Name]:
     return [Name(Role.STASH, t, part) for part in range(count)]
 
 
-def _at_hand(context: Context, stage: Stage, arrays: Arrays) -> dict[int, Array]:
+def _available(context: Context, stage: Stage, arrays: Arrays) -> dict[int, Array]:
     """Parameters, the micro-batch and its key, by tensor number."""
     objective = context.objective
     known = {t: arrays[Name(Role.PARAMETER, t)] for t in (*stage.parameters, *stage.borrowed)}
@@ -402,7 +402,7 @@ def _at_hand(context: Context, stage: Stage, arrays: Arrays) -> dict[int, Array]
 
 def _forward(context: Context, s: int, arrays: Arrays) -> None:
     stage = context.stages[s]
-    known = _at_hand(context, stage, arrays)
+    known = _available(context, stage, arrays)
     known |= {t: arrays[Name(Role.STATE, t)] for t in stage.state}
     known |= {t: arrays[Name(Role.ACTIVATION, t)] for t in stage.arriving}
     outputs, stash, overflows = stage_passes.forward(stage, known, context.trains)
@@ -424,7 +424,7 @@ def _forward(context: Context, s: int, arrays: Arrays) -> None:
 def _backward(context: Context, s: int, kind: Kind, arrays: Arrays) -> None:
     """Go backward through a stage, or the part of it that a kind is."""
     stage = context.stages[s]
-    known, sums = _at_hand(context, stage, arrays), _adding_to_sums(context, s, arrays)
+    known, sums = _available(context, stage, arrays), _adding_to_sums(context, s, arrays)
     stash = {t: tuple(arrays[name] for name in stash_names(stage, t)) for t in stage.stashed}
     if kind is Kind.BACKWARD_WEIGHT:
         received = {t: arrays[Name(Role.SAVED, t)] for t in stage.saved}

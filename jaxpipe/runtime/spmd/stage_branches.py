@@ -158,7 +158,7 @@ def _forward_branch(program: Program, s: int) -> Branch:
     def forward(
         parameters: Sequence[Array], state: Sequence[Array], key: Array, rows: Rows, message: Array
     ) -> ForwardResults:
-        known = _at_hand(program, s, parameters, key, rows)
+        known = _available(program, s, parameters, key, rows)
         variables = program.held(device)[1]
         known.update(zip(variables, program.state.read(device, state), strict=True))
         known.update(zip(stage.arriving, unpack_words(message, program.avals(stage.arriving)), strict=True))
@@ -186,7 +186,7 @@ def _backward_branch(program: Program, s: int) -> Branch:
     kind = program.schedule.backward_kind
 
     def backward(parameters: Sequence[Array], key: Array, rows: Rows, stash: Stash, message: Array) -> BackwardResults:
-        known = _at_hand(program, s, parameters, key, rows)
+        known = _available(program, s, parameters, key, rows)
         cotangents = dict(zip(following, unpack_words(message, program.tangents(following)), strict=True))
         kept = _stashed(program, stage, stash)
         gradients, saved = stage_passes.backward(program.objective, stage, kind, known, kept, cotangents)
@@ -201,7 +201,7 @@ def _weight_branch(program: Program, s: int) -> Branch:
     stage, kind = program.stages[s], Kind.BACKWARD_WEIGHT
 
     def weight(parameters: Sequence[Array], key: Array, rows: Rows, stash: Stash, saved: Kept) -> list[Array]:
-        known = _at_hand(program, s, parameters, key, rows)
+        known = _available(program, s, parameters, key, rows)
         received = dict(zip(stage.saved, saved.read(program.tangents(stage.saved)), strict=True))
         kept = _stashed(program, stage, stash)
         gradients, _ = stage_passes.backward(program.objective, stage, kind, known, kept, received)
@@ -210,7 +210,7 @@ def _weight_branch(program: Program, s: int) -> Branch:
     return weight
 
 
-def _at_hand(program: Program, s: int, parameters: Sequence[Array], key: Array, rows: Rows) -> dict[int, Array]:
+def _available(program: Program, s: int, parameters: Sequence[Array], key: Array, rows: Rows) -> dict[int, Array]:
     """Return the inputs that no stage sends: the micro-batch, its key, parameters that the device has or borrows."""
     device = program.device(s)
     known = dict(zip((*program.objective.batch, program.objective.key), (*rows.read(), key), strict=True))

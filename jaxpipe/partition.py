@@ -10,7 +10,7 @@ from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import Source
 from jaxpipe.gradients.block_sparse import BlockSparse
-from jaxpipe.graph.codec_policy import Codecs
+from jaxpipe.graph.allowed_codecs import Codecs
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import UserFunction, needs_variables

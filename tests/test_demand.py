@@ -7,7 +7,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe import memory_encoded
-from jaxpipe.graph.codec_policy import parse
+from jaxpipe.graph.allowed_codecs import parse
 from jaxpipe.graph.graph import trace
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from tests.support.compare import assert_same_bits

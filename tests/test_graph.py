@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxpipe import memory_encoded
-from jaxpipe.graph.codec_policy import parse
+from jaxpipe.graph.allowed_codecs import parse
 from jaxpipe.graph.graph import encoded_policy, trace
 
 

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxpipe
-from jaxpipe.graph.codec_policy import CODEC_SETS, fits, parse
+from jaxpipe.graph.allowed_codecs import CODEC_SETS, fits, parse
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxpipe import memory_encoded, residual_report, without_encoding
-from jaxpipe.graph.codec_policy import CODECS, parse
+from jaxpipe.graph.allowed_codecs import CODECS, parse
 from jaxpipe.graph.graph import Graph, is_differentiable, trace
 from jaxpipe.graph.op_cost import VIEWS
 from jaxpipe.residuals import vjp_program

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.graph.codec_policy import parse
+from jaxpipe.graph.allowed_codecs import parse
 from jaxpipe.graph.graph import trace
 from jaxpipe.graph.op_cost import is_product, rerun_work, weight
 from jaxpipe.residuals import choose_formats

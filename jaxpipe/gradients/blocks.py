@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpipe.array_types import Array, DType, PyTree, Shaped
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.codec_policy import fits
+from jaxpipe.graph.allowed_codecs import fits
 
 
 #: How many blocks are sent of a gradient: a number, or a fraction of all. Or patterns of paths with one for each.

@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equation, PyTree, Shaped
-from jaxpipe.graph.codec_policy import Policy, by_name
+from jaxpipe.graph.allowed_codecs import Policy, by_name
 
 
 #: A ``jit`` of this name is the body of a ``memory_encoded`` call; its suffix names the policy.

@@ -15,7 +15,7 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import Source
 from jaxpipe.errors import BatchError, FewExamplesWarning, PartitionError, warn
 from jaxpipe.gradients.block_sparse import BlockSparse
-from jaxpipe.graph.codec_policy import FAST, Policy, parse
+from jaxpipe.graph.allowed_codecs import FAST, Policy, parse
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES
 from jaxpipe.models.bound_model import UserFunction, check_model
 from jaxpipe.models.check_arguments import check_flag, check_function, check_optimizer, check_seconds

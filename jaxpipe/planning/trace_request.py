@@ -16,7 +16,7 @@ from jaxpipe.costs.profile_cache import program_text
 from jaxpipe.costs.profile_model import frozen_names, profile_objective, without_frozen_work
 from jaxpipe.costs.sharded_profile import divided, groups_of
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.codec_policy import warn_unused
+from jaxpipe.graph.allowed_codecs import warn_unused
 from jaxpipe.models import check_batch
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics
 from jaxpipe.models.bound_model import BoundModel, bind

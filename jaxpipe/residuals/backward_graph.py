@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, Array
 from jaxpipe.graph import rules
-from jaxpipe.graph.codec_policy import FAST, Policy
+from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
 from jaxpipe.graph.operator_vjp import Cut, writes_zeros
 

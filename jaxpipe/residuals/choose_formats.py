@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpipe import _compat
-from jaxpipe.graph.codec_policy import FAST, Policy
+from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import (
     ELEMENTWISE,
@@ -93,7 +93,7 @@ def smallest_format(graph: Graph, t: int, codecs: Iterable[str], capacity: int |
     Args:
       graph: the tensor's graph.
       t: its number.
-      codecs: names from ``jaxpipe.graph.codec_policy.CODECS``.
+      codecs: names from ``jaxpipe.graph.allowed_codecs.CODECS``.
       capacity: how many values a sparse format has room for; None if the tensor is dense.
     """
     tensor = graph.tensors[t]

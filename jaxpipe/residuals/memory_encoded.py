@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import DifferentiationError, ModelError
-from jaxpipe.graph.codec_policy import Codecs, Policy, parse, warn_unused
+from jaxpipe.graph.allowed_codecs import Codecs, Policy, parse, warn_unused
 from jaxpipe.graph.graph import ENCODED_MARK, Graph, read_graph
 from jaxpipe.models import purify_linen
 from jaxpipe.models.decorated_class import twin_class

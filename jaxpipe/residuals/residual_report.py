@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTree
 from jaxpipe.errors import DifferentiationError, ModelError
-from jaxpipe.graph.codec_policy import FAST
+from jaxpipe.graph.allowed_codecs import FAST
 from jaxpipe.graph.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
 from jaxpipe.models.purify_nnx import PureCall, purify
 from jaxpipe.residuals.memory_encoded import run_encoded, without_encoding

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array
-from jaxpipe.graph.codec_policy import FAST, Policy
+from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, live, ordered
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, restricted
 from jaxpipe.residuals.choose_formats import ResidualPlan, check_plan, default_plan

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.codec_policy import FAST, Policy
+from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable
 from jaxpipe.graph.operator_order import allowed_cuts, spans, uses_apart
 from jaxpipe.graph.row_slices import slice_rows

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpipe import multihost
-from jaxpipe.graph.codec_policy import FAST, Policy
+from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.planning.storage.choose_swaps import Link, Targets, choose_targets
 from jaxpipe.planning.storage.fastest_choice import Answer, choose, least_seconds, lowest_peak

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, live
 from jaxpipe.graph.op_cost import POINTWISE, REDUCTIONS
 from jaxpipe.graph.rules import pick
@@ -251,14 +252,14 @@ def _with_loop(graph: Graph, steps: Mapping[Operator, _Step], count: int) -> Gra
     operands, results = list(_operands(steps)), _results(graph, steps)
     axes = {t: step.axis for op, step in steps.items() for t in op.outputs if step.axis is not None}
 
-    def loop(*values: Any) -> list[Any]:
+    def loop(*values: Array) -> list[Array]:
         given = dict(zip(operands, values, strict=True))
         rows = {(t, axis): _cut(value, axis, count) for (t, axis), value in given.items() if axis is not None}
 
         @jax.checkpoint
-        def body(_: None, pieces: Sequence[Any]) -> tuple[None, list[Any]]:
+        def body(_: None, pieces: Sequence[Array]) -> tuple[None, list[Array]]:
             env = given | dict(zip(rows, pieces, strict=True))
-            inner: dict[int, Any] = {}
+            inner: dict[int, Array] = {}
             for op, step in steps.items():
                 keys = zip(op.inputs, step.sliced, strict=True)
                 read = [inner[t] if t in inner else env[t, axis] for t, axis in keys]
@@ -291,7 +292,7 @@ def _named(tensors: Sequence[int], names: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(names.get(t, t) for t in tensors)
 
 
-def _run(op: Operator, step: _Step, values: Sequence[Any], count: int) -> Sequence[Any]:
+def _run(op: Operator, step: _Step, values: Sequence[Array], count: int) -> Sequence[Array]:
     if pick.applies(op):
         return [pick.run(op, *values)]
     if step.params is None:
@@ -303,14 +304,14 @@ def _run(op: Operator, step: _Step, values: Sequence[Any], count: int) -> Sequen
     return result if equation.primitive.multiple_results else [result]
 
 
-def _cut(value: Any, axis: int, count: int) -> Any:
+def _cut(value: Array, axis: int, count: int) -> Array:
     """Return an array's slices along an axis, stacked."""
     shape = value.shape
     pieces = value.reshape(*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :])
     return jnp.moveaxis(pieces, axis, 0)
 
 
-def _joined(stacked: Any, axis: int) -> Any:
+def _joined(stacked: Array, axis: int) -> Array:
     """Return the array whose slices along an axis are stacked."""
     pieces = jnp.moveaxis(stacked, 0, axis)
     shape = pieces.shape

@@ -15,13 +15,15 @@ from typing import Any
 from jax import core, lax
 
 from jaxpipe import _compat
+from jaxpipe.array_types import Array, Equation, PyTree
+from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator
 from jaxpipe.graph.op_cost import POINTWISE
 from jaxpipe.graph.stacked_layers import Stacks
 
 
 #: Reductions, and how results for some rows make one for all.
-_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+_REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
     "reduce_sum": lax.add,
     "reduce_prod": lax.mul,
     "reduce_max": lax.max,
@@ -242,15 +244,19 @@ class _Rows:
     def _made(self, t: int, pieces: Sequence[int], cuts: tuple[int, ...], sources: frozenset[int]) -> None:
         self.pieces[t], self.cuts[t], self.sources[t] = list(pieces), cuts, sources
 
-    def _again(self, op: Operator, operands: Sequence[int], params: dict[str, Any], equation: Any = None) -> list[int]:
+    def _again(
+        self, op: Operator, operands: Sequence[int], params: dict[str, Any], other: Equation | None = None
+    ) -> list[int]:
         """The operator over operands of other shapes, or another equation in its place."""
-        equation = op.equation if equation is None else equation
+        equation: Equation = op.equation if other is None else other
         program = _compat.isolate(_compat.without_scope(equation.replace(params={**equation.params, **params})))
         return self._call(lambda *xs: core.eval_jaxpr(program, (), *xs), operands, op)
 
-    def _call(self, function: Callable[..., Any], operands: Sequence[int], op: Operator | None) -> list[int]:
+    def _call(self, function: Callable[..., PyTree], operands: Sequence[int], op: Operator | None) -> list[int]:
         return self._traced(function, operands, "" if op is None else op.path, None if op is None else op.policy)
 
-    def _traced(self, function: Callable[..., Any], operands: Sequence[int], path: str, policy: Any) -> list[int]:
+    def _traced(
+        self, function: Callable[..., PyTree], operands: Sequence[int], path: str, policy: Policy | None
+    ) -> list[int]:
         closed = _compat.trace_without_scope(function, *(self.builder.tensors[n].aval for n in operands))
         return self.builder.read(closed, operands, path=path, policy=policy)

@@ -15,7 +15,7 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import Source
 from jaxpipe.errors import BatchError, FewExamplesWarning, PartitionError, warn
 from jaxpipe.gradients.block_sparse import BlockSparse
-from jaxpipe.graph.allowed_codecs import FAST, Policy, parse
+from jaxpipe.graph.allowed_codecs import FAST, Codecs, Policy, parse
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES
 from jaxpipe.models.bound_model import UserFunction, check_model
 from jaxpipe.models.check_arguments import check_flag, check_function, check_optimizer, check_seconds
@@ -61,7 +61,7 @@ class Request:
     replicas: int
     devices_per_stage: bool | tuple[int, ...]
     host: HostPlan | None = None
-    gradient_dtype: np.dtype[Any] | None = None
+    gradient_dtype: np.dtype | None = None
     runtime: Literal["auto", "mpmd", "spmd"] = "auto"
     several_sizes: bool = False
     submesh: Submesh = field(default_factory=Submesh)
@@ -70,20 +70,20 @@ class Request:
 
 def check_request(
     model: Any,
-    mesh: Any,
+    mesh: Mesh,
     *,
-    loss: Any,
-    optimizer: Any,
-    memory: Any,
-    num_microbatches: Any,
-    schedule: Any,
-    profile: Any,
-    network: Any,
-    storage: Any,
-    gradient_exchange: Any,
-    runtime: Any,
+    loss: UserFunction,
+    optimizer: optax.GradientTransformation,
+    memory: int | str | None,
+    num_microbatches: int | None,
+    schedule: ScheduleMaker | str,
+    profile: Profile | Source | None,
+    network: Network | None,
+    storage: Codecs | Literal["auto"],
+    gradient_exchange: BlockSparse | Literal["dense"],
+    runtime: Literal["auto", "mpmd", "spmd"],
     several_sizes: bool,
-    options: Any,
+    options: PlanOptions | None,
 ) -> Request:
     """Return the arguments of ``partition`` as a request, or raise the error that one of them is worth."""
     options = _check_options(options)
@@ -133,7 +133,7 @@ def check_request(
     )
 
 
-def _check_options(options: Any) -> PlanOptions:
+def _check_options(options: PlanOptions | None) -> PlanOptions:
     options = PlanOptions() if options is None else options
     if not isinstance(options, PlanOptions):
         raise PartitionError(f"options={options!r}; pass jaxpipe.PlanOptions(...), or leave it out.")
@@ -176,10 +176,13 @@ def check_mesh(mesh: Mesh) -> tuple[int, int]:
     return mesh.shape[STAGE], mesh.shape.get(DATA, 1)
 
 
-def check_devices_per_stage(given: Any, num_devices: int, mesh: Mesh, exchanged: bool) -> bool | tuple[int, ...]:
+def check_devices_per_stage(
+    given: bool | int | Sequence[int], num_devices: int, mesh: Mesh, exchanged: bool
+) -> bool | tuple[int, ...]:
     """Return how many devices each stage has, or whether that may be chosen; ``exchanged``: by gradient blocks."""
-    widths = given
-    if isinstance(given, int) and not isinstance(given, bool):
+    if isinstance(given, bool):
+        widths = given
+    elif isinstance(given, int):
         if given < 1 or num_devices % given:
             raise PartitionError(
                 f"devices_per_stage={given}: each stage would have {given} of the {num_devices} devices along "
@@ -187,7 +190,7 @@ def check_devices_per_stage(given: Any, num_devices: int, mesh: Mesh, exchanged:
                 "that add up to it."
             )
         widths = (given,) * (num_devices // given)
-    if not isinstance(given, bool | int):
+    else:
         good = isinstance(given, Sequence) and all(type(k) is int and k > 0 for k in given)
         if not good or sum(given) != num_devices:
             raise PartitionError(
@@ -212,7 +215,7 @@ def check_devices_per_stage(given: Any, num_devices: int, mesh: Mesh, exchanged:
     return widths
 
 
-def check_network(network: Any, mesh: Mesh) -> None:
+def check_network(network: Network | None, mesh: Mesh) -> None:
     """Raise ``PartitionError`` unless a network is that of the mesh."""
     if not isinstance(network, Network | None):
         raise PartitionError(f"network is {type(network).__name__}; it must be a jaxpipe.Network.")
@@ -223,7 +226,7 @@ def check_network(network: Any, mesh: Mesh) -> None:
         )
 
 
-def schedule_makers(schedule: Any) -> tuple[ScheduleMaker, ...]:
+def schedule_makers(schedule: ScheduleMaker | str) -> tuple[ScheduleMaker, ...]:
     """Return the makers of the requested tables, of which the planner takes the fastest."""
     if isinstance(schedule, str) and plain_name(schedule) == "auto":
         return AUTO

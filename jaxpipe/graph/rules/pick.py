@@ -7,12 +7,12 @@ fuses with whatever reads it: the gradient of a cross entropy is then written ov
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.array_types import Array
 from jaxpipe.graph.graph import Operator, trace
 from jaxpipe.graph.operator_vjp import Cut
 
@@ -44,11 +44,11 @@ def as_comparison(op: Operator, cut: Cut) -> Cut:
     return replace(cut, needs=(cut.inputs[1],), program=trace(backward, indices, result.to_tangent_aval()))
 
 
-def run(op: Operator, operand: Any, indices: Any) -> Any:
+def run(op: Operator, operand: Array, indices: Array) -> Array:
     """Run a pick on some of its rows; its VJP compares positions."""
 
     @jax.custom_vjp
-    def picked(operand: Any, indices: Any) -> Any:
+    def picked(operand: Array, indices: Array) -> Array:
         return op.evaluate(operand, indices)[0]
 
     shape = operand.shape
@@ -59,7 +59,7 @@ def run(op: Operator, operand: Any, indices: Any) -> Any:
     return picked(operand, indices)
 
 
-def _comparison(op: Operator, shape: tuple[int, ...]) -> Callable[[Any, Any], Any]:
+def _comparison(op: Operator, shape: tuple[int, ...]) -> Callable[[Array, Array], Array]:
     """Return the backward program of a pick from an operand of some shape, given indices and a cotangent."""
     numbers = op.params["dimension_numbers"]
     (axis,) = numbers.start_index_map
@@ -68,12 +68,12 @@ def _comparison(op: Operator, shape: tuple[int, ...]) -> Callable[[Any, Any], An
     rows = tuple(d for d, _ in pairs)
     order = [d for _, d in pairs]
 
-    def spread(x: Any) -> Any:
+    def spread(x: Array) -> Array:
         x = lax.transpose(x, [*order, *(d for d in range(x.ndim) if d not in order)])
         x = lax.reshape(x, [shape[d] for d in rows])
         return lax.broadcast_in_dim(x, shape, rows)
 
-    def backward(index: Any, cotangent: Any) -> Any:
+    def backward(index: Array, cotangent: Array) -> Array:
         position = lax.broadcasted_iota(index.dtype, shape, axis)
         # Scattering adds to a zero, which never gives -0.0.
         cotangents = spread(cotangent) + jnp.zeros((), cotangent.dtype)

@@ -223,10 +223,10 @@ def _followers(graph: Graph, needs: Container[int]) -> dict[int, int]:
     for op in graph.operators:
         others = [t for t in op.inputs if t not in weights]
         if len(others) == 1 and len(op.outputs) == 1 and weight(op) is not None and others[0] in behind:
-            (t,), (made,) = others, op.outputs
-            if readers[t] == 1 and t not in needs and graph.tensors[made].bytes <= graph.tensors[t].bytes:
-                follower[t] = made
-                behind.add(made)
+            (t,), (result,) = others, op.outputs
+            if readers[t] == 1 and t not in needs and graph.tensors[result].bytes <= graph.tensors[t].bytes:
+                follower[t] = result
+                behind.add(result)
     return follower
 
 

@@ -343,6 +343,6 @@ def test_on_a_gpu_a_convolution_frees_what_its_kernels_gradient_reads_before_its
 
 
 def test_items_are_what_follows_from_a_product_and_masks_by_themselves():
-    """Who starts from the ReLU's result needs no memory for the convolution's own."""
+    """A start from the ReLU's result needs no memory for the convolution's own."""
     names = [item.name.split("/")[-1] for item in convolution_events("gpu").items]
     assert names == ["relu f32[1,4,8,8]", "relu bool[1,4,8,8]", "relu f32[1,8,8,8]", "relu bool[1,8,8,8]"]

@@ -41,6 +41,10 @@ from jaxpipe.text.units import bytes_text
 #: How often limits are corrected by what the programs really need.
 MOST_ROUNDS = 4
 
+#: Peaks with which the smallest plan is looked for: parts of the way from a problem's lowest to that by default. The
+#: search for the lowest takes half of the time, and the others the rest.
+HIGHER_PEAKS = (0.0, 0.25, 0.5, 0.75)
+
 #: How far from the best a solver may stop.
 GAP = 0.01
 
@@ -189,22 +193,40 @@ class StageFitter:
 
     @functools.cached_property
     def _smallest(self) -> _Candidate:
-        """Every device's stages with as little memory as is found, or with default storage if that needs less."""
+        """Every device's stages with as little memory as is found, or with default storage if that needs less.
+
+        Where the lowest peak of a problem does not make the program smaller, of which the problem knows a part, higher
+        ones may.
+        """
         tell(f"{self.program.schedule.name}: looking for the smallest plan")
-        options = {"solver": self._solving.solver, "time_limit": self._solving.for_smallest, "gap": GAP}
-        answers: dict[int, _Chosen] = {}
-        for s, ways in enumerate(self._ways):
-            problems = [(way, self._without_swaps(s, math.inf, way.items)) for way in ways]
-            lowest = [
-                (way, multihost.from_first(functools.partial(lowest_peak, problem, **options)))
-                for way, problem in problems
-            ]
-            chosen = [_Chosen(way, answer) for way, answer in lowest if answer is not None]
-            if chosen:
-                answers[s] = min(chosen, key=lambda other: other.answer.outcome.peak_bytes)
-        least, default = self._candidate(answers), self._candidate({})
-        smaller = [d for d, needed in enumerate(least.needs) if needed < default.needs[d]]
-        return self._candidate({s: answer for s, answer in answers.items() if self.program.device(s) in smaller})
+        default = self._candidate({})
+        least, answers = list(default.needs), dict[int, _Chosen]()
+        for part in HIGHER_PEAKS:
+            larger = [d for d, needed in enumerate(default.needs) if least[d] >= needed]
+            small = {s: self._small(s, part) for d in larger for s in self._stages_of(d)}
+            candidate = self._candidate({s: chosen for s, chosen in small.items() if chosen is not None})
+            for d in larger:
+                if candidate.needs[d] < least[d]:
+                    least[d] = candidate.needs[d]
+                    answers |= {s: a for s, a in candidate.answers.items() if self.program.device(s) == d}
+        return self._candidate(answers)
+
+    def _small(self, s: int, part: float) -> _Chosen | None:
+        """Return a stage's answer with the lowest peak, or the fastest within one higher by a part of the way back."""
+        seconds = self._solving.for_smallest / 2
+        options = {"solver": self._solving.solver, "gap": GAP}
+        answers = []
+        for way in self._ways[s]:
+            problem = self._without_swaps(s, math.inf, way.items)
+            answer = multihost.from_first(functools.partial(lowest_peak, problem, time_limit=seconds, **options))
+            if answer is not None and part:
+                lowest = answer.outcome.peak_bytes
+                higher = replace(problem, capacity=lowest + part * (self._default(s).peak_bytes - lowest))
+                each = seconds / (len(HIGHER_PEAKS) - 1)
+                answer = multihost.from_first(functools.partial(choose, higher, time_limit=each, **options))
+            if answer is not None:
+                answers.append(_Chosen(way, answer))
+        return min(answers, key=lambda chosen: chosen.answer.outcome.peak_bytes, default=None)
 
     def _with_smallest(self, now: _Candidate, budget: int) -> _Candidate | None:
         """A candidate with the smallest storage on the devices that are over the budget; None if they still are."""

@@ -1,4 +1,4 @@
-"""Names for annotations: arrays, what has their shape, trees of them, and traced programs over them.
+"""Names for annotations: arrays, what has their shape, trees of them, traced programs over them, and their tensors.
 
 A name here says what a value is where Python's type is anything: `jax.tree_util` takes every object as a tree, and
 an array may be one of JAX, of NumPy, or a tracer. The types of traced programs are JAX's own, narrowed to operands
@@ -6,7 +6,7 @@ that are arrays: `jax.extend.core` lets an operand be any abstract value, withou
 """
 
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NewType, Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -29,6 +29,10 @@ DType: TypeAlias = np.dtype[Any]
 
 #: A traced program, with or without the values of its constants (one type from jax 0.12 on).
 AnyJaxpr: TypeAlias = ClosedJaxpr | Jaxpr
+
+#: The index of a tensor in ``jaxpipe.graph.graph.Graph.tensors``, as ``GraphBuilder.tensor`` gives it. A position among
+#: the operands or results of something stays an ``int``, so that a type checker keeps the two apart.
+TensorNumber = NewType("TensorNumber", int)
 
 #: Nested containers of arrays, shapes or other leaves, as ``jax.tree_util`` walks them.
 PyTree: TypeAlias = Any

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from jax.lax import Precision
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AnyJaxpr, Equation
+from jaxpipe.array_types import AnyJaxpr, Equation, TensorNumber
 from jaxpipe.costs.device_rates import Rates
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, Tensor
 from jaxpipe.graph.op_cost import REDUCTIONS, contraction, is_product, weight
@@ -88,7 +88,7 @@ class Body:
         self.sizes.append(size)
         return len(self.sizes) - 1
 
-    def add(self, op: Operator, graph: Graph | GraphBuilder, number: dict[int, int], owner: int) -> None:
+    def add(self, op: Operator, graph: Graph | GraphBuilder, number: dict[TensorNumber, int], owner: int) -> None:
         """Append an operator for an owner.
 
         ``number`` has values by tensor, and gets those of results and unknown operands.
@@ -133,7 +133,7 @@ class Body:
             return v
         return self.convert(v, self.sizes[v], part.owner)
 
-    def known(self, t: int, tensors: Sequence[Tensor], number: dict[int, int]) -> int:
+    def known(self, t: TensorNumber, tensors: Sequence[Tensor], number: dict[TensorNumber, int]) -> int:
         """Return the value of a tensor, which is in memory if it has none yet."""
         if t not in number:
             number[t] = self.value(tensors[t].bytes)
@@ -201,7 +201,7 @@ def program_seconds(program: AnyJaxpr, rates: Rates) -> float:
 
 def graph_seconds(graph: Graph, rates: Rates) -> list[float]:
     """Seconds of each operator of a graph that runs as one program."""
-    body, number = Body(rates), dict[int, int]()
+    body, number = Body(rates), dict[TensorNumber, int]()
     for k, op in enumerate(graph.operators):
         body.add(op, graph, number, k)
     return owner_seconds(body, [body.known(t, graph.tensors, number) for t in graph.outputs], len(graph.operators))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from jaxpipe.array_types import Device
+from jaxpipe.array_types import Device, TensorNumber
 from jaxpipe.costs.device_rates import rates_of
 from jaxpipe.costs.operator_groups import Program, cut_groups, group_programs, group_vjp
 from jaxpipe.costs.profile import Profile
@@ -22,7 +22,7 @@ _KEY_NUMBER = re.compile(r"(?<=dense<)\d+(?=> : tensor<ui32>)")
 
 
 @progress("Profiling the operators")
-def measure(backward_graph: BackwardGraph, device: Device, *, held: Iterable[int] = ()) -> Profile:
+def measure(backward_graph: BackwardGraph, device: Device, *, held: Iterable[TensorNumber] = ()) -> Profile:
     """Compile and run the operators of a program in groups, each group's forward and backward program by itself.
 
     Groups whose programs are equal are run once. The seconds of a group are those of its program less what it takes to

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, PyTree
+from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.op_cost import is_product, weight
 from jaxpipe.residuals import vjp_program
@@ -50,7 +50,7 @@ class Program:
     arguments: tuple[PyTree, ...]
 
 
-def group_vjp(backward_graph: BackwardGraph, operators: range, held: Sequence[int] = ()) -> VJPProgram:
+def group_vjp(backward_graph: BackwardGraph, operators: range, held: Sequence[TensorNumber] = ()) -> VJPProgram:
     """Return the forward and the backward program of a group; ``held`` inputs are kept alive anyway."""
     graph = backward_graph.source
     section = graph.section(operators.start, operators.stop)
@@ -98,7 +98,7 @@ def group_programs(vjp: VJPProgram) -> Iterator[Program]:
         encoded: Sequence[tuple[Array, ...]],
         cotangents: Sequence[Array],
     ) -> list[Array | None]:
-        parts: dict[int, tuple[Array, ...]] = {t: (value,) for t, value in zip(shared, values, strict=True)}
+        parts: dict[TensorNumber, tuple[Array, ...]] = {t: (value,) for t, value in zip(shared, values, strict=True)}
         parts.update(zip(encoded_tensors, encoded, strict=True))
         given: list[Array | None] = [None] * len(source.outputs)
         for k, cotangent in zip(seeds, cotangents, strict=True):

@@ -20,7 +20,7 @@ import platformdirs
 
 from jaxpipe import _compat
 from jaxpipe._version import __version__
-from jaxpipe.array_types import Device
+from jaxpipe.array_types import Device, TensorNumber
 from jaxpipe.costs.device_rates import rates_of
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
@@ -45,7 +45,7 @@ def cache_folder() -> Path:
     return (Path(chosen) if chosen else platformdirs.user_cache_path("jaxpipe", appauthor=False)) / "profiles"
 
 
-def cache_key(backward_graph: BackwardGraph, device: Device, held: Iterable[int] = ()) -> str:
+def cache_key(backward_graph: BackwardGraph, device: Device, held: Iterable[TensorNumber] = ()) -> str:
     """A hash of all that a measurement depends on.
 
     That is the program with its shapes, dtypes and codecs, what of it is differentiated, the kind of device, and the

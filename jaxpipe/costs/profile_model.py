@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 import optax
 
-from jaxpipe.array_types import Device, PyTree
+from jaxpipe.array_types import Device, PyTree, TensorNumber
 from jaxpipe.costs import profile_cache as kept
 from jaxpipe.costs.device_rates import OTHER, rates_of, rates_of_kind
 from jaxpipe.costs.measured_seconds import measure
@@ -150,7 +150,7 @@ def without_frozen_work(profile: Profile, objective: MicrobatchProgram, frozen: 
     )
 
 
-def _program(objective: MicrobatchProgram) -> tuple[BackwardGraph, tuple[int, ...]]:
+def _program(objective: MicrobatchProgram) -> tuple[BackwardGraph, tuple[TensorNumber, ...]]:
     """Return a micro-batch's program of one device with its derivative, and the inputs that every stage has."""
     graph = objective.graph
     if graph.stage_shape:

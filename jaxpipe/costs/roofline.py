@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Equation
+from jaxpipe.array_types import Equation, TensorNumber
 from jaxpipe.costs.device_rates import Rates
 from jaxpipe.costs.kernels import RANDOM, RANDOM_WORK, Body, owner_seconds, product_flops, product_rate
 from jaxpipe.costs.profile import Edge, Profile
@@ -17,7 +17,7 @@ from jaxpipe.residuals.stored_formats import Format, stored_bytes
 
 
 def analytic(
-    backward_graph: BackwardGraph, rates: Rates, *, held: Iterable[int] = (), device_kind: str = ""
+    backward_graph: BackwardGraph, rates: Rates, *, held: Iterable[TensorNumber] = (), device_kind: str = ""
 ) -> Profile:
     """A roofline estimate of every operator and of its backward program; ``held`` inputs are kept alive anyway."""
     held = tuple(held)
@@ -37,7 +37,7 @@ def analytic(
 def forward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: Rates) -> list[float]:
     """Seconds of each operator of the source graph, in a forward pass that stores what a plan says."""
     graph, home = backward_graph.graph, homes(backward_graph)
-    body, number = Body(rates), dict[int, int]()
+    body, number = Body(rates), dict[TensorNumber, int]()
     owner = 0
     for op in graph.operators:
         owner = next((home[t] for t in op.outputs if t in home), owner)
@@ -56,9 +56,9 @@ def backward_seconds(backward_graph: BackwardGraph, plan: ResidualPlan, rates: R
     graph, source = backward_graph.graph, backward_graph.source
     home = {t: k for k, op in enumerate(source.operators) for t in op.outputs}
     producers = {t: op for op in graph.operators for t in op.outputs}
-    body, number, cotangents = Body(rates), dict[int, int](), dict[int, int]()
+    body, number, cotangents = Body(rates), dict[TensorNumber, int](), dict[TensorNumber, int]()
 
-    def rematerialize(t: int, owner: int) -> int:
+    def rematerialize(t: TensorNumber, owner: int) -> int:
         """The value of a tensor of the forward pass: stored, there anyway, or computed again."""
         pending = [t]
         while pending:
@@ -126,7 +126,7 @@ def equation_flops(equation: Equation) -> float:
     return float(sum(math.prod(a.aval.shape) for a in (*equation.invars, *equation.outvars)))
 
 
-def count_costs(backward_graph: BackwardGraph, plan: ResidualPlan, held: Iterable[int] = ()) -> Profile:
+def count_costs(backward_graph: BackwardGraph, plan: ResidualPlan, held: Iterable[TensorNumber] = ()) -> Profile:
     """A profile without seconds of a program; inputs that are ``held`` anyway are no residuals."""
     graph = backward_graph.source
     position = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
@@ -151,7 +151,7 @@ def count_costs(backward_graph: BackwardGraph, plan: ResidualPlan, held: Iterabl
     return Profile(names, nothing, nothing, tuple(parameter_bytes), tuple(residual_bytes), tuple(edges))
 
 
-def homes(backward_graph: BackwardGraph) -> dict[int, int]:
+def homes(backward_graph: BackwardGraph) -> dict[TensorNumber, int]:
     """The operator of the source graph that each tensor of the forward pass counts for.
 
     What the derivative of an operator adds to the forward pass (a mask, positions in a window), and inputs of the

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.graph.graph import Graph, Operator
@@ -58,7 +59,7 @@ def divided(profile: Profile, objective: MicrobatchProgram, split: Propagated, s
     """Return a profile of groups of devices that share each operator's work, as ``split`` says."""
     graph, shape = objective.graph, submesh.shape
 
-    def shards(t: int) -> int:
+    def shards(t: TensorNumber) -> int:
         return submesh.shards(split.specs.get(t, P()))
 
     forward, backward, parameters, residuals = [], [], [], []
@@ -88,7 +89,9 @@ def divided(profile: Profile, objective: MicrobatchProgram, split: Propagated, s
     )
 
 
-def _sums(op: Operator, graph: Graph, specs: Mapping[int, P], shape: Mapping[str, int]) -> list[tuple[int, int, int]]:
+def _sums(
+    op: Operator, graph: Graph, specs: Mapping[TensorNumber, P], shape: Mapping[str, int]
+) -> list[tuple[TensorNumber, int, int]]:
     """Return what devices add up for a product and its derivatives: a tensor, its bytes, over how many devices."""
     if op.name != "dot_general" or len(op.inputs) != 2:
         return []

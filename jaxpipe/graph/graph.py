@@ -11,14 +11,14 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equation, PyTree, Shaped
+from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equation, PyTree, Shaped, TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy, by_name
 
 
@@ -33,6 +33,8 @@ _SHARDS = {"shard_map": "jaxpr"}
 
 #: Equations that wrap a program with a rule for its VJP. Functions with a rule for their JVP stay single operators.
 _RULES = {"custom_vjp_call": "call_jaxpr"}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ class Operator:
     """
 
     equation: Any
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    inputs: tuple[TensorNumber, ...]
+    outputs: tuple[TensorNumber, ...]
     path: str = ""
     origin: str = ""
     policy: Policy | None = None
@@ -137,11 +139,16 @@ class Graph:
 
     tensors: tuple[Tensor, ...]
     operators: tuple[Operator, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    constants: Mapping[int, Array] = field(default_factory=dict)
-    parameters: frozenset[int] = frozenset()
+    inputs: tuple[TensorNumber, ...]
+    outputs: tuple[TensorNumber, ...]
+    constants: Mapping[TensorNumber, Array] = field(default_factory=dict)
+    parameters: frozenset[TensorNumber] = frozenset()
     stage_shape: Mapping[str, int] | None = None
+
+    @property
+    def tensor_numbers(self) -> Iterable[TensorNumber]:
+        """The numbers of all tensors, in order."""
+        return map(TensorNumber, range(len(self.tensors)))
 
     def evaluate(self, values: Sequence[Array]) -> list[Array]:
         """Run the program."""
@@ -155,7 +162,7 @@ class Graph:
         chosen = [t for t, flag in zip(self.inputs, flags, strict=True) if flag]
         return replace(self, parameters=frozenset(chosen))
 
-    def derived_from_parameters(self) -> frozenset[int]:
+    def derived_from_parameters(self) -> frozenset[TensorNumber]:
         """Tensors that depend on parameters and numbers alone; constant arrays too, but not what depends on them.
 
         (A constant array may be the data of a loss that closes over its batch.)
@@ -203,13 +210,13 @@ class Graph:
         return "\n".join(lines)
 
 
-def run(operators: Iterable[Operator], env: dict[int, Array]) -> None:
+def run(operators: Iterable[Operator], env: dict[TensorNumber, Array]) -> None:
     """Evaluate ``operators`` in order; reads and extends ``env``, tensor number to value."""
     for op in operators:
         env.update(zip(op.outputs, op.evaluate(*(env[t] for t in op.inputs)), strict=True))
 
 
-def ordered(items: Iterable[int]) -> list[int]:
+def ordered(items: Iterable[T]) -> list[T]:
     """The items without repetition, in order of first occurrence."""
     return list(dict.fromkeys(items))
 
@@ -264,7 +271,7 @@ class GraphBuilder:
     def __init__(
         self,
         tensors: Sequence[Tensor] = (),
-        constants: Mapping[int, Array] | None = None,
+        constants: Mapping[TensorNumber, Array] | None = None,
         *,
         inline_rules: bool = False,
         inline_shards: bool = False,
@@ -274,12 +281,12 @@ class GraphBuilder:
         self.operators: list[Operator] = []
         self.constants = dict(constants or {})
 
-    def tensor(self, aval: AbstractArray, bits: int | None = None) -> int:
+    def tensor(self, aval: AbstractArray, bits: int | None = None) -> TensorNumber:
         """A new tensor's number."""
         self.tensors.append(Tensor(aval, element_bits(aval) if bits is None else bits))
-        return len(self.tensors) - 1
+        return TensorNumber(len(self.tensors) - 1)
 
-    def constant(self, value: Array) -> int:
+    def constant(self, value: Array) -> TensorNumber:
         """A new tensor whose value is known."""
         number = self.tensor(jax.typeof(value))
         self.constants[number] = value
@@ -288,11 +295,11 @@ class GraphBuilder:
     def emit(
         self,
         equation: Equation | None,
-        inputs: Sequence[int],
+        inputs: Sequence[TensorNumber],
         path: str,
         avals: Sequence[AbstractArray],
         policy: Policy | None = None,
-    ) -> tuple[int, ...]:
+    ) -> tuple[TensorNumber, ...]:
         """Append an operator; returns the numbers of its outputs."""
         bits = position_bits(equation, avals, [self.tensors[t].bits for t in inputs])
         outputs = tuple(self.tensor(aval, width) for aval, width in zip(avals, bits, strict=True))
@@ -302,19 +309,21 @@ class GraphBuilder:
     def read(
         self,
         closed: AnyJaxpr,
-        inputs: Sequence[int],
+        inputs: Sequence[TensorNumber],
         *,
         path: str = "",
         boundaries: bool = False,
         policy: Policy | None = None,
-    ) -> list[int]:
+    ) -> list[TensorNumber]:
         """Append a traced program over ``inputs``; returns the numbers of its outputs.
 
         ``boundaries`` marks the borders of inlined calls (needed where the result is differentiated); ``policy`` is
         that of the ``memory_encoded`` call around it.
         """
         jaxpr, consts = _compat.open_jaxpr(closed)
-        env: dict[Atom, int] = {var: self.constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+        env: dict[Atom, TensorNumber] = {
+            var: self.constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)
+        }
         env.update(zip(jaxpr.invars, inputs, strict=True))
 
         for eqn in jaxpr.eqns:
@@ -322,7 +331,7 @@ class GraphBuilder:
             operands = [env[a] for a in eqn.invars if not _compat.is_literal(a)]
             inner = _wrapped_program(eqn, self._calls)
             if inner is None:
-                outputs: Sequence[int] = self.emit(eqn, operands, here, [v.aval for v in eqn.outvars], policy)
+                outputs: Sequence[TensorNumber] = self.emit(eqn, operands, here, [v.aval for v in eqn.outvars], policy)
             else:
                 arguments = [self.constant(a.val) if _compat.is_literal(a) else env[a] for a in eqn.invars]
                 read = self.read_call if boundaries else self.read
@@ -330,7 +339,9 @@ class GraphBuilder:
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [self.constant(a.val) if _compat.is_literal(a) else env[a] for a in jaxpr.outvars]
 
-    def read_call(self, inner: AnyJaxpr, arguments: Sequence[int], *, path: str, policy: Policy | None) -> list[int]:
+    def read_call(
+        self, inner: AnyJaxpr, arguments: Sequence[TensorNumber], *, path: str, policy: Policy | None
+    ) -> list[TensorNumber]:
         """``read`` of a call that is differentiated.
 
         There is a call boundary on the arguments that the call uses more than once, or that are one tensor.
@@ -352,7 +363,7 @@ class GraphBuilder:
                 arguments[k] = number
         return self.read(inner, arguments, path=path, boundaries=True, policy=policy)
 
-    def build(self, inputs: Sequence[int], outputs: Sequence[int]) -> Graph:
+    def build(self, inputs: Sequence[TensorNumber], outputs: Sequence[TensorNumber]) -> Graph:
         """The graph, without the operators that nothing reads."""
         return Graph(
             tensors=tuple(self.tensors),
@@ -380,7 +391,7 @@ def read_graph(closed: AnyJaxpr, inline_shards: bool = False) -> Graph:
     return builder.build(inputs, builder.read(closed, inputs, boundaries=True))
 
 
-def live(operators: Sequence[Operator], wanted: Iterable[int]) -> tuple[Operator, ...]:
+def live(operators: Sequence[Operator], wanted: Iterable[TensorNumber]) -> tuple[Operator, ...]:
     """The operators that ``wanted`` tensors or side effects depend on."""
     needed = set(wanted)
     kept = []
@@ -391,7 +402,7 @@ def live(operators: Sequence[Operator], wanted: Iterable[int]) -> tuple[Operator
     return tuple(reversed(kept))
 
 
-def dependents(operators: Iterable[Operator], sources: Iterable[int]) -> set[int]:
+def dependents(operators: Iterable[Operator], sources: Iterable[TensorNumber]) -> set[TensorNumber]:
     """The tensors that depend on some others, and these."""
     reached = set(sources)
     for op in operators:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxpipe import _compat
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.buffer_packing import Buffer, alive_bytes, reserved_bytes
 from jaxpipe.graph.graph import Graph, Operator, read_graph
 from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE, REDUCTIONS, VIEWS
@@ -83,7 +84,7 @@ def _results_early(graph: Graph) -> tuple[Operator, ...]:
     return tuple(graph.operators[k] for _, k in sorted(place))
 
 
-def lifetimes(graph: Graph, donated: Sequence[int] = ()) -> list[Buffer]:
+def lifetimes(graph: Graph, donated: Sequence[TensorNumber] = ()) -> list[Buffer]:
     """The buffers of a program whose operators run in order; none for what is written over donated inputs."""
     alive = _Lifetimes()
     for buffer in alive.run(graph, donated):
@@ -100,13 +101,13 @@ class _Lifetimes:
         self.buffers: list[Buffer] = []
         self.below: dict[int, list[Buffer]] = {}  # by buffer, that in whose place it is written
 
-    def run(self, graph: Graph, donated: Sequence[int] = ()) -> list[Buffer | None]:
+    def run(self, graph: Graph, donated: Sequence[TensorNumber] = ()) -> list[Buffer | None]:
         """Add a program; returns the buffers of its results, for the caller to end, and None for arguments."""
         written = _Written(graph, donated)
         outputs = [written.resolve(t) for t in graph.outputs]
         operators = written.sequence(graph)
         begins: list[int] = []
-        buffers: dict[int, Buffer] = {}
+        buffers: dict[TensorNumber, Buffer] = {}
         for op in operators:
             begins.append(self.clock)
             inside = self._inside(op, graph)
@@ -182,10 +183,10 @@ class _Written:
     ``in_place`` element by element in its own order.
     """
 
-    def __init__(self, graph: Graph, donated: Sequence[int] = ()):
+    def __init__(self, graph: Graph, donated: Sequence[TensorNumber] = ()):
         fused = _fused()
-        self._root: dict[int, int] = {}
-        turned, biased = frozenset[Operator](), dict[Operator, int]()
+        self._root: dict[TensorNumber, TensorNumber] = {}
+        turned, biased = frozenset[Operator](), dict[Operator, TensorNumber]()
         if not _compat.runs_breadth_first():
             turned, biased = _turned_products(graph), _biased_products(graph)
         for op in graph.operators:
@@ -193,7 +194,7 @@ class _Written:
             if op in biased:
                 pairs = [(op.outputs[0], biased[op])]
             self._root.update((out, self.resolve(source)) for out, source in pairs)
-        readers: dict[int, list[Operator]] = {}
+        readers: dict[TensorNumber, list[Operator]] = {}
         self.tensors = {self.resolve(t) for t in (*graph.outputs, *donated)}
         operators = [op for op in graph.operators if self._root.keys().isdisjoint(op.outputs)]
         for op in operators:
@@ -212,7 +213,7 @@ class _Written:
         shared = frozenset(t for t, ops in readers.items() if len(ops) > 1)
         self._follow(graph, frozenset() if _compat.runs_breadth_first() else shared)
 
-    def _add_barriers(self, graph: Graph, readers: Mapping[int, Sequence[Operator]]) -> None:
+    def _add_barriers(self, graph: Graph, readers: Mapping[TensorNumber, Sequence[Operator]]) -> None:
         """Add what a GPU writes besides: before barriers, and of reductions; matrix products read turned operands."""
         written = set(graph.outputs)
         for op in graph.operators:
@@ -226,11 +227,11 @@ class _Written:
                 self.tensors -= set(op.outputs) - written
         self.tensors |= written - set(graph.inputs)
 
-    def resolve(self, t: int) -> int:
+    def resolve(self, t: TensorNumber) -> TensorNumber:
         """The tensor that a tensor is another name of."""
         return self._root.get(t, t)
 
-    def writes(self, t: int) -> bool:
+    def writes(self, t: TensorNumber) -> bool:
         """Return whether a tensor is written, under this name."""
         return t in self.tensors and self.resolve(t) == t
 
@@ -251,11 +252,11 @@ class _Written:
             queue.extend(sorter.get_ready())
         return [operators[k] for k in order]
 
-    def _follow(self, graph: Graph, shared: frozenset[int]) -> None:
+    def _follow(self, graph: Graph, shared: frozenset[TensorNumber]) -> None:
         """Find what each tensor is computed from; of ``shared`` ones, those from too much are written."""
-        self.sources: dict[int, frozenset[int]] = {}
-        self.in_place: dict[int, frozenset[int]] = {}
-        nothing: frozenset[int] = frozenset()
+        self.sources: dict[TensorNumber, frozenset[TensorNumber]] = {}
+        self.in_place: dict[TensorNumber, frozenset[TensorNumber]] = {}
+        nothing: frozenset[TensorNumber] = frozenset()
         for op in graph.operators:
             here, still, moved = set(), set(), set()
             # What of a barrier is no other name of an operand is a number.
@@ -285,7 +286,7 @@ def _fused() -> frozenset[str]:
     return _FUSED if _compat.runs_breadth_first() else _FUSED_ON_GPU
 
 
-def _renamed(graph: Graph, op: Operator) -> list[tuple[int, int]]:
+def _renamed(graph: Graph, op: Operator) -> list[tuple[TensorNumber, TensorNumber]]:
     """Return the results of an operator that are other names of operands, each with the operand."""
     if op.equation is None:
         return list(zip(op.outputs, op.inputs, strict=True))
@@ -311,19 +312,19 @@ def _turned_products(graph: Graph) -> frozenset[Operator]:
     return frozenset(filter(is_one, graph.operators))
 
 
-def _biased_products(graph: Graph) -> dict[Operator, int]:
+def _biased_products(graph: Graph) -> dict[Operator, TensorNumber]:
     """Return the sums of a matrix product and a bias, each with the product: the kernel adds the bias as it writes.
 
     A product that others read as well is left out, unless these compute the same sum again.
     """
     producers = {t: op for op in graph.operators for t in op.outputs}
-    names: dict[int, int] = {}
-    readers: dict[int, list[Operator]] = {}
+    names: dict[TensorNumber, TensorNumber] = {}
+    readers: dict[TensorNumber, list[Operator]] = {}
     for op in graph.operators:
         names.update((t, names.get(source, source)) for t, source in _renamed(graph, op))
         for t in op.inputs if op.equation is not None and op.name not in _ALIASES else ():
             readers.setdefault(names.get(t, t), []).append(op)
-    sums: dict[int, list[Operator]] = {}
+    sums: dict[TensorNumber, list[Operator]] = {}
     for op in graph.operators:
         for t, other in (op.inputs, op.inputs[::-1]) if op.name == "add" and len(op.inputs) == 2 else ():
             product, bias = producers.get(names.get(t, t)), producers.get(other)
@@ -334,7 +335,7 @@ def _biased_products(graph: Graph) -> dict[Operator, int]:
     return {op: t for t, ops in sums.items() if ops == readers[t] and t not in results for op in ops}
 
 
-def _summed_over_images(graph: Graph, resolve: Callable[[int], int]) -> set[int]:
+def _summed_over_images(graph: Graph, resolve: Callable[[TensorNumber], TensorNumber]) -> set[TensorNumber]:
     """Return the feature maps that are added up over all dimensions but the last, for biases and normalizations.
 
     A GPU writes such a map in the kernel of the sum, which writes over no operand. Sums over tokens, measured on

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import weight
 
 
-def parameter_work_in_place(graph: Graph, everywhere: Iterable[int] = ()) -> Graph:
+def parameter_work_in_place(graph: Graph, everywhere: Iterable[TensorNumber] = ()) -> Graph:
     """Return the same graph, with what depends on parameters alone moved to where those parameters are used.
 
     Args:
@@ -17,7 +18,7 @@ def parameter_work_in_place(graph: Graph, everywhere: Iterable[int] = ()) -> Gra
     parameter's first use, so that only a scalar travels to the end; a cast or a transpose stays with its reader.
     """
     available = replace(graph, parameters=graph.parameters | set(everywhere)).derived_from_parameters()
-    consumers: dict[int, list[int]] = {}
+    consumers: dict[TensorNumber, list[int]] = {}
     for k, op in enumerate(graph.operators):
         for t in op.inputs:
             consumers.setdefault(t, []).append(k)
@@ -42,7 +43,7 @@ def parameter_work_in_place(graph: Graph, everywhere: Iterable[int] = ()) -> Gra
         else:
             made_of.update(op.outputs)
 
-    first_use: dict[int, int] = {}
+    first_use: dict[TensorNumber, int] = {}
     for t in graph.parameters:
         uses = [latest[c] for c in consumers.get(t, ()) if not early[c]]
         first_use[t] = min(uses, default=0)
@@ -57,10 +58,12 @@ def parameter_work_in_place(graph: Graph, everywhere: Iterable[int] = ()) -> Gra
     return replace(graph, operators=tuple(graph.operators[k] for k in order))
 
 
-def spans(graph: Graph, inputs: Iterable[int], together: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+def spans(
+    graph: Graph, inputs: Iterable[TensorNumber], together: Mapping[TensorNumber, TensorNumber]
+) -> dict[TensorNumber, tuple[int, int]]:
     """Return the first and the last operator that use each input, or make its ``together``; no cut may fall between."""
     wanted = set(inputs)
-    ranges: dict[int, tuple[int, int]] = {}
+    ranges: dict[TensorNumber, tuple[int, int]] = {}
     producers = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
     for k, op in enumerate(graph.operators):
         for t in wanted.intersection(op.inputs):
@@ -73,13 +76,13 @@ def spans(graph: Graph, inputs: Iterable[int], together: Mapping[int, int]) -> d
     return ranges
 
 
-def uses_apart(graph: Graph, parameters: Iterable[int]) -> dict[int, tuple[tuple[int, int], ...]]:
+def uses_apart(graph: Graph, parameters: Iterable[TensorNumber]) -> dict[TensorNumber, tuple[tuple[int, int], ...]]:
     """The uses of each parameter, in groups: first and last operator of each.
 
     Between two groups there is a product (an operator that is worth a stage of its own) with another parameter.
     """
     wanted, available = set(parameters), graph.derived_from_parameters() | graph.parameters
-    uses: dict[int, list[tuple[int, int]]] = {}
+    uses: dict[TensorNumber, list[tuple[int, int]]] = {}
     products: list[int] = []
     for k, op in enumerate(graph.operators):
         for t in wanted.intersection(op.inputs):

@@ -12,9 +12,18 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AbstractArray, Array, PyTreeDef
+from jaxpipe.array_types import AbstractArray, Array, PyTreeDef, TensorNumber
 from jaxpipe.graph import cpu_convolution, sharding_annotations
-from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, Tensor, dependents, is_differentiable, live, ordered
+from jaxpipe.graph.graph import (
+    Graph,
+    GraphBuilder,
+    Operator,
+    Tensor,
+    dependents,
+    is_differentiable,
+    live,
+    ordered,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,11 +41,11 @@ class Cut:
     """
 
     tensors: tuple[Tensor, ...]
-    constants: dict[int, Array]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    constants: dict[TensorNumber, Array]
+    inputs: tuple[TensorNumber, ...]
+    outputs: tuple[TensorNumber, ...]
     primal: tuple[Operator, ...]
-    needs: tuple[int, ...]
+    needs: tuple[TensorNumber, ...]
     cotangents_in: tuple[int, ...]
     cotangents_out: tuple[int, ...]
     program: Graph
@@ -106,7 +115,7 @@ def differentiate(
     return _split(builder, inputs, outputs, seeds, apart, late)
 
 
-def _summands(gradient: int, sums: Mapping[int, Operator]) -> list[int]:
+def _summands(gradient: TensorNumber, sums: Mapping[TensorNumber, Operator]) -> list[TensorNumber]:
     """The terms of a gradient, which JAX adds one by one to whatever cotangent the operand has already."""
     if gradient not in sums:
         return [gradient]
@@ -145,11 +154,11 @@ def from_rule(
 
 def _split(
     builder: GraphBuilder,
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    cotangents: dict[int, int],
-    gradients: Sequence[tuple[int, int]],
-    late: Sequence[int] = (),
+    inputs: Sequence[TensorNumber],
+    outputs: Sequence[TensorNumber],
+    cotangents: dict[int, TensorNumber],
+    gradients: Sequence[tuple[int, TensorNumber]],
+    late: Sequence[TensorNumber] = (),
     in_order: bool = False,
 ) -> Cut:
     """Sort the operators of a traced VJP by whether they depend on a cotangent, or on one of the tensors ``late``.
@@ -189,8 +198,8 @@ def _split(
 
 
 def _nonzero_gradients(
-    builder: GraphBuilder, gradients: Sequence[tuple[int, int]], in_order: bool
-) -> list[tuple[int, int]]:
+    builder: GraphBuilder, gradients: Sequence[tuple[int, TensorNumber]], in_order: bool
+) -> list[tuple[int, TensorNumber]]:
     """Return the gradients that are not known to be zero, ``in_order`` or in the order in which they are made."""
     zeros = {t for op in builder.operators if writes_zeros(op) for t in op.outputs}
     known = {g: builder.constants[g] for _, g in gradients if g in builder.constants}

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array
+from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, live
 from jaxpipe.graph.op_cost import POINTWISE, REDUCTIONS
 from jaxpipe.graph.rules import pick
@@ -85,8 +85,8 @@ def slice_rows(graph: Graph, most_bytes: int) -> Sliced | None:
 
 def _grown(graph: Graph, product: Operator, axis: int) -> dict[Operator, _Step] | None:
     """Return the operators that treat the rows along an axis of a product each by itself, starting with the product."""
-    axes: dict[int, int] = {}
-    after: set[int] = set()  # what the loop's results lead to outside it
+    axes: dict[TensorNumber, int] = {}
+    after: set[TensorNumber] = set()  # what the loop's results lead to outside it
     steps: dict[Operator, _Step] = {}
     for op in graph.operators:
         if op is product:
@@ -109,7 +109,7 @@ def _grown(graph: Graph, product: Operator, axis: int) -> dict[Operator, _Step] 
 
 def _with_operands(graph: Graph, steps: dict[Operator, _Step]) -> dict[Operator, _Step]:
     """Add the operators that make operands for nothing else: one-hot labels; transposes, which products take in."""
-    readers: dict[int, list[Operator]] = {}
+    readers: dict[TensorNumber, list[Operator]] = {}
     for op in graph.operators:
         for t in op.inputs:
             readers.setdefault(t, []).append(op)
@@ -150,7 +150,7 @@ def _product_backwards(graph: Graph, op: Operator, axis: int) -> _Step | None:
     return None
 
 
-def _step(graph: Graph, op: Operator, axes: Mapping[int, int]) -> _Step | None:
+def _step(graph: Graph, op: Operator, axes: Mapping[TensorNumber, int]) -> _Step | None:
     """Return how an operator that reads slices is sliced; None if it needs several slices at once."""
     given = [axes.get(t) for t in op.inputs]
     shapes = [graph.tensors[t].shape for t in op.inputs]
@@ -225,13 +225,13 @@ def _fewer(params: Mapping[str, Any], name: str, axis: int) -> Callable[[int], M
     return of_slice
 
 
-def _results(graph: Graph, steps: Mapping[Operator, _Step]) -> list[int]:
+def _results(graph: Graph, steps: Mapping[Operator, _Step]) -> list[TensorNumber]:
     """Return what the loop makes that is needed outside it."""
     read = {t for op in graph.operators if op not in steps for t in op.inputs} | set(graph.outputs)
     return [t for op in steps for t in op.outputs if t in read]
 
 
-def _operands(steps: Mapping[Operator, _Step]) -> dict[tuple[int, int | None], None]:
+def _operands(steps: Mapping[Operator, _Step]) -> dict[tuple[TensorNumber, int | None], None]:
     """Return what the loop reads, each tensor with the axis along which it is sliced, in order."""
     inner = {t for op in steps for t in op.outputs}
     pairs = [(t, axis) for op, step in steps.items() for t, axis in zip(op.inputs, step.sliced, strict=True)]
@@ -259,7 +259,7 @@ def _with_loop(graph: Graph, steps: Mapping[Operator, _Step], count: int) -> Gra
         @jax.checkpoint
         def body(_: None, pieces: Sequence[Array]) -> tuple[None, list[Array]]:
             env = given | dict(zip(rows, pieces, strict=True))
-            inner: dict[int, Array] = {}
+            inner: dict[TensorNumber, Array] = {}
             for op, step in steps.items():
                 keys = zip(op.inputs, step.sliced, strict=True)
                 read = [inner[t] if t in inner else env[t, axis] for t, axis in keys]
@@ -276,7 +276,7 @@ def _with_loop(graph: Graph, steps: Mapping[Operator, _Step], count: int) -> Gra
     added = [
         replace(op, inputs=_named(op.inputs, names), outputs=_named(op.outputs, names)) for op in builder.operators
     ]
-    after: set[int] = set(results)
+    after: set[TensorNumber] = set(results)
     early: list[Operator] = []
     late: list[Operator] = []
     last = max(k for k, op in enumerate(graph.operators) if op in steps)
@@ -288,7 +288,7 @@ def _with_loop(graph: Graph, steps: Mapping[Operator, _Step], count: int) -> Gra
     return replace(graph, tensors=tuple(builder.tensors), constants=builder.constants, operators=operators)
 
 
-def _named(tensors: Sequence[int], names: Mapping[int, int]) -> tuple[int, ...]:
+def _named(tensors: Sequence[TensorNumber], names: Mapping[TensorNumber, TensorNumber]) -> tuple[TensorNumber, ...]:
     return tuple(names.get(t, t) for t in tensors)
 
 

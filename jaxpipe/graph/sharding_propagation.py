@@ -15,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AnyJaxpr, Atom, Equation
+from jaxpipe.array_types import AnyJaxpr, Atom, Equation, TensorNumber
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.op_cost import ELEMENTWISE, REDUCTIONS
 from jaxpipe.sharding.submesh import axes_by_dimension, spec_of
@@ -29,11 +29,11 @@ Split = tuple[tuple[str, ...], ...]
 class Propagated:
     """Partition specs of the arrays that are split; by position of an operator, the axes that divide its work."""
 
-    specs: dict[int, P]
+    specs: dict[TensorNumber, P]
     products: dict[int, tuple[str, ...]]
 
 
-def propagate(graph: Graph, given: Mapping[int, P], shape: Mapping[str, int]) -> Propagated:
+def propagate(graph: Graph, given: Mapping[TensorNumber, P], shape: Mapping[str, int]) -> Propagated:
     """Return how the tensors of a graph are split.
 
     Example:
@@ -66,7 +66,7 @@ def propagate(graph: Graph, given: Mapping[int, P], shape: Mapping[str, int]) ->
     return Propagated({t: spec_of(split) for t, split in splits.items() if any(split)}, products)
 
 
-def of_one_device(graph: Graph, specs: Mapping[int, P], shape: Mapping[str, int]) -> Graph:
+def of_one_device(graph: Graph, specs: Mapping[TensorNumber, P], shape: Mapping[str, int]) -> Graph:
     """Return a graph whose tensors are as large as their parts on one device; for counting bytes, not for running."""
     tensors = list(graph.tensors)
     for t, spec in specs.items():

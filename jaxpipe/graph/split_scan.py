@@ -15,7 +15,7 @@ from typing import Any
 from jax import core, lax
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, Equation, PyTree
+from jaxpipe.array_types import Array, Equation, PyTree, TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator
 from jaxpipe.graph.op_cost import POINTWISE
@@ -33,7 +33,7 @@ _REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-def scan_operands(op: Operator) -> tuple[int, int, list[int | None]]:
+def scan_operands(op: Operator) -> tuple[int, int, list[TensorNumber | None]]:
     """Return how many constants a scan has, how many values it carries, and the tensors of all its operands.
 
     Constants come first, then what is carried, then what is scanned over, of which the body sees one axis less. A
@@ -79,11 +79,11 @@ class _Rows:
         self.graph = graph
         self.builder = GraphBuilder()
         self.whole = {t: self.builder.constant(value) for t, value in graph.constants.items()}
-        self.pieces: dict[int, list[int]] = {}
-        self.cuts: dict[int, tuple[int, ...]] = {}
-        self.sources: dict[int, frozenset[int]] = {}
+        self.pieces: dict[TensorNumber, list[TensorNumber]] = {}
+        self.cuts: dict[TensorNumber, tuple[int, ...]] = {}
+        self.sources: dict[TensorNumber, frozenset[int]] = {}
 
-    def enter(self, t: int, cuts: tuple[int, ...] | None, position: int) -> list[int]:
+    def enter(self, t: TensorNumber, cuts: tuple[int, ...] | None, position: int) -> list[TensorNumber]:
         """Number an input."""
         tensor = self.graph.tensors[t]
         if cuts is None:
@@ -94,7 +94,7 @@ class _Rows:
         self._made(t, numbers, cuts, frozenset([position]))
         return numbers
 
-    def leave(self, t: int, cuts: tuple[int, ...] | None) -> list[int]:
+    def leave(self, t: TensorNumber, cuts: tuple[int, ...] | None) -> list[TensorNumber]:
         """An output's numbers."""
         if cuts is None:
             return [self._joined(t, None)]
@@ -140,11 +140,11 @@ class _Rows:
             else:
                 (self.whole[out],) = pieces
 
-    def _by_piece(self, op: Operator, split: Sequence[int], params: Callable[[int], dict[str, Any]]) -> None:
+    def _by_piece(self, op: Operator, split: Sequence[TensorNumber], params: Callable[[int], dict[str, Any]]) -> None:
         """The operator on each piece, with some parameters changed for its number of rows."""
         cuts = self.cuts[split[0]]
 
-        def rows(t: int, k: int, start: int, stop: int) -> int:
+        def rows(t: TensorNumber, k: int, start: int, stop: int) -> TensorNumber:
             if t in self.pieces:
                 return self.pieces[t][k]
             scalar = self.graph.tensors[t].shape == ()
@@ -171,22 +171,22 @@ class _Rows:
         body, reverse = op.params["jaxpr"], op.params["reverse"]
         consts, count, names = scan_operands(op)
         atoms, fixed = op.equation.invars, consts + count
-        split = [t for t in names[fixed:] if t in self.pieces]
+        split = [t for t in names[fixed:] if t is not None and t in self.pieces]
         if not split:
             self._copy(op)
             return
         cuts = self.cuts[split[0]]
 
-        def held(k: int) -> int:
+        def held(k: int) -> TensorNumber:
             t = names[k]
             return self.builder.constant(atoms[k].val) if t is None else self._joined(t, op)
 
         shared, carry = [held(k) for k in range(consts)], [held(k) for k in range(consts, fixed)]
-        stacked: list[list[int]] = []
+        stacked: list[list[TensorNumber]] = []
         pieces = list(enumerate(itertools.pairwise(cuts)))
         for k, (a, b) in reversed(pieces) if reverse else pieces:
             rows = [
-                self.pieces[t][k] if t in self.pieces else self._rows(held(fixed + n), a, b, op.path)
+                self.pieces[t][k] if t is not None and t in self.pieces else self._rows(held(fixed + n), a, b, op.path)
                 for n, t in enumerate(names[fixed:])
             ]
             if b - a == 1:
@@ -206,7 +206,7 @@ class _Rows:
         for t, stacked_pieces in zip(op.outputs[count:], zip(*stacked, strict=True), strict=True):
             self._made(t, stacked_pieces, cuts, frozenset())
 
-    def _is_pointwise(self, op: Operator, split: Sequence[int]) -> bool:
+    def _is_pointwise(self, op: Operator, split: Sequence[TensorNumber]) -> bool:
         if op.name not in POINTWISE or len(op.outputs) != 1:
             return False
         shape = self.graph.tensors[op.outputs[0]].shape
@@ -229,7 +229,7 @@ class _Rows:
             return lambda rows: {"new_sizes": (rows, *params["new_sizes"][1:])}
         return None
 
-    def _joined(self, t: int, op: Operator | None) -> int:
+    def _joined(self, t: TensorNumber, op: Operator | None) -> TensorNumber:
         """A tensor in one piece."""
         if t not in self.whole:
             if self.sources[t]:
@@ -237,26 +237,30 @@ class _Rows:
             (self.whole[t],) = self._call(lambda *xs: lax.concatenate(xs, 0), self.pieces[t], op)
         return self.whole[t]
 
-    def _rows(self, number: int, start: int, stop: int, path: str) -> int:
+    def _rows(self, number: TensorNumber, start: int, stop: int, path: str) -> TensorNumber:
         """Some rows of a new tensor."""
         return self._traced(lambda x: lax.slice_in_dim(x, start, stop), [number], path, None)[0]
 
-    def _made(self, t: int, pieces: Sequence[int], cuts: tuple[int, ...], sources: frozenset[int]) -> None:
+    def _made(
+        self, t: TensorNumber, pieces: Sequence[TensorNumber], cuts: tuple[int, ...], sources: frozenset[int]
+    ) -> None:
         self.pieces[t], self.cuts[t], self.sources[t] = list(pieces), cuts, sources
 
     def _again(
-        self, op: Operator, operands: Sequence[int], params: dict[str, Any], other: Equation | None = None
-    ) -> list[int]:
+        self, op: Operator, operands: Sequence[TensorNumber], params: dict[str, Any], other: Equation | None = None
+    ) -> list[TensorNumber]:
         """The operator over operands of other shapes, or another equation in its place."""
         equation: Equation = op.equation if other is None else other
         program = _compat.isolate(_compat.without_scope(equation.replace(params={**equation.params, **params})))
         return self._call(lambda *xs: core.eval_jaxpr(program, (), *xs), operands, op)
 
-    def _call(self, function: Callable[..., PyTree], operands: Sequence[int], op: Operator | None) -> list[int]:
+    def _call(
+        self, function: Callable[..., PyTree], operands: Sequence[TensorNumber], op: Operator | None
+    ) -> list[TensorNumber]:
         return self._traced(function, operands, "" if op is None else op.path, None if op is None else op.policy)
 
     def _traced(
-        self, function: Callable[..., PyTree], operands: Sequence[int], path: str, policy: Policy | None
-    ) -> list[int]:
+        self, function: Callable[..., PyTree], operands: Sequence[TensorNumber], path: str, policy: Policy | None
+    ) -> list[TensorNumber]:
         closed = _compat.trace_without_scope(function, *(self.builder.tensors[n].aval for n in operands))
         return self.builder.read(closed, operands, path=path, policy=policy)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AnyJaxpr
+from jaxpipe.array_types import AnyJaxpr, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, live, read_graph
 from jaxpipe.graph.split_scan import scan_operands
 from jaxpipe.models.microbatch_program import MicrobatchProgram
@@ -29,7 +29,7 @@ _PROGRAMS = {
 }
 
 #: The axes of examples of a tensor.
-Axes = Callable[[int], frozenset[int]]
+Axes = Callable[[TensorNumber], frozenset[int]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _find(objective: MicrobatchProgram, larger: MicrobatchProgram, search: _Sear
 
 
 #: Tensors that depend on parameters, and those that are statistics over examples or made of them.
-_Marks = tuple[set[int], set[int]]
+_Marks = tuple[set[TensorNumber], set[TensorNumber]]
 
 
 def _walk(graph: Graph, other: Graph, marks: _Marks, search: _Search) -> _Marks:
@@ -131,7 +131,7 @@ def _run(op: Operator, program: AnyJaxpr, twin: AnyJaxpr, marks: _Marks, search:
         outer.update(t for t, o in zip(op.outputs, inner.outputs, strict=False) if o in after)
 
 
-def _carried(op: Operator, inner: Graph) -> list[tuple[int, int]]:
+def _carried(op: Operator, inner: Graph) -> list[tuple[TensorNumber, TensorNumber]]:
     """The inputs of a loop's body that are its outputs of the iteration before."""
     if op.name == "scan":
         consts, count, _ = scan_operands(op)
@@ -176,7 +176,7 @@ def _grown_axes(graph: Graph, larger: Graph) -> Axes | None:
     if any(len(graph.tensors[a].shape) != len(larger.tensors[b].shape) for a, b in twin.items()):
         return None
 
-    def axes(t: int) -> frozenset[int]:
+    def axes(t: TensorNumber) -> frozenset[int]:
         shapes = graph.tensors[t].shape, larger.tensors[twin[t]].shape
         return frozenset(k for k, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.array_types import Array, PyTree, PyTreeDef
+from jaxpipe.array_types import Array, PyTree, PyTreeDef, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph import sharding_annotations
 from jaxpipe.graph.graph import Graph, dependents, is_differentiable, read_graph
@@ -37,21 +37,21 @@ class MicrobatchProgram:
     """
 
     graph: Graph
-    parameters: tuple[int, ...]
-    state: tuple[int, ...]
-    key: int
-    batch: tuple[int, ...]
-    results: tuple[int, ...]
-    new_state: tuple[int, ...]
+    parameters: tuple[TensorNumber, ...]
+    state: tuple[TensorNumber, ...]
+    key: TensorNumber
+    batch: tuple[TensorNumber, ...]
+    results: tuple[TensorNumber, ...]
+    new_state: tuple[TensorNumber, ...]
     tree: PyTreeDef | None = None
     metrics_only: bool = False
     weighted: bool = False
     annotations: Annotations = field(default_factory=Annotations)
-    frozen: frozenset[int] = frozenset()
+    frozen: frozenset[TensorNumber] = frozenset()
     summed: tuple[bool, ...] = ()
 
     @property
-    def differentiated(self) -> tuple[int, ...]:
+    def differentiated(self) -> tuple[TensorNumber, ...]:
         """The parameters that receive a gradient."""
         tensors = self.graph.tensors
         return tuple(t for t in self.parameters if t not in self.frozen and is_differentiable(tensors[t].aval))

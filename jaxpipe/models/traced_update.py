@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, PyTree, Shaped
+from jaxpipe.array_types import Array, PyTree, Shaped, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.master_weights import MasterWeightsState
 from jaxpipe.gradients.per_stage import known_stages
@@ -312,7 +312,7 @@ def _without_conditionals(graph: Graph, owner: Sequence[int | None]) -> Graph:
       owner: the parameter that each input belongs to, if it does to one.
     """
     builder = GraphBuilder(graph.tensors, graph.constants)
-    stand_in: dict[int, int] = {}
+    stand_in: dict[TensorNumber, TensorNumber] = {}
     belongs = {t: k for t, k in zip(graph.inputs, owner, strict=True) if k is not None}
     waiting = list(reversed(graph.operators))
     while waiting:
@@ -333,7 +333,7 @@ def _without_conditionals(graph: Graph, owner: Sequence[int | None]) -> Graph:
     return builder.build(graph.inputs, [stand_in.get(t, t) for t in graph.outputs])
 
 
-def _selected(builder: GraphBuilder, op: Operator, read: Sequence[int]) -> list[int]:
+def _selected(builder: GraphBuilder, op: Operator, read: Sequence[TensorNumber]) -> list[TensorNumber]:
     """The results of a conditional, out of those of all its branches; adds these to ``builder``."""
     given = iter(read)
     atoms = [builder.constant(a.val) if _compat.is_literal(a) else next(given) for a in op.equation.invars]

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxpipe import _compat
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.graph import Operator, dependents, live
 from jaxpipe.models.traced_update import TracedUpdate
 
@@ -36,7 +37,7 @@ def without_frozen(update: TracedUpdate, trained: Sequence[bool] | None = None) 
     return replace(update, graph=small, trained=tuple(trained))
 
 
-def _needed(update: TracedUpdate) -> set[int]:
+def _needed(update: TracedUpdate) -> set[TensorNumber]:
     """The tensors behind all new parameters, behind state of no parameter, and behind state that these depend on."""
     graph, count = update.graph, len(update.trained)
     owner = [update.owner[k] for k in update.state_stacks.leaf_of]
@@ -57,9 +58,9 @@ def _needed(update: TracedUpdate) -> set[int]:
 _KEEP_ZERO = ("broadcast_in_dim", "convert_element_type", "copy", "neg", "reshape")
 
 
-def _zeros(operators: Sequence[Operator]) -> set[int]:
+def _zeros(operators: Sequence[Operator]) -> set[TensorNumber]:
     """The tensors that are zeros written into the program, and so are no matter what."""
-    zeros: set[int] = set()
+    zeros: set[TensorNumber] = set()
     for op in operators:
         numbers = [np.all(np.asarray(x) == 0) for x in op.literals if not isinstance(x, str)]
         if op.name in _KEEP_ZERO and all(numbers) and all(t in zeros for t in op.inputs):
@@ -67,7 +68,7 @@ def _zeros(operators: Sequence[Operator]) -> set[int]:
     return zeros
 
 
-def _adds_zero(op: Operator | None, old: int, zeros: Collection[int]) -> bool:
+def _adds_zero(op: Operator | None, old: TensorNumber, zeros: Collection[TensorNumber]) -> bool:
     """True if an operator adds zero to a tensor."""
     if op is None or op.name not in ("add", "add_any") or old not in op.inputs:
         return False

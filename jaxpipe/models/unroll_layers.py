@@ -5,7 +5,7 @@ rows of each group of iterations (``jaxpipe.models.bound_model.unstack``). ``jax
 programs over the pieces: of the loss, of evaluation and prediction, and of the optimizer.
 """
 
-from jaxpipe.array_types import PyTree
+from jaxpipe.array_types import PyTree, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.split_scan import MixedRowsError, scan_operands, split_rows
 from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
@@ -56,15 +56,17 @@ def trace_unrolled(
     return model, trace_loss(model, loss, batch)
 
 
-def scanned_variables(objective: MicrobatchProgram) -> dict[int, int]:
+def scanned_variables(objective: MicrobatchProgram) -> dict[TensorNumber, int]:
     """The variables over whose first axis a scan runs, as they are or element by element made of them; its length."""
     graph = objective.graph
     origin = {t: t for t in (*objective.parameters, *objective.state)}
-    lengths: dict[int, int] = {}
+    lengths: dict[TensorNumber, int] = {}
     for op in graph.operators:
         if op.name == "scan":
             consts, carried, names = scan_operands(op)
-            lengths.update((origin[t], op.params["length"]) for t in names[consts + carried :] if t in origin)
+            lengths.update(
+                (origin[t], op.params["length"]) for t in names[consts + carried :] if t is not None and t in origin
+            )
         elif op.equation is None:
             origin.update((new, origin[old]) for old, new in zip(op.inputs, op.outputs, strict=True) if old in origin)
         elif len(op.inputs) == len(op.outputs) == 1 and op.inputs[0] in origin:

@@ -79,8 +79,8 @@ def _obstacle(request: Request, objective: MicrobatchProgram, model: BoundModel)
     if lengths:
         return f"Its {max(lengths)} layers are one scan: PlanOptions(unroll_scans=True) cuts between them."
     spans = [(high - low, t, low, high) for t, groups in variable_spans(objective).items() for low, high in groups]
-    length, t, low, high = max(spans, default=(0, 0, 0, 0))
-    if length < 2:
+    length, t, low, high = max(spans, default=(0, None, 0, 0))
+    if t is None or length < 2:
         return ""
     names = dict(zip((*objective.parameters, *objective.state), (*model.parameters, *model.state), strict=True))
     path = objective.graph.operators[low].path, objective.graph.operators[high].path

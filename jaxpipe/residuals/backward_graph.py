@@ -17,10 +17,10 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AbstractArray, Array
+from jaxpipe.array_types import AbstractArray, Array, TensorNumber
 from jaxpipe.graph import rules
 from jaxpipe.graph.allowed_codecs import FAST, Policy
-from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, Tensor, is_differentiable, live, ordered
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, is_differentiable, live, ordered
 from jaxpipe.graph.operator_vjp import Cut, writes_zeros
 
 
@@ -40,9 +40,9 @@ class BackwardOp:
     name: str
     path: str
     label: str
-    needs: tuple[int, ...]
-    cotangents_in: tuple[int, ...]
-    cotangents_out: tuple[int, ...]
+    needs: tuple[TensorNumber, ...]
+    cotangents_in: tuple[TensorNumber, ...]
+    cotangents_out: tuple[TensorNumber, ...]
     program: Graph
 
 
@@ -60,16 +60,16 @@ class BackwardGraph:
     source: Graph
     graph: Graph
     steps: tuple[BackwardOp, ...]
-    wrt: tuple[int, ...]
+    wrt: tuple[TensorNumber, ...]
 
     @property
-    def needs(self) -> tuple[int, ...]:
+    def needs(self) -> tuple[TensorNumber, ...]:
         """Every tensor that some backward program reads."""
         return tuple(ordered(t for step in self.steps for t in step.needs))
 
 
 def build_backward_graph(
-    graph: Graph, wrt: Iterable[int], *, policy: Policy = FAST, seeds: Iterable[int] | None = None
+    graph: Graph, wrt: Iterable[TensorNumber], *, policy: Policy = FAST, seeds: Iterable[TensorNumber] | None = None
 ) -> BackwardGraph:
     """Trace the backward pass of a graph, operator by operator.
 
@@ -81,7 +81,7 @@ def build_backward_graph(
     wrt, seeds = tuple(wrt), tuple(graph.outputs if seeds is None else seeds)
     matches = rules.find(graph, lambda op: "index" in (op.policy or policy).at(op.path))
     builder = GraphBuilder(graph.tensors, graph.constants)
-    stand_in: dict[int, int] = {}  # an output that is another tensor unchanged: that tensor
+    stand_in: dict[TensorNumber, TensorNumber] = {}  # an output that is another tensor unchanged: that tensor
     backward: list[BackwardOp] = []
     for op, match, varied, cut in _operator_vjps(graph, matches, wrt, seeds):
         inputs, outputs = _operands_and_results(op, match)
@@ -113,7 +113,7 @@ def build_backward_graph(
 
 
 def _operator_vjps(
-    graph: Graph, matches: Mapping[Operator, rules.Match], wrt: Iterable[int], seeds: Iterable[int]
+    graph: Graph, matches: Mapping[Operator, rules.Match], wrt: Iterable[TensorNumber], seeds: Iterable[TensorNumber]
 ) -> Iterator[tuple[Operator, rules.Match | None, tuple[int, ...], Cut | None]]:
     """Trace the VJP of every operator that lies between ``wrt`` and ``seeds``; equal operators are traced once.
 
@@ -144,11 +144,13 @@ def _operator_vjps(
         yield op, match, varied, cut
 
 
-def _operands_and_results(op: Operator, match: rules.Match | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _operands_and_results(
+    op: Operator, match: rules.Match | None
+) -> tuple[tuple[TensorNumber, ...], tuple[TensorNumber, ...]]:
     return (op.inputs, op.outputs) if match is None else ((match.operand,), (match.result,))
 
 
-def _useful(graph: Graph, seeds: Iterable[int]) -> set[int]:
+def _useful(graph: Graph, seeds: Iterable[TensorNumber]) -> set[TensorNumber]:
     """The tensors that lead to some outputs: all others have no cotangent."""
     useful = set(seeds)
     for op in reversed(graph.operators):
@@ -189,10 +191,10 @@ def _place(
     builder: GraphBuilder,
     op: Operator,
     label: str,
-    operands: Sequence[int],
-    outputs: Sequence[int],
-    stand_in: dict[int, int],
-) -> list[int]:
+    operands: Sequence[TensorNumber],
+    outputs: Sequence[TensorNumber],
+    stand_in: dict[TensorNumber, TensorNumber],
+) -> list[TensorNumber]:
     """Add the first half of a cut to the forward graph; returns the numbers of its needs."""
     number = dict(zip(cut.inputs, operands, strict=True))
     produced = {t for part in cut.primal for t in part.outputs}
@@ -215,8 +217,8 @@ def _place(
 
 def _pass_through(op: Operator, varied: Sequence[int], graph: Graph) -> BackwardOp:
     """The backward program of a call boundary."""
-    tensors = tuple(Tensor(graph.tensors[op.inputs[k]].aval, 0) for k in varied)
-    numbers = tuple(range(len(tensors)))
+    builder = GraphBuilder()
+    numbers = [builder.tensor(graph.tensors[op.inputs[k]].aval, bits=0) for k in varied]
     return BackwardOp(
         name=op.name,
         path=op.path,
@@ -224,12 +226,12 @@ def _pass_through(op: Operator, varied: Sequence[int], graph: Graph) -> Backward
         needs=(),
         cotangents_in=tuple(op.outputs[k] for k in varied),
         cotangents_out=tuple(op.inputs[k] for k in varied),
-        program=Graph(tensors, (), numbers, numbers),
+        program=builder.build(numbers, numbers),
     )
 
 
 def _merge_masks(
-    steps: Sequence[BackwardOp], visible: Collection[int], builder: GraphBuilder
+    steps: Sequence[BackwardOp], visible: Collection[TensorNumber], builder: GraphBuilder
 ) -> tuple[BackwardOp, ...]:
     """Make one step of steps that do nothing but set a cotangent to zero by a mask, each straight after the other.
 
@@ -239,7 +241,7 @@ def _merge_masks(
     zeros = {t for op in builder.operators if writes_zeros(op) for t in op.outputs}
     summands = Counter(t for step in steps for t in step.cotangents_out)
     merged: list[BackwardOp] = []
-    masking: dict[int, int] = {}  # by tensor, the place in ``merged`` of the step that masks its cotangent
+    masking: dict[TensorNumber, int] = {}  # by tensor, the place in ``merged`` of the step that masks its cotangent
     for step in steps:
         place = None
         if _mask(step, zeros) is not None:
@@ -253,7 +255,7 @@ def _merge_masks(
     return tuple(merged)
 
 
-def _merge(first: BackwardOp, second: BackwardOp, zeros: Collection[int], builder: GraphBuilder) -> BackwardOp:
+def _merge(first: BackwardOp, second: BackwardOp, zeros: Collection[TensorNumber], builder: GraphBuilder) -> BackwardOp:
     """The first of two masking steps, with a mask that does what the second does as well."""
     masks = [mask for step in (first, second) if (mask := _mask(step, zeros)) is not None]
     (mask, zero_if), (other, other_zero_if) = masks
@@ -269,7 +271,7 @@ def _merge(first: BackwardOp, second: BackwardOp, zeros: Collection[int], builde
     return replace(first, needs=needs, cotangents_in=second.cotangents_in)
 
 
-def _mask(step: BackwardOp, zeros: Collection[int]) -> tuple[int, bool] | None:
+def _mask(step: BackwardOp, zeros: Collection[TensorNumber]) -> tuple[TensorNumber, bool] | None:
     """The mask by which a step sets a cotangent to zero, and the value of it that does; None for other steps."""
     program = step.program
     if [op.name for op in program.operators] != ["select_n"] or len(program.operators[0].inputs) != 3:
@@ -282,7 +284,7 @@ def _mask(step: BackwardOp, zeros: Collection[int]) -> tuple[int, bool] | None:
     return (number[predicate], zero_if) if number.get(cases[zero_if]) in zeros else None
 
 
-def _reached(steps: Sequence[BackwardOp], outputs: Iterable[int]) -> tuple[BackwardOp, ...]:
+def _reached(steps: Sequence[BackwardOp], outputs: Iterable[TensorNumber]) -> tuple[BackwardOp, ...]:
     """The steps that a cotangent of some output reaches."""
     reached = set(outputs)
     kept = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpipe import _compat
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.op_cost import (
@@ -62,19 +63,19 @@ class ResidualPlan:
     Tensors that derive from parameters and constants alone need no format: they are always available.
     """
 
-    formats: Mapping[int, SavedFormat]
+    formats: Mapping[TensorNumber, SavedFormat]
 
     @property
-    def stored(self) -> tuple[int, ...]:
+    def stored(self) -> tuple[TensorNumber, ...]:
         """The tensors that make up the stash, in the order of the program."""
         return tuple(sorted(t for t, fmt in self.formats.items() if fmt.format.is_stored))
 
     @property
-    def sparse(self) -> tuple[int, ...]:
+    def sparse(self) -> tuple[TensorNumber, ...]:
         """The stored tensors for which there is limited room."""
         return tuple(t for t in self.stored if self.formats[t].format.is_sparse)
 
-    def is_stored(self, t: int) -> bool:
+    def is_stored(self, t: TensorNumber) -> bool:
         """Return whether a tensor is part of the stash."""
         return t in self.formats and self.formats[t].format.is_stored
 
@@ -87,7 +88,7 @@ class ResidualPlan:
         return sum(stored_bytes(graph.tensors[t], self.formats[t]) for t in self.stored)
 
 
-def smallest_format(graph: Graph, t: int, codecs: Iterable[str], capacity: int | None = None) -> SavedFormat:
+def smallest_format(graph: Graph, t: TensorNumber, codecs: Iterable[str], capacity: int | None = None) -> SavedFormat:
     """The format of fewest bytes in which the codecs let a tensor be stored.
 
     Args:
@@ -120,13 +121,13 @@ class Derivations:
         self._producers = {t: op for op in graph.operators for t in op.outputs}
         self._order = {op: k for k, op in enumerate(graph.operators)}
 
-    def producer(self, t: int) -> Operator | None:
+    def producer(self, t: TensorNumber) -> Operator | None:
         """The operator that makes a tensor; None for an input."""
         return self._producers.get(t)
 
     def of(
-        self, missing: Iterable[int], plan: ResidualPlan, known: Iterable[int] = ()
-    ) -> tuple[list[Operator], list[int]]:
+        self, missing: Iterable[TensorNumber], plan: ResidualPlan, known: Iterable[TensorNumber] = ()
+    ) -> tuple[list[Operator], list[TensorNumber]]:
         """The operators to run, in order, and the stored tensors that they or the caller read.
 
         Args:
@@ -136,7 +137,7 @@ class Derivations:
         """
         known = set(known)
         chain: dict[Operator, None] = {}
-        leaves: dict[int, None] = {}
+        leaves: dict[TensorNumber, None] = {}
         pending = list(missing)
         while pending:
             t = pending.pop()
@@ -149,21 +150,23 @@ class Derivations:
                 pending.extend(self._producers[t].inputs)
         return sorted(chain, key=self._order.__getitem__), list(leaves)
 
-    def fallback(self, t: int, plan: ResidualPlan, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
+    def fallback(
+        self, t: TensorNumber, plan: ResidualPlan, known: Iterable[TensorNumber]
+    ) -> tuple[list[Operator], list[TensorNumber]]:
         """Return the same for a sparse tensor that has overflowed: from tensors that cannot."""
         producer = self._producers[t]
         program, leaves = self.of(producer.inputs, plan.without_sparse(), known)
         return [*program, producer], leaves
 
 
-def sums_of_branches(graph: Graph, given: Container[int]) -> frozenset[int]:
+def sums_of_branches(graph: Graph, given: Container[TensorNumber]) -> frozenset[TensorNumber]:
     """Return the sums that several operators read, of two tensors that are not given: residual connections."""
     readers = Counter(t for op in graph.operators for t in op.inputs)
     sums = [op for op in graph.operators if op.name in ("add", "add_any") and readers[op.outputs[0]] > 1]
     return frozenset(op.outputs[0] for op in sums if sum(t not in given for t in op.inputs) > 1)
 
 
-def missing_inputs(program: Iterable[Operator], known: Iterable[int]) -> set[int]:
+def missing_inputs(program: Iterable[Operator], known: Iterable[TensorNumber]) -> set[TensorNumber]:
     """Return what a program reads that neither it makes nor is known: inputs that nobody stored."""
     operators = list(program)
     written = {t for op in operators for t in op.outputs}
@@ -175,7 +178,7 @@ def check_plan(backward_graph: BackwardGraph, plan: ResidualPlan) -> None:
     graph = backward_graph.graph
     producers = {t: op for op in graph.operators for t in op.outputs}
     available = graph.derived_from_parameters()
-    touched: set[int] = set()
+    touched: set[TensorNumber] = set()
     pending = list(backward_graph.needs)
     while pending:
         t = pending.pop()
@@ -211,7 +214,9 @@ def check_plan(backward_graph: BackwardGraph, plan: ResidualPlan) -> None:
         raise ValueError(f"storage plan: nothing in the backward pass reads tensors {sorted(extra)}; drop them.")
 
 
-def default_plan(backward_graph: BackwardGraph, policy: Policy = FAST, held: Iterable[int] = ()) -> ResidualPlan:
+def default_plan(
+    backward_graph: BackwardGraph, policy: Policy = FAST, held: Iterable[TensorNumber] = ()
+) -> ResidualPlan:
     """The plan with the fewest stored bytes among those that recompute nothing expensive.
 
     A tensor must be stored or follow, through cheap operators, from tensors that are. Fewest bytes is then a
@@ -234,7 +239,7 @@ def default_plan(backward_graph: BackwardGraph, policy: Policy = FAST, held: Ite
     while True:
         formats = {
             t: smallest_format(graph, t, codecs.get(t, policy.at("")), None if t in dense else capacities.get(t))
-            for t in range(len(graph.tensors))
+            for t in graph.tensor_numbers
         }
         plan = _smallest_plan(backward_graph, formats, codecs, held)
         unfit = _trifles(graph, plan)
@@ -247,9 +252,9 @@ def default_plan(backward_graph: BackwardGraph, policy: Policy = FAST, held: Ite
 
 def _smallest_plan(
     backward_graph: BackwardGraph,
-    formats: Mapping[int, SavedFormat],
-    codecs: Mapping[int, frozenset[str]],
-    held: frozenset[int],
+    formats: Mapping[TensorNumber, SavedFormat],
+    codecs: Mapping[TensorNumber, frozenset[str]],
+    held: frozenset[TensorNumber],
 ) -> ResidualPlan:
     """The minimum cut, each stored tensor in its given format.
 
@@ -276,9 +281,9 @@ def _smallest_plan(
 
 def _cut_plan(
     backward_graph: BackwardGraph,
-    formats: Mapping[int, SavedFormat],
-    derivation: Mapping[int, Operator],
-    held: frozenset[int],
+    formats: Mapping[TensorNumber, SavedFormat],
+    derivation: Mapping[TensorNumber, Operator],
+    held: frozenset[TensorNumber],
 ) -> ResidualPlan:
     """The cheapest plan in which the tensors that are not stored are derived as given."""
     graph = backward_graph.graph
@@ -299,13 +304,13 @@ def _cut_plan(
     return derived_from(backward_graph, {t: formats[t] for t in stored}, derivation)
 
 
-def _behind_products(graph: Graph, available: frozenset[int]) -> frozenset[int]:
+def _behind_products(graph: Graph, available: frozenset[TensorNumber]) -> frozenset[TensorNumber]:
     """Return the tensors that follow, element by element, from the result of one product and from small tensors.
 
     That result is written to memory in any case, they are not.
     """
     producers = {t: op for op in graph.operators for t in op.outputs}
-    elementwise: set[int] = set()
+    elementwise: set[TensorNumber] = set()
     for op in graph.operators:
         if op.name not in ELEMENTWISE:
             continue
@@ -317,11 +322,13 @@ def _behind_products(graph: Graph, available: frozenset[int]) -> frozenset[int]:
 
 
 def derived_from(
-    backward_graph: BackwardGraph, stored: Mapping[int, SavedFormat], derivation: Mapping[int, Operator]
+    backward_graph: BackwardGraph,
+    stored: Mapping[TensorNumber, SavedFormat],
+    derivation: Mapping[TensorNumber, Operator],
 ) -> ResidualPlan:
     """Return the formats given, and the rest by the operators given, as far as the backward pass needs them."""
     available = backward_graph.graph.derived_from_parameters()
-    chosen: dict[int, SavedFormat] = {}
+    chosen: dict[TensorNumber, SavedFormat] = {}
     pending = [t for t in backward_graph.needs if t not in available]
     while pending:
         t = pending.pop()
@@ -335,7 +342,9 @@ def derived_from(
     return ResidualPlan(dict(sorted(chosen.items())))
 
 
-def _input_seen(t: int, graph: Graph, derivation: Mapping[int, Operator], price: Mapping[int, int]) -> int:
+def _input_seen(
+    t: TensorNumber, graph: Graph, derivation: Mapping[TensorNumber, Operator], price: Mapping[TensorNumber, int]
+) -> TensorNumber:
     """The input of which a tensor is a view, if it has no more bytes: the caller holds it anyway. Else the tensor."""
     source = t
     while source in derivation and derivation[source].name in VIEWS and len(derivation[source].inputs) == 1:
@@ -343,7 +352,7 @@ def _input_seen(t: int, graph: Graph, derivation: Mapping[int, Operator], price:
     return source if source in graph.inputs and price[source] <= price[t] else t
 
 
-def _trifles(graph: Graph, plan: ResidualPlan) -> set[int]:
+def _trifles(graph: Graph, plan: ResidualPlan) -> set[TensorNumber]:
     """The sparse tensors that save next to nothing of the whole stash: each takes a dozen kernels."""
     as_is = {t: stored_bytes(graph.tensors[t], SavedFormat(Format.KEEP)) for t in plan.sparse}
     saved = {t: as_is[t] - stored_bytes(graph.tensors[t], plan.formats[t]) for t in as_is}
@@ -351,7 +360,9 @@ def _trifles(graph: Graph, plan: ResidualPlan) -> set[int]:
     return {t for t in saved if saved[t] < least}
 
 
-def with_fallbacks(graph: Graph, plan: ResidualPlan, held: frozenset[int]) -> tuple[ResidualPlan, set[int]]:
+def with_fallbacks(
+    graph: Graph, plan: ResidualPlan, held: frozenset[TensorNumber]
+) -> tuple[ResidualPlan, set[TensorNumber]]:
     """The plan with the held inputs that overflowing tensors are computed from; and the tensors for which that fails.
 
     Tensors are judged in the order of the program. One whose way back is too long is stored as it is, and so ends
@@ -360,8 +371,8 @@ def with_fallbacks(graph: Graph, plan: ResidualPlan, held: frozenset[int]) -> tu
     available = graph.derived_from_parameters()
     derivations = Derivations(graph)
     everything = ResidualPlan({**{t: SavedFormat(Format.KEEP) for t in held}, **plan.formats})
-    used: set[int] = set()
-    hopeless: set[int] = set()
+    used: set[TensorNumber] = set()
+    hopeless: set[TensorNumber] = set()
     for t in [t for op in graph.operators for t in op.outputs if t in plan.sparse]:
         program, leaves = derivations.fallback(t, everything, available)
         lost = missing_inputs(program, {*leaves, *available})
@@ -374,23 +385,26 @@ def with_fallbacks(graph: Graph, plan: ResidualPlan, held: frozenset[int]) -> tu
     return ResidualPlan({**plan.formats, **{t: SavedFormat(Format.KEEP) for t in sorted(used)}}), hopeless
 
 
-def _sources(op: Operator | None, available: frozenset[int]) -> list[int]:
+def _sources(op: Operator | None, available: frozenset[TensorNumber]) -> list[TensorNumber]:
     """The tensors that must be there for ``op`` to run in the backward pass."""
     return [] if op is None else [t for t in op.inputs if t not in available]
 
 
 def _cheap_derivations(
-    graph: Graph, available: frozenset[int], codecs: Mapping[int, frozenset[str]], roots: frozenset[int]
-) -> dict[int, Operator]:
+    graph: Graph,
+    available: frozenset[TensorNumber],
+    codecs: Mapping[TensorNumber, frozenset[str]],
+    roots: frozenset[TensorNumber],
+) -> dict[TensorNumber, Operator]:
     """The operator that gives each tensor back cheaply, for the tensors that have one.
 
     The work of a derivation counts every operator in it once, down to ``roots``, to tensors that have no cheap
     derivation and to products. A product may be run again if it is one of a small part of the program; on a CPU only if
     that by itself is cheap, too, and if no other product has to be run before it.
     """
-    derivation: dict[int, Operator] = {}
-    needed_work: dict[int, dict[Operator, int]] = {}
-    behind_product: set[int] = set()
+    derivation: dict[TensorNumber, Operator] = {}
+    needed_work: dict[TensorNumber, dict[Operator, int]] = {}
+    behind_product: set[TensorNumber] = set()
     on_cpu = _compat.runs_breadth_first()
     products = _short_products(graph) if on_cpu else _products_that_free_most(graph)
     for op in graph.operators:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.array_types import Array, PyTree
+from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable, read_graph
 from jaxpipe.graph.op_cost import VIEWS
 from jaxpipe.graph.rules import relu
@@ -99,7 +99,7 @@ def measure_density(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
     return Density(dict(zip(order, map(float, fractions(*call.leaves)), strict=True)))
 
 
-def can_be_sparse(graph: Graph, t: int) -> bool:
+def can_be_sparse(graph: Graph, t: TensorNumber) -> bool:
     """Return whether a sparse format may store a tensor: floats, not too few, not split over an explicit mesh axis."""
     tensor = graph.tensors[t]
     split = any(axis is not None for axis in tensor.aval.sharding.spec)
@@ -110,7 +110,7 @@ def can_be_sparse(graph: Graph, t: int) -> bool:
     )
 
 
-def room(graph: Graph) -> dict[int, int]:
+def room(graph: Graph) -> dict[TensorNumber, int]:
     """For each tensor that has, or is assumed to have, many zeros: how many values to make room for."""
     measured = _ambient.value
     names = tensor_names(graph)
@@ -128,7 +128,7 @@ def room(graph: Graph) -> dict[int, int]:
     }
 
 
-def tensor_names(graph: Graph) -> dict[int, str]:
+def tensor_names(graph: Graph) -> dict[TensorNumber, str]:
     """A name for each tensor that an operator makes, the same in every trace of the same model."""
     seen: dict[str, int] = {}
     names = {}
@@ -140,9 +140,9 @@ def tensor_names(graph: Graph) -> dict[int, str]:
     return names
 
 
-def _assumed(graph: Graph) -> dict[int, float]:
+def _assumed(graph: Graph) -> dict[TensorNumber, float]:
     """Densities of what ReLUs write, and of what is only moved from there."""
-    densities: dict[int, float] = {}
+    densities: dict[TensorNumber, float] = {}
     for op in graph.operators:
         fraction = RELU_DENSITY if relu.rectifies(op) else _inherited(op, graph, densities)
         if fraction is not None:
@@ -150,7 +150,7 @@ def _assumed(graph: Graph) -> dict[int, float]:
     return densities
 
 
-def _inherited(op: Operator, graph: Graph, densities: Mapping[int, float]) -> float | None:
+def _inherited(op: Operator, graph: Graph, densities: Mapping[TensorNumber, float]) -> float | None:
     if not op.inputs or not (op.name in VIEWS or op.name in ("concatenate", "convert_element_type")):
         return None
     sizes: Sequence[int] = [graph.tensors[t].size for t in op.inputs]

@@ -6,8 +6,12 @@ It is written here because importing ``scipy.sparse.csgraph`` takes 15 MiB in ev
 from collections import deque
 from collections.abc import Iterable, Mapping
 
+from jaxpipe.array_types import TensorNumber
 
-def minimum_cut(price: Mapping[int, int], sources: Mapping[int, list[int]], needs: Iterable[int]) -> set[int]:
+
+def minimum_cut(
+    price: Mapping[TensorNumber, int], sources: Mapping[TensorNumber, list[TensorNumber]], needs: Iterable[TensorNumber]
+) -> set[TensorNumber]:
     """Return the cheapest set of tensors from which all ``needs`` follow; of equals, the one nearest to them.
 
     Args:

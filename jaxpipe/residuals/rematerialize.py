@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array
+from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, run
 from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE, is_product, weight
 from jaxpipe.residuals.backward_graph import BackwardOp, restricted
@@ -45,15 +45,15 @@ class Rematerializer:
         self,
         graph: Graph,
         plan: ResidualPlan,
-        parameters: dict[int, Array],
-        stash: dict[int, Sequence[Array]],
+        parameters: dict[TensorNumber, Array],
+        stash: dict[TensorNumber, Sequence[Array]],
         barriers: bool,
     ):
         self._graph, self._plan, self._stash = graph, plan, stash
         self._derivations = Derivations(graph)
-        self._given: dict[int, Array] = {**graph.constants, **parameters}
-        self._loaded: dict[int, Array] = {}
-        self._rerun: set[int] = set()
+        self._given: dict[TensorNumber, Array] = {**graph.constants, **parameters}
+        self._loaded: dict[TensorNumber, Array] = {}
+        self._rerun: set[TensorNumber] = set()
         self.values = dict(self._given)
         #: A zero that XLA does not know, if steps run behind barriers.
         self.zero = _compat.hidden_zero(parameters.values()) if barriers and _compat.runs_breadth_first() else None
@@ -69,12 +69,12 @@ class Rematerializer:
         other.values, other._loaded = dict(self.values), {}
         return other
 
-    def sources(self, step: BackwardOp, known: Iterable[int]) -> tuple[list[Operator], list[int]]:
+    def sources(self, step: BackwardOp, known: Iterable[TensorNumber]) -> tuple[list[Operator], list[TensorNumber]]:
         """Return what to run and what to load before a step."""
         known = frozenset(known)
         return self._derivations.of([t for t in step.needs if t not in known], self._plan, known)
 
-    def is_kept(self, t: int) -> bool:
+    def is_kept(self, t: TensorNumber) -> bool:
         """Return whether a rematerialized tensor is passed to steps behind later barriers.
 
         A tensor that XLA would compute again for each reader is rematerialized again; a plain one needs no copy.
@@ -122,8 +122,8 @@ class Rematerializer:
           The cotangents. Whoever reads them makes XLA keep to the order: it drops what nobody reads from a barrier.
         """
         known = set(self.values)
-        loads: dict[int, None] = {}
-        again: dict[int, None] = {}
+        loads: dict[TensorNumber, None] = {}
+        again: dict[TensorNumber, None] = {}
         for step in steps:
             program, read = self.sources(step, known)
             loads.update(dict.fromkeys(read))
@@ -161,7 +161,7 @@ class Rematerializer:
                 elif jax.dtypes.issubdtype(jax.typeof(self.values[t]).dtype, np.inexact):
                     self._rerun.add(t)
 
-    def _as_written(self, t: int, part: Array) -> Sequence[int]:
+    def _as_written(self, t: TensorNumber, part: Array) -> Sequence[int]:
         """Return the shape in which a GPU's matrix product writes a part of a stored tensor.
 
         XLA multiplies matrices, and takes any other shape for another name of the matrix. Behind a barrier it would not
@@ -180,7 +180,7 @@ class Rematerializer:
         sides = part.shape[:first], part.shape[first:second], part.shape[second:]
         return [math.prod(side) for side in sides[0 if first else 1 :]]
 
-    def _restore(self, t: int, parts: Sequence[Array]) -> Array:
+    def _restore(self, t: TensorNumber, parts: Sequence[Array]) -> Array:
         """A stored tensor from its parts; one that did not fit, from tensors that are stored whole."""
         tensor, fmt = self._graph.tensors[t], self._plan.formats[t]
         if not fmt.format.is_sparse:

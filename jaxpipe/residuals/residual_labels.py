@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.graph import Operator
 from jaxpipe.graph.op_cost import contraction, is_product, rerun_work
 from jaxpipe.residuals.choose_formats import Derivations
@@ -29,7 +30,7 @@ class Label:
       instead: the alternative, with its cost.
     """
 
-    number: int
+    number: TensorNumber
     part: int
     format: SavedFormat
     producer: str
@@ -39,7 +40,7 @@ class Label:
     instead: str
 
 
-def label(vjp: VJPProgram, number: int, part: int) -> str:
+def label(vjp: VJPProgram, number: TensorNumber, part: int) -> str:
     """Return the label of one array of a stash as text."""
     producer = next(op for op in vjp.graph.operators if number in op.outputs)
     tensor, fmt = vjp.graph.tensors[number], vjp.plan.formats[number]
@@ -57,7 +58,7 @@ def _name(op: Operator) -> str:
     return "/".join(filter(None, (op.path, op.label)))
 
 
-def _readers(vjp: VJPProgram, number: int) -> list[str]:
+def _readers(vjp: VJPProgram, number: TensorNumber) -> list[str]:
     derivations = Derivations(vjp.graph)
     available = vjp.graph.derived_from_parameters()
     readers = {}
@@ -68,7 +69,7 @@ def _readers(vjp: VJPProgram, number: int) -> list[str]:
     return list(readers)
 
 
-def _instead(vjp: VJPProgram, number: int, producer: Operator) -> str:
+def _instead(vjp: VJPProgram, number: TensorNumber, producer: Operator) -> str:
     tensor, fmt = vjp.graph.tensors[number], vjp.plan.formats[number]
     if fmt.format is not Format.KEEP:
         return f"storing {stored_bytes(tensor, SavedFormat(Format.KEEP)):,} bytes as it is"

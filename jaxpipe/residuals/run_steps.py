@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array
+from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, restricted
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy
 
 
 #: By input, what is returned in place of its cotangent: a function of it that is called once it is complete.
-Absorb = Mapping[int, Callable[[Array], Array]]
+Absorb = Mapping[TensorNumber, Callable[[Array], Array]]
 
 #: A gradient comes last if it has more than so many times the bytes of what its product reads. A convolution's takes
 #: its bytes twice, for a layout of its own; a matrix product's costs nothing but its place.
@@ -36,11 +36,11 @@ _LATE = {"conv_general_dilated": 1, "dot_general": 8}
 def run_steps(
     backward_graph: BackwardGraph,
     steps: Sequence[BackwardOp],
-    received: dict[int, Array],
+    received: dict[TensorNumber, Array],
     rematerializer: Rematerializer,
     absorb: Absorb,
-    keep: frozenset[int],
-) -> frozenset[int]:
+    keep: frozenset[TensorNumber],
+) -> frozenset[TensorNumber]:
     """Run backward steps in the order given; returns the inputs whose cotangents have been absorbed.
 
     Args:
@@ -75,25 +75,25 @@ class _GPUWalk:
     def __init__(
         self,
         backward_graph: BackwardGraph,
-        received: dict[int, Array],
+        received: dict[TensorNumber, Array],
         rematerializer: Rematerializer,
         absorb: Absorb,
-        keep: frozenset[int],
+        keep: frozenset[TensorNumber],
     ):
         self._backward_graph, self._rematerializer, self._absorb = backward_graph, rematerializer, absorb
         self._keep = keep
         self._weights = backward_graph.source.derived_from_parameters()
         self.received = received
-        self.awaited: list[int] = []
+        self.awaited: list[TensorNumber] = []
         self.late: list[tuple[BackwardOp, list[Array]]] = []
 
-    def run(self, steps: Sequence[BackwardOp]) -> frozenset[int]:
+    def run(self, steps: Sequence[BackwardOp]) -> frozenset[TensorNumber]:
         """Run all steps; returns the inputs whose cotangents have been absorbed."""
         summands = Counter(t for step in steps for t in step.cotangents_out)
         self._of_one_product = {t for t in self._backward_graph.wrt if summands[t] == 1}
         pending = deque(_weights_first(steps, self._weights))
         last = _last_steps(pending, self.received, self._absorb)
-        self._completed: dict[int, list[int]] = {}
+        self._completed: dict[int, list[TensorNumber]] = {}
         for t, step in last.items():
             self._completed.setdefault(id(step), []).append(t)
         first = list(self.received)
@@ -126,7 +126,7 @@ class _GPUWalk:
         needs = self._rematerializer.fetch(step, self._first_cotangent(step))
         values = dict(zip(step.needs, needs, strict=True))
         seeds = dict(zip(step.cotangents_in, self._take(step), strict=True))
-        results: list[tuple[int, Array]] = []
+        results: list[tuple[TensorNumber, Array]] = []
         for part in self._parts(step, values, seeds):
             if step.name == "conv_general_dilated" and self._weights.isdisjoint(part.cotangents_out):
                 self._join_operands(part, values, seeds)
@@ -146,7 +146,9 @@ class _GPUWalk:
                 self.awaited.append(t)
             _receive(self.received, t, value)
 
-    def _parts(self, step: BackwardOp, values: Mapping[int, Array], seeds: Mapping[int, Array]) -> list[BackwardOp]:
+    def _parts(
+        self, step: BackwardOp, values: Mapping[TensorNumber, Array], seeds: Mapping[TensorNumber, Array]
+    ) -> list[BackwardOp]:
         """Return a product's parts in the order in which they run now; a part that comes last is put aside."""
         weights = [k for k, t in enumerate(step.cotangents_out) if t in self._weights]
         others = [k for k, t in enumerate(step.cotangents_out) if t not in self._weights]
@@ -163,7 +165,9 @@ class _GPUWalk:
             return [gradient, restricted(step, others)]
         return [step]
 
-    def _join_operands(self, part: BackwardOp, values: dict[int, Array], seeds: dict[int, Array]) -> None:
+    def _join_operands(
+        self, part: BackwardOp, values: dict[TensorNumber, Array], seeds: dict[TensorNumber, Array]
+    ) -> None:
         """Let a convolution wait for the gradient before it; its kernel too, or it would be kept in another layout."""
         kernels = [t for t in part.needs if t in self._weights]
         joined = iter(self._join([*seeds.values(), *(values[t] for t in kernels)]))
@@ -195,7 +199,7 @@ class _GPUWalk:
             for t, value in zip(part.cotangents_out, _evaluate(part, read, []), strict=True):
                 self._receive_gradient(part, t, value)
 
-    def _receive_gradient(self, step: BackwardOp, t: int, value: Array) -> None:
+    def _receive_gradient(self, step: BackwardOp, t: TensorNumber, value: Array) -> None:
         if step.name == "conv_general_dilated" and not self._backward_graph.graph.stage_shape:
             # It is turned out of the convolution's own layout first, to be added to its sum in place.
             value = _compat.barrier(value.reshape(-1)).reshape(value.shape)
@@ -207,7 +211,7 @@ class _GPUWalk:
         self.received.update((t, self._absorb[t](self.received[t])) for t in completed)
         self.awaited += completed
 
-    def _flat(self, t: int) -> Array:
+    def _flat(self, t: TensorNumber) -> Array:
         """Return a cotangent; that of a weight in one dimension, whose layout XLA can not change behind a barrier.
 
         Where a stage is sharded it stays as it is: devices would gather a dimension that is split.
@@ -222,7 +226,7 @@ class _GPUWalk:
         return _take(self._backward_graph, step, self.received, self._keep)
 
 
-def _weights_first(steps: Iterable[BackwardOp], weights: frozenset[int]) -> list[BackwardOp]:
+def _weights_first(steps: Iterable[BackwardOp], weights: frozenset[TensorNumber]) -> list[BackwardOp]:
     """Move what follows from gradients of weights alone to the products that make them; sums keep their order."""
     moved: list[BackwardOp] = []
     for step in steps:
@@ -235,13 +239,13 @@ def _weights_first(steps: Iterable[BackwardOp], weights: frozenset[int]) -> list
     return moved
 
 
-def _leads_from(step: BackwardOp, tensors: frozenset[int]) -> bool:
+def _leads_from(step: BackwardOp, tensors: frozenset[TensorNumber]) -> bool:
     """Return whether a step reads cotangents of some tensors alone."""
     return tensors.issuperset(step.cotangents_in)
 
 
 def _take(
-    backward_graph: BackwardGraph, step: BackwardOp, received: dict[int, Array], keep: frozenset[int]
+    backward_graph: BackwardGraph, step: BackwardOp, received: dict[TensorNumber, Array], keep: frozenset[TensorNumber]
 ) -> list[Array]:
     """Return the cotangents that a step reads, zeros for missing ones; remove those that are not kept."""
     tensors = backward_graph.source.tensors
@@ -256,12 +260,14 @@ def _evaluate(step: BackwardOp, needs: Sequence[Array], seeds: Sequence[Array]) 
         return step.program.evaluate([*needs, *seeds])
 
 
-def _receive(received: dict[int, Array], t: int, value: Array) -> None:
+def _receive(received: dict[TensorNumber, Array], t: TensorNumber, value: Array) -> None:
     """Add a cotangent of a tensor to those from other readers."""
     received[t] = value if t not in received else jnp.add(received[t], value)
 
 
-def _last_steps(steps: Iterable[BackwardOp], received: Iterable[int], absorb: Absorb) -> dict[int, BackwardOp]:
+def _last_steps(
+    steps: Iterable[BackwardOp], received: Iterable[TensorNumber], absorb: Absorb
+) -> dict[TensorNumber, BackwardOp]:
     """Return, by input whose cotangent is absorbed, the last step that adds to it."""
     reached, last = set(received), {}
     for step in steps:

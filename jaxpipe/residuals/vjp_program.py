@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array
+from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, live, ordered
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp, build_backward_graph, restricted
@@ -47,12 +47,12 @@ class VJPProgram:
 
     backward_graph: BackwardGraph
     plan: ResidualPlan
-    parameters: tuple[int, ...]
-    input_part: tuple[int, ...]
-    weight_part: tuple[int, ...]
+    parameters: tuple[TensorNumber, ...]
+    input_part: tuple[TensorNumber, ...]
+    weight_part: tuple[TensorNumber, ...]
     input_steps: tuple[BackwardOp, ...]
     weight_steps: tuple[BackwardOp, ...]
-    saved: tuple[int, ...]
+    saved: tuple[TensorNumber, ...]
 
     @property
     def graph(self) -> Graph:
@@ -67,11 +67,11 @@ class VJPProgram:
 
 def build(
     graph: Graph,
-    wrt: Iterable[int],
+    wrt: Iterable[TensorNumber],
     *,
     policy: Policy = FAST,
-    held: Iterable[int] = (),
-    seeds: Iterable[int] | None = None,
+    held: Iterable[TensorNumber] = (),
+    seeds: Iterable[TensorNumber] | None = None,
 ) -> VJPProgram:
     """Linearize a graph and store its tensors by the default plan.
 
@@ -122,7 +122,7 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
     graph, stored = vjp.graph, vjp.plan.stored
     env = dict(graph.constants)
     env.update(zip(graph.inputs, inputs, strict=True))
-    stash: dict[int, tuple[Array, ...]] = {}
+    stash: dict[TensorNumber, tuple[Array, ...]] = {}
     packed: list[Array] = []
     available = graph.derived_from_parameters()
     convolved = _read_by_convolutions(graph) - available
@@ -143,7 +143,7 @@ def forward(vjp: VJPProgram, inputs: Sequence[Array]) -> tuple[list[Array], list
     return [_compat.wait(env[t], packed) for t in graph.outputs], [stash[t] for t in stored]
 
 
-def _read_by_convolutions(graph: Graph) -> set[int]:
+def _read_by_convolutions(graph: Graph) -> set[TensorNumber]:
     """Return what convolutions on a GPU read; on a CPU nothing."""
     if _compat.runs_breadth_first():
         return set()
@@ -214,7 +214,7 @@ def backward_weight(
     return [received.get(t) for t in vjp.weight_part]
 
 
-def reached(vjp: VJPProgram, seeds: Iterable[int]) -> frozenset[int]:
+def reached(vjp: VJPProgram, seeds: Iterable[TensorNumber]) -> frozenset[TensorNumber]:
     """The tensors that receive a cotangent when those of the outputs ``seeds`` are given."""
     received = set(seeds)
     for step in reversed(vjp.backward_graph.steps):
@@ -223,9 +223,9 @@ def reached(vjp: VJPProgram, seeds: Iterable[int]) -> frozenset[int]:
     return frozenset(received)
 
 
-def _received(vjp: VJPProgram, cotangents: Sequence[Array | None]) -> dict[int, Array]:
+def _received(vjp: VJPProgram, cotangents: Sequence[Array | None]) -> dict[TensorNumber, Array]:
     """Cotangents by tensor number; those of an output returned twice add up."""
-    received: dict[int, Array] = {}
+    received: dict[TensorNumber, Array] = {}
     for t, value in zip(vjp.backward_graph.source.outputs, cotangents, strict=True):
         if value is not None:
             received[t] = value if t not in received else jnp.add(received[t], value)
@@ -242,10 +242,10 @@ def _rematerializer(
 def _walk(
     vjp: VJPProgram,
     steps: Sequence[BackwardOp],
-    received: dict[int, Array],
+    received: dict[TensorNumber, Array],
     rematerializer: Rematerializer,
     absorb: Absorb,
-    keep: frozenset[int] = frozenset(),
+    keep: frozenset[TensorNumber] = frozenset(),
 ) -> None:
     """Run backward steps in reverse; cotangents are summed in the order in which JAX sums them."""
     keep = keep | set(vjp.backward_graph.wrt)
@@ -257,7 +257,9 @@ def _walk(
     received.update((t, absorb[t](received[t])) for t in absorb if t in received and t not in absorbed)
 
 
-def _split(backward_graph: BackwardGraph) -> tuple[frozenset[int], tuple[BackwardOp, ...], tuple[BackwardOp, ...]]:
+def _split(
+    backward_graph: BackwardGraph,
+) -> tuple[frozenset[TensorNumber], tuple[BackwardOp, ...], tuple[BackwardOp, ...]]:
     """Part the backward steps; returns the tensors whose cotangent the weight part makes, and both lists.
 
     Cotangents of weights of convolutions and matrix products are delayed, and with them whatever leads from there

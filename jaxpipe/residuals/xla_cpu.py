@@ -14,7 +14,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.array_types import Array, PyTree
+from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.residuals.backward_graph import BackwardGraph, BackwardOp
 from jaxpipe.residuals.rematerialize import Rematerializer, is_heavy, parts
 from jaxpipe.residuals.run_steps import run_steps
@@ -36,19 +36,19 @@ class _Group:
     """
 
     steps: Sequence[BackwardOp]
-    keep: frozenset[int]
-    written: frozenset[int]
-    consumed: frozenset[int]
-    rematerialized: frozenset[int]
-    read: frozenset[int]
+    keep: frozenset[TensorNumber]
+    written: frozenset[TensorNumber]
+    consumed: frozenset[TensorNumber]
+    rematerialized: frozenset[TensorNumber]
+    read: frozenset[TensorNumber]
 
 
 def run_behind_barriers(
     backward_graph: BackwardGraph,
     steps: Sequence[BackwardOp],
-    received: dict[int, Array],
+    received: dict[TensorNumber, Array],
     rematerializer: Rematerializer,
-    keep: frozenset[int],
+    keep: frozenset[TensorNumber],
 ) -> None:
     """Run backward steps as ``jaxpipe.residuals.run_steps`` does, but in groups, each behind a barrier."""
     tensors, zero = (backward_graph.source.tensors, backward_graph.graph.tensors), rematerializer.zero
@@ -69,10 +69,10 @@ def run_behind_barriers(
 def _run_group(
     backward_graph: BackwardGraph,
     group: _Group,
-    received: dict[int, Array],
+    received: dict[TensorNumber, Array],
     rematerializer: Rematerializer,
-    written: Sequence[int],
-    shared: Sequence[int],
+    written: Sequence[TensorNumber],
+    shared: Sequence[TensorNumber],
 ) -> tuple[list[Array], list[Array]]:
     """Return cotangents and forward tensors that a group makes; ``received`` and the rematerializer stay."""
     rematerializer, received = rematerializer.copy(), dict(received)
@@ -90,14 +90,17 @@ def _barrier(function: Callable[[], T], avals: PyTree, zero: Array) -> tuple[T, 
 
 
 def _outline(
-    steps: Sequence[BackwardOp], received: set[int], keep: frozenset[int], rematerializer: Rematerializer
+    steps: Sequence[BackwardOp],
+    received: set[TensorNumber],
+    keep: frozenset[TensorNumber],
+    rematerializer: Rematerializer,
 ) -> list[_Group]:
     """Return the groups in which some step has a cotangent."""
     grouped, known, groups = _grouped(steps), set(rematerializer.values), []
     for k, members in enumerate(grouped):
         kept = keep.union(*(step.cotangents_in for later in grouped[k + 1 :] for step in later))
         here, ran = set(known), False
-        written, consumed, rematerialized, read = (set[int]() for _ in range(4))
+        written, consumed, rematerialized, read = (set[TensorNumber]() for _ in range(4))
         for step in members:
             present = received.intersection(step.cotangents_in)
             if not present:

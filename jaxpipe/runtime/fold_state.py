@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import Graph, live, ordered
 from jaxpipe.models.bound_model import BoundModel
@@ -27,8 +28,8 @@ class Fold:
     """The fold of a micro-batch's statistics into the state before it."""
 
     graph: Graph  # ``(old state, statistics) -> new state``
-    state: tuple[int, ...]  # tensor numbers of the state variables that change
-    statistics: tuple[int, ...]  # tensor numbers of what a micro-batch adds
+    state: tuple[TensorNumber, ...]  # tensor numbers of the state variables that change
+    statistics: tuple[TensorNumber, ...]  # tensor numbers of what a micro-batch adds
 
 
 def shared_stages(
@@ -44,7 +45,7 @@ def shared_stages(
     )
 
 
-def separate(objective: MicrobatchProgram, stage: "Stage", width: int, names: Mapping[int, str]) -> "Stage":
+def separate(objective: MicrobatchProgram, stage: "Stage", width: int, names: Mapping[TensorNumber, str]) -> "Stage":
     """Return the stage without the operators that follow from its state, which become its fold.
 
     Raises ``PartitionError`` if something else follows from state that changes.

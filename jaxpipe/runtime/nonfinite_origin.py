@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.array_types import ArrayLike, PyTree
+from jaxpipe.array_types import ArrayLike, PyTree, TensorNumber
 from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph.graph import Graph
 from jaxpipe.runtime.interface import Runtime
@@ -98,12 +98,14 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
     return None
 
 
-def _origin(graph: Graph, env: dict[int, ArrayLike], results: Sequence[int]) -> tuple[int, int] | None:
+def _origin(
+    graph: Graph, env: dict[TensorNumber, ArrayLike], results: Sequence[TensorNumber]
+) -> tuple[int, TensorNumber] | None:
     """Behind results that are not finite: the first operator, and the operand or else the output that is not."""
     writer = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
     waiting = [t for t in results if not _is_finite(env[t])]
-    seen: set[int] = set()
-    origins: list[tuple[int, int]] = []
+    seen: set[TensorNumber] = set()
+    origins: list[tuple[int, TensorNumber]] = []
     while waiting:
         t = waiting.pop()
         if t in seen or t not in writer:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.array_types import Array, PyTree, Shaped
+from jaxpipe.array_types import Array, PyTree, Shaped, TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import Graph, Operator, run
 from jaxpipe.graph.stacked_layers import Stacks
@@ -33,14 +33,14 @@ class PartitionedUpdate:
     """``optimizer.update`` and ``apply_updates`` on the whole tree, each operator with its stage."""
 
     graph: Graph  # ``(parameters, gradients of trained ones, state) -> (parameters, state)``
-    stage_of: dict[int, int]  # by tensor number; absent where every stage has it
-    round: dict[int, int]  # by tensor number, after how many exchanges it can be known
-    exchanged: tuple[tuple[int, ...], ...]  # by round, the tensors sent to all stages after it
-    parameters: tuple[int, ...]  # tensor numbers, as those that follow
-    gradients: tuple[int, ...]
-    state: tuple[int, ...]
-    new_parameters: tuple[int, ...]
-    new_state: tuple[int, ...]
+    stage_of: dict[TensorNumber, int]  # by tensor number; absent where every stage has it
+    round: dict[TensorNumber, int]  # by tensor number, after how many exchanges it can be known
+    exchanged: tuple[tuple[TensorNumber, ...], ...]  # by round, the tensors sent to all stages after it
+    parameters: tuple[TensorNumber, ...]  # tensor numbers, as those that follow
+    gradients: tuple[TensorNumber, ...]
+    state: tuple[TensorNumber, ...]
+    new_parameters: tuple[TensorNumber, ...]
+    new_state: tuple[TensorNumber, ...]
     state_stage: tuple[int | None, ...]  # by leaf; None if every stage has it
     state_avals: tuple[Shaped, ...]  # of leaves that are cut as their parameters are
     state_shape: PyTree  # as optax has it
@@ -55,7 +55,7 @@ def partition_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence
     inputs, outputs = graph.inputs, graph.outputs
     gradient_stage = [s for s, trained in zip(stage_of, update.trained, strict=True) if trained]
     first, behind = len(model.parameters), len(model.parameters) + len(gradient_stage)
-    tensor_stage: dict[int, int] = {}
+    tensor_stage: dict[TensorNumber, int] = {}
     for t, stage in zip(inputs, (*stage_of, *gradient_stage, *state_stage), strict=True):
         if stage is not None:
             tensor_stage[t] = stage
@@ -102,17 +102,17 @@ def _stage_of_state(
 
 
 def _assign_stages(
-    graph: Graph, tensor_stage: dict[int, int], shared: Sequence[int]
-) -> tuple[tuple[tuple[int, ...], ...], dict]:
+    graph: Graph, tensor_stage: dict[TensorNumber, int], shared: Sequence[TensorNumber]
+) -> tuple[tuple[tuple[TensorNumber, ...], ...], dict]:
     """Extend ``tensor_stage`` to all tensors; return the exchanged tensors and the round of each tensor."""
     rounds = dict.fromkeys((*graph.inputs, *graph.constants), 0)
-    exchanged: list[list[int]] = []
-    known_from: dict[int, int] = {}  # an exchanged tensor: the round in which every stage knows it
+    exchanged: list[list[TensorNumber]] = []
+    known_from: dict[TensorNumber, int] = {}  # an exchanged tensor: the round in which every stage knows it
 
-    def is_large(t: int) -> bool:
+    def is_large(t: TensorNumber) -> bool:
         return graph.tensors[t].size > EXCHANGE_LIMIT
 
-    def exchange(t: int) -> int:
+    def exchange(t: TensorNumber) -> int:
         if t not in known_from:
             while len(exchanged) <= rounds[t]:
                 exchanged.append([])
@@ -157,13 +157,13 @@ def exchanged_values(
     read: Callable[[int], tuple[Sequence[Array], Sequence[Array], Sequence[Array]]],
     shared_state: Sequence[Array],
     num_stages: int,
-) -> dict[int, Array]:
+) -> dict[TensorNumber, Array]:
     """Return the values that all stages know before they compute new parameters, by tensor; inside ``shard_map``.
 
     ``read`` gives a stage's parameters, gradients and state out of this device's buffers.
     """
     graph = update.graph
-    everywhere: dict[int, Array] = dict(graph.constants)
+    everywhere: dict[TensorNumber, Array] = dict(graph.constants)
     shared = [t for t, s in zip(update.state, update.state_stage, strict=True) if s is None]
     everywhere.update(zip(shared, shared_state, strict=True))
     common = [op for op in graph.operators if not any(t in update.stage_of for t in op.outputs)]
@@ -175,7 +175,7 @@ def exchanged_values(
     for number, tensors in enumerate(update.exchanged):
         avals = {t: graph.tensors[t].aval for t in tensors}
 
-        def send(s: int, avals: Mapping[int, Shaped] = avals) -> Array:
+        def send(s: int, avals: Mapping[TensorNumber, Shaped] = avals) -> Array:
             env = _environment(update, s, everywhere, read(s))
             mine = [t for t in avals if update.stage_of[t] == s]
             run(needed_operators(operators_of(update, s), mine, env), env)
@@ -189,8 +189,8 @@ def exchanged_values(
 
 
 def _environment(
-    update: PartitionedUpdate, s: int, everywhere: dict[int, Array], buffers: tuple[Sequence[Array], ...]
-) -> dict[int, Array]:
+    update: PartitionedUpdate, s: int, everywhere: dict[TensorNumber, Array], buffers: tuple[Sequence[Array], ...]
+) -> dict[TensorNumber, Array]:
     """Values by tensor number that a stage begins with."""
     env = dict(everywhere)
     for numbers, values in zip(held_by(update, s), buffers, strict=True):
@@ -203,7 +203,7 @@ def operators_of(update: PartitionedUpdate, s: int) -> list[Operator]:
     return [op for op in update.graph.operators if any(update.stage_of.get(t) == s for t in op.outputs)]
 
 
-def held_by(update: PartitionedUpdate, stage: int) -> tuple[list[int], list[int], list[int]]:
+def held_by(update: PartitionedUpdate, stage: int) -> tuple[list[TensorNumber], list[TensorNumber], list[TensorNumber]]:
     """Tensor numbers of a stage's parameters, gradients and optimizer state."""
     return (
         [t for t in update.parameters if update.stage_of[t] == stage],
@@ -212,7 +212,9 @@ def held_by(update: PartitionedUpdate, stage: int) -> tuple[list[int], list[int]
     )
 
 
-def needed_operators(operators: Sequence[Operator], wanted: Sequence[int], known: Container[int]) -> list[Operator]:
+def needed_operators(
+    operators: Sequence[Operator], wanted: Sequence[TensorNumber], known: Container[TensorNumber]
+) -> list[Operator]:
     """Return the operators that make ``wanted`` from what is known."""
     needed = {t for t in wanted if t not in known}
     kept = []

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array
+from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.graph.graph import Operator, ordered, run
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, exchanged_values, held_by, operators_of
 from jaxpipe.runtime.spmd.buffer_layout import Layout
@@ -26,18 +26,18 @@ from jaxpipe.sharding.mesh_axes import STAGE
 class Renewal:
     """A parameter or a part of the optimizer state that gets a new value."""
 
-    old: int
-    new: int
+    old: TensorNumber
+    new: TensorNumber
     operators: tuple[Operator, ...]  # that make the new value, of what is known after the renewals before
 
     @property
-    def reads(self) -> list[int]:
+    def reads(self) -> list[TensorNumber]:
         """The tensors that the operators read and do not write; with no operators, the new value."""
         written = {t for op in self.operators for t in op.outputs}
         return ordered(t for t in (*(t for op in self.operators for t in op.inputs), self.new) if t not in written)
 
 
-def renewals(update: PartitionedUpdate, s: int, everywhere: Collection[int]) -> list[Renewal]:
+def renewals(update: PartitionedUpdate, s: int, everywhere: Collection[TensorNumber]) -> list[Renewal]:
     """Return what a stage writes, in order: the state that a new parameter is computed from, then that parameter."""
     parameters, _, state = held_by(update, s)
     olds, news = (*update.parameters, *update.state), (*update.new_parameters, *update.new_state)
@@ -47,7 +47,7 @@ def renewals(update: PartitionedUpdate, s: int, everywhere: Collection[int]) -> 
     left = dict.fromkeys(state)
     renewed = []
 
-    def renew(t: int) -> None:
+    def renew(t: TensorNumber) -> None:
         operators = _behind(new[t], maker, known)
         renewed.append(Renewal(t, new[t], tuple(operators)))
         known.update(u for op in operators for u in op.outputs)
@@ -63,9 +63,11 @@ def renewals(update: PartitionedUpdate, s: int, everywhere: Collection[int]) -> 
     return [x for x in renewed if x.new != x.old]
 
 
-def _behind(wanted: int, maker: dict[int, Operator], known: Collection[int]) -> list[Operator]:
+def _behind(
+    wanted: TensorNumber, maker: dict[TensorNumber, Operator], known: Collection[TensorNumber]
+) -> list[Operator]:
     """The operators that make a tensor from what is known, in an order in which they can run."""
-    chain: dict[int, Operator] = {}
+    chain: dict[TensorNumber, Operator] = {}
     waiting = [(wanted, False)]
     while waiting:
         t, ready = waiting.pop()
@@ -114,7 +116,7 @@ def run_update(
 def _overwrite_stage(
     update: PartitionedUpdate,
     s: int,
-    everywhere: dict[int, Array],
+    everywhere: dict[TensorNumber, Array],
     layouts: tuple[Layout, Layout, Layout],
     device_buffers: tuple[Sequence[Array], Sequence[Array]],
     gradients: Sequence[Array],
@@ -129,7 +131,7 @@ def _overwrite_stage(
     steps = renewals(update, s, everywhere.keys())
     home = {step.new: step.old for step in steps}
     touched = [[step.old, *(home.get(t, t) for t in step.reads)] for step in steps]
-    written: dict[int, int] = {}  # a new value: the old one in whose place it is
+    written: dict[TensorNumber, TensorNumber] = {}  # a new value: the old one in whose place it is
     before = None
     for number, step in enumerate(steps):
         for t in step.reads:
@@ -152,25 +154,29 @@ class _Buffers:
     """A device's buffers of parameters, gradients and state, while a stage writes to them."""
 
     def __init__(
-        self, layouts: Sequence[Layout], s: int, numbers: Sequence[Sequence[int]], held: tuple[list[Array], ...]
+        self,
+        layouts: Sequence[Layout],
+        s: int,
+        numbers: Sequence[Sequence[TensorNumber]],
+        held: tuple[list[Array], ...],
     ):
         self.layouts, self.held, self._s = layouts, held, s
         self._place = {t: (part, n) for part, ts in enumerate(numbers) for n, t in enumerate(ts)}
 
-    def read(self, t: int) -> Array:
+    def read(self, t: TensorNumber) -> Array:
         """A tensor."""
         part, n = self._place[t]
         value = self.layouts[part].get(self._s, n, self.held[part])
         # XLA writes over what a fused computation reads, but not if it has another shape in there.
         return _compat.barrier(value) if self.layouts[part].is_whole(self._s, n) else value
 
-    def write(self, t: int, value: Array) -> None:
+    def write(self, t: TensorNumber, value: Array) -> None:
         """Another value for a tensor."""
         part, n = self._place[t]
         value = _compat.barrier(value) if self.layouts[part].is_whole(self._s, n) else value
         self.held[part][:] = self.layouts[part].put(self._s, n, self.held[part], value)
 
-    def barrier(self, tensors: Iterable[int]) -> None:
+    def barrier(self, tensors: Iterable[TensorNumber]) -> None:
         """Nothing that was done with the buffers of these tensors is done later than this, and nothing new before."""
         places = [self._place[t] for t in tensors if t in self._place]
         buffers = list(dict.fromkeys((part, self.layouts[part].places[self._s][n][0]) for part, n in places))

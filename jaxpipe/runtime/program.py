@@ -12,7 +12,7 @@ from typing import cast
 
 import jax
 
-from jaxpipe.array_types import AbstractArray, DType, Shaped
+from jaxpipe.array_types import AbstractArray, DType, Shaped, TensorNumber
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.spmd.buffer_layout import Layout
@@ -51,12 +51,12 @@ class Program:
     gradient_dtype: DType | None = None  # in which narrower ones are added up; None: float32
     specs: Specs = field(default_factory=Specs)  # over the devices of a stage
 
-    def bytes_of(self, numbers: Sequence[int]) -> int:
+    def bytes_of(self, numbers: Sequence[TensorNumber]) -> int:
         """Bytes of some tensors on each device of a stage, in words."""
         sizes = ((4 * word_count(a), t) for a, t in zip(self.avals(numbers), numbers, strict=True))
         return sum(-(-size // self.specs.submesh.shards(self.specs.of_tensor(t))) for size, t in sizes)
 
-    def avals(self, numbers: Sequence[int]) -> list[AbstractArray]:
+    def avals(self, numbers: Sequence[TensorNumber]) -> list[AbstractArray]:
         """Shapes of some tensors."""
         return [self.objective.graph.tensors[t].aval for t in numbers]
 
@@ -69,19 +69,19 @@ class Program:
         """Return where a stage is."""
         return stage % self.num_devices
 
-    def held(self, device: int) -> tuple[list[int], list[int]]:
+    def held(self, device: int) -> tuple[list[TensorNumber], list[TensorNumber]]:
         """The tensors of the parameters and of the state variables on a device, in the order of the layouts."""
         parameters, state = self.placement.held_by(device)
         return [self.objective.parameters[k] for k in parameters], [self.objective.state[k] for k in state]
 
-    def trained(self, device: int) -> list[int]:
+    def trained(self, device: int) -> list[TensorNumber]:
         """The trained parameters of a device, in the order of the layout of gradients."""
         return [t for t in self.held(device)[0] if t not in self.objective.frozen]
 
     @cached_property
-    def shared(self) -> tuple[int, ...]:
+    def shared(self) -> tuple[TensorNumber, ...]:
         """Parameters that a device uses and does not hold."""
-        borrowed: dict[int, None] = {}
+        borrowed: dict[TensorNumber, None] = {}
         for s, stage in enumerate(self.stages):
             local_parameters = self.held(self.device(s))[0]
             borrowed.update((t, None) for t in stage.borrowed if t not in local_parameters)
@@ -97,7 +97,7 @@ class Program:
         return layout.with_dtypes(functools.partial(sum_dtype, gradient_dtype=self.gradient_dtype))
 
     @cached_property
-    def shared_trained(self) -> tuple[int, ...]:
+    def shared_trained(self) -> tuple[TensorNumber, ...]:
         """The trained ones among the shared parameters."""
         return tuple(t for t in self.shared if t not in self.objective.frozen)
 
@@ -198,7 +198,7 @@ class Program:
                 total += sum(-(-4 * word_count(a) // shards) for a in avals)
         return total
 
-    def tangents(self, numbers: Sequence[int]) -> list[AbstractArray]:
+    def tangents(self, numbers: Sequence[TensorNumber]) -> list[AbstractArray]:
         """Shapes of the cotangents of some tensors."""
         return [cast(AbstractArray, aval.to_tangent_aval()) for aval in self.avals(numbers)]
 

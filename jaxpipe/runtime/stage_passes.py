@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
-from jaxpipe.array_types import Array
+from jaxpipe.array_types import Array, TensorNumber
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.vjp_program import Absorb
@@ -19,17 +19,17 @@ from jaxpipe.schedules import Kind
 
 
 #: Arrays by tensor number.
-Values: TypeAlias = Mapping[int, Array]
+Values: TypeAlias = Mapping[TensorNumber, Array]
 
 #: By tensor number, the arrays that each tensor of a stash is stored as.
-Stash: TypeAlias = Mapping[int, tuple[Array, ...]]
+Stash: TypeAlias = Mapping[TensorNumber, tuple[Array, ...]]
 
 
 class Forward(NamedTuple):
     """A stage after its forward pass; ``overflows`` counts sparse tensors that did not fit."""
 
-    outputs: dict[int, Array]
-    stash: dict[int, tuple[Array, ...]]
+    outputs: dict[TensorNumber, Array]
+    stash: dict[TensorNumber, tuple[Array, ...]]
     overflows: Array
 
 
@@ -53,7 +53,7 @@ def backward(
     stash: Stash,
     received: Values,
     absorb: Absorb | None = None,
-) -> tuple[dict[int, Array], dict[int, Array]]:
+) -> tuple[dict[TensorNumber, Array], dict[TensorNumber, Array]]:
     """Return the cotangents that backward work of a kind computes, and those that its weight part waits for.
 
     ``received`` are the cotangents that the next stage sends; for the weight part, the saved ones.
@@ -86,5 +86,5 @@ def _seeds(objective: MicrobatchProgram, stage: Stage, received: Values) -> list
     return [left.pop(t, None) for t in stage.vjp.backward_graph.source.outputs]
 
 
-def _not_none(tensors: Sequence[int], values: Sequence[Array | None]) -> dict[int, Array]:
+def _not_none(tensors: Sequence[TensorNumber], values: Sequence[Array | None]) -> dict[TensorNumber, Array]:
     return {t: x for t, x in zip(tensors, values, strict=True) if x is not None}

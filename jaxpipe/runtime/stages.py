@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.allowed_codecs import FAST, Policy
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable
@@ -26,23 +27,23 @@ class Stage:
     """One stage's work on a micro-batch. All fields but the programs are tensor numbers of the whole graph."""
 
     graph: Graph
-    parameters: tuple[int, ...]
-    state: tuple[int, ...]
-    used: tuple[int, ...]  # the micro-batch's arrays and its key, which every stage has
-    arriving: tuple[int, ...]  # from the stage before, forward; ``leaving``: to the next
-    leaving: tuple[int, ...]
+    parameters: tuple[TensorNumber, ...]
+    state: tuple[TensorNumber, ...]
+    used: tuple[TensorNumber, ...]  # the micro-batch's arrays and its key, which every stage has
+    arriving: tuple[TensorNumber, ...]  # from the stage before, forward; ``leaving``: to the next
+    leaving: tuple[TensorNumber, ...]
     results: tuple[int, ...]  # positions among the objective's
-    new_state: tuple[int, ...]  # the new value of each variable in ``state``
-    borrowed: tuple[int, ...] = ()  # used here, placed in another stage
+    new_state: tuple[TensorNumber, ...]  # the new value of each variable in ``state``
+    borrowed: tuple[TensorNumber, ...] = ()  # used here, placed in another stage
     vjp: VJPProgram | None = None
-    returning: tuple[int, ...] = ()  # of ``arriving``, those whose cotangent is sent back
-    saved: tuple[int, ...] = ()  # whose cotangents wait for the weight part of the backward pass
+    returning: tuple[TensorNumber, ...] = ()  # of ``arriving``, those whose cotangent is sent back
+    saved: tuple[TensorNumber, ...] = ()  # whose cotangents wait for the weight part of the backward pass
     fold: Fold | None = None  # where several devices share its micro-batches; ``new_state`` is the old one then
     swap: StashSwap | None = None  # the part of its stash that is in other memory between the passes
     slices: int = 1  # into how many its largest product is cut
 
     @property
-    def stashed(self) -> tuple[int, ...]:
+    def stashed(self) -> tuple[TensorNumber, ...]:
         """The stored tensors that go through the arena: those that the backward pass does not get as arguments."""
         if self.vjp is None:
             return ()
@@ -53,7 +54,7 @@ class Stage:
         """True if there is backward work here."""
         return self.vjp is not None and bool(self.vjp.backward_graph.wrt)
 
-    def differentiated(self, kind: Kind) -> frozenset[int]:
+    def differentiated(self, kind: Kind) -> frozenset[TensorNumber]:
         """Return the inputs whose cotangent is ready after work of a kind."""
         if self.vjp is None or kind is Kind.FORWARD:
             return frozenset()
@@ -79,7 +80,7 @@ class Placement:
         )
 
 
-def variable_spans(objective: MicrobatchProgram) -> dict[int, tuple[tuple[int, int], ...]]:
+def variable_spans(objective: MicrobatchProgram) -> dict[TensorNumber, tuple[tuple[int, int], ...]]:
     """For each parameter and state variable that is used, first and last operator of uses that stay together.
 
     A parameter that is used again behind other parameters' products (a tied embedding) may be used in several stages.
@@ -100,7 +101,7 @@ def place(objective: MicrobatchProgram, cuts: Sequence[int]) -> Placement:
     """Put every variable into the stage that uses it first; what nothing uses, into the first."""
     first = {t: uses[0][0] for t, uses in variable_spans(objective).items()}
 
-    def stage_of(t: int) -> int:
+    def stage_of(t: TensorNumber) -> int:
         return sum(first.get(t, 0) >= c for c in cuts[1:-1])
 
     return Placement(tuple(map(stage_of, objective.parameters)), tuple(map(stage_of, objective.state)))
@@ -200,7 +201,7 @@ def with_backward(objective: MicrobatchProgram, stages: Sequence[Stage], policy:
     active = _active(objective)
     loss = objective.results[0]
     done: list[Stage] = []
-    seeds: set[int] = {loss}
+    seeds: set[TensorNumber] = {loss}
     for stage in reversed(stages):
         given = [t for t in stage.graph.outputs if t in seeds]
         wrt = [t for t in (*stage.parameters, *stage.borrowed, *stage.arriving) if t in active]
@@ -213,7 +214,7 @@ def with_backward(objective: MicrobatchProgram, stages: Sequence[Stage], policy:
     return tuple(reversed(done))
 
 
-def in_slices(stage: Stage, loss: int, policy: Policy = FAST) -> tuple[Stage, tuple[Operator, ...]] | None:
+def in_slices(stage: Stage, loss: TensorNumber, policy: Policy = FAST) -> tuple[Stage, tuple[Operator, ...]] | None:
     """Return the last stage with its largest product in slices, and the operators in the loop over them.
 
     None if what follows the product is not row-wise. A slice is no larger than the largest of the tensors that are
@@ -234,7 +235,7 @@ def in_slices(stage: Stage, loss: int, policy: Policy = FAST) -> tuple[Stage, tu
     return replace(stage, graph=sliced.graph, vjp=built, saved=saved, slices=sliced.count), sliced.operators
 
 
-def _active(objective: MicrobatchProgram) -> set[int]:
+def _active(objective: MicrobatchProgram) -> set[TensorNumber]:
     """Tensors that depend on a trained parameter and can carry a cotangent."""
     tensors = objective.graph.tensors
     active = set(objective.differentiated)

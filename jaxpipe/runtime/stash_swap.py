@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jaxpipe.array_types import TensorNumber
+
 
 @dataclass(frozen=True)
 class SwapTarget:
@@ -15,5 +17,5 @@ class SwapTarget:
 class StashSwap:
     """Swaps of a stage."""
 
-    tensors: tuple[int, ...]  # of its stash, by number in the objective's graph; sliced among the targets
+    tensors: tuple[TensorNumber, ...]  # of its stash, by number in the objective's graph; sliced among the targets
     targets: tuple[SwapTarget, ...]

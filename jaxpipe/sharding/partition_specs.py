@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.sharding.submesh import Submesh, axis_names
 
 
@@ -13,10 +14,10 @@ class Specs:
     """Partition specs of the arrays that a plan names: by tensor of the objective, by leaf of the optimizer state."""
 
     submesh: Submesh = field(default_factory=Submesh)
-    tensors: Mapping[int, P] = field(default_factory=dict)
+    tensors: Mapping[TensorNumber, P] = field(default_factory=dict)
     optimizer: tuple[P, ...] = ()
 
-    def of_tensor(self, t: int) -> P:
+    def of_tensor(self, t: TensorNumber) -> P:
         """Return the spec of a tensor."""
         return self.tensors.get(t, P())
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from jaxpipe import _compat
-from jaxpipe.array_types import AbstractArray
+from jaxpipe.array_types import AbstractArray, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.operator_vjp import Cut, differentiate
 from jaxpipe.graph.rules import max_pool, pick, relu
@@ -20,8 +20,8 @@ class Match:
 
     name: str
     covers: tuple[Operator, ...]
-    operand: int
-    result: int
+    operand: TensorNumber
+    result: TensorNumber
     key: Hashable
     cut: Callable[[AbstractArray], Cut]
 
@@ -32,7 +32,7 @@ def find(graph: Graph, allowed: Callable[[Operator], bool]) -> Mapping[Operator,
     Keyed by the first operator that the match covers. ``allowed`` says whether a max-pool may be matched.
     """
     producers = {t: op for op in graph.operators for t in op.outputs}
-    readers: dict[int, int] = {}
+    readers: dict[TensorNumber, int] = {}
     for t in (*graph.outputs, *(t for op in graph.operators for t in op.inputs)):
         readers[t] = readers.get(t, 0) + 1
     matches = {}

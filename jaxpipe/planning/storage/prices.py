@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.costs import roofline
 from jaxpipe.costs.device_rates import Rates
 from jaxpipe.graph.graph import Graph, Operator
@@ -21,7 +22,7 @@ class Prices:
       links: between the devices of stages, and to their host's memory if stashes may go there.
     """
 
-    profiled: Mapping[tuple[int, str], float]
+    profiled: Mapping[tuple[TensorNumber, str], float]
     rates: Rates
     scale: float
     slow: tuple[float, ...]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxpipe import _compat
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.buffer_packing import alive_bytes
 from jaxpipe.graph.graph import Graph, Operator, Tensor
 from jaxpipe.graph.liveness import lifetimes
@@ -56,10 +57,10 @@ class Items:
 
     backward_graph: BackwardGraph
     problem: Problem
-    tensors: tuple[int, ...]
+    tensors: tuple[TensorNumber, ...]
     formats: tuple[tuple[SavedFormat, ...], ...]
     default: tuple[int, ...]
-    held: frozenset[int]
+    held: frozenset[TensorNumber]
 
 
 def stage_items(
@@ -67,8 +68,8 @@ def stage_items(
     plan: ResidualPlan,
     seconds: Callable[[Operator], float],
     bytes_per_second: float,
-    held: Iterable[int] = (),
-    released: Container[int] = (),
+    held: Iterable[TensorNumber] = (),
+    released: Container[TensorNumber] = (),
 ) -> Items:
     """The items and events of a stage.
 
@@ -173,19 +174,19 @@ def _codec_moves(fmt: SavedFormat) -> float:
     return COMPACTION if fmt.format.is_sparse else PACKING
 
 
-def _plain_format(graph: Graph, t: int) -> SavedFormat:
+def _plain_format(graph: Graph, t: TensorNumber) -> SavedFormat:
     """A tensor that is no feature map to be packed: as it is, or 1 bit for each boolean."""
     return SavedFormat(
         Format.MASK if graph.tensors[t].dtype == np.bool_ and graph.tensors[t].bits == 1 else Format.KEEP
     )
 
 
-def _starting_points(backward_graph: BackwardGraph, there: frozenset[int]) -> list[int]:
+def _starting_points(backward_graph: BackwardGraph, there: frozenset[TensorNumber]) -> list[TensorNumber]:
     """Tensors from which others can be computed again without looking further back."""
     graph = backward_graph.graph
     producers = {t: op for op in graph.operators for t in op.outputs}
     needs = frozenset(backward_graph.needs)
-    needed: set[int] = set()
+    needed: set[TensorNumber] = set()
     pending = list(needs)
     while pending:
         t = pending.pop()
@@ -196,14 +197,14 @@ def _starting_points(backward_graph: BackwardGraph, there: frozenset[int]) -> li
             pending.extend(producers[t].inputs)
     sums = sums_of_branches(graph, there)
 
-    def is_one(t: int) -> bool:
+    def is_one(t: TensorNumber) -> bool:
         op = producers.get(t)
         is_mask = t in needs and graph.tensors[t].bits == 1
         return op is None or op.has_effects or weight(op) is None or t in sums or is_mask
 
     follower = _followers(graph, needs)
 
-    def last(t: int) -> int:
+    def last(t: TensorNumber) -> TensorNumber:
         while follower.get(t) in needed:
             t = follower[t]
         return t
@@ -211,7 +212,7 @@ def _starting_points(backward_graph: BackwardGraph, there: frozenset[int]) -> li
     return list(dict.fromkeys(last(t) for t in needed if is_one(t)))
 
 
-def _followers(graph: Graph, needs: Container[int]) -> dict[int, int]:
+def _followers(graph: Graph, needs: Container[TensorNumber]) -> dict[TensorNumber, TensorNumber]:
     """Return what is made of a convolution's result and of weights, cheaply, where nothing else reads it, step by step.
 
     Who starts from the result with its bias and its ReLU needs no memory for the result by itself.
@@ -235,13 +236,13 @@ class _Event:
     """Backward steps that run as one: on a GPU a matrix product and what follows it element by element.
 
     Attributes:
-      reads: the items that they need.
+      reads: the tensors of the items that they need.
       running: bytes of cotangents and workspace while the product runs.
       left: bytes of the cotangents behind them.
       fresh: shape and type of those that elementwise steps wrote.
     """
 
-    reads: frozenset[int]
+    reads: frozenset[TensorNumber]
     running: int
     left: int
     fresh: tuple[Any, ...]
@@ -251,19 +252,19 @@ def _events(
     backward_graph: BackwardGraph,
     derivations: Derivations,
     everything: ResidualPlan,
-    available: frozenset[int],
-    position: Mapping[int, int],
-    released: Container[int],
-) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
+    available: frozenset[TensorNumber],
+    position: Mapping[TensorNumber, int],
+    released: Container[TensorNumber],
+) -> tuple[dict[TensorNumber, tuple[int, ...]], tuple[int, ...]]:
     """Return the events that read each item, and the bytes in each of cotangents and of what a step needs besides."""
     events: list[_Event] = []
     tensors, readable = backward_graph.source.tensors, {*everything.formats, *available}
-    cotangents: set[int] = set()
+    cotangents: set[TensorNumber] = set()
     steps = _in_parts(backward_graph.steps[::-1], available)
     unread = Counter(t for step in steps for t in step.cotangents_in)
     last = ""
     for chain in _chains(steps):
-        before, leaves, running = set(cotangents), set[int](), 0
+        before, leaves, running = set(cotangents), set[TensorNumber](), 0
         for step in chain:
             leaves.update(derivations.of(step.needs, everything, available)[1])
             cotangents.update(step.cotangents_in)
@@ -283,7 +284,7 @@ def _events(
         fresh = tuple((tensors[t].shape, tensors[t].dtype) for t in cotangents - before)
         events.append(_Event(frozenset(leaves & position.keys()), running, left, fresh))
     base = _base_bytes(events, backward_graph.graph)
-    joined_reads: list[set[int]] = []
+    joined_reads: list[set[TensorNumber]] = []
     joined_base: list[int] = []
     for here, size in zip((event.reads for event in events), base, strict=True):
         if joined_reads and ((not here and size <= joined_base[-1]) or here == joined_reads[-1]):
@@ -293,7 +294,7 @@ def _events(
             joined_base.append(size)
     most = MOST_EVENTS if _compat.runs_breadth_first() else MOST_GPU_EVENTS
     per_event = -(-len(joined_reads) // most)
-    uses: dict[int, list[int]] = {}
+    uses: dict[TensorNumber, list[int]] = {}
     total: list[int] = []
     for e in range(0, len(joined_reads), max(1, per_event)):
         for t in sorted(set().union(*joined_reads[e : e + per_event])):

@@ -60,7 +60,7 @@ def end_work(context: UpdateContext, s: int, counts: bool) -> Work:
     renewed = renewed_names(context, s) if context.guarded else {}
     for t, name in renewed.items():
         is_parameter, tensors = name.role is Role.PARAMETER, context.by_stage.graph.tensors
-        aval = context.pipeline.aval(name.number) if is_parameter else shape_of(tensors[t])
+        aval = context.pipeline.aval(name.tensor) if is_parameter else shape_of(tensors[t])
         operands |= {name: aval, older(name): aval}
     ends = end_operands(context, s, counts)
 

@@ -152,7 +152,7 @@ class _Writer:
             held = [Name(Role.PARAMETER, t) for t in stage.parameters]
             held += [Name(Role.STATE, t) for t in stage.state]
             for name in held:
-                builder.given(whole, name, context.aval(name.number))
+                builder.given(whole, name, context.aval(name.tensor))
                 builder.split(s, name)
         for place in self.every_member:
             self._give_step_inputs(place)

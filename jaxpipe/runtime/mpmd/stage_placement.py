@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.runtime.mpmd.call_list import Traces
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
@@ -17,7 +18,7 @@ class Layout:
     context: Context
     schedule: Schedule
     devices: StageDevices
-    homes: dict[int, int]  # by tensor number of a parameter, its stage
+    homes: dict[TensorNumber, int]  # by parameter, its stage
     traces: Traces = field(default_factory=dict)  # of the same cuts; filled while lists are written
 
     @property

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.array_types import AbstractArray, Array, DType, Shaped
+from jaxpipe.array_types import AbstractArray, Array, DType, Shaped, TensorNumber
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals.stored_formats import Format
 from jaxpipe.runtime import stage_passes
@@ -81,6 +81,11 @@ class Name(NamedTuple):
     number: int = 0
     part: int = 0
 
+    @property
+    def tensor(self) -> TensorNumber:
+        """The number, in roles that have one array for each tensor."""
+        return TensorNumber(self.number)
+
 
 #: Named arrays during the trace of some work: its operands, and what it has computed.
 Arrays: TypeAlias = dict[Name, Array]
@@ -125,10 +130,10 @@ class Pack:
 
     name: Name
     aval: jax.ShapeDtypeStruct
-    tensors: tuple[int, ...]  # the parameters, in order
+    tensors: tuple[TensorNumber, ...]  # the parameters, in order
     sizes: tuple[int, ...]  # elements of each
 
-    def part(self, array: Array, t: int) -> Array:
+    def part(self, array: Array, t: TensorNumber) -> Array:
         """Return the sum of one parameter's gradients, flat."""
         k = self.tensors.index(t)
         begin = sum(self.sizes[:k])
@@ -151,21 +156,21 @@ class Context:
     collects: bool = False  # results are kept by micro-batch, not added up
     specs: Specs = field(default_factory=Specs)  # over the axes of a member's devices
 
-    def aval(self, t: int) -> jax.ShapeDtypeStruct:
+    def aval(self, t: TensorNumber) -> jax.ShapeDtypeStruct:
         """The shape of a tensor."""
         return shape_of(self.objective.graph.tensors[t])
 
     def spec(self, s: int, name: Name) -> P:
         """The partition spec of an array of a member of a stage; where XLA chooses it, the expected one."""
-        role, number, part = name
+        role = name.role
         if role is Role.OPTIMIZER:
-            return self.specs.of_leaf(number)
-        if role is Role.GRADIENT and part >= 0:
-            return P(*(None for _ in self.lead(s)), *self.specs.of_tensor(number))
+            return self.specs.of_leaf(name.number)
+        if role is Role.GRADIENT and name.part >= 0:
+            return P(*(None for _ in self.lead(s)), *self.specs.of_tensor(name.tensor))
         if role in _OF_TENSORS:
-            return self.specs.of_tensor(number)
+            return self.specs.of_tensor(name.tensor)
         if role is Role.STASH:  # of other dimensions than its tensor, but in as many parts
-            axes = tuple(axis for axes in self.specs.of_tensor(number) for axis in axis_names(axes))
+            axes = tuple(axis for axes in self.specs.of_tensor(name.tensor) for axis in axis_names(axes))
             return P(axes) if axes else P()
         return P()
 
@@ -173,11 +178,11 @@ class Context:
         """Return whether XLA chooses how an array is split: one that a member keeps for its own backward pass."""
         if self.specs.submesh.size == 1:
             return False
-        kept = name.role is Role.ACTIVATION and name.number not in self._sent
+        kept = name.role is Role.ACTIVATION and name.tensor not in self._sent
         return kept or name.role in (Role.STASH, Role.SAVED, Role.PIECE)
 
     @functools.cached_property
-    def _sent(self) -> frozenset[int]:
+    def _sent(self) -> frozenset[TensorNumber]:
         return frozenset(t for stage in self.stages for t in (*stage.arriving, *stage.leaving))
 
     def together(self, s: int, aval: Shaped) -> jax.ShapeDtypeStruct:
@@ -189,17 +194,17 @@ class Context:
         """The axes in front of a sum of gradients in a stage."""
         return (1,) if self.members[s] > 1 else ()
 
-    def sum_aval(self, s: int, t: int) -> jax.ShapeDtypeStruct:
+    def sum_aval(self, s: int, t: TensorNumber) -> jax.ShapeDtypeStruct:
         """The shape of the sum of a parameter's gradients in a stage."""
         aval = self.aval(t)
         return jax.ShapeDtypeStruct((*self.lead(s), *aval.shape), sum_dtype(aval.dtype, self.gradient_dtype))
 
     @functools.cached_property
-    def packs(self) -> tuple[dict[int, Pack], ...]:
+    def packs(self) -> tuple[dict[TensorNumber, Pack], ...]:
         """By stage and parameter, the array in which a small sum of gradients lies beside others."""
         return tuple(_packs(self, s) for s in range(len(self.stages)))
 
-    def sums(self, s: int, tensors: Iterable[int]) -> Avals:
+    def sums(self, s: int, tensors: Iterable[TensorNumber]) -> Avals:
         """The arrays that hold the sums of some parameters' gradients in a stage, and their shapes."""
         arrays = {}
         for t in tensors:
@@ -213,7 +218,7 @@ class Context:
             return jax.ShapeDtypeStruct((), jnp.int32)
         return self.aval(self.objective.results[name.number])
 
-    def trained(self, s: int) -> list[int]:
+    def trained(self, s: int) -> list[TensorNumber]:
         """The parameters that receive a gradient in a stage, borrowed ones included."""
         stage = self.stages[s]
         if stage.vjp is None:
@@ -221,16 +226,16 @@ class Context:
         wrt = set(stage.vjp.backward_graph.wrt) - self.objective.frozen
         return [t for t in (*stage.parameters, *stage.borrowed) if t in wrt]
 
-    def held(self, s: int) -> list[int]:
+    def held(self, s: int) -> list[TensorNumber]:
         """The parameters of a stage whose gradient the optimizer takes."""
         return [t for t in self.stages[s].parameters if t not in self.objective.frozen]
 
-    def statistics(self, s: int) -> tuple[int, ...]:
+    def statistics(self, s: int) -> tuple[TensorNumber, ...]:
         """Tensors that a micro-batch adds to the state of a stage whose members share the micro-batches."""
         fold = self.stages[s].fold
         return fold.statistics if fold is not None and self.trains else ()
 
-    def renewed_state(self, s: int) -> list[int]:
+    def renewed_state(self, s: int) -> list[TensorNumber]:
         """The state variables of a stage that a step changes."""
         stage = self.stages[s]
         if stage.fold is not None:
@@ -249,19 +254,19 @@ class Context:
 _PACKED_BYTES = 1 << 16
 
 
-def _packs(context: Context, s: int) -> dict[int, Pack]:
+def _packs(context: Context, s: int) -> dict[TensorNumber, Pack]:
     """By parameter of a stage that no other stage uses, the array in which its small sum lies."""
     built = context.stages[s].vjp
     if built is None:
         return {}
     shared = {t for stage in context.stages for t in stage.borrowed}
-    groups: dict[tuple[DType, bool], list[int]] = {}
+    groups: dict[tuple[DType, bool], list[TensorNumber]] = {}
     for t in context.trained(s):
         aval = context.sum_aval(s, t)
         is_vector = len(context.aval(t).shape) < 2 and context.specs.of_tensor(t) == P()
         if is_vector and t not in shared and 0 < aval.size * aval.dtype.itemsize <= _PACKED_BYTES:
             groups.setdefault((aval.dtype, t in built.input_part), []).append(t)
-    packs: dict[int, Pack] = {}
+    packs: dict[TensorNumber, Pack] = {}
     for (dtype, _), tensors in groups.items():
         if len(tensors) > 1:
             sizes = tuple(context.aval(t).size for t in tensors)
@@ -346,12 +351,12 @@ def _leaves_used(context: Context, stage: Stage) -> list[int]:
     return [k for k, t in enumerate(context.objective.batch) if t in stage.used]
 
 
-def _following(context: Context, s: int) -> tuple[int, ...]:
+def _following(context: Context, s: int) -> tuple[TensorNumber, ...]:
     """The tensors whose cotangents the next stage sends."""
     return context.stages[s + 1].returning if s + 1 < len(context.stages) else ()
 
 
-def _tangent(context: Context, t: int) -> jax.ShapeDtypeStruct:
+def _tangent(context: Context, t: TensorNumber) -> jax.ShapeDtypeStruct:
     return shape_of(cast(AbstractArray, context.objective.graph.tensors[t].aval.to_tangent_aval()))
 
 
@@ -367,21 +372,21 @@ def _stash_avals(stage: Stage) -> Avals:
     }
 
 
-def stash_names(stage: Stage, t: int) -> list[Name]:
+def stash_names(stage: Stage, t: TensorNumber) -> list[Name]:
     """Return the arrays that a tensor of a stash is stored as; none if it is not stored."""
     assert stage.vjp is not None
     counts = dict(zip(stage.vjp.plan.stored, map(len, stage.vjp.stash_avals), strict=True))
     return _stash_names(stage, t, counts[t]) if t in counts else []
 
 
-def _stash_names(stage: Stage, t: int, count: int) -> list[Name]:
+def _stash_names(stage: Stage, t: TensorNumber, count: int) -> list[Name]:
     assert stage.vjp is not None
     if stage.vjp.plan.formats[t].format is Format.KEEP:
         return [Name(Role.ACTIVATION, t)]
     return [Name(Role.STASH, t, part) for part in range(count)]
 
 
-def _available(context: Context, stage: Stage, arrays: Arrays) -> dict[int, Array]:
+def _available(context: Context, stage: Stage, arrays: Arrays) -> dict[TensorNumber, Array]:
     """Parameters, the micro-batch and its key, by tensor number."""
     objective = context.objective
     known = {t: arrays[Name(Role.PARAMETER, t)] for t in (*stage.parameters, *stage.borrowed)}
@@ -436,7 +441,7 @@ def _backward(context: Context, s: int, kind: Kind, arrays: Arrays) -> None:
     _hand_out(context, s, arrays, gradients)
 
 
-def _adding_to_sums(context: Context, s: int, arrays: Arrays) -> dict[int, Callable[[Array], Array]]:
+def _adding_to_sums(context: Context, s: int, arrays: Arrays) -> dict[TensorNumber, Callable[[Array], Array]]:
     """Return what becomes of the gradients that have a sum by themselves: it is added to, as soon as they are there."""
     tensors = [t for t in context.trained(s) if t not in context.packs[s] and t not in context.stages[s].returning]
     sums = {t: arrays[Name(Role.GRADIENT, t)] for t in tensors if Name(Role.GRADIENT, t) in arrays}
@@ -447,7 +452,7 @@ def _add_shaped(total: Array, gradient: Array) -> Array:
     return add_gradient(total, gradient.reshape(total.shape))
 
 
-def _hand_out(context: Context, s: int, arrays: Arrays, gradients: Mapping[int, Array]) -> None:
+def _hand_out(context: Context, s: int, arrays: Arrays, gradients: Mapping[TensorNumber, Array]) -> None:
     """Name sums of gradients, to which these have been added if there is any, and the cotangents that go back."""
     stage = context.stages[s]
     arrays.update((Name(Role.COTANGENT, t), gradients[t]) for t in stage.returning if t in gradients)

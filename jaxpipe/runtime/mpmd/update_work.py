@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, DType, Shaped
+from jaxpipe.array_types import Array, DType, Shaped, TensorNumber
 from jaxpipe.gradients.block_exchange import exchange_one
 from jaxpipe.graph.graph import run
 from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, STEP, Arrays, Avals, Context, Name, Role, Work, shape_of
@@ -69,7 +69,7 @@ class UpdateContext:
     skips: bool = False  # such a step counts as one
 
     @functools.cached_property
-    def tensor_of(self) -> dict[int, int]:
+    def tensor_of(self) -> dict[TensorNumber, TensorNumber]:
         """By tensor number in the optimizer of a parameter or its gradient, that in the objective."""
         objective = self.pipeline.objective
         trained = [t for t in objective.parameters if t not in objective.frozen]
@@ -77,7 +77,7 @@ class UpdateContext:
         return dict(pairs) | dict(zip(self.by_stage.gradients, trained, strict=True))
 
     @functools.cached_property
-    def taken_dtype(self) -> dict[int, DType]:
+    def taken_dtype(self) -> dict[TensorNumber, DType]:
         """By trained parameter of the objective, the type in which the optimizer takes its gradient."""
         return {self.tensor_of[t]: self.by_stage.graph.tensors[t].dtype for t in self.by_stage.gradients}
 
@@ -93,7 +93,7 @@ class UpdateContext:
         """Return whether stage ``k`` returns gradients to ``s`` as one sum, not from each member to another one."""
         return self.pipeline.members[s] != self.pipeline.members[k]
 
-    def lenders(self, s: int, t: int) -> list[int]:
+    def lenders(self, s: int, t: TensorNumber) -> list[int]:
         """The other stages that compute gradients of a parameter."""
         return [k for k in range(len(self.pipeline.stages)) if k != s and t in self.pipeline.trained(k)]
 
@@ -104,12 +104,12 @@ class UpdateContext:
         return [jax.ShapeDtypeStruct((*lead, *a.shape), jnp.promote_types(a.dtype, jnp.float32)) for a in avals]
 
 
-def returned_gradient(s: int, t: int) -> Name:
+def returned_gradient(s: int, t: TensorNumber) -> Name:
     """The sum of a parameter's gradients from stage ``s``, which borrows the parameter."""
     return Name(Role.GRADIENT, t, 1 + s)
 
 
-def returned_sum(s: int, t: int) -> Name:
+def returned_sum(s: int, t: TensorNumber) -> Name:
     """The sum of a parameter's gradients over all members of stage ``s``, which borrows the parameter."""
     return Name(Role.MEAN, t, 1 + s)
 
@@ -119,7 +119,7 @@ def reported(name: Name, source: int) -> Name:
     return name._replace(part=1 + source)
 
 
-def _sum_operands(context: UpdateContext, s: int, t: int) -> Avals:
+def _sum_operands(context: UpdateContext, s: int, t: TensorNumber) -> Avals:
     """The operands that a parameter's gradient is made of."""
     pipeline, total = context.pipeline, context.pipeline.sum_aval(s, t)
     sums = pipeline.sums(s, [t]) if t in pipeline.trained(s) else {}
@@ -139,12 +139,12 @@ def _gradient_operands(context: UpdateContext, s: int) -> Avals:
     return operands | scalars(WEIGHT)
 
 
-def _own_sums(context: UpdateContext, s: int, values: Arrays) -> dict[int, Array]:
+def _own_sums(context: UpdateContext, s: int, values: Arrays) -> dict[TensorNumber, Array]:
     """Sums of each member, with what members of stages that borrow a parameter have returned."""
     return {t: _own_sum(context, s, values, t) for t in context.pipeline.held(s)}
 
 
-def _own_sum(context: UpdateContext, s: int, values: Arrays, t: int) -> Array:
+def _own_sum(context: UpdateContext, s: int, values: Arrays, t: TensorNumber) -> Array:
     pipeline = context.pipeline
     pack = pipeline.packs[s].get(t)
     total = values.get(Name(Role.GRADIENT, t)) if pack is None else pack.part(values[pack.name], t)
@@ -154,12 +154,12 @@ def _own_sum(context: UpdateContext, s: int, values: Arrays, t: int) -> Array:
     return (total + add_up(values, returned) if returned else total).reshape(aval.shape)
 
 
-def _mean(context: UpdateContext, s: int, values: Arrays) -> dict[int, Array]:
+def _mean(context: UpdateContext, s: int, values: Arrays) -> dict[TensorNumber, Array]:
     """The gradients of a stage's parameters, by tensor number, in the types of their sums."""
     return {t: _mean_of(context, s, values, t) for t in context.pipeline.held(s)}
 
 
-def _mean_of(context: UpdateContext, s: int, values: Arrays, t: int) -> Array:
+def _mean_of(context: UpdateContext, s: int, values: Arrays, t: TensorNumber) -> Array:
     total = _over_members(context, s, _own_sum(context, s, values, t))
     returned = [values[returned_sum(k, t)] for k in context.lenders(s, t) if context.returns_sum(s, k)]
     total = functools.reduce(operator.add, returned, total)
@@ -171,7 +171,7 @@ def _over_members(context: UpdateContext, s: int, value: Array) -> Array:
     return value if context.is_alone(s) else jnp.sum(value, 0, dtype=value.dtype)
 
 
-def returned_sum_work(context: UpdateContext, s: int, t: int) -> Work:
+def returned_sum_work(context: UpdateContext, s: int, t: TensorNumber) -> Work:
     """Return the sum over the members of stage ``s``, which borrows a parameter, of its gradients."""
     name = Name(Role.GRADIENT, t)
     operands = {name: context.of_members(s, context.pipeline.sum_aval(s, t))}
@@ -187,7 +187,7 @@ def fold_work(context: Context, s: int) -> Work:
     fold, m = context.stages[s].fold, context.num_microbatches
     assert fold is not None
     state = [Name(Role.STATE, t) for t in fold.state]
-    operands = {name: context.aval(name.number) for name in state}
+    operands = {name: context.aval(name.tensor) for name in state}
     operands |= {Name(Role.STATISTIC, t, j): context.aval(t) for t in fold.statistics for j in range(m)}
 
     def function(values: Arrays) -> list[Array]:
@@ -287,7 +287,7 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
     return Work(f"stage {s}: update", operands, [*names.values(), *newest(ends), SQUARES], function)
 
 
-def renewed_names(context: UpdateContext, s: int) -> dict[int, Name]:
+def renewed_names(context: UpdateContext, s: int) -> dict[TensorNumber, Name]:
     """By tensor number in the optimizer, the parameters and the optimizer state that a stage writes."""
     names = {t: Name(Role.PARAMETER, context.tensor_of[t]) for t in held_by(context.by_stage, s)[0]}
     return names | _state_places(context, s)
@@ -308,7 +308,7 @@ def choose_value(values: Arrays, before: Array | None, after: Array) -> Array:
     return after if before is None or STOPPED not in values else jnp.where(values[STOPPED], before, after)
 
 
-def _state_at_end(context: UpdateContext, s: int) -> list[int]:
+def _state_at_end(context: UpdateContext, s: int) -> list[TensorNumber]:
     # Members that share micro-batches have the same state already.
     alike = context.is_alone(s) or context.pipeline.stages[s].fold is not None
     return context.pipeline.renewed_state(s) if context.guarded or not alike else []
@@ -342,7 +342,7 @@ def results_at_end(context: UpdateContext, s: int, counts: bool, values: Arrays)
     return [*results, choose_value(values, step, step + 1), skipped]
 
 
-def renew(context: UpdateContext, s: int, values: Arrays, names: dict[int, Name]) -> tuple[list[Array], Array]:
+def renew(context: UpdateContext, s: int, values: Arrays, names: dict[TensorNumber, Name]) -> tuple[list[Array], Array]:
     """Run the optimizer of a stage: the new values, and the squared norm of the gradient."""
     by_stage = context.by_stage
     olds, news = (*by_stage.parameters, *by_stage.state), (*by_stage.new_parameters, *by_stage.new_state)
@@ -357,8 +357,8 @@ def renew(context: UpdateContext, s: int, values: Arrays, names: dict[int, Name]
 
 
 def _renew(
-    context: UpdateContext, s: int, values: Arrays, gradients: dict[int, Array]
-) -> tuple[dict[int, Array], dict[int, Array]]:
+    context: UpdateContext, s: int, values: Arrays, gradients: dict[TensorNumber, Array]
+) -> tuple[dict[TensorNumber, Array], dict[TensorNumber, Array]]:
     """Write a stage's parameters and state one after the other, each over the old one (``overwrite_state.renewals``).
 
     Returns new values by tensor number of the old one in the optimizer, and the squared norm of each gradient.
@@ -373,7 +373,7 @@ def _renew(
     steps = renewals(by_stage, s, [t for t in env if t not in taken])
     waiting = set(taken) if lazy else set()
     before: list[Array] = []
-    written: dict[int, Array] = {}
+    written: dict[TensorNumber, Array] = {}
     squares = {} if lazy else {t: _square(g) for t, g in gradients.items()}
     for step in steps:
         fresh = [t for t in step.reads if t in waiting]
@@ -407,7 +407,7 @@ def gradient_work(context: UpdateContext, s: int) -> Work:
     return Work(f"stage {s}: gradient", _gradient_operands(context, s), names, function)
 
 
-def _gradients(context: UpdateContext, s: int, values: Arrays) -> dict[int, Array]:
+def _gradients(context: UpdateContext, s: int, values: Arrays) -> dict[TensorNumber, Array]:
     """The gradients of a stage's parameters, by tensor number, as the optimizer takes them."""
     if context.exchange is None:
         gradients = _mean(context, s, values)
@@ -416,7 +416,7 @@ def _gradients(context: UpdateContext, s: int, values: Arrays) -> dict[int, Arra
     return {t: g.astype(context.taken_dtype[t]) for t, g in gradients.items()}
 
 
-def _state_places(context: UpdateContext, s: int) -> dict[int, Name]:
+def _state_places(context: UpdateContext, s: int) -> dict[TensorNumber, Name]:
     """By tensor number in the optimizer, the state of a stage and that which every stage has."""
     update = context.by_stage
     roles = {s: Role.OPTIMIZER, None: Role.SHARED}
@@ -439,19 +439,19 @@ def optimizer_operands(context: UpdateContext, s: int, rounds: int) -> Avals:
 
 
 def _environment(
-    context: UpdateContext, s: int, rounds: int, values: Arrays, gradients: dict[int, Array]
-) -> dict[int, Array]:
+    context: UpdateContext, s: int, rounds: int, values: Arrays, gradients: dict[TensorNumber, Array]
+) -> dict[TensorNumber, Array]:
     """Values by tensor number in the optimizer that a stage begins a round with."""
     by_stage = context.by_stage
     parameters, taken, _ = held_by(by_stage, s)
-    env: dict[int, Array] = dict(by_stage.graph.constants)
+    env: dict[TensorNumber, Array] = dict(by_stage.graph.constants)
     env |= {t: values[Name(Role.PARAMETER, context.tensor_of[t])] for t in parameters}
     env |= {t: gradients[context.tensor_of[t]] for t in taken}
     env |= {t: values[name] for t, name in _state_places(context, s).items()}
     return env | {t: values[Name(Role.EXCHANGED, t)] for ts in by_stage.exchanged[:rounds] for t in ts}
 
 
-def _compute(context: UpdateContext, s: int, wanted: Sequence[int], env: dict[int, Array]) -> None:
+def _compute(context: UpdateContext, s: int, wanted: Sequence[TensorNumber], env: dict[TensorNumber, Array]) -> None:
     """Run what some tensors follow from: operators of the stage, and those that every stage runs."""
     by_stage = context.by_stage
     common = [op for op in by_stage.graph.operators if not any(t in by_stage.stage_of for t in op.outputs)]

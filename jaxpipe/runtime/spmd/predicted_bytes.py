@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from jaxpipe import _compat
-from jaxpipe.array_types import Array, PyTree, Shaped
+from jaxpipe.array_types import Array, PyTree, Shaped, TensorNumber
 from jaxpipe.graph.graph import Graph, itemsize, run
 from jaxpipe.graph.liveness import peak_bytes
 from jaxpipe.runtime.executable_plan import Update
@@ -105,7 +105,7 @@ def updating_bytes(update: Update, s: int) -> int:
         if alike not in peaks:
 
             def renew(
-                values: Sequence[Array], old: Array, step: Renewal = step, others: Sequence[int] = others
+                values: Sequence[Array], old: Array, step: Renewal = step, others: Sequence[TensorNumber] = others
             ) -> Array:
                 env = {**dict(zip(others, values, strict=True)), step.old: old}
                 run(step.operators, env)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.array_types import Array, ArrayLike, PyTree, Shaped
+from jaxpipe.array_types import Array, ArrayLike, PyTree, Shaped, TensorNumber
 from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.program import PAGE, Program
 from jaxpipe.runtime.stages import Stage
@@ -210,7 +210,9 @@ def _weight_branch(program: Program, s: int) -> Branch:
     return weight
 
 
-def _available(program: Program, s: int, parameters: Sequence[Array], key: Array, rows: Rows) -> dict[int, Array]:
+def _available(
+    program: Program, s: int, parameters: Sequence[Array], key: Array, rows: Rows
+) -> dict[TensorNumber, Array]:
     """Return the inputs that no stage sends: the micro-batch, its key, parameters that the device has or borrows."""
     device = program.device(s)
     known = dict(zip((*program.objective.batch, program.objective.key), (*rows.read(), key), strict=True))
@@ -220,7 +222,7 @@ def _available(program: Program, s: int, parameters: Sequence[Array], key: Array
     return known
 
 
-def _stashed(program: Program, stage: Stage, stash: Stash) -> dict[int, tuple[Array, ...]]:
+def _stashed(program: Program, stage: Stage, stash: Stash) -> dict[TensorNumber, tuple[Array, ...]]:
     assert stage.vjp is not None
     stored = iter(stash.read(program.stash_avals(stage)) if isinstance(stash, Kept) else stash)
     counts = dict(zip(stage.vjp.plan.stored, map(len, stage.vjp.stash_avals), strict=True))
@@ -231,7 +233,7 @@ def _packed(values: Sequence[Array], pages: Sequence[int]) -> Array:
     return pack_words(values, max(pages) * PAGE).reshape(max(pages), PAGE)
 
 
-def _steps(program: Program, s: int, kind: Kind, gradients: dict[int, Array]) -> list[Array]:
+def _steps(program: Program, s: int, kind: Kind, gradients: dict[TensorNumber, Array]) -> list[Array]:
     """The buffers that work of a kind adds to, with a stage's gradients in them and zeros elsewhere."""
     device = program.device(s)
     trained = program.trained(device)

@@ -14,7 +14,7 @@ from jaxpipe.runtime.fold_state import shared_stages
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.buffer_layout import lay_out
 from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place, with_backward
-from jaxpipe.schedules import Schedule, schedule_makers
+from jaxpipe.schedules import Schedule, StageNumber, schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.table import without_backward
 from jaxpipe.sharding.mesh_axes import DATA
@@ -34,7 +34,7 @@ class Cut:
         return StageReplicas(tuple(len(stage.devices) // replicas for stage in self.partition.stages))
 
     @cached_property
-    def placement(self) -> Placement:
+    def placement(self) -> Placement[StageNumber]:
         """The stage of every variable."""
         return place(self.traced.objective, self._places)
 
@@ -89,7 +89,7 @@ class Candidate:
     def waiting_bytes(self) -> int:
         """Bytes of stashes on the device that keeps most."""
         held = [0] * self.program.num_devices
-        for s, stage in enumerate(self.program.stages):
+        for s, stage in zip(self.program.stage_numbers, self.program.stages, strict=True):
             d = self.program.device(s)
             held[d] += self.program.in_flight(d, s // self.program.num_devices) * _stash_bytes(self.program, stage)
         return max(held)

@@ -220,7 +220,7 @@ def describe(
     seconds = stage_seconds(program, partition, [fit.added_seconds for fit in fitted], own_sums=runtime == "mpmd")
     messages = message_seconds(program, partition) if runtime == "mpmd" else [(0.0, 0.0)] * len(seconds)
     stages = []
-    for s, stage in enumerate(program.stages):
+    for s, stage in zip(program.stage_numbers, program.stages, strict=True):
         placed = partition.stages[s]
         operators = slice(placed.operators.start, placed.operators.stop)
         stages.append(

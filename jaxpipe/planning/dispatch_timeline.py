@@ -56,7 +56,7 @@ def dispatched_timeline(
 
     def called(kind: Kind, seconds: Sequence[float]) -> list[float]:
         calls = [seconds[s] + CALL_SECONDS * (kind in first[s]) for s in range(count)]
-        return [stage_replicas.per_device(s % schedule.num_stages) * n for s, n in enumerate(calls)]
+        return [stage_replicas.per_device(schedule.device(s)) * n for s, n in enumerate(calls)]
 
     return simulate(
         schedule,
@@ -105,7 +105,7 @@ def search_arguments(
     shorter timeline than the bound for these arguments.
     """
     stages = range(schedule.total_stages)
-    turns = [dispatching.stage_replicas.per_device(s % schedule.num_stages) for s in stages]
+    turns = [dispatching.stage_replicas.per_device(schedule.device(s)) for s in stages]
     trained = [n * (s >= schedule.frozen) for s, n in enumerate(turns)]
     call = [CALL_SECONDS * trained[s] * (s + 1 < len(stages)) for s in stages]
     weight = [(seconds + CALL_SECONDS) * trained[s] for s, seconds in enumerate(backward_weight)]

@@ -44,7 +44,7 @@ class FinalizedCandidate:
 
     candidate: Candidate
     mesh: Mesh
-    placement: Placement
+    placement: Placement[int]
     update: Update
     solving: Solving | None
     lists: StageLists
@@ -130,7 +130,8 @@ def finalize(candidate: Candidate, solving: Solving | None) -> FinalizedCandidat
     by_stage = partition_update(update, traced.model, placement.parameters)
     exchange = request.exchange if request.replicas > 1 else None
     check_asynchronous(program, by_stage, exchange is not None, request.options.zero)
-    owned = [(a, None if s is None else program.device(s)) for a, s in _owned(by_stage)]
+    # A leaf is in the stage or on the device of its parameter, as ``placement`` says.
+    owned = [(a, None if s is None else s % program.num_devices) for a, s in _owned(by_stage)]
     layout = lay_out([[a for a, owner in owned if owner == d] for d in range(program.num_devices)])
     sent = None
     if exchange is not None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxpipe.graph.graph import Graph
 from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.planning.storage.storage_items import tensor_text
+from jaxpipe.schedules import DeviceNumber
 from jaxpipe.text.units import bytes_text
 
 
@@ -41,8 +42,8 @@ class LowerBound:
 def lower_bound(planned: PlannedStep) -> LowerBound:
     """Return the bound of the device with the highest one, for plans with the cuts and the schedule of this one."""
     memory, program = planned.plan.stage_memory, planned.program
-    by_device: dict[int, LowerBound] = {}
-    for s, stage in enumerate(program.stages):
+    by_device: dict[DeviceNumber, LowerBound] = {}
+    for s, stage in zip(program.stage_numbers, program.stages, strict=True):
         held = {name: memory[s][name] for name in HELD if name in memory[s]}
         is_last = s == len(program.stages) - 1
         text, size = _largest_operator(stage.graph, is_last) if program.specs.submesh.size == 1 else ("", 0)

@@ -37,4 +37,7 @@ def longest_microbatch(program: Program, partition: Partition) -> float:
 def _slowness(program: Program, partition: Partition) -> tuple[float, ...]:
     """Return, by stage, how many times slower than the profiled device its own is, or are together."""
     widths = program.stage_replicas.per_stage
-    return tuple(1 / (widths[program.device(s)] * speed) for s, speed in enumerate(stage_speeds(partition)))
+    return tuple(
+        1 / (widths[program.device(s)] * speed)
+        for s, speed in zip(program.stage_numbers, stage_speeds(partition), strict=True)
+    )

@@ -22,6 +22,7 @@ from jaxpipe.runtime.replica_exchange import StageExchange
 from jaxpipe.runtime.spmd.buffer_layout import Layout
 from jaxpipe.runtime.spmd.nonfinite_guard import OnNonFinite
 from jaxpipe.runtime.stages import Placement, follow
+from jaxpipe.schedules import StageNumber
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
 from jaxpipe.sharding.mesh_axes import DATA
 
@@ -75,8 +76,8 @@ class ExecutablePlan:
     microbatch: PyTree
     model: BoundModel
     program: Program
-    stage_placement: Placement  # the stage of each variable; ``placement``: its device
-    placement: Placement
+    stage_placement: Placement[StageNumber]  # the stage of each variable
+    placement: Placement[int]  # its place, as the runtime has them: that stage, or its device
     update: Update
     batching: Batching
     policy: Policy  # codecs where a module is not decorated

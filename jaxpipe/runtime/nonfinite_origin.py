@@ -12,6 +12,7 @@ from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph.graph import Graph
 from jaxpipe.runtime.interface import Runtime
 from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.schedules import StageNumber
 from jaxpipe.sharding.mesh_axes import stage_devices
 
 
@@ -25,7 +26,7 @@ class NonFiniteOrigin:
       what: the operator, variable or array of the batch.
     """
 
-    stage: int
+    stage: StageNumber
     microbatch: int
     what: str
 
@@ -63,7 +64,9 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
     objective, graph = program.objective, program.objective.graph
     replicas, m = planned.batching.replicas, planned.batching.num_microbatches
     devices = [stage_devices(planned.mesh, program.stage_replicas, s)[0] for s in range(program.num_devices)]
-    homes = [s for s, stage in enumerate(planned.plan.stages) for _ in range(*stage.operators)]
+    homes = [
+        s for s, stage in zip(program.stage_numbers, planned.plan.stages, strict=True) for _ in range(*stage.operators)
+    ]
 
     arrays = runtime.to_host(state)
     variables = dict(zip(objective.parameters, arrays.parameters, strict=True))

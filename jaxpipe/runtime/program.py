@@ -19,7 +19,7 @@ from jaxpipe.runtime.spmd.buffer_layout import Layout
 from jaxpipe.runtime.spmd.tick_table import Arena, Row, arena, tick_table
 from jaxpipe.runtime.stages import Placement, Stage
 from jaxpipe.runtime.uint32_words import word_count
-from jaxpipe.schedules import Kind, Schedule
+from jaxpipe.schedules import DeviceNumber, Kind, Schedule, StageNumber
 from jaxpipe.schedules.allocate import Inbox, inbox
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.sharding.partition_specs import Specs
@@ -43,7 +43,7 @@ class Program:
     schedule: Schedule
     stage_replicas: StageReplicas  # the devices along the stage axis
     num_microbatches: int  # of a step, on each replica of the data axis
-    placement: Placement  # the device of every variable
+    placement: Placement[DeviceNumber]  # the device of every variable
     parameters: Layout  # the layouts are by device
     gradients: Layout  # of the trained parameters
     state: Layout
@@ -65,16 +65,26 @@ class Program:
         """Devices along the stage axis, or the stages on them."""
         return self.schedule.num_stages
 
-    def device(self, stage: int) -> int:
-        """Return where a stage is."""
-        return stage % self.num_devices
+    @cached_property
+    def stage_numbers(self) -> tuple[StageNumber, ...]:
+        """Numbers of the stages."""
+        return tuple(map(StageNumber, range(len(self.stages))))
 
-    def held(self, device: int) -> tuple[list[TensorNumber], list[TensorNumber]]:
+    @property
+    def device_numbers(self) -> tuple[DeviceNumber, ...]:
+        """Numbers of the devices along the stage axis."""
+        return self.schedule.device_numbers
+
+    def device(self, stage: StageNumber) -> DeviceNumber:
+        """Return where a stage is."""
+        return self.schedule.device(stage)
+
+    def held(self, device: DeviceNumber) -> tuple[list[TensorNumber], list[TensorNumber]]:
         """The tensors of the parameters and of the state variables on a device, in the order of the layouts."""
         parameters, state = self.placement.held_by(device)
         return [self.objective.parameters[k] for k in parameters], [self.objective.state[k] for k in state]
 
-    def trained(self, device: int) -> list[TensorNumber]:
+    def trained(self, device: DeviceNumber) -> list[TensorNumber]:
         """The trained parameters of a device, in the order of the layout of gradients."""
         return [t for t in self.held(device)[0] if t not in self.objective.frozen]
 
@@ -82,9 +92,9 @@ class Program:
     def shared(self) -> tuple[TensorNumber, ...]:
         """Parameters that a device uses and does not hold."""
         borrowed: dict[TensorNumber, None] = {}
-        for s, stage in enumerate(self.stages):
+        for s in self.stage_numbers:
             local_parameters = self.held(self.device(s))[0]
-            borrowed.update((t, None) for t in stage.borrowed if t not in local_parameters)
+            borrowed.update((t, None) for t in self.stages[s].borrowed if t not in local_parameters)
         return tuple(borrowed)
 
     @cached_property
@@ -134,7 +144,7 @@ class Program:
             return (0,) * len(self.stages)
         return tuple(_pages(self.tangents(stage.saved)) for stage in self.stages)
 
-    def in_flight(self, device: int, chunk: int | None = None) -> int:
+    def in_flight(self, device: DeviceNumber, chunk: int | None = None) -> int:
         """The most stashes that a device holds at the same time, of all its stages or of one."""
         return self.schedule.in_flight(device, chunk) * self.stage_replicas.per_device(device)
 

@@ -66,7 +66,7 @@ class StageExchange:
 def stage_exchange(
     transformation: BlockSparse,
     model: BoundModel,
-    placement: Placement,
+    placement: Placement[int],
     layout: Layout,
     sums: Layout,
     replicas: int,

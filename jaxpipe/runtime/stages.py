@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from jaxpipe.array_types import TensorNumber
 from jaxpipe.errors import PartitionError
@@ -15,8 +16,11 @@ from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.fold_state import Fold
 from jaxpipe.runtime.stash_swap import StashSwap
-from jaxpipe.schedules import Kind
+from jaxpipe.schedules import DeviceNumber, Kind, StageNumber
 
+
+#: Where a variable is: the number of a stage, or of a device.
+PlaceNumber = TypeVar("PlaceNumber", bound=int, covariant=True)
 
 #: Slices of a product at most, whatever else a stage holds.
 MOST_SLICES = 32
@@ -63,20 +67,23 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placement(Generic[PlaceNumber]):
     """The stage of every parameter and state variable, by position; or, of several stages on each, the device."""
 
-    parameters: tuple[int, ...]
-    state: tuple[int, ...]
+    parameters: tuple[PlaceNumber, ...]
+    state: tuple[PlaceNumber, ...]
 
-    def on_devices(self, num_devices: int) -> "Placement":
+    def on_devices(self, num_devices: int) -> "Placement[DeviceNumber]":
         """The device of every variable, from the stage: stage ``s`` is on device ``s % num_devices``."""
-        return Placement(*(tuple(s % num_devices for s in stages) for stages in (self.parameters, self.state)))
+        parameters, state = (
+            tuple(DeviceNumber(s % num_devices) for s in stages) for stages in (self.parameters, self.state)
+        )
+        return Placement(parameters, state)
 
-    def held_by(self, stage: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Positions of the parameters and of the state variables in a stage."""
-        return tuple(k for k, s in enumerate(self.parameters) if s == stage), tuple(
-            k for k, s in enumerate(self.state) if s == stage
+    def held_by(self, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Positions of the parameters and of the state variables in a stage, or on a device."""
+        return tuple(k for k, s in enumerate(self.parameters) if s == place), tuple(
+            k for k, s in enumerate(self.state) if s == place
         )
 
 
@@ -97,19 +104,19 @@ def places_to_cut(objective: MicrobatchProgram) -> list[bool]:
     return allowed_cuts(objective.graph, itertools.chain.from_iterable(variable_spans(objective).values()))
 
 
-def place(objective: MicrobatchProgram, cuts: Sequence[int]) -> Placement:
+def place(objective: MicrobatchProgram, cuts: Sequence[int]) -> Placement[StageNumber]:
     """Put every variable into the stage that uses it first; what nothing uses, into the first."""
     first = {t: uses[0][0] for t, uses in variable_spans(objective).items()}
 
-    def stage_of(t: TensorNumber) -> int:
-        return sum(first.get(t, 0) >= c for c in cuts[1:-1])
+    def stage_of(t: TensorNumber) -> StageNumber:
+        return StageNumber(sum(first.get(t, 0) >= c for c in cuts[1:-1]))
 
     return Placement(tuple(map(stage_of, objective.parameters)), tuple(map(stage_of, objective.state)))
 
 
 def follow(
     objective: MicrobatchProgram,
-    placement: Placement,
+    placement: Placement[StageNumber],
     num_stages: int,
     names: Sequence[str],
     what: str,
@@ -141,7 +148,9 @@ def follow(
     return cuts
 
 
-def cut_stages(objective: MicrobatchProgram, cuts: Sequence[int], placement: Placement) -> tuple[Stage, ...]:
+def cut_stages(
+    objective: MicrobatchProgram, cuts: Sequence[int], placement: Placement[StageNumber]
+) -> tuple[Stage, ...]:
     """The forward programs of all stages. Every operator is in exactly one."""
     graph = objective.graph
     body = replace(graph, outputs=())

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 
 from jaxpipe.array_types import TensorNumber
+from jaxpipe.schedules import StageNumber
 
 
 @dataclass(frozen=True)
 class SwapTarget:
     """Memory that takes a part of each stash of a stage."""
 
-    stage: int  # on whose device it is, in the same replica; or ``swap_points.HOST``: its own device's host
+    stage: StageNumber  # on whose device it is, in the same replica; or ``swap_points.HOST``: its own device's host
     share: float
 
 

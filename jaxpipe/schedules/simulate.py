@@ -142,7 +142,7 @@ def _in_step(schedule: Schedule, seconds: Costs, communication: float) -> list[S
             free: dict[int, float] = {}
             for s, action in here:
                 start = free.get(s, now)
-                free[s] = start + seconds[action.kind][action.chunk * schedule.num_stages + s]
+                free[s] = start + seconds[action.kind][schedule.stage(s, action.chunk)]
                 spans.append(Span(s, action, start, free[s]))
             now = max(free.values(), default=now)
         if schedule.num_stages > 1 and tick is not schedule.ticks[-1]:

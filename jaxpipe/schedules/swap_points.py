@@ -12,11 +12,11 @@ reads it. Both overlap with the work in between. After P. Jain et al., "Checkmat
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxpipe.schedules.table import Kind, Schedule
+from jaxpipe.schedules.table import Kind, Schedule, StageNumber
 
 
 #: The host's memory as the place of a stash; others are stages.
-HOST = -1
+HOST = StageNumber(-1)
 
 #: Actions of a device between the beginning of a stash's return and the one that reads it.
 LEAD = 1

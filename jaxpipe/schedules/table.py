@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NewType
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.text.units import whole_number
@@ -14,6 +14,14 @@ from jaxpipe.text.units import whole_number
 
 if TYPE_CHECKING:
     from jaxpipe.schedules.simulate import Timeline
+
+
+#: The number of a stage, in the order of the program.
+StageNumber = NewType("StageNumber", int)
+
+#: The position of a device along the stage axis; where several share a stage, of all of them. With several chunks a
+#: device has as many stages, and the two numbers differ.
+DeviceNumber = NewType("DeviceNumber", int)
 
 
 class Kind(enum.Enum):
@@ -99,10 +107,22 @@ class Schedule:
                     ticks[device, action.kind, action.chunk][action.microbatch] = t
         return dict(ticks)
 
-    def home(self, stage: int, kind: Kind) -> tuple[int, Kind, int]:
+    def home(self, stage: int, kind: Kind) -> tuple[DeviceNumber, Kind, int]:
         """Device, kind and chunk of a stage's work: what ``when`` takes."""
-        chunk, device = divmod(stage, self.num_stages)
-        return device, kind, chunk
+        return self.device(stage), kind, stage // self.num_stages
+
+    @cached_property
+    def device_numbers(self) -> tuple[DeviceNumber, ...]:
+        """Numbers of the devices."""
+        return tuple(map(DeviceNumber, range(self.num_stages)))
+
+    def device(self, stage: int) -> DeviceNumber:
+        """Return the device of a stage."""
+        return DeviceNumber(stage % self.num_stages)
+
+    def stage(self, device: int, chunk: int) -> StageNumber:
+        """Return the stage that is a chunk of a device."""
+        return StageNumber(chunk * self.num_stages + device)
 
     @property
     def total_stages(self) -> int:
@@ -137,7 +157,7 @@ class Schedule:
 
     def is_trained(self, device: int, chunk: int = 0) -> bool:
         """True if a stage of a device works backward, too."""
-        return chunk * self.num_stages + device >= self.frozen
+        return self.stage(device, chunk) >= self.frozen
 
     def order(self, stage: int) -> Iterator[Action]:
         """The actions of a device, one after the other."""

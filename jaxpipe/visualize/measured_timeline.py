@@ -21,7 +21,7 @@ def measure_timeline(program: Program, mesh: Mesh) -> Timeline:
     schedule = program.schedule
     watches = [Stopwatch(stage_devices(mesh, program.stage_replicas, d)[0]) for d in range(program.num_devices)]
     seconds: dict[Kind, list[float]] = {}
-    for s in range(len(program.stages)):
+    for s in program.stage_numbers:
         for kind, work in stage_programs(program, s).items():
             device = program.device(s)
             median = watches[device].time(Timed(*work)).median

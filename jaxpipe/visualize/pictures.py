@@ -287,7 +287,7 @@ def _own_stash(plan: Plan, schedule: Schedule, device: int) -> _Bars:
     """Return what the stages of a device keep there."""
     bars: _Bars = []
     for chunk in range(schedule.num_chunks):
-        stage = chunk * schedule.num_stages + device
+        stage = schedule.stage(device, chunk)
         label = f"stage {stage}" if schedule.num_chunks > 1 else None
         each = plan.stage_replicas.per_device(device) * plan.stages[stage].stash_bytes
         held, moved = _held(schedule, device, chunk), sum(piece.bytes for piece in plan.stages[stage].pieces)
@@ -309,7 +309,7 @@ def _guests(plan: Plan, schedule: Schedule, device: int) -> _Bars:
 
 def _away(schedule: Schedule, stage: int) -> list[int]:
     """Stashes of a stage that are in other memory in each tick."""
-    device = stage % schedule.num_stages
+    device = schedule.device(stage)
     ticks = [t for t, tick in enumerate(schedule.ticks) for _ in tick[device]]  # of each action, in order
     points = swap_points(schedule, stage)
     gone = [(ticks[points.leaves[j]], ticks[position]) for j, position in points.returns.items()]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxpipe.runtime.stash_swap import SwapTarget
+from jaxpipe.schedules import StageNumber
 
 
 #: Most targets of a stage's swaps, the host among them.
@@ -63,7 +64,7 @@ class Targets:
     most_bytes: float
 
 
-def choose_targets(links: Mapping[int, Link], away: int, needed: float) -> Targets | None:
+def choose_targets(links: Mapping[StageNumber, Link], away: int, needed: float) -> Targets | None:
     """Return the fastest targets with room for the bytes that have to leave, else those with most room.
 
     Args:
@@ -94,7 +95,7 @@ def choose_targets(links: Mapping[int, Link], away: int, needed: float) -> Targe
     return max(candidates, key=lambda targets: (targets.most_bytes, targets.bandwidth))
 
 
-def _together(links: Mapping[int, Link], away: int) -> Targets:
+def _together(links: Mapping[StageNumber, Link], away: int) -> Targets:
     """Slices in proportion to bandwidth, so that all links take as long."""
     finite = all(math.isfinite(link.bandwidth) for link in links.values())
     total = sum(link.bandwidth for link in links.values()) if finite else len(links)

@@ -32,6 +32,7 @@ from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stages import Stage, in_slices
 from jaxpipe.runtime.stash_swap import StashSwap
+from jaxpipe.schedules import DeviceNumber, StageNumber
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
 from jaxpipe.text.progress import tell
@@ -112,7 +113,7 @@ class _Chosen:
 
 
 #: By stage, what was chosen for it; those with default storage are left out.
-Answers = Mapping[int, _Chosen]
+Answers = Mapping[StageNumber, _Chosen]
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,10 +149,10 @@ class StageFitter:
         """
         self.program, self._measure, self._prices, self._solving = program, measure, prices, solving
         self._period, self._policy = period, policy
-        self._built: dict[tuple[int, int, tuple[int, ...]], VJPProgram] = {}
-        self._programs: dict[tuple[tuple[int, int, tuple[int, ...], StashSwap | None], ...], _Candidate] = {}
-        self._spent: dict[int, float] = {}
-        self._swaps: dict[int, Targets] = {}
+        self._built: dict[tuple[StageNumber, int, tuple[int, ...]], VJPProgram] = {}
+        self._programs: dict[tuple[tuple[StageNumber, int, tuple[int, ...], StashSwap | None], ...], _Candidate] = {}
+        self._spent: dict[StageNumber, float] = {}
+        self._swaps: dict[StageNumber, Targets] = {}
 
     def within(self, budget: int) -> tuple[Program, tuple[Fitted, ...]] | None:
         """Return the program with the fastest storage of predicted bytes within a budget; None if no choice is.
@@ -159,7 +160,7 @@ class StageFitter:
         Some choice is within every budget that is no less than what ``smallest`` needs.
         """
         now = default = self._candidate({})
-        over = [d for d, size in enumerate(default.needs) if size > budget]
+        over = [d for d in self.program.device_numbers if default.needs[d] > budget]
         self._swaps = self._swap_targets(default, over, budget)
         beyond = {d: self._beyond(default, d) for d in over}
         best: _Candidate | None = None
@@ -200,9 +201,9 @@ class StageFitter:
         """
         tell(f"{self.program.schedule.name}: looking for the smallest plan")
         default = self._candidate({})
-        least, answers = list(default.needs), dict[int, _Chosen]()
+        least, answers = list(default.needs), dict[StageNumber, _Chosen]()
         for part in HIGHER_PEAKS:
-            larger = [d for d, needed in enumerate(default.needs) if least[d] >= needed]
+            larger = [d for d in self.program.device_numbers if least[d] >= default.needs[d]]
             small = {s: self._small(s, part) for d in larger for s in self._stages_of(d)}
             candidate = self._candidate({s: chosen for s, chosen in small.items() if chosen is not None})
             for d in larger:
@@ -211,7 +212,7 @@ class StageFitter:
                     answers |= {s: a for s, a in candidate.answers.items() if self.program.device(s) == d}
         return self._candidate(answers)
 
-    def _small(self, s: int, part: float) -> _Chosen | None:
+    def _small(self, s: StageNumber, part: float) -> _Chosen | None:
         """Return a stage's answer with the lowest peak, or the fastest within one higher by a part of the way back."""
         seconds = self._solving.for_smallest / 2
         options = {"solver": self._solving.solver, "gap": GAP}
@@ -230,7 +231,7 @@ class StageFitter:
 
     def _with_smallest(self, now: _Candidate, budget: int) -> _Candidate | None:
         """A candidate with the smallest storage on the devices that are over the budget; None if they still are."""
-        over = [d for d, needed in enumerate(now.needs) if needed > budget]
+        over = [d for d in self.program.device_numbers if now.needs[d] > budget]
         kept = {s: a for s, a in now.answers.items() if self.program.device(s) not in over}
         least = {s: a for s, a in self._smallest.answers.items() if self.program.device(s) in over}
         mixed = self._candidate({**kept, **least})
@@ -238,17 +239,17 @@ class StageFitter:
             return mixed
         return self._smallest if max(self._smallest.needs) <= budget else None
 
-    def _solved(self, d: int, room: float) -> dict[int, _Chosen]:
+    def _solved(self, d: DeviceNumber, room: float) -> dict[StageNumber, _Chosen]:
         """Answers for the stages of a device, within a room that they share as they would by default."""
         peaks = {s: self._default(s).peak_bytes for s in self._stages_of(d)}
-        answers: dict[int, _Chosen] = {}
+        answers: dict[StageNumber, _Chosen] = {}
         for s, peak in peaks.items():
             chosen = self._fastest(s, room * peak / max(1, sum(peaks.values()))) or self._smallest.answers.get(s)
             if chosen is not None:
                 answers[s] = chosen
         return answers
 
-    def _fastest(self, s: int, capacity: float) -> _Chosen | None:
+    def _fastest(self, s: StageNumber, capacity: float) -> _Chosen | None:
         """The fastest answer for a stage; a way that can not be faster than what was found is not solved."""
         best: _Chosen | None = None
         for way in self._ways[s]:
@@ -261,7 +262,7 @@ class StageFitter:
                 best = _Chosen(way, answer)
         return best
 
-    def _beyond(self, candidate: _Candidate, d: int) -> float:
+    def _beyond(self, candidate: _Candidate, d: DeviceNumber) -> float:
         """Return the bytes that a device needs beyond those that the problems of its stages know."""
         outcomes = [
             candidate.answers[s].answer.outcome if s in candidate.answers else self._default(s)
@@ -269,16 +270,19 @@ class StageFitter:
         ]
         return candidate.needs[d] - sum(outcome.peak_bytes for outcome in outcomes)
 
-    def _stages_of(self, d: int) -> list[int]:
-        return [s for s in range(len(self.program.stages)) if self.program.device(s) == d]
+    def _stages_of(self, d: DeviceNumber) -> list[StageNumber]:
+        return [s for s in self.program.stage_numbers if self.program.device(s) == d]
 
-    def _swap_targets(self, default: _Candidate, over: Sequence[int], budget: int) -> dict[int, Targets]:
+    def _swap_targets(
+        self, default: _Candidate, over: Sequence[DeviceNumber], budget: int
+    ) -> dict[StageNumber, Targets]:
         """Find memory elsewhere for the stages of devices that are over the budget, the fullest first."""
         program, links = self.program, self._prices.links
         if not program.stage_replicas.is_single or not program.schedule.has_backward:
             return {}
-        rooms = {t: budget - needed for t, needed in enumerate(default.needs) if t not in over}
-        chosen: dict[int, Targets] = {}
+        apart = [d for d in program.device_numbers if d not in over]
+        rooms = {program.schedule.stage(d, 0): budget - default.needs[d] for d in apart}
+        chosen: dict[StageNumber, Targets] = {}
         for d in sorted(over, key=lambda d: -default.needs[d]):
             for s in self._stages_of(d):
                 points = swap_points(program.schedule, s)
@@ -298,15 +302,15 @@ class StageFitter:
                         rooms[target.stage] -= int(points.away * size * target.share)
         return chosen
 
-    def _stays_apart(self, s: int) -> bool:
+    def _stays_apart(self, s: StageNumber) -> bool:
         """Return whether a stage's stash leaves its forward program."""
         return len(program_kinds(self.program.schedule, s)[0]) == 1
 
-    def _held(self, s: int) -> int:
+    def _held(self, s: StageNumber) -> int:
         """The most stashes of a stage at once."""
         return self.program.in_flight(self.program.device(s), s // self.program.num_devices)
 
-    def _with_swaps(self, s: int, items: Items) -> Items:
+    def _with_swaps(self, s: StageNumber, items: Items) -> Items:
         """The items of a stage, all of which may also be in other memory between the passes."""
         targets = self._swaps.get(s)
         if targets is None:
@@ -322,7 +326,7 @@ class StageFitter:
         problem = replace(problem, items=tuple(widened), most_swapped=targets.most_bytes, overlap=overlap)
         return replace(items, problem=problem, formats=tuple((*formats, *formats) for formats in items.formats))
 
-    def _swap(self, s: int, chosen: _Chosen) -> StashSwap | None:
+    def _swap(self, s: StageNumber, chosen: _Chosen) -> StashSwap | None:
         """The swaps that a choice stands for."""
         items = self._with_swaps(s, chosen.way.items)
         options = zip(items.tensors, items.problem.items, chosen.answer.choice, strict=True)
@@ -362,11 +366,11 @@ class StageFitter:
         split, shape = propagate(graph, given, specs.submesh.shape).specs, specs.submesh.shape
         return replace(backward_graph, graph=of_one_device(graph, split, shape))
 
-    def _problem(self, s: int, capacity: float, items: Items) -> Problem:
+    def _problem(self, s: StageNumber, capacity: float, items: Items) -> Problem:
         """A stage's problem, with swaps."""
         return self._without_swaps(s, capacity, self._with_swaps(s, items))
 
-    def _without_swaps(self, s: int, capacity: float, items: Items) -> Problem:
+    def _without_swaps(self, s: StageNumber, capacity: float, items: Items) -> Problem:
         """A stage's problem.
 
         Where forward and backward pass are one program, its only stash goes piece by piece. Other stashes are arrays
@@ -376,7 +380,7 @@ class StageFitter:
             return limited(items, capacity, frees=True)
         return limited(items, capacity, held=self._held(s), frees=False)
 
-    def _default(self, s: int) -> Outcome:
+    def _default(self, s: StageNumber) -> Outcome:
         """The outcome of a stage's default storage."""
         items = self._ways[s][0].items
         outcome = simulate(self._without_swaps(s, math.inf, items), items.default)
@@ -403,7 +407,7 @@ class StageFitter:
     def _added(self, candidate: _Candidate) -> float:
         """Seconds that storage adds to a step: those of the slowest device for all micro-batches."""
         added = [0.0] * self.program.num_devices
-        for s, fitted in enumerate(self._report(candidate.answers)):
+        for s, fitted in zip(self.program.stage_numbers, self._report(candidate.answers), strict=True):
             added[self.program.device(s)] += fitted.added_seconds * self._prices.slow[s]
         return self.program.num_microbatches * max(added)
 

@@ -16,6 +16,7 @@ from jaxpipe.runtime.mpmd.compile_work import TracedWork
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Key, Place, Send, Split, Spread
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
+from jaxpipe.schedules import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.partition_specs import side_by_side
 
@@ -106,7 +107,7 @@ class ListBuilder:
         self.programs.append(Program(traced, whole, consumes))
         return len(self.programs) - 1
 
-    def call(self, number: int, stage: int, member: int = -1, j: int = -1) -> None:
+    def call(self, number: int, stage: StageNumber, member: int = -1, j: int = -1) -> None:
         """Run a program at a place."""
         program = self.programs[number]
         place = self.devices.place(stage, -1 if program.whole else member)
@@ -154,7 +155,7 @@ class ListBuilder:
         self.now |= dict(zip(keys, writes, strict=True))
         self.instructions.append(Spread(source, tuple(replicas), reads, writes))
 
-    def split(self, stage: int, name: Name) -> None:
+    def split(self, stage: StageNumber, name: Name) -> None:
         """Give each replica its own part of an array; of one that is the same everywhere, all of it."""
         if len(self.devices.members(stage)) == 1:
             return
@@ -164,7 +165,7 @@ class ListBuilder:
         self.now |= {Key(Place(stage, r), name): register for r, register in enumerate(writes)}
         self.instructions.append(Split(stage, (read,), writes))
 
-    def join(self, stage: int, name: Name, aval: jax.ShapeDtypeStruct, own: bool) -> None:
+    def join(self, stage: StageNumber, name: Name, aval: jax.ShapeDtypeStruct, own: bool) -> None:
         """Put the replicas' arrays of a name together: side by side if each has its ``own``; else they are equal."""
         reads = tuple(self.now[Key(Place(stage, r), name)] for r in self.devices.members(stage))
         write = self.register(aval, side_by_side(self.specs[reads[0]], DATA) if own else self.specs[reads[0]])

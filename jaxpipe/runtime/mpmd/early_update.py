@@ -27,9 +27,10 @@ from jaxpipe.runtime.mpmd.update_work import (
     results_at_end,
     scalars,
 )
+from jaxpipe.schedules import StageNumber
 
 
-def early_update_work(context: UpdateContext, s: int, group: int) -> Work:
+def early_update_work(context: UpdateContext, s: StageNumber, group: int) -> Work:
     """Return the update of a stage by the mean gradient of a group of micro-batches; adds up its squared norm."""
     names = renewed_names(context, s)
 
@@ -42,7 +43,7 @@ def early_update_work(context: UpdateContext, s: int, group: int) -> Work:
     return Work(f"stage {s}: early update", operands, [*names.values(), SQUARES], function)
 
 
-def nonfinite_work(s: int) -> Work:
+def nonfinite_work(s: StageNumber) -> Work:
     """Return whether any gradient of a stage was not finite: the sum of their squares is not, either."""
 
     def function(values: Arrays) -> list[Array]:
@@ -51,7 +52,7 @@ def nonfinite_work(s: int) -> Work:
     return Work(f"stage {s}: look for what is not finite", scalars(SQUARES), [NONFINITE], function)
 
 
-def end_work(context: UpdateContext, s: int, counts: bool) -> Work:
+def end_work(context: UpdateContext, s: StageNumber, counts: bool) -> Work:
     """Return the end of a stage's step after its updates: state of all replicas, numbers of steps if it counts.
 
     Under a guard it also writes parameters and optimizer state, those from before the step if it is stopped.

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxpipe.runtime.mpmd.stage_work import Name
+from jaxpipe.schedules import StageNumber
 
 
 class Place(NamedTuple):
     """A stage and one of its replicas; or all of them (-1), whose arrays are global."""
 
-    stage: int
+    stage: StageNumber
     replica: int = -1
 
     @property
@@ -87,7 +88,7 @@ class Spread:
 class Split:
     """Take the array of all replicas of a stage apart."""
 
-    stage: int
+    stage: StageNumber
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
@@ -96,7 +97,7 @@ class Split:
 class Join:
     """Put arrays of all replicas together: side by side along their first axis, or, if they are equal, as one."""
 
-    stage: int
+    stage: StageNumber
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     sharded: bool

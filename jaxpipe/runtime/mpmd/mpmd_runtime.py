@@ -39,6 +39,7 @@ from jaxpipe.runtime.mpmd.update_work import NONFINITE, STOPPED, UpdateContext
 from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.schedules import StageNumber
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 from jaxpipe.target import building_for
@@ -72,9 +73,9 @@ class MpmdRuntime:
         self._compiled_steps: dict[Hashable, Compiled] = {}
 
     @property
-    def places(self) -> range:
+    def places(self) -> tuple[StageNumber, ...]:
         """Numbers of the stages."""
-        return range(len(self.planned.program.stages))
+        return self.planned.program.stage_numbers
 
     @cached_property
     def devices(self) -> StageDevices:
@@ -87,7 +88,7 @@ class MpmdRuntime:
 
     def devices_of(self, place: int) -> list[Device]:
         """The devices of a stage."""
-        return list(self.devices.of(Place(place)))
+        return list(self.devices.of(Place(self.places[place])))
 
     def stage_part(self, place: int, arrays: StageArrays) -> Part:
         """Put a stage's arrays onto its devices."""

@@ -43,7 +43,7 @@ from jaxpipe.runtime.mpmd.update_work import (
     update_work,
     zeros_work,
 )
-from jaxpipe.schedules import Kind
+from jaxpipe.schedules import Kind, StageNumber
 from jaxpipe.schedules.joined_work import Kinds, program_kinds
 
 
@@ -117,8 +117,8 @@ class _Writer:
         self._programs = {s: self._trace(s) for s in layout.stages}
         self._started: set[tuple[Place, Kinds]] = set()
         self._leaving: list[Callable[[], None]] = []
-        self._zeros: dict[tuple[int, tuple[Name, ...]], int] = {}
-        self._weights: dict[int, list[dict[Key, int]]] = {}
+        self._zeros: dict[tuple[StageNumber, tuple[Name, ...]], int] = {}
+        self._weights: dict[StageNumber, list[dict[Key, int]]] = {}
         self._mover = StashMover(self.builder, layout)
         self._give_inputs()
 
@@ -127,7 +127,7 @@ class _Writer:
             self.builder.spread(self.layout.home, self.layout.replicas, [key.name for key in self.reports])
         return self.builder.finish(outputs)
 
-    def _trace(self, s: int) -> dict[Kinds, int]:
+    def _trace(self, s: StageNumber) -> dict[Kinds, int]:
         """Trace a stage's programs, from the last to the first: what nobody reads is not made."""
         wanted = {Name(Role.ACTIVATION, t) for t in self.context.stages[s].leaving}
 
@@ -180,14 +180,14 @@ class _Writer:
         """Write what the schedule says, tick by tick; with ``update``, weights change during the step."""
         if update is not None:
             self._begin_updates(update)
-        done: set[tuple[int, int, Kind]] = set()
+        done: set[tuple[StageNumber, int, Kind]] = set()
         schedule = self.layout.schedule
         positions = [itertools.count() for _ in range(schedule.num_stages)]
         for tick in schedule.ticks:
-            for device, actions in enumerate(tick):
+            for device, actions in zip(schedule.device_numbers, tick, strict=True):
                 for action in actions:
                     self._mover.begin_returns(device, next(positions[device]))
-                    s, k = action.chunk * schedule.num_stages + device, action.microbatch
+                    s, k = schedule.stage(device, action.chunk), action.microbatch
                     kinds = next(kinds for kinds in self._programs[s] if action.kind in kinds)
                     if (s, k, kinds[0]) in done:  # in one program with work before it
                         continue
@@ -215,14 +215,14 @@ class _Writer:
                 builder.now[key._replace(name=older(name))] = builder.now[key]
             self._weights[s] = [self._newest_weights(s)]
 
-    def _newest_weights(self, s: int) -> dict[Key, int]:
+    def _newest_weights(self, s: StageNumber) -> dict[Key, int]:
         """The registers of a stage's parameters in every replica."""
         names = [Name(Role.PARAMETER, t) for t in self.context.stages[s].parameters]
         places = [self.place(s, r) for r in self.members(s)]
         keys = [Key(place, name) for place in places for name in names]
         return {key: self.builder.now[key] for key in keys}
 
-    def _use_weights(self, s: int, j: int) -> None:
+    def _use_weights(self, s: StageNumber, j: int) -> None:
         """Let a stage read the version of its weights that a micro-batch uses."""
         if self._weights:
             versions = self.layout.schedule.versions
@@ -230,7 +230,7 @@ class _Writer:
             weights = self._weights[s]
             self.builder.now |= weights[min(versions[s][j], len(weights) - 1)]  # frozen stages have one version
 
-    def _update_early(self, update: UpdateContext, s: int) -> None:
+    def _update_early(self, update: UpdateContext, s: StageNumber) -> None:
         """Update a stage, whose gradients are then added up from zero again."""
         builder = self.builder
         whole, places = self.place(s), {self.place(s, r) for r in self.members(s)}
@@ -245,7 +245,7 @@ class _Writer:
             del builder.now[key]
         self._started = {(place, kinds) for place, kinds in self._started if place not in places}
 
-    def _run(self, s: int, r: int, j: int, kinds: Kinds) -> None:
+    def _run(self, s: StageNumber, r: int, j: int, kinds: Kinds) -> None:
         stage, place = self.context.stages[s], self._worker(s, r, j)
         if (place, kinds) not in self._started:
             self._started.add((place, kinds))
@@ -253,12 +253,15 @@ class _Writer:
         self.builder.call(self._programs[s][kinds], s, place.replica, j)
         if kinds == (Kind.FORWARD,):
             self._mover.leave(place, j)
-        if Kind.FORWARD in kinds and s + 1 < len(self.layout.stages):
-            self._leave(place, self._worker(s + 1, r, j), [Name(Role.ACTIVATION, t) for t in stage.leaving], j)
+        stages = self.layout.stages
+        if Kind.FORWARD in kinds and s + 1 < len(stages):
+            names = [Name(Role.ACTIVATION, t) for t in stage.leaving]
+            self._leave(place, self._worker(stages[s + 1], r, j), names, j)
         if s and (Kind.BACKWARD in kinds or Kind.BACKWARD_INPUT in kinds):
-            self._leave(place, self._worker(s - 1, r, j), [Name(Role.COTANGENT, t) for t in stage.returning], j)
+            names = [Name(Role.COTANGENT, t) for t in stage.returning]
+            self._leave(place, self._worker(stages[s - 1], r, j), names, j)
 
-    def _worker(self, s: int, r: int, j: int) -> Place:
+    def _worker(self, s: StageNumber, r: int, j: int) -> Place:
         """The member of a stage that works on a micro-batch of a replica."""
         return self.place(s, self.layout.devices.member(s, r, j))
 
@@ -309,7 +312,7 @@ class _Writer:
             self._look([nonfinite_work(s) for s in self.layout.stages])
         self._report(update.guarded)
 
-    def _maker(self, k: int) -> int:
+    def _maker(self, k: int) -> StageNumber:
         return next(s for s in self.layout.stages if k in self.context.stages[s].results)
 
     def _gather_totals(self) -> None:
@@ -322,7 +325,7 @@ class _Writer:
 
     def _look(self, works: Sequence[Work]) -> None:
         """Tell the last stage which stages have gradients that are not finite."""
-        for s, work in enumerate(works):
+        for s, work in zip(self.layout.stages, works, strict=True):
             self.call_whole(work, s)
             self.builder.split(s, NONFINITE)
             self.builder.send(self.place(s, 0), self.layout.home, [(NONFINITE, reported(NONFINITE, s))])
@@ -382,7 +385,7 @@ class _Writer:
     def return_gradients(self, update: UpdateContext) -> None:
         """Send gradients of borrowed parameters to the stage that has the parameter."""
         builder = self.builder
-        if not builder.has(self.place(0, 0), WEIGHT):
+        if not builder.has(self.place(self.layout.stages[0], 0), WEIGHT):
             self._weigh()
         for s in self.layout.stages:
             for t in self.context.held(s):
@@ -458,7 +461,7 @@ class _Writer:
         builder.call(builder.program(trace_work(work)), home.stage, 0)
         self.reports += [Key(home, name) for name in work.writes]
 
-    def _give_optimizer(self, update: UpdateContext, s: int) -> None:
+    def _give_optimizer(self, update: UpdateContext, s: StageNumber) -> None:
         """Take note of optimizer state, residuals and numbers of steps at the devices of a stage."""
         builder, by_stage = self.builder, update.by_stage
         place, keep = self.place(s), not self.layout.counts(s)
@@ -477,7 +480,7 @@ class _Writer:
             if len(self.members(s)) > 1:
                 builder.now.pop(key)  # the members' own are put together again
 
-    def call_whole(self, work: Work, s: int, consumes: bool = False) -> TracedWork:
+    def call_whole(self, work: Work, s: StageNumber, consumes: bool = False) -> TracedWork:
         """Run work on all members of a stage together."""
         key, count = (work.label, work.reads, tuple(work.writes)), len(self.members(s))
         if key not in self.layout.traces:

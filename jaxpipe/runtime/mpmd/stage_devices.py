@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxpipe.array_types import Device
 from jaxpipe.runtime.mpmd.instructions import Place
+from jaxpipe.schedules import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.submesh import Submesh
 
@@ -23,19 +24,24 @@ class StageDevices:
     replicas: int  # of the pipeline
     submesh: Submesh = field(default_factory=Submesh)  # over which the programs of a member are sharded
 
-    def place(self, s: int, member: int = -1) -> Place:
+    @property
+    def stages(self) -> tuple[StageNumber, ...]:
+        """Numbers of the stages."""
+        return tuple(map(StageNumber, range(len(self.rows))))
+
+    def place(self, s: StageNumber, member: int = -1) -> Place:
         """Return a place; of a stage with one member, all are one."""
         return Place(s, 0 if len(self.rows[s]) == 1 else member)
 
-    def members(self, s: int) -> range:
+    def members(self, s: StageNumber) -> range:
         """Numbers of the members of a stage."""
         return range(len(self.rows[s]))
 
-    def width(self, s: int) -> int:
+    def width(self, s: StageNumber) -> int:
         """Return how many members share the micro-batches of a replica."""
         return len(self.rows[s]) // self.replicas
 
-    def member(self, s: int, r: int, j: int) -> int:
+    def member(self, s: StageNumber, r: int, j: int) -> int:
         """Return the member of a stage that works on micro-batch ``j`` of replica ``r``; round-robin."""
         return r * self.width(s) + j % self.width(s)
 
@@ -66,7 +72,7 @@ class StageDevices:
 
     def of_replica(self, r: int) -> list[Device]:
         """Return the devices of all stages of a replica."""
-        places = [Place(s, m) for s, row in enumerate(self.rows) for m in range(len(row))]
+        places = [Place(s, m) for s in self.stages for m in self.members(s)]
         return [d for place in places if self.replica(place) == r for d in self.of(place)]
 
     def of_replicas(self, replicas: Iterable[int]) -> tuple[Device, ...]:
@@ -76,7 +82,7 @@ class StageDevices:
     @cached_property
     def every(self) -> tuple[Device, ...]:
         """All devices, each once."""
-        return tuple(dict.fromkeys(d for s in range(len(self.rows)) for d in self.of(Place(s))))
+        return tuple(dict.fromkeys(d for s in self.stages for d in self.of(Place(s))))
 
     @property
     def platform(self) -> str:

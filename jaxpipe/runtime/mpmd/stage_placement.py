@@ -8,7 +8,7 @@ from jaxpipe.runtime.mpmd.call_list import Traces
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_work import Context
-from jaxpipe.schedules import Schedule
+from jaxpipe.schedules import Schedule, StageNumber
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,13 +18,13 @@ class Layout:
     context: Context
     schedule: Schedule
     devices: StageDevices
-    homes: dict[TensorNumber, int]  # by parameter, its stage
+    homes: dict[TensorNumber, StageNumber]  # by parameter, its stage
     traces: Traces = field(default_factory=dict)  # of the same cuts; filled while lists are written
 
     @property
-    def stages(self) -> range:
+    def stages(self) -> tuple[StageNumber, ...]:
         """Numbers of the stages."""
-        return range(len(self.context.stages))
+        return self.context.stage_numbers
 
     @property
     def replicas(self) -> range:
@@ -39,14 +39,14 @@ class Layout:
     @property
     def home(self) -> Place:
         """First member of the last stage, which computes loss and metrics."""
-        return Place(len(self.context.stages) - 1, 0)
+        return Place(self.stages[-1], 0)
 
     @property
     def rows_cross(self) -> bool:
         """Return whether the stages of any replica belong to several processes."""
         return any(len({d.process_index for d in self.devices.of_replica(r)}) > 1 for r in self.replicas)
 
-    def counts(self, s: int) -> bool:
+    def counts(self, s: StageNumber) -> bool:
         """Return whether a stage is the last one on its devices, which writes what every device has."""
         rows = self.devices.rows
         return all(set(row) != set(rows[s]) for row in rows[s + 1 :])

@@ -53,7 +53,9 @@ class StateLayout:
 
         def keys(role: Role, numbers: Iterable[int], stages: Iterable[int | None]) -> tuple[Key, ...]:
             pairs = zip(numbers, stages, strict=True)
-            return tuple(Key(self.layout.devices.place(s), Name(role, k)) for k, s in pairs if s is not None)
+            return tuple(
+                Key(self.layout.devices.place(self.layout.stages[s]), Name(role, k)) for k, s in pairs if s is not None
+            )
 
         parameters = keys(Role.PARAMETER, objective.parameters, placement.parameters)
         return {

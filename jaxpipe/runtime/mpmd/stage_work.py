@@ -28,7 +28,7 @@ from jaxpipe.residuals.stored_formats import Format
 from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.gradient_precision import add_gradient, sum_dtype, widened
 from jaxpipe.runtime.stages import Stage
-from jaxpipe.schedules import Kind
+from jaxpipe.schedules import Kind, StageNumber
 from jaxpipe.sharding.partition_specs import Specs
 from jaxpipe.sharding.submesh import axis_names
 
@@ -156,11 +156,16 @@ class Context:
     collects: bool = False  # results are kept by micro-batch, not added up
     specs: Specs = field(default_factory=Specs)  # over the axes of a member's devices
 
+    @functools.cached_property
+    def stage_numbers(self) -> tuple[StageNumber, ...]:
+        """Numbers of the stages."""
+        return tuple(map(StageNumber, range(len(self.stages))))
+
     def aval(self, t: TensorNumber) -> jax.ShapeDtypeStruct:
         """The shape of a tensor."""
         return shape_of(self.objective.graph.tensors[t])
 
-    def spec(self, s: int, name: Name) -> P:
+    def spec(self, s: StageNumber, name: Name) -> P:
         """The partition spec of an array of a member of a stage; where XLA chooses it, the expected one."""
         role = name.role
         if role is Role.OPTIMIZER:
@@ -185,16 +190,16 @@ class Context:
     def _sent(self) -> frozenset[TensorNumber]:
         return frozenset(t for stage in self.stages for t in (*stage.arriving, *stage.leaving))
 
-    def together(self, s: int, aval: Shaped) -> jax.ShapeDtypeStruct:
+    def together(self, s: StageNumber, aval: Shaped) -> jax.ShapeDtypeStruct:
         """The shape of the arrays of all members of a stage, side by side along their first axis."""
         shape = aval.shape or (1,)
         return jax.ShapeDtypeStruct((self.members[s] * shape[0], *shape[1:]), aval.dtype)
 
-    def lead(self, s: int) -> tuple[int, ...]:
+    def lead(self, s: StageNumber) -> tuple[int, ...]:
         """The axes in front of a sum of gradients in a stage."""
         return (1,) if self.members[s] > 1 else ()
 
-    def sum_aval(self, s: int, t: TensorNumber) -> jax.ShapeDtypeStruct:
+    def sum_aval(self, s: StageNumber, t: TensorNumber) -> jax.ShapeDtypeStruct:
         """The shape of the sum of a parameter's gradients in a stage."""
         aval = self.aval(t)
         return jax.ShapeDtypeStruct((*self.lead(s), *aval.shape), sum_dtype(aval.dtype, self.gradient_dtype))
@@ -202,9 +207,9 @@ class Context:
     @functools.cached_property
     def packs(self) -> tuple[dict[TensorNumber, Pack], ...]:
         """By stage and parameter, the array in which a small sum of gradients lies beside others."""
-        return tuple(_packs(self, s) for s in range(len(self.stages)))
+        return tuple(_packs(self, s) for s in self.stage_numbers)
 
-    def sums(self, s: int, tensors: Iterable[TensorNumber]) -> Avals:
+    def sums(self, s: StageNumber, tensors: Iterable[TensorNumber]) -> Avals:
         """The arrays that hold the sums of some parameters' gradients in a stage, and their shapes."""
         arrays = {}
         for t in tensors:
@@ -218,7 +223,7 @@ class Context:
             return jax.ShapeDtypeStruct((), jnp.int32)
         return self.aval(self.objective.results[name.number])
 
-    def trained(self, s: int) -> list[TensorNumber]:
+    def trained(self, s: StageNumber) -> list[TensorNumber]:
         """The parameters that receive a gradient in a stage, borrowed ones included."""
         stage = self.stages[s]
         if stage.vjp is None:
@@ -226,23 +231,23 @@ class Context:
         wrt = set(stage.vjp.backward_graph.wrt) - self.objective.frozen
         return [t for t in (*stage.parameters, *stage.borrowed) if t in wrt]
 
-    def held(self, s: int) -> list[TensorNumber]:
+    def held(self, s: StageNumber) -> list[TensorNumber]:
         """The parameters of a stage whose gradient the optimizer takes."""
         return [t for t in self.stages[s].parameters if t not in self.objective.frozen]
 
-    def statistics(self, s: int) -> tuple[TensorNumber, ...]:
+    def statistics(self, s: StageNumber) -> tuple[TensorNumber, ...]:
         """Tensors that a micro-batch adds to the state of a stage whose members share the micro-batches."""
         fold = self.stages[s].fold
         return fold.statistics if fold is not None and self.trains else ()
 
-    def renewed_state(self, s: int) -> list[TensorNumber]:
+    def renewed_state(self, s: StageNumber) -> list[TensorNumber]:
         """The state variables of a stage that a step changes."""
         stage = self.stages[s]
         if stage.fold is not None:
             return list(stage.fold.state)
         return [t for t, new in zip(stage.state, stage.new_state, strict=True) if t != new]
 
-    def totals(self, s: int) -> list[Name]:
+    def totals(self, s: StageNumber) -> list[Name]:
         """The totals that a stage adds up."""
         stage = self.stages[s]
         names = [] if self.collects else [Name(Role.TOTAL, k) for k in stage.results]
@@ -254,7 +259,7 @@ class Context:
 _PACKED_BYTES = 1 << 16
 
 
-def _packs(context: Context, s: int) -> dict[TensorNumber, Pack]:
+def _packs(context: Context, s: StageNumber) -> dict[TensorNumber, Pack]:
     """By parameter of a stage that no other stage uses, the array in which its small sum lies."""
     built = context.stages[s].vjp
     if built is None:
@@ -275,7 +280,7 @@ def _packs(context: Context, s: int) -> dict[TensorNumber, Pack]:
     return packs
 
 
-def stage_work(context: Context, s: int, kinds: Sequence[Kind]) -> Work:
+def stage_work(context: Context, s: StageNumber, kinds: Sequence[Kind]) -> Work:
     """Return what a stage does with a micro-batch, several kinds of work in one, in their order.
 
     What one kind makes for the next, and nobody else reads, is not among the results.
@@ -303,7 +308,7 @@ _LABELS = {
 }
 
 
-def _operands(context: Context, s: int, kinds: Sequence[Kind]) -> Avals:
+def _operands(context: Context, s: StageNumber, kinds: Sequence[Kind]) -> Avals:
     """Everything that the work may read, with its shape; tracing shows what it does read."""
     stage = context.stages[s]
     operands: Avals = {Name(Role.PARAMETER, t): context.aval(t) for t in (*stage.parameters, *stage.borrowed)}
@@ -327,7 +332,7 @@ def _operands(context: Context, s: int, kinds: Sequence[Kind]) -> Avals:
     return operands | context.sums(s, [t for t in context.trained(s) if t in given])
 
 
-def _results(context: Context, s: int, kinds: Sequence[Kind]) -> list[Name]:
+def _results(context: Context, s: StageNumber, kinds: Sequence[Kind]) -> list[Name]:
     stage = context.stages[s]
     writes: list[Name] = []
     if Kind.FORWARD in kinds:
@@ -351,7 +356,7 @@ def _leaves_used(context: Context, stage: Stage) -> list[int]:
     return [k for k, t in enumerate(context.objective.batch) if t in stage.used]
 
 
-def _following(context: Context, s: int) -> tuple[TensorNumber, ...]:
+def _following(context: Context, s: StageNumber) -> tuple[TensorNumber, ...]:
     """The tensors whose cotangents the next stage sends."""
     return context.stages[s + 1].returning if s + 1 < len(context.stages) else ()
 
@@ -405,7 +410,7 @@ def _available(context: Context, stage: Stage, arrays: Arrays) -> dict[TensorNum
     return known
 
 
-def _forward(context: Context, s: int, arrays: Arrays) -> None:
+def _forward(context: Context, s: StageNumber, arrays: Arrays) -> None:
     stage = context.stages[s]
     known = _available(context, stage, arrays)
     known |= {t: arrays[Name(Role.STATE, t)] for t in stage.state}
@@ -426,7 +431,7 @@ def _forward(context: Context, s: int, arrays: Arrays) -> None:
             arrays[total] = arrays[total] + value
 
 
-def _backward(context: Context, s: int, kind: Kind, arrays: Arrays) -> None:
+def _backward(context: Context, s: StageNumber, kind: Kind, arrays: Arrays) -> None:
     """Go backward through a stage, or the part of it that a kind is."""
     stage = context.stages[s]
     known, sums = _available(context, stage, arrays), _adding_to_sums(context, s, arrays)
@@ -441,7 +446,7 @@ def _backward(context: Context, s: int, kind: Kind, arrays: Arrays) -> None:
     _hand_out(context, s, arrays, gradients)
 
 
-def _adding_to_sums(context: Context, s: int, arrays: Arrays) -> dict[TensorNumber, Callable[[Array], Array]]:
+def _adding_to_sums(context: Context, s: StageNumber, arrays: Arrays) -> dict[TensorNumber, Callable[[Array], Array]]:
     """Return what becomes of the gradients that have a sum by themselves: it is added to, as soon as they are there."""
     tensors = [t for t in context.trained(s) if t not in context.packs[s] and t not in context.stages[s].returning]
     sums = {t: arrays[Name(Role.GRADIENT, t)] for t in tensors if Name(Role.GRADIENT, t) in arrays}
@@ -452,7 +457,7 @@ def _add_shaped(total: Array, gradient: Array) -> Array:
     return add_gradient(total, gradient.reshape(total.shape))
 
 
-def _hand_out(context: Context, s: int, arrays: Arrays, gradients: Mapping[TensorNumber, Array]) -> None:
+def _hand_out(context: Context, s: StageNumber, arrays: Arrays, gradients: Mapping[TensorNumber, Array]) -> None:
     """Name sums of gradients, to which these have been added if there is any, and the cotangents that go back."""
     stage = context.stages[s]
     arrays.update((Name(Role.COTANGENT, t), gradients[t]) for t in stage.returning if t in gradients)

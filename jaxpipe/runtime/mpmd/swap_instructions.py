@@ -22,6 +22,7 @@ from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.stage_placement import Layout
 from jaxpipe.runtime.mpmd.stage_work import Arrays, Name, Role, Work, stash_names
 from jaxpipe.runtime.stash_swap import SwapTarget
+from jaxpipe.schedules import DeviceNumber, StageNumber
 from jaxpipe.schedules.swap_points import HOST, swap_points
 
 
@@ -55,20 +56,20 @@ class StashMover:
     def __init__(self, builder: ListBuilder, layout: Layout):
         """Find out what leaves and returns when."""
         self._builder, self._layout = builder, layout
-        self._leaving: set[tuple[int, int]] = set()
-        self._returning: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._leaving: set[tuple[StageNumber, int]] = set()
+        self._returning: dict[tuple[DeviceNumber, int], list[tuple[StageNumber, int]]] = {}
         self._away: dict[tuple[Place, int], list[tuple[Place, dict[Key, int]]]] = {}
-        self._programs: dict[tuple[int, bool], int] = {}
-        self._pieces: dict[int, dict[Name, list[Piece]]] = {}
-        for s, stage in enumerate(layout.context.stages):
+        self._programs: dict[tuple[StageNumber, bool], int] = {}
+        self._pieces: dict[StageNumber, dict[Name, list[Piece]]] = {}
+        for s, stage in zip(layout.stages, layout.context.stages, strict=True):
             if stage.swap is None or not layout.context.trains:
                 continue
             points = swap_points(layout.schedule, s)
             self._leaving |= {(s, j) for j in points.leaves}
             for j, position in points.returns.items():
-                self._returning.setdefault((s % layout.schedule.num_stages, position), []).append((s, j))
+                self._returning.setdefault((layout.schedule.device(s), position), []).append((s, j))
 
-    def begin_returns(self, device: int, position: int) -> None:
+    def begin_returns(self, device: DeviceNumber, position: int) -> None:
         """Send back the stashes whose return begins before an action of a device."""
         for s, j in self._returning.get((device, position), ()):
             for r in self._layout.replicas:
@@ -124,7 +125,7 @@ def _number(name: Name) -> int:
     return (name.number << 8) + (name.part << 1) + (name.role is Role.STASH)
 
 
-def _cutting(s: int, cut: dict[Name, list[Piece]], avals: Sequence[jax.ShapeDtypeStruct]) -> tuple[Work, Work]:
+def _cutting(s: StageNumber, cut: dict[Name, list[Piece]], avals: Sequence[jax.ShapeDtypeStruct]) -> tuple[Work, Work]:
     """The work that cuts arrays into pieces, and that which puts them together again."""
     pieces = tuple(_piece_name(name, parts, n) for name, parts in cut.items() for n in range(len(parts)))
     shapes = tuple(

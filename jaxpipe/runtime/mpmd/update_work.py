@@ -27,6 +27,7 @@ from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, STEP, Arrays, Avals, Cont
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by, needed_operators, operators_of
 from jaxpipe.runtime.overwrite_state import renewals
 from jaxpipe.runtime.replica_exchange import StageExchange
+from jaxpipe.schedules import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 
 
@@ -81,35 +82,35 @@ class UpdateContext:
         """By trained parameter of the objective, the type in which the optimizer takes its gradient."""
         return {self.tensor_of[t]: self.by_stage.graph.tensors[t].dtype for t in self.by_stage.gradients}
 
-    def is_alone(self, s: int) -> bool:
+    def is_alone(self, s: StageNumber) -> bool:
         """Return whether a stage has one device."""
         return self.pipeline.members[s] == 1
 
-    def of_members(self, s: int, aval: Shaped) -> jax.ShapeDtypeStruct:
+    def of_members(self, s: StageNumber, aval: Shaped) -> jax.ShapeDtypeStruct:
         """Return the shape of an array that each member of a stage has for itself, of all of them."""
         return shape_of(aval) if self.is_alone(s) else self.pipeline.together(s, aval)
 
-    def returns_sum(self, s: int, k: int) -> bool:
+    def returns_sum(self, s: StageNumber, k: StageNumber) -> bool:
         """Return whether stage ``k`` returns gradients to ``s`` as one sum, not from each member to another one."""
         return self.pipeline.members[s] != self.pipeline.members[k]
 
-    def lenders(self, s: int, t: TensorNumber) -> list[int]:
+    def lenders(self, s: StageNumber, t: TensorNumber) -> list[StageNumber]:
         """The other stages that compute gradients of a parameter."""
-        return [k for k in range(len(self.pipeline.stages)) if k != s and t in self.pipeline.trained(k)]
+        return [k for k in self.pipeline.stage_numbers if k != s and t in self.pipeline.trained(k)]
 
-    def residual_avals(self, s: int) -> list[jax.ShapeDtypeStruct]:
+    def residual_avals(self, s: StageNumber) -> list[jax.ShapeDtypeStruct]:
         """Shapes of what a replica has not sent of a stage's gradients."""
         avals = map(self.pipeline.aval, self.pipeline.held(s))
         lead = self.pipeline.lead(s)
         return [jax.ShapeDtypeStruct((*lead, *a.shape), jnp.promote_types(a.dtype, jnp.float32)) for a in avals]
 
 
-def returned_gradient(s: int, t: TensorNumber) -> Name:
+def returned_gradient(s: StageNumber, t: TensorNumber) -> Name:
     """The sum of a parameter's gradients from stage ``s``, which borrows the parameter."""
     return Name(Role.GRADIENT, t, 1 + s)
 
 
-def returned_sum(s: int, t: TensorNumber) -> Name:
+def returned_sum(s: StageNumber, t: TensorNumber) -> Name:
     """The sum of a parameter's gradients over all members of stage ``s``, which borrows the parameter."""
     return Name(Role.MEAN, t, 1 + s)
 
@@ -119,7 +120,7 @@ def reported(name: Name, source: int) -> Name:
     return name._replace(part=1 + source)
 
 
-def _sum_operands(context: UpdateContext, s: int, t: TensorNumber) -> Avals:
+def _sum_operands(context: UpdateContext, s: StageNumber, t: TensorNumber) -> Avals:
     """The operands that a parameter's gradient is made of."""
     pipeline, total = context.pipeline, context.pipeline.sum_aval(s, t)
     sums = pipeline.sums(s, [t]) if t in pipeline.trained(s) else {}
@@ -132,19 +133,19 @@ def _sum_operands(context: UpdateContext, s: int, t: TensorNumber) -> Avals:
     return operands
 
 
-def _gradient_operands(context: UpdateContext, s: int) -> Avals:
+def _gradient_operands(context: UpdateContext, s: StageNumber) -> Avals:
     operands: Avals = {}
     for t in context.pipeline.held(s):
         operands |= _sum_operands(context, s, t)
     return operands | scalars(WEIGHT)
 
 
-def _own_sums(context: UpdateContext, s: int, values: Arrays) -> dict[TensorNumber, Array]:
+def _own_sums(context: UpdateContext, s: StageNumber, values: Arrays) -> dict[TensorNumber, Array]:
     """Sums of each member, with what members of stages that borrow a parameter have returned."""
     return {t: _own_sum(context, s, values, t) for t in context.pipeline.held(s)}
 
 
-def _own_sum(context: UpdateContext, s: int, values: Arrays, t: TensorNumber) -> Array:
+def _own_sum(context: UpdateContext, s: StageNumber, values: Arrays, t: TensorNumber) -> Array:
     pipeline = context.pipeline
     pack = pipeline.packs[s].get(t)
     total = values.get(Name(Role.GRADIENT, t)) if pack is None else pack.part(values[pack.name], t)
@@ -154,24 +155,24 @@ def _own_sum(context: UpdateContext, s: int, values: Arrays, t: TensorNumber) ->
     return (total + add_up(values, returned) if returned else total).reshape(aval.shape)
 
 
-def _mean(context: UpdateContext, s: int, values: Arrays) -> dict[TensorNumber, Array]:
+def _mean(context: UpdateContext, s: StageNumber, values: Arrays) -> dict[TensorNumber, Array]:
     """The gradients of a stage's parameters, by tensor number, in the types of their sums."""
     return {t: _mean_of(context, s, values, t) for t in context.pipeline.held(s)}
 
 
-def _mean_of(context: UpdateContext, s: int, values: Arrays, t: TensorNumber) -> Array:
+def _mean_of(context: UpdateContext, s: StageNumber, values: Arrays, t: TensorNumber) -> Array:
     total = _over_members(context, s, _own_sum(context, s, values, t))
     returned = [values[returned_sum(k, t)] for k in context.lenders(s, t) if context.returns_sum(s, k)]
     total = functools.reduce(operator.add, returned, total)
     return total / values[WEIGHT].astype(total.dtype)
 
 
-def _over_members(context: UpdateContext, s: int, value: Array) -> Array:
+def _over_members(context: UpdateContext, s: StageNumber, value: Array) -> Array:
     """The sum over the members of a stage, of their values side by side."""
     return value if context.is_alone(s) else jnp.sum(value, 0, dtype=value.dtype)
 
 
-def returned_sum_work(context: UpdateContext, s: int, t: TensorNumber) -> Work:
+def returned_sum_work(context: UpdateContext, s: StageNumber, t: TensorNumber) -> Work:
     """Return the sum over the members of stage ``s``, which borrows a parameter, of its gradients."""
     name = Name(Role.GRADIENT, t)
     operands = {name: context.of_members(s, context.pipeline.sum_aval(s, t))}
@@ -182,7 +183,7 @@ def returned_sum_work(context: UpdateContext, s: int, t: TensorNumber) -> Work:
     return Work(f"stage {s}: sum of gradients", operands, [returned_sum(s, t)], function)
 
 
-def fold_work(context: Context, s: int) -> Work:
+def fold_work(context: Context, s: StageNumber) -> Work:
     """Return the state of a stage after all micro-batches, of what each of them adds, in their order."""
     fold, m = context.stages[s].fold, context.num_microbatches
     assert fold is not None
@@ -201,7 +202,7 @@ def fold_work(context: Context, s: int) -> Work:
     return Work(f"stage {s}: state", operands, state, function)
 
 
-def exchange_work(context: UpdateContext, s: int) -> Work:
+def exchange_work(context: UpdateContext, s: StageNumber) -> Work:
     """Return the block-sparse exchange of a stage: residuals and gradients become averages and new residuals."""
     plan, pipeline = context.exchange, context.pipeline
     assert plan is not None
@@ -242,7 +243,7 @@ def _in_order(values: Sequence[Array]) -> list[Array]:
     return [functools.reduce(operator.add, [row[r] for r in range(row.shape[0])]) for row in rows]
 
 
-def look_work(context: UpdateContext, s: int) -> Work:
+def look_work(context: UpdateContext, s: StageNumber) -> Work:
     """Return the search of a stage's gradients for what is not finite."""
 
     def function(values: Arrays) -> list[Array]:
@@ -257,7 +258,7 @@ def look_work(context: UpdateContext, s: int) -> Work:
     return Work(f"stage {s}: look for what is not finite", _gradient_operands(context, s), [NONFINITE], function)
 
 
-def share_work(context: UpdateContext, s: int, number: int) -> Work | None:
+def share_work(context: UpdateContext, s: StageNumber, number: int) -> Work | None:
     """Return the work for what a stage tells the others before a round of the optimizer; None if that is nothing."""
     by_stage = context.by_stage
     told = [t for t in by_stage.exchanged[number] if by_stage.stage_of[t] == s]
@@ -273,7 +274,7 @@ def share_work(context: UpdateContext, s: int, number: int) -> Work | None:
     return Work(f"stage {s}: optimizer, round {number}", optimizer_operands(context, s, number), names, function)
 
 
-def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
+def update_work(context: UpdateContext, s: StageNumber, counts: bool) -> Work:
     """Return the last round of the optimizer in a stage; if it counts, with what every device has."""
     operands = optimizer_operands(context, s, len(context.by_stage.exchanged))
     names = {t: name for t, name in renewed_names(context, s).items() if counts or name.role is not Role.SHARED}
@@ -287,7 +288,7 @@ def update_work(context: UpdateContext, s: int, counts: bool) -> Work:
     return Work(f"stage {s}: update", operands, [*names.values(), *newest(ends), SQUARES], function)
 
 
-def renewed_names(context: UpdateContext, s: int) -> dict[TensorNumber, Name]:
+def renewed_names(context: UpdateContext, s: StageNumber) -> dict[TensorNumber, Name]:
     """By tensor number in the optimizer, the parameters and the optimizer state that a stage writes."""
     names = {t: Name(Role.PARAMETER, context.tensor_of[t]) for t in held_by(context.by_stage, s)[0]}
     return names | _state_places(context, s)
@@ -308,13 +309,13 @@ def choose_value(values: Arrays, before: Array | None, after: Array) -> Array:
     return after if before is None or STOPPED not in values else jnp.where(values[STOPPED], before, after)
 
 
-def _state_at_end(context: UpdateContext, s: int) -> list[TensorNumber]:
+def _state_at_end(context: UpdateContext, s: StageNumber) -> list[TensorNumber]:
     # Members that share micro-batches have the same state already.
     alike = context.is_alone(s) or context.pipeline.stages[s].fold is not None
     return context.pipeline.renewed_state(s) if context.guarded or not alike else []
 
 
-def end_operands(context: UpdateContext, s: int, counts: bool) -> Avals:
+def end_operands(context: UpdateContext, s: StageNumber, counts: bool) -> Avals:
     """Return what a stage reads at the end of a step besides the optimizer; what is not older is written."""
     state = {Name(Role.STATE, t): context.pipeline.aval(t) for t in _state_at_end(context, s)}
     operands = {name: context.of_members(s, aval) for name, aval in state.items()}
@@ -322,7 +323,7 @@ def end_operands(context: UpdateContext, s: int, counts: bool) -> Avals:
     return operands | ({older(name): aval for name, aval in state.items()} if context.guarded else {})
 
 
-def results_at_end(context: UpdateContext, s: int, counts: bool, values: Arrays) -> list[Array]:
+def results_at_end(context: UpdateContext, s: StageNumber, counts: bool, values: Arrays) -> list[Array]:
     """Return what a stage writes at the end of a step besides the optimizer: its state, the numbers of steps."""
     results, pipeline = [], context.pipeline
     for t in _state_at_end(context, s):
@@ -342,7 +343,9 @@ def results_at_end(context: UpdateContext, s: int, counts: bool, values: Arrays)
     return [*results, choose_value(values, step, step + 1), skipped]
 
 
-def renew(context: UpdateContext, s: int, values: Arrays, names: dict[TensorNumber, Name]) -> tuple[list[Array], Array]:
+def renew(
+    context: UpdateContext, s: StageNumber, values: Arrays, names: dict[TensorNumber, Name]
+) -> tuple[list[Array], Array]:
     """Run the optimizer of a stage: the new values, and the squared norm of the gradient."""
     by_stage = context.by_stage
     olds, news = (*by_stage.parameters, *by_stage.state), (*by_stage.new_parameters, *by_stage.new_state)
@@ -357,7 +360,7 @@ def renew(context: UpdateContext, s: int, values: Arrays, names: dict[TensorNumb
 
 
 def _renew(
-    context: UpdateContext, s: int, values: Arrays, gradients: dict[TensorNumber, Array]
+    context: UpdateContext, s: StageNumber, values: Arrays, gradients: dict[TensorNumber, Array]
 ) -> tuple[dict[TensorNumber, Array], dict[TensorNumber, Array]]:
     """Write a stage's parameters and state one after the other, each over the old one (``overwrite_state.renewals``).
 
@@ -395,7 +398,7 @@ def _square(gradient: Array) -> Array:
     return jnp.sum(jnp.square(gradient.astype(jnp.float32)))
 
 
-def gradient_work(context: UpdateContext, s: int) -> Work:
+def gradient_work(context: UpdateContext, s: StageNumber) -> Work:
     """Return the work for a stage's mean gradients."""
     held = context.pipeline.held(s)
 
@@ -407,7 +410,7 @@ def gradient_work(context: UpdateContext, s: int) -> Work:
     return Work(f"stage {s}: gradient", _gradient_operands(context, s), names, function)
 
 
-def _gradients(context: UpdateContext, s: int, values: Arrays) -> dict[TensorNumber, Array]:
+def _gradients(context: UpdateContext, s: StageNumber, values: Arrays) -> dict[TensorNumber, Array]:
     """The gradients of a stage's parameters, by tensor number, as the optimizer takes them."""
     if context.exchange is None:
         gradients = _mean(context, s, values)
@@ -416,7 +419,7 @@ def _gradients(context: UpdateContext, s: int, values: Arrays) -> dict[TensorNum
     return {t: g.astype(context.taken_dtype[t]) for t, g in gradients.items()}
 
 
-def _state_places(context: UpdateContext, s: int) -> dict[TensorNumber, Name]:
+def _state_places(context: UpdateContext, s: StageNumber) -> dict[TensorNumber, Name]:
     """By tensor number in the optimizer, the state of a stage and that which every stage has."""
     update = context.by_stage
     roles = {s: Role.OPTIMIZER, None: Role.SHARED}
@@ -424,7 +427,7 @@ def _state_places(context: UpdateContext, s: int) -> dict[TensorNumber, Name]:
     return {t: Name(roles[owner], k) for k, (t, owner) in owned if owner in roles}
 
 
-def optimizer_operands(context: UpdateContext, s: int, rounds: int) -> Avals:
+def optimizer_operands(context: UpdateContext, s: StageNumber, rounds: int) -> Avals:
     """Operands of the optimizer after some rounds of exchange."""
     by_stage, pipeline = context.by_stage, context.pipeline
     if context.exchange is None:
@@ -439,7 +442,7 @@ def optimizer_operands(context: UpdateContext, s: int, rounds: int) -> Avals:
 
 
 def _environment(
-    context: UpdateContext, s: int, rounds: int, values: Arrays, gradients: dict[TensorNumber, Array]
+    context: UpdateContext, s: StageNumber, rounds: int, values: Arrays, gradients: dict[TensorNumber, Array]
 ) -> dict[TensorNumber, Array]:
     """Values by tensor number in the optimizer that a stage begins a round with."""
     by_stage = context.by_stage
@@ -451,7 +454,9 @@ def _environment(
     return env | {t: values[Name(Role.EXCHANGED, t)] for ts in by_stage.exchanged[:rounds] for t in ts}
 
 
-def _compute(context: UpdateContext, s: int, wanted: Sequence[TensorNumber], env: dict[TensorNumber, Array]) -> None:
+def _compute(
+    context: UpdateContext, s: StageNumber, wanted: Sequence[TensorNumber], env: dict[TensorNumber, Array]
+) -> None:
     """Run what some tensors follow from: operators of the stage, and those that every stage runs."""
     by_stage = context.by_stage
     common = [op for op in by_stage.graph.operators if not any(t in by_stage.stage_of for t in op.outputs)]

@@ -14,7 +14,7 @@ from jaxpipe.runtime.gradient_precision import add_gradient
 from jaxpipe.runtime.overwrite_state import Renewal, renewals
 from jaxpipe.runtime.program import PAGE, Program
 from jaxpipe.runtime.spmd.stage_branches import stage_programs, touched
-from jaxpipe.schedules import Kind
+from jaxpipe.schedules import Kind, StageNumber
 
 
 def predict(program: Program, update: Update, shared: Sequence[Shaped], batch: Sequence[Shaped]) -> dict[str, int]:
@@ -42,7 +42,7 @@ def predict(program: Program, update: Update, shared: Sequence[Shaped], batch: S
         exchanging = update.exchange.working_bytes
     arena = program.arena_pages * PAGE * 4
     transport = 4 * program.inbox_words if len(program.stages) > 1 else 0
-    computing = max(working_bytes(program, s) for s in range(len(program.stages)))
+    computing = max(working_bytes(program, s) for s in program.stage_numbers)
     sending = 2 * 4 * sum(program.message_words)
     updating = max(updating_bytes(update, s) for s in range(program.num_devices))
     if not _adds_up(program):
@@ -55,7 +55,7 @@ def predict(program: Program, update: Update, shared: Sequence[Shaped], batch: S
     }
 
 
-def working_bytes(program: Program, s: int) -> int:
+def working_bytes(program: Program, s: StageNumber) -> int:
     """Return what a stage needs besides while it computes: the larger of its forward and its backward pass.
 
     The forward pass returns its stash packed, the backward pass reads it out of the arena; a stage that is alone goes

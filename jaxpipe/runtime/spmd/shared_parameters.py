@@ -16,6 +16,7 @@ from jaxpipe.array_types import Array
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stage_switch import switch
 from jaxpipe.runtime.uint32_words import from_words, to_words
+from jaxpipe.schedules import DeviceNumber
 from jaxpipe.sharding.mesh_axes import STAGE
 
 
@@ -25,7 +26,7 @@ def borrow(program: Program, buffers: Sequence[Array]) -> list[Array]:
         return list(buffers)
     avals = program.avals(program.shared)
 
-    def values(device: int) -> list[Array]:
+    def values(device: DeviceNumber) -> list[Array]:
         local = dict(zip(program.held(device)[0], program.parameters.read(device, buffers), strict=True))
         zeros = [jnp.zeros(a.shape, a.dtype) for a in avals]
         return [to_words(local.get(t, zero)) for t, zero in zip(program.shared, zeros, strict=True)]
@@ -41,7 +42,7 @@ def give_back(program: Program, sums: Sequence[Array]) -> list[Array]:
     count = len(program.gradients.buffers)
     buffers, borrowed = list(sums[:count]), lax.psum(list(sums[count:]), STAGE)
 
-    def added(device: int) -> list[Array]:
+    def added(device: DeviceNumber) -> list[Array]:
         gradient_of = dict(zip(program.shared_trained, borrowed, strict=True))
         local = zip(program.trained(device), program.sums.read(device, buffers), strict=True)
         return program.sums.write(
@@ -51,6 +52,6 @@ def give_back(program: Program, sums: Sequence[Array]) -> list[Array]:
     return _by_device(program, added)
 
 
-def _by_device(program: Program, function: Callable[[int], list[Array]]) -> list[Array]:
-    branches = [lambda device=device: function(device) for device in range(program.num_devices)]
+def _by_device(program: Program, function: Callable[[DeviceNumber], list[Array]]) -> list[Array]:
+    branches = [lambda device=device: function(device) for device in program.device_numbers]
     return switch(lax.axis_index(STAGE), branches)

@@ -21,7 +21,7 @@ from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.program import PAGE, Program
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import from_words, pack_words, unpack_words, word_count
-from jaxpipe.schedules import Kind
+from jaxpipe.schedules import Kind, StageNumber
 
 
 class Rows(NamedTuple):
@@ -75,7 +75,7 @@ def given_avals(program: Program) -> tuple[Rows, Kept]:
     return Rows._make((batch, number)), Kept._make((jax.ShapeDtypeStruct((pages, PAGE), jnp.uint32), number))
 
 
-def stage_programs(program: Program, s: int) -> dict[Kind, tuple[Branch, tuple[PyTree, ...]]]:
+def stage_programs(program: Program, s: StageNumber) -> dict[Kind, tuple[Branch, tuple[PyTree, ...]]]:
     """Return a stage's work by kind, each with the shapes of its operands."""
     parameters, state = (
         [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in layout.buffers]
@@ -104,7 +104,7 @@ def made_avals(program: Program) -> list[Shaped]:
 def touched(program: Program, kind: Kind) -> tuple[int, ...]:
     """The gradient buffers that backward work of a kind adds to, in any stage."""
     buffers: set[int] = set()
-    for s, stage in enumerate(program.stages):
+    for s, stage in zip(program.stage_numbers, program.stages, strict=True):
         device = program.device(s)
         places = zip(program.trained(device), program.gradients.places[device], strict=True)
         given = stage.differentiated(kind)
@@ -114,7 +114,7 @@ def touched(program: Program, kind: Kind) -> tuple[int, ...]:
     return tuple(sorted(buffers - {-1}))
 
 
-def branch(program: Program, kind: Kind, s: int | None) -> Branch:
+def branch(program: Program, kind: Kind, s: StageNumber | None) -> Branch:
     """Return the work of a kind of a stage; of none (None), or backward of a frozen one, the idle branch."""
     if s is None or (kind is not Kind.FORWARD and s < program.schedule.frozen):
         return _idle_branch(program, kind)
@@ -152,7 +152,7 @@ def _window(pages: Sequence[int]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((max(pages), PAGE), jnp.uint32)
 
 
-def _forward_branch(program: Program, s: int) -> Branch:
+def _forward_branch(program: Program, s: StageNumber) -> Branch:
     stage, device, wanted = program.stages[s], program.device(s), program.objective.results
 
     def forward(
@@ -179,7 +179,7 @@ def _forward_branch(program: Program, s: int) -> Branch:
     return forward
 
 
-def _backward_branch(program: Program, s: int) -> Branch:
+def _backward_branch(program: Program, s: StageNumber) -> Branch:
     """The backward work of a stage, or its input part if the schedule splits it."""
     stage = program.stages[s]
     following = program.stages[s + 1].returning if s + 1 < len(program.stages) else ()
@@ -197,7 +197,7 @@ def _backward_branch(program: Program, s: int) -> Branch:
     return backward
 
 
-def _weight_branch(program: Program, s: int) -> Branch:
+def _weight_branch(program: Program, s: StageNumber) -> Branch:
     stage, kind = program.stages[s], Kind.BACKWARD_WEIGHT
 
     def weight(parameters: Sequence[Array], key: Array, rows: Rows, stash: Stash, saved: Kept) -> list[Array]:
@@ -211,7 +211,7 @@ def _weight_branch(program: Program, s: int) -> Branch:
 
 
 def _available(
-    program: Program, s: int, parameters: Sequence[Array], key: Array, rows: Rows
+    program: Program, s: StageNumber, parameters: Sequence[Array], key: Array, rows: Rows
 ) -> dict[TensorNumber, Array]:
     """Return the inputs that no stage sends: the micro-batch, its key, parameters that the device has or borrows."""
     device = program.device(s)
@@ -233,7 +233,7 @@ def _packed(values: Sequence[Array], pages: Sequence[int]) -> Array:
     return pack_words(values, max(pages) * PAGE).reshape(max(pages), PAGE)
 
 
-def _steps(program: Program, s: int, kind: Kind, gradients: dict[TensorNumber, Array]) -> list[Array]:
+def _steps(program: Program, s: StageNumber, kind: Kind, gradients: dict[TensorNumber, Array]) -> list[Array]:
     """The buffers that work of a kind adds to, with a stage's gradients in them and zeros elsewhere."""
     device = program.device(s)
     trained = program.trained(device)

@@ -121,7 +121,7 @@ def _initial(program: Program, state: Sequence[Array], collect: bool) -> Carry:
 
 def _by_stage(program: Program, kind: Kind) -> Callable[..., PyTree]:
     """Work of one kind, ``(work, operands)``, for the stage of its branch or none."""
-    branches = [branch(program, kind, s) for s in range(len(program.stages))]
+    branches = [branch(program, kind, s) for s in program.stage_numbers]
     if program.alone:
         return lambda _, *operands: branches[0](*operands)
     return lambda work, *operands: switch(work.branch, [branch(program, kind, None), *branches], *operands)

@@ -68,7 +68,7 @@ def tick_table(schedule: Schedule, places: Arena, ahead: Inbox, back: Inbox) -> 
         for t, tick in enumerate(schedule.ticks):
             for device, actions in enumerate(tick):
                 for action in (a for a in actions if a.kind is kind):
-                    key = action.chunk * schedule.num_stages + device, action.microbatch
+                    key = schedule.stage(device, action.chunk), action.microbatch
                     microbatch[device, t], branch[device, t] = action.microbatch, key[0] + 1
                     stash[device, t], saved[device, t] = places.stashes.get(key, 0), places.saved.get(key, 0)
         message = np.zeros(shape, np.int32) if box is None else np.asarray(box.read, np.int32)

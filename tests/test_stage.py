@@ -340,6 +340,24 @@ def test_on_a_gpu_a_gradient_is_added_to_its_sum_before_the_next_product(platfor
     assert (added < next_product) == (platform == "gpu")
 
 
+@pytest.mark.parametrize("shape", [{}, {"model": 2}])
+def test_in_a_sharded_stage_cotangents_are_added_up_before_the_next_barrier(shape):
+    """Behind a barrier each of the two would be added up over the devices by itself."""
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 4), (4, 16), (16, 32), (16, 32))]
+    traced = trace(lambda x, w, up, gate: (lambda y: ((y @ up) * (y @ gate)).sum())(jnp.tanh(x @ w)), *arguments)
+    graph = replace(traced.with_parameters([False, True, True, True]), stage_shape=shape)
+    with building_for("gpu"):
+        built = vjp_program.build(graph, graph.inputs, held=graph.inputs)
+        _, stash = jax.eval_shape(functools.partial(vjp_program.forward, built), arguments)
+        parameters = [arguments[graph.inputs.index(t)] for t in built.parameters]
+        backward = functools.partial(vjp_program.backward, built)
+        jaxpr = jax.make_jaxpr(backward)(parameters, stash, [jnp.ones(())]).jaxpr
+    makers = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.outvars}
+    sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape == (8, 16)]
+    products = [makers[v] == "dot_general" for eqn in sums for v in eqn.invars]
+    assert sums and all(products) == bool(shape)
+
+
 def convolutions(platform, sizes, pixels):
     """Return, by elements of the result of a product in a backward pass, those of the products that it waits for."""
     kernels = [jax.ShapeDtypeStruct((3, 3, m, n), jnp.float32) for m, n in itertools.pairwise(sizes)]

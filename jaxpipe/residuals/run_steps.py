@@ -7,6 +7,7 @@ off what nobody waits for, and whatever writes more than it frees, for as long a
   in memory in any case: a barrier amid an elementwise chain would cut its kernel in two;
 - the next product waits for gradients of weights, for sums of cotangents, and for the parts of a cotangent that is
   split among several tensors: put off, they would keep all that they follow from;
+- in a sharded stage it waits for complete sums only, each of which devices add up at once;
 - the gradient of a convolution's kernel comes before the cotangent of its input: what it alone reads is then gone;
 - a gradient much larger than what it follows from comes last. A convolution writes it in a layout of its own first, and
   until then its place serves other arrays.
@@ -141,10 +142,23 @@ class _GPUWalk:
                 if not self.received.keys().isdisjoint(pending[0].cotangents_in):
                     self._run_light(pending[0])
                 pending.popleft()
+        if self._backward_graph.graph.stage_shape:
+            self._join_sums(results, pending)
+            return
         for (t, _), value in zip(results, self._join([x for _, x in results], _light(pending)), strict=True):
             if t in self.received:
                 self.awaited.append(t)
             _receive(self.received, t, value)
+
+    def _join_sums(self, results: Sequence[tuple[TensorNumber, Array]], pending: Sequence[BackwardOp]) -> None:
+        """Join cotangents once they are complete: behind a barrier devices would add up each term by itself."""
+        for t, value in results:
+            _receive(self.received, t, value)
+        incomplete = {t for step in pending for t in step.cotangents_out}
+        complete = [t for t, _ in results if t not in incomplete]
+        if complete:
+            joined = self._join([self.received[t] for t in complete], _light(pending))
+            self.received.update(zip(complete, joined, strict=True))
 
     def _parts(
         self, step: BackwardOp, values: Mapping[TensorNumber, Array], seeds: Mapping[TensorNumber, Array]

@@ -14,9 +14,9 @@ from jaxpipe.runtime.fold_state import shared_stages
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.spmd.buffer_layout import lay_out
 from jaxpipe.runtime.stages import Placement, Stage, count_frozen, cut_stages, place, with_backward
-from jaxpipe.schedules import Schedule, StageNumber, schedule_makers
+from jaxpipe.schedules import schedule_makers
 from jaxpipe.schedules.replicas import StageReplicas
-from jaxpipe.schedules.table import without_backward
+from jaxpipe.schedules.table import Schedule, StageNumber, without_backward
 from jaxpipe.sharding.mesh_axes import DATA
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxpipe.graph.graph import Graph
 from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.planning.storage.storage_items import tensor_text
-from jaxpipe.schedules import DeviceNumber
+from jaxpipe.schedules.table import DeviceNumber
 from jaxpipe.text.units import bytes_text
 
 

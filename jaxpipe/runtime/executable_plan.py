@@ -22,8 +22,8 @@ from jaxpipe.runtime.replica_exchange import StageExchange
 from jaxpipe.runtime.spmd.buffer_layout import Layout
 from jaxpipe.runtime.spmd.nonfinite_guard import OnNonFinite
 from jaxpipe.runtime.stages import Placement, follow
-from jaxpipe.schedules import StageNumber
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
+from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 
 

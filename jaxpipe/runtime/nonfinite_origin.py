@@ -12,7 +12,7 @@ from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph.graph import Graph
 from jaxpipe.runtime.interface import Runtime
 from jaxpipe.runtime.train_state import TrainState
-from jaxpipe.schedules import StageNumber
+from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import stage_devices
 
 

@@ -19,9 +19,9 @@ from jaxpipe.runtime.spmd.buffer_layout import Layout
 from jaxpipe.runtime.spmd.tick_table import Arena, Row, arena, tick_table
 from jaxpipe.runtime.stages import Placement, Stage
 from jaxpipe.runtime.uint32_words import word_count
-from jaxpipe.schedules import DeviceNumber, Kind, Schedule, StageNumber
 from jaxpipe.schedules.allocate import Inbox, inbox
 from jaxpipe.schedules.replicas import StageReplicas
+from jaxpipe.schedules.table import DeviceNumber, Kind, Schedule, StageNumber
 from jaxpipe.sharding.partition_specs import Specs
 
 

@@ -16,7 +16,7 @@ from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.fold_state import Fold
 from jaxpipe.runtime.stash_swap import StashSwap
-from jaxpipe.schedules import DeviceNumber, Kind, StageNumber
+from jaxpipe.schedules.table import DeviceNumber, Kind, StageNumber
 
 
 #: Where a variable is: the number of a stage, or of a device.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxpipe.array_types import TensorNumber
-from jaxpipe.schedules import StageNumber
+from jaxpipe.schedules.table import StageNumber
 
 
 @dataclass(frozen=True)

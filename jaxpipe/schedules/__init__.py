@@ -21,10 +21,8 @@ from jaxpipe.schedules.replicas import StageReplicas as StageReplicas
 from jaxpipe.schedules.simulate import Timeline as Timeline
 from jaxpipe.schedules.simulate import simulate as simulate
 from jaxpipe.schedules.table import Action as Action
-from jaxpipe.schedules.table import DeviceNumber as DeviceNumber
 from jaxpipe.schedules.table import Kind as Kind
 from jaxpipe.schedules.table import Schedule as Schedule
-from jaxpipe.schedules.table import StageNumber as StageNumber
 from jaxpipe.schedules.zero_bubble import zero_bubble as zero_bubble
 
 

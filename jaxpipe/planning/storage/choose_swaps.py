@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxpipe.runtime.stash_swap import SwapTarget
-from jaxpipe.schedules import StageNumber
+from jaxpipe.schedules.table import StageNumber
 
 
 #: Most targets of a stage's swaps, the host among them.

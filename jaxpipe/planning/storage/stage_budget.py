@@ -32,9 +32,9 @@ from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stages import Stage, in_slices
 from jaxpipe.runtime.stash_swap import StashSwap
-from jaxpipe.schedules import DeviceNumber, StageNumber
 from jaxpipe.schedules.joined_work import program_kinds
 from jaxpipe.schedules.swap_points import HOST, swap_points
+from jaxpipe.schedules.table import DeviceNumber, StageNumber
 from jaxpipe.text.progress import tell
 from jaxpipe.text.units import bytes_text
 

@@ -16,7 +16,7 @@ from jaxpipe.runtime.mpmd.compile_work import TracedWork
 from jaxpipe.runtime.mpmd.instructions import Call, Instruction, Join, Key, Place, Send, Split, Spread
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
-from jaxpipe.schedules import StageNumber
+from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.partition_specs import side_by_side
 

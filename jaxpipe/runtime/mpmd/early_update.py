@@ -27,7 +27,7 @@ from jaxpipe.runtime.mpmd.update_work import (
     results_at_end,
     scalars,
 )
-from jaxpipe.schedules import StageNumber
+from jaxpipe.schedules.table import StageNumber
 
 
 def early_update_work(context: UpdateContext, s: StageNumber, group: int) -> Work:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxpipe.runtime.mpmd.stage_work import Name
-from jaxpipe.schedules import StageNumber
+from jaxpipe.schedules.table import StageNumber
 
 
 class Place(NamedTuple):

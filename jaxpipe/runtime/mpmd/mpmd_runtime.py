@@ -39,8 +39,8 @@ from jaxpipe.runtime.mpmd.update_work import NONFINITE, STOPPED, UpdateContext
 from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.runtime.train_state import TrainState
-from jaxpipe.schedules import StageNumber
 from jaxpipe.schedules.gpipe import forward_only
+from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 from jaxpipe.target import building_for
 from jaxpipe.text.progress import progress, tell

@@ -43,8 +43,8 @@ from jaxpipe.runtime.mpmd.update_work import (
     update_work,
     zeros_work,
 )
-from jaxpipe.schedules import Kind, StageNumber
 from jaxpipe.schedules.joined_work import Kinds, program_kinds
+from jaxpipe.schedules.table import Kind, StageNumber
 
 
 def training_list(layout: Layout, update: UpdateContext) -> CallList:

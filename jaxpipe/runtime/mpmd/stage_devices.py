@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxpipe.array_types import Device
 from jaxpipe.runtime.mpmd.instructions import Place
-from jaxpipe.schedules import StageNumber
+from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 from jaxpipe.sharding.submesh import Submesh
 

@@ -8,7 +8,7 @@ from jaxpipe.runtime.mpmd.call_list import Traces
 from jaxpipe.runtime.mpmd.instructions import Place
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
 from jaxpipe.runtime.mpmd.stage_work import Context
-from jaxpipe.schedules import Schedule, StageNumber
+from jaxpipe.schedules.table import Schedule, StageNumber
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from jaxpipe.residuals.stored_formats import Format
 from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.gradient_precision import add_gradient, sum_dtype, widened
 from jaxpipe.runtime.stages import Stage
-from jaxpipe.schedules import Kind, StageNumber
+from jaxpipe.schedules.table import Kind, StageNumber
 from jaxpipe.sharding.partition_specs import Specs
 from jaxpipe.sharding.submesh import axis_names
 

@@ -22,8 +22,8 @@ from jaxpipe.runtime.mpmd.instructions import Key, Place
 from jaxpipe.runtime.mpmd.stage_placement import Layout
 from jaxpipe.runtime.mpmd.stage_work import Arrays, Name, Role, Work, stash_names
 from jaxpipe.runtime.stash_swap import SwapTarget
-from jaxpipe.schedules import DeviceNumber, StageNumber
 from jaxpipe.schedules.swap_points import HOST, swap_points
+from jaxpipe.schedules.table import DeviceNumber, StageNumber
 
 
 @dataclass(frozen=True)

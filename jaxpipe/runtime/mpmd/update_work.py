@@ -27,7 +27,7 @@ from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, STEP, Arrays, Avals, Cont
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by, needed_operators, operators_of
 from jaxpipe.runtime.overwrite_state import renewals
 from jaxpipe.runtime.replica_exchange import StageExchange
-from jaxpipe.schedules import StageNumber
+from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA
 
 

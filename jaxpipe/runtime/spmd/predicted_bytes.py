@@ -14,7 +14,7 @@ from jaxpipe.runtime.gradient_precision import add_gradient
 from jaxpipe.runtime.overwrite_state import Renewal, renewals
 from jaxpipe.runtime.program import PAGE, Program
 from jaxpipe.runtime.spmd.stage_branches import stage_programs, touched
-from jaxpipe.schedules import Kind, StageNumber
+from jaxpipe.schedules.table import Kind, StageNumber
 
 
 def predict(program: Program, update: Update, shared: Sequence[Shaped], batch: Sequence[Shaped]) -> dict[str, int]:

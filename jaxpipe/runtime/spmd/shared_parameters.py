@@ -16,7 +16,7 @@ from jaxpipe.array_types import Array
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stage_switch import switch
 from jaxpipe.runtime.uint32_words import from_words, to_words
-from jaxpipe.schedules import DeviceNumber
+from jaxpipe.schedules.table import DeviceNumber
 from jaxpipe.sharding.mesh_axes import STAGE
 
 

@@ -21,7 +21,7 @@ from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.program import PAGE, Program
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.runtime.uint32_words import from_words, pack_words, unpack_words, word_count
-from jaxpipe.schedules import Kind, StageNumber
+from jaxpipe.schedules.table import Kind, StageNumber
 
 
 class Rows(NamedTuple):

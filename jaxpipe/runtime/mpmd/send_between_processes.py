@@ -6,6 +6,7 @@
 All take part in the order of the list, which rules out that two wait for each other.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -195,10 +196,14 @@ def of_member(shape: tuple[int, ...], shards: Mapping[Device, Array], mesh: Mesh
 
 def _permuted(arrays: Sequence[Array], routes: Sequence[tuple[int, ...]]) -> tuple[Array, ...]:
     """Send each array's bits from one device, or from each of the two, to the other one."""
-    return tuple(
-        from_words(lax.ppermute(to_words(x), AXIS, [(side, 1 - side) for side in route]), x)
-        for x, route in zip(arrays, routes, strict=True)
-    )
+
+    def sent(x: Array, route: tuple[int, ...]) -> Array:
+        permuted = functools.partial(lax.ppermute, axis_name=AXIS, perm=[(side, 1 - side) for side in route])
+        is_narrow = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype.itemsize < 4
+        # A compiler may send narrow types as wider ones; words of others would be copies that take time.
+        return from_words(permuted(to_words(x)), x) if is_narrow else permuted(x)
+
+    return tuple(sent(x, route) for x, route in zip(arrays, routes, strict=True))
 
 
 def _copied_from(source: int, arrays: Sequence[Array]) -> tuple[Array, ...]:

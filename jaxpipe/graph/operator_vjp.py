@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, Array, PyTreeDef, TensorNumber
-from jaxpipe.graph import cpu_convolution, sharding_annotations
+from jaxpipe.graph import sharding_annotations, target_products
 from jaxpipe.graph.graph import (
     Graph,
     GraphBuilder,
@@ -65,7 +65,7 @@ def differentiate(
     Outputs at other positions than ``useful`` have no cotangent. A zero in its place would do for finite numbers only.
     ``shape``: the axes over which stages are sharded, if annotations of others in a rule are dropped.
     """
-    equation = _compat.without_scope(op.equation)
+    equation, is_sharded = _compat.without_scope(op.equation), bool(shape)
     shape = shape if _compat.inner_programs(equation) else None  # others have no rule of a user's
     carried = [k for k in useful if is_differentiable(equation.outvars[k].aval)]
     tangents = [equation.outvars[k].aval.to_tangent_aval() for k in carried]
@@ -97,7 +97,8 @@ def differentiate(
         return first, _compat.trace_without_scope(backward, residuals, tangents)
 
     traced = both() if shape is None else sharding_annotations.rule_within_stage(op.label, both, shape)
-    first, closed = map(cpu_convolution.canonical, traced)
+    first = target_products.for_target(traced[0], may_cut=False)
+    closed = target_products.for_target(traced[1], may_cut=not is_sharded)
     builder = GraphBuilder(inline_rules=True)
     inputs = [builder.tensor(aval) for aval in avals]
     results = builder.read(first, inputs)

@@ -1,0 +1,141 @@
+"""Products of traced derivatives in the form that suits the target.
+
+JAX writes the gradients of a convolution as convolutions with permuted dimension numbers. XLA:CPU brings those to
+batch-spatial-feature order by itself, but not inside loops and conditionals, where they run about 100 times slower.
+The same convolution between explicit transposes gives the same bits at full speed everywhere.
+
+XLA:GPU splits a long contraction with a small result among the processors (split-K), and pads it to a multiple of the
+parts, in copies of both operands. The gradient of 2,048 hidden states from the logits of 50,257 words needs 552 MiB for
+that. In two products, the first of 50,176 words, it needs 12. The sum is in another order than XLA's own parts.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from jaxpipe import _compat
+from jaxpipe.array_types import Array, Atom, DType, Equation
+from jaxpipe.target import platform
+
+
+#: Of an H100: processors, and the side of a tile of a result, of which each makes one at a time (XLA's estimate).
+PROCESSORS, TILE = 132, 212
+
+#: A contraction is cut at a multiple of this, which XLA need not pad.
+ALIGNMENT = 128
+
+#: Bytes of padded copies that are worth another product.
+WORTH = 2**25
+
+#: What evaluates an equation in another form, on all its operands.
+Form = Callable[..., Sequence[Array]]
+
+
+def for_target(closed: ClosedJaxpr, may_cut: bool) -> ClosedJaxpr:
+    """Return a traced program with its products in the form that suits the platform it is built for.
+
+    Contractions are cut if they may be: of sharded arrays a part may be on another device.
+    """
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    forms = [_form(eqn, may_cut) for eqn in jaxpr.eqns]
+    if not any(forms):
+        return closed
+
+    def run(*arguments: Array) -> list[Array]:
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+
+        def read(atom: Atom) -> Array:
+            return atom.val if _compat.is_literal(atom) else env[atom]
+
+        for eqn, form in zip(jaxpr.eqns, forms, strict=True):
+            if form is not None:
+                results = form(*(read(a) for a in eqn.invars))
+            else:
+                results = _compat.evaluate_equation(eqn, [read(a) for a in eqn.invars if not _compat.is_literal(a)])
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    return _compat.trace_without_scope(run, *(v.aval for v in jaxpr.invars))
+
+
+def _form(eqn: Equation, may_cut: bool) -> Form | None:
+    """Return another form of an equation; None if it stays as it is."""
+    if platform() == "cpu":
+        if eqn.primitive.name != "conv_general_dilated":
+            return None
+        numbers = eqn.params["dimension_numbers"]
+        in_order = numbers == _in_order(len(numbers.lhs_spec))
+        return None if in_order else functools.partial(_convolve, **eqn.params)
+    if not may_cut:
+        return None
+    if eqn.primitive.name == "dot_general" and _pads_much(eqn):
+        return functools.partial(_in_two, dtype=eqn.outvars[0].aval.dtype, **eqn.params)
+    return _with_inner_form(eqn)
+
+
+def _with_inner_form(eqn: Equation) -> Form | None:
+    """Return a loop or a checkpoint with another form of its program, if that has one."""
+    inner = eqn.params.get("jaxpr")
+    if inner is None or len(_compat.inner_programs(eqn)) != 1 or _compat.open_jaxpr(inner)[1]:
+        return None
+    closed = _compat.closed_jaxpr(inner)
+    other = for_target(closed, may_cut=True)
+    if other is closed:
+        return None
+    params = {**eqn.params, "jaxpr": other if closed is inner else _compat.open_jaxpr(other)[0]}
+
+    def run(*operands: Array) -> Sequence[Array]:
+        return eqn.primitive.bind(*operands, **params)
+
+    return run
+
+
+def _in_order(rank: int) -> lax.ConvDimensionNumbers:
+    """Return the dimension numbers of batch-spatial-feature order."""
+    maps = (0, rank - 1, *range(1, rank - 1))
+    return lax.ConvDimensionNumbers(maps, (rank - 1, rank - 2, *range(rank - 2)), maps)
+
+
+def _convolve(
+    lhs: Array, rhs: Array, *, dimension_numbers: lax.ConvDimensionNumbers, **params: object
+) -> Sequence[Array]:
+    images, kernels, outputs = dimension_numbers
+    numbers = _in_order(len(images))
+    result = lax.conv_general_dilated_p.bind(
+        lax.transpose(lhs, (images[0], *images[2:], images[1])),
+        lax.transpose(rhs, (*kernels[2:], kernels[1], kernels[0])),
+        dimension_numbers=numbers,
+        **params,
+    )
+    return [lax.transpose(result, [numbers.out_spec[outputs.index(d)] for d in range(len(images))])]
+
+
+def _pads_much(eqn: Equation) -> bool:
+    """Return whether XLA would pad copies of a product's operands, of many bytes, to split its contraction."""
+    (contracted, batch), operands = eqn.params["dimension_numbers"], [atom.aval for atom in eqn.invars]
+    if [len(axes) for axes in (*contracted, *batch)] != [1, 1, 0, 0]:
+        return False
+    count = operands[0].shape[contracted[0][0]]
+    rows, columns = (math.prod(x.shape) // max(1, count) for x in operands)
+    tiles = max(1, -(-rows // TILE) * -(-columns // TILE))
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in operands)
+    return 2 * tiles <= PROCESSORS and count > ALIGNMENT and count % ALIGNMENT > 0 and size >= WORTH
+
+
+def _in_two(lhs: Array, rhs: Array, dtype: DType, **params: Any) -> Sequence[Array]:
+    """Multiply the aligned part of the contracted axis, and the rest; add them up in float32 at least."""
+    ((a,), (b,)), _ = params["dimension_numbers"]
+    end = lhs.shape[a] // ALIGNMENT * ALIGNMENT
+    params["preferred_element_type"] = jnp.promote_types(dtype, jnp.float32)
+    halves = [
+        lax.dot_general_p.bind(
+            lax.slice_in_dim(lhs, start, stop, axis=a), lax.slice_in_dim(rhs, start, stop, axis=b), **params
+        )
+        for start, stop in ((0, end), (end, lhs.shape[a]))
+    ]
+    return [lax.convert_element_type(lax.add(*halves), dtype)]

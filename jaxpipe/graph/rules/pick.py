@@ -18,19 +18,22 @@ from jaxpipe.graph.operator_vjp import Cut
 
 
 def applies(op: Operator) -> bool:
-    """Return whether ``op`` picks at most one element of each row: a gather with a batch of rows and one index each."""
+    """Return whether ``op`` picks at most one element of each row: a gather with a batch of rows and one index each.
+
+    JAX treats dimensions of size 1, a batch of one text say, not as rows but as windows.
+    """
     if op.name != "gather" or len(op.inputs) != 2:
         return False
     operand, indices = (atom.aval for atom in op.equation.invars)
     numbers = op.params["dimension_numbers"]
     rest = [n for d, n in enumerate(indices.shape) if d not in numbers.start_indices_batching_dims]
+    taken = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    windows = [n for d, n in enumerate(operand.shape) if d not in taken]
     return (
         op.params["mode"] in (lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
-        and not numbers.offset_dims
         and len(numbers.start_index_map) == 1
         and numbers.collapsed_slice_dims == numbers.start_index_map
-        and len(numbers.operand_batching_dims) == operand.ndim - 1
-        and all(n == 1 for n in rest)
+        and all(n == 1 for n in (*rest, *windows))
     )
 
 
@@ -76,7 +79,7 @@ def _comparison(op: Operator, shape: tuple[int, ...]) -> Callable[[Array, Array]
     def backward(index: Array, cotangent: Array) -> Array:
         position = lax.broadcasted_iota(index.dtype, shape, axis)
         # Scattering adds to a zero, which never gives -0.0.
-        cotangents = spread(cotangent) + jnp.zeros((), cotangent.dtype)
+        cotangents = spread(lax.squeeze(cotangent, numbers.offset_dims)) + jnp.zeros((), cotangent.dtype)
         return lax.select(position == spread(index), cotangents, jnp.zeros(shape, cotangent.dtype))
 
     return backward

@@ -203,6 +203,20 @@ def test_a_gpu_picks_elements_of_what_is_not_written():
         assert peak_bytes(picked, *avals, labels) == pytest.approx(256 * 4096 * 4, rel=1e-2)  # logits, and row maxima
 
 
+def looked_up(table, rows, x):
+    """The gradient of a table that a lookup and a product read."""
+    return jax.grad(lambda table: (jnp.tanh(table[rows] + x) @ table.T).sum())(table)
+
+
+def test_a_gpu_adds_the_gradient_of_a_lookup_to_that_of_a_product():
+    """One array of the table's size: no zeros for the rows, no sum, no transpose of the product's gradient."""
+    table, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 64), (16, 64)))
+    rows, size = jax.ShapeDtypeStruct((16,), jnp.int32), 4096 * 64 * 4
+    with building_for("gpu"):
+        cotangent = 16 * 4096 * 4  # of the product
+        assert size <= peak_bytes(looked_up, table, rows, x) < size + 1.5 * cotangent
+
+
 def summed(x, weights, v, u):
     """A sum of six products that is read before and after a wide one."""
     total = sum(x @ w for w in weights)

@@ -13,6 +13,7 @@ from jaxpipe.array_types import TensorNumber
 from jaxpipe.graph.buffer_packing import Buffer, alive_bytes, reserved_bytes
 from jaxpipe.graph.graph import Graph, Operator, read_graph
 from jaxpipe.graph.op_cost import COSTLY, ELEMENTWISE, REDUCTIONS, VIEWS
+from jaxpipe.graph.operator_vjp import writes_zeros
 
 
 #: Operators that give another name to the same bytes.
@@ -186,13 +187,13 @@ class _Written:
     def __init__(self, graph: Graph, donated: Sequence[TensorNumber] = ()):
         fused = _fused()
         self._root: dict[TensorNumber, TensorNumber] = {}
-        turned, biased = frozenset[Operator](), dict[Operator, TensorNumber]()
+        turned, within = frozenset[Operator](), dict[Operator, TensorNumber]()
         if not _compat.runs_breadth_first():
-            turned, biased = _turned_products(graph), _biased_products(graph)
+            turned, within = _turned_products(graph), _biased_products(graph) | _scattered_into(graph)
         for op in graph.operators:
             pairs = [(op.outputs[0], op.inputs[0])] if op in turned else _renamed(graph, op)
-            if op in biased:
-                pairs = [(op.outputs[0], biased[op])]
+            if op in within:
+                pairs = [(op.outputs[0], within[op])]
             self._root.update((out, self.resolve(source)) for out, source in pairs)
         readers: dict[TensorNumber, list[Operator]] = {}
         self.tensors = {self.resolve(t) for t in (*graph.outputs, *donated)}
@@ -214,14 +215,14 @@ class _Written:
         self._follow(graph, frozenset() if _compat.runs_breadth_first() else shared)
 
     def _add_barriers(self, graph: Graph, readers: Mapping[TensorNumber, Sequence[Operator]]) -> None:
-        """Add what a GPU writes besides: before barriers, and of reductions; matrix products read turned operands."""
+        """Add what a GPU writes besides: before barriers, and of reductions. Products turn and cut operands."""
         written = set(graph.outputs)
         for op in graph.operators:
             if op.name == "optimization_barrier":
                 written.update(self.resolve(t) for t in op.inputs)
             elif op.name in REDUCTIONS:
                 written.update(op.outputs)
-            elif op.name == "transpose" and all(
+            elif op.name in ("slice", "transpose") and all(
                 reader.name == "dot_general" for reader in readers.get(op.outputs[0], ())
             ):
                 self.tensors -= set(op.outputs) - written
@@ -302,14 +303,14 @@ def _renamed(graph: Graph, op: Operator) -> list[tuple[TensorNumber, TensorNumbe
 
 def _turned_products(graph: Graph) -> frozenset[Operator]:
     """Return the transposes of matrix products that nothing else reads: a GPU writes these in the other order."""
-    producers = {t: op for op in graph.operators for t in op.outputs}
     reads = Counter(t for op in graph.operators for t in op.inputs) + Counter(graph.outputs)
-
-    def is_one(op: Operator) -> bool:
-        source = producers.get(op.inputs[0]) if op.name == "transpose" else None
-        return source is not None and source.name == "dot_general" and reads[op.inputs[0]] == 1
-
-    return frozenset(filter(is_one, graph.operators))
+    turned, products = set[Operator](), set[TensorNumber]()
+    for op in graph.operators:
+        if op.name == "transpose" and op.inputs[0] in products and reads[op.inputs[0]] == 1:
+            turned.add(op)
+        if op.name == "dot_general" or op in turned:
+            products.update(op.outputs)
+    return frozenset(turned)
 
 
 def _biased_products(graph: Graph) -> dict[Operator, TensorNumber]:
@@ -333,6 +334,23 @@ def _biased_products(graph: Graph) -> dict[Operator, TensorNumber]:
                 sums.setdefault(names.get(t, t), []).append(op)
     results = {names.get(t, t) for t in graph.outputs}
     return {op: t for t, ops in sums.items() if ops == readers[t] and t not in results for op in ops}
+
+
+def _scattered_into(graph: Graph) -> dict[Operator, TensorNumber]:
+    """Return the sums of rows in zeros that are added to an earlier array, each with that: a GPU adds the rows to it.
+
+    They are gradients of lookups in a table that a product reads as well.
+    """
+    producers = {t: (k, op) for k, op in enumerate(graph.operators) for t in op.outputs}
+    reads = Counter(t for op in graph.operators for t in op.inputs) + Counter(graph.outputs)
+    into: dict[Operator, TensorNumber] = {}
+    for op in graph.operators:
+        for t, other in (op.inputs, op.inputs[::-1]) if op.name in ("add", "add_any") and len(op.inputs) == 2 else ():
+            place, rows = producers.get(t, (0, op))
+            _, zeros = producers.get(rows.inputs[0], (0, op)) if rows.name == "scatter-add" else (0, op)
+            if writes_zeros(zeros) and reads[t] == 1 and producers.get(other, (-1, op))[0] < place:
+                into[rows] = other
+    return into
 
 
 def _summed_over_images(graph: Graph, resolve: Callable[[TensorNumber], TensorNumber]) -> set[TensorNumber]:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar, overload
 
 import flax.linen as nn
@@ -193,7 +193,12 @@ def _encoded_function(
     def vjp_for(perturbed: tuple[bool, ...]) -> VJPProgram:
         warn_unused(policy, (op.path for op in graph.operators), "codecs")
         wrt = [t for t, moves in zip(graph.inputs, perturbed, strict=True) if moves]
-        return build(graph, wrt, policy=policy, held=kept_alive | (set(graph.inputs) - set(wrt)))
+        vjp = build(graph, wrt, policy=policy, held=kept_alive | (set(graph.inputs) - set(wrt)))
+        if graph.parameters:
+            return vjp
+        # A function has not said what its parameters are: it is differentiated by them, and its caller keeps them.
+        weights = graph.with_parameters([t in kept_alive and t in wrt for t in graph.inputs]).derived_from_parameters()
+        return replace(vjp, weights=weights)
 
     @jax.custom_vjp
     def encoded(*values: Array) -> Sequence[Array]:

@@ -41,6 +41,7 @@ def run_steps(
     rematerializer: Rematerializer,
     absorb: Absorb,
     keep: frozenset[TensorNumber],
+    weights: frozenset[TensorNumber],
 ) -> frozenset[TensorNumber]:
     """Run backward steps in the order given; returns the inputs whose cotangents have been absorbed.
 
@@ -51,9 +52,10 @@ def run_steps(
       rematerializer: gives the forward tensors that steps need.
       absorb: what takes the place of some inputs' cotangents.
       keep: tensors whose cotangents stay.
+      weights: tensors that follow from parameters alone.
     """
     if not _compat.runs_breadth_first():
-        return _GPUWalk(backward_graph, received, rematerializer, absorb, keep).run(steps)
+        return _GPUWalk(backward_graph, received, rematerializer, absorb, keep, weights).run(steps)
     for step in steps:
         present = [t for t in step.cotangents_in if t in received]
         if present:
@@ -80,10 +82,10 @@ class _GPUWalk:
         rematerializer: Rematerializer,
         absorb: Absorb,
         keep: frozenset[TensorNumber],
+        weights: frozenset[TensorNumber],
     ):
         self._backward_graph, self._rematerializer, self._absorb = backward_graph, rematerializer, absorb
-        self._keep = keep
-        self._weights = backward_graph.source.derived_from_parameters()
+        self._keep, self._weights = keep, weights
         self.received = received
         self.awaited: list[TensorNumber] = []
         self.late: list[tuple[BackwardOp, list[Array]]] = []

@@ -43,6 +43,7 @@ class VJPProgram:
       input_part, weight_part: inputs whose cotangent is ready after each part of the split backward pass.
       input_steps, weight_steps: the backward steps of each part.
       saved: tensors whose cotangent the input part hands to the weight part.
+      weights: tensors that follow from parameters alone, whose gradients a GPU makes first, or last.
     """
 
     backward_graph: BackwardGraph
@@ -53,6 +54,7 @@ class VJPProgram:
     input_steps: tuple[BackwardOp, ...]
     weight_steps: tuple[BackwardOp, ...]
     saved: tuple[TensorNumber, ...]
+    weights: frozenset[TensorNumber]
 
     @property
     def graph(self) -> Graph:
@@ -108,6 +110,7 @@ def assemble(backward_graph: BackwardGraph, plan: ResidualPlan) -> VJPProgram:
         input_steps=input_steps,
         weight_steps=weight_steps,
         saved=saved,
+        weights=backward_graph.source.derived_from_parameters(),
     )
 
 
@@ -253,7 +256,7 @@ def _walk(
         run_behind_barriers(vjp.backward_graph, steps[::-1], received, rematerializer, keep)
         absorbed = frozenset()
     else:
-        absorbed = run_steps(vjp.backward_graph, steps[::-1], received, rematerializer, absorb, keep)
+        absorbed = run_steps(vjp.backward_graph, steps[::-1], received, rematerializer, absorb, keep, vjp.weights)
     received.update((t, absorb[t](received[t])) for t in absorb if t in received and t not in absorbed)
 
 

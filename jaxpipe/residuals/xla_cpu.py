@@ -76,7 +76,7 @@ def _run_group(
 ) -> tuple[list[Array], list[Array]]:
     """Return cotangents and forward tensors that a group makes; ``received`` and the rematerializer stay."""
     rematerializer, received = rematerializer.copy(), dict(received)
-    run_steps(backward_graph, group.steps, received, rematerializer, {}, group.keep)
+    run_steps(backward_graph, group.steps, received, rematerializer, {}, group.keep, weights=frozenset())
     return [received[t] for t in written], [rematerializer.values[t] for t in shared]
 
 

@@ -215,7 +215,10 @@ def check_plan(backward_graph: BackwardGraph, plan: ResidualPlan) -> None:
 
 
 def default_plan(
-    backward_graph: BackwardGraph, policy: Policy = FAST, held: Iterable[TensorNumber] = ()
+    backward_graph: BackwardGraph,
+    policy: Policy = FAST,
+    held: Iterable[TensorNumber] = (),
+    rerun_share: float = GPU_RERUN_SHARE,
 ) -> ResidualPlan:
     """The plan with the fewest stored bytes among those that recompute nothing expensive.
 
@@ -230,9 +233,11 @@ def default_plan(
       policy: the codecs that may be used, by module path; what an operator brought from a decoration of its own
         comes before it.
       held: inputs that cost nothing to store.
+      rerun_share: the fraction of the time of all products that those which run again may take on a GPU.
     """
     held = frozenset(held)
     graph = backward_graph.graph
+    products = _short_products(graph) if _compat.runs_breadth_first() else _products_that_free_most(graph, rerun_share)
     capacities = room(graph)
     codecs = {t: (op.policy or policy).at(op.path) for op in graph.operators for t in op.outputs}
     dense = set(held)
@@ -241,7 +246,7 @@ def default_plan(
             t: smallest_format(graph, t, codecs.get(t, policy.at("")), None if t in dense else capacities.get(t))
             for t in graph.tensor_numbers
         }
-        plan = _smallest_plan(backward_graph, formats, codecs, held)
+        plan = _smallest_plan(backward_graph, formats, codecs, held, products)
         unfit = _trifles(graph, plan)
         if not unfit:
             plan, unfit = with_fallbacks(graph, plan, held)
@@ -255,6 +260,7 @@ def _smallest_plan(
     formats: Mapping[TensorNumber, SavedFormat],
     codecs: Mapping[TensorNumber, frozenset[str]],
     held: frozenset[TensorNumber],
+    products: Container[Operator],
 ) -> ResidualPlan:
     """The minimum cut, each stored tensor in its given format.
 
@@ -267,12 +273,12 @@ def _smallest_plan(
     fewest = math.inf
     while True:
         roots = frozenset() if best is None else frozenset(best.stored)
-        plan = _cut_plan(backward_graph, formats, _cheap_derivations(graph, available, codecs, roots), held)
+        plan = _cut_plan(backward_graph, formats, _cheap_derivations(graph, available, codecs, roots, products), held)
         price = sum(stored_bytes(graph.tensors[t], plan.formats[t]) for t in plan.stored if t not in held)
         if price >= fewest:
             break
         recomputed = {t for t in plan.formats if not plan.is_stored(t)}
-        if not recomputed <= set(_cheap_derivations(graph, available, codecs, frozenset(plan.stored))):
+        if not recomputed <= set(_cheap_derivations(graph, available, codecs, frozenset(plan.stored), products)):
             break
         best, fewest = plan, price
     assert best is not None  # the first cut is within bounds
@@ -395,18 +401,18 @@ def _cheap_derivations(
     available: frozenset[TensorNumber],
     codecs: Mapping[TensorNumber, frozenset[str]],
     roots: frozenset[TensorNumber],
+    products: Container[Operator],
 ) -> dict[TensorNumber, Operator]:
     """The operator that gives each tensor back cheaply, for the tensors that have one.
 
     The work of a derivation counts every operator in it once, down to ``roots``, to tensors that have no cheap
-    derivation and to products. A product may be run again if it is one of a small part of the program; on a CPU only if
-    that by itself is cheap, too, and if no other product has to be run before it.
+    derivation and to products. A product may be run again if it is one of those given; on a CPU only if that by itself
+    is cheap, too, and if no other product has to be run before it.
     """
     derivation: dict[TensorNumber, Operator] = {}
     needed_work: dict[TensorNumber, dict[Operator, int]] = {}
     behind_product: set[TensorNumber] = set()
     on_cpu = _compat.runs_breadth_first()
-    products = _short_products(graph) if on_cpu else _products_that_free_most(graph)
     for op in graph.operators:
         cost, codec = _rerun_cost(graph, op, on_cpu), "alias" if op.name in VIEWS else "recompute"
         if cost is None or op.has_effects or codec not in codecs[op.outputs[0]]:
@@ -454,8 +460,8 @@ def _short_products(graph: Graph) -> set[Operator]:
     return chosen
 
 
-def _products_that_free_most(graph: Graph) -> set[Operator]:
-    """The products that take a GPU least time for each byte of their results, as many as ``GPU_RERUN_SHARE`` allows.
+def _products_that_free_most(graph: Graph, share: float) -> set[Operator]:
+    """The products that take a GPU least time for each byte of their results, as many as a share of the time allows.
 
     Of equals the largest, so that few are run again, and then the first of the program, which are run again last, when
     most else has been freed.
@@ -463,7 +469,7 @@ def _products_that_free_most(graph: Graph) -> set[Operator]:
     products = [op for op in graph.operators if is_product(op)]
     work = {op: gpu_product_work(op) for op in products}
     size = {op: sum(graph.tensors[t].bytes for t in op.outputs) for op in products}
-    left = GPU_RERUN_SHARE * sum(work.values())
+    left = share * sum(work.values())
     chosen = set()
     for op in sorted(products, key=lambda op: (work[op] / max(1, size[op]), -size[op])):
         if work[op] <= left:

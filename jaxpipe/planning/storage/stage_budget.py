@@ -17,8 +17,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxpipe import multihost
+from jaxpipe import _compat, multihost
 from jaxpipe.graph.allowed_codecs import FAST, Policy
+from jaxpipe.graph.op_cost import is_product
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.planning.storage.choose_swaps import Link, Targets, choose_targets
 from jaxpipe.planning.storage.fastest_choice import Answer, choose, least_seconds, lowest_peak
@@ -28,6 +29,7 @@ from jaxpipe.planning.storage.storage_items import Items, limited, stage_items, 
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Outcome, Problem, simulate
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.backward_graph import BackwardGraph
+from jaxpipe.residuals.choose_formats import GPU_RERUN_SHARE, default_plan
 from jaxpipe.residuals.vjp_program import VJPProgram
 from jaxpipe.runtime.program import Program
 from jaxpipe.runtime.stages import Stage, in_slices
@@ -45,6 +47,9 @@ MOST_ROUNDS = 4
 #: Peaks with which the smallest plan is looked for: parts of the way from a problem's lowest to that by default. The
 #: search for the lowest takes half of the time, and the others the rest.
 HIGHER_PEAKS = (0.0, 0.25, 0.5, 0.75)
+
+#: Fractions of the time of all products that those which run again may take, where memory is left: fewest first.
+FEWER_RERUNS = (0.0, GPU_RERUN_SHARE / 4, GPU_RERUN_SHARE / 2)
 
 #: How far from the best a solver may stop.
 GAP = 0.01
@@ -87,13 +92,11 @@ class _Way:
     """A program of a stage, and what it may store.
 
     Attributes:
-      number: among the ways of its stage; the first has its operators as they are.
       stage: its forward and backward program.
       items: what it may store.
-      seconds: that a micro-batch takes longer than in the first way, whatever is stored.
+      seconds: that a micro-batch takes longer than with the stage's operators as they are, whatever is stored.
     """
 
-    number: int
     stage: Stage
     items: Items
     seconds: float = 0.0
@@ -149,8 +152,8 @@ class StageFitter:
         """
         self.program, self._measure, self._prices, self._solving = program, measure, prices, solving
         self._period, self._policy = period, policy
-        self._built: dict[tuple[StageNumber, int, tuple[int, ...]], VJPProgram] = {}
-        self._programs: dict[tuple[tuple[StageNumber, int, tuple[int, ...], StashSwap | None], ...], _Candidate] = {}
+        self._built: dict[tuple[StageNumber, _Way, tuple[int, ...]], VJPProgram] = {}
+        self._programs: dict[tuple[tuple[StageNumber, _Way, tuple[int, ...], StashSwap | None], ...], _Candidate] = {}
         self._spent: dict[StageNumber, float] = {}
         self._swaps: dict[StageNumber, Targets] = {}
 
@@ -163,7 +166,7 @@ class StageFitter:
         over = [d for d in self.program.device_numbers if default.needs[d] > budget]
         self._swaps = self._swap_targets(default, over, budget)
         beyond = {d: self._beyond(default, d) for d in over}
-        best: _Candidate | None = None
+        best = None if over else self._with_fewer_reruns(budget)
         for number in range(MOST_ROUNDS if over else 0):
             tell(
                 f"{self.program.schedule.name}: choosing what "
@@ -181,11 +184,33 @@ class StageFitter:
             if corrected == beyond or (fits and all(needed[d] >= beyond[d] for d in over)):
                 break
             beyond = corrected
-        if not over:
-            best = default
         if best is None:
             best = self._with_smallest(now, budget)
         return None if best is None else (best.program, self._report(best.answers))
+
+    def _with_fewer_reruns(self, budget: int) -> _Candidate:
+        """Return default storage within a budget, but that each device runs as few products again as fit."""
+        answers = dict[StageNumber, _Chosen]()
+        left = [s for s, stage in zip(self.program.stage_numbers, self.program.stages, strict=True) if _reruns(stage)]
+        for share in FEWER_RERUNS:
+            if left:
+                candidate = self._candidate(answers | {s: self._with_rerun_share(s, share) for s in left})
+                fitting = [s for s in left if candidate.needs[self.program.device(s)] <= budget]
+                answers |= {s: candidate.answers[s] for s in fitting}
+                left = [s for s in left if s not in fitting]
+        return self._candidate(answers)
+
+    def _with_rerun_share(self, s: StageNumber, share: float) -> _Chosen:
+        """Return default storage of a stage where other products may run again."""
+        stage = self.program.stages[s]
+        assert stage.vjp is not None
+        backward_graph = stage.vjp.backward_graph
+        plan = default_plan(backward_graph, self._policy, stage.used, share)
+        other = replace(stage, vjp=vjp_program.assemble(backward_graph, plan))
+        items = self._items(other)
+        outcome = simulate(self._without_swaps(s, math.inf, items), items.default)
+        assert outcome is not None
+        return _Chosen(_Way(other, items), Answer(items.default, outcome, "default", outcome.seconds))
 
     @functools.cached_property
     def smallest(self) -> tuple[Program, tuple[Fitted, ...]]:
@@ -336,7 +361,7 @@ class StageFitter:
     @functools.cached_property
     def _ways(self) -> list[list[_Way]]:
         """By stage, its program as it is, and with its largest product in slices if it can be."""
-        ways = [[_Way(0, stage, self._items(stage))] for stage in self.program.stages]
+        ways = [[_Way(stage, self._items(stage))] for stage in self.program.stages]
         last, stage = ways[-1], self.program.stages[-1]
         sliced = None
         if stage.is_trained and stage.fold is None and self.program.specs.submesh.size == 1:
@@ -344,7 +369,7 @@ class StageFitter:
         if sliced is not None:
             other, looped = sliced
             again = sum(self._prices.seconds(stage.graph, op) for op in looped)
-            last.append(_Way(1, other, self._items(other), again))
+            last.append(_Way(other, self._items(other), again))
         return ways
 
     def _items(self, stage: Stage) -> Items:
@@ -390,16 +415,15 @@ class StageFitter:
     def _candidate(self, answers: Answers) -> _Candidate:
         """The program with some answers; the same one for the same choices."""
         swaps = {s: self._swap(s, chosen) for s, chosen in answers.items()}
-        choices = tuple((s, answers[s].way.number, answers[s].answer.choice, swaps[s]) for s in sorted(answers))
+        choices = tuple((s, answers[s].way, answers[s].answer.choice, swaps[s]) for s in sorted(answers))
         if choices not in self._programs:
             stages = list(self.program.stages)
-            for s, number, choice, swap in choices:
-                way = self._ways[s][number]
+            for s, way, choice, swap in choices:
                 items = self._with_swaps(s, way.items)
-                if (s, number, choice) not in self._built:
+                if (s, way, choice) not in self._built:
                     built = vjp_program.assemble(items.backward_graph, storage_plan(items, choice))
-                    self._built[s, number, choice] = built
-                stages[s] = replace(way.stage, vjp=self._built[s, number, choice], swap=swap)
+                    self._built[s, way, choice] = built
+                stages[s] = replace(way.stage, vjp=self._built[s, way, choice], swap=swap)
             program = replace(self.program, stages=tuple(stages)) if choices else self.program
             self._programs[choices] = _Candidate(answers, program, self._measure(program))
         return self._programs[choices]
@@ -418,3 +442,12 @@ class StageFitter:
             added = chosen.seconds - self._default(s).seconds
             reports[s] = Fitted(chosen.answer.status, added, chosen.answer.gap, self._spent.get(s, 0.0))
         return tuple(reports)
+
+
+def _reruns(stage: Stage) -> bool:
+    """Return whether a stage with default storage runs products again, as many as a GPU may."""
+    if _compat.runs_breadth_first() or stage.vjp is None:
+        return False
+    formats, operators = stage.vjp.plan.formats, stage.vjp.graph.operators
+    again = {t for t, saved in formats.items() if not saved.format.is_stored}
+    return any(is_product(op) and not again.isdisjoint(op.outputs) for op in operators)

@@ -221,11 +221,14 @@ def refusal(budget: int, smallest: PlannedStep) -> MemoryBudgetError:
     stored = f" Largest tensors stored at that budget: {', '.join(largest)}." if largest else ""
     bound = lower_bound(smallest)
     over = ", which alone is over this budget" if bound.bytes > budget else ""
+    least = 0 if over else smallest.budget.least()
+    tells = bound.bytes < least <= needed  # else it is no bound, or predictions are not to be trusted
+    proven = f" None without swaps is predicted to need less than {bytes_text(least)}." if tells else ""
     return MemoryBudgetError(
         f"memory={bytes_text(budget)}: by default each device needs {bytes_text(sum(default.values()))} ({parts}), as "
         f"predicted. The smallest budget that was found to be met, for this number of stages and micro-batches, is "
         f"{needed} bytes ({bytes_text(needed)}), {source}.{stored} With these stages no plan needs less than {bound}"
-        f"{over}. Pass memory={needed} or more; more micro-batches or more stages need less.",
+        f"{over}.{proven} Pass memory={needed} or more; more micro-batches or more stages need less.",
         needed,
     )
 

@@ -78,11 +78,17 @@ class FinalizedCandidate:
         return StageFitter(program, needs, prices, self.solving, period, request.policy)
 
     def _with_others(self, planned: PlannedStep) -> PlannedStep:
-        return replace(planned, budget=Budget(self.refit, lambda: self.smallest, self.find_default, False))
+        return replace(
+            planned, budget=Budget(self.refit, lambda: self.smallest, self.find_default, self.find_least, False)
+        )
 
     def find_default(self) -> PlannedStep:
         """Return the plan with default storage, as one with a budget."""
         return self._with_others(self.default)
+
+    def find_least(self) -> int:
+        """Return the predicted bytes that no plan with these cuts and this schedule goes below."""
+        return self._fitter.least_bytes
 
     def _planned(self, program: Program, fitted: tuple[Fitted, ...], budget: int | None) -> PlannedStep:
         """Return the plan for a program with some storage, and how that was chosen."""

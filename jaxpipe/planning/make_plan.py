@@ -105,6 +105,10 @@ class _Search:
         """The plan with the least predicted bytes, whatever its cuts and schedule."""
         return min((final.smallest for final in self.finalized), key=lambda planned: planned.plan.predicted_bytes)
 
+    def least(self) -> int:
+        """Return the predicted bytes that no plan goes below."""
+        return min(final.find_least() for final in self.finalized)
+
     def fastest(self, budget: int) -> PlannedStep | None:
         """Return the plan with the shortest step of predicted bytes within a budget; None if no plan is within."""
         best: PlannedStep | None = None
@@ -125,7 +129,8 @@ class _Search:
         asked = self.request.budget if budget != self.request.budget else None
         may_raise = self.request.options.allow_over_budget
         default = self.finalized[0].find_default
-        others = replace(planned.budget, smallest=lambda: self.smallest, default=default, may_raise=may_raise)
+        changed = {"smallest": lambda: self.smallest, "default": default, "least": self.least, "may_raise": may_raise}
+        others = replace(planned.budget, **changed)
         return replace(planned, plan=replace(planned.plan, budget=budget, raised_from=asked), budget=others)
 
 

@@ -13,12 +13,14 @@ class Budget:
     """Plans for other budgets.
 
     ``refit`` makes one of other predicted bytes with the same cuts, or else the smallest; ``smallest`` makes the
-    smallest of any cuts and schedule, ``default`` the fastest with default storage.
+    smallest of any cuts and schedule, ``default`` the fastest with default storage. ``least`` finds the predicted bytes
+    that no plan without swaps goes below.
     """
 
     refit: Callable[[int], "PlannedStep"]
     smallest: Callable[[], "PlannedStep"]
     default: Callable[[], "PlannedStep"]
+    least: Callable[[], int]
     may_raise: bool
 
 

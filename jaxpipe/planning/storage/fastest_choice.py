@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.planning.storage.greedy import give_up, give_up_all
-from jaxpipe.planning.storage.small_items import without_small_items
+from jaxpipe.planning.storage.small_items import SHARE, without_small_items
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Outcome, Problem, Solution, simulate
 
 
@@ -25,14 +25,16 @@ class Answer:
       choice: by item.
       outcome: what it leads to, simulated.
       status: ``"optimal"``, ``"gap"`` (within the requested gap), ``"time limit"``, ``"greedy"`` if no
-        solver had a better one, or ``"lowest peak"`` if that alone was wanted.
+        solver had a better one, ``"lowest peak"`` if that alone was wanted, or ``"default"``.
       bound: no choice has fewer seconds.
+      least_bytes: no choice has a lower peak.
     """
 
     choice: tuple[int, ...]
     outcome: Outcome
     status: str
     bound: float
+    least_bytes: int = 0
 
     @property
     def gap(self) -> float:
@@ -126,7 +128,9 @@ def lowest_peak(
     if not answers:
         return None
     choice, outcome = min(answers, key=lambda answer: answer[1].peak_bytes)
-    return Answer(choice, outcome, "lowest peak", 0.0)
+    base = max(problem.base)
+    proven = int(solved.bound or 0) - int(SHARE * base)  # without small items, which the solver counts as stored
+    return Answer(choice, outcome, "lowest peak", 0.0, min(max(base, proven), outcome.peak_bytes))
 
 
 def _tidy(problem: Problem, choice: tuple[int, ...]) -> tuple[tuple[int, ...], Outcome]:

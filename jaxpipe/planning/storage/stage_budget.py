@@ -237,16 +237,31 @@ class StageFitter:
                     answers |= {s: a for s, a in candidate.answers.items() if self.program.device(s) == d}
         return self._candidate(answers)
 
+    @functools.cached_property
+    def least_bytes(self) -> int:
+        """Predicted bytes of the fullest device that no choice without swaps goes below, as the solver has proven."""
+        programs, numbers = [self._smallest, *self._programs.values()], self.program.stage_numbers
+        lowest = [[self._lowest_peak(s, way) for way in ways] for s, ways in zip(numbers, self._ways, strict=True)]
+        peaks = [min((answer.least_bytes for answer in answers if answer), default=0) for answers in lowest]
+        devices = self.program.device_numbers
+        beyond = {d: min(self._beyond(candidate, d) for candidate in programs) for d in devices}
+        return int(max(beyond[d] + sum(peaks[s] for s in self._stages_of(d)) for d in devices))
+
+    def _lowest_peak(self, s: StageNumber, way: _Way) -> Answer | None:
+        """Return the answer with the lowest peak for one way of a stage."""
+        problem = self._without_swaps(s, math.inf, way.items)
+        options = {"solver": self._solving.solver, "gap": GAP, "time_limit": self._solving.for_smallest / 2}
+        return multihost.from_first(functools.partial(lowest_peak, problem, **options))
+
     def _small(self, s: StageNumber, part: float) -> _Chosen | None:
         """Return a stage's answer with the lowest peak, or the fastest within one higher by a part of the way back."""
         seconds = self._solving.for_smallest / 2
         options = {"solver": self._solving.solver, "gap": GAP}
         answers = []
         for way in self._ways[s]:
-            problem = self._without_swaps(s, math.inf, way.items)
-            answer = multihost.from_first(functools.partial(lowest_peak, problem, time_limit=seconds, **options))
+            answer = self._lowest_peak(s, way)
             if answer is not None and part:
-                lowest = answer.outcome.peak_bytes
+                problem, lowest = self._without_swaps(s, math.inf, way.items), answer.outcome.peak_bytes
                 higher = replace(problem, capacity=lowest + part * (self._default(s).peak_bytes - lowest))
                 each = seconds / (len(HIGHER_PEAKS) - 1)
                 answer = multihost.from_first(functools.partial(choose, higher, time_limit=each, **options))

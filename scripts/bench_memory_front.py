@@ -12,7 +12,8 @@ timed: each alternates with the plain one. Of each model of ``scripts.encoding_c
            ``dots_with_no_batch_dims_saveable``
   blocks   ``nn.remat`` around every block, or every second one, likewise
   jaxpipe  ``memory_encoded`` of the model ("fast"), of the loss ("fast-step"), and pipelines of one stage and one
-           micro-batch, whose ``memory=`` is a share of the plain step's bytes, planned without compiling
+           micro-batch, whose ``memory=`` is a share of the plain step's bytes; where that is refused though parameters
+           and gradients leave room, of two or four micro-batches
 
 ``bytes`` are those of arguments, results and temporaries, ``flops`` those of the matrix products and convolutions of
 the traced step. What these are more than plain's is computed again. Pipelines also update the parameters.
@@ -44,6 +45,7 @@ FAMILIES = {
     "blocks": BLOCKS,
     "jaxpipe": ("fast", "fast-step"),
 }
+MICROBATCHES = (1, 2, 4)
 MIB = 2**20
 
 Row = dict[str, Any]
@@ -58,13 +60,15 @@ def variant_point(problem: Problem, variant: Variant, device: Device, timed: boo
     return summary(built), lambda: built.step(*problem.arguments)
 
 
-def budget_point(problem: Problem, memory: int, device: Device, timed: bool) -> tuple[Row, Step | None]:
+def budget_point(
+    problem: Problem, memory: int, device: Device, timed: bool, num_microbatches: int = 1
+) -> tuple[Row, Step | None]:
     """Plan and compile within a budget; a row that says so if it is refused."""
     try:
-        pipeline = one_stage(problem, device, memory)
+        pipeline = one_stage(problem, device, memory, num_microbatches=num_microbatches)
         row = stage_summary(pipeline) | {"memory": memory}
     except jaxpipe.MemoryBudgetError as error:
-        return {"refused": str(error), "smallest": error.smallest}, None
+        return {"refused": str(error), "smallest": error.smallest, "microbatches": num_microbatches}, None
     if not timed:
         return row, None
     _, x, _, labels, _ = problem.arguments
@@ -92,9 +96,15 @@ def points(
                 row, step = variant_point(problem, VARIANTS[name], device, timed)
                 yield {"family": family, "variant": name, **row, "time_ratio": time_ratio(plain_step, step, rounds)}
     for share in shares:
-        row, step = budget_point(problem, int(share * plain["bytes"]), device, timed)
-        ratio = time_ratio(plain_step, step, rounds)
-        yield {"family": "jaxpipe", "variant": f"{100 * share:g}%", "share": share, **row, "time_ratio": ratio}
+        memory = int(share * plain["bytes"])
+        for count in MICROBATCHES:
+            if count > 1 and (case.batch % count or memory < plain["bytes"] - plain["temporaries"]):
+                break
+            row, step = budget_point(problem, memory, device, timed, count)
+            ratio = time_ratio(plain_step, step, rounds)
+            yield {"family": "jaxpipe", "variant": f"{100 * share:g}%", "share": share, **row, "time_ratio": ratio}
+            if "refused" not in row:
+                break
 
 
 def time_ratio(plain: Step | None, step: Step | None, rounds: int) -> float | None:
@@ -109,7 +119,7 @@ def text_of(name: str, row: Row, plain: Row) -> str:
     """A line to read."""
     head = f"{name} {row['family']} {row['variant']}: "
     if "refused" in row:
-        return f"{head}refused, smallest {row['smallest'] / MIB:.1f} MiB"
+        return f"{head}{row['microbatches']} micro-batches refused, smallest {row['smallest'] / MIB:.1f} MiB"
     again = row["flops"] / plain["flops"] - 1 if plain["flops"] else 0.0
     ratio = "" if row["time_ratio"] is None else f", {row['time_ratio']:.3f} of the time"
     return (

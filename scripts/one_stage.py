@@ -13,14 +13,17 @@ from scripts.check_stage_programs import measure
 from scripts.encoding_cases import Problem, cross_entropy
 
 
-def one_stage(problem: Problem, device: Device, memory: int | None, compile: bool | None = None) -> jaxpipe.Pipeline:
-    """Plan a step of one micro-batch with plain SGD on one device.
+def one_stage(
+    problem: Problem, device: Device, memory: int | None, compile: bool | None = None, num_microbatches: int = 1
+) -> jaxpipe.Pipeline:
+    """Plan a step with plain SGD on one device.
 
     Args:
       problem: the model, with arrays or shapes.
       device: one that is there, or of a topology that is only compiled for.
       memory: most bytes of parameters, gradients, batch and temporaries.
       compile: as ``PlanOptions.compile``.
+      num_microbatches: whose gradients are added up.
 
     Raises:
       MemoryBudgetError: if no plan keeps it.
@@ -34,7 +37,7 @@ def one_stage(problem: Problem, device: Device, memory: int | None, compile: boo
         loss=lambda model, rows: cross_entropy(model(rows["x"], **problem.call), rows["labels"]),
         optimizer=optax.sgd(1e-3),
         memory=memory,
-        num_microbatches=1,
+        num_microbatches=num_microbatches,
         profile="analytic",
         runtime="mpmd",
         options=jaxpipe.PlanOptions(compile=compile),
@@ -45,8 +48,9 @@ def stage_summary(pipeline: jaxpipe.Pipeline) -> dict[str, Any]:
     """Return what ``scripts.bench_encoding.summary`` does, of such a pipeline, and the bytes that were predicted."""
     (row,) = measure(pipeline)
     program = next(program for label, program in row["programs"].items() if "backward" in label)
-    known = {key: program[key] for key in ("temporaries", "products", "flops")}
-    return {"bytes": row["compiled"], "predicted_bytes": row["estimated"], **known}
+    count = pipeline.plan.num_microbatches
+    known = {"temporaries": program["temporaries"], **{key: count * program[key] for key in ("products", "flops")}}
+    return {"bytes": row["compiled"], "predicted_bytes": row["estimated"], "microbatches": count, **known}
 
 
 def batch_of(x: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:

@@ -219,11 +219,23 @@ def test_the_lowest_peak_with_and_without_a_solver():
             assert solved is None and greedy is None, seed
             continue
         assert solved.outcome.peak_bytes == least, seed
+        assert least - 1 <= solved.least_bytes <= least, seed  # the solver proves it, as a fraction that is rounded
         if greedy is not None:
+            assert max(problem.base) <= greedy.least_bytes <= least, seed
             assert simulate(problem, greedy.choice).peak_bytes == greedy.outcome.peak_bytes >= least, seed
             met += greedy.outcome.peak_bytes == least
         possible += 1
     assert met >= 0.6 * possible
+
+
+def test_bounds_hold_where_a_solver_stops_early():
+    """A solver that may stop 30 % from the best proves less than the value of its answer."""
+    for seed in range(5000, 5012):
+        problem = replace(instance(seed, count=10, forms=3), capacity=math.inf)
+        arrays = AllAtOnce(problem)
+        # Seconds and bytes are whole numbers here. Of equals the smallest stash: that and rounding are thousandths.
+        assert solve(problem, gap=0.3).bound <= arrays.fastest() + 1e-3, seed
+        assert solve(problem, gap=0.3, least_peak=True).bound <= arrays.lowest_peak() + 1e-3, seed
 
 
 def chain(layers, budget):

@@ -110,7 +110,8 @@ def solve(
         choice = (NOT_STORED,) * len(problem.items)
         outcome = simulate(problem, choice)
         fits = outcome is not None and (least_peak or outcome.fits(problem))
-        return Solution(choice if fits else None, fits, not fits, None)
+        bound = float(outcome.peak_bytes) if least_peak and outcome is not None else None
+        return Solution(choice if fits else None, fits, not fits, bound)
     program = _program(problem)
     memory, constraints = _memory(program)
     constraints += _choices(program)
@@ -327,10 +328,10 @@ def _solved(
 
 
 def _bound(problem: cp.Problem, scale: float) -> float | None:
-    """The solver's own bound, if it tells one; the value, if that is proven to be the best."""
-    bound: Any = problem.value
-    if problem.status != "optimal":
-        bound = getattr(getattr(problem.solver_stats, "extra_stats", None), "mip_dual_bound", None)
+    """The solver's own bound, if it tells one; else the value, if that is proven to be the best within the gap."""
+    bound: Any = getattr(getattr(problem.solver_stats, "extra_stats", None), "mip_dual_bound", None)
+    if bound is None and problem.status == cp.OPTIMAL:
+        bound = problem.value
     return None if bound is None or not np.isfinite(bound) else max(0.0, float(bound)) * scale
 
 

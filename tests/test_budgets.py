@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jaxpipe
-from jaxpipe import target
+from jaxpipe import _compat, target
 from jaxpipe.errors import MemoryBudgetError, PartitionError
 from jaxpipe.planning import compile_within_budget, make_plan
 from jaxpipe.planning.storage import integer_program, solver_time
@@ -286,6 +286,35 @@ def test_a_refusal_offers_the_smallest_of_what_was_compiled(stub_steps):
     with pytest.raises(MemoryBudgetError) as error:
         compile_within_budget.within_budget(step(20))
     assert error.value.smallest == 40 and compiled == [20, 24, 30]
+
+
+@pytest.mark.parametrize(("outputs", "copies"), [(8, 1), (4, 0)], ids=["largest", "another as large"])
+def test_a_bound_for_gpus_has_the_largest_kernel_twice_more(monkeypatch, outputs, copies):
+    """Its gradient and what the convolution writes, unless that may lie in the place of another gradient."""
+    monkeypatch.setattr(_compat, "runs_breadth_first", lambda: False)
+    kernel, dense = jnp.ones((3, 3, 4, outputs)), jnp.ones((outputs, 36 * 4 // outputs))
+
+    def net(weights, x):
+        y = jax.lax.conv_general_dilated(x, weights[0], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.tanh(y).mean((1, 2)) @ weights[1]
+
+    with pytest.raises(MemoryBudgetError) as error:
+        jaxpipe.partition(
+            jax.tree_util.Partial(net, [kernel, dense]),
+            jax.make_mesh((1,), ("stage",)),
+            jnp.ones((4, 1, 1, 4)),
+            loss=lambda model, x: model(x).sum(),
+            optimizer=optax.sgd(0.1),
+            num_microbatches=1,
+            profile="analytic",
+            memory=100,
+            options=jaxpipe.PlanOptions(compile=False),
+        )
+    size = float(re.search(r"no plan needs less than (\d+\.\d+) KiB", str(error.value))[1]) * 1024
+    # Parameters, gradients, the batch [4, 1, 1, 4], the step number and keys: less than 100 bytes, and three digits.
+    held = 2 * (kernel.nbytes + dense.nbytes) + 64
+    assert held + copies * kernel.nbytes <= size < held + copies * kernel.nbytes + 100
+    assert ("for the kernel's gradient as conv_general_dilated" in str(error.value)) == bool(copies)
 
 
 def test_smaller_plans_are_built_for_the_platform_of_the_mesh(monkeypatch):

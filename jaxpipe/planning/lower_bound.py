@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from jaxpipe import _compat
 from jaxpipe.graph.graph import Graph
 from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.planning.storage.storage_items import tensor_text
+from jaxpipe.runtime.stages import Stage
 from jaxpipe.schedules.table import DeviceNumber
 from jaxpipe.text.units import bytes_text
 
@@ -21,20 +23,26 @@ class LowerBound:
       held: bytes of parameters, gradients and so on, by component.
       operator: the largest operator of its stages.
       operator_bytes: what this reads from other operators and what it writes.
+      kernel: the convolution whose kernel is the largest parameter, if a GPU writes its gradient twice.
+      kernel_bytes: of that gradient.
     """
 
     held: dict[str, int]
     operator: str = ""
     operator_bytes: int = 0
+    kernel: str = ""
+    kernel_bytes: int = 0
 
     @property
     def bytes(self) -> int:
         """The bound. Gradients may be written after the largest operator has run, so these are not added up."""
         besides = sum(n for name, n in self.held.items() if name != "gradients")
-        return max(sum(self.held.values()), besides + self.operator_bytes)
+        return max(sum(self.held.values()) + self.kernel_bytes, besides + self.operator_bytes)
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in self.held.items() if n)
+        if self.kernel_bytes:
+            parts += f", {bytes_text(self.kernel_bytes)} for the kernel's gradient as {self.kernel} writes it"
         largest = f"; the largest operator, {self.operator}, needs {bytes_text(self.operator_bytes)}"
         return f"{bytes_text(self.bytes)} ({parts}{largest if self.operator_bytes else ''})"
 
@@ -45,12 +53,32 @@ def lower_bound(planned: PlannedStep) -> LowerBound:
     by_device: dict[DeviceNumber, LowerBound] = {}
     for s, stage in zip(program.stage_numbers, program.stages, strict=True):
         held = {name: memory[s][name] for name in HELD if name in memory[s]}
-        is_last = s == len(program.stages) - 1
-        text, size = _largest_operator(stage.graph, is_last) if program.specs.submesh.size == 1 else ("", 0)
-        d = program.device(s)
-        if d not in by_device or size > by_device[d].operator_bytes:
-            by_device[d] = LowerBound(held, text, size)
+        is_last, on_one_device = s == len(program.stages) - 1, program.specs.submesh.size == 1
+        operator = _largest_operator(stage.graph, is_last) if on_one_device else ("", 0)
+        kernel = _kernel_written_twice(stage) if on_one_device and not _compat.runs_breadth_first() else ("", 0)
+        bound, d = LowerBound(held, *operator, *kernel), program.device(s)
+        by_device[d] = max(by_device.get(d, bound), bound, key=lambda bound: bound.bytes)
     return max(by_device.values(), key=lambda bound: bound.bytes)
+
+
+def _kernel_written_twice(stage: Stage) -> tuple[str, int]:
+    """Return the convolution with the largest parameter of a stage, and the bytes of that; none if others are as large.
+
+    On a GPU a convolution writes the gradient of its kernel in an order of its own. Before it is turned it is in no
+    other gradient's place: each of those is smaller, or, of equal kernels, written before the last one.
+    """
+    graph, vjp = stage.graph, stage.vjp
+    trained = {t for t in stage.parameters if vjp is not None and t in vjp.backward_graph.wrt}
+    largest = {t for t in trained if graph.tensors[t].bytes == max(graph.tensors[t].bytes for t in trained)}
+    turned = {
+        op.inputs[1]: op
+        for op in graph.operators
+        if op.name == "conv_general_dilated" and op.params["feature_group_count"] == op.params["batch_group_count"] == 1
+    }
+    if not largest or not largest <= turned.keys():
+        return "", 0
+    t = min(largest)
+    return tensor_text(graph.tensors[turned[t].outputs[0]], turned[t], ""), graph.tensors[t].bytes
 
 
 def _largest_operator(graph: Graph, is_last: bool) -> tuple[str, int]:

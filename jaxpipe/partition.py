@@ -79,7 +79,8 @@ def partition(
         it for Linen. If it draws random numbers all the same, a ``TrainingModeWarning`` says so.
       predict: ``predict(model, batch)`` gives arrays ``[examples, ...]``; it sets the mode as ``evaluate`` does.
       memory: most bytes on a device, as an int or a text such as ``"8GiB"``. If the default storage needs more, an
-        integer program chooses for every tensor whether it is stored, in which form, or computed again.
+        integer program chooses for every tensor whether it is stored, in which form, or computed again. If it needs
+        less, stages on GPUs run fewer products again.
       num_microbatches: per replica. None: enough for a bubble below a fifth, and, for a model that normalizes over
         examples (BatchNorm), few enough that each has at least 4. Fewer raise a ``FewExamplesWarning``.
       schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any

@@ -236,8 +236,7 @@ def stub_steps(monkeypatch):
 
         def step(predicted):
             seconds = 0.0 if predicted == most else 1.0 / predicted
-            stages = (SimpleNamespace(added_seconds=seconds),)
-            plan = SimpleNamespace(predicted_bytes=predicted, step_seconds=seconds, stages=stages, budget=budget)
+            plan = SimpleNamespace(predicted_bytes=predicted, step_seconds=seconds, budget=budget)
             return StubStep(plan, predicted, reserved[predicted], others)
 
         def refit(target):

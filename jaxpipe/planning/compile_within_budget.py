@@ -138,7 +138,7 @@ def _next_target(tried: Sequence[PlannedStep], budget: int) -> int | None:
     fastest = min((plan for plan in tried if _reserved(plan) <= budget), key=lambda plan: plan.plan.step_seconds)
     predicted, reserved = fastest.plan.predicted_bytes, _reserved(fastest)
     left = budget - reserved
-    if left <= LEFT * budget or all(stage.added_seconds <= 0 for stage in fastest.plan.stages):
+    if left <= LEFT * budget:
         return None
     above = [point for point in points if point[0] > predicted and point[1] > budget]
     if not above:

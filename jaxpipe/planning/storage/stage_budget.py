@@ -156,6 +156,7 @@ class StageFitter:
         self._programs: dict[tuple[tuple[StageNumber, _Way, tuple[int, ...], StashSwap | None], ...], _Candidate] = {}
         self._spent: dict[StageNumber, float] = {}
         self._swaps: dict[StageNumber, Targets] = {}
+        self._rerunning: dict[tuple[StageNumber, float], _Chosen] = {}
 
     def within(self, budget: int) -> tuple[Program, tuple[Fitted, ...]] | None:
         """Return the program with the fastest storage of predicted bytes within a budget; None if no choice is.
@@ -203,14 +204,17 @@ class StageFitter:
     def _with_rerun_share(self, s: StageNumber, share: float) -> _Chosen:
         """Return default storage of a stage where other products may run again."""
         stage = self.program.stages[s]
-        assert stage.vjp is not None
-        backward_graph = stage.vjp.backward_graph
-        plan = default_plan(backward_graph, self._policy, stage.used, share)
-        other = replace(stage, vjp=vjp_program.assemble(backward_graph, plan))
-        items = self._items(other)
-        outcome = simulate(self._without_swaps(s, math.inf, items), items.default)
-        assert outcome is not None
-        return _Chosen(_Way(other, items), Answer(items.default, outcome, "default", outcome.seconds))
+        if (s, share) not in self._rerunning:
+            assert stage.vjp is not None
+            backward_graph = stage.vjp.backward_graph
+            plan = default_plan(backward_graph, self._policy, stage.used, share)
+            other = replace(stage, vjp=vjp_program.assemble(backward_graph, plan))
+            items = self._items(other)
+            outcome = simulate(self._without_swaps(s, math.inf, items), items.default)
+            assert outcome is not None
+            answer = Answer(items.default, outcome, "default", outcome.seconds)
+            self._rerunning[s, share] = _Chosen(_Way(other, items), answer)
+        return self._rerunning[s, share]
 
     @functools.cached_property
     def smallest(self) -> tuple[Program, tuple[Fitted, ...]]:

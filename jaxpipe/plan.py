@@ -58,7 +58,7 @@ class StagePlan:
         again in place of storing their results, by module path and name.
       slices: into how many the largest product is cut, logits as a rule, which are then never whole.
       storage: how it was chosen: ``"default"``, or within a budget ``"optimal"``, ``"gap"``, ``"time limit"``,
-        ``"greedy"`` or ``"lowest peak"``.
+        ``"greedy"``, ``"lowest peak"`` or ``"fewer reruns"``.
       added_seconds: what computing again and codecs add over the default, in ``backward_seconds``.
       storage_gap: by what share of the time of all codecs and recomputation another choice may be faster.
       solve_seconds: what the solver took for it.
@@ -408,7 +408,11 @@ def _storage_text(stage: StagePlan) -> str:
 
 
 #: How a stage's storage was chosen, in words; of the others a plan says how much time a better choice may save.
-_STATUS = {"lowest peak": "as little memory as was found, whatever time that takes", "optimal": "optimal"}
+_STATUS = {
+    "lowest peak": "as little memory as was found, whatever time that takes",
+    "optimal": "optimal",
+    "fewer reruns": "default, but fewer products again",
+}
 _SEARCHED = {
     "gap": "nearly optimal",
     "time limit": "the best that the solver found in its time",

@@ -28,7 +28,7 @@ def plan(monkeypatch):
     keys = jax.random.split(jax.random.key(0), LAYERS)
     weights = [(jax.random.normal(k, (WIDTH, 4 * WIDTH)), jax.random.normal(k, (4 * WIDTH, WIDTH))) for k in keys]
 
-    def make(memory):
+    def make(memory, **options):
         return jaxpipe.partition(
             jax.tree_util.Partial(net, weights),
             Mesh(np.array(jax.devices()[:1]), ("stage",)),
@@ -39,6 +39,7 @@ def plan(monkeypatch):
             profile="analytic",
             memory=memory,
             options=jaxpipe.PlanOptions(compile=False),
+            **options,
         ).plan
 
     return make
@@ -66,3 +67,24 @@ def test_a_budget_between_runs_some_products_again(plan):
 def test_what_default_storage_needs_is_a_budget_that_it_keeps(plan):
     default = plan(None)
     assert plan(default.predicted_bytes).predicted_bytes <= default.predicted_bytes
+
+
+def test_the_plan_says_how_its_storage_was_chosen(plan):
+    assert "% time (default, but fewer products again)" in str(plan("1GiB"))
+
+
+def test_less_memory_never_means_fewer_products_again(plan):
+    default, ample = (plan(memory).predicted_bytes for memory in (None, "1GiB"))
+    budgets = np.linspace(default, ample, 7).astype(int).tolist()
+    plans = [plan(budget) for budget in budgets]
+    assert all(p.predicted_bytes <= budget for p, budget in zip(plans, budgets, strict=True))
+    again = [products_again(p) for p in plans]
+    assert again == sorted(again, reverse=True) and len(set(again)) > 2
+    seconds = [p.step_seconds for p in plans]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_storing_values_that_take_longer_to_store_is_not_chosen(plan):
+    """With sparse codecs, storing more may be slower than running products again."""
+    default, ample = plan(None, storage="smallest"), plan("1GiB", storage="smallest")
+    assert ample.step_seconds <= default.step_seconds

@@ -241,6 +241,26 @@ def test_a_straight_through_relu_before_a_pool_keeps_its_derivative():
     assert_same_bits(encoded_vjp(function, x, jnp.ones_like(expected))[1], pullback(jnp.ones_like(expected))[0])
 
 
+def picked_by_narrow_indices(x, index):
+    """One element of each row by indices of 8 bits, as no function of jax.numpy makes them."""
+    rows = jax.lax.GatherDimensionNumbers(
+        offset_dims=(),
+        collapsed_slice_dims=(1,),
+        start_index_map=(1,),
+        operand_batching_dims=(0,),
+        start_indices_batching_dims=(0,),
+    )
+    return jax.lax.gather(x, index, rows, slice_sizes=(1, 1), mode="fill")
+
+
+def test_the_gradient_of_a_pick_by_narrow_indices_is_that_of_jax():
+    x, index = jnp.ones((4, 1_000)), jnp.array([[0], [3], [200], [255]], jnp.uint8)
+    expected, pullback = jax.vjp(lambda x: picked_by_narrow_indices(x, index), x)
+    with building_for("gpu"):
+        output, gradient = encoded_vjp(lambda x: picked_by_narrow_indices(x, index), x, jnp.ones(4))
+    assert_same_bits((output, gradient), (expected, pullback(jnp.ones(4))[0]))
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("axis", "sizes"), [(0, (3, 4, 5)), (1, (3, 4, 5)), (2, (3, 4, 5)), (2, (1, 4, 5)), (1, (1, 5))]

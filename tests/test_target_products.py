@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+import jaxpipe
 from jaxpipe import _compat
 from jaxpipe.graph import target_products
 from jaxpipe.graph.graph import trace
@@ -32,6 +35,12 @@ def contractions(program):
         for inner in _compat.inner_programs(equation):
             lengths += contractions(inner)
     return lengths
+
+
+def result_types(program):
+    """The element types of the results of all products in a traced program, outside of loops."""
+    equations = _compat.open_jaxpr(program)[0].eqns
+    return {e.outvars[0].aval.dtype for e in equations if e.primitive.name == "dot_general"}
 
 
 def arrays(dtype=jnp.float32, words=WORDS):
@@ -73,11 +82,38 @@ def test_a_gpu_contracts_the_aligned_words_and_the_rest(logits_of):
 
 def test_halves_of_narrow_types_are_added_in_float32():
     hidden, words = arrays(jnp.bfloat16)
+    product = jax.make_jaxpr(jnp.matmul)(words, words.T)
+    with building_for("gpu"):
+        cut = target_products.for_target(product, may_cut=True)
+    assert contractions(cut) == [4_096, 4] and result_types(cut) == {jnp.dtype("float32")}
+    assert cut.out_avals == product.out_avals
     _, value = gradient_of_hidden(jnp.matmul, "gpu", hidden, words)
     assert value.dtype == jnp.bfloat16
     exact = jax.grad(lambda h, w: jnp.square(h @ w).sum())(hidden.astype(jnp.float32), words.astype(jnp.float32))
-    # Logits are rounded to 8 bits, and so is the result; a half that were rounded too would cost as much again.
+    # Logits are rounded to 8 bits, and so is the result.
     np.testing.assert_allclose(value.astype(jnp.float32), exact, rtol=0, atol=2**-8 * np.abs(exact).max())
+
+
+def test_products_of_integers_stay_whole():
+    """Their sums wrap around, which those of floating point numbers do not."""
+    left, right = jnp.ones((ROWS, WORDS), jnp.int8), jnp.ones((WORDS, WIDTH), jnp.int8)
+    product = jax.make_jaxpr(lambda a, b: jax.lax.dot(a, b, preferred_element_type=jnp.int32))(left, right)
+    with building_for("gpu"):
+        assert target_products.for_target(product, may_cut=True) is product
+
+
+def test_what_is_mapped_over_shards_stays_as_it_is():
+    """Its program knows axes of a mesh by name."""
+    mesh, hidden = Mesh(np.array(jax.devices()[:2]), ("x",)), jnp.ones((ROWS, 2 * WIDTH))
+    words = jnp.ones((2 * WIDTH, WORDS))
+
+    def product(hidden, words):
+        return jax.lax.psum(hidden @ words, "x")
+
+    mapped = jax.shard_map(product, mesh=mesh, in_specs=(P(None, "x"), P("x", None)), out_specs=P())
+    with building_for("gpu"):
+        value = jax.jit(jax.grad(lambda hidden: jaxpipe.memory_encoded(mapped)(hidden, words).sum()))(hidden)
+    np.testing.assert_array_equal(value, np.full(hidden.shape, WORDS))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,9 @@ ALIGNMENT = 128
 #: Bytes of padded copies that are worth another product.
 WORTH = 2**25
 
+#: Loops and checkpoints, which run a program on the arrays of their stage.
+WITH_PROGRAM = frozenset(["checkpoint", "jit", "pjit", "remat2", "scan"])
+
 #: What evaluates an equation in another form, on all its operands.
 Form = Callable[..., Sequence[Array]]
 
@@ -80,17 +83,20 @@ def _form(eqn: Equation, may_cut: bool) -> Form | None:
 
 def _with_inner_form(eqn: Equation) -> Form | None:
     """Return a loop or a checkpoint with another form of its program, if that has one."""
-    inner = eqn.params.get("jaxpr")
-    if inner is None or len(_compat.inner_programs(eqn)) != 1 or _compat.open_jaxpr(inner)[1]:
+    if eqn.primitive.name not in WITH_PROGRAM:
         return None
+    inner = eqn.params["jaxpr"]
     closed = _compat.closed_jaxpr(inner)
-    other = for_target(closed, may_cut=True)
+    other = closed if _compat.open_jaxpr(inner)[1] else for_target(closed, may_cut=True)
     if other is closed:
         return None
     params = {**eqn.params, "jaxpr": other if closed is inner else _compat.open_jaxpr(other)[0]}
+    changed = eqn.replace(params=params)
+    literal = [_compat.is_literal(atom) for atom in eqn.invars]
 
     def run(*operands: Array) -> Sequence[Array]:
-        return eqn.primitive.bind(*operands, **params)
+        values = [x for x, known in zip(operands, literal, strict=True) if not known]
+        return _compat.evaluate_equation(changed, values)
 
     return run
 
@@ -118,7 +124,8 @@ def _convolve(
 def _pads_much(eqn: Equation) -> bool:
     """Return whether XLA would pad copies of a product's operands, of many bytes, to split its contraction."""
     (contracted, batch), operands = eqn.params["dimension_numbers"], [atom.aval for atom in eqn.invars]
-    if [len(axes) for axes in (*contracted, *batch)] != [1, 1, 0, 0]:
+    inexact = all(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in (*eqn.invars, *eqn.outvars))
+    if not inexact or [len(axes) for axes in (*contracted, *batch)] != [1, 1, 0, 0]:
         return False
     count = operands[0].shape[contracted[0][0]]
     rows, columns = (math.prod(x.shape) // max(1, count) for x in operands)

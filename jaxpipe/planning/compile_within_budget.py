@@ -221,9 +221,13 @@ def refusal(budget: int, smallest: PlannedStep) -> MemoryBudgetError:
     stored = f" Largest tensors stored at that budget: {', '.join(largest)}." if largest else ""
     bound = lower_bound(smallest)
     over = ", which alone is over this budget" if bound.bytes > budget else ""
-    least = 0 if over else smallest.budget.least()
-    tells = bound.bytes < least <= needed  # else it is no bound, or predictions are not to be trusted
-    proven = f" None without swaps is predicted to need less than {bytes_text(least)}." if tells else ""
+    saved = needed if over else smallest.budget.most_smaller()
+    proven = ""
+    if needed - saved > bound.bytes:
+        proven = (
+            " As the solver counts bytes, no other choice without swaps for these stages and this schedule takes over "
+            f"{bytes_text(saved)} less than that plan."
+        )
     return MemoryBudgetError(
         f"memory={bytes_text(budget)}: by default each device needs {bytes_text(sum(default.values()))} ({parts}), as "
         f"predicted. The smallest budget that was found to be met, for this number of stages and micro-batches, is "

@@ -23,7 +23,7 @@ from jaxpipe.planning.describe_plan import describe, describe_frozen
 from jaxpipe.planning.planned_step import Budget, PlannedStep
 from jaxpipe.planning.price_storage import longest_microbatch, price_storage
 from jaxpipe.planning.stage_lists import StageLists
-from jaxpipe.planning.storage.stage_budget import Fitted, Solving, StageFitter
+from jaxpipe.planning.storage.stage_budget import Fitted, Solving, StageFitter, reruns_products
 from jaxpipe.runtime.asynchronous_updates import check_asynchronous
 from jaxpipe.runtime.executable_plan import Update
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, partition_update
@@ -79,16 +79,23 @@ class FinalizedCandidate:
 
     def _with_others(self, planned: PlannedStep) -> PlannedStep:
         return replace(
-            planned, budget=Budget(self.refit, lambda: self.smallest, self.find_default, self.find_least, False)
+            planned, budget=Budget(self.refit, lambda: self.smallest, self.find_default, self.find_most_smaller, False)
         )
 
     def find_default(self) -> PlannedStep:
         """Return the plan with default storage, as one with a budget."""
         return self._with_others(self.default)
 
-    def find_least(self) -> int:
-        """Return the predicted bytes that no plan with these cuts and this schedule goes below."""
-        return self._fitter.least_bytes
+    def find_most_smaller(self) -> int:
+        """Return the bytes that a plan with these cuts and this schedule may take less than the smallest at most."""
+        return self._fitter.most_smaller
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds that a step takes at least with these cuts and this schedule, within any budget."""
+        if not any(map(reruns_products, self.candidate.program.stages)):
+            return self.candidate.seconds
+        return self.candidate.seconds - self._fitter.most_saved_seconds
 
     def _planned(self, program: Program, fitted: tuple[Fitted, ...], budget: int | None) -> PlannedStep:
         """Return the plan for a program with some storage, and how that was chosen."""

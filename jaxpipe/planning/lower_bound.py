@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxpipe import _compat
-from jaxpipe.graph.graph import Graph
+from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.planning.storage.storage_items import tensor_text
 from jaxpipe.runtime.stages import Stage
@@ -55,30 +55,34 @@ def lower_bound(planned: PlannedStep) -> LowerBound:
         held = {name: memory[s][name] for name in HELD if name in memory[s]}
         is_last, on_one_device = s == len(program.stages) - 1, program.specs.submesh.size == 1
         operator = _largest_operator(stage.graph, is_last) if on_one_device else ("", 0)
-        kernel = _kernel_written_twice(stage) if on_one_device and not _compat.runs_breadth_first() else ("", 0)
+        writes_twice = on_one_device and program.schedule.num_chunks == 1 and not _compat.runs_breadth_first()
+        kernel = _kernel_written_twice(stage) if writes_twice else ("", 0)
         bound, d = LowerBound(held, *operator, *kernel), program.device(s)
         by_device[d] = max(by_device.get(d, bound), bound, key=lambda bound: bound.bytes)
     return max(by_device.values(), key=lambda bound: bound.bytes)
 
 
 def _kernel_written_twice(stage: Stage) -> tuple[str, int]:
-    """Return the convolution with the largest parameter of a stage, and the bytes of that; none if others are as large.
+    """Return the convolution of the largest parameter of a stage and the bytes of that; none if it is another's, too.
 
-    On a GPU a convolution writes the gradient of its kernel in an order of its own. Before it is turned it is in no
+    On a GPU a convolution writes the gradient of its kernel with the outputs first. Before that is turned, it is in no
     other gradient's place: each of those is smaller, or, of equal kernels, written before the last one.
     """
     graph, vjp = stage.graph, stage.vjp
     trained = {t for t in stage.parameters if vjp is not None and t in vjp.backward_graph.wrt}
     largest = {t for t in trained if graph.tensors[t].bytes == max(graph.tensors[t].bytes for t in trained)}
-    turned = {
-        op.inputs[1]: op
-        for op in graph.operators
-        if op.name == "conv_general_dilated" and op.params["feature_group_count"] == op.params["batch_group_count"] == 1
-    }
+    turned = {op.inputs[1]: op for op in graph.operators if op.name == "conv_general_dilated" and _turns_gradient(op)}
     if not largest or not largest <= turned.keys():
         return "", 0
     t = min(largest)
     return tensor_text(graph.tensors[turned[t].outputs[0]], turned[t], ""), graph.tensors[t].bytes
+
+
+def _turns_gradient(op: Operator) -> bool:
+    """Return whether a convolution's kernel has its outputs last, more than one, and something before them."""
+    kernel, numbers = op.equation.invars[1].aval, op.params["dimension_numbers"].rhs_spec
+    grouped = op.params["feature_group_count"] > 1 or op.params["batch_group_count"] > 1
+    return not grouped and numbers[0] == kernel.ndim - 1 and 1 < kernel.shape[-1] < kernel.size
 
 
 def _largest_operator(graph: Graph, is_last: bool) -> tuple[str, int]:

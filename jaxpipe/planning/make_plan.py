@@ -103,18 +103,18 @@ class _Search:
     @cached_property
     def smallest(self) -> PlannedStep:
         """The plan with the least predicted bytes, whatever its cuts and schedule."""
-        return min((final.smallest for final in self.finalized), key=lambda planned: planned.plan.predicted_bytes)
+        return self._with_smallest.smallest
 
-    def least(self) -> int:
-        """Return the predicted bytes that no plan goes below."""
-        return min(final.find_least() for final in self.finalized)
+    @cached_property
+    def _with_smallest(self) -> FinalizedCandidate:
+        return min(self.finalized, key=lambda final: final.smallest.plan.predicted_bytes)
 
     def fastest(self, budget: int) -> PlannedStep | None:
         """Return the plan with the shortest step of predicted bytes within a budget; None if no plan is within."""
         best: PlannedStep | None = None
         for final in self.finalized:
-            if best is not None and final.candidate.seconds >= best.plan.step_seconds:
-                break
+            if best is not None and final.least_seconds >= best.plan.step_seconds:
+                continue
             first = final.within(budget)
             if first is None:
                 continue
@@ -128,9 +128,13 @@ class _Search:
         assert planned.budget is not None
         asked = self.request.budget if budget != self.request.budget else None
         may_raise = self.request.options.allow_over_budget
-        default = self.finalized[0].find_default
-        changed = {"smallest": lambda: self.smallest, "default": default, "least": self.least, "may_raise": may_raise}
-        others = replace(planned.budget, **changed)
+        others = replace(
+            planned.budget,
+            smallest=lambda: self.smallest,
+            default=self.finalized[0].find_default,
+            most_smaller=lambda: self._with_smallest.find_most_smaller(),
+            may_raise=may_raise,
+        )
         return replace(planned, plan=replace(planned.plan, budget=budget, raised_from=asked), budget=others)
 
 

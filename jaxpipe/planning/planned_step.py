@@ -13,14 +13,14 @@ class Budget:
     """Plans for other budgets.
 
     ``refit`` makes one of other predicted bytes with the same cuts, or else the smallest; ``smallest`` makes the
-    smallest of any cuts and schedule, ``default`` the fastest with default storage. ``least`` finds the predicted bytes
-    that no plan without swaps goes below.
+    smallest of any cuts and schedule, ``default`` the fastest with default storage. ``most_smaller`` finds how many
+    bytes less than the smallest another choice without swaps may take, as the solver counts them.
     """
 
     refit: Callable[[int], "PlannedStep"]
     smallest: Callable[[], "PlannedStep"]
     default: Callable[[], "PlannedStep"]
-    least: Callable[[], int]
+    most_smaller: Callable[[], int]
     may_raise: bool
 
 

@@ -197,8 +197,9 @@ def _encoded_function(
         if graph.parameters:
             return vjp
         # A function has not said what its parameters are: it is differentiated by them, and its caller keeps them.
+        # Where a result follows from such inputs alone, batches are among them.
         weights = graph.with_parameters([t in kept_alive and t in wrt for t in graph.inputs]).derived_from_parameters()
-        return replace(vjp, weights=weights)
+        return vjp if weights.intersection(graph.outputs) else replace(vjp, weights=weights)
 
     @jax.custom_vjp
     def encoded(*values: Array) -> Sequence[Array]:

@@ -33,7 +33,7 @@ def applies(op: Operator) -> bool:
         op.params["mode"] in (lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
         and len(numbers.start_index_map) == 1
         and numbers.collapsed_slice_dims == numbers.start_index_map
-        and all(n == 1 for n in (*rest, *windows))
+        and all(n == 1 for n in (*rest, *windows, *op.params["slice_sizes"]))
     )
 
 
@@ -77,6 +77,8 @@ def _comparison(op: Operator, shape: tuple[int, ...]) -> Callable[[Array, Array]
         return lax.broadcast_in_dim(x, shape, rows)
 
     def backward(index: Array, cotangent: Array) -> Array:
+        # Positions of a long axis need more than the 8 or 16 bits in which indices may come.
+        index = lax.convert_element_type(index, index.dtype if index.dtype.itemsize >= 4 else jnp.int32)
         position = lax.broadcasted_iota(index.dtype, shape, axis)
         # Scattering adds to a zero, which never gives -0.0.
         cotangents = spread(lax.squeeze(cotangent, numbers.offset_dims)) + jnp.zeros((), cotangent.dtype)

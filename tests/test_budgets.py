@@ -317,6 +317,33 @@ def test_a_bound_for_gpus_has_the_largest_kernel_twice_more(monkeypatch, outputs
     assert ("for the kernel's gradient as conv_general_dilated" in str(error.value)) == bool(copies)
 
 
+def test_a_bound_for_gpus_counts_kernels_of_interleaved_stages_once(monkeypatch):
+    """The backward pass of a device's later stage may be over before the other stage has gradients."""
+    monkeypatch.setattr(_compat, "runs_breadth_first", lambda: False)
+
+    def net(weights, x):
+        for kernel in weights:
+            y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = jnp.pad(jnp.tanh(y), ((0, 0), (0, 0), (0, 0), (0, 64 - y.shape[-1])))
+        return x
+
+    with pytest.raises(MemoryBudgetError) as error:
+        jaxpipe.partition(
+            jax.tree_util.Partial(net, [jnp.ones((3, 3, 64, outputs)) for outputs in (40, 40, 64, 40)]),
+            jax.make_mesh((2,), ("stage",)),
+            jnp.ones((2, 1, 1, 64)),
+            loss=lambda model, x: jnp.square(model(x)).mean(),
+            optimizer=optax.sgd(0.1),
+            num_microbatches=2,
+            profile="analytic",
+            schedule="interleaved",
+            memory=100,
+            options=jaxpipe.PlanOptions(compile=False),
+        )
+    bound = float(re.search(r"no plan needs less than (\d+\.\d+) KiB", str(error.value))[1]) * 1024
+    assert 2 * 9 * 64 * (40 + 64) * 4 <= bound <= error.value.smallest  # parameters and gradients of the fuller device
+
+
 def test_smaller_plans_are_built_for_the_platform_of_the_mesh(monkeypatch):
     """A plan for absent GPUs: what comes after the first plan is not built for the CPU that it is made on."""
     platforms = []

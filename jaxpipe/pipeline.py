@@ -273,7 +273,7 @@ class Pipeline:
 
     def _prepare_shapes(self, shapes: PyTree) -> None:
         planned = self._planned
-        if planned.budget is not None and check_batch.shape_key(shapes) == check_batch.shape_key(planned.batch):
+        if planned.others is not None and check_batch.shape_key(shapes) == check_batch.shape_key(planned.batch):
             if planned.compiled is None:
                 self._use(with_step)
             check_budget(self._planned)
@@ -485,7 +485,7 @@ class Pipeline:
     @outside_mesh()
     def memory_report(self) -> MemoryReport:
         """Predicted bytes on each device beside those of the compiled training step; nothing is run."""
-        if self._planned.budget is not None and self._planned.compiled is None:
+        if self._planned.others is not None and self._planned.compiled is None:
             self._use(with_step)
         compiled, plan = self._runtime.bytes(), self.plan
         host = 0 if plan.host is None else plan.host.bytes

@@ -221,7 +221,7 @@ class StubStep:
     plan: SimpleNamespace
     program: int
     reserved: int
-    budget: SimpleNamespace
+    others: SimpleNamespace
     mesh: SimpleNamespace = field(default_factory=lambda: MESH)
     compiled: Compiled | None = None
 
@@ -359,9 +359,9 @@ def test_smaller_plans_are_built_for_the_platform_of_the_mesh(monkeypatch):
 
     paper, _ = make(chain, 2, memory=10**7, options=jaxpipe.PlanOptions(compile=False))
     planned = paper._planned
-    others = replace(planned.budget, refit=functools.partial(refit, planned))
+    others = SimpleNamespace(refit=functools.partial(refit, planned), may_raise=False)
     devices = np.array([SimpleNamespace(platform="gpu")] * 2)
-    planned = replace(planned, mesh=SimpleNamespace(devices=devices), budget=others)
+    planned = replace(planned, mesh=SimpleNamespace(devices=devices), others=others)
     monkeypatch.setattr(compile_within_budget, "with_step", with_step)
     assert compile_within_budget.within_budget(planned).compiled.reserved_bytes == 10**7
     assert platforms == ["gpu"] * 3

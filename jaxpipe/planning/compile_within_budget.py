@@ -87,7 +87,7 @@ def within_budget(planned: PlannedStep) -> PlannedStep:
 
 def _within_budget(planned: PlannedStep) -> PlannedStep:
     tried = [with_step(planned)]
-    budget, others = planned.plan.budget, planned.budget
+    budget, others = planned.plan.budget, planned.others
     if budget is None or others is None:
         return tried[0]
     best = _adjusted(planned, tried)
@@ -109,12 +109,12 @@ def _adjusted(planned: PlannedStep, tried: list[PlannedStep]) -> PlannedStep:
       tried: what has been compiled for it, in order; others are appended.
     """
     budget = planned.plan.budget
-    assert budget is not None and planned.budget is not None
+    assert budget is not None and planned.others is not None
     while len(tried) < MOST_COMPILATIONS:
         target = _next_target(tried, budget)
         if target is None:
             break
-        other = planned.budget.refit(target)
+        other = planned.others.refit(target)
         within = [plan for plan in tried if _reserved(plan) <= budget]
         if within and other.plan.step_seconds >= min(plan.plan.step_seconds for plan in within):
             break
@@ -177,13 +177,13 @@ def _smallest_compiled(planned: PlannedStep, tried: Sequence[PlannedStep]) -> Pl
 
 def _small_plans(planned: PlannedStep) -> Iterator[PlannedStep]:
     """Yield small plans, which do not depend on the budget: the smallest first and that with default storage last."""
-    assert planned.budget is not None
-    smallest, default = planned.budget.smallest(), planned.budget.default()
+    assert planned.others is not None
+    smallest, default = planned.others.smallest(), planned.others.default()
     yield smallest
-    assert smallest.budget is not None
+    assert smallest.others is not None
     least, most = smallest.plan.predicted_bytes, default.plan.predicted_bytes
     for part in SMALL_PLANS if least < most else ():
-        yield smallest.budget.refit(int(least + part * (most - least)))
+        yield smallest.others.refit(int(least + part * (most - least)))
     yield default
 
 
@@ -194,7 +194,7 @@ def _compiled(planned: PlannedStep, tried: Sequence[PlannedStep]) -> PlannedStep
 def _for_budget(planned: PlannedStep, first: PlannedStep) -> PlannedStep:
     """A plan as one for the budget of the first plan."""
     kept = {name: getattr(first.plan, name) for name in ("budget", "rounds", "raised_from")}
-    return replace(planned, plan=replace(planned.plan, **kept), budget=first.budget)
+    return replace(planned, plan=replace(planned.plan, **kept), others=first.others)
 
 
 def _reserved(planned: PlannedStep) -> int:
@@ -208,8 +208,8 @@ def refusal(budget: int, smallest: PlannedStep) -> MemoryBudgetError:
     Args:
       smallest: the plan; compiled if XLA's bytes count, else its predicted bytes do.
     """
-    assert smallest.budget is not None
-    predicted, default = smallest.plan.predicted_bytes, smallest.budget.default().plan.memory
+    assert smallest.others is not None
+    predicted, default = smallest.plan.predicted_bytes, smallest.others.default().plan.memory
     needed = predicted if smallest.compiled is None else smallest.compiled.reserved_bytes
     parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in default.items())
     source = (
@@ -221,7 +221,7 @@ def refusal(budget: int, smallest: PlannedStep) -> MemoryBudgetError:
     stored = f" Largest tensors stored at that budget: {', '.join(largest)}." if largest else ""
     bound = lower_bound(smallest)
     over = ", which alone is over this budget" if bound.bytes > budget else ""
-    saved = needed if over else smallest.budget.most_smaller()
+    saved = needed if over else smallest.others.most_smaller()
     proven = ""
     if needed - saved > bound.bytes:
         proven = (

@@ -1,6 +1,6 @@
 """A candidate with its optimizer and layouts, to which only the storage is missing.
 
-candidate ──finalize──▶ FinalizedCandidate ──default, within(budget), smallest──▶ PlannedStep
+candidate ──finalize──▶ FinalizedCandidate ──without_budget, within(budget), smallest()──▶ PlannedStep
 """
 
 # More than 15 of our modules: the parts of a planned step are put together here.
@@ -20,7 +20,7 @@ from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.planning.arrange_devices import arrange
 from jaxpipe.planning.candidate import Candidate
 from jaxpipe.planning.describe_plan import describe, describe_frozen
-from jaxpipe.planning.planned_step import Budget, PlannedStep
+from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.planning.price_storage import longest_microbatch, price_storage
 from jaxpipe.planning.stage_lists import StageLists
 from jaxpipe.planning.storage.stage_budget import Fitted, Solving, StageFitter, reruns_products
@@ -39,7 +39,7 @@ class FinalizedCandidate:
     """A candidate with its optimizer and layouts, to which only the storage is missing.
 
     Its mesh has the devices in the order in which stages use them; variables are placed by stage, or by device where
-    one program has several stages on each.
+    one program has several stages on each. Its plans have the same cuts and schedule.
     """
 
     candidate: Candidate
@@ -50,7 +50,7 @@ class FinalizedCandidate:
     lists: StageLists
 
     @cached_property
-    def default(self) -> PlannedStep:
+    def without_budget(self) -> PlannedStep:
         """The plan with default storage."""
         program = self.candidate.program
         return self._planned(program, (Fitted(),) * len(program.stages), None)
@@ -58,37 +58,40 @@ class FinalizedCandidate:
     def within(self, budget: int) -> PlannedStep | None:
         """Return the fastest plan of predicted bytes within a budget; None if no plan is within."""
         answer = self._fitter.within(budget)
-        return None if answer is None else self._with_others(self._planned(*answer, budget))
+        return None if answer is None else replace(self._planned(*answer, budget), others=self)
+
+    @property
+    def may_raise(self) -> bool:
+        """Return False: a request raises its budget where no candidate keeps it."""
+        return False
+
+    def refit(self, predicted_bytes: int) -> PlannedStep:
+        """Return the fastest plan within predicted bytes; the smallest, if that needs more."""
+        return self.within(predicted_bytes) or self._smallest
+
+    def smallest(self) -> PlannedStep:
+        """Return the plan with the least predicted bytes."""
+        return self._smallest
+
+    def default(self) -> PlannedStep:
+        """Return the plan with default storage, as one for a budget."""
+        return replace(self.without_budget, others=self)
+
+    def most_smaller(self) -> int:
+        """Return the bytes that another plan without swaps may take less than the smallest at most."""
+        return self._fitter.most_smaller
 
     @cached_property
-    def smallest(self) -> PlannedStep:
-        """The plan with the least predicted bytes."""
-        return self._with_others(self._planned(*self._fitter.smallest, None))
-
-    def refit(self, target: int) -> PlannedStep:
-        """Return the plan for other predicted bytes; the smallest, if that needs more."""
-        return self.within(target) or self.smallest
+    def _smallest(self) -> PlannedStep:
+        return replace(self._planned(*self._fitter.smallest, None), others=self)
 
     @cached_property
     def _fitter(self) -> StageFitter:
         assert self.solving is not None
         program, partition, request = self.candidate.program, self.candidate.partition, self.candidate.traced.request
         prices, period = price_storage(request, program, partition), longest_microbatch(program, partition)
-        needs = functools.partial(self.lists.needs, self.default)
+        needs = functools.partial(self.lists.needs, self.without_budget)
         return StageFitter(program, needs, prices, self.solving, period, request.policy)
-
-    def _with_others(self, planned: PlannedStep) -> PlannedStep:
-        return replace(
-            planned, budget=Budget(self.refit, lambda: self.smallest, self.find_default, self.find_most_smaller, False)
-        )
-
-    def find_default(self) -> PlannedStep:
-        """Return the plan with default storage, as one with a budget."""
-        return self._with_others(self.default)
-
-    def find_most_smaller(self) -> int:
-        """Return the bytes that a plan with these cuts and this schedule may take less than the smallest at most."""
-        return self._fitter.most_smaller
 
     @property
     def least_seconds(self) -> float:

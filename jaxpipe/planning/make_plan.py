@@ -21,7 +21,7 @@ from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.compile_within_budget import refusal, smallest_compiled, with_step, within_budget
 from jaxpipe.planning.finalize import FinalizedCandidate, finalize
 from jaxpipe.planning.list_candidates import cut_again, list_candidates
-from jaxpipe.planning.planned_step import PlannedStep
+from jaxpipe.planning.planned_step import OtherPlans, PlannedStep
 from jaxpipe.planning.storage.fastest_choice import raised
 from jaxpipe.planning.storage.solver_time import SolverTime
 from jaxpipe.planning.storage.stage_budget import Solving
@@ -48,7 +48,7 @@ def make_plan(request: Request, batch: PyTree, variables: PyTree = None) -> Plan
 
 def _by_default(candidates: Sequence[Candidate]) -> PlannedStep:
     """Return the plan without a budget, compiled where predictions are not exact: for GPUs, as stage programs."""
-    planned = finalize(_leanest(candidates), None).default
+    planned = finalize(_leanest(candidates), None).without_budget
     wanted = candidates[0].traced.request.options.compile
     compiles = platform() != "cpu" if wanted is None else wanted
     return with_step(planned) if compiles and planned.plan.runtime == "mpmd" else planned
@@ -70,7 +70,7 @@ def _within(candidates: Sequence[Candidate], budget: int) -> PlannedStep:
     search = _Search.of(candidates)
     best = search.fastest(budget)
     if best is None:
-        least = search.for_budget(search.smallest, budget)
+        least = search.for_budget(search.with_smallest.smallest(), budget)
         least = smallest_compiled(least) if compiles else least
         needed = least.plan.predicted_bytes if least.compiled is None else least.compiled.reserved_bytes
         if needed <= budget:
@@ -101,13 +101,9 @@ class _Search:
         return self.finalized[0].candidate.traced.request
 
     @cached_property
-    def smallest(self) -> PlannedStep:
-        """The plan with the least predicted bytes, whatever its cuts and schedule."""
-        return self._with_smallest.smallest
-
-    @cached_property
-    def _with_smallest(self) -> FinalizedCandidate:
-        return min(self.finalized, key=lambda final: final.smallest.plan.predicted_bytes)
+    def with_smallest(self) -> FinalizedCandidate:
+        """The candidate that has the plan with the least predicted bytes, whatever its cuts and schedule."""
+        return min(self.finalized, key=lambda final: final.smallest().plan.predicted_bytes)
 
     def fastest(self, budget: int) -> PlannedStep | None:
         """Return the plan with the shortest step of predicted bytes within a budget; None if no plan is within."""
@@ -125,17 +121,34 @@ class _Search:
 
     def for_budget(self, planned: PlannedStep, budget: int) -> PlannedStep:
         """Return a plan as one for a budget, which may be raised from the requested one."""
-        assert planned.budget is not None
+        assert planned.others is not None
         asked = self.request.budget if budget != self.request.budget else None
-        may_raise = self.request.options.allow_over_budget
-        others = replace(
-            planned.budget,
-            smallest=lambda: self.smallest,
-            default=self.finalized[0].find_default,
-            most_smaller=lambda: self._with_smallest.find_most_smaller(),
-            may_raise=may_raise,
-        )
-        return replace(planned, plan=replace(planned.plan, budget=budget, raised_from=asked), budget=others)
+        others = _PlansOfRequest(self, planned.others)
+        return replace(planned, plan=replace(planned.plan, budget=budget, raised_from=asked), others=others)
+
+
+@dataclass(frozen=True, eq=False)
+class _PlansOfRequest:
+    """Plans for other budgets: of one candidate those with the same cuts, of all the smallest and the default."""
+
+    search: _Search
+    same_cuts: OtherPlans
+
+    @property
+    def may_raise(self) -> bool:
+        return self.search.request.options.allow_over_budget
+
+    def refit(self, predicted_bytes: int) -> PlannedStep:
+        return self.same_cuts.refit(predicted_bytes)
+
+    def smallest(self) -> PlannedStep:
+        return self.search.with_smallest.smallest()
+
+    def default(self) -> PlannedStep:
+        return self.search.finalized[0].default()
+
+    def most_smaller(self) -> int:
+        return self.search.with_smallest.most_smaller()
 
 
 def _cut_again_within(final: FinalizedCandidate, budget: int, charged: Profile) -> PlannedStep | None:

@@ -1,33 +1,45 @@
 """``PlannedStep``: an executable plan, and why it was chosen."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from jaxpipe.costs.profile import Profile
 from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.runtime.executable_plan import ExecutablePlan
 
 
-@dataclass(frozen=True, eq=False)
-class Budget:
-    """Plans for other budgets.
+class OtherPlans(Protocol):
+    """Plans of the same request for other budgets."""
 
-    ``refit`` makes one of other predicted bytes with the same cuts, or else the smallest; ``smallest`` makes the
-    smallest of any cuts and schedule, ``default`` the fastest with default storage. ``most_smaller`` finds how many
-    bytes less than the smallest another choice without swaps may take, as the solver counts them.
-    """
+    @property
+    def may_raise(self) -> bool:
+        """True if a budget that no plan keeps is raised."""
+        ...
 
-    refit: Callable[[int], "PlannedStep"]
-    smallest: Callable[[], "PlannedStep"]
-    default: Callable[[], "PlannedStep"]
-    most_smaller: Callable[[], int]
-    may_raise: bool
+    def refit(self, predicted_bytes: int) -> "PlannedStep":
+        """Return the fastest plan within predicted bytes with the same cuts; the smallest, if that needs more."""
+        ...
+
+    def smallest(self) -> "PlannedStep":
+        """Return the plan with the least predicted bytes."""
+        ...
+
+    def default(self) -> "PlannedStep":
+        """Return the fastest plan with default storage."""
+        ...
+
+    def most_smaller(self) -> int:
+        """Return how many bytes less than the smallest plan another one without swaps may take, as solvers count."""
+        ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlannedStep(ExecutablePlan):
-    """An executable plan, the profile its seconds are sums of, and its partition with what it was chosen from."""
+    """An executable plan, the profile its seconds are sums of, and its partition with what it was chosen from.
+
+    A plan for a budget knows others.
+    """
 
     profile: Profile
     partition: Partition
-    budget: Budget | None = None
+    others: OtherPlans | None = None

@@ -287,6 +287,13 @@ def test_a_refusal_offers_the_smallest_of_what_was_compiled(stub_steps):
     assert error.value.smallest == 40 and compiled == [20, 24, 30]
 
 
+def test_a_plan_whose_prediction_is_a_little_too_high_is_compiled_before_a_budget_is_refused(stub_steps):
+    """Default storage is predicted to need 108 and takes 95, less than the smallest by prediction."""
+    step, compiled = stub_steps({90: 100, 108: 95}, budget=97)
+    assert compile_within_budget.smallest_compiled(step(90)).program == 108
+    assert compiled == [90, 108]
+
+
 @pytest.mark.parametrize(("outputs", "copies"), [(8, 1), (4, 0)], ids=["largest", "another as large"])
 def test_a_bound_for_gpus_has_the_largest_kernel_twice_more(monkeypatch, outputs, copies):
     """Its gradient and what the convolution writes, unless that may lie in the place of another gradient."""

@@ -23,7 +23,7 @@ import argparse
 import gc
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +128,10 @@ def text_of(name: str, row: Row, plain: Row) -> str:
     )
 
 
-def save(path: Path, device: Device, models: Mapping[str, Sequence[Row]]) -> None:
-    """Write the JSON file."""
-    result = {**header(), "device": device.device_kind, "models": models}
+def save(path: Path, device: Device, name: str, rows: Sequence[Row]) -> None:
+    """Write a model's rows into the JSON file; those of other models stay."""
+    models = json.loads(path.read_text())["models"] if path.exists() else {}
+    result = {**header(), "device": device.device_kind, "models": models | {name: rows}}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -157,12 +158,11 @@ def main() -> None:
         keep_freed_memory()
     device = jax.devices("cpu")[0] if options.cpu else h100s(1).devices[0]
     names = options.models or [case.name for case in (CASES if options.cpu else GPU_CASES)]
-    models: dict[str, list[Row]] = {}
     for name in names:
-        rows = models.setdefault(name, [])
+        rows: list[Row] = []
         for row in points(CASES_BY_NAME[name], options.families, options.shares, device, options.cpu, options.rounds):
             rows.append(row)
-            save(options.out, device, models)
+            save(options.out, device, name, rows)
             print(text_of(name, row, rows[0]), flush=True)
             gc.collect()
         jax.clear_caches()

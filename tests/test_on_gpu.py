@@ -63,7 +63,8 @@ def test_waves_come_in_order_of_importance():
 
 @pytest.mark.slow
 def test_budgets_stand_beside_checkpoints():
-    rows = list(bench_memory_front.points(TINY, (0.95, 0.01), jax.devices()[0], timed=True, rounds=3))
+    families, device = bench_memory_front.FAMILIES, jax.devices()[0]
+    rows = list(bench_memory_front.points(TINY, list(families), (0.95, 0.01), device, timed=True, rounds=3))
     by_name = {row["variant"]: row for row in rows}
     assert len(by_name) == len(rows) == 1 + 3 + 6 + 2 + 2
     plain, blocks, second = (by_name[name] for name in ("plain", "blocks", "blocks-second"))

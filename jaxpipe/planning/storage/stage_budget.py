@@ -198,12 +198,12 @@ class StageFitter:
         stages = zip(self.program.stage_numbers, self.program.stages, strict=True)
         levels = {s: (-1, RERUN_LEVELS) for s, stage in stages if reruns_products(stage)}  # too few reruns, and enough
         while any(enough - few > 1 for few, enough in levels.values()):
-            tried = {s: max(0, (few + enough) // 2) if few >= 0 else 0 for s, (few, enough) in levels.items()}
+            tried = {s: 0 if few < 0 else (few + enough) // 2 for s, (few, enough) in levels.items()}
             needs = self._with_reruns(tried).needs
             for s, level in tried.items():
                 few, enough = levels[s]
                 fits = needs[self.program.device(s)] <= budget
-                levels[s] = (few, min(level, enough)) if fits else (max(level, few), enough)
+                levels[s] = (few, level) if fits else (level, enough)
         return self._with_reruns({s: enough for s, (_, enough) in levels.items()})
 
     def _with_reruns(self, levels: Mapping[StageNumber, int]) -> _Candidate:

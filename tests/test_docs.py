@@ -160,19 +160,36 @@ def test_bytes_of_large_models_are_the_measured_ones():
 def test_budgets_of_one_device_are_the_measured_ones():
     models = results("memory-front-h100-jax0.12")["models"]
     shown, readme = table_rows(DOCS / "benchmarks.md"), table_rows(ROOT / "README.md")
-    for name, title in (("GPT-2 8x512", "GPT-2 small (8 x 512)"), ("ViT-B 16x224", "ViT-B (16 x 224)")):
-        rows = {row["variant"]: row for row in models[name]}
-        best = min((row for row in models[name] if "dots" in row["variant"]), key=lambda row: row["temporaries"])
-        wanted = [rows["plain"], best, rows["blocks"], *(row for row in models[name] if "share" in row)]
-        cells = [f"{r['temporaries'] / 2**20:,.0f} / {r['products']}" if "bytes" in r else "refused" for r in wanted]
-        assert [cell for cell in shown[title] if cell] == cells
-        row = rows["31.5%"]
-        temporaries, products = f"{row['temporaries'] / 2**20:,.0f}", row["products"]
-        assert readme[title.replace(" (", ", ").rstrip(")")][4] == f"{temporaries} / {products}"
+    labels = {
+        "plain": "plain",
+        "blocks-dots": "`dots_saveable` in blocks",
+        "blocks-dots-no-batch": "`dots_with_no_batch_dims_saveable` in blocks",
+        "blocks": "`nn.remat` around blocks",
+    }
+    for column, (name, title) in enumerate(
+        {"GPT-2 8x512": "GPT-2 small, 8 x 512", "ViT-B 16x224": "ViT-B, 16 x 224"}.items()
+    ):
+        rows = {row["variant"]: row for row in models[name]}  # of a budget, the last number of micro-batches
+        plain = rows["plain"]
+        for variant, row in rows.items():
+            if variant not in labels and "share" not in row:
+                continue
+            several = f" in {row['microbatches']} micro-batches" if row.get("microbatches", 1) > 1 else ""
+            label = labels.get(variant) or f"budget of {variant[:-1]} %"
+            expected = [cell(row) + several, f"{100 * (row['flops'] / plain['flops'] - 1):.1f} %"]
+            assert shown[label][2 * column : 2 * column + 2] == expected, (name, variant)
+        row = rows["31.4%"]
+        assert readme[title][4] == cell(row)
         if name == "GPT-2 8x512":
+            temporaries, products = cell(row).split(" / ")
             budget = f"within {row['memory'] / 2**30:.2f} GiB, parameters and gradients included"
             text = f"{budget}: it takes {temporaries} MiB of temporaries and {products} matrix products."
             assert text in (ROOT / "README.md").read_text()
+
+
+def cell(row):
+    """Temporaries and products of a row, as tables show them."""
+    return f"{row['temporaries'] / 2**20:,.0f} / {row['products']}"
 
 
 def test_figures_that_the_readme_begins_with_are_the_measured_ones():

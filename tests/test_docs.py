@@ -187,6 +187,21 @@ def test_budgets_of_one_device_are_the_measured_ones():
             assert text in (ROOT / "README.md").read_text()
 
 
+def test_budgets_of_the_nine_networks_are_the_measured_ones():
+    shown = table_rows(DOCS / "benchmarks.md")
+    for name, rows in results("memory-front-nine-h100-jax0.12")["models"].items():
+        plain, kept = rows[0], []
+        for variant in ("75%", "50%", "35%"):
+            row = [row for row in rows if row["variant"] == variant][-1]
+            count = row["microbatches"]
+            several = f", {count} micro-batches" if count > 1 else ""
+            again = row.get("products", 0) - count * plain["products"]
+            kept.append(f"{row['bytes'] / 2**20:,.1f} / {again}{several}" if "bytes" in row else "refused")
+        title = {"VGG16": "VGG-16", "UNet": "U-Net", "ResNet50": "ResNet-50"}.get(name, name)
+        (cells,) = (cells for first, cells in shown.items() if first.startswith(f"{title} (") and len(cells) == 4)
+        assert cells == [f"{plain['bytes'] / 2**20:,.1f}", *kept], name
+
+
 def cell(row):
     """Temporaries and products of a row, as tables show them."""
     return f"{row['temporaries'] / 2**20:,.0f} / {row['products']}"

@@ -225,9 +225,10 @@ def refusal(budget: int, smallest: PlannedStep) -> MemoryBudgetError:
     stored = f" Largest tensors stored at that budget: {', '.join(largest)}." if largest else ""
     bound = lower_bound(smallest)
     over = ", which alone is over this budget" if bound.bytes > budget else ""
-    saved = needed if over else smallest.others.most_smaller()
     proven = ""
-    if needed - saved > bound.bytes:
+    # The solver's bound is beside the plan that is predicted to be the smallest; XLA may reserve less for another.
+    compared = not over and predicted == smallest.others.smallest().plan.predicted_bytes
+    if compared and needed - (saved := smallest.others.most_smaller()) > bound.bytes:
         proven = (
             " As the solver counts bytes, no other choice without swaps for these stages and this schedule takes over "
             f"{bytes_text(saved)} less than that plan."

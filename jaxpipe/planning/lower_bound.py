@@ -69,13 +69,13 @@ def _kernel_written_twice(stage: Stage) -> tuple[str, int]:
     other gradient's place: each of those is smaller, or, of equal kernels, written before the last one.
     """
     graph, vjp = stage.graph, stage.vjp
-    trained = {t for t in stage.parameters if vjp is not None and t in vjp.backward_graph.wrt}
-    largest = {t for t in trained if graph.tensors[t].bytes == max(graph.tensors[t].bytes for t in trained)}
+    size = {t: graph.tensors[t].bytes for t in stage.parameters if vjp is not None and t in vjp.backward_graph.wrt}
+    largest = {t for t, count in size.items() if count == max(size.values())}
     turned = {op.inputs[1]: op for op in graph.operators if op.name == "conv_general_dilated" and _turns_gradient(op)}
     if not largest or not largest <= turned.keys():
         return "", 0
     t = min(largest)
-    return tensor_text(graph.tensors[turned[t].outputs[0]], turned[t], ""), graph.tensors[t].bytes
+    return tensor_text(graph.tensors[turned[t].outputs[0]], turned[t], ""), size[t]
 
 
 def _turns_gradient(op: Operator) -> bool:

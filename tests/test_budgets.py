@@ -287,6 +287,21 @@ def test_a_refusal_offers_the_smallest_of_what_was_compiled(stub_steps):
     assert error.value.smallest == 40 and compiled == [20, 24, 30]
 
 
+def test_a_refusal_says_by_how_much_other_choices_may_be_smaller():
+    """The solver finishes on six layers: what it leaves open is its gap, 1 %."""
+
+    def refusal(memory):
+        with pytest.raises(MemoryBudgetError) as error:
+            make(chain, 1, memory=memory, options=jaxpipe.PlanOptions(compile=False))
+        return error.value
+
+    smallest = refusal(1_000).smallest
+    text = str(refusal(smallest - 1))
+    assert ", which alone is over this budget" not in text
+    less = re.search(r"no other choice without swaps .* takes over (\d+) B less than that plan", text)
+    assert less is not None and int(less[1]) <= smallest // 100
+
+
 def test_a_plan_whose_prediction_is_a_little_too_high_is_compiled_before_a_budget_is_refused(stub_steps):
     """Default storage is predicted to need 108 and takes 95, less than the smallest by prediction."""
     step, compiled = stub_steps({90: 100, 108: 95}, budget=97)

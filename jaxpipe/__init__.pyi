@@ -15,6 +15,7 @@ from .errors import CheckpointError as CheckpointError
 from .errors import CodecWarning as CodecWarning
 from .errors import DifferentiationError as DifferentiationError
 from .errors import FewExamplesWarning as FewExamplesWarning
+from .errors import InitialValuesWarning as InitialValuesWarning
 from .errors import JaxpipeError as JaxpipeError
 from .errors import JaxpipeWarning as JaxpipeWarning
 from .errors import MemoryBudgetError as MemoryBudgetError

@@ -81,6 +81,16 @@ def inside_transformation() -> bool:
     return not private_core.trace_state_clean()
 
 
+def current_trace() -> object:
+    """Return what records the operators of this place, another one inside of each transformation."""
+    return private_core.trace_ctx.trace
+
+
+def is_within(value: object, trace: object) -> bool:
+    """Return whether a value is there in a trace: a number, or one that the trace, none inside of it, has computed."""
+    return not isinstance(value, core.Tracer) or value._trace is trace
+
+
 def is_literal(atom: Atom) -> TypeGuard[Literal]:
     """Return whether an operand of an equation is a literal (0.12 has several literal types)."""
     return hasattr(atom, "val")

@@ -73,6 +73,10 @@ class TrainingModeWarning(JaxpipeWarning):
     """An evaluation or a prediction that draws random numbers, or updates batch statistics, as training does."""
 
 
+class InitialValuesWarning(JaxpipeWarning):
+    """Initial values that depend on a batch whose shapes alone are known."""
+
+
 class CodecWarning(JaxpipeWarning):
     """A pattern of module paths that no module of the model has."""
 

@@ -13,7 +13,8 @@ from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.graph.allowed_codecs import Codecs
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models import check_batch
-from jaxpipe.models.bound_model import UserFunction, needs_variables
+from jaxpipe.models.bind import needs_variables
+from jaxpipe.models.bound_model import UserFunction
 from jaxpipe.models.check_arguments import check_function
 from jaxpipe.options import PlanOptions
 from jaxpipe.pipeline import Pipeline

@@ -202,7 +202,9 @@ class Pipeline:
 
         Args:
           key: for initial values, and for all random numbers of the run; ``jax.random.key(0)``, for example.
-          batch: arrays or shapes; needed if ``partition`` was given none.
+          batch: arrays or shapes; needed if ``partition`` was given none. Initial values that depend on data (those of
+            weight normalization or codebooks) are made from its arrays, as ``module.init(key, ...)`` makes them; from
+            zeros, with an ``InitialValuesWarning``, if there are none.
           variables: values of all the model's variables, in any tree with their paths: Linen variables (with or
             without the level ``params`` if that is all; frozen, boxed, or of a bound module), an NNX module, its state
             or pure dictionary, a tree of a function's.
@@ -212,16 +214,17 @@ class Pipeline:
           ModelError: if ``variables`` do not fit.
         """
         key = random_key(key)
-        if self._ready is None:
-            batch = self._batch if batch is None else check_batch.batch_shapes(batch)
-            if batch is not None:
-                planned = self._make_plan(batch, variables)
-                self._ready = planned, runtime_of(planned)
+        shapes = self._batch if batch is None else check_batch.batch_shapes(batch)
+        if self._ready is None and shapes is not None:
+            planned = self._make_plan(shapes, variables)
+            self._ready = planned, runtime_of(planned)
         planned = self._planned
         model = planned.model if variables is None else with_values(planned.model, variables)
         if model.original.values is None and model.original.initialize is None:
             raise PartitionError("The model has no values and cannot be initialized; pass variables= to init.")
-        return multihost.block_if_cpu(initial_state(self._runtime, model, self._optimizer, key))
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
+            batch = None
+        return multihost.block_if_cpu(initial_state(self._runtime, model, self._optimizer, key, batch))
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         """One training step; donates ``state``.
@@ -527,6 +530,7 @@ class Pipeline:
             raise PartitionError(f"partition was given no {name} function; pass {name}=lambda model, batch: ...")
         planned = self._planned
         size, replicas = check_batch.batch_size(shapes), planned.batching.replicas
+        planned.model.check_batch_size(size)
         counts = [m for m in range(1, planned.batching.num_microbatches + 1) if size % (replicas * m) == 0]
         if not counts:
             check_batch.check_microbatches(size, replicas, 1, f"batch for {name}")

@@ -17,7 +17,7 @@ import optax.contrib
 import pytest
 
 from jaxpipe import PartitionError
-from jaxpipe.models.bound_model import bind
+from jaxpipe.models.bind import bind
 from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.runtime import optimizer_by_stage as by_stages

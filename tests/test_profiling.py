@@ -22,7 +22,7 @@ from jaxpipe.costs.profile_cache import cache_folder, cache_key
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.costs.timing import Timing, time_runs
 from jaxpipe.graph.graph import trace
-from jaxpipe.models.bound_model import bind
+from jaxpipe.models.bind import bind
 from jaxpipe.models.microbatch_program import trace_loss
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from tests.support.pipeline_models import CASES, cnn_linen, mlp, transformer

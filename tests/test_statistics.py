@@ -10,7 +10,7 @@ from flax import nnx
 import jaxpipe
 from jaxpipe import FewExamplesWarning, TrainingModeWarning
 from jaxpipe.models.batch_statistics import find_statistics
-from jaxpipe.models.bound_model import bind
+from jaxpipe.models.bind import bind
 from jaxpipe.models.microbatch_program import trace_results, with_rows
 
 

@@ -17,7 +17,8 @@ from jaxpipe.costs.roofline import analytic
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh, without_annotations
 from jaxpipe.models import check_batch
-from jaxpipe.models.bound_model import BoundModel, Model, UserFunction, bind
+from jaxpipe.models.bind import bind
+from jaxpipe.models.bound_model import BoundModel, Model, UserFunction
 from jaxpipe.models.check_arguments import check_function
 from jaxpipe.models.microbatch_program import MicrobatchProgram, with_rows
 from jaxpipe.models.traced_update import trace_update
@@ -158,4 +159,4 @@ def _program(objective: MicrobatchProgram) -> tuple[BackwardGraph, tuple[TensorN
         operators = (without_annotations(op, [avals[t] for t in op.inputs]) for op in graph.operators)
         graph = replace(graph, operators=tuple(operators), stage_shape={})
     backward_graph = build_backward_graph(graph, objective.differentiated, seeds=[objective.results[0]])
-    return backward_graph, (*objective.batch, objective.key)
+    return backward_graph, objective.given

@@ -1,20 +1,48 @@
-"""The model that a loss gets for a Linen module, and what it says when it is taken for something else."""
+"""The model that a loss gets for a Linen module, and what it says when it is taken for something else.
+
+A call is ``module.apply``. What ``sow`` collects in it belongs to this call: it can be read from ``model.variables``
+until the next one. All other collections but the parameters are state, which the next call gets.
+"""
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+import zlib
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NoReturn
 
 import flax.linen as nn
 import jax
 from flax.errors import ApplyScopeInvalidVariablesTypeError
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
+from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
+from jaxpipe.models.observed_calls import observed_calls
+from jaxpipe.models.variable_trees import by_path, key_name, merged, path_text
+
+
+#: Collections that calls do not change: their gradients do.
+TRAINED = ("params", OVERWRITE_WITH_GRADIENT)
 
 
 class _MissingAttributeError(ModelError, AttributeError):
     """An attribute that the model of a loss does not have; ``hasattr`` and ``getattr`` take it as any other."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What was found of a loss's calls of its model.
+
+    Attributes:
+      sown: collection and name of the values that ``sow`` collects.
+      streams: random streams that a lifted transformation splits by name, which need a key of their own.
+    """
+
+    sown: frozenset[tuple[str, str]] = frozenset()
+    streams: tuple[str, ...] = ()
 
 
 class LinenModel:
@@ -24,34 +52,66 @@ class LinenModel:
     first the micro-batch's key itself.
     """
 
-    def __init__(self, module: nn.Module, variables: PyTree, key: Array):
+    def __init__(self, module: nn.Module, variables: PyTree, key: Array, calls: Calls | None = None):
         self.module = module
         self._variables = variables
+        self._sown: PyTree = {}
         self._key = key
-        self._calls = 0
+        self._number = 0
+        self._draws: Counter[str] = Counter()
+        self._found = calls or Calls()
+        self._trace = _compat.current_trace()
 
     @property
     def variables(self) -> PyTree:
-        """The variables, with the state that calls so far have left."""
-        return self._variables
+        """The variables, with the state that calls so far have left and the values that the last one has sown."""
+        if _compat.current_trace() is self._trace:
+            _check_within(self._sown, self._trace, "reads", "are sown")
+        return merged(self._variables, self._sown)
+
+    @property
+    def state(self) -> PyTree:
+        """The collections that calls change."""
+        return {name: tree for name, tree in self._variables.items() if name not in TRAINED}
+
+    def make_rng(self, name: str = "params") -> Array:
+        """Return a random key of a stream, another one in each call, made from the micro-batch's key.
+
+        The n-th key of a stream is ``fold_in(fold_in(key, crc32(name)), n)``, with n from 0.
+        """
+        stream = jax.random.fold_in(self._key, zlib.crc32(name.encode()))
+        self._draws[name] += 1
+        return jax.random.fold_in(stream, self._draws[name] - 1)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call ``module.apply``; takes ``method=`` like it, but neither ``rngs=`` nor ``mutable=``: both are given."""
         for name, given in _GIVEN.items():
             if name in kwargs:
                 raise ModelError(f"model(..., {name}=) in a loss: {given}. Leave {name}= out.")
-        result, new = self._call(self._next_key(), *args, **kwargs)
-        self._variables = {**self._variables, **new}
+        key = self._key if self._number == 0 else jax.random.fold_in(self._key, self._number)
+        self._number += 1
+        return self._call(key, *args, **kwargs)
+
+    def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        result, new = self._apply(self._variables, key, *args, **kwargs)
+        self._keep(new)
         return result
 
-    def _next_key(self) -> Array:
-        key = self._key if self._calls == 0 else jax.random.fold_in(self._key, self._calls)
-        self._calls += 1
-        return key
+    def _apply(self, variables: PyTree, key: Array, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+        """Call ``module.apply``: the result, and the new state; keep what is sown."""
+        streams = self._found.streams
+        rngs = {"params": key} | {name: jax.random.fold_in(key, n) if n else key for n, name in enumerate(streams)}
+        with observed_calls() as observed:
+            result, new = self.module.apply(variables, *args, rngs=rngs, mutable=nn.DenyList(TRAINED), **kwargs)
+        self._found = Calls(self._found.sown | observed.sown, streams)
+        self._sown, new = _separated(new, self._found.sown)
+        return result, new
 
-    def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
-        mutable = nn.DenyList("params")
-        return self.module.apply(self._variables, *args, rngs={"params": key}, mutable=mutable, **kwargs)
+    def _keep(self, new: PyTree) -> None:
+        if _compat.current_trace() is not self._trace:
+            new = _left(self._variables, new)
+            _check_within(new, self._trace, "changes", "have new values")
+        self._variables = self._variables | new
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
@@ -64,10 +124,60 @@ class LinenModel:
     __contains__ = __getitem__ = __iter__ = _refuse
 
 
+def _separated(variables: PyTree, sown: Collection[tuple[str, str]]) -> tuple[PyTree, PyTree]:
+    """Split collections into what was sown and the rest."""
+
+    def split(names: Collection[str], tree: PyTree) -> tuple[PyTree, PyTree]:
+        if not isinstance(tree, Mapping):
+            return {}, tree
+        parts = {key: (value, {}) if key in names else split(names, value) for key, value in tree.items()}
+        collected, rest = ({key: part[k] for key, part in parts.items() if not _is_empty(part[k])} for k in (0, 1))
+        return collected, rest
+
+    parts = {name: split({n for c, n in sown if c == name}, tree) for name, tree in variables.items()}
+    collected, rest = ({name: part[k] for name, part in parts.items() if not _is_empty(part[k])} for k in (0, 1))
+    return collected, rest
+
+
+def _is_empty(tree: PyTree) -> bool:
+    return isinstance(tree, Mapping) and not tree
+
+
+def without_sown(variables: PyTree, calls: Calls) -> PyTree:
+    """Return variables without what calls collect."""
+    return _separated(variables, calls.sown)[1]
+
+
+def _left(old: PyTree, new: PyTree) -> PyTree:
+    """Return the state that a call inside a transformation leaves: for ``grad`` and ``jvp``, its values alone."""
+    before = by_path(old)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x if x is before.get(tuple(map(key_name, path))) else jax.lax.stop_gradient(x), new
+    )
+
+
+def _check_within(tree: PyTree, trace: object, does: str, are: str) -> None:
+    """Raise ``ModelError`` if values belong to a transformation inside a loss, which has ended or will."""
+    lost = [path_text(path) for path, x in by_path(tree).items() if not _compat.is_within(x, trace)]
+    if lost:
+        raise ModelError(
+            f"The loss calls its model inside jax.jit, jax.checkpoint, jax.vmap, lax.scan, lax.cond or the like, and "
+            f"{does} {', '.join(lost[:3])}{' and others' if len(lost) > 3 else ''}, which {are} in there: JAX does not "
+            "return them from it. Call the model outside of it, use Flax's own nn.jit, nn.remat, nn.vmap or nn.scan "
+            "inside the module, or, if that is meant, call it in a mode that leaves them as they are."
+        )
+
+
 #: Arguments of ``module.apply`` that a loss does not pass.
 _GIVEN = {
-    "rngs": "every random stream gets a key that is made from the micro-batch's key",
-    "mutable": "every collection but 'params' is mutable, its new values are kept, and the result is the output alone",
+    "rngs": (
+        "every random stream gets a key that is made from the micro-batch's key; a loss gets one of its own from "
+        "model.make_rng(name)"
+    ),
+    "mutable": (
+        "the result is the output alone. What the module sows is in model.variables after the call, and gone with the "
+        "next one; every other collection but 'params' is state, whose new values are kept"
+    ),
 }
 
 _NO_VARIABLES = (
@@ -87,6 +197,8 @@ def _missing_attribute(module: nn.Module, name: str) -> str:
         return f"{begin}: pipeline.init makes the variables. Write model(x)."
     if name in ("train", "eval"):
         return f"{begin}. A Linen module gets its mode as an argument, such as model(x, train=False)."
+    if name in ("rng", "rngs"):
+        return f"{begin}. A loss draws with model.make_rng(name), which gives a key of the micro-batch."
     if inspect.isroutine(getattr(type(module), name, None)):
         return f"{begin}. Methods of {type(module).__name__} are called as model(..., method={name!r})."
     if name in getattr(module, "__dataclass_fields__", ()):
@@ -108,37 +220,3 @@ def handed_on() -> Iterator[None]:
             "The loss hands its model to jax.jit, jax.grad or another function of arrays, and the model is none. Leave "
             "them out: a step is compiled and differentiated as a whole. Or use the model inside without passing it."
         ) from error
-
-
-def initialized_variables(
-    module: nn.Module, function: Callable[..., PyTree], key: Array, batch: PyTree
-) -> dict[str, PyTree]:
-    """Return the variables that the calls of ``function(model, batch)`` need, made with ``key``."""
-    model = _InitializingLinenModel(module, {}, key)
-    with handed_on():
-        function(model, batch)
-    return dict(model._variables)
-
-
-class _InitializingLinenModel(LinenModel):
-    """Makes the variables that each call needs and has not found."""
-
-    @property
-    def variables(self) -> PyTree:
-        """The variables of calls so far, of which there must be one."""
-        if not self._calls:
-            raise ModelError(
-                "The loss reads model.variables before it calls the model: what variables the model has is known from "
-                "its calls. Write model(x) first."
-            )
-        return self._variables
-
-    def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
-        result, variables = self.module.init_with_output(key, *args, **kwargs)
-        return result, _merge(variables, self._variables)
-
-
-def _merge(new: PyTree, old: PyTree) -> PyTree:
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return old
-    return {**new, **{k: _merge(new[k], v) if k in new else v for k, v in old.items()}}

@@ -19,6 +19,7 @@ from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel, UserFunction
 from jaxpipe.models.check_arguments import check_predicted, check_returned
 from jaxpipe.models.combine_metrics import check_reduced, flatten_metrics
+from jaxpipe.models.example_state import Axes, rows_of, with_rows_of
 
 
 T = TypeVar("T")
@@ -30,9 +31,12 @@ class MicrobatchProgram:
 
     Attributes:
       parameters, state, key, batch: tensor numbers of the inputs.
+      index: the number of the micro-batch among those of all replicas, where state has a row for each example.
+      examples: by state variable, the axis of examples, or None.
       results: tensor numbers: loss, weight, then metrics; or the leaves of a prediction.
       new_state: tensor numbers, one for each state variable.
       frozen: the parameters whose gradient nobody needs.
+      overwritten: the parameters whose new value is their gradient.
       metrics_only: whether an evaluation returned metrics and no loss.
     """
 
@@ -49,6 +53,18 @@ class MicrobatchProgram:
     annotations: Annotations = field(default_factory=Annotations)
     frozen: frozenset[TensorNumber] = frozenset()
     summed: tuple[bool, ...] = ()
+    index: TensorNumber | None = None
+    examples: Axes = ()
+    overwritten: frozenset[TensorNumber] = frozenset()
+
+    @property
+    def given(self) -> tuple[TensorNumber, ...]:
+        """The inputs of every stage: the micro-batch, its key, its number."""
+        return (*self.batch, self.key, *(() if self.index is None else (self.index,)))
+
+    def axis_of_examples(self, t: TensorNumber) -> int | None:
+        """Return the axis of a state variable that has a row for each example of the batch, if there is one."""
+        return dict(zip(self.state, self.examples, strict=True))[t]
 
     @property
     def differentiated(self) -> tuple[TensorNumber, ...]:
@@ -175,20 +191,25 @@ def _trace(
     original = model.original
     parameters = [v.aval for v in original.parameters]
     state = [v.aval for v in original.state]
-    counts = [len(parameters), len(state), 1, len(batch_leaves)]
+    rows, axes = microbatch_rows(batch), original.examples
+    indexed = any(axis is not None for axis in axes)
+    counts = [len(parameters), len(state), 1, int(indexed), len(batch_leaves)]
     number = 0
 
     def body(*leaves: Array) -> list[Array]:
         nonlocal number
-        p, s, (key,), b = split(leaves, counts)
-        returned, new_state = original.run(function, p, s, key, jax.tree.unflatten(batch_tree, b))
+        p, s, (key,), index, b = split(leaves, counts)
+        own = rows_of(s, axes, rows, index[0]) if indexed else s
+        returned, new_state = original.run(function, p, own, key, jax.tree.unflatten(batch_tree, b))
+        new_state = with_rows_of(s, new_state, axes, rows, index[0]) if indexed else new_state
         result_leaves = results(returned)
         number = len(result_leaves)
         return [*result_leaves, *new_state]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     shape = model.stage_shape
-    closed, mentioned = sharding_annotations.trace(body, *parameters, *state, key, *batch_leaves, shape=shape)
+    numbers = [jax.ShapeDtypeStruct((), jnp.int32)] * counts[3]
+    closed, mentioned = sharding_annotations.trace(body, *parameters, *state, key, *numbers, *batch_leaves, shape=shape)
     graph = read_graph(closed)
     if model.cuts is not None:
         graph = _cut(graph, model, counts, number, name)
@@ -196,9 +217,20 @@ def _trace(
         parameters = model.parameters
     graph = graph.with_parameters([k < len(parameters) for k in range(sum(counts))])
     graph = parameter_work_in_place(graph, [graph.inputs[len(parameters) + len(state)]])
-    p, s, (k,), b = map(tuple, split(graph.inputs, counts))
-    outputs = graph.outputs[:number], graph.outputs[number:]
-    return MicrobatchProgram(replace(graph, stage_shape=shape), p, s, k, b, *outputs, annotations=mentioned)
+    p, s, (k,), i, b = map(tuple, split(graph.inputs, counts))
+    return MicrobatchProgram(
+        replace(graph, stage_shape=shape),
+        p,
+        s,
+        k,
+        b,
+        graph.outputs[:number],
+        graph.outputs[number:],
+        annotations=mentioned,
+        index=next(iter(i), None),
+        examples=model.examples,
+        overwritten=frozenset(p[position] for position in model.overwritten),
+    )
 
 
 def _cut(graph: Graph, model: BoundModel, counts: Sequence[int], number: int, name: str) -> Graph:

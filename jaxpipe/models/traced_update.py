@@ -38,7 +38,8 @@ class TracedUpdate:
 
     Attributes:
       graph: ``(parameters, gradients, optimizer state) -> (new parameters, new optimizer state)``, flat. The gradient
-        of a parameter that has a float32 master weight is float32, any other of its parameter's type.
+        of a parameter that has a float32 master weight is float32, any other of its parameter's type. What becomes its
+        gradient (``BoundModel.overwritten``) the optimizer does not see.
       owner: the parameter of the model's own that each leaf of the state belongs to, None if to none.
       state_shape, state_stacks: the state as optax has it, and how its leaves are cut.
       trained: by parameter, whether its gradient is among the inputs (``jaxpipe.models.trained_parameters``).
@@ -86,6 +87,7 @@ def trace_update(
     gradients = [jax.ShapeDtypeStruct(a.shape, jnp.float32) if k in mastered else a for k, a in enumerate(avals)]
 
     def update(*leaves: Array) -> list[Array]:
+        overwritten = [leaves[count + k] for k in sorted(whole.overwritten)]  # behind all others
         parameters, gradients = (
             without_captures(whole.parameter_tree(part)) for part in (leaves[:count], leaves[count : 2 * count])
         )
@@ -93,7 +95,7 @@ def trace_update(
         updates, state = optimizer.update(gradients, state, parameters)
         _check(optimizer, whole, parameters, updates, state_avals, jax.tree.leaves(state))
         new = optax.apply_updates(parameters, updates)
-        return [*jax.tree.leaves(new), *jax.tree.leaves(state)]
+        return [*jax.tree.leaves(new), *overwritten, *jax.tree.leaves(state)]
 
     # Leaves of the tree may come in another order than the model's parameters.
     first = [pieces[0] for pieces in stacks.groups([0] * len(model.parameters) if stage_of is None else stage_of)]

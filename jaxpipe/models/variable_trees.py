@@ -79,11 +79,11 @@ def select(
     arrays = by_path(variables)
     ways = [arrays, *({level + path: x for path, x in arrays.items()} for level in levels)]
     given = max(ways, key=lambda way: len(way.keys() & expected.keys()))  # of equal ones the first
-    missing = [f"{_name(path)} ({_text(aval)})" for path, aval in expected.items() if path not in given]
+    missing = [f"{path_text(path)} ({_text(aval)})" for path, aval in expected.items() if path not in given]
     extra = given.keys() - expected.keys() - set(ignored)
-    unexpected = [f"{_name(path)} ({_text(x)})" for path, x in given.items() if path in extra]
+    unexpected = [f"{path_text(path)} ({_text(x)})" for path, x in given.items() if path in extra]
     wrong = [
-        f"{_name(path)} is {_text(given[path])}, the model's is {_text(aval)}"
+        f"{path_text(path)} is {_text(given[path])}, the model's is {_text(aval)}"
         for path, aval in expected.items()
         if path in given and _text(given[path]) != _text(aval)
     ]
@@ -106,8 +106,16 @@ def _unboxed(box: nnx.Variable | meta.AxisMetadata) -> PyTree:
     return box.get_value() if isinstance(box, nnx.Variable) else jax.tree.leaves(box)[0]
 
 
-def _name(path: Path) -> str:
+def path_text(path: Path) -> str:
+    """A path as errors name it."""
     return "/".join(path) or "the tree itself"
+
+
+def merged(new: PyTree, old: PyTree) -> PyTree:
+    """Return nested dictionaries with the entries of both, the old ones where both have one."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return old
+    return {**new, **{k: merged(new[k], v) if k in new else v for k, v in old.items()}}
 
 
 def _text(x: PyTree) -> str:

@@ -17,7 +17,8 @@ from jaxpipe.errors import BatchError, FewExamplesWarning, PartitionError, warn
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.graph.allowed_codecs import FAST, Codecs, Policy, parse
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES
-from jaxpipe.models.bound_model import UserFunction, check_model
+from jaxpipe.models.bind import check_model
+from jaxpipe.models.bound_model import UserFunction
 from jaxpipe.models.check_arguments import check_flag, check_function, check_optimizer, check_seconds
 from jaxpipe.models.unroll_layers import check_unroll
 from jaxpipe.models.variable_shardings import check_exchanged

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from jaxpipe.errors import PartitionError
+from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.describe_plan import RuntimeChoice, runtime_timeline, stage_seconds, step_seconds
@@ -20,6 +21,28 @@ def check_runtime_features(request: Request, schedules: Sequence[Schedule]) -> N
                 f"runtime='spmd' with {feature}: {rule}. Pass runtime='mpmd', which has a program for each stage, or "
                 "leave runtime= out."
             )
+
+
+def check_model_features(request: Request, model: BoundModel) -> None:
+    """Raise ``PartitionError`` if a model has variables that what was requested cannot train."""
+    names = [model.parameters[k].name for k in sorted(model.overwritten)][:1]
+    rows = [v.name for v, axis in zip(model.state, model.examples, strict=True) if axis is not None][:1]
+    if request.runtime == "spmd" and names + rows:
+        why = "becomes its gradient, and one program adds up gradients" if names else "has a row for each example"
+        raise PartitionError(
+            f"runtime='spmd' with the variable {(names + rows)[0]}: it {why}, which only stage programs keep apart. "
+            "Leave runtime= out."
+        )
+    if names and request.exchange is not None:
+        raise PartitionError(
+            f"gradient_exchange=block_sparse(...) with the variable {names[0]}: it becomes its gradient, of which no "
+            "block may be left out. Use gradient_exchange='dense'."
+        )
+    if rows and request.several_sizes:
+        raise PartitionError(
+            f"Batches of several sizes with the state variable {rows[0]}, which has a row for each example of a batch: "
+            "it has one size. Pass batches of one size."
+        )
 
 
 def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> dict[str, str]:

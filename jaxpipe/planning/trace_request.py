@@ -19,14 +19,15 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.graph.allowed_codecs import warn_unused
 from jaxpipe.models import check_batch
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics
-from jaxpipe.models.bound_model import BoundModel, bind
+from jaxpipe.models.bind import bind
+from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_results, with_rows
 from jaxpipe.models.traced_update import TracedUpdate, trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.unroll_layers import trace_unrolled
 from jaxpipe.models.variable_shardings import Shardings, shardings_of
 from jaxpipe.planning.check_request import Request, warn_few_examples
-from jaxpipe.planning.choose_runtime import check_runtime_features
+from jaxpipe.planning.choose_runtime import check_model_features, check_runtime_features
 from jaxpipe.planning.describe_plan import rates_in
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.gradient_precision import check_effect
@@ -69,7 +70,9 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     check_runtime_features(request, _known_schedules(request, m))
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     microbatch = with_rows(batch, size // (request.replicas * m))
-    model = bind(request.model, request.loss, microbatch, variables, request.submesh.shape, request.options.axis_rules)
+    submesh, rules = request.submesh.shape, request.options.axis_rules
+    model = bind(request.model, request.loss, microbatch, variables, submesh, rules, batch)
+    check_model_features(request, model)
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
     model, objective = trace_unrolled(model, request.loss, microbatch, request.unroll_scans)
     warn_unused(request.policy, (op.path for op in objective.graph.operators), "storage")

@@ -80,6 +80,11 @@ def add_gradient(total: Array, gradient: Array) -> Array:
     return total + widened(gradient, total.dtype)
 
 
+def larger_gradient(largest: Array, gradient: Array) -> Array:
+    """Return the elementwise maximum with one more gradient, of a parameter that becomes its gradient."""
+    return jnp.maximum(largest, gradient.astype(largest.dtype))
+
+
 def widened(gradient: Array, dtype: DTypeLike) -> Array:
     """Return a gradient in the type of its sum, rounded to its own type before, as it is outside a pipeline.
 

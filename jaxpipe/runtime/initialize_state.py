@@ -9,9 +9,12 @@ import optax
 from jax import core
 
 from jaxpipe import _compat, multihost
-from jaxpipe.array_types import Array, ArrayLike
+from jaxpipe.array_types import AnyJaxpr, Array, ArrayLike, Atom, PyTree
+from jaxpipe.errors import InitialValuesWarning, ModelError, warn
 from jaxpipe.graph import sharding_annotations
+from jaxpipe.graph.graph import dependents, read_graph
 from jaxpipe.graph.stacked_layers import Stacks
+from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.captures import without_captures
 from jaxpipe.runtime.executable_plan import Update
@@ -21,15 +24,16 @@ from jaxpipe.runtime.train_state import TrainState
 
 
 def initial_state(
-    runtime: Runtime, model: BoundModel, optimizer: optax.GradientTransformation, key: Array
+    runtime: Runtime, model: BoundModel, optimizer: optax.GradientTransformation, key: Array, batch: PyTree = None
 ) -> TrainState:
     """Make each stage's variables and optimizer state on that stage's devices, in the process that has them.
 
     Variables that were given are copied there; others are initialized there, by a program from which everything
     that other stages need has been removed. Of stacked variables that are cut, one at a time is made as a whole.
+    ``batch`` has the arrays that initial values may depend on, or is None.
     """
     original, planned = model.original, runtime.planned
-    values = _pieces(model, _given(original) if original.values is not None else _initialized(original, key))
+    values = _pieces(model, _given(original) if original.values is not None else _initialized(original, key, batch))
     make = functools.partial(_optimizer_state, model, optimizer, planned.update)
     parts = {}
     for place in runtime.places:
@@ -84,17 +88,24 @@ def _pieces(model: BoundModel, values: Values) -> Values:
     return pieces
 
 
-def _initialized(model: BoundModel, key: Array) -> Values:
+def _initialized(model: BoundModel, key: Array, batch: PyTree) -> Values:
     """Initialization, traced once; of its operators only those run that the wanted variables follow from.
 
     They run one by one, as they do when a model is initialized outside ``jit``: the same bits, and initializers of
-    equal shape are compiled once.
+    equal shape are compiled once. Where they follow from the batch, and only its shapes are known, it is zeros.
     """
     initialize = model.initialize
     assert initialize is not None
-    aval = jax.ShapeDtypeStruct(key.shape, key.dtype)
-    closed, _ = sharding_annotations.trace(lambda key: [x for part in initialize(key) for x in part], aval)
+    leaves, tree = jax.tree.flatten(model.batch if batch is None else batch)
+    avals = [check_batch.shape_of(x) for x in leaves]
+
+    def make(key: Array, *leaves: Array) -> list[Array]:
+        return [x for part in initialize(key, jax.tree.unflatten(tree, leaves)) for x in part]
+
+    closed, _ = sharding_annotations.trace(make, jax.ShapeDtypeStruct(key.shape, key.dtype), *avals)
     jaxpr, consts = _compat.open_jaxpr(closed)
+    arrays = dict(zip(jaxpr.invars[1:], avals if batch is None else leaves, strict=True))
+    _check_reads(model, closed, batch is not None)
 
     def values(positions: Sequence[int]) -> list[Array]:
         wanted = [jaxpr.outvars[k] for k in positions]
@@ -104,13 +115,44 @@ def _initialized(model: BoundModel, key: Array) -> Values:
             if not needed.isdisjoint(eqn.outvars):
                 equations.append(eqn)
                 needed.update(a for a in eqn.invars if not _compat.is_literal(a))
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, key), strict=True))
+        env: dict[Atom, Array] = dict(zip((*jaxpr.constvars, jaxpr.invars[0]), (*consts, key), strict=True))
+        env |= {var: _on_default_device(x) for var, x in arrays.items() if var in needed}
         for eqn in reversed(equations):
             operands = [env[a] for a in eqn.invars if not _compat.is_literal(a)]
             env.update(zip(eqn.outvars, core.eval_jaxpr(_compat.isolate(eqn), (), *operands), strict=True))
         return [jnp.asarray(a.val) if _compat.is_literal(a) else env[a] for a in wanted]
 
     return values
+
+
+def _on_default_device(x: ArrayLike | jax.ShapeDtypeStruct) -> Array:
+    """Return an array of a batch, or zeros where only its shape is known, on the default device."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jnp.zeros(x.shape, x.dtype)
+    return jax.device_put(x, jax.config.jax_default_device)  # type: ignore[attr-defined]
+
+
+def _check_reads(model: BoundModel, closed: AnyJaxpr, has_values: bool) -> None:
+    """Warn of initial values that follow from a batch that is shapes alone; refuse them in several processes."""
+    graph = read_graph(closed)
+    reached = dependents(graph.operators, graph.inputs[1:])
+    variables = zip((*model.parameters, *model.state), graph.outputs, strict=True)
+    names = [v.name for v, t in variables if t in reached]
+    if not names:
+        return
+    which = f"The initial value{'s' if len(names) > 1 else ''} of {', '.join(names[:3])}"
+    which += f"{' and others' if len(names) > 3 else ''} depend on the batch"
+    if jax.process_count() > 1:
+        raise ModelError(
+            f"{which}, of which each process has a part. Initialize the model in one process with module.init, and "
+            "pass pipeline.init(key, variables=...) in all."
+        )
+    if not has_values:
+        warn(
+            f"{which}, of which pipeline.init knows the shapes alone: they were made from zeros. Pass arrays: "
+            "pipeline.init(key, batch).",
+            InitialValuesWarning,
+        )
 
 
 def _optimizer_state(

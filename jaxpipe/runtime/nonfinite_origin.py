@@ -89,6 +89,7 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
         env |= {t: now[k] for k, t in enumerate(objective.state)}
         step_key = jax.random.wrap_key_data(jnp.asarray(key), impl=jax.random.key_impl(state.key))
         env[objective.key] = jax.random.fold_in(step_key, j)
+        env |= {} if objective.index is None else {objective.index: np.int32(j)}
         for op, s in zip(graph.operators, homes, strict=True):
             device = devices[program.device(s)]
             values = op.evaluate(*(jax.device_put(env[t], device) for t in op.inputs))

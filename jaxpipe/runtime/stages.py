@@ -96,7 +96,10 @@ def variable_spans(objective: MicrobatchProgram) -> dict[TensorNumber, tuple[tup
         old: new for old, new in zip(objective.state, objective.new_state, strict=True) if new not in objective.state
     }
     state = spans(objective.graph, objective.state, together)
-    return {**uses_apart(objective.graph, objective.parameters), **{t: (span,) for t, span in state.items()}}
+    # Of a variable that becomes its gradient, the gradients of several stages would be added up at the end of the step.
+    apart = [t for t in objective.parameters if t not in objective.overwritten]
+    together = {**state, **spans(objective.graph, objective.overwritten, {})}
+    return {**uses_apart(objective.graph, apart), **{t: (span,) for t, span in together.items()}}
 
 
 def places_to_cut(objective: MicrobatchProgram) -> list[bool]:
@@ -156,7 +159,7 @@ def cut_stages(
     body = replace(graph, outputs=())
     home = {t: s for s in range(len(cuts) - 1) for op in graph.operators[cuts[s] : cuts[s + 1]] for t in op.outputs}
     variables = {*objective.parameters, *objective.state}
-    available = {*objective.batch, objective.key}
+    available = set(objective.given)
     last = len(cuts) - 2
     # A result may be a variable as it is: it is made where that lives.
     home.update(zip((*objective.parameters, *objective.state), (*placement.parameters, *placement.state), strict=True))
@@ -175,7 +178,7 @@ def cut_stages(
         assert {t for t in part.inputs if t not in variables and t not in available} == set(arriving)
         borrowed = tuple(t for t in objective.parameters if t in part.inputs and t not in variables_of_stage[0])
         needed = {*part.inputs, *outputs}
-        used = tuple(t for t in (*objective.batch, objective.key) if t in needed)
+        used = tuple(t for t in objective.given if t in needed)
         stages.append(
             Stage(
                 graph=replace(

@@ -51,6 +51,7 @@ def shaped_for(planned: ExecutablePlan, batch: PyTree, retrace: Callable[[PyTree
     """Return the step for batches of other shapes; raises ``BatchError`` or ``ScheduleError`` if it has none."""
     replicas, before = planned.batching.replicas, planned.program
     size = check_batch.batch_size(batch)
+    planned.model.check_batch_size(size)
     m = _microbatches(size, replicas, planned)
     batching = Batching(planned.batching.shared, replicas, m)
     objective = retrace(with_rows(batch, size // (replicas * m)))

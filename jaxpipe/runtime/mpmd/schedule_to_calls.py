@@ -290,7 +290,8 @@ class _Writer:
         if sums:
             key = s, tuple(sums)
             if key not in self._zeros:
-                self._zeros[key] = builder.program(trace_work(zeros_work(f"stage {s}: zeros", sums)))
+                work = zeros_work(f"stage {s}: zeros", sums, self.context.objective.overwritten)
+                self._zeros[key] = builder.program(trace_work(work))
             builder.call(self._zeros[key], s, place.replica)
 
     def write_results(self, update: UpdateContext | None) -> None:

@@ -26,7 +26,7 @@ from jaxpipe.array_types import AbstractArray, Array, DType, Shaped, TensorNumbe
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals.stored_formats import Format
 from jaxpipe.runtime import stage_passes
-from jaxpipe.runtime.gradient_precision import add_gradient, sum_dtype, widened
+from jaxpipe.runtime.gradient_precision import add_gradient, larger_gradient, sum_dtype, widened
 from jaxpipe.runtime.stages import Stage
 from jaxpipe.schedules.table import Kind, StageNumber
 from jaxpipe.sharding.partition_specs import Specs
@@ -260,16 +260,16 @@ _PACKED_BYTES = 1 << 16
 
 
 def _packs(context: Context, s: StageNumber) -> dict[TensorNumber, Pack]:
-    """By parameter of a stage that no other stage uses, the array in which its small sum lies."""
+    """By parameter that no other stage uses and whose gradients add up, the array in which its small sum lies."""
     built = context.stages[s].vjp
     if built is None:
         return {}
-    shared = {t for stage in context.stages for t in stage.borrowed}
+    apart = {t for stage in context.stages for t in stage.borrowed} | context.objective.overwritten
     groups: dict[tuple[DType, bool], list[TensorNumber]] = {}
     for t in context.trained(s):
         aval = context.sum_aval(s, t)
         is_vector = len(context.aval(t).shape) < 2 and context.specs.of_tensor(t) == P()
-        if is_vector and t not in shared and 0 < aval.size * aval.dtype.itemsize <= _PACKED_BYTES:
+        if is_vector and t not in apart and 0 < aval.size * aval.dtype.itemsize <= _PACKED_BYTES:
             groups.setdefault((aval.dtype, t in built.input_part), []).append(t)
     packs: dict[TensorNumber, Pack] = {}
     for (dtype, _), tensors in groups.items():
@@ -398,6 +398,8 @@ def _available(context: Context, stage: Stage, arrays: Arrays) -> dict[TensorNum
     if objective.key in stage.used:
         key = jax.random.wrap_key_data(arrays[KEY], impl=jax.random.key_impl(jnp.empty((), context.key.dtype)))
         known[objective.key] = jax.random.fold_in(jax.random.fold_in(key, arrays[STEP]), arrays[INDEX][1])
+    if objective.index is not None and objective.index in stage.used:
+        known[objective.index] = arrays[INDEX][1]
     for k in _leaves_used(context, stage):
         leaf = arrays[Name(Role.BATCH, k)]
         if not context.shared[k]:
@@ -450,11 +452,13 @@ def _adding_to_sums(context: Context, s: StageNumber, arrays: Arrays) -> dict[Te
     """Return what becomes of the gradients that have a sum by themselves: it is added to, as soon as they are there."""
     tensors = [t for t in context.trained(s) if t not in context.packs[s] and t not in context.stages[s].returning]
     sums = {t: arrays[Name(Role.GRADIENT, t)] for t in tensors if Name(Role.GRADIENT, t) in arrays}
-    return {t: functools.partial(_add_shaped, total) for t, total in sums.items()}
+    overwritten = context.objective.overwritten
+    add = {t: larger_gradient if t in overwritten else add_gradient for t in tensors}
+    return {t: functools.partial(_add_shaped, add[t], total) for t, total in sums.items()}
 
 
-def _add_shaped(total: Array, gradient: Array) -> Array:
-    return add_gradient(total, gradient.reshape(total.shape))
+def _add_shaped(add: Callable[[Array, Array], Array], total: Array, gradient: Array) -> Array:
+    return add(total, gradient.reshape(total.shape))
 
 
 def _hand_out(context: Context, s: StageNumber, arrays: Arrays, gradients: Mapping[TensorNumber, Array]) -> None:

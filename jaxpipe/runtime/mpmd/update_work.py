@@ -11,7 +11,7 @@ replica has for itself it gets those of all, side by side along their first axis
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -161,6 +161,9 @@ def _mean(context: UpdateContext, s: StageNumber, values: Arrays) -> dict[Tensor
 
 
 def _mean_of(context: UpdateContext, s: StageNumber, values: Arrays, t: TensorNumber) -> Array:
+    if t in context.pipeline.objective.overwritten:
+        largest = _own_sum(context, s, values, t)
+        return largest if context.is_alone(s) else jnp.max(largest, 0)
     total = _over_members(context, s, _own_sum(context, s, values, t))
     returned = [values[returned_sum(k, t)] for k in context.lenders(s, t) if context.returns_sum(s, k)]
     total = functools.reduce(operator.add, returned, total)
@@ -332,7 +335,12 @@ def results_at_end(context: UpdateContext, s: StageNumber, counts: bool, values:
         if not context.is_alone(s):
             each = after.reshape(pipeline.members[s], *aval.shape)
             mean = jnp.issubdtype(aval.dtype, jnp.inexact) and context.replicas > 1
-            after = _over_members(context, s, each) / len(each) if mean else each[0]
+            axis = pipeline.objective.axis_of_examples(t)
+            if axis is not None:  # of each replica the rows of its own micro-batches
+                rows = [jnp.split(x, len(each), axis)[r] for r, x in enumerate(each)]
+                after = jnp.concatenate(rows, axis)
+            else:
+                after = _over_members(context, s, each) / len(each) if mean else each[0]
         results.append(choose_value(values, values.get(older(name)), after))
     if not counts:
         return results
@@ -356,7 +364,8 @@ def renew(
     _compute(context, s, [new[t] for t in names if t not in written], env)
     rest = {t: choose_value(values, values[name], env[new[t]]) for t, name in names.items() if t not in written}
     results = [written[t] if t in written else rest[t] for t in names]
-    return results, sum((squares[t] for t in gradients), start=jnp.float32(0))
+    counted = [t for t in gradients if t not in context.pipeline.objective.overwritten]
+    return results, sum((squares[t] for t in counted), start=jnp.float32(0))
 
 
 def _renew(
@@ -464,6 +473,13 @@ def _compute(
     run(needed_operators([op for op in by_stage.graph.operators if op.outputs in allowed], wanted, env), env)
 
 
-def zeros_work(label: str, avals: Avals) -> Work:
-    """Return the work that makes zeros."""
-    return Work(label, {}, list(avals), lambda _: [jnp.zeros(a.shape, a.dtype) for a in avals.values()])
+def zeros_work(label: str, avals: Avals, overwritten: Collection[TensorNumber] = ()) -> Work:
+    """Return the work that makes zeros, and what is below all gradients of parameters that become their gradient."""
+
+    def function(_: Arrays) -> list[Array]:
+        lowest = [name.role is Role.GRADIENT and name.tensor in overwritten for name in avals]
+        return [
+            jnp.full(a.shape, -jnp.inf if low else 0, a.dtype) for a, low in zip(avals.values(), lowest, strict=True)
+        ]
+
+    return Work(label, {}, list(avals), function)

@@ -1,0 +1,184 @@
+"""The variables of a Flax model or a function, and how to run a user's function on it."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from jaxpipe.array_types import Array, PyTree, Shaped
+from jaxpipe.errors import ModelError
+from jaxpipe.graph.graph import is_differentiable
+from jaxpipe.graph.sharding_annotations import with_axes
+from jaxpipe.models.bind_linen import bind_linen
+from jaxpipe.models.bind_nnx import bind_nnx, check_factory, nnx_factory
+from jaxpipe.models.bound_model import BoundModel, Flat, Model, UserFunction, Variable, with_values
+from jaxpipe.models.call_function import call_function
+from jaxpipe.models.check_batch import shape_of
+from jaxpipe.models.example_state import Axes, example_axes
+from jaxpipe.models.microbatch_program import microbatch_rows, with_rows
+from jaxpipe.models.variable_trees import by_path, common_level, key_name, select
+from jaxpipe.options import AxisRules
+from jaxpipe.text.value_text import shown
+
+
+def needs_variables(model: Model) -> bool:
+    """Return whether a model's shapes are only known once its variables are given."""
+    return not isinstance(model, (nn.Module, nnx.Module, jax.tree_util.Partial)) and nnx_factory(model) is None
+
+
+def check_model(model: Model) -> None:
+    """Raise ``ModelError`` unless a model is of a kind that ``bind`` knows."""
+    if not needs_variables(model):
+        return
+    cls = model.func if isinstance(model, functools.partial) else model
+    if inspect.isclass(cls) and issubclass(cls, nn.Module):
+        raise ModelError(
+            f"partition was given the Linen class {cls.__name__} as its model; it needs a module, which is an "
+            f"instance: partition({cls.__name__}(...), ...)."
+        )
+    if isinstance(getattr(model, "module", None), nn.Module):
+        kind = type(model).__name__
+        raise ModelError(
+            f"partition was given a {kind}, which holds a Linen module and its parameters, as its model. Give it the "
+            f"module, and init the parameters: partition(model.module, ...), then pipeline.init(key, variables="
+            "{'params': model.params})."
+        )
+    if isinstance(model, nnx.Optimizer):
+        raise ModelError(
+            f"partition was given an nnx.{type(model).__name__} as its model. Pass the nnx.Module itself, and the "
+            "optax transformation as optimizer=."
+        )
+    if not callable(model):
+        raise ModelError(
+            f"partition was given {shown(model)} as its model. A model is a flax.linen.Module, a "
+            "flax.nnx.Module (or its class), a function of variables, or jax.tree_util.Partial(function, variables)."
+        )
+
+
+def bind(
+    model: Model,
+    function: UserFunction,
+    microbatch: PyTree,
+    variables: PyTree = None,
+    stage_shape: Mapping[str, int] | None = None,
+    axis_rules: AxisRules = (),
+    batch: PyTree = None,
+) -> BoundModel:
+    """Find a model's variables.
+
+    Args:
+      model: a Linen module; an NNX module, with values or abstract; an NNX class or ``functools.partial`` of one, to
+        be called with ``rngs=``; ``jax.tree_util.Partial(f, params)``; or a function ``f(variables, *args)``, for
+        which ``variables`` must be given.
+      function: how the model is called: ``function(model, microbatch)``. Linen variables are those it touches.
+      variables: values to use instead of initializing, in the model's own layout.
+      stage_shape: the mesh axes over which stages are sharded, and their sizes.
+      axis_rules: the mesh axes of logical ones, for a model that names such (``flax.linen.logical_axis_rules``).
+      batch: shapes of the whole batch, of which state may have a row for each example; left out: as ``microbatch``.
+
+    Raises:
+      ModelError: if the model is of another kind, or its variables are missing or do not fit.
+    """
+    check_model(model)
+    batch = microbatch if batch is None else batch
+    with _naming(axis_rules):
+        bound = _bind(model, function, microbatch, batch, variables)
+    own_run = bound.run
+
+    def run(
+        function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
+    ) -> tuple[PyTree, list[Array]]:
+        with _naming(axis_rules):
+            return own_run(function, parameters, state, key, batch)
+
+    bound = replace(bound, run=run, stage_shape=stage_shape or {})
+    if variables is not None or not isinstance(model, nn.Module):
+        bound = replace(bound, examples=_example_axes(bound, function, microbatch, batch))
+    return bound if variables is None else with_values(bound, variables)
+
+
+def _example_axes(bound: BoundModel, function: UserFunction, microbatch: PyTree, batch: PyTree) -> Axes:
+    """Find the axes of examples of state that was given."""
+
+    def call(rows: int, state: Sequence[jax.ShapeDtypeStruct]) -> Sequence[Shaped]:
+        def run(parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree) -> list[Array]:
+            return bound.run(function, parameters, state, key, batch)[1]
+
+        parameters = [v.aval for v in bound.parameters]
+        return with_axes(lambda: jax.eval_shape(run, parameters, state, jax.random.key(0), with_rows(microbatch, rows)))
+
+    names, avals = [v.name for v in bound.state], [v.aval for v in bound.state]
+    return example_axes(names, avals, microbatch_rows(microbatch), microbatch_rows(batch), call)
+
+
+def _naming(axis_rules: AxisRules) -> contextlib.AbstractContextManager[None]:
+    """A context in which logical axes stand for those of a mesh; without rules of its own, the caller's."""
+    return nn.logical_axis_rules(axis_rules) if axis_rules else contextlib.nullcontext()
+
+
+def _bind(model: Model, function: UserFunction, microbatch: PyTree, batch: PyTree, variables: PyTree) -> BoundModel:
+    if isinstance(model, nn.Module):
+        return bind_linen(model, function, microbatch, batch, variables)
+    if isinstance(model, nnx.Module):
+        return bind_nnx(model, None)
+    if (factory := nnx_factory(model)) is not None:
+        check_factory(factory)
+        return bind_nnx(with_axes(lambda: nnx.eval_shape(lambda: factory(rngs=nnx.Rngs(0)))), factory)
+    if isinstance(model, jax.tree_util.Partial):
+        return _bind_tree(model, lambda tree: tree)
+    if variables is None:
+        raise ModelError(
+            f"The model is {shown(model)}, and its variables are not known. Pass them to pipeline.init(key, batch, "
+            "variables=...), or give partition jax.tree_util.Partial(function, variables)."
+        )
+    return _bind_tree(variables, lambda tree: functools.partial(model, tree))
+
+
+def _path_name(path: jax.tree_util.KeyPath) -> str:
+    return "/".join(map(key_name, path))
+
+
+def _bind_tree(tree: PyTree, model_of: Callable[[PyTree], Callable[..., PyTree]]) -> BoundModel:
+    """Floating leaves of a tree are parameters, others state that nothing changes."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    for path, x in flat:
+        if not hasattr(x, "dtype"):
+            raise ModelError(
+                f"The model's variable {_path_name(path)} is {x!r} ({type(x).__name__}); variables are arrays. Put "
+                "settings into the function, with functools.partial."
+            )
+    trained = [is_differentiable(x) for _, x in flat]
+    named = [Variable(_path_name(path), shape_of(x)) for path, x in flat]
+
+    def build(parameters: Sequence[PyTree], state: Sequence[PyTree]) -> PyTree:
+        sources = {True: iter(parameters), False: iter(state)}
+        return jax.tree.unflatten(treedef, [next(sources[flag]) for flag in trained])
+
+    expected = {path: v.aval for path, v in zip(by_path(tree), named, strict=True)}
+    level = common_level(expected)
+
+    def flatten(tree: PyTree) -> Flat:
+        leaves = select(tree, expected, [level])
+        pairs = list(zip(leaves, trained, strict=True))
+        return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
+
+    def run(
+        function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
+    ) -> tuple[PyTree, list[Array]]:
+        return call_function(function, model_of(build(parameters, state)), batch, key), list(state)
+
+    return BoundModel(
+        parameters=tuple(v for v, flag in zip(named, trained, strict=True) if flag),
+        state=tuple(v for v, flag in zip(named, trained, strict=True) if not flag),
+        run=run,
+        parameter_tree=lambda values: build(values, [None] * (len(trained) - sum(trained))),
+        variable_tree=build,
+        flatten=flatten,
+        values=flatten(tree),
+        examples=(None,) * (len(trained) - sum(trained)),
+    )

@@ -1,0 +1,167 @@
+"""The variables of an NNX module, and how to run a user's function on it."""
+
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.array_types import Array, PyTree
+from jaxpipe.errors import ModelError
+from jaxpipe.models.bound_model import BoundModel, Flat, Model, UserFunction, check_new_state, named
+from jaxpipe.models.call_function import call_function
+from jaxpipe.models.check_batch import shape_of
+from jaxpipe.models.new_variables import check_unread
+from jaxpipe.models.observed_calls import observed_calls
+from jaxpipe.models.purify_nnx import module_scopes
+from jaxpipe.models.variable_trees import Path, by_path, random_paths, select
+from jaxpipe.text.units import bytes_text
+
+
+def nnx_factory(model: Model) -> Callable[..., nnx.Module] | None:
+    """Return an NNX class, or a ``functools.partial`` of one, that was given as a model; None if it is none."""
+    factory = model.func if isinstance(model, functools.partial) else model
+    return model if inspect.isclass(factory) and issubclass(factory, nnx.Module) else None
+
+
+def check_factory(factory: Callable[..., nnx.Module]) -> None:
+    """Raise ``ModelError`` unless an NNX class can be called with ``rngs=`` alone."""
+    partial = factory if isinstance(factory, functools.partial) else functools.partial(factory)
+    cls: Any = partial.func
+    try:
+        inspect.signature(cls.__init__).bind(None, *partial.args, **{**partial.keywords, "rngs": None})
+    except TypeError as error:
+        raise ModelError(
+            f"The NNX class {cls.__name__} is called as {cls.__name__}(rngs=...), which does not fit its __init__: "
+            f"{error}. Set other arguments with functools.partial({cls.__name__}, ...), or pass an instance."
+        ) from None
+
+
+def _warn_of_optimizers(model: nnx.Module) -> None:
+    """Warn if a module holds the state of optimizers, which training in stages does not use."""
+    kept = nnx.to_flat_state(nnx.state(model, nnx.OptState))
+    if kept:
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for _, variable in kept for x in jax.tree.leaves(variable))
+        warnings.warn(
+            f"The model {type(model).__name__} holds an optimizer: {len(kept)} variables of its state, as "
+            f"{'.'.join(map(str, kept[0][0]))}, {bytes_text(size)} in all. partition(optimizer=...) keeps optimizer "
+            "state of its own; this one is not used, but takes memory on the devices beside the model's other state. "
+            "Leave the nnx.Optimizer out of the module.",
+            stacklevel=2,
+        )
+
+
+def reseed(streams: nnx.State, key: Array) -> nnx.State:
+    """The random streams (an ``nnx.State`` of keys and counts) that a micro-batch with this key uses.
+
+    The i-th key, in the order of paths, becomes ``fold_in(key, i)``; one that is an array of keys, as those of layers
+    made by ``nnx.vmap``, becomes ``split(fold_in(key, i), shape)``. Counts start at zero.
+    """
+    number = 0
+    flat = []
+    for path, variable in nnx.to_flat_state(streams):
+        value = variable.get_value()
+        if isinstance(variable, nnx.RngKey):
+            typed = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+            shape = value.shape if typed else value.shape[:-1]  # the last axis of others is the key's words
+            fresh = jax.random.fold_in(key, number)
+            number += 1
+            fresh = jax.random.split(fresh, shape) if shape else fresh
+            value = fresh if typed else jax.random.key_data(fresh)
+        else:
+            value = jax.numpy.zeros(value.shape, value.dtype)
+        flat.append((path, variable.replace(value)))
+    return nnx.from_flat_state(flat)
+
+
+def _without_collected(model: nnx.Module) -> nnx.Module:
+    """Return the module without what calls before have sown, in new variables of the same arrays."""
+    graphdef, state = nnx.split(model)
+    if not any(isinstance(variable, nnx.Intermediate) for _, variable in nnx.to_flat_state(state)):
+        return model
+    model = nnx.merge(graphdef, state)
+    nnx.pop(model, nnx.Intermediate)
+    return model
+
+
+def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> BoundModel:
+    """Find a module's variables, as ``bind``; ``factory`` makes it with values, if it has none."""
+    model = _without_collected(model)
+    graphdef, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    _warn_of_optimizers(model)
+    params_def, rest_def = jax.tree.structure(params), jax.tree.structure(rest)
+    shapes = jax.tree.map(shape_of, streams)
+    leaves = jax.tree.leaves((params, rest))
+    concrete = factory is None and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+
+    expected = by_path(params) | by_path(rest)
+    random = random_paths(streams)
+
+    def flatten(tree: PyTree) -> Flat:
+        leaves = select(tree, expected, ignored=random | random_paths(tree))
+        return leaves[: params_def.num_leaves], leaves[params_def.num_leaves :]
+
+    def given(parameters: Sequence[Array], state: Sequence[Array], key: Array) -> tuple[nnx.State, ...]:
+        return jax.tree.unflatten(params_def, parameters), reseed(shapes, key), jax.tree.unflatten(rest_def, state)
+
+    def run(
+        function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
+    ) -> tuple[PyTree, list[Array]]:
+        def call(model: nnx.Module) -> tuple[PyTree, dict[Path, Array]]:
+            """Return a result and the new state."""
+            with module_scopes([model]), observed_calls() as observed:
+                result = call_function(function, model, batch, key)
+            sown = {name for _, name in observed.begun}
+            nnx.pop(model, lambda path, x: isinstance(x, nnx.Intermediate) or path[-1] in sown)
+            before = [(path, x) for path, x in nnx.to_flat_state(variables[2]) if path[-1] in sown]
+            return result, by_path(nnx.from_flat_state(before)) | by_path(nnx.state(model))
+
+        variables = given(parameters, state, key)
+        model, before = nnx.merge(graphdef, *variables, copy=True), by_path(variables[2])
+        result, after = call(model)
+        check_new_state(before, after)
+        known = before | by_path(variables[0]) | by_path(variables[1])
+        new = {path: x for path, x in after.items() if path not in known}
+        if new:
+            structure, left = nnx.split(model)
+
+            def call_again(values: Sequence[Array]) -> PyTree:
+                leaves = by_path(left) | known | dict(zip(new, values, strict=True))
+                again = nnx.merge(structure, jax.tree.unflatten(jax.tree.structure(left), leaves.values()), copy=True)
+                result, after = call(again)
+                return result, [after[path] for path in before]
+
+            check_unread(new, call_again)
+        return result, [after[path] for path in before]
+
+    def initialize(key: Array, batch: PyTree) -> Flat:
+        if factory is None:
+            raise ModelError(
+                "The NNX module is abstract, so how to initialize it is not known. Give partition its class (or "
+                "functools.partial of it), or pass pipeline.init(key, variables=...)."
+            )
+        return flatten(factory(rngs=nnx.Rngs(key)))
+
+    return BoundModel(
+        parameters=named(nnx.to_pure_dict(params)),
+        state=named(nnx.to_pure_dict(rest)),
+        run=run,
+        parameter_tree=lambda values: jax.tree.unflatten(params_def, values),
+        variable_tree=lambda p, s: nnx.merge_state(jax.tree.unflatten(params_def, p), jax.tree.unflatten(rest_def, s)),
+        flatten=flatten,
+        initialize=None if concrete else initialize,
+        annotated=(_nnx_annotated(params), _nnx_annotated(rest)),
+        values=(jax.tree.leaves(params), jax.tree.leaves(rest)) if concrete else None,
+        examples=(None,) * rest_def.num_leaves,
+    )
+
+
+def _nnx_annotated(state: nnx.State) -> tuple[P, ...]:
+    specs = (nnx.get_partition_spec(variable) for _, variable in nnx.to_flat_state(state))
+    leaves = (jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, P)) for spec in specs)
+    return tuple(spec for some in leaves for spec in some)

@@ -1,0 +1,121 @@
+"""State with a row for each example of the batch: carries, caches.
+
+    state of the batch ──rows of a micro-batch──▶ call ──▶ new rows ──▶ state of the batch
+
+Such state is as large as for a whole batch, as plain code has it. Each micro-batch reads and writes its own rows.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax import lax
+
+from jaxpipe.array_types import Array, Shaped
+from jaxpipe.errors import BatchError, ModelError
+
+
+#: By state variable, the axis of examples, if it has one.
+Axes = tuple[int | None, ...]
+
+#: ``(rows, shapes of the state) -> shapes of the new state``: one call; raises what the model raises.
+Call = Callable[[int, Sequence[jax.ShapeDtypeStruct]], Sequence[Shaped]]
+
+
+def rows_of(state: Sequence[Array], axes: Axes, rows: int, index: Array) -> list[Array]:
+    """Return the state of a micro-batch, by its number in the batch."""
+    pairs = zip(state, axes, strict=True)
+    return [x if axis is None else lax.dynamic_slice_in_dim(x, index * rows, rows, axis) for x, axis in pairs]
+
+
+def with_rows_of(state: Sequence[Array], new: Sequence[Array], axes: Axes, rows: int, index: Array) -> list[Array]:
+    """Return the state of a batch after a micro-batch has left new rows."""
+    return [
+        after if axis is None else lax.dynamic_update_slice_in_dim(before, after, index * rows, axis)
+        for before, after, axis in zip(state, new, axes, strict=True)
+    ]
+
+
+def changed_axes(small: Sequence[Shaped], large: Sequence[Shaped], rows: tuple[int, int]) -> Axes:
+    """Return the axes that grow with the batch, from the shapes of state made for two sizes of it."""
+    return tuple(
+        next((k for k, pair in enumerate(zip(a.shape, b.shape, strict=True)) if pair == rows), None)
+        if a.shape != b.shape
+        else None
+        for a, b in zip(small, large, strict=True)
+    )
+
+
+def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], rows: int, size: int, call: Call) -> Axes:
+    """Find the axes of examples of state that was given, by calls of other numbers of examples.
+
+    Where the model runs for any number of examples on its state as it is, the state has no such axis.
+
+    Args:
+      rows, size: examples of a micro-batch and of the batch.
+
+    Raises:
+      ModelError: if state has a row for each example of a micro-batch.
+    """
+    none: Axes = (None,) * len(state)
+    if rows == size:
+        return none
+    whole, part = (tuple(_axis_of_size(x, n) for x in state) for n in (size, rows))
+    if whole == none and part == none:
+        return none
+    other = next(n for n in (2 * rows, 3 * rows) if n != size)
+
+    def runs(axes: Axes) -> bool:
+        shapes = [_resized(x, axis, other) for x, axis in zip(state, axes, strict=True)]
+        try:
+            new = call(other, shapes)
+        except Exception:  # whatever a model raises whose state does not fit
+            return False
+        return all(a.shape == b.shape for a, b in zip(shapes, new, strict=True))
+
+    if runs(none):
+        return none
+    chosen = next((axes for axes in _choices(whole, state) if runs(axes)), None)
+    if chosen is not None:
+        return chosen
+    mixed = next((axes for axes in _choices(part, state) if runs(axes)), none)
+    if mixed != none:
+        k = next(k for k, axis in enumerate(mixed) if axis is not None)
+        raise ModelError(
+            f"The state variable {names[k]} of shape {list(state[k].shape)} has a row for each of the {rows} examples "
+            f"of a micro-batch, so that the next micro-batch would go on from the state of other examples. Make it for "
+            f"the {size} examples of the batch: each micro-batch then reads and writes its own rows. Or pass "
+            "num_microbatches=1."
+        )
+    return none
+
+
+def _axis_of_size(x: Shaped, size: int) -> int | None:
+    return next((k for k, n in enumerate(x.shape) if n == size), None)
+
+
+def _resized(x: jax.ShapeDtypeStruct, axis: int | None, size: int) -> jax.ShapeDtypeStruct:
+    if axis is None:
+        return x
+    return jax.ShapeDtypeStruct((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
+
+
+def _choices(axes: Axes, state: Sequence[Shaped]) -> list[Axes]:
+    """Axes that may be those of examples: all of this size; of matrices only, as vectors may be features; one each."""
+    matrices = tuple(axis if len(x.shape) > 1 else None for axis, x in zip(axes, state, strict=True))
+    single = [
+        tuple(axis if k == chosen else None for k, axis in enumerate(axes))
+        for chosen in range(len(axes))
+        if axes[chosen] is not None
+    ]
+    choices = list(dict.fromkeys((axes, matrices, *single)))
+    return [choice for choice in choices if any(axis is not None for axis in choice)]
+
+
+def check_size(names: Sequence[str], state: Sequence[Shaped], axes: Axes, size: int) -> None:
+    """Raise ``BatchError`` if state has a row for each example of a batch of another size."""
+    for name, x, axis in zip(names, state, axes, strict=True):
+        if axis is not None and x.shape[axis] != size:
+            raise BatchError(
+                f"The batch has {size} examples, and the state variable {name} of shape {list(x.shape)} has a row for "
+                f"each example of a batch of {x.shape[axis]}. Pass batches of {x.shape[axis]} examples."
+            )

@@ -1,0 +1,152 @@
+"""The variables of a Linen module, made by the calls of a loss as plain initialization makes them.
+
+A call at the top level of the loss is initialized with its own arguments, so that initial values may depend on data. In
+a call inside ``jit``, ``vmap``, ``scan`` and the like, whose arguments do not leave it, they are zeros of their shapes.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.errors import InvalidRngError
+
+from jaxpipe import _compat
+from jaxpipe.array_types import Array, PyTree
+from jaxpipe.errors import ModelError
+from jaxpipe.graph.graph import dependents, read_graph
+from jaxpipe.models.linen_facade import Calls, LinenModel, handed_on, without_sown
+from jaxpipe.models.observed_calls import observed_calls
+from jaxpipe.models.variable_trees import by_path, merged, path_text
+
+
+@dataclass(frozen=True, eq=False)
+class _InnerCall:
+    """A call inside a transformation: the initialization of its variables, from a key and array arguments."""
+
+    initialize: Callable[[Array, list[Array]], PyTree]
+    number: int
+    arguments: list[jax.ShapeDtypeStruct]
+
+
+def make_variables(
+    module: nn.Module,
+    function: Callable[..., PyTree],
+    key: Array,
+    batch: PyTree,
+    variables: PyTree = None,
+) -> tuple[dict[str, PyTree], Calls]:
+    """Return the variables that the calls of ``function(model, batch)`` need, made with ``key``, and what calls do.
+
+    Args:
+      variables: values to use instead.
+
+    Raises:
+      ModelError: if initial values depend on the arguments of a call inside a transformation.
+    """
+    model = _InitializingModel(module, key, variables)
+    with handed_on():
+        function(model, batch)
+    return model.made(), model._found
+
+
+class _InitializingModel(LinenModel):
+    """Makes the variables that each call needs and has not found; what calls then leave of them, the loss sees."""
+
+    def __init__(self, module: nn.Module, key: Array, variables: PyTree = None):
+        super().__init__(module, variables or {}, key)
+        self._given = variables is not None
+        self._made = self._variables
+        self._inner: list[_InnerCall] = []
+
+    @property
+    def variables(self) -> PyTree:
+        """The variables of calls so far, of which there must be one."""
+        if not self._number and not self._given:
+            raise ModelError(
+                "The loss reads model.variables before it calls the model: what variables the model has is known from "
+                "its calls. Write model(x) first."
+            )
+        return super().variables
+
+    def made(self) -> dict[str, PyTree]:
+        """Return the variables, those of calls inside transformations included."""
+        for call in self._inner:
+            key = jax.random.fold_in(self._key, call.number) if call.number else self._key
+            self._made = merged(_initialized_inside(call, key), self._made)
+        return dict(without_sown(self._made, self._found))
+
+    def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        variables = self._variables
+        if not self._given:
+            initialize, arguments = self._initialization(args, kwargs)
+            if _compat.current_trace() is self._trace:
+                new = initialize(key, arguments)
+                self._made, self._variables = merged(new, self._made), merged(new, variables)
+                variables = self._variables
+            else:
+                shapes = jax.eval_shape(initialize, key, arguments)
+                self._inner.append(_InnerCall(initialize, self._number - 1, [_shape_of(x) for x in arguments]))
+                zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+                variables = merged(zeros, variables)
+        while True:
+            found = self._found
+            try:
+                result, new = self._apply(without_sown(variables, found), key, *args, **kwargs)
+            except InvalidRngError as error:
+                missing = re.search(r'needs PRNG for "(\w+)"', str(error))
+                if missing is None or missing[1] in found.streams:
+                    raise
+                self._found = replace(self._found, streams=tuple(sorted((*found.streams, missing[1]))))
+            else:
+                if self._found == found:  # else variables that were given may hold what calls before have sown
+                    self._keep(new)
+                    return result
+
+    def _initialization(
+        self, args: PyTree, kwargs: PyTree
+    ) -> tuple[Callable[[Array, list[Array]], PyTree], list[Array]]:
+        """Return how variables are made from a key and the arrays among the arguments, and these."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        places = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+        def initialize(key: Array, arrays: list[Array]) -> PyTree:
+            given = dict(zip(places, arrays, strict=True))
+            args, kwargs = jax.tree.unflatten(tree, [given.get(k, x) for k, x in enumerate(leaves)])
+            with observed_calls(has_streams=False) as observed:
+                made = self.module.init(key, *args, **kwargs)
+            self._found = replace(self._found, sown=self._found.sown | observed.sown)
+            return made
+
+        return initialize, [leaves[k] for k in places]
+
+
+def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _initialized_inside(call: _InnerCall, key: Array) -> PyTree:
+    tree: Any = None
+
+    def initialize(key: Array, arguments: list[Array]) -> list[Array]:
+        nonlocal tree
+        leaves, tree = jax.tree.flatten(call.initialize(key, arguments))
+        return leaves
+
+    closed = _compat.trace_without_scope(initialize, _shape_of(key), call.arguments)
+    graph = read_graph(closed)
+    dependent = dependents(graph.operators, graph.inputs[1:]) | set(graph.inputs[1:])
+    variables = jax.tree.unflatten(tree, graph.outputs)
+    names = [path_text(path) for path, t in by_path(variables).items() if t in dependent]
+    if names:
+        raise ModelError(
+            f"The loss calls its model inside jax.jit, jax.vmap, lax.scan or the like, and the initial values of "
+            f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} depend on the arguments of that call, "
+            "which are known in there only. Call the model outside of it, or pass pipeline.init(key, variables="
+            "module.init(key, ...))."
+        )
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in call.arguments]
+    return jax.tree.unflatten(tree, _compat.evaluate_jaxpr(closed, key, *zeros))

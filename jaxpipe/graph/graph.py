@@ -100,6 +100,14 @@ class Operator:
         return {} if self.equation is None else self.equation.params
 
     @property
+    def operands(self) -> list[TensorNumber | None]:
+        """The operands by tensor number; None for a literal."""
+        if self.equation is None:
+            return list(self.inputs)
+        numbers = iter(self.inputs)
+        return [None if _compat.is_literal(atom) else next(numbers) for atom in self.equation.invars]
+
+    @property
     def literals(self) -> list[Array]:
         """The operands that are numbers in the program's text."""
         atoms = () if self.equation is None else self.equation.invars

@@ -362,7 +362,7 @@ def _summed_over_images(graph: Graph, resolve: Callable[[TensorNumber], TensorNu
     summed = set()
     for op in graph.operators:
         if op.name == "reduce_sum" and op.equation is not None:
-            rank = len(graph.tensors[op.inputs[0]].shape)
+            rank = op.equation.invars[0].aval.ndim
             if rank >= _IMAGES and tuple(op.equation.params["axes"]) == tuple(range(rank - 1)):
                 summed.add(resolve(op.inputs[0]))
     return summed

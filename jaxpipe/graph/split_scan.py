@@ -44,9 +44,7 @@ def scan_operands(op: Operator) -> tuple[int, int, list[TensorNumber | None]]:
     fixed = sum(a == b for a, b in zip(outside, inside, strict=True))
     results = zip(op.equation.outvars, body.outvars, strict=True)
     carried = sum(len(v.aval.shape) == len(inner.aval.shape) for v, inner in results)
-    numbers = iter(op.inputs)
-    names = [None if _compat.is_literal(atom) else next(numbers) for atom in op.equation.invars]
-    return fixed - carried, carried, names
+    return fixed - carried, carried, op.operands
 
 
 class MixedRowsError(Exception):

@@ -53,6 +53,7 @@ def applies(op: Operator) -> bool:
     """Return whether ``op`` is a max-pool of floats with at least one window."""
     return (
         op.name == "reduce_window_max"
+        and not op.literals
         and is_differentiable(op.equation.invars[0].aval)
         and math.prod(op.equation.outvars[0].aval.shape) > 0
         and math.prod(op.params["window_dimensions"]) <= 2**16

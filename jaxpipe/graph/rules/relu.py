@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxpipe.graph.graph import GraphBuilder, Operator
-from jaxpipe.graph.operator_vjp import Cut, differentiate
+from jaxpipe.graph.operator_vjp import Cut, differentiate, writes_zeros
 
 
 def applies(op: Operator) -> bool:
@@ -18,19 +18,18 @@ def applies(op: Operator) -> bool:
     Recognized by what it computes, not by name: ``jnp.maximum(x, 0)`` halves the cotangent at a tie and is no ReLU
     in this sense; a user's function of the same form is.
     """
-    if op.name != "custom_jvp_call" or not rectifies(op):
+    if op.name != "custom_jvp_call" or op.literals or not rectifies(op):
         return False
     cut = differentiate(op, [op.equation.invars[0].aval], (0,), (0,))
     tests = [part for part in cut.primal if part.name == "gt" and part.inputs == cut.inputs and _is_zero(part)]
     selects = cut.program.operators
     if len(tests) != 1 or [part.name for part in selects] != ["select_n"]:
         return False
-    predicate, otherwise, chosen = selects[0].inputs
-    zeros = [part for part in cut.primal if part.outputs == (otherwise,)]
+    predicate, otherwise, chosen = selects[0].operands
+    zeros = {t for part in cut.primal if writes_zeros(part) for t in part.outputs}
     return (
         predicate == tests[0].outputs[0]
-        and [part.name for part in zeros] == ["broadcast_in_dim"]
-        and _is_zero(zeros[0])
+        and (_is_zero(selects[0]) if otherwise is None else otherwise in zeros)  # of a scalar, a literal
         and chosen == cut.program.inputs[-1]
     )
 

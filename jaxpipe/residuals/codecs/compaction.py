@@ -112,6 +112,8 @@ def _for_each_block(move: Callable[..., Array], words: Array, empty: Array) -> t
 
     A running sum over all blocks is quick to run, but as slow to compile as all the rest.
     """
+    if not words.size:
+        return empty, jnp.int32(0)
 
     def step(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         array, start = carry

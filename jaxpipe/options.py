@@ -49,10 +49,12 @@ class PlanOptions:
         state stay as they are, and the metrics count it. ``"raise"``: so do they, and ``NonFiniteError`` says in which
         stage it began; each step then waits for its result. None: not looked at.
       unroll_scans: whether layers that are one ``scan`` over stacked parameters ``[layers, ...]`` may be in several
-        stages. They are one operator otherwise, which no stage shares. A number: so many iterations stay together as
-        a scan, which compiles faster than ``True``, one iteration each. A stage holds only its own layers' rows of the
-        parameters, their gradients and optimizer state; ``Pipeline.parameters``, ``value_and_grad`` and checkpoints
-        stack them again. Norms over a stacked parameter are sums of those of its groups, rounded otherwise.
+        stages. ``"auto"``: they are cut into groups, each of which is a scan, if the stage that has them all would be
+        longer than others, and the plan says so; where they cannot be cut, it says why. A number: so many iterations
+        stay together. ``True``: one each, which compiles slowest. ``False``: a scan is one operator, which no stage
+        shares. A stage holds only its own layers' rows of the parameters, their gradients and optimizer state;
+        ``Pipeline.parameters``, ``value_and_grad`` and checkpoints stack them again. Norms over a stacked parameter
+        are sums of those of its groups, rounded otherwise.
       gradient_dtype: in which gradients are added up over micro-batches, stages and replicas, where that is wider than
         the type of their parameter; left out: float32. The mean is rounded once to the parameter's type, in which the
         optimizer gets it; ``gradients.master_weights`` gets it as it is. ``jnp.bfloat16`` saves 2 bytes for each
@@ -79,7 +81,7 @@ class PlanOptions:
     time_limit: float = 60.0
     compile: bool | None = None
     on_nonfinite: Literal["raise", "skip"] | None = None
-    unroll_scans: int = False
+    unroll_scans: int | Literal["auto"] = "auto"
     gradient_dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:

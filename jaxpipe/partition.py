@@ -104,9 +104,7 @@ def partition(
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
         Asynchronous schedules, several devices in a stage, ``memory``, the host's memory and batches of several
-        sizes need ``"mpmd"``. ``"auto"``: the one that supports the request; if both do, ``"spmd"`` only if the
-        longest stage's work on a micro-batch is shorter than the host's calls and sends for it (25 and 40 us each)
-        and its step is predicted to be shorter. The plan says which, and why.
+        sizes need ``"mpmd"``, which ``"auto"`` is.
       options: ``jaxpipe.PlanOptions(...)``: devices per stage, scans over layers, the host's memory, steps that are not
         finite, the solver, shardings within a stage, ZeRO-1, names of mesh axes.
 

@@ -175,10 +175,9 @@ class Plan:
       host: the use of the host's memory, if it was requested.
       rates: whose rates messages, stashes, sums of gradients and recomputation are charged at, if the profile is not of
         the mesh's kind of device or has none.
-      notes: differences from plain training, one sentence each: annotations left out, types of sums.
+      notes: one sentence each on annotations left out, types of sums, and scans over layers, cut or not.
       frozen: the parameters that the optimizer does not train, if there are any.
       runtime: ``"mpmd"``, a program for each stage, or ``"spmd"``, one for all devices.
-      runtime_reason: why it is this one.
       each_device: predicted bytes of each device, where they differ, in the order of ``mesh.devices.flat``.
       stage_memory: by stage, the same of its first device by component.
       compiled_each_device: bytes that XLA reserves on each device, once stage programs have been compiled.
@@ -214,8 +213,7 @@ class Plan:
     rates: str = ""
     notes: tuple[str, ...] = ()
     frozen: FrozenPlan | None = None
-    runtime: str = "spmd"
-    runtime_reason: str = ""
+    runtime: str = "mpmd"
     each_device: tuple[Count, ...] = ()
     stage_memory: tuple[dict[str, Count], ...] = ()
     schedule_bound_seconds: Amount = 0.0
@@ -335,7 +333,7 @@ def _caption(plan: Plan, prefix: str) -> list[str]:
     than = "" if gap is None else f", at most {gap:.1%} longer than with any other order of the same work"
     lines = [
         f"step {1e3 * plan.step_seconds:.1f} ms ({plan.profile} profile), bubble {plan.bubble_fraction:.1%}{than}",
-        *([f"runtime {plan.runtime}: {plan.runtime_reason}"] if plan.runtime_reason else []),
+        *(['one program for all devices (runtime="spmd")'] if plan.runtime == "spmd" else []),
         *_memory_lines(plan, limit),
         *_device_lines(plan),
     ]

@@ -193,7 +193,7 @@ def test_one_program_does_not_update_weights_during_a_step(schedule):
     with pytest.raises(PartitionError, match=message):
         partition(schedule, loss=loss, runtime="spmd")
     plan = partition(schedule).plan
-    assert plan.runtime == "mpmd" and "have schedule=" in plan.runtime_reason
+    assert plan.runtime == "mpmd"
 
 
 def table_of(schedule: Schedule, **changed) -> Schedule:

@@ -36,7 +36,7 @@ def make_plan(away=0):
     )
     memory = {"parameters": 4096, "arena": 9216, "working": 1024}
     # Two stages in step: (3 + 2 - 1) * (1 + 2) ms, and 1 ms for the exchange after each of 5 ticks.
-    return Plan(stages, 1, 3, 8, "1f1b", "analytic", 17e-3, 17e-3, 1 - 18 / 34, None, memory, "")
+    return Plan(stages, 1, 3, 8, "1f1b", "analytic", 17e-3, 17e-3, 1 - 18 / 34, None, memory, "", runtime="spmd")
 
 
 def make_other(schedule, weight_seconds=0.0):
@@ -46,7 +46,21 @@ def make_other(schedule, weight_seconds=0.0):
         for s in range(schedule.total_stages)
     )
     memory = {"arena": 4096}
-    return Plan(stages, 1, schedule.num_microbatches, 8, schedule.name, "analytic", 0.0, 0.0, 0.0, None, memory, "")
+    return Plan(
+        stages,
+        1,
+        schedule.num_microbatches,
+        8,
+        schedule.name,
+        "analytic",
+        0.0,
+        0.0,
+        0.0,
+        None,
+        memory,
+        "",
+        runtime="spmd",
+    )
 
 
 def bars(axes):

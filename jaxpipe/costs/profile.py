@@ -41,6 +41,8 @@ class Profile:
         stashes, sums of gradients, recomputation, codecs. None if they are not known: those of ``device_kind`` count
         then, or of the mesh's devices, and the plan says so.
       frozen: names of the parameters that are not trained: the work for their gradients is not in it.
+      scan_groups: where scans over layers are cut, so that each group is an operator: for each length of a scan the
+        first layers of its groups, and the length.
 
     Raises:
       PartitionError: if lengths differ, a number is negative or not finite, or an edge leads backwards.
@@ -67,6 +69,7 @@ class Profile:
     device_kind: str = ""
     rates: Rates | None = None
     frozen: tuple[str, ...] = ()
+    scan_groups: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(map(str, self.names)))
@@ -156,7 +159,7 @@ class Profile:
         head = {"source": self.source, "device_kind": self.device_kind, "together": self.together}
         if self.rates is not None:
             head["rates"] = dataclasses.asdict(self.rates)
-        head |= {"frozen": self.frozen} if self.frozen else {}
+        head |= {name: getattr(self, name) for name in ("frozen", "scan_groups") if getattr(self, name)}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         for key, entries in (("operators", rows), ("edges", self.edges)):
             listed = ",\n  ".join(map(json.dumps, entries))
@@ -198,6 +201,7 @@ class ProfileFile:
     device_kind: str = ""
     rates: Rates | None = None
     frozen: tuple[str, ...] = ()
+    scan_groups: tuple[tuple[int, ...], ...] = ()
 
     def profile(self) -> Profile:
         """Return the profile."""

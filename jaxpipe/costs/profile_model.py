@@ -23,7 +23,7 @@ from jaxpipe.models.check_arguments import check_function
 from jaxpipe.models.microbatch_program import MicrobatchProgram, with_rows
 from jaxpipe.models.traced_update import trace_update
 from jaxpipe.models.trained_parameters import without_frozen
-from jaxpipe.models.unroll_layers import check_unroll, trace_unrolled
+from jaxpipe.models.unroll_layers import Groups, check_groups, trace_unrolled
 from jaxpipe.residuals.backward_graph import BackwardGraph, build_backward_graph
 from jaxpipe.text.units import whole_number
 
@@ -44,7 +44,7 @@ def profile_model(
     num_microbatches: int = 1,
     variables: PyTree = None,
     cache: bool = True,
-    unroll_scans: int = False,
+    unroll_scans: int | Groups = False,
 ) -> Profile:
     """Find out what each operator of one micro-batch costs, forward and backward.
 
@@ -64,7 +64,7 @@ def profile_model(
       variables: needed if the model is a function of variables: their values or shapes.
       cache: whether a measurement may be read from, and is kept on disk (in ``$JAXPIPE_CACHE_DIR``, or the user's cache
         folder), under a hash of the program, the kind of device and all versions.
-      unroll_scans: as for ``partition``.
+      unroll_scans: as for ``partition``, but by default no scan is cut; or the ``scan_groups`` of another profile.
 
     Raises:
       PartitionError: if the source or the kind of device is not known.
@@ -91,8 +91,8 @@ def profile_model(
     size = check_batch.batch_size(shapes)
     check_batch.check_microbatches(size, 1, num_microbatches)
     microbatch = with_rows(shapes, size // num_microbatches)
-    rows = check_unroll(unroll_scans, exchanged=False)
-    bound, objective = trace_unrolled(bind(model, loss, microbatch, variables), loss, microbatch, rows)
+    groups = check_groups(unroll_scans)
+    bound, objective = trace_unrolled(bind(model, loss, microbatch, variables), loss, microbatch, groups)
     frozen: tuple[str, ...] = ()
     if optimizer is not None:
         trained = without_frozen(trace_update(optimizer, bound)).trained
@@ -103,7 +103,7 @@ def profile_model(
         profile = analytic(backward_graph, rates, held=held, device_kind=device)
     else:
         profile = profile_objective(objective, source, jax.devices()[0] if device is None else device, cache=cache)
-    return replace(profile, frozen=frozen)
+    return replace(profile, frozen=frozen, scan_groups=bound.scan_groups)
 
 
 def frozen_names(model: BoundModel, trained: Sequence[bool]) -> tuple[str, ...]:

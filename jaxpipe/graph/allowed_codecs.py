@@ -2,6 +2,7 @@
 
 import fnmatch
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -47,13 +48,14 @@ class Policy:
 def fits(path: str, pattern: str) -> bool:
     """Return whether a pattern names a module path, a module that it lies in, or either without its outermost module.
 
-    Patterns are those of a shell: ``*``, ``?``, ``[...]``.
+    Patterns are those of a shell: ``*``, ``?``, ``[...]``. The iterations of a scan, as in ``Net/layers[0:4]``, are not
+    part of a module's name.
 
     Example:
       >>> fits("Net/Encoder_0/Conv_1", "Encoder_*"), fits("Net/Encoder_0/Conv_1", "Conv_1")
       (True, False)
     """
-    parts = path.split("/")
+    parts = re.sub(r"\[\d+:\d+\]", "", path).split("/")
     leading = ["/".join(parts[start:stop]) for start in (0, 1) for stop in range(start + 1, len(parts) + 1)]
     return any(fnmatch.fnmatchcase(module, pattern) for module in leading or [""])
 

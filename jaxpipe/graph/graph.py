@@ -424,6 +424,18 @@ def is_differentiable(aval: Shaped) -> bool:
     return jax.dtypes.issubdtype(aval.dtype, np.inexact)
 
 
+def inside(path: str, module: str) -> str:
+    """Return the path of a module that is named from outside of ``path``, or inside it.
+
+    Example:
+      >>> inside("Net/encoder", "encoder/layers"), inside("Net", "layers")
+      ('Net/encoder/layers', 'Net/layers')
+    """
+    parts, more = path.split("/"), module.split("/")
+    start = parts.index(more[0]) if more[0] in parts else len(parts)
+    return "/".join(part for part in (*parts[:start], *more) if part)
+
+
 def join_paths(*paths: str) -> str:
     """Join module paths with ``/``, leaving out empty ones."""
     return "/".join(p for p in paths if p)

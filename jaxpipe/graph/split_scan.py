@@ -10,14 +10,16 @@ The pieces of an array are tensors of their own, so that stages may be cut betwe
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax import core, lax
 
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, Equation, PyTree, TensorNumber
+from jaxpipe.errors import PartitionError
 from jaxpipe.graph.allowed_codecs import Policy
-from jaxpipe.graph.graph import Graph, GraphBuilder, Operator
+from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, inside, join_paths
 from jaxpipe.graph.op_cost import POINTWISE
 from jaxpipe.graph.stacked_layers import Stacks
 
@@ -54,6 +56,14 @@ class MixedRowsError(Exception):
         super().__init__(where)
         self.where = where
         self.sources = sources
+
+
+class WholeStackError(PartitionError):
+    """A program needs a stacked array as a whole, for a ``reason``, whose layers are to be cut apart."""
+
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.reason = reason
 
 
 def split_rows(graph: Graph, inputs: Stacks, outputs: Stacks) -> Graph:
@@ -183,19 +193,24 @@ class _Rows:
         stacked: list[list[TensorNumber]] = []
         pieces = list(enumerate(itertools.pairwise(cuts)))
         for k, (a, b) in reversed(pieces) if reverse else pieces:
+            part = replace(op, path=f"{op.path or op.name}[{a}:{b}]")
             rows = [
                 self.pieces[t][k] if t is not None and t in self.pieces else self._rows(held(fixed + n), a, b, op.path)
                 for n, t in enumerate(names[fixed:])
             ]
             if b - a == 1:
-                rows = [self._call(lambda x: lax.squeeze(x, (0,)), [n], op)[0] for n in rows]
-                results = self.builder.read_call(body, [*shared, *carry, *rows], path=op.path, policy=op.policy)
-                results[count:] = [self._call(lambda x: lax.expand_dims(x, (0,)), [n], op)[0] for n in results[count:]]
+                rows = [self._call(lambda x: lax.squeeze(x, (0,)), [n], part)[0] for n in rows]
+                first = len(self.builder.operators)
+                results = self.builder.read_call(body, [*shared, *carry, *rows], path="", policy=op.policy)
+                self._move_inside(part, op, first)
+                results[count:] = [
+                    self._call(lambda x: lax.expand_dims(x, (0,)), [n], part)[0] for n in results[count:]
+                ]
             else:
                 operands = [*shared, *carry, *rows]
                 variables = [_compat.variable(self.builder.tensors[n].aval) for n in operands]
                 equation = op.equation.replace(invars=variables)
-                results = self._again(op, operands, {"length": b - a}, equation)
+                results = self._again(part, operands, {"length": b - a}, equation)
             carry = results[:count]
             stacked.append(results[count:])
         if reverse:
@@ -203,6 +218,13 @@ class _Rows:
         self.whole.update(zip(op.outputs, carry, strict=False))
         for t, stacked_pieces in zip(op.outputs[count:], zip(*stacked, strict=True), strict=True):
             self._made(t, stacked_pieces, cuts, frozenset())
+
+    def _move_inside(self, part: Operator, op: Operator, first: int) -> None:
+        """Give the operators from ``first`` on, of the body of a scan, the path of their iteration."""
+        operators = self.builder.operators
+        for k, made in enumerate(operators[first:], first):
+            rest = inside(op.path, made.path).removeprefix(op.path).strip("/") if made.path else ""
+            operators[k] = replace(made, path=join_paths(part.path, rest))
 
     def _is_pointwise(self, op: Operator, split: Sequence[TensorNumber]) -> bool:
         if op.name not in POINTWISE or len(op.outputs) != 1:

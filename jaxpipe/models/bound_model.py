@@ -97,6 +97,11 @@ class BoundModel:
         """Return how the leaves of the parameters and of the state in their own layout make those of this model."""
         return self.cuts or (uncut(len(self.parameters)), uncut(len(self.state)))
 
+    @property
+    def scan_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return where its stacked variables are cut: the first rows of pieces, and the number of rows."""
+        return tuple(sorted({bounds for stacks in self.stacks for bounds in stacks.bounds if bounds is not None}))
+
 
 def unstack(model: BoundModel, parameters: Stacks, state: Stacks) -> BoundModel:
     """Return a model with some stacked variables ``[layers, ...]`` cut into several, each with some of the rows."""

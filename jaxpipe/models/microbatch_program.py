@@ -16,6 +16,7 @@ from jaxpipe.graph.operator_order import parameter_work_in_place
 from jaxpipe.graph.sharding_annotations import Annotations
 from jaxpipe.graph.split_scan import MixedRowsError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks
+from jaxpipe.graph.stacked_scans import with_layer_paths
 from jaxpipe.models.bound_model import BoundModel, UserFunction
 from jaxpipe.models.check_arguments import check_predicted, check_returned
 from jaxpipe.models.combine_metrics import check_reduced, flatten_metrics
@@ -211,6 +212,7 @@ def _trace(
     numbers = [jax.ShapeDtypeStruct((), jnp.int32)] * counts[3]
     closed, mentioned = sharding_annotations.trace(body, *parameters, *state, key, *numbers, *batch_leaves, shape=shape)
     graph = read_graph(closed)
+    graph = with_layer_paths(graph, dict(zip(graph.inputs, (v.name for v in original.parameters), strict=False)))
     if model.cuts is not None:
         graph = _cut(graph, model, counts, number, name)
         counts[:2] = len(model.parameters), len(model.state)
@@ -241,10 +243,10 @@ def _cut(graph: Graph, model: BoundModel, counts: Sequence[int], number: int, na
         return split_rows(graph, inputs, Stacks((*(None,) * number, *state.bounds)))
     except MixedRowsError as error:
         names = [v.name for v in (*model.original.parameters, *model.original.state)]
+        whole = ", ".join(names[k] for k in sorted(error.sources))
         raise PartitionError(
-            f"unroll_scans: {name} uses {', '.join(names[k] for k in sorted(error.sources))} as a whole "
-            f"({error.where}), but its layers are cut apart, as the loss has them in a scan. Use it as "
-            "the loss does, or leave out unroll_scans."
+            f"{name} uses {whole} as a whole ({error.where}), but its layers are cut apart, as the loss has them in a "
+            "scan. Use it as the loss does, or pass options=jaxpipe.PlanOptions(unroll_scans=False)."
         ) from None
 
 

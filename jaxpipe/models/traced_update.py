@@ -23,7 +23,7 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.gradients.master_weights import MasterWeightsState
 from jaxpipe.gradients.per_stage import known_stages
 from jaxpipe.graph.graph import Graph, GraphBuilder, Operator, trace
-from jaxpipe.graph.split_scan import MixedRowsError, split_rows
+from jaxpipe.graph.split_scan import MixedRowsError, WholeStackError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.captures import without_captures
@@ -104,9 +104,10 @@ def trace_update(
     graph = _without_conditionals(graph, (*range(count), *range(count), *owner))
     if model.cuts is not None:
         if stages.asked:
-            raise PartitionError(
+            raise WholeStackError(
                 "optimizer: gradients.per_stage puts each parameter into one stage, and unroll_scans puts stacked ones "
-                "into several. Clip by value or by block, or leave out one of the two."
+                "into several. Clip by value or by block, or leave out one of the two.",
+                "gradients.per_stage puts each parameter into one stage",
             )
         graph = _cut(graph, whole, stacks, state_stacks)
     return TracedUpdate(
@@ -300,10 +301,11 @@ def _cut(graph: Graph, whole: BoundModel, parameters: Stacks, state: Stacks) -> 
     except MixedRowsError as error:
         names = [v.name for v in whole.parameters]
         mixed = sorted({names[k % len(names)] for k in error.sources if k < 2 * len(names)})
-        raise PartitionError(
-            f"optimizer: {error.where} combines layers of {', '.join(mixed) or 'a stacked parameter'}, which "
-            "unroll_scans puts into several stages. Use an optimizer that works element by element, or by norms and "
-            "sums, or leave out unroll_scans."
+        reason = f"{error.where} combines layers of {', '.join(mixed) or 'a stacked parameter'}"
+        raise WholeStackError(
+            f"optimizer: {reason}, which unroll_scans puts into several stages. Use an optimizer that works element by "
+            "element, or by norms and sums, or leave out unroll_scans.",
+            f"the optimizer's {reason}",
         ) from None
 
 

@@ -5,21 +5,37 @@ rows of each group of iterations (``jaxpipe.models.bound_model.unstack``). ``jax
 programs over the pieces: of the loss, of evaluation and prediction, and of the optimizer.
 """
 
-from jaxpipe.array_types import PyTree, TensorNumber
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxpipe.array_types import PyTree
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.split_scan import MixedRowsError, scan_operands, split_rows
+from jaxpipe.graph.split_scan import MixedRowsError, WholeStackError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks, groups_of_rows
+from jaxpipe.graph.stacked_scans import StackedScan, stacked_scans
 from jaxpipe.models.bound_model import BoundModel, UserFunction, unstack
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss
 
 
-def unroll(model: BoundModel, objective: MicrobatchProgram, rows: int) -> BoundModel:
-    """Return the model with the variables of its scans cut into groups of ``rows`` layers."""
+#: Where scans are cut: for each of their lengths, the first iterations of groups, and the length.
+Groups = tuple[tuple[int, ...], ...]
+
+#: How many iterations stay together, 0 for all; or the groups.
+Unrolling = int | Groups
+
+
+def unroll(model: BoundModel, objective: MicrobatchProgram, groups: Groups, partly: bool = True) -> BoundModel:
+    """Return the model with the variables of its scans cut into groups of layers.
+
+    Raises:
+      WholeStackError: if none of them can be, or not all and they may not be cut ``partly``.
+    """
     graph = objective.graph
     variables = {t: k for k, t in enumerate((*objective.parameters, *objective.state))}
-    lengths = scanned_variables(objective)
     names = [v.name for v in (*model.parameters, *model.state)]
-    cut = {variables[t]: groups_of_rows(length, rows) for t, length in lengths.items()}
+    by_length = {bounds[-1]: bounds for bounds in groups}
+    scans = [scan for scan in scans_over_variables(objective) if scan.length in by_length]
+    cut = {variables[t]: by_length[scan.length] for scan in scans for t in scan.inputs}
     why = ""
     while cut:
         bounds = [cut.get(k) for k in range(len(names))]
@@ -36,55 +52,59 @@ def unroll(model: BoundModel, objective: MicrobatchProgram, rows: int) -> BoundM
             return unstack(model, parameters, state)
         except MixedRowsError as error:
             whole = [variables[graph.inputs[k]] for k in sorted(error.sources)]
-            why = f" {', '.join(names[k] for k in whole)} is used as a whole, too ({error.where})."
-            for k in whole:
+            why = f"{', '.join(names[k] for k in whole)} is used as a whole, too ({error.where})"
+            for k in whole if partly else list(cut):
                 del cut[k]
-    raise PartitionError(
-        "unroll_scans: the loss has no scan over stacked parameters that could be cut between its iterations."
-        + (why or " Layers that are no scan can be cut without it.")
+    raise WholeStackError(
+        "unroll_scans: the loss has no scan over stacked parameters that could be cut between its iterations. "
+        + (f"{why}." if why else "Layers that are no scan can be cut without it."),
+        why,
     )
 
 
 def trace_unrolled(
-    model: BoundModel, loss: UserFunction, batch: PyTree, rows: int
+    model: BoundModel, loss: UserFunction, batch: PyTree, unrolling: Unrolling
 ) -> tuple[BoundModel, MicrobatchProgram]:
-    """A model and its loss for one micro-batch, its scans cut into groups of ``rows`` iterations; 0: as they are."""
+    """A model and its loss for one micro-batch, its scans cut into groups of iterations."""
     objective = trace_loss(model, loss, batch)
-    if not rows:
+    if not unrolling:
         return model, objective
-    model = unroll(model, objective, rows)
+    model = unroll(model, objective, groups_of(objective, unrolling))
     return model, trace_loss(model, loss, batch)
 
 
-def scanned_variables(objective: MicrobatchProgram) -> dict[TensorNumber, int]:
-    """The variables over whose first axis a scan runs, as they are or element by element made of them; its length."""
-    graph = objective.graph
-    origin = {t: t for t in (*objective.parameters, *objective.state)}
-    lengths: dict[TensorNumber, int] = {}
-    for op in graph.operators:
-        if op.name == "scan":
-            consts, carried, names = scan_operands(op)
-            lengths.update(
-                (origin[t], op.params["length"]) for t in names[consts + carried :] if t is not None and t in origin
-            )
-        elif op.equation is None:
-            origin.update((new, origin[old]) for old, new in zip(op.inputs, op.outputs, strict=True) if old in origin)
-        elif len(op.inputs) == len(op.outputs) == 1 and op.inputs[0] in origin:
-            same = graph.tensors[op.inputs[0]].shape[:1] == graph.tensors[op.outputs[0]].shape[:1]
-            if same:
-                origin[op.outputs[0]] = origin[op.inputs[0]]
-    return lengths
+def groups_of(objective: MicrobatchProgram, unrolling: Unrolling) -> Groups:
+    """Return the groups of iterations of a loss's scans over stacked variables."""
+    if not isinstance(unrolling, int):
+        return unrolling
+    lengths = sorted({scan.length for scan in scans_over_variables(objective)})
+    return tuple(groups_of_rows(length, unrolling) for length in lengths)
 
 
-def check_unroll(rows: int, exchanged: bool) -> int:
-    """Return the iterations that stay together when scans are unrolled; 0 if they are not."""
-    if not isinstance(rows, int) or rows < 0:
+def scans_over_variables(objective: MicrobatchProgram) -> list[StackedScan]:
+    """Return the scans over the layers of stacked variables."""
+    return stacked_scans(objective.graph, (*objective.parameters, *objective.state))
+
+
+def check_groups(unrolling: object) -> Unrolling:
+    """Return how many iterations of scans stay together, or the groups."""
+    if isinstance(unrolling, Sequence) and not isinstance(unrolling, str):
+        return tuple(map(tuple, unrolling))
+    if not isinstance(unrolling, int) or unrolling < 0:
         raise PartitionError(
-            f"unroll_scans={rows!r}; it must be True, the number of iterations that stay together, or False."
+            f"unroll_scans={unrolling!r}; it must be True, the number of iterations that stay together, or False."
         )
-    if rows and exchanged:
+    return int(unrolling)
+
+
+def check_unroll(unrolling: object, exchanged: bool) -> Unrolling | Literal["auto"]:
+    """Return how scans are unrolled; ``exchanged``: gradients are, by blocks."""
+    if unrolling == "auto":
+        return "auto"
+    groups = check_groups(unrolling)
+    if groups and exchanged:
         raise PartitionError(
             "unroll_scans: gradient_exchange=block_sparse(...) sends the best blocks of each whole parameter, and a "
             "stacked one would be in several stages. Use gradient_exchange='dense', or leave out unroll_scans."
         )
-    return int(rows)
+    return groups

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxpipe.planning.choose_runtime import choose_runtime
 from jaxpipe.planning.cuts.device_mapping import best_mapping
 from jaxpipe.planning.cuts.placed_stages import Partition
-from jaxpipe.planning.describe_plan import RuntimeChoice
+from jaxpipe.planning.describe_plan import program_timeline, stage_seconds, step_seconds
 from jaxpipe.planning.price_storage import longest_microbatch
 from jaxpipe.planning.trace_request import Traced
 from jaxpipe.runtime.fold_state import shared_stages
@@ -76,14 +75,11 @@ class Candidate:
         return self.cut.traced
 
     @cached_property
-    def runtime(self) -> RuntimeChoice:
-        """The runtime of the program."""
-        return choose_runtime(self.traced.request, self.program, self.partition)
-
-    @property
     def seconds(self) -> float:
         """The seconds of a step; storage within a budget may add to them."""
-        return self.runtime.seconds[self.runtime.name]
+        request, program, partition = self.traced.request, self.program, self.partition
+        seconds = stage_seconds(program, partition, own_sums=request.runtime == "mpmd")
+        return step_seconds(program, partition, program_timeline(request, program, partition, seconds))
 
     @property
     def waiting_bytes(self) -> int:

@@ -20,7 +20,7 @@ from jaxpipe.models.batch_statistics import FEW_EXAMPLES
 from jaxpipe.models.bind import check_model
 from jaxpipe.models.bound_model import UserFunction
 from jaxpipe.models.check_arguments import check_flag, check_function, check_optimizer, check_seconds
-from jaxpipe.models.unroll_layers import check_unroll
+from jaxpipe.models.unroll_layers import Unrolling, check_unroll
 from jaxpipe.models.variable_shardings import check_exchanged
 from jaxpipe.options import PlanOptions
 from jaxpipe.plan import HostPlan
@@ -57,13 +57,13 @@ class Request:
     network: Network | None
     policy: Policy
     exchange: BlockSparse | None
-    unroll_scans: int
+    unroll_scans: Unrolling | Literal["auto"]
     num_stages: int
     replicas: int
     devices_per_stage: bool | tuple[int, ...]
     host: HostPlan | None = None
     gradient_dtype: np.dtype | None = None
-    runtime: Literal["auto", "mpmd", "spmd"] = "auto"
+    runtime: Literal["mpmd", "spmd"] = "mpmd"
     several_sizes: bool = False
     submesh: Submesh = field(default_factory=Submesh)
     options: PlanOptions = field(default_factory=PlanOptions)
@@ -127,7 +127,7 @@ def check_request(
         devices_per_stage=devices_per_stage,
         host=check_host_memory(options.host_memory, budget, mesh, devices_per_stage),
         gradient_dtype=check_gradient_dtype(options.gradient_dtype),
-        runtime=runtime,
+        runtime="spmd" if runtime == "spmd" else "mpmd",
         several_sizes=several_sizes,
         submesh=submesh,
         options=options,

@@ -36,15 +36,6 @@ from jaxpipe.schedules.swap_points import HOST, swap_points
 
 
 @dataclass(frozen=True)
-class RuntimeChoice:
-    """A runtime, why it was chosen, and the predicted seconds of a step in each runtime that was looked at."""
-
-    name: str
-    reason: str
-    seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
 class StageSeconds:
     """The work of a stage on one micro-batch, on a device of the profiled kind; ``weight`` only if it waits."""
 
@@ -93,11 +84,11 @@ def _summing_bytes(program: Program, stage: Stage) -> int:
     return sum(4 * word_count(a) for a in program.avals(trained)) + 2 * sum(sums)
 
 
-def runtime_timeline(
-    request: Request, program: Program, partition: Partition, seconds: Sequence[StageSeconds], runtime: str
+def program_timeline(
+    request: Request, program: Program, partition: Partition, seconds: Sequence[StageSeconds]
 ) -> Timeline:
-    """A step in one of the runtimes."""
-    if runtime == "mpmd":
+    """Return the timeline of a step in the requested runtime."""
+    if request.runtime == "mpmd":
         processes = processes_of(request.mesh, partition, program.num_devices)
         dispatching = Dispatching(message_seconds(program, partition), processes, program.stage_replicas)
         return dispatched_timeline(program.schedule, *_seconds_on_devices(partition, seconds), dispatching)
@@ -213,10 +204,9 @@ def describe(
     microbatch_size: int,
     fitted: Sequence[Fitted],
     budget: int | None,
-    chosen: RuntimeChoice,
 ) -> Plan:
     """The plan of a program."""
-    graph, runtime, shape = program.objective.graph, chosen.name, request.submesh.shape
+    graph, runtime, shape = program.objective.graph, request.runtime, request.submesh.shape
     seconds = stage_seconds(program, partition, [fit.added_seconds for fit in fitted], own_sums=runtime == "mpmd")
     messages = message_seconds(program, partition) if runtime == "mpmd" else [(0.0, 0.0)] * len(seconds)
     stages = []
@@ -246,7 +236,7 @@ def describe(
                 message_seconds=messages[s],
             )
         )
-    timeline = runtime_timeline(request, program, partition, seconds, runtime)
+    timeline = program_timeline(request, program, partition, seconds)
     bound = 0.0  # that no order of the stages' work with as many stashes stays below
     if runtime == "mpmd":
         arguments = stage_search_arguments(program, partition, [fit.added_seconds for fit in fitted])
@@ -271,7 +261,6 @@ def describe(
         notes=(*program.objective.annotations.notes((*request.mesh.axis_names, *shape), shape), *_sum_notes(program)),
         fingerprint=hashlib.sha256(described.encode()).hexdigest()[:16],
         runtime=runtime,
-        runtime_reason=chosen.reason,
         axes=dict(shape),
     )
 
@@ -390,7 +379,11 @@ def _exchange_seconds(partition: Partition, messages: Sequence[float]) -> float:
     return sum(max((partition.network.seconds(*link, size) for link in links), default=0.0) for size in messages)
 
 
-def _modules(paths: Any) -> tuple[str, ...]:
-    """Module paths in order of appearance, without those that only contain others."""
-    seen = [p for p in dict.fromkeys(paths) if p]
-    return tuple(p for p in seen if not any(q.startswith(p + "/") for q in seen))
+def _modules(paths: Iterable[str]) -> tuple[str, ...]:
+    """Module paths in order of appearance, without those that only contain others; iterations of a scan joined."""
+    rows: dict[str, list[int]] = {}
+    for path in paths:
+        module, *cut = re.split(r"\[(\d+):(\d+)\]", path, maxsplit=1)
+        rows.setdefault(module, []).extend(map(int, cut[:2]))
+    seen = {p: f"[{min(cut)}:{max(cut)}]" if cut else "" for p, cut in rows.items() if p}
+    return tuple(p + cut for p, cut in seen.items() if not any(q.startswith(p + "/") for q in seen))

@@ -28,13 +28,6 @@ class Dispatching:
     stage_replicas: StageReplicas
 
 
-def call_seconds(schedule: Schedule) -> float:
-    """Return what the host needs for a micro-batch of a stage: its calls, and its sends to both sides, at the most."""
-    sends = 0 if schedule.num_stages == 1 else min(2, schedule.total_stages - 1)
-    calls = max(len(program_kinds(schedule, s)) for s in range(schedule.total_stages))
-    return calls * CALL_SECONDS + sends * SEND_SECONDS
-
-
 def dispatched_timeline(
     schedule: Schedule,
     forward: Sequence[float],

@@ -104,15 +104,15 @@ class FinalizedCandidate:
         """Return the plan for a program with some storage, and how that was chosen."""
         candidate, traced, update = self.candidate, self.candidate.traced, self.update
         request, model, by_stage = traced.request, traced.model, update.by_stage
-        rows, runtime = check_batch.batch_size(traced.microbatch), candidate.runtime
-        memory = {}
-        if runtime.name == "spmd":
+        rows, memory = check_batch.batch_size(traced.microbatch), {}
+        if request.runtime == "spmd":
             memory = predict(program, update, [a for a, s in _owned(by_stage) if s is None], traced.local)
-        plan = describe(request, program, candidate.partition, memory, rows, fitted, budget, runtime)
+        plan = describe(request, program, candidate.partition, memory, rows, fitted, budget)
         sent = None if update.exchange is None else update.exchange.sent_bytes
         frozen = describe_frozen(program, model)
+        notes = (*plan.notes, *traced.notes)
         step = PlannedStep(
-            plan=replace(plan, per_stage=by_stage.per_stage, frozen=frozen, exchange_bytes=sent),
+            plan=replace(plan, per_stage=by_stage.per_stage, frozen=frozen, exchange_bytes=sent, notes=notes),
             profile=traced.profile,
             partition=candidate.partition,
             mesh=self.mesh,
@@ -129,13 +129,13 @@ class FinalizedCandidate:
             retrace=lambda shapes: trace_loss(model, request.loss, shapes).training(traced.update.trained),
             shardings=traced.shardings,
         )
-        return step if runtime.name == "spmd" else self.lists.with_bytes(step)
+        return step if request.runtime == "spmd" else self.lists.with_bytes(step)
 
 
 def finalize(candidate: Candidate, solving: Solving | None) -> FinalizedCandidate:
     """Return a candidate with its optimizer and layouts; with a solver, to be fitted to budgets."""
     program, traced, request = candidate.program, candidate.traced, candidate.traced.request
-    placement = candidate.cut.placement if candidate.runtime.name == "mpmd" else program.placement
+    placement = candidate.cut.placement if request.runtime == "mpmd" else program.placement
     placed = candidate.partition
     links = request.network or slowest_used(placed.network, request.mesh)
     mesh = arrange(request.mesh, [placed.stages[d].devices for d in range(program.num_devices)], links)

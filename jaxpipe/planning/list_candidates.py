@@ -55,19 +55,16 @@ def _candidates(traced: Traced, replicate: bool | tuple[int, ...]) -> list[Candi
     if replicate and cut(1).replicas.is_single:
         return []
     if request.schedules is schedule_makers.AUTO and request.runtime != "spmd":
-        # Devices that run free have schedules of their own; where one program is better, it has its own too.
         free = _schedules(traced, schedule_makers.AUTO_FREE, cut, replicate)
         candidates = _of_schedules(free, cut)
-        if candidates and candidates[0].runtime.name == "mpmd":
-            candidates = [candidate for candidate in candidates if candidate.runtime.name == "mpmd"]
-            if request.num_stages == 1 or replicate:
-                return candidates
-            sources = list(candidates)
-            # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
-            if all(candidate.schedule.num_chunks == 1 for candidate in candidates):
-                with contextlib.suppress(PartitionError):  # too few operators for so many stages
-                    sources += _of_schedules([schedule for schedule in free if schedule.num_chunks > 1], cut)
-            return candidates + searched_candidates(candidates, sources)
+        if request.num_stages == 1 or replicate:
+            return candidates
+        sources = list(candidates)
+        # Interleaved 1F1B may lose to zero-bubble where an order with a split backward pass, on its cuts, does not.
+        if all(candidate.schedule.num_chunks == 1 for candidate in candidates):
+            with contextlib.suppress(PartitionError):  # too few operators for so many stages
+                sources += _of_schedules([schedule for schedule in free if schedule.num_chunks > 1], cut)
+        return candidates + searched_candidates(candidates, sources)
     return _of_schedules(_schedules(traced, request.schedules, cut, replicate), cut)
 
 
@@ -91,7 +88,7 @@ def _of_schedules(schedules: Sequence[Schedule], cut: Callable[[int], Cut]) -> l
         try:
             if candidates:
                 trimmed = without_backward(schedule, cut(v).num_frozen)
-                lockstep = candidates[0].runtime.name != "mpmd"
+                lockstep = candidates[0].traced.request.runtime == "spmd"
                 least = least_seconds(trimmed, cut(v).partition, cut(v).replicas, lockstep=lockstep)
         except PartitionError:  # too few operators for so many stages; others will do
             continue
@@ -122,7 +119,7 @@ def searched_candidates(candidates: Sequence[Candidate], sources: Sequence[Candi
             maker = functools.partial(list_schedule, **arguments)
             schedule = schedule_makers.check_schedule(maker(*size), *size)
             candidate = build_candidate(fixed.cut, schedule, maker)
-            if candidate.runtime.name == "mpmd" and not any(_dominates(other, candidate) for other in best):
+            if not any(_dominates(other, candidate) for other in best):
                 best.append(candidate)
     return best[len(candidates) :]
 

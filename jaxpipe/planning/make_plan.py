@@ -55,11 +55,11 @@ def _by_default(candidates: Sequence[Candidate]) -> PlannedStep:
 
 
 def _leanest(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the fastest candidate, or one of stage programs that is about as fast and keeps fewer bytes of stashes."""
+    """Return the fastest candidate, or of stage programs one that is about as fast and keeps fewer bytes of stashes."""
     fastest = candidates[0]
-    if fastest.runtime.name != "mpmd":
+    if fastest.traced.request.runtime == "spmd":
         return fastest
-    alike = [c for c in candidates if c.runtime.name == "mpmd" and c.seconds <= (1 + ALIKE) * fastest.seconds]
+    alike = [candidate for candidate in candidates if candidate.seconds <= (1 + ALIKE) * fastest.seconds]
     return min(alike, key=lambda candidate: candidate.waiting_bytes)
 
 

@@ -10,11 +10,7 @@ from jaxpipe.costs.assumed_links import slowest_used
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
-from jaxpipe.models.bound_model import BoundModel
-from jaxpipe.models.microbatch_program import MicrobatchProgram
-from jaxpipe.models.unroll_layers import scanned_variables
 from jaxpipe.planning.arrange_devices import stay
-from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.cuts.partition_layers import partition_layers
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.trace_request import Traced
@@ -39,7 +35,7 @@ def place_stages(traced: Traced, profile: Profile, replicate: bool | tuple[int, 
         raise PartitionError(
             f"The plan needs {stages} stages, but the model has {len(profile.names)} "
             f"operators with {places} places where it may be cut, so it makes between 1 and {places + 1} stages. "
-            f"{_obstacle(request, objective, traced.model)}".rstrip()
+            f"{_obstacle(traced)}".rstrip()
         )
     asked = {
         "num_microbatches": traced.batching.num_microbatches * request.replicas,
@@ -73,11 +69,11 @@ def _interleaved(whole: Partition, num_chunks: int, **asked: Any) -> Partition:
     return replace(chunks, stages=tuple(stages), network=network)
 
 
-def _obstacle(request: Request, objective: MicrobatchProgram, model: BoundModel) -> str:
-    """Return how to cut layers that are one operator, or which variable keeps most operators in one stage."""
-    lengths = () if request.unroll_scans else scanned_variables(objective).values()
-    if lengths:
-        return f"Its {max(lengths)} layers are one scan: PlanOptions(unroll_scans=True) cuts between them."
+def _obstacle(traced: Traced) -> str:
+    """Return why layers are one operator, or which variable keeps most operators in one stage."""
+    objective, model = traced.objective, traced.model
+    if traced.notes and not model.cuts:
+        return f"{'; '.join(traced.notes)}."
     spans = [(high - low, t, low, high) for t, groups in variable_spans(objective).items() for low, high in groups]
     length, t, low, high = max(spans, default=(0, None, 0, 0))
     if t is None or length < 2:

@@ -22,12 +22,12 @@ from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics
 from jaxpipe.models.bind import bind
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_results, with_rows
-from jaxpipe.models.traced_update import TracedUpdate, trace_update
+from jaxpipe.models.traced_update import TracedUpdate
 from jaxpipe.models.trained_parameters import without_frozen
-from jaxpipe.models.unroll_layers import trace_unrolled
 from jaxpipe.models.variable_shardings import Shardings, shardings_of
 from jaxpipe.planning.check_request import Request, warn_few_examples
-from jaxpipe.planning.choose_runtime import check_model_features, check_runtime_features
+from jaxpipe.planning.check_runtime import check_model_features, check_runtime_features
+from jaxpipe.planning.cut_scans import trace_layers
 from jaxpipe.planning.describe_plan import rates_in
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.gradient_precision import check_effect
@@ -46,7 +46,7 @@ class Traced:
     """A model traced for batches of some shapes.
 
     The network of its request is that of groups of devices that share a stage, ``links`` are those between all devices
-    of ``mesh.devices.flat``, ``local`` is one replica's part of the batch.
+    of ``mesh.devices.flat``, ``local`` is one replica's part of the batch, ``notes`` are for the plan.
     """
 
     request: Request
@@ -60,6 +60,7 @@ class Traced:
     batching: Batching
     local: Sequence[Shaped]
     shardings: Shardings
+    notes: tuple[str, ...] = ()
 
 
 def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> Traced:
@@ -74,21 +75,35 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     model = bind(request.model, request.loss, microbatch, variables, submesh, rules, batch)
     check_model_features(request, model)
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
-    model, objective = trace_unrolled(model, request.loss, microbatch, request.unroll_scans)
+    layers = trace_layers(request, model, microbatch)
+    model, objective, update = layers.model, layers.objective, layers.update
     warn_unused(request.policy, (op.path for op in objective.graph.operators), "storage")
     enough = _leaving_examples(request, model, objective, microbatch, size, m)
     if enough != m:
         return trace_request(replace(request, num_microbatches=enough), batch, variables)
     multihost.agree("The program", program_text(objective.graph))
     local = jax.tree.leaves(with_rows(batch, size // request.replicas))
-    update = trace_update(request.optimizer, model)
     if request.exchange is None or request.replicas == 1:
         update = without_frozen(update)
     objective = objective.training(update.trained)
     shardings = shardings_of(model, update, objective, request.submesh, request.replicas, request.options)
     profile = _profile(request, objective, frozen_names(model, update.trained))
+    profile = replace(profile, scan_groups=model.scan_groups)
     request, profile, links = _for_groups(request, objective, shardings, profile)
-    return Traced(request, objective, model, update, profile, links, batch, microbatch, batching, local, shardings)
+    return Traced(
+        request,
+        objective,
+        model,
+        update,
+        profile,
+        links,
+        batch,
+        microbatch,
+        batching,
+        local,
+        shardings,
+        layers.notes,
+    )
 
 
 def _known_schedules(request: Request, num_microbatches: int) -> list[Schedule]:
@@ -173,7 +188,7 @@ def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, 
         if count != len(graph.operators):
             raise PartitionError(
                 f"profile= has {count} operators, the model has {len(graph.operators)}. Profile this very model, with "
-                "micro-batches of this size."
+                "micro-batches of this size and the same unroll_scans."
             )
         if request.profile.frozen not in ((), frozen):
             other = sorted(set(frozen) ^ set(request.profile.frozen))[0]

@@ -162,9 +162,9 @@ def case_of(name: str) -> Case:
 
 
 def pipeline_of(case: str | Case, stages: int, m: int, replicas: int | None = None, **options: Any) -> jaxpipe.Pipeline:
-    """Return a case's pipeline with stage programs, which ``runtime="auto"`` does not take for stages this small."""
+    """Return a case's pipeline."""
     case = case_of(case) if isinstance(case, str) else case
-    options = {"optimizer": optax.sgd(0.05, momentum=0.9), "profile": "analytic", "runtime": "mpmd", **options}
+    options = {"optimizer": optax.sgd(0.05, momentum=0.9), "profile": "analytic", **options}
     mesh = mesh_of(stages, replicas)
     return jaxpipe.partition(case.model, mesh, case.batch, loss=case.loss, num_microbatches=m, **options)
 

@@ -15,7 +15,7 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_cache import program_text
 from jaxpipe.costs.profile_model import frozen_names, profile_objective, without_frozen_work
 from jaxpipe.costs.sharded_profile import divided, groups_of
-from jaxpipe.errors import PartitionError
+from jaxpipe.errors import JaxpipeWarning, PartitionError, warn
 from jaxpipe.graph.allowed_codecs import warn_unused
 from jaxpipe.models import check_batch
 from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics
@@ -65,9 +65,16 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
     size = check_batch.batch_size(batch)
     m = _default_microbatches(size, request) if request.num_microbatches is None else request.num_microbatches
-    check_batch.check_microbatches(size, request.replicas, m)
+    check_batch.check_microbatches(batch, request.replicas, m)
+    if request.num_microbatches is None and not check_batch.has_examples(batch):
+        idle = ", so that only one of the stages works at a time" if request.num_stages > 1 else ""
+        warn(
+            f"num_microbatches=1 was chosen{idle}. {check_batch.ragged_text(batch)} If one micro-batch is meant, pass "
+            "num_microbatches=1.",
+            JaxpipeWarning,
+        )
     check_runtime_features(request, _known_schedules(request, m))
-    batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
+    batching = Batching(check_batch.shared_leaves(batch), request.replicas, m)
     microbatch = with_rows(batch, size // (request.replicas * m))
     model = bind(request.model, request.loss, microbatch, variables, request.submesh.shape, request.options.axis_rules)
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
@@ -130,7 +137,7 @@ def _leaving_examples(
     A number that the caller passed stays. Where few examples are left, it gives a ``FewExamplesWarning``.
     """
     rows = size // (request.replicas * num_microbatches)
-    if rows >= FEW_EXAMPLES:
+    if rows >= FEW_EXAMPLES or not check_batch.has_examples(microbatch):
         return num_microbatches
 
     def trace(rows: int) -> MicrobatchProgram:

@@ -51,6 +51,10 @@ def loss(model, batch):
     return losses.mean(), {"worst": losses.max(), "of each": losses}
 
 
+def loss_alone(model, batch):
+    return loss(model, batch)[0]
+
+
 def pipeline_of(function=loss, batch=None, *, stages=2, replicas=None, m=1, **options):
     arguments = {"optimizer": optax.sgd(0.1), "num_microbatches": m, "profile": "analytic"} | options
     batch = batch_of(0) if batch is None else batch
@@ -96,7 +100,7 @@ def test_one_micro_batch_is_the_whole_batch(variables, runtime):
 
 def test_batches_of_other_sizes(variables):
     """Also of sizes that are equal by chance: what has no examples is not cut."""
-    pipeline = pipeline_of(evaluate=loss, runtime="mpmd")
+    pipeline = pipeline_of(loss_alone, evaluate=loss_alone, runtime="mpmd")
     state = pipeline.init(jax.random.key(0), variables=variables)
     for batch in (batch_of(1, nodes=9, edges=15), batch_of(2, nodes=6, edges=6, graphs=6), batch_of(3, edges=0)):
         (value, _), gradients = plain(variables, batch)
@@ -125,7 +129,7 @@ def test_the_way_out(variables, runtime):
     batch = jax.tree.map(lambda *x: np.stack(x), *batches)
 
     def of_stacked(model, batch):
-        return loss(model, jax.tree.map(lambda x: x[0], batch))[0]
+        return loss_alone(model, jax.tree.map(lambda x: x[0], batch))
 
     pipeline = jaxpipe.partition(
         GraphNet(),
@@ -144,7 +148,7 @@ def test_the_way_out(variables, runtime):
 
 def test_a_batch_of_graphs_for_a_plan_that_cuts(variables):
     batch = {name: np.zeros((8, *x.shape[1:]), x.dtype) for name, x in batch_of(0).items()}
-    pipeline = pipeline_of(lambda model, batch: loss(model, batch)[0], batch, m=4, runtime="mpmd")
+    pipeline = pipeline_of(loss_alone, batch, m=4, runtime="mpmd")
     state = pipeline.init(jax.random.key(0), variables=variables)
     with pytest.raises(jaxpipe.BatchError, match="num_microbatches=4 .*differ in size"):
         pipeline.step(state, batch_of(0))

@@ -18,14 +18,14 @@ from jaxpipe.costs.sharded_profile import divided, groups_of
 from jaxpipe.errors import JaxpipeWarning, PartitionError, warn
 from jaxpipe.graph.allowed_codecs import warn_unused
 from jaxpipe.models import check_batch
-from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics
+from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics, may_compare
 from jaxpipe.models.bound_model import BoundModel, bind
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_results, with_rows
 from jaxpipe.models.traced_update import TracedUpdate, trace_update
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.unroll_layers import trace_unrolled
 from jaxpipe.models.variable_shardings import Shardings, shardings_of
-from jaxpipe.planning.check_request import Request, warn_few_examples
+from jaxpipe.planning.check_request import Request, warn_few_examples, warn_own_negatives
 from jaxpipe.planning.choose_runtime import check_runtime_features
 from jaxpipe.planning.describe_plan import rates_in
 from jaxpipe.runtime.executable_plan import Batching
@@ -132,26 +132,30 @@ def _leaving_examples(
     size: int,
     num_microbatches: int,
 ) -> int:
-    """Return a number of micro-batches that leaves enough examples to each if the model normalizes over them.
+    """Return a number of micro-batches that leaves enough examples to each if they depend on one another.
 
-    A number that the caller passed stays. Where few examples are left, it gives a ``FewExamplesWarning``.
+    A number that the caller passed stays. There is a ``FewExamplesWarning`` where few examples are left to normalize
+    over, and where examples are compared with those of their micro-batch only.
     """
-    rows = size // (request.replicas * num_microbatches)
-    if rows >= FEW_EXAMPLES or not check_batch.has_examples(microbatch):
+    replicas, rows = request.replicas, size // (request.replicas * num_microbatches)
+    is_few = rows < FEW_EXAMPLES
+    if not check_batch.has_examples(microbatch) or not (is_few or may_compare(objective, rows)):
         return num_microbatches
 
     def trace(rows: int) -> MicrobatchProgram:
         return trace_results(model, request.loss, with_rows(microbatch, rows))[0]
 
-    modules = find_statistics(objective, rows, trace).modules
-    if not modules:
-        return num_microbatches
-    counts = [m for m in _counts(size, request.replicas) if m <= num_microbatches]
-    enough = [m for m in counts if size // (request.replicas * m) >= FEW_EXAMPLES]
-    fewer = max(enough, default=counts[0])
-    if request.num_microbatches is None and fewer < num_microbatches:
-        return fewer
-    warn_few_examples(modules, size, request.replicas, num_microbatches, fewer)
+    statistics = find_statistics(objective, rows, trace)
+    if is_few and (statistics.modules or statistics.similarities):
+        counts = [m for m in _counts(size, replicas) if m <= num_microbatches]
+        enough = [m for m in counts if size // (replicas * m) >= FEW_EXAMPLES]
+        fewer = max(enough, default=counts[0])
+        if request.num_microbatches is None and fewer < num_microbatches:
+            return fewer
+        if statistics.modules:
+            warn_few_examples(statistics.modules, size, replicas, num_microbatches, fewer)
+    if statistics.similarities and rows < size:
+        warn_own_negatives(statistics.similarities, size, replicas, num_microbatches)
     return num_microbatches
 
 

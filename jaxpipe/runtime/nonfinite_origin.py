@@ -108,9 +108,10 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
             return NonFiniteOrigin(homes[index], j, names.get(what, "") or _operator(graph, index))
         now = {k: env[t] for k, t in enumerate(objective.new_state)}
         row = [np.asarray(env[t]) for t in objective.results[:2]]
-        totals = [a + b for a, b in zip(totals, row, strict=True)] if totals else row
+        with np.errstate(over="ignore"):
+            totals = [a + b for a, b in zip(totals, row, strict=True)] if totals else row
     loss, weight = totals
-    if not weight or not np.isfinite(loss / weight):
+    if not weight or not np.isfinite(loss):
         what = "the sum of the losses" if weight else f"no weight: {MEANING}"
         return NonFiniteOrigin(homes[_writers(graph)[objective.results[0]]], None, what)
     return None

@@ -488,9 +488,14 @@ def _moved(sharding: Any, device: Device) -> jax.sharding.Sharding:
     return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
+def is_ready(x: Array) -> bool:
+    """Return whether an array has been computed, without waiting for it."""
+    return cast(Any, x).is_ready()
+
+
 def in_default_layout(x: ArrayLike) -> ArrayLike:
     """Return an array whose elements lie in the order of its axes, as compiled programs expect their operands."""
-    if not isinstance(x, jax.Array):
+    if not isinstance(x, jax.Array) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return x
     layout = x.format.layout  # pyright: ignore[reportAttributeAccessIssue]
     order = tuple(range(x.ndim))

@@ -66,7 +66,7 @@ class JaxpipeWarning(UserWarning):
 
 
 class FewExamplesWarning(JaxpipeWarning):
-    """A model that normalizes over the examples of a micro-batch, of which there are few."""
+    """Few examples in a micro-batch for a model that normalizes over them, or for a loss that compares them."""
 
 
 class TrainingModeWarning(JaxpipeWarning):

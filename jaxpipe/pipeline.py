@@ -43,6 +43,7 @@ from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
 from jaxpipe.runtime.select_runtime import runtime_of
 from jaxpipe.runtime.spmd.gather_to_host import off_mesh
 from jaxpipe.runtime.train_state import TrainState, take_over
+from jaxpipe.runtime.zero_weight import WeightWatch
 from jaxpipe.schedules import Schedule, Timeline
 from jaxpipe.sharding.submesh import joined_mesh
 from jaxpipe.text.progress import progress
@@ -76,6 +77,7 @@ class Pipeline:
         self._batch, *self._ahead = batches
         self._forwards: dict[tuple[Hashable, ...], tuple[MicrobatchProgram, ForwardPass]] = {}
         self._lock = threading.Lock()
+        self._weights = WeightWatch()
 
     @property
     def plan(self) -> Plan:
@@ -267,6 +269,15 @@ class Pipeline:
                 take_over(state, new)
             raise
 
+    def _named(self, objective: MicrobatchProgram, loss: Array, leaves: Sequence[Array]) -> dict[str, PyTree]:
+        """The loss beside the user's metrics; metrics that are not a dictionary stand under ``"metrics"``."""
+        if objective.weighted:
+            *leaves, weight = leaves
+            self._weights.look(weight)
+        metrics = jax.tree.unflatten(objective.tree, leaves)
+        by_name = metrics if isinstance(metrics, dict) else {"metrics": metrics}
+        return by_name if objective.metrics_only else {"loss": loss, **by_name}
+
     def _prepare(self, shapes: PyTree) -> None:
         """Compile the training step for a batch, and the first time for all that ``partition`` was given."""
         self._prepare_shapes(shapes)
@@ -301,21 +312,20 @@ class Pipeline:
         if not any(stage.vjp and stage.vjp.plan.sparse for stage in planned.program.stages):
             del counters["overflows"]
         if planned.update.on_nonfinite is not None:
-            self._look_at_nonfinite(state, batch, results.loss, counters)
-        metrics = _metrics(planned.program.objective, results.loss, results.metrics) | counters
+            self._look_at_nonfinite(state, batch, results, counters)
+        metrics = self._named(planned.program.objective, results.loss, results.metrics) | counters
         if self._learning_rate is not None:
             metrics["learning_rate"] = state.shared[self._learning_rate]
         return metrics
 
-    def _look_at_nonfinite(self, state: TrainState, batch: PyTree, loss: Array, counters: dict[str, Array]) -> None:
+    def _look_at_nonfinite(
+        self, state: TrainState, batch: PyTree, results: StepResults, counters: dict[str, Array]
+    ) -> None:
         stages, stopped = counters.pop("nonfinite_stages"), counters.pop("stopped")
         if self._planned.update.on_nonfinite == "skip":
             counters |= {"skipped": state.skipped, "nonfinite_stages": stages}
         elif stopped:
-            norm = float(counters["gradient_norm"])
-            raise nonfinite_origin.error(
-                self._runtime, state, batch, float(loss), norm, np.flatnonzero(stages).tolist()
-            )
+            raise nonfinite_origin.error(self._runtime, state, batch, results, np.flatnonzero(stages).tolist())
 
     @outside_jit
     def find_nonfinite(self, state: TrainState, batch: PyTree) -> NonFiniteOrigin | None:
@@ -350,7 +360,7 @@ class Pipeline:
         planned = self._planned
         pairs = zip(given, (v.aval for v in planned.model.parameters), strict=True)
         gradients = [np.zeros(aval.shape, aval.dtype) if g is None else g for g, aval in pairs]
-        named_metrics = _metrics(planned.program.objective, loss, metrics)
+        named_metrics = self._named(planned.program.objective, loss, metrics)
         return (loss, named_metrics), planned.model.parameter_tree(gradients)
 
     @outside_jit
@@ -365,7 +375,7 @@ class Pipeline:
           PartitionError: if partition was given no ``evaluate``.
         """
         objective, run = self._forward("evaluate", state, batch)
-        return _metrics(objective, *self._run(run, state, batch))
+        return self._named(objective, *self._run(run, state, batch))
 
     @outside_jit
     def predict(self, state: TrainState, batch: PyTree) -> PyTree:
@@ -533,9 +543,9 @@ class Pipeline:
         planned.model.check_batch_size(size)
         counts = [m for m in range(1, planned.batching.num_microbatches + 1) if size % (replicas * m) == 0]
         if not counts:
-            check_batch.check_microbatches(size, replicas, 1, f"batch for {name}")
+            check_batch.check_microbatches(shapes, replicas, 1, f"batch for {name}")
         m = counts[-1]
-        batching = Batching(tuple(not x.shape for x in jax.tree.leaves(shapes)), replicas, m)
+        batching = Batching(check_batch.shared_leaves(shapes), replicas, m)
         rows = size // (replicas * m)
         microbatch = with_rows(shapes, rows)
         trace = trace_loss if name == "evaluate" else trace_prediction
@@ -544,10 +554,3 @@ class Pipeline:
             retrace = functools.partial(trace, planned.model, function, name=name)
             warn_if_training(objective, planned.model, name, rows, lambda n: retrace(with_rows(microbatch, n)))
         return objective, batching
-
-
-def _metrics(objective: MicrobatchProgram, loss: Array, leaves: Sequence[Array]) -> dict[str, PyTree]:
-    """The loss beside the user's metrics; metrics that are not a dictionary stand under ``"metrics"``."""
-    metrics = jax.tree.unflatten(objective.tree, leaves)
-    by_name = metrics if isinstance(metrics, dict) else {"metrics": metrics}
-    return by_name if objective.metrics_only else {"loss": loss, **by_name}

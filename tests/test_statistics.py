@@ -1,5 +1,7 @@
 """Statistics over the examples of a micro-batch: found in any program, and warned of where examples are few."""
 
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,10 @@ from flax import nnx
 
 import jaxpipe
 from jaxpipe import FewExamplesWarning, TrainingModeWarning
-from jaxpipe.models.batch_statistics import find_statistics
+from jaxpipe.models.batch_statistics import Statistics, find_statistics
 from jaxpipe.models.bind import bind
 from jaxpipe.models.microbatch_program import trace_results, with_rows
+from tests.support.compare import relative_l2
 
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -93,14 +96,14 @@ def by_class(model, x):
     return y.mean(), {"mean": y.mean(0), "spread": y.std(0)}
 
 
-def modules_of(model, loss, rows):
+def statistics_of(model, loss, rows):
     microbatch = jax.ShapeDtypeStruct((rows, 4), jnp.float32)
     bound = bind(model, loss, microbatch)
 
     def trace(rows):
         return trace_results(bound, loss, with_rows(microbatch, rows))[0]
 
-    return find_statistics(trace(rows), rows, trace).modules
+    return find_statistics(trace(rows), rows, trace)
 
 
 @pytest.mark.core
@@ -114,13 +117,12 @@ def modules_of(model, loss, rows):
         (Scanned(), mean, "BatchNorm_0"),
         (Remat(), mean, "BatchNorm_0"),
         (nn.Sequential([nn.BatchNorm(False), nn.Dense(2)]), mean, "layers_0"),
-        (Net(nn.LayerNorm), contrastive, ""),
         (jax.tree_util.Partial(centered, jnp.ones((4, 2))), mean, ""),
     ],
-    ids=["linen", "metrics-by-class", "nnx", "scan", "remat", "of-the-input", "contrastive", "vmap"],
+    ids=["linen", "metrics-by-class", "nnx", "scan", "remat", "of-the-input", "vmap"],
 )
 def test_normalization_over_examples_is_found(model, loss, expected, rows):
-    (path, *others) = modules_of(model, loss, rows)
+    (path, *others) = statistics_of(model, loss, rows).modules
     assert path.endswith(expected) and not others
 
 
@@ -140,7 +142,95 @@ def test_normalization_over_examples_is_found(model, loss, expected, rows):
     ids=["layer-norm", "group-norm", "instance-norm", "masked-mean", "metrics", "running-average", "weight-norm"],
 )
 def test_other_sums_are_no_normalization_over_examples(model, loss, rows):
-    assert modules_of(model, loss, rows) == ()
+    assert statistics_of(model, loss, rows) == Statistics()
+
+
+class Attention(nn.Module):
+    """Products of tokens with one another and with a table of embeddings, within an example."""
+
+    @nn.compact
+    def __call__(self, x):
+        table = nn.Embed(6, 8)
+        y = table(jnp.argsort(x, -1))
+        return table.attend(nn.MultiHeadDotProductAttention(2)(y))
+
+
+class Experts(nn.Module):
+    """Tokens in the order of their experts, of which each takes half: the places of tokens grow with their number."""
+
+    @nn.compact
+    def __call__(self, x):
+        gate = nn.softmax(nn.Dense(2)(x))
+        chosen = jax.nn.one_hot(gate.argmax(-1), 2)
+        number = (chosen.cumsum(0) * chosen).sum(-1).astype(int) - 1
+        place = jax.nn.one_hot(number, max(1, len(x) // 2))
+        sent = jnp.einsum("te,tc,td->ecd", chosen, place, x)
+        y = jnp.einsum("ecd,edf->ecf", sent, self.param("kernel", nn.initializers.ones, (2, 4, 4)))
+        return jnp.einsum("te,tc,ecf->tf", chosen * gate, place, y)
+
+
+def sigmoid(model, x):
+    """Without a statistic: each pair counts by itself."""
+    z = model(x)
+    return -jnp.mean(jax.nn.log_sigmoid((2 * jnp.eye(len(z)) - 1) * (z @ z.T)))
+
+
+def two_views(model, x):
+    z = jnp.concatenate([model(x), model(x + 0.1)])
+    return jax.nn.logsumexp(jnp.einsum("id,jd->ij", z, z), 1).mean()
+
+
+def covariance(model, x):
+    z = model(x)
+    return jnp.square(z.T @ z / len(z)).mean()
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+@pytest.mark.parametrize("loss", [contrastive, sigmoid, two_views])
+def test_comparisons_of_examples_are_found(loss, rows):
+    statistics = statistics_of(Net(nn.LayerNorm), loss, rows)
+    assert statistics.similarities and not statistics.modules
+    with pytest.warns(FewExamplesWarning, match=rf"other {rows - 1} of its micro-batch, not the other {2 * rows - 1}"):
+        partition(Net(nn.LayerNorm), rows=2 * rows, num_microbatches=2, loss=loss)
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+@pytest.mark.parametrize(
+    ("model", "loss"), [(Attention(), mean), (Experts(), mean), (Net(nn.LayerNorm), covariance)], ids=type
+)
+def test_other_products_compare_no_examples(model, loss, rows):
+    assert statistics_of(model, loss, rows).similarities == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FewExamplesWarning)
+        partition(model, rows=8, num_microbatches=2, loss=loss)
+
+
+def test_all_negatives_are_those_of_one_micro_batch():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FewExamplesWarning)
+        partition(Net(nn.LayerNorm), rows=8, num_microbatches=1, loss=contrastive)
+
+
+def test_two_passes_have_all_negatives_of_the_batch():
+    """As the warning and the guide on training say."""
+    model, x = Net(nn.LayerNorm), jax.random.normal(jax.random.key(1), (8, 4))
+    variables = model.init(jax.random.key(2), x)
+
+    def loss(model, batch):  # the derivative of the whole loss, by the derivatives with respect to the embeddings
+        return jnp.vdot(model(batch["x"]), batch["cotangent"]), len(batch["x"]) / len(x), {}
+
+    batch = {"x": x, "cotangent": jnp.zeros((8, 2))}
+    mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
+    options = {"optimizer": optax.sgd(0.1), "num_microbatches": 4, "profile": "analytic"}
+    pipeline = jaxpipe.partition(model, mesh, batch, loss=loss, predict=lambda m, batch: m(batch["x"]), **options)
+    state = pipeline.init(jax.random.key(0), variables=variables)
+
+    embeddings = jax.device_get(pipeline.predict(state, batch))
+    cotangent = jax.grad(lambda z: contrastive(lambda _: z, x))(embeddings)
+    _, gradients = pipeline.value_and_grad(state, {"x": x, "cotangent": cotangent})
+
+    expected = jax.grad(lambda v: contrastive(lambda x: model.apply(v, x), x))(variables)
+    assert relative_l2(gradients, expected) < 1e-5  # sums over micro-batches are rounded in another order
 
 
 def partition(model=None, *, rows, stages=2, replicas=None, **options):

@@ -25,6 +25,7 @@ from jax import lax
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, DType
 from jaxpipe.gradients.blocks import Blocks, reduced_itemsize
+from jaxpipe.gradients.squared_norm import squared_norm, squares_of
 
 
 T = TypeVar("T")
@@ -153,7 +154,7 @@ def exchange(
         residuals = [_unsent(b, x, numbers) for b, x, numbers in zip(plans[s], gradients, sent, strict=True)]
         sums = wire.unpack(s, whole, picks, arrived)
         averages = [(x / replicas).astype(b.dtype) for b, x in zip(plans[s], sums, strict=True)]
-        return write(s, Averaged(averages, residuals, _squares(gradients), _squares(residuals)))
+        return write(s, Averaged(averages, residuals, squared_norm(gradients), squared_norm(residuals)))
 
     return by_stage(finish)
 
@@ -226,8 +227,7 @@ class _Wire:
 
 def _scores(b: Blocks, x: Array, norm: str) -> Array:
     """``float32[layers, count]``: the L1 norm of each block, or the square of its L2 norm."""
-    x = x.astype(jnp.float32)
-    sums = jnp.sum(jnp.abs(x) if norm == "l1" else jnp.square(x), axis=b.inside)
+    sums = jnp.sum(jnp.abs(x).astype(jnp.float32) if norm == "l1" else squares_of(x), axis=b.inside)
     remaining = sorted(b.numbered)
     return jnp.transpose(sums, [remaining.index(a) for a in b.numbered]).reshape(b.layers, b.count)
 
@@ -276,10 +276,6 @@ def _unsent(b: Blocks, x: Array, numbers: Array) -> Array:
     layer = jnp.arange(b.layers)[:, None]
     chosen = jnp.zeros((b.layers, b.count), bool).at[layer, numbers.reshape(b.layers, b.k)].set(True)
     return jnp.where(b.spread(chosen), lost, x)
-
-
-def _squares(arrays: Sequence[Array]) -> Array:
-    return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays), start=jnp.float32(0))
 
 
 def _pad(parts: Sequence[Array], length: int, dtype: jax.typing.DTypeLike) -> Array:

@@ -79,18 +79,17 @@ _callers_mesh: contextvars.ContextVar[AbstractMesh | None] = contextvars.Context
 def outside_mesh() -> Iterator[None]:
     """Leave the mesh that the caller has put in context (``jax.set_mesh``); ``with_axes`` remembers it.
 
-    A pipeline says itself on which devices each of its programs runs. Also a decorator.
+    A pipeline says itself on which devices each of its programs runs, and it is compiled: ``jax_disable_jit`` is left,
+    too. Also a decorator.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    with contextlib.ExitStack() as stack:
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            stack.enter_context(jax.disable_jit(False))
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.empty:
+            stack.callback(_callers_mesh.reset, _callers_mesh.set(mesh))
+            stack.enter_context(jax.set_mesh(None))  # type: ignore[arg-type]
         yield
-        return
-    token = _callers_mesh.set(mesh)
-    try:
-        with jax.set_mesh(None):  # type: ignore[arg-type]
-            yield
-    finally:
-        _callers_mesh.reset(token)
 
 
 def with_axes(function: Callable[[], T], shape: Mapping[str, int] | None = None) -> T:

@@ -1,7 +1,8 @@
-"""Statistics over the examples of a micro-batch (BatchNorm's, contrastive losses'), found in the traced program.
+"""Examples of a micro-batch that depend on one another, found in the traced program.
 
     examples ──sum over examples──▶ statistic ──▶ values of single examples     (normalization)
                                               └──▶ a state variable             (running statistics)
+    examples ──product of each with each──▶ similarities                        (contrastive losses)
 
 A loss sums over the examples too, but nothing of single examples comes after that sum. The axes of examples are those
 that grow with the micro-batch: the program is traced for two sizes, if the sums over first axes in it leave it open.
@@ -9,6 +10,7 @@ that grow with the micro-batch: the program is traced for two sizes, if the sums
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AnyJaxpr, TensorNumber
@@ -34,10 +36,17 @@ Axes = Callable[[TensorNumber], frozenset[int]]
 
 @dataclass(frozen=True)
 class Statistics:
-    """Module paths where statistics enter values of single examples; positions of state variables they enter."""
+    """Statistics over examples, and products of examples with one another.
 
-    modules: tuple[str, ...]
-    state: tuple[int, ...]
+    Attributes:
+      modules: paths where statistics, but those of similarities, enter values of single examples.
+      state: positions of the state variables that statistics enter.
+      similarities: paths of the modules that multiply each example with each.
+    """
+
+    modules: tuple[str, ...] = ()
+    state: tuple[int, ...] = ()
+    similarities: tuple[str, ...] = ()
 
 
 @dataclass
@@ -50,19 +59,20 @@ class _Search:
       guess: whether these are guessed: what is made of a statistic is then one, whatever its axes.
       trained, all: module paths where statistics enter values of single examples, in order: statistics that depend on
         parameters, and all.
+      similarities: module paths of products of each example with each.
     """
 
     axes_of: Callable[[Graph, Graph], Axes | None]
     guess: bool = False
     trained: dict[str, None] = field(default_factory=dict)
     all: dict[str, None] = field(default_factory=dict)
+    similarities: dict[str, None] = field(default_factory=dict)
 
 
 def find_statistics(objective: MicrobatchProgram, rows: int, trace: Callable[[int], MicrobatchProgram]) -> Statistics:
     """Return the statistics over examples in a program; ``trace`` gives the same for another number of examples."""
-    nothing = Statistics((), ())
-    guess = _Search(lambda graph, _: _likely_axes(graph, rows), guess=True)
-    if _find(objective, objective, guess) == nothing:
+    nothing = Statistics()
+    if _guessed(objective, rows) == nothing:
         return nothing
     try:
         # Not of this size: an axis of length 1 is broadcast otherwise than a longer one.
@@ -72,25 +82,41 @@ def find_statistics(objective: MicrobatchProgram, rows: int, trace: Callable[[in
     return _find(*pair, _Search(_grown_axes))
 
 
+def may_compare(objective: MicrobatchProgram, rows: int) -> bool:
+    """Return whether a program may multiply each example with each: ``find_statistics`` is worth its two traces."""
+    return bool(_guessed(objective, rows).similarities)
+
+
+def _guessed(objective: MicrobatchProgram, rows: int) -> Statistics:
+    return _find(objective, objective, _Search(lambda graph, _: _likely_axes(graph, rows), guess=True))
+
+
 def _find(objective: MicrobatchProgram, larger: MicrobatchProgram, search: _Search) -> Statistics:
     # Metrics may be any statistics of a batch.
     graph, other = (
         replace(x.graph, operators=live(x.graph.operators, (*x.results[:1], *x.new_state))) for x in (objective, larger)
     )
-    _, statistic = _walk(graph, other, (set(objective.parameters), set()), search)
+    marks = _walk(graph, other, _Marks(set(objective.parameters), set(), set(objective.batch), set()), search)
     states = enumerate(zip(objective.state, objective.new_state, strict=True))
-    state = tuple(k for k, (old, new) in states if new != old and new in statistic)
+    state = tuple(k for k, (old, new) in states if new != old and new in marks.statistic)
     # A mask's sum weighs examples too; it depends on no parameter, and is kept nowhere.
-    return Statistics(tuple(search.all if state else search.trained), state)
+    return Statistics(tuple(search.all if state else search.trained), state, tuple(search.similarities))
 
 
-#: Tensors that depend on parameters, and those that are statistics over examples or made of them.
-_Marks = tuple[set[TensorNumber], set[TensorNumber]]
+class _Marks(NamedTuple):
+    """Tensors that depend on parameters, that are statistics over examples, that depend on the batch; similarities.
+
+    What is made of one of these is one as well.
+    """
+
+    trained: set[TensorNumber]
+    statistic: set[TensorNumber]
+    given: set[TensorNumber]
+    similar: set[TensorNumber]
 
 
 def _walk(graph: Graph, other: Graph, marks: _Marks, search: _Search) -> _Marks:
     """The marks of all tensors of a program, from those of its inputs; ``other`` is the same for more examples."""
-    trained, statistic = marks
     axes = search.axes_of(graph, other)
     if axes is None:
         return marks
@@ -100,16 +126,20 @@ def _walk(graph: Graph, other: Graph, marks: _Marks, search: _Search) -> _Marks:
             for inner, larger in zip(programs, _programs(twin), strict=True):
                 _run(op, inner, larger, marks, search)
             continue
-        depends = not trained.isdisjoint(op.inputs)
-        trained.update(op.outputs if depends else ())
-        if statistic.isdisjoint(op.inputs) and not _sums(op, axes):
+        depends = not marks.trained.isdisjoint(op.inputs)
+        for mark in (marks.trained, marks.given, marks.similar):
+            mark.update(op.outputs if not mark.isdisjoint(op.inputs) else ())
+        if depends and marks.given.issuperset(op.inputs) and _compares(op, axes):
+            marks.similar.update(op.outputs)
+            search.similarities[op.path] = None
+        if marks.statistic.isdisjoint(op.inputs) and not _sums(op, axes):
             continue
         for t in op.outputs:
             if search.guess or not axes(t):
-                statistic.add(t)
+                marks.statistic.add(t)
             if axes(t):
                 search.all[op.path] = None
-                search.trained.update({op.path: None} if depends else {})
+                search.trained.update({op.path: None} if depends and t not in marks.similar else {})
     return marks
 
 
@@ -119,12 +149,12 @@ def _run(op: Operator, program: AnyJaxpr, twin: AnyJaxpr, marks: _Marks, search:
     inputs = iter(op.inputs)
     operands = [None if _compat.is_literal(atom) else next(inputs) for atom in op.equation.invars]
     given = list(zip(inner.inputs, operands[len(operands) - len(inner.inputs) :], strict=True))
-    start: _Marks = {i for i, t in given if t in marks[0]}, {i for i, t in given if t in marks[1]}
+    start = _Marks(*({i for i, t in given if t in mark} for mark in marks))
     carried = _carried(op, inner)
     known, end = -1, start
-    while known != len(start[0]) + len(start[1]):
-        known = len(start[0]) + len(start[1])
-        end = _walk(inner, larger, (set(start[0]), set(start[1])), search)
+    while known != sum(map(len, start)):
+        known = sum(map(len, start))
+        end = _walk(inner, larger, _Marks(*map(set, start)), search)
         for before, after in zip(start, end, strict=True):
             before.update(i for i, o in carried if o in after)
     for outer, after in zip(marks, end, strict=True):
@@ -158,6 +188,14 @@ def _sums(op: Operator, axes: Axes) -> bool:
         sides = zip(op.inputs, contracted, strict=True)
         return all(not axes(t).isdisjoint(dims) for t, dims in sides)
     return False
+
+
+def _compares(op: Operator, axes: Axes) -> bool:
+    """Return whether an operator multiplies each example of one operand with each of the other."""
+    if op.name != "dot_general" or len(op.inputs) != 2:
+        return False
+    pairs = zip(op.inputs, *op.params["dimension_numbers"], strict=True)
+    return all(axes(t) - {*contracted, *batch} for t, contracted, batch in pairs)
 
 
 def _likely_axes(graph: Graph, rows: int) -> Axes:

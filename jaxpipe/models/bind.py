@@ -18,9 +18,9 @@ from jaxpipe.models.bind_linen import bind_linen
 from jaxpipe.models.bind_nnx import bind_nnx, check_factory, nnx_factory
 from jaxpipe.models.bound_model import BoundModel, Flat, Model, UserFunction, Variable, with_values
 from jaxpipe.models.call_function import call_function
-from jaxpipe.models.check_batch import shape_of
+from jaxpipe.models.check_batch import batch_size, shape_of
 from jaxpipe.models.example_state import Axes, example_axes
-from jaxpipe.models.microbatch_program import microbatch_rows, with_rows
+from jaxpipe.models.microbatch_program import with_rows
 from jaxpipe.models.variable_trees import by_path, common_level, key_name, select
 from jaxpipe.options import AxisRules
 from jaxpipe.text.value_text import shown
@@ -113,7 +113,7 @@ def _example_axes(bound: BoundModel, function: UserFunction, microbatch: PyTree,
         return with_axes(lambda: jax.eval_shape(run, parameters, state, jax.random.key(0), with_rows(microbatch, rows)))
 
     names, avals = [v.name for v in bound.state], [v.aval for v in bound.state]
-    return example_axes(names, avals, microbatch_rows(microbatch), microbatch_rows(batch), call)
+    return example_axes(names, avals, batch_size(microbatch), batch_size(batch), call)
 
 
 def _naming(axis_rules: AxisRules) -> contextlib.AbstractContextManager[None]:

@@ -12,11 +12,10 @@ from jaxpipe.errors import ModelError
 from jaxpipe.graph.sharding_annotations import with_axes
 from jaxpipe.models.bound_model import BoundModel, Flat, UserFunction, check_new_state, named
 from jaxpipe.models.call_function import call_function
-from jaxpipe.models.check_batch import shape_of
+from jaxpipe.models.check_batch import batch_size, shape_of
 from jaxpipe.models.example_state import Axes, changed_axes
 from jaxpipe.models.linen_facade import TRAINED, Calls, LinenModel, handed_on, without_sown
 from jaxpipe.models.linen_variables import make_variables
-from jaxpipe.models.microbatch_program import microbatch_rows
 from jaxpipe.models.new_variables import check_unread
 from jaxpipe.models.variable_trees import by_path, merged, plain_tree, select
 
@@ -34,7 +33,7 @@ def bind_linen(
     if variables is None:
         variables, calls = _found(module, function, microbatch)
         state = _state_of(variables)
-        rows, size = microbatch_rows(microbatch), microbatch_rows(batch)
+        rows, size = batch_size(microbatch), batch_size(batch)
         if rows != size and any(rows in x.shape for x in jax.tree.leaves(state)):
             larger, _ = _found(module, function, batch)
             examples = changed_axes(jax.tree.leaves(state), jax.tree.leaves(_state_of(larger)), (rows, size))

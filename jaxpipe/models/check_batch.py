@@ -36,29 +36,55 @@ def listed_batches(batch: PyTree) -> list[PyTree]:
 def batch_size(batch: PyTree) -> int:
     """The number of examples: the first axis of every array that has one.
 
+    Where these differ, as those of the nodes and the edges of a graph do, the batch is one example.
+
     Raises:
-      BatchError: if arrays disagree, or there is no example.
+      BatchError: if there is no example.
     """
-    sizes = {
-        jax.tree_util.keystr(path): x.shape[0] for path, x in jax.tree_util.tree_flatten_with_path(batch)[0] if x.shape
-    }
+    sizes = _first_axes(batch)
     if not sizes:
         raise BatchError("In the batch no array has an axis; a batch is a tree of arrays [examples, ...].")
-    if 0 in sizes.values():
-        names = ", ".join(f"batch{name}" for name, n in sizes.items() if not n)
-        raise BatchError(f"The first axis of {names} is 0: the batch has no example. Pass one at least.")
-    if len(set(sizes.values())) != 1:
-        listed = ", ".join(f"batch{name}: {n}" for name, n in sizes.items())
-        raise BatchError(
-            f"The first axis of every array of a batch is its examples, but they differ in size ({listed})."
-        )
-    return next(iter(sizes.values()))
+    if not any(sizes.values()):
+        raise BatchError(f"The first axis of {', '.join(sizes)} is 0: the batch has no example. Pass one at least.")
+    return next(iter(sizes.values())) if has_examples(batch) else 1
 
 
-def check_microbatches(size: int, replicas: int, num_microbatches: int, what: str = "batch") -> None:
+def has_examples(batch: PyTree) -> bool:
+    """Return whether the arrays of a batch share their first axis, its examples, so that they can be cut along it."""
+    return len(set(_first_axes(batch).values())) == 1
+
+
+def shared_leaves(batch: PyTree) -> tuple[bool, ...]:
+    """By array of a batch, whether every micro-batch gets it whole: it has no axis of examples."""
+    return tuple(not (x.shape and has_examples(batch)) for x in jax.tree.leaves(batch))
+
+
+def ragged_text(batch: PyTree) -> str:
+    """The first axes of the arrays of a batch without an axis of examples, and how to cut it all the same."""
+    listed = ", ".join(f"{name}: {n}" for name, n in _first_axes(batch).items())
+    return (
+        f"The first axes of the arrays of the batch differ in size ({listed}), so it has no axis of examples along which "
+        "it could be cut: it is one micro-batch on one replica. For more of them, pad smaller batches (graphs, sets of "
+        "graphs) to equal sizes and stack them, as with jax.tree.map(lambda *x: np.stack(x), *batches), one for each "
+        "micro-batch, and let the loss take the only one of its micro-batch: jax.tree.map(lambda x: x[0], batch)."
+    )
+
+
+def _first_axes(batch: PyTree) -> dict[str, int]:
+    paths = jax.tree_util.tree_flatten_with_path(batch)[0]
+    return {f"batch{jax.tree_util.keystr(path)}": x.shape[0] for path, x in paths if x.shape}
+
+
+def check_microbatches(batch: PyTree, replicas: int, num_microbatches: int, what: str = "batch") -> None:
     """Raise ``BatchError`` unless a batch can be cut into equal micro-batches."""
     if num_microbatches < 1:
         raise BatchError(f"num_microbatches={num_microbatches}; it must be at least 1.")
+    size = batch_size(batch)
+    if replicas * num_microbatches > 1 and not has_examples(batch):
+        raise BatchError(
+            f"num_microbatches={num_microbatches} on each of {replicas} replica(s) for a {what} that cannot be cut. "
+            f"{ragged_text(batch)}"
+        )
     if size % (replicas * num_microbatches):
         fits = [m for m in range(1, size + 1) if size % (replicas * m) == 0]
         near = sorted(sorted(fits, key=lambda m: abs(m - num_microbatches))[:2])

@@ -65,7 +65,8 @@ def flatten_metrics(metrics: PyTree, name: str, weighted: bool) -> tuple[list[Me
         metric = Metric(jax.tree_util.keystr(path), summed, jnp.asarray(value))
         if not summed and not weighted and not _is_inexact(metric.value):
             raise PartitionError(_integers(metric, name))
-        arrays.append(Metric(metric.name, summed, _widened(metric)))
+        inexact = metric.value if summed or _is_inexact(metric.value) else metric.value.astype(jnp.float32)
+        arrays.append(Metric(metric.name, summed, addable(inexact)))
     return arrays, tree
 
 
@@ -92,11 +93,8 @@ def _is_inexact(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _widened(metric: Metric) -> Array:
-    """The value in a type in which it may be added up."""
-    x = metric.value
-    if not metric.summed:
-        return x if _is_inexact(x) else x.astype(jnp.float32)
+def addable(x: Array) -> Array:
+    """Return a value in a type in which it may be added up: its own, but of 32 bits at least."""
     if x.dtype.itemsize >= 4:
         return x
     return x.astype(jnp.float32 if _is_inexact(x) else jnp.int32)

@@ -19,7 +19,8 @@ from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.graph.stacked_scans import with_layer_paths
 from jaxpipe.models.bound_model import BoundModel, UserFunction
 from jaxpipe.models.check_arguments import check_predicted, check_returned
-from jaxpipe.models.combine_metrics import check_reduced, flatten_metrics
+from jaxpipe.models.check_batch import batch_size, has_examples
+from jaxpipe.models.combine_metrics import Metric, addable, check_reduced, flatten_metrics
 from jaxpipe.models.example_state import Axes, rows_of, with_rows_of
 
 
@@ -34,7 +35,8 @@ class MicrobatchProgram:
       parameters, state, key, batch: tensor numbers of the inputs.
       index: the number of the micro-batch among those of all replicas, where state has a row for each example.
       examples: by state variable, the axis of examples, or None.
-      results: tensor numbers: loss, weight, then metrics; or the leaves of a prediction.
+      results: tensor numbers: loss, weight, then metrics, and, if it is ``weighted``, the weight again, whose sum is
+        reported as that of a metric; or the leaves of a prediction.
       new_state: tensor numbers, one for each state variable.
       frozen: the parameters whose gradient nobody needs.
       overwritten: the parameters whose new value is their gradient.
@@ -90,7 +92,7 @@ def trace_loss(model: BoundModel, function: UserFunction, batch: PyTree, name: s
     """
     objective, metrics = trace_results(model, function, batch, name)
     if any(shape for _, shape in metrics):
-        rows = microbatch_rows(batch)
+        rows = batch_size(batch)
         try:
             _, larger = trace_results(model, function, with_rows(batch, 2 * rows), name)
             others = [shape for _, shape in larger]
@@ -115,9 +117,11 @@ def trace_results(
         weighted = isinstance(returned, tuple) and len(returned) == 3
         loss, weight, rest = _parts((0.0, returned) if alone else returned, name)
         metrics, tree = flatten_metrics(rest, name, weighted)
-        seen.update(tree=tree, metrics_only=alone, weighted=weighted, summed=tuple(x.summed for x in metrics))
         shapes[:] = [(x.name, x.value.shape) for x in metrics]
-        return [jnp.asarray(loss), jnp.asarray(weight, jnp.float32), *(x.value for x in metrics)]
+        weight = addable(jnp.asarray(weight)) if weighted else jnp.asarray(weight, jnp.float32)
+        metrics += [Metric("weight", True, weight)] if weighted else []
+        seen.update(tree=tree, metrics_only=alone, weighted=weighted, summed=tuple(x.summed for x in metrics))
+        return [addable(jnp.asarray(loss)), weight, *(x.value for x in metrics)]
 
     objective = _trace(model, function, batch, results, name)
     return replace(objective, **seen), shapes
@@ -126,16 +130,19 @@ def trace_results(
 def trace_prediction(
     model: BoundModel, function: UserFunction, batch: PyTree, name: str = "predict"
 ) -> MicrobatchProgram:
-    """Trace ``function(model, batch)``, which returns a tree of arrays with one row for each example."""
+    """Trace ``function(model, batch)``, which returns a tree of arrays with one row for each example.
+
+    Of a batch that has no axis of examples, arrays may have any first axis.
+    """
     tree: PyTreeDef | None = None
-    rows = microbatch_rows(batch)
+    rows = batch_size(batch)
 
     def results(returned: PyTree) -> list[Array]:
         nonlocal tree
         check_predicted(returned, name)
         leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, returned))
         for x in leaves:
-            if x.ndim == 0 or x.shape[0] != rows:
+            if x.ndim == 0 or (x.shape[0] != rows and has_examples(batch)):
                 raise PartitionError(
                     f"{name} returned an array of shape {x.shape} for {rows} examples; the first axis of everything it "
                     "returns must be the examples."
@@ -146,13 +153,10 @@ def trace_prediction(
 
 
 def with_rows(batch: PyTree, rows: int) -> PyTree:
-    """The shapes of a batch with another number of examples, those of a micro-batch for example."""
+    """The shapes of a batch with another number of examples, those of a micro-batch for example, if it has examples."""
+    if not has_examples(batch):
+        return batch
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x, batch)
-
-
-def microbatch_rows(batch: PyTree) -> int:
-    """The number of examples of a micro-batch."""
-    return next((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), 1)
 
 
 def _check_trained(objective: MicrobatchProgram, model: BoundModel) -> None:
@@ -192,7 +196,7 @@ def _trace(
     original = model.original
     parameters = [v.aval for v in original.parameters]
     state = [v.aval for v in original.state]
-    rows, axes = microbatch_rows(batch), original.examples
+    rows, axes = batch_size(batch), original.examples
     indexed = any(axis is not None for axis in axes)
     counts = [len(parameters), len(state), 1, int(indexed), len(batch_leaves)]
     number = 0

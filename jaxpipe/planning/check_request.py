@@ -250,11 +250,29 @@ def warn_few_examples(modules: Sequence[str], size: int, replicas: int, num_micr
     """Warn that a model normalizes over the few examples of a micro-batch; ``fewer`` micro-batches may have more."""
     unit = replicas * num_microbatches
     more = f"num_microbatches={fewer}, of {size // (replicas * fewer)} each, or " if fewer < num_microbatches else ""
-    listed = ", ".join(path or "the loss" for path in modules[:3]) + (" and others" if len(modules) > 3 else "")
     warn(
-        f"{listed} normalize(s) over the examples of a micro-batch, and a batch of {size} in "
+        f"{_listed(modules)} normalize(s) over the examples of a micro-batch, and a batch of {size} in "
         f"num_microbatches={num_microbatches} on each of {replicas} replica(s) leaves {size // unit} to each. "
         f"Statistics of fewer than {FEW_EXAMPLES} examples are mostly noise (of one example, a dense layer's output "
         f"becomes the same whatever it was). Use {more}a batch of at least {FEW_EXAMPLES * unit} examples.",
         FewExamplesWarning,
     )
+
+
+def warn_own_negatives(modules: Sequence[str], size: int, replicas: int, num_microbatches: int) -> None:
+    """Warn that the examples of a contrastive loss are compared with those of their own micro-batch only."""
+    rows = size // (replicas * num_microbatches)
+    single = "num_microbatches=1" + (" on one replica" if replicas > 1 else "")
+    warn(
+        f"{_listed(modules)} compare(s) examples with one another by products, as contrastive losses do, and a batch of "
+        f"{size} is cut into num_microbatches={num_microbatches} on each of {replicas} replica(s). The negatives of an "
+        f"example are the other {rows - 1} of its micro-batch, not the other {size - 1} of the batch, and loss and "
+        f"gradient are means over micro-batches. Use {single} for all negatives of the batch, fewer micro-batches or a "
+        "larger batch for more of them, or two passes, of which the first gives the gradient of all embeddings "
+        "(GradCache; the guide on training has an example).",
+        FewExamplesWarning,
+    )
+
+
+def _listed(modules: Sequence[str]) -> str:
+    return ", ".join(path or "the loss" for path in modules[:3]) + (" and others" if len(modules) > 3 else "")

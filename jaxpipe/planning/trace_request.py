@@ -15,17 +15,17 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_cache import program_text
 from jaxpipe.costs.profile_model import frozen_names, profile_objective, without_frozen_work
 from jaxpipe.costs.sharded_profile import divided, groups_of
-from jaxpipe.errors import PartitionError
+from jaxpipe.errors import JaxpipeWarning, PartitionError, warn
 from jaxpipe.graph.allowed_codecs import warn_unused
 from jaxpipe.models import check_batch
-from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics
+from jaxpipe.models.batch_statistics import FEW_EXAMPLES, find_statistics, may_compare
 from jaxpipe.models.bind import bind
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_results, with_rows
 from jaxpipe.models.traced_update import TracedUpdate
 from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.variable_shardings import Shardings, shardings_of
-from jaxpipe.planning.check_request import Request, warn_few_examples
+from jaxpipe.planning.check_request import Request, warn_few_examples, warn_own_negatives
 from jaxpipe.planning.check_runtime import check_model_features, check_runtime_features
 from jaxpipe.planning.cut_scans import trace_layers
 from jaxpipe.planning.describe_plan import rates_in
@@ -67,9 +67,16 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
     size = check_batch.batch_size(batch)
     m = _default_microbatches(size, request) if request.num_microbatches is None else request.num_microbatches
-    check_batch.check_microbatches(size, request.replicas, m)
+    check_batch.check_microbatches(batch, request.replicas, m)
+    if request.num_microbatches is None and not check_batch.has_examples(batch):
+        idle = ", so that only one of the stages works at a time" if request.num_stages > 1 else ""
+        warn(
+            f"num_microbatches=1 was chosen{idle}. {check_batch.ragged_text(batch)} If one micro-batch is meant, pass "
+            "num_microbatches=1.",
+            JaxpipeWarning,
+        )
     check_runtime_features(request, _known_schedules(request, m))
-    batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
+    batching = Batching(check_batch.shared_leaves(batch), request.replicas, m)
     microbatch = with_rows(batch, size // (request.replicas * m))
     submesh, rules = request.submesh.shape, request.options.axis_rules
     model = bind(request.model, request.loss, microbatch, variables, submesh, rules, batch)
@@ -143,26 +150,30 @@ def _leaving_examples(
     size: int,
     num_microbatches: int,
 ) -> int:
-    """Return a number of micro-batches that leaves enough examples to each if the model normalizes over them.
+    """Return a number of micro-batches that leaves enough examples to each if they depend on one another.
 
-    A number that the caller passed stays. Where few examples are left, it gives a ``FewExamplesWarning``.
+    A number that the caller passed stays. There is a ``FewExamplesWarning`` where few examples are left to normalize
+    over, and where examples are compared with those of their micro-batch only.
     """
-    rows = size // (request.replicas * num_microbatches)
-    if rows >= FEW_EXAMPLES:
+    replicas, rows = request.replicas, size // (request.replicas * num_microbatches)
+    is_few = rows < FEW_EXAMPLES
+    if not check_batch.has_examples(microbatch) or not (is_few or may_compare(objective, rows)):
         return num_microbatches
 
     def trace(rows: int) -> MicrobatchProgram:
         return trace_results(model, request.loss, with_rows(microbatch, rows))[0]
 
-    modules = find_statistics(objective, rows, trace).modules
-    if not modules:
-        return num_microbatches
-    counts = [m for m in _counts(size, request.replicas) if m <= num_microbatches]
-    enough = [m for m in counts if size // (request.replicas * m) >= FEW_EXAMPLES]
-    fewer = max(enough, default=counts[0])
-    if request.num_microbatches is None and fewer < num_microbatches:
-        return fewer
-    warn_few_examples(modules, size, request.replicas, num_microbatches, fewer)
+    statistics = find_statistics(objective, rows, trace)
+    if is_few and (statistics.modules or statistics.similarities):
+        counts = [m for m in _counts(size, replicas) if m <= num_microbatches]
+        enough = [m for m in counts if size // (replicas * m) >= FEW_EXAMPLES]
+        fewer = max(enough, default=counts[0])
+        if request.num_microbatches is None and fewer < num_microbatches:
+            return fewer
+        if statistics.modules:
+            warn_few_examples(statistics.modules, size, replicas, num_microbatches, fewer)
+    if statistics.similarities and rows < size:
+        warn_own_negatives(statistics.similarities, size, replicas, num_microbatches)
     return num_microbatches
 
 

@@ -129,7 +129,7 @@ def _on_default_device(x: ArrayLike | jax.ShapeDtypeStruct) -> Array:
     """Return an array of a batch, or zeros where only its shape is known, on the default device."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jnp.zeros(x.shape, x.dtype)
-    return jax.device_put(x, jax.config.jax_default_device)  # type: ignore[attr-defined]
+    return jax.device_put(jnp.asarray(x), jax.config.jax_default_device)  # type: ignore[attr-defined]
 
 
 def _check_reads(model: BoundModel, closed: AnyJaxpr, has_values: bool) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 from jaxpipe.array_types import ArrayLike, PyTree, TensorNumber
 from jaxpipe.errors import NonFiniteError
 from jaxpipe.graph.graph import Graph
-from jaxpipe.runtime.interface import Runtime
+from jaxpipe.runtime.interface import Runtime, StepResults
 from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.runtime.zero_weight import MEANING
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import stage_devices
 
@@ -22,22 +23,29 @@ class NonFiniteOrigin:
 
     Attributes:
       stage: of the pipeline.
-      microbatch: counted over the replicas.
+      microbatch: counted over the replicas; None: every micro-batch is finite, but not what follows from all of them.
       what: the operator, variable or array of the batch.
     """
 
     stage: StageNumber
-    microbatch: int
+    microbatch: int | None
     what: str
 
     def __str__(self) -> str:
-        return f"stage {self.stage}, micro-batch {self.microbatch}, {self.what}"
+        microbatch = "all micro-batches" if self.microbatch is None else f"micro-batch {self.microbatch}"
+        return f"stage {self.stage}, {microbatch}, {self.what}"
 
 
 def error(
-    runtime: Runtime, state: TrainState, batch: PyTree, loss: float, norm: float, stages: Sequence[int]
+    runtime: Runtime, state: TrainState, batch: PyTree, results: StepResults, stages: Sequence[int]
 ) -> NonFiniteError:
     """Return the error for a step that was stopped: where it began, as far as that can be told."""
+    loss, norm = float(results.loss), float(results.counters["gradient_norm"])
+    begin = f"The loss of step {int(state.step)} is {loss}, the norm of its gradient {norm}"
+    kept = "The state was left as it was before the step, and is the error's state=."
+    if runtime.planned.program.objective.weighted and not results.metrics[-1].addressable_data(0):
+        rest = 'Leave such batches out, here or with PlanOptions(on_nonfinite="skip").'
+        return NonFiniteError(f"{begin}: {MEANING}. {kept} {rest}", state)
     origin = find(runtime, state, batch) if jax.process_count() == 1 else None
     # A forward pass that is finite: cotangents went wrong in the last of the stages, and all before got them.
     stage = origin.stage if origin is not None else max(stages, default=runtime.planned.program.num_devices - 1)
@@ -45,9 +53,8 @@ def error(
     if jax.process_count() > 1:
         stage, where = None, f"in an operator that can be found in one process; gradients of stages {stages} have it"
     return NonFiniteError(
-        f"The loss of step {int(state.step)} is {loss}, the norm of its gradient {norm}; it began {where}. The state "
-        "was left as it was before the step, and is the error's state=. Lower the learning rate, scale the loss, look "
-        'at the batch, or leave such steps out with PlanOptions(on_nonfinite="skip").',
+        f"{begin}; it began {where}. {kept} Lower the learning rate, scale the loss, look at the batch, or leave such "
+        'steps out with PlanOptions(on_nonfinite="skip").',
         state,
         stage,
     )
@@ -57,7 +64,7 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
     """Run the loss operator by operator until it is not finite; the operator behind it whose operands are finite.
 
     The process must have all stages, whose operators run on their own devices. An infinity that does no harm (an
-    attention mask) is passed by. None if the loss is finite for every micro-batch.
+    attention mask) is passed by. None if the loss is finite for every micro-batch, and for all together.
     """
     planned = runtime.planned
     program, model = planned.program, planned.model
@@ -76,7 +83,9 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(planned.microbatch)[0]]
     names |= dict(zip(objective.batch, (f"batch{path}" for path in paths), strict=True))
 
-    leaves = [np.asarray(x) for x in jax.tree.leaves(batch)]
+    given = jax.tree.leaves(batch)
+    leaves = [x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x) for x in given]
+    totals: list[np.ndarray] = []
     key = jax.device_get(jax.random.key_data(jax.random.fold_in(state.key, state.step)))
     now = first
     for j in range(replicas * m):
@@ -99,6 +108,13 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
             index, what = origin
             return NonFiniteOrigin(homes[index], j, names.get(what, "") or _operator(graph, index))
         now = {k: env[t] for k, t in enumerate(objective.new_state)}
+        row = [np.asarray(env[t]) for t in objective.results[:2]]
+        with np.errstate(over="ignore"):
+            totals = [a + b for a, b in zip(totals, row, strict=True)] if totals else row
+    loss, weight = totals
+    if not weight or not np.isfinite(loss):
+        what = "the sum of the losses" if weight else f"no weight: {MEANING}"
+        return NonFiniteOrigin(homes[_writers(graph)[objective.results[0]]], None, what)
     return None
 
 
@@ -106,7 +122,7 @@ def _origin(
     graph: Graph, env: dict[TensorNumber, ArrayLike], results: Sequence[TensorNumber]
 ) -> tuple[int, TensorNumber] | None:
     """Behind results that are not finite: the first operator, and the operand or else the output that is not."""
-    writer = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
+    writer = _writers(graph)
     waiting = [t for t in results if not _is_finite(env[t])]
     seen: set[TensorNumber] = set()
     origins: list[tuple[int, TensorNumber]] = []
@@ -119,6 +135,11 @@ def _origin(
         waiting += behind
         origins += [(writer[t], u) for u in behind if u not in writer] or ([] if behind else [(writer[t], t)])
     return min(origins, default=None)
+
+
+def _writers(graph: Graph) -> dict[TensorNumber, int]:
+    """By tensor, the operator that makes it."""
+    return {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
 
 
 def _is_finite(x: ArrayLike) -> bool:

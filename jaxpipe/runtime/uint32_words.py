@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.array_types import Array, Shaped
+from jaxpipe.array_types import Array, DType, Shaped
 from jaxpipe.graph.graph import itemsize
 
 
@@ -59,6 +59,13 @@ def from_words(words: Array, aval: Shaped) -> Array:
     if width < 4:
         flat = lax.slice(lax.reshape(flat, (flat.size,)), (0,), (size,))
     return lax.reshape(flat, tuple(aval.shape))
+
+
+def zeros(shape: Sequence[int], dtype: DType) -> Array:
+    """An array of zeros; of random keys that are zeros."""
+    aval = jax.ShapeDtypeStruct(shape, dtype)
+    is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return from_words(jnp.zeros(word_count(aval), jnp.uint32), aval) if is_key else jnp.zeros(shape, dtype)
 
 
 def pack_words(values: Sequence[Array], length: int) -> Array:

@@ -28,6 +28,7 @@ import numpy as np
 from cvxpy.error import SolverError
 from scipy.sparse import csr_array
 
+from jaxpipe.planning.storage.quiet_solver import silence_highs
 from jaxpipe.planning.storage.storage_problem import NOT_STORED, Option, Problem, Solution, simulate
 
 
@@ -311,6 +312,8 @@ def _solved(
 ) -> Solution:
     limits = {"time_limit": time_limit, "mip_rel_gap": gap}
     options = {"HIGHS": {**limits, "random_seed": 0}, "SCIPY": {"scipy_options": limits}}.get(solver, {})
+    if solver == "HIGHS":
+        silence_highs()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

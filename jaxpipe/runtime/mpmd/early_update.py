@@ -10,7 +10,7 @@ reference to each version until the last backward pass that reads it.
 import jax.numpy as jnp
 
 from jaxpipe.array_types import Array
-from jaxpipe.runtime.mpmd.stage_work import Arrays, Avals, Role, Work, shape_of
+from jaxpipe.runtime.mpmd.stage_work import Arrays, Avals, Context, Role, Work, shape_of
 from jaxpipe.runtime.mpmd.update_work import (
     NONFINITE,
     SQUARES,
@@ -39,17 +39,17 @@ def early_update_work(context: UpdateContext, s: StageNumber, group: int) -> Wor
         results, squares = renew(context, s, values, names)
         return [*results, values[SQUARES] + squares]
 
-    operands = optimizer_operands(context, s, 0) | scalars(SQUARES)
+    operands = optimizer_operands(context, s, 0) | scalars(context.pipeline, SQUARES)
     return Work(f"stage {s}: early update", operands, [*names.values(), SQUARES], function)
 
 
-def nonfinite_work(s: StageNumber) -> Work:
+def nonfinite_work(context: Context, s: StageNumber) -> Work:
     """Return whether any gradient of a stage was not finite: the sum of their squares is not, either."""
 
     def function(values: Arrays) -> list[Array]:
         return [(~jnp.isfinite(values[SQUARES])).astype(jnp.int32)]
 
-    return Work(f"stage {s}: look for what is not finite", scalars(SQUARES), [NONFINITE], function)
+    return Work(f"stage {s}: look for what is not finite", scalars(context, SQUARES), [NONFINITE], function)
 
 
 def end_work(context: UpdateContext, s: StageNumber, counts: bool) -> Work:
@@ -69,5 +69,5 @@ def end_work(context: UpdateContext, s: StageNumber, counts: bool) -> Work:
         results = [choose_value(values, values[older(name)], values[name]) for name in renewed.values()]
         return [*results, *results_at_end(context, s, counts, values)]
 
-    operands |= (scalars(STOPPED) if context.guarded else {}) | ends
+    operands |= (scalars(context.pipeline, STOPPED) if context.guarded else {}) | ends
     return Work(f"stage {s}: end of the step", operands, [*renewed.values(), *newest(ends)], function)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from jaxpipe.array_types import PyTree
 from jaxpipe.errors import BatchError, ScheduleError
 from jaxpipe.models import check_batch
-from jaxpipe.models.microbatch_program import MicrobatchProgram, microbatch_rows, with_rows
+from jaxpipe.models.microbatch_program import MicrobatchProgram, with_rows
 from jaxpipe.residuals import vjp_program
 from jaxpipe.runtime.executable_plan import Batching, ExecutablePlan, followed_cuts
 from jaxpipe.runtime.fold_state import shared_stages
@@ -52,7 +52,10 @@ def shaped_for(planned: ExecutablePlan, batch: PyTree, retrace: Callable[[PyTree
     replicas, before = planned.batching.replicas, planned.program
     size = check_batch.batch_size(batch)
     planned.model.check_batch_size(size)
-    m = _microbatches(size, replicas, planned)
+    if not check_batch.has_examples(batch):
+        check_batch.check_microbatches(batch, replicas, planned.batching.num_microbatches)
+    # A batch that was planned as one micro-batch without examples stays that, whatever its sizes are by chance.
+    m = 1 if all(planned.batching.shared) else _microbatches(batch, size, replicas, planned)
     batching = Batching(planned.batching.shared, replicas, m)
     objective = retrace(with_rows(batch, size // (replicas * m)))
     schedule = without_backward(_schedule(planned, before.stage_replicas.rounds(m)), before.schedule.frozen)
@@ -69,16 +72,16 @@ def shaped_for(planned: ExecutablePlan, batch: PyTree, retrace: Callable[[PyTree
     return ShapedStep(batch, batching, objective, stages, schedule)
 
 
-def _microbatches(size: int, replicas: int, planned: ExecutablePlan) -> int:
+def _microbatches(batch: PyTree, size: int, replicas: int, planned: ExecutablePlan) -> int:
     """The number of micro-batches of a replica: of as many examples as planned, or else of as few numbers as that."""
-    rows = microbatch_rows(planned.microbatch)
+    rows = check_batch.batch_size(planned.microbatch)
     if size % (rows * replicas) == 0:
         return size // (rows * replicas)
     most = planned.batching.num_microbatches
     counts = [m for m in range(1, most + 1) if size % (replicas * m) == 0 and size // (replicas * m) <= rows]
     counts = counts or [m for m in range(1, size + 1) if size % (replicas * m) == 0]
     if not counts:
-        check_batch.check_microbatches(size, replicas, 1)
+        check_batch.check_microbatches(batch, replicas, 1)
     return counts[0]
 
 

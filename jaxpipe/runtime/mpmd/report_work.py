@@ -11,20 +11,25 @@ from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, Arrays, Avals, Context, N
 from jaxpipe.runtime.mpmd.update_work import (
     HAD,
     NONFINITE,
-    SCALARS,
     SQUARES,
     STOPPED,
     UNSENT,
     WEIGHT,
     add_up,
     reported,
+    scalars,
 )
 
 
-def weight_work(members: int) -> Work:
+def weight_work(context: Context, members: int) -> Work:
     """Return the work that adds up the weights of the batch's micro-batches in all members of their stage."""
     names = [Name(Role.TOTAL, 1, r) for r in range(members)]
-    return Work("the total weight", dict.fromkeys(names, SCALARS[WEIGHT]), [WEIGHT], lambda x: [add_up(x, names)])
+    return Work(
+        "the total weight",
+        dict.fromkeys(names, scalars(context, WEIGHT)[WEIGHT]),
+        [WEIGHT],
+        lambda x: [add_up(x, names)],
+    )
 
 
 def results_work(context: Context, members: Sequence[int], stages: int, guarded: bool) -> Work:
@@ -44,7 +49,7 @@ def results_work(context: Context, members: Sequence[int], stages: int, guarded:
         return results
 
     reports = [Name(Role.REPORT, k) for k in range(len(objective.results) - 1)]
-    operands |= dict.fromkeys(flags, SCALARS[NONFINITE])
+    operands |= dict.fromkeys(flags, scalars(context, NONFINITE)[NONFINITE])
     return Work("loss and metrics", operands, [*reports, *([NONFINITE, STOPPED] if guarded else [])], function)
 
 
@@ -52,7 +57,7 @@ def results_work(context: Context, members: Sequence[int], stages: int, guarded:
 COUNTERS = ("gradient_norm", "sent_share", "residual_norm", "overflows")
 
 
-def counters_work(stages: int, exchanges: bool, sparse: int, updates: int = 1) -> Work:
+def counters_work(context: Context, stages: int, exchanges: bool, sparse: int, updates: int = 1) -> Work:
     """Return the work that makes a step's counters of what all stages report, in the order of the stages.
 
     The norm of the gradient is the root of the mean square over the updates.
@@ -60,7 +65,8 @@ def counters_work(stages: int, exchanges: bool, sparse: int, updates: int = 1) -
     kinds = [SQUARES, *([HAD, UNSENT] if exchanges else [])]
     names = [[reported(kind, s) for s in range(stages)] for kind in kinds]
     overflows = [reported(OVERFLOWS, place) for place in range(sparse)]
-    operands: Avals = {name: SCALARS[kind] for kind, row in zip(kinds, names, strict=True) for name in row}
+    shapes = scalars(context, *kinds, OVERFLOWS)
+    operands: Avals = {name: shapes[kind] for kind, row in zip(kinds, names, strict=True) for name in row}
 
     def function(values: Arrays) -> list[Array]:
         sums = [add_up(values, row) for row in names]
@@ -69,7 +75,7 @@ def counters_work(stages: int, exchanges: bool, sparse: int, updates: int = 1) -
             counters += [sent_share(sums[1], sums[2]), jnp.sqrt(sums[2])]
         return [*counters, sum((values[name] for name in overflows), start=jnp.int32(0))]
 
-    operands |= dict.fromkeys(overflows, SCALARS[OVERFLOWS])
+    operands |= dict.fromkeys(overflows, shapes[OVERFLOWS])
     writes = [Name(Role.REPORT, -1 - k) for k in ([0, 1, 2, 3] if exchanges else [0, 3])]
     return Work("counters", operands, writes, function)
 

@@ -21,7 +21,6 @@ from jaxpipe.runtime.mpmd.swap_instructions import StashMover
 from jaxpipe.runtime.mpmd.update_work import (
     HAD,
     NONFINITE,
-    SCALARS,
     SKIPPED,
     SQUARES,
     STOPPED,
@@ -209,7 +208,7 @@ class _Writer:
         builder = self.builder
         for s in self.layout.stages:
             self._give_optimizer(update, s)
-            self.call_whole(zeros_work(f"stage {s}: zero", scalars(SQUARES)), s)
+            self.call_whole(zeros_work(f"stage {s}: zero", scalars(self.context, SQUARES)), s)
             for name in renewed_names(update, s).values():
                 key = builder.key(self.place(s), name)
                 builder.now[key._replace(name=older(name))] = builder.now[key]
@@ -310,7 +309,7 @@ class _Writer:
             self.builder.now |= self._weights[s][-1]
         self._gather_totals()
         if update.guarded:
-            self._look([nonfinite_work(s) for s in self.layout.stages])
+            self._look([nonfinite_work(self.context, s) for s in self.layout.stages])
         self._report(update.guarded)
 
     def _maker(self, k: int) -> StageNumber:
@@ -372,9 +371,9 @@ class _Writer:
         builder, context, home = self.builder, self.context, self.layout.home
         if not context.objective.weighted:
             for place in self.every_member:
-                builder.given(place, WEIGHT, SCALARS[WEIGHT], keep=True)
+                builder.given(place, WEIGHT, scalars(context, WEIGHT)[WEIGHT], keep=True)
             return
-        number = builder.program(trace_work(weight_work(len(self.members(self._maker(1))))))
+        number = builder.program(trace_work(weight_work(context, len(self.members(self._maker(1))))))
         builder.call(number, home.stage, 0)
         self._spread(home, [WEIGHT])
 
@@ -458,7 +457,7 @@ class _Writer:
         sparse = [place for place in self.every_member if OVERFLOWS in self.context.totals(place.stage)]
         for k, place in enumerate(sparse):
             builder.send(place, home, [(OVERFLOWS, reported(OVERFLOWS, k))])
-        work = counters_work(len(self.layout.stages), update.exchange is not None, len(sparse), updates)
+        work = counters_work(self.context, len(self.layout.stages), update.exchange is not None, len(sparse), updates)
         builder.call(builder.program(trace_work(work)), home.stage, 0)
         self.reports += [Key(home, name) for name in work.writes]
 
@@ -471,7 +470,7 @@ class _Writer:
                 name = Name(Role.OPTIMIZER if owner == s else Role.SHARED, k)
                 builder.given(place, name, shape_of(by_stage.graph.tensors[t]), keep=keep and owner is None)
         for name in (STEP, SKIPPED):
-            builder.given(place, name, SCALARS[name], keep=keep)
+            builder.given(place, name, scalars(self.context, name)[name], keep=keep)
         if update.exchange is not None:
             for t, aval in zip(self.context.held(s), update.residual_avals(s), strict=True):
                 builder.given(place, Name(Role.RESIDUAL, t), self.context.together(s, aval))

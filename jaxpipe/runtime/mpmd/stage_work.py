@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import AbstractArray, Array, DType, Shaped, TensorNumber
+from jaxpipe.gradients.squared_norm import norm_dtype
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals.stored_formats import Format
 from jaxpipe.runtime import stage_passes
@@ -222,6 +223,16 @@ class Context:
         if name == OVERFLOWS:
             return jax.ShapeDtypeStruct((), jnp.int32)
         return self.aval(self.objective.results[name.number])
+
+    @property
+    def weight_dtype(self) -> DType:
+        """The type of the sum of the weights of all micro-batches."""
+        return self.total_aval(Name(Role.TOTAL, 1)).dtype
+
+    @functools.cached_property
+    def norm_dtype(self) -> DType:
+        """The type of the norm of all gradients."""
+        return norm_dtype(self.aval(t).dtype for t in self.objective.parameters)
 
     def trained(self, s: StageNumber) -> list[TensorNumber]:
         """The parameters that receive a gradient in a stage, borrowed ones included."""

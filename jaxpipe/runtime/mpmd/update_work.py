@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, DType, Shaped, TensorNumber
 from jaxpipe.gradients.block_exchange import exchange_one
+from jaxpipe.gradients.squared_norm import squared_norm
 from jaxpipe.graph.graph import run
 from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, STEP, Arrays, Avals, Context, Name, Role, Work, shape_of
 from jaxpipe.runtime.optimizer_by_stage import PartitionedUpdate, held_by, needed_operators, operators_of
@@ -43,14 +44,14 @@ SKIPPED = Name(Role.STEP, 1)
 #: Whether a gradient of a stage is not finite.
 NONFINITE = Name(Role.SQUARES, 3)
 
-_DTYPES = dict.fromkeys((WEIGHT, SQUARES, HAD, UNSENT), jnp.float32)
-_DTYPES |= {STOPPED: jnp.bool_, STEP: jnp.int32, SKIPPED: jnp.int32, NONFINITE: jnp.int32, OVERFLOWS: jnp.int32}
-SCALARS: Avals = {name: jax.ShapeDtypeStruct((), dtype) for name, dtype in _DTYPES.items()}
+_COUNTS = (STEP, SKIPPED, NONFINITE, OVERFLOWS)
+_DTYPES = {HAD: jnp.float32, UNSENT: jnp.float32, STOPPED: jnp.bool_} | dict.fromkeys(_COUNTS, jnp.int32)
 
 
-def scalars(*names: Name) -> Avals:
+def scalars(context: Context, *names: Name) -> Avals:
     """Return the shapes of some small values."""
-    return {name: SCALARS[name] for name in names}
+    dtypes = _DTYPES | {WEIGHT: context.weight_dtype, SQUARES: context.norm_dtype}
+    return {name: jax.ShapeDtypeStruct((), dtypes[name]) for name in names}
 
 
 def add_up(values: Arrays, names: Iterable[Name]) -> Array:
@@ -137,7 +138,7 @@ def _gradient_operands(context: UpdateContext, s: StageNumber) -> Avals:
     operands: Avals = {}
     for t in context.pipeline.held(s):
         operands |= _sum_operands(context, s, t)
-    return operands | scalars(WEIGHT)
+    return operands | scalars(context.pipeline, WEIGHT)
 
 
 def _own_sums(context: UpdateContext, s: StageNumber, values: Arrays) -> dict[TensorNumber, Array]:
@@ -211,9 +212,9 @@ def exchange_work(context: UpdateContext, s: StageNumber) -> Work:
     assert plan is not None
     held = pipeline.held(s)
     residuals, averages = [Name(Role.RESIDUAL, t) for t in held], [Name(Role.EXCHANGED, t, 1) for t in held]
-    operands = _gradient_operands(context, s) | scalars(STEP)
+    operands = _gradient_operands(context, s) | scalars(context.pipeline, STEP)
     operands |= zip(residuals, (context.of_members(s, aval) for aval in context.residual_avals(s)), strict=True)
-    operands |= scalars(STOPPED) if context.guarded else {}
+    operands |= scalars(context.pipeline, STOPPED) if context.guarded else {}
 
     def of_member(shares: list[Array], before: list[Array], step: Array, stopped: Array | bool) -> list[Array]:
         avals = [pipeline.aval(t) for t in held]
@@ -287,7 +288,7 @@ def update_work(context: UpdateContext, s: StageNumber, counts: bool) -> Work:
         results, squares = renew(context, s, values, names)
         return [*results, *results_at_end(context, s, counts, values), squares]
 
-    operands |= (scalars(STOPPED) if context.guarded else {}) | ends
+    operands |= (scalars(context.pipeline, STOPPED) if context.guarded else {}) | ends
     return Work(f"stage {s}: update", operands, [*names.values(), *newest(ends), SQUARES], function)
 
 
@@ -322,7 +323,7 @@ def end_operands(context: UpdateContext, s: StageNumber, counts: bool) -> Avals:
     """Return what a stage reads at the end of a step besides the optimizer; what is not older is written."""
     state = {Name(Role.STATE, t): context.pipeline.aval(t) for t in _state_at_end(context, s)}
     operands = {name: context.of_members(s, aval) for name, aval in state.items()}
-    operands |= scalars(STEP, SKIPPED) if counts else {}
+    operands |= scalars(context.pipeline, STEP, SKIPPED) if counts else {}
     return operands | ({older(name): aval for name, aval in state.items()} if context.guarded else {})
 
 
@@ -365,7 +366,7 @@ def renew(
     rest = {t: choose_value(values, values[name], env[new[t]]) for t, name in names.items() if t not in written}
     results = [written[t] if t in written else rest[t] for t in names]
     counted = [t for t in gradients if t not in context.pipeline.objective.overwritten]
-    return results, sum((squares[t] for t in counted), start=jnp.float32(0))
+    return results, sum((squares[t] for t in counted), start=jnp.zeros((), context.pipeline.norm_dtype))
 
 
 def _renew(
@@ -386,7 +387,8 @@ def _renew(
     waiting = set(taken) if lazy else set()
     before: list[Array] = []
     written: dict[TensorNumber, Array] = {}
-    squares = {} if lazy else {t: _square(g) for t, g in gradients.items()}
+    dtype = context.pipeline.norm_dtype
+    squares = {} if lazy else {t: squared_norm([g], dtype) for t, g in gradients.items()}
     for step in steps:
         fresh = [t for t in step.reads if t in waiting]
         waiting.difference_update(fresh)
@@ -396,15 +398,11 @@ def _renew(
         env |= others
         means = {t: _mean_of(context, s, values | sums, taken[t]) for t in fresh}
         env |= {t: g.astype(context.taken_dtype[taken[t]]) for t, g in means.items()}
-        squares |= {taken[t]: _square(env[t]) for t in fresh}
+        squares |= {taken[t]: squared_norm([env[t]], dtype) for t in fresh}
         run(step.operators, env)
         env[step.new] = written[step.old] = choose_value(values, env[step.old], env[step.new])
         before = [env[step.new], *(squares[taken[t]] for t in fresh)]
-    return written, {t: squares[t] if t in squares else _square(g) for t, g in gradients.items()}
-
-
-def _square(gradient: Array) -> Array:
-    return jnp.sum(jnp.square(gradient.astype(jnp.float32)))
+    return written, {t: squares[t] if t in squares else squared_norm([g], dtype) for t, g in gradients.items()}
 
 
 def gradient_work(context: UpdateContext, s: StageNumber) -> Work:

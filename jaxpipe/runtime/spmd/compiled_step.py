@@ -16,6 +16,7 @@ from jax.stages import Wrapped
 
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.gradients.block_exchange import sent_share
+from jaxpipe.gradients.squared_norm import norm_dtype, squared_norm
 from jaxpipe.models.combine_metrics import combine
 from jaxpipe.runtime.executable_plan import Batching, Update
 from jaxpipe.runtime.gradient_precision import round_to
@@ -178,8 +179,8 @@ def _mean(
 
 
 def _norm(gradients: Sequence[Array]) -> Array:
-    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients]
-    return jnp.sqrt(_in_order([sum(squares, start=jnp.float32(0))], (STAGE,))[0])
+    squares = squared_norm(gradients, norm_dtype(g.dtype for g in gradients))
+    return jnp.sqrt(_in_order([squares], (STAGE,))[0])
 
 
 def _in_order(values: Sequence[Array], axes: tuple[str, ...]) -> list[Array]:

@@ -20,7 +20,7 @@ from jaxpipe.array_types import Array, ArrayLike, PyTree, Shaped, TensorNumber
 from jaxpipe.runtime import stage_passes
 from jaxpipe.runtime.program import PAGE, Program
 from jaxpipe.runtime.stages import Stage
-from jaxpipe.runtime.uint32_words import from_words, pack_words, unpack_words, word_count
+from jaxpipe.runtime.uint32_words import POISON, from_words, pack_words, unpack_words, word_count, zeros
 from jaxpipe.schedules.table import Kind, StageNumber
 
 
@@ -140,6 +140,8 @@ def _idle_branch(program: Program, kind: Kind) -> Branch:
 
 def _poisoned(aval: Shaped) -> Array:
     """An array that nothing may read: NaN where there is one, else every bit set."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return from_words(jnp.full(word_count(aval), POISON), aval)
     if jnp.issubdtype(aval.dtype, jnp.inexact):
         return jnp.full(aval.shape, jnp.nan, aval.dtype)
     if jnp.issubdtype(aval.dtype, jnp.bool_):
@@ -165,7 +167,7 @@ def _forward_branch(program: Program, s: StageNumber) -> Branch:
         value_of, kept, overflows = stage_passes.forward(stage, known, program.schedule.has_backward)
         stash = [x for parts in kept.values() for x in parts]
         results = [
-            value_of[t] if k in stage.results else jnp.zeros(a.shape, a.dtype)
+            value_of[t] if k in stage.results else zeros(a.shape, a.dtype)
             for k, (t, a) in enumerate(zip(wanted, program.avals(wanted), strict=True))
         ]
         new = dict(zip(stage.state, stage.new_state, strict=True))

@@ -26,7 +26,7 @@ from jaxpipe.runtime.program import PAGE, Program
 from jaxpipe.runtime.spmd.stage_branches import Kept, Rows, branch, made_avals, touched
 from jaxpipe.runtime.spmd.tick_table import Row, Work
 from jaxpipe.runtime.stage_switch import switch
-from jaxpipe.runtime.uint32_words import POISON
+from jaxpipe.runtime.uint32_words import POISON, zeros
 from jaxpipe.schedules import Kind
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
 
@@ -115,7 +115,7 @@ def _initial(program: Program, state: Sequence[Array], collect: bool) -> Carry:
         [jnp.full((box.slots, words), POISON) for box, words in boxes],
         state=list(state),
         gradients=[jnp.zeros(a.shape, a.dtype) for a in sums],
-        results=[jnp.zeros((*lead, *a.shape), a.dtype) for a in made_avals(program)],
+        results=[zeros((*lead, *a.shape), a.dtype) for a in made_avals(program)],
     )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -56,27 +58,52 @@ def _warn_of_optimizers(model: nnx.Module) -> None:
         )
 
 
-def reseed(streams: nnx.State, key: Array) -> nnx.State:
+#: By path of a random key, the shape of the array of its different keys.
+_KeyShapes = dict[tuple[Any, ...], tuple[int, ...]]
+
+
+def reseed(streams: nnx.State, key: Array, shapes: _KeyShapes | None = None) -> nnx.State:
     """The random streams (an ``nnx.State`` of keys and counts) that a micro-batch with this key uses.
 
     The i-th key, in the order of paths, becomes ``fold_in(key, i)``; one that is an array of keys, as those of layers
-    made by ``nnx.vmap``, becomes ``split(fold_in(key, i), shape)``. Counts start at zero.
+    made by ``nnx.vmap``, becomes ``split(fold_in(key, i), shape)``. Along an axis over which it is one key (a stream
+    that is shared, not split), it is one again. Counts start at zero.
     """
+    shapes = key_shapes(streams) if shapes is None else shapes
     number = 0
     flat = []
     for path, variable in nnx.to_flat_state(streams):
         value = variable.get_value()
         if isinstance(variable, nnx.RngKey):
-            typed = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-            shape = value.shape if typed else value.shape[:-1]  # the last axis of others is the key's words
+            typed = _is_typed(value)
             fresh = jax.random.fold_in(key, number)
             number += 1
-            fresh = jax.random.split(fresh, shape) if shape else fresh
+            if shapes[path]:
+                shape = value.shape if typed else value.shape[:-1]
+                fresh = jnp.broadcast_to(jax.random.split(fresh, shapes[path]), shape)
             value = fresh if typed else jax.random.key_data(fresh)
         else:
-            value = jax.numpy.zeros(value.shape, value.dtype)
+            value = jnp.zeros(value.shape, value.dtype)
         flat.append((path, variable.replace(value)))
     return nnx.from_flat_state(flat)
+
+
+def key_shapes(streams: nnx.State) -> _KeyShapes:
+    """Return the shape of each key of some streams, 1 for axes over which it is one key; all differ if it is abstract."""
+    shapes: _KeyShapes = {}
+    for path, variable in nnx.to_flat_state(streams):
+        if isinstance(variable, nnx.RngKey):
+            value = variable.get_value()
+            shape = value.shape if _is_typed(value) else value.shape[:-1]  # the last axis of others is a key's words
+            if shape and isinstance(value, jax.Array):
+                words = np.asarray(jax.random.key_data(value) if _is_typed(value) else value)
+                shape = tuple(1 if (words == words.take([0], axis)).all() else n for axis, n in enumerate(shape))
+            shapes[path] = shape
+    return shapes
+
+
+def _is_typed(key: Shaped) -> bool:
+    return jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
 def _without_collected(model: nnx.Module) -> nnx.Module:
@@ -95,7 +122,7 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
     graphdef, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
     _warn_of_optimizers(model)
     params_def, rest_def = jax.tree.structure(params), jax.tree.structure(rest)
-    shapes = jax.tree.map(shape_of, streams)
+    keys, shapes = key_shapes(streams), jax.tree.map(shape_of, streams)
     leaves = jax.tree.leaves((params, rest))
     concrete = factory is None and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
 
@@ -107,7 +134,11 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
         return leaves[: params_def.num_leaves], leaves[params_def.num_leaves :]
 
     def given(parameters: Sequence[Array], state: Sequence[Array], key: Array) -> tuple[nnx.State, ...]:
-        return jax.tree.unflatten(params_def, parameters), reseed(shapes, key), jax.tree.unflatten(rest_def, state)
+        return (
+            jax.tree.unflatten(params_def, parameters),
+            reseed(shapes, key, keys),
+            jax.tree.unflatten(rest_def, state),
+        )
 
     def run(
         function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree

@@ -120,7 +120,7 @@ def _initialized(model: BoundModel, key: Array, batch: PyTree) -> Values:
         for eqn in reversed(equations):
             operands = [env[a] for a in eqn.invars if not _compat.is_literal(a)]
             env.update(zip(eqn.outvars, core.eval_jaxpr(_compat.isolate(eqn), (), *operands), strict=True))
-        return [jnp.asarray(a.val) if _compat.is_literal(a) else env[a] for a in wanted]
+        return [jnp.asarray(a.val if _compat.is_literal(a) else env[a]) for a in wanted]
 
     return values
 

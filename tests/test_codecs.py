@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.residuals.codecs import bitmap, bits, compaction, csr
+from jaxpipe.target import building_for
 
 
 @pytest.mark.core
@@ -91,6 +92,19 @@ def test_double_precision_round_trip():
         assert x.dtype == jnp.float64
         for codec in (bitmap, csr):
             assert np.array_equal(words_of(codec.decode(codec.encode(x, 385), x.shape)), words_of(x))
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0)])
+@pytest.mark.parametrize("codec", [bitmap, csr])
+def test_sparse_round_trip_of_at_most_one_element(codec, shape, target):
+    x = jnp.full(shape, -0.0)
+    with building_for(target):
+        parts = codec.encode(x, 1)
+        back = codec.decode(parts, shape)
+    assert sum(part.nbytes for part in parts) == codec.stored_bytes(x.size, 4, 1)
+    assert int(codec.count(parts)) == x.size
+    assert back.shape == shape and np.array_equal(words_of(back), words_of(x))
 
 
 @pytest.mark.parametrize("codec", [bitmap, csr])

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.array_types import Array, PyTree
+from jaxpipe.array_types import Array, PyTree, Shaped
 from jaxpipe.errors import ModelError
 from jaxpipe.models.bound_model import BoundModel, Flat, Model, UserFunction, check_new_state, named
 from jaxpipe.models.call_function import call_function
@@ -89,7 +89,7 @@ def reseed(streams: nnx.State, key: Array, shapes: _KeyShapes | None = None) -> 
 
 
 def key_shapes(streams: nnx.State) -> _KeyShapes:
-    """Return the shape of each key of some streams, 1 for axes over which it is one key; all differ if it is abstract."""
+    """Return the shape of each key of some streams, with 1 for axes over which it is known to be one key."""
     shapes: _KeyShapes = {}
     for path, variable in nnx.to_flat_state(streams):
         if isinstance(variable, nnx.RngKey):

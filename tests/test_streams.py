@@ -233,7 +233,7 @@ def test_keys_of_a_stream_have_its_shape():
     for number, (path, value) in enumerate(keys.items()):
         fresh = jax.random.fold_in(KEY, number)
         if path[0] == "shared":  # one key for all, and still one
-            expected = jnp.broadcast_to(fresh, value.shape)
+            expected = jnp.broadcast_to(jax.random.split(fresh, (1,)), value.shape)
         else:
             expected = jax.random.split(fresh, value.shape) if value.shape else fresh
         assert_same_bits(jax.random.key_data(value), jax.random.key_data(expected))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import core
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Array, PyTree, Shaped
@@ -95,8 +96,9 @@ def key_shapes(streams: nnx.State) -> _KeyShapes:
         if isinstance(variable, nnx.RngKey):
             value = variable.get_value()
             shape = value.shape if _is_typed(value) else value.shape[:-1]  # the last axis of others is a key's words
-            if shape and isinstance(value, jax.Array):
-                words = np.asarray(jax.random.key_data(value) if _is_typed(value) else value)
+            if shape and isinstance(value, jax.Array) and not isinstance(value, core.Tracer):
+                with jax.ensure_compile_time_eval():
+                    words = np.asarray(jax.random.key_data(value) if _is_typed(value) else value)
                 shape = tuple(1 if (words == words.take([0], axis)).all() else n for axis, n in enumerate(shape))
             shapes[path] = shape
     return shapes

@@ -16,6 +16,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
+from jaxpipe.models.call_function import RNGS, takes_rngs
 from jaxpipe.text.value_text import shown
 
 
@@ -44,7 +45,10 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def check_function(function: object, name: str, arguments: tuple[str, str] = ("model", "batch")) -> None:
-    """Raise ``PartitionError`` unless a function can be called with two arguments, those of these names."""
+    """Raise ``PartitionError`` unless a function can be called with two arguments, those of these names.
+
+    One of a model may take random streams as a third, ``rngs``.
+    """
     example = f"{name}=lambda {', '.join(arguments)}: ..."
     if not callable(function):
         raise PartitionError(f"{name}= is {shown(function)}; it must be a function, {example}")
@@ -53,7 +57,7 @@ def check_function(function: object, name: str, arguments: tuple[str, str] = ("m
     except (TypeError, ValueError):  # some built-in functions have none
         return
     try:
-        signature.bind(None, None)
+        signature.bind(None, None, **({RNGS: None} if arguments[0] == "model" and takes_rngs(function) else {}))
     except TypeError:
         raise PartitionError(
             f"{name}= takes the arguments {signature}, but is called with two, as {name}({', '.join(arguments)}). Pass "

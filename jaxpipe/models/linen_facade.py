@@ -9,7 +9,7 @@ import inspect
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import flax.linen as nn
@@ -99,13 +99,17 @@ class LinenModel:
 
     def _apply(self, variables: PyTree, key: Array, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         """Call ``module.apply``: the result, and the new state; keep what is sown."""
-        streams = self._found.streams
-        rngs = {"params": key} | {name: jax.random.fold_in(key, n) if n else key for n, name in enumerate(streams)}
         with observed_calls() as observed:
-            result, new = self.module.apply(variables, *args, rngs=rngs, mutable=nn.DenyList(TRAINED), **kwargs)
-        self._found = Calls(self._found.sown | observed.sown, streams)
+            result, new = self.module.apply(
+                variables, *args, rngs=self._rngs(key), mutable=nn.DenyList(TRAINED), **kwargs
+            )
+        self._found = replace(self._found, sown=self._found.sown | observed.sown)
         self._sown, new = _separated(new, self._found.sown)
         return result, new
+
+    def _rngs(self, key: Array) -> dict[str, Array]:
+        streams = enumerate(self._found.streams)
+        return {"params": key} | {name: jax.random.fold_in(key, n) if n else key for n, name in streams}
 
     def _keep(self, new: PyTree) -> None:
         if _compat.current_trace() is not self._trace:

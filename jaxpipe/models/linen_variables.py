@@ -80,21 +80,10 @@ class _InitializingModel(LinenModel):
         return dict(without_sown(self._made, self._found))
 
     def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        variables = self._variables
-        if not self._given:
-            initialize, arguments = self._initialization(args, kwargs)
-            if _compat.current_trace() is self._trace:
-                new = initialize(key, arguments)
-                self._made, self._variables = merged(new, self._made), merged(new, variables)
-                variables = self._variables
-            else:
-                shapes = jax.eval_shape(initialize, key, arguments)
-                self._inner.append(_InnerCall(initialize, self._number - 1, [_shape_of(x) for x in arguments]))
-                zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-                variables = merged(zeros, variables)
         while True:
             found = self._found
             try:
+                variables = self._variables if self._given else self._with_initial(key, args, kwargs)
                 result, new = self._apply(without_sown(variables, found), key, *args, **kwargs)
             except InvalidRngError as error:
                 missing = re.search(r'needs PRNG for "(\w+)"', str(error))
@@ -102,9 +91,20 @@ class _InitializingModel(LinenModel):
                     raise
                 self._found = replace(self._found, streams=tuple(sorted((*found.streams, missing[1]))))
             else:
-                if self._found == found:  # else variables that were given may hold what calls before have sown
+                if self._found == found:  # else the variables may hold what calls before have sown
                     self._keep(new)
                     return result
+
+    def _with_initial(self, key: Array, args: PyTree, kwargs: PyTree) -> PyTree:
+        """Return the variables of calls so far, and those that a call needs besides."""
+        initialize, arguments = self._initialization(args, kwargs)
+        if _compat.current_trace() is self._trace:
+            new = initialize(key, arguments)
+            self._made, self._variables = merged(new, self._made), merged(new, self._variables)
+            return self._variables
+        shapes = jax.eval_shape(initialize, key, arguments)
+        self._inner.append(_InnerCall(initialize, self._number - 1, [_shape_of(x) for x in arguments]))
+        return merged(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), self._variables)
 
     def _initialization(
         self, args: PyTree, kwargs: PyTree
@@ -117,7 +117,7 @@ class _InitializingModel(LinenModel):
             given = dict(zip(places, arrays, strict=True))
             args, kwargs = jax.tree.unflatten(tree, [given.get(k, x) for k, x in enumerate(leaves)])
             with observed_calls(has_streams=False) as observed:
-                made = self.module.init(key, *args, **kwargs)
+                made = self.module.init(self._rngs(key), *args, **kwargs)
             self._found = replace(self._found, sown=self._found.sown | observed.sown)
             return made
 

@@ -1,0 +1,186 @@
+"""State with a row for each example: every example goes on from its own, whatever micro-batch it is in."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpipe
+from tests.support.compare import FUSION, relative_l2
+from tests.support.meshes import mesh_of
+
+
+KEY = jax.random.key(0)
+N, M = 16, 4
+BATCH = {"x": jax.random.normal(jax.random.key(1), (N, 8)), "y": jax.random.normal(jax.random.key(2), (N, 5))}
+
+
+class Recurrent(nn.Module):
+    """A carry for each example and a cache of layers beside it, behind running statistics of as many features."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(N)(x))
+        carry = self.variable("carry", "h", jnp.zeros, (len(x), 8))
+        cache = self.variable("cache", "last", jnp.zeros, (2, len(x), 8))
+        h = jnp.tanh(nn.Dense(8)(x) + nn.Dense(8)(carry.value) + cache.value.sum(0))
+        if not self.is_initializing():
+            cache.value = jnp.stack([cache.value[1], jax.lax.stop_gradient(h)])
+            carry.value = jax.lax.stop_gradient(h)
+        return nn.Dense(5)(nn.relu(nn.Dense(16)(h)))
+
+
+class RecurrentNNX(nnx.Module):
+    def __init__(self, rngs, rows=N):
+        self.a, self.b, self.c = (nnx.Linear(8, n, rngs=rngs) for n in (8, 8, 5))
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.h = nnx.Cache(jnp.zeros((rows, 8)))
+
+    def __call__(self, x):
+        h = jnp.tanh(self.norm(self.a(x)) + self.b(self.h[...]))
+        self.h[...] = jax.lax.stop_gradient(h)
+        return self.c(h)
+
+
+def loss(model, batch):
+    return jnp.square(model(batch["x"]) - batch["y"]).mean()
+
+
+def partition(model, stages, replicas=None, batch=None, **kwargs):
+    settings = {"loss": loss, "optimizer": optax.sgd(0.1), "num_microbatches": M, "profile": "analytic"} | kwargs
+    return jaxpipe.partition(model, mesh_of(stages, replicas), BATCH if batch is None else batch, **settings)
+
+
+def plain_linen(variables, count, steps, per_replica):
+    """Train with the rows of each micro-batch; statistics go from one to the next, and are averaged over replicas."""
+    rows = N // count
+    cut = lambda tree, j: {
+        "carry": {"h": tree["carry"]["h"][j * rows : (j + 1) * rows]},
+        "cache": {"last": tree["cache"]["last"][:, j * rows : (j + 1) * rows]},
+    }
+
+    def of(params, state, batch):
+        out, new = Recurrent().apply({"params": params, **state}, batch["x"], mutable=list(state))
+        return jnp.square(out - batch["y"]).mean(), new
+
+    step = jax.jit(jax.value_and_grad(of, has_aux=True))
+    params, stats = variables["params"], variables["batch_stats"]
+    state = {"carry": variables["carry"], "cache": variables["cache"]}
+    losses = []
+    for _ in range(steps):
+        gradients, values, new, ends = [], [], [], []
+        now = stats
+        for j in range(count):
+            now = stats if j % per_replica == 0 else now
+            batch = jax.tree.map(lambda x, j=j: x[j * rows : (j + 1) * rows], BATCH)
+            (value, after), gradient = step(params, {"batch_stats": now, **cut(state, j)}, batch)
+            now = after.pop("batch_stats")
+            ends += [now] if j % per_replica == per_replica - 1 else []
+            new.append(after)
+            gradients.append(gradient)
+            values.append(value)
+        stats = jax.tree.map(lambda *x: sum(x) / len(x), *ends)
+        state = {
+            "carry": {"h": jnp.concatenate([x["carry"]["h"] for x in new])},
+            "cache": {"last": jnp.concatenate([x["cache"]["last"] for x in new], 1)},
+        }
+        params = jax.tree.map(lambda p, *g: p - 0.1 * sum(g) / count, params, *gradients)
+        losses.append(float(sum(values) / count))
+    return losses, {"params": params, "batch_stats": stats, **state}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("stages", "replicas", "m"), [(1, None, 4), (2, None, 4), (4, None, 2), (2, 2, 2), (2, None, 16)]
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_linen(stages, replicas, m, given):
+    variables = Recurrent().init(KEY, BATCH["x"])
+    pipeline = partition(Recurrent(), stages, replicas, num_microbatches=m)
+    state = pipeline.init(KEY, variables=variables) if given else pipeline.init(KEY)
+    shapes = jax.tree.map(jnp.shape, pipeline.parameters(state))
+    assert shapes == jax.tree.map(jnp.shape, variables)
+    losses = []
+    for _ in range(3):
+        state, metrics = pipeline.step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    expected, after = plain_linen(variables, m * (replicas or 1), 3, m)
+    np.testing.assert_allclose(losses, expected, rtol=3 * FUSION)
+    assert relative_l2(pipeline.parameters(state), after) < 5 * FUSION
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_nnx(stages):
+    model = RecurrentNNX(nnx.Rngs(0))
+    structure, params, h, rest = nnx.split(model, nnx.Param, nnx.Cache, ...)
+    pipeline = partition(model, stages)
+    state = pipeline.init(KEY)
+    rows = N // M
+    for _ in range(2):
+        state, metrics = pipeline.step(state, BATCH)
+    losses = []
+    for _ in range(2):
+        gradients, values, new = [], [], []
+        for j in range(M):
+            cut = lambda x, j=j: x[j * rows : (j + 1) * rows]
+
+            def of(params, rest, h, batch):
+                model = nnx.merge(structure, params, h, rest, copy=True)
+                value = loss(model, batch)
+                _, h, rest = nnx.state(model, nnx.Param, nnx.Cache, ...)
+                return value, (h, rest)
+
+            step = jax.jit(jax.value_and_grad(of, has_aux=True))
+            (value, (after, rest)), gradient = step(params, rest, jax.tree.map(cut, h), jax.tree.map(cut, BATCH))
+            gradients.append(gradient)
+            values.append(value)
+            new.append(after)
+        h = jax.tree.map(lambda *x: jnp.concatenate(x), *new)
+        params = jax.tree.map(lambda p, *g: p - 0.1 * sum(g) / M, params, *gradients)
+        losses.append(float(sum(values) / M))
+    np.testing.assert_allclose(float(metrics["loss"]), losses[-1], rtol=3 * FUSION)
+    got = nnx.to_flat_state(nnx.filter_state(pipeline.parameters(state), nnx.Cache))
+    assert relative_l2([x.get_value() for _, x in got], jax.tree.leaves(h)) < 3 * FUSION
+
+
+def test_rows_of_micro_batches_are_refused_by_name():
+    with pytest.raises(
+        jaxpipe.ModelError, match=r"h of shape \[4, 8\] has a row for each of the 4 examples of a micro"
+    ):
+        partition(RecurrentNNX(nnx.Rngs(0), rows=4), 2)
+    wrong = Recurrent().init(KEY, BATCH["x"][:4])
+    with pytest.raises(jaxpipe.ModelError, match=r"carry/h is float32\[4, 8\], the model's is float32\[16, 8\]"):
+        partition(Recurrent(), 2).init(KEY, variables=wrong)
+
+
+def test_features_as_many_as_examples_are_no_examples():
+    class Plain(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(5)(nn.BatchNorm(use_running_average=False)(nn.Dense(N)(x)))
+
+    variables = Plain().init(KEY, BATCH["x"])
+    for model in (Plain(), jax.tree_util.Partial(lambda v, x: x @ v["w"], {"w": jnp.ones((8, 5)), "n": jnp.arange(N)})):
+        pipeline = partition(model, 1)
+        state, _ = pipeline.step(pipeline.init(KEY), BATCH)
+    pipeline = partition(Plain(), 1)
+    state, _ = pipeline.step(pipeline.init(KEY, variables=variables), BATCH)
+    assert pipeline.parameters(state)["batch_stats"]["BatchNorm_0"]["mean"].shape == (N,)
+
+
+def test_what_such_state_cannot_have_is_refused_by_name():
+    with pytest.raises(
+        jaxpipe.PartitionError, match="runtime='spmd' with the variable cache/last: it has a row for each"
+    ):
+        partition(Recurrent(), 2, runtime="spmd")
+    pipeline = partition(Recurrent(), 1, evaluate=loss)
+    state = pipeline.init(KEY)
+    small = jax.tree.map(lambda x: x[:8], BATCH)
+    for method in (pipeline.step, pipeline.evaluate):
+        with pytest.raises(jaxpipe.BatchError, match=r"8 examples.*cache/last.*batch of 16"):
+            method(state, small)
+    with pytest.raises(jaxpipe.PartitionError, match="several sizes with the state variable cache/last"):
+        partition(Recurrent(), 1, batch=[BATCH, small])

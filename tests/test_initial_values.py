@@ -1,0 +1,77 @@
+"""Initial values: the bits of plain initialization, where they depend on data too."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpipe
+from tests.support.compare import assert_same_bits
+from tests.support.meshes import mesh_of
+
+
+KEY = jax.random.key(0)
+X = 3 + 2 * jax.random.normal(jax.random.key(1), (16, 8))
+
+
+class ActNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", lambda _: 1 / (x.std(0) + 1e-6))
+        bias = self.param("bias", lambda _: -x.mean(0))
+        return (x + bias) * scale
+
+
+class Flow(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = nn.Dense(8)(ActNorm()(x))
+        book = self.variable("codes", "book", lambda: x[:4])
+        return x + book.value.mean()
+
+
+def partition(stages, batch=X, **kwargs):
+    settings = {"optimizer": optax.sgd(0.1), "num_microbatches": 4, "profile": "analytic"} | kwargs
+    return jaxpipe.partition(
+        Flow(), mesh_of(stages), batch, loss=lambda model, x: jnp.square(model(x)).mean(), **settings
+    )
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("stages", "runtime"), [(1, "mpmd"), (2, "mpmd"), (4, "mpmd"), (2, "spmd")])
+def test_values_that_depend_on_the_batch(stages, runtime):
+    plain = jax.tree.map(np.asarray, Flow().init(KEY, X))
+    pipeline = partition(stages, runtime=runtime)
+    for batch in (X, np.asarray(X)):
+        assert_same_bits(pipeline.parameters(pipeline.init(KEY, batch)), plain)
+    assert np.abs(plain["params"]["ActNorm_1"]["bias"]).min() > 0
+
+
+def test_values_that_depend_on_a_batch_of_shapes_alone():
+    zeros = jax.tree.map(np.asarray, Flow().init(KEY, jnp.zeros_like(X)))
+    pipeline = partition(2)
+    for batch in (None, jax.ShapeDtypeStruct(X.shape, X.dtype)):
+        with pytest.warns(jaxpipe.InitialValuesWarning, match=r"ActNorm_0/bias.*depend on the batch.*Pass arrays"):
+            state = pipeline.init(KEY, batch)
+        assert_same_bits(pipeline.parameters(state), zeros)
+
+
+def test_a_pipeline_that_is_planned_when_it_is_initialized():
+    pipeline = partition(2, batch=None)
+    assert_same_bits(pipeline.parameters(pipeline.init(KEY, X)), jax.tree.map(np.asarray, Flow().init(KEY, X)))
+
+
+def test_values_that_depend_on_the_arguments_of_an_inner_call_are_refused_by_name():
+    with pytest.raises(jaxpipe.ModelError, match=r"ActNorm_0/bias.*depend on the arguments.*Call the model outside"):
+        jaxpipe.partition(
+            Flow(),
+            mesh_of(2),
+            X,
+            loss=lambda model, x: jnp.square(jax.jit(lambda x: model(x))(x)).mean(),
+            optimizer=optax.sgd(0.1),
+            num_microbatches=4,
+            profile="analytic",
+        )

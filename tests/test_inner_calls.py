@@ -65,21 +65,29 @@ def partition(model, loss, stages=2, **kwargs):
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize("name", WAYS)
 def test_a_model_without_state(name, kind):
-    way = WAYS[name]
-    loss = lambda model, x: jnp.square(way(model, x)).mean()
+
+    def loss(model, x):
+        return jnp.square(WAYS[name](model, x)).mean()
+
     if kind == "linen":
         # Inside vmap and map the module sees one example, and is initialized for it.
         params = Net().init(KEY, X[0] if name in ("vmap", "map", "vmap in jit") else X)["params"]
         pipeline = partition(Net(), loss)
         state = pipeline.init(KEY)
         assert_same_bits(pipeline.parameters(state)["params"], jax.tree.map(np.asarray, params))
-        plain = lambda params, state, x, _: (loss(lambda x: Net().apply({"params": params}, x), x), state)
+
+        def plain(params, state, x, _):
+            return loss(lambda x: Net().apply({"params": params}, x), x), state
+
     else:
         model = NetNNX(nnx.Rngs(0))
         structure, params = nnx.split(model)
         pipeline = partition(model, loss)
         state = pipeline.init(KEY)
-        plain = lambda params, state, x, _: (loss(nnx.merge(structure, params), x), state)
+
+        def plain(params, state, x, _):
+            return loss(nnx.merge(structure, params), x), state
+
     (value, _), gradients = pipeline.value_and_grad(state, X)
     expected, gradient, _ = gradient_of_batch(plain, params, None, X, M)
     np.testing.assert_allclose(value, expected, rtol=2 * FUSION)

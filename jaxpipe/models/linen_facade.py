@@ -21,7 +21,7 @@ from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
 from jaxpipe.models.observed_calls import observed_calls
-from jaxpipe.models.variable_trees import by_path, key_name, merged, path_text
+from jaxpipe.models.variable_trees import by_path, merged, path_text
 
 
 #: Collections that calls do not change: their gradients do.
@@ -88,13 +88,15 @@ class LinenModel:
         for name, given in _GIVEN.items():
             if name in kwargs:
                 raise ModelError(f"model(..., {name}=) in a loss: {given}. Leave {name}= out.")
-        key = self._key if self._number == 0 else jax.random.fold_in(self._key, self._number)
         self._number += 1
-        return self._call(key, *args, **kwargs)
+        return self._call(self._key_of(self._number - 1), *args, **kwargs)
+
+    def _key_of(self, call: int) -> Array:
+        return jax.random.fold_in(self._key, call) if call else self._key
 
     def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
         result, new = self._apply(self._variables, key, *args, **kwargs)
-        self._keep(new)
+        self._keep(new, self._variables)
         return result
 
     def _apply(self, variables: PyTree, key: Array, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
@@ -111,11 +113,14 @@ class LinenModel:
         streams = enumerate(self._found.streams)
         return {"params": key} | {name: jax.random.fold_in(key, n) if n else key for n, name in streams}
 
-    def _keep(self, new: PyTree) -> None:
-        if _compat.current_trace() is not self._trace:
-            new = _left(self._variables, new)
-            _check_within(new, self._trace, "changes", "have new values")
-        self._variables = self._variables | new
+    def _keep(self, new: PyTree, before: PyTree) -> None:
+        """Keep the state that a call leaves; of one inside a transformation, what it changes, if that can leave it."""
+        if _compat.current_trace() is self._trace:
+            self._variables = self._variables | new
+            return
+        changed = _changed(new, before)
+        _check_within(changed, self._trace, "changes", "have new values")
+        self._variables = merged(self._variables, changed)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
@@ -152,12 +157,14 @@ def without_sown(variables: PyTree, calls: Calls) -> PyTree:
     return _separated(variables, calls.sown)[1]
 
 
-def _left(old: PyTree, new: PyTree) -> PyTree:
-    """Return the state that a call inside a transformation leaves: for ``grad`` and ``jvp``, its values alone."""
-    before = by_path(old)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: x if x is before.get(tuple(map(key_name, path))) else jax.lax.stop_gradient(x), new
-    )
+def _changed(new: PyTree, before: PyTree) -> PyTree:
+    """Return the arrays of nested dictionaries that were not there before; inside ``grad`` and ``jvp``, the values."""
+    if not isinstance(new, Mapping):
+        return jax.tree.map(jax.lax.stop_gradient, new)
+    old = before if isinstance(before, Mapping) else {}
+    other = {key: value for key, value in new.items() if value is not old.get(key)}
+    parts = {key: _changed(value, old.get(key)) for key, value in other.items()}
+    return {key: part for key, part in parts.items() if not _is_empty(part)}
 
 
 def _check_within(tree: PyTree, trace: object, does: str, are: str) -> None:

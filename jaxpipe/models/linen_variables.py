@@ -59,8 +59,7 @@ class _InitializingModel(LinenModel):
     def __init__(self, module: nn.Module, key: Array, variables: PyTree = None):
         super().__init__(module, variables or {}, key)
         self._given = variables is not None
-        self._made = self._variables
-        self._inner: list[_InnerCall] = []
+        self._made: list[PyTree | _InnerCall] = []
 
     @property
     def variables(self) -> PyTree:
@@ -73,11 +72,12 @@ class _InitializingModel(LinenModel):
         return super().variables
 
     def made(self) -> dict[str, PyTree]:
-        """Return the variables, those of calls inside transformations included."""
-        for call in self._inner:
-            key = jax.random.fold_in(self._key, call.number) if call.number else self._key
-            self._made = merged(_initialized_inside(call, key), self._made)
-        return dict(without_sown(self._made, self._found))
+        """Return the variables that the calls have made, of each the value of the first call."""
+        variables = self._variables if self._given else {}
+        for call in self._made:
+            made = _made_inside(call, self._key_of(call.number), variables) if isinstance(call, _InnerCall) else call
+            variables = merged(made, variables)
+        return dict(without_sown(variables, self._found))
 
     def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
         while True:
@@ -92,7 +92,7 @@ class _InitializingModel(LinenModel):
                 self._found = replace(self._found, streams=tuple(sorted((*found.streams, missing[1]))))
             else:
                 if self._found == found:  # else the variables may hold what calls before have sown
-                    self._keep(new)
+                    self._keep(new, variables)
                     return result
 
     def _with_initial(self, key: Array, args: PyTree, kwargs: PyTree) -> PyTree:
@@ -100,10 +100,11 @@ class _InitializingModel(LinenModel):
         initialize, arguments = self._initialization(args, kwargs)
         if _compat.current_trace() is self._trace:
             new = initialize(key, arguments)
-            self._made, self._variables = merged(new, self._made), merged(new, self._variables)
+            self._made.append(new)
+            self._variables = merged(new, self._variables)
             return self._variables
         shapes = jax.eval_shape(initialize, key, arguments)
-        self._inner.append(_InnerCall(initialize, self._number - 1, [_shape_of(x) for x in arguments]))
+        self._made.append(_InnerCall(initialize, self._number - 1, [_shape_of(x) for x in arguments]))
         return merged(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), self._variables)
 
     def _initialization(
@@ -119,7 +120,7 @@ class _InitializingModel(LinenModel):
             with observed_calls(has_streams=False) as observed:
                 made = self.module.init(self._rngs(key), *args, **kwargs)
             self._found = replace(self._found, sown=self._found.sown | observed.sown)
-            return made
+            return without_sown(made, self._found)
 
         return initialize, [leaves[k] for k in places]
 
@@ -128,7 +129,8 @@ def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _initialized_inside(call: _InnerCall, key: Array) -> PyTree:
+def _made_inside(call: _InnerCall, key: Array, known: PyTree) -> PyTree:
+    """Return the variables that a call inside a transformation makes besides those that are known."""
     tree: Any = None
 
     def initialize(key: Array, arguments: list[Array]) -> list[Array]:
@@ -140,7 +142,8 @@ def _initialized_inside(call: _InnerCall, key: Array) -> PyTree:
     graph = read_graph(closed)
     dependent = dependents(graph.operators, graph.inputs[1:]) | set(graph.inputs[1:])
     variables = jax.tree.unflatten(tree, graph.outputs)
-    names = [path_text(path) for path, t in by_path(variables).items() if t in dependent]
+    made = {path: t for path, t in by_path(variables).items() if path not in by_path(known)}
+    names = [path_text(path) for path, t in made.items() if t in dependent]
     if names:
         raise ModelError(
             f"The loss calls its model inside jax.jit, jax.vmap, lax.scan or the like, and the initial values of "

@@ -29,7 +29,15 @@ from jaxpipe.graph.stacked_layers import Stacks, uncut
 from jaxpipe.models.check_batch import shape_of
 from jaxpipe.models.linen_facade import LinenModel, handed_on, initialized_variables
 from jaxpipe.models.purify_nnx import module_scopes
-from jaxpipe.models.variable_trees import by_path, common_level, key_name, plain_tree, random_paths, select
+from jaxpipe.models.variable_trees import (
+    by_path,
+    common_level,
+    is_train_state,
+    key_name,
+    plain_tree,
+    random_paths,
+    select,
+)
 from jaxpipe.options import AxisRules
 from jaxpipe.text.units import bytes_text
 from jaxpipe.text.value_text import shown
@@ -155,10 +163,14 @@ def check_model(model: Model) -> None:
             f"module, and init the parameters: partition(model.module, ...), then pipeline.init(key, variables="
             "{'params': model.params})."
         )
-    if isinstance(model, nnx.Optimizer):
+    if isinstance(model, nnx.Optimizer) or is_train_state(model):
+        kind = type(model).__name__
+        way = "variables=train_state"
+        if isinstance(model, nnx.Optimizer):
+            kind, way = f"nnx.{kind}", "variables=model, optimizer_state=optimizer"
         raise ModelError(
-            f"partition was given an nnx.{type(model).__name__} as its model. Pass the nnx.Module itself, and the "
-            "optax transformation as optimizer=."
+            f"partition was given an {kind} as its model. Pass the module itself, and the optax transformation as "
+            f"optimizer=; then pipeline.init(key, {way}) goes on from it."
         )
     if not callable(model):
         raise ModelError(
@@ -224,6 +236,8 @@ def _bind(model: Model, function: UserFunction, batch: PyTree, variables: PyTree
             f"The model is {shown(model)}, and its variables are not known. Pass them to pipeline.init(key, batch, "
             "variables=...), or give partition jax.tree_util.Partial(function, variables)."
         )
+    if is_train_state(variables):
+        variables = plain_tree(variables)
     return _bind_tree(variables, lambda tree: functools.partial(model, tree))
 
 
@@ -254,7 +268,7 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: PyTree, variab
         )
 
     make = functools.partial(initialized_variables, module, function)
-    if variables is None:
+    if variables is None or is_train_state(variables):  # which may have fields that are no collections
         shapes = with_axes(lambda: jax.eval_shape(make, jax.random.key(0), batch))
     else:
         given = unfreeze(plain_tree(variables))
@@ -270,7 +284,7 @@ def _bind_linen(module: nn.Module, function: UserFunction, batch: PyTree, variab
     expected = by_path({"params": params}) | by_path(rest)
 
     def flatten(tree: PyTree) -> Flat:
-        leaves = select(tree, expected, [("params",)])
+        leaves = select(by_path(plain_tree(tree, list(rest))), expected, [("params",)])
         return leaves[: params_def.num_leaves], leaves[params_def.num_leaves :]
 
     def build(parameters: Sequence[PyTree], state: Sequence[PyTree]) -> PyTree:
@@ -372,7 +386,7 @@ def _bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> B
     random = random_paths(streams)
 
     def flatten(tree: PyTree) -> Flat:
-        leaves = select(tree, expected, ignored=random | random_paths(tree))
+        leaves = select(by_path(tree), expected, ignored=random | random_paths(tree))
         return leaves[: params_def.num_leaves], leaves[params_def.num_leaves :]
 
     def run(
@@ -435,7 +449,7 @@ def _bind_tree(tree: PyTree, model_of: Callable[[PyTree], Callable[..., PyTree]]
     level = common_level(expected)
 
     def flatten(tree: PyTree) -> Flat:
-        leaves = select(tree, expected, [level])
+        leaves = select(by_path(tree), expected, [level])
         pairs = list(zip(leaves, trained, strict=True))
         return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
 

@@ -420,6 +420,14 @@ def test_what_does_not_fit_is_listed(dense):
     assert jax_utils.unreplicate(run).step == 0  # what the message says works
 
 
+def test_a_train_state_before_there_is_a_plan():
+    """Fields that are no collections of the model, as averages of parameters, are not taken for such."""
+    run = linen_run(adam())
+    pipeline = partition(Net(), adam(), batch=None)
+    state = pipeline.init(KEY, BATCH, variables=run)
+    assert_same(pipeline.parameters(state), {"params": run.params, "batch_stats": run.batch_stats})
+
+
 def test_a_collection_that_a_train_state_lacks():
     run = linen_run(adam())
     plain = train_state.TrainState(2, None, run.params, adam(), run.opt_state)

@@ -348,7 +348,7 @@ def _warn_of_optimizers(model: nnx.Module) -> None:
             f"The model {type(model).__name__} holds an optimizer: {len(kept)} variables of its state, as "
             f"{'.'.join(map(str, kept[0][0]))}, {bytes_text(size)} in all. partition(optimizer=...) keeps optimizer "
             "state of its own; this one is not used, but takes memory on the devices beside the model's other state. "
-            "Leave the nnx.Optimizer out of the module.",
+            "Leave the nnx.Optimizer out of the module; init(key, optimizer_state=optimizer) goes on from its state.",
             stacklevel=2,
         )
 

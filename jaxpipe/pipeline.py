@@ -229,13 +229,13 @@ class Pipeline:
         model = planned.model if variables is None else with_values(planned.model, variables)
         if model.original.values is None and model.original.initialize is None:
             raise PartitionError("The model has no values and cannot be initialized; pass variables= to init.")
-        given = plain_run.optimizer_of(variables) if optimizer_state is None else optimizer_state
-        update = planned.update
-        slots, step = [], 0
-        if given is not None:
-            slots = plain_run.optimizer_leaves(given, update.by_stage.state_shape, model.original)
-            step = plain_run.steps_taken(given)
+        if optimizer_state is None and plain_run.holds_optimizer(variables):
+            optimizer_state = variables
+        update, slots = planned.update, None
+        if optimizer_state is not None:
+            slots = plain_run.optimizer_leaves(optimizer_state, update.by_stage.state_shape, model.original)
         sources = initial_sources(model, self._optimizer, key, update, slots)
+        step = plain_run.steps_taken(optimizer_state, variables)
         return multihost.block_if_cpu(place_state(self._runtime, sources, key, step))
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:

@@ -424,8 +424,11 @@ def test_a_train_state_before_there_is_a_plan():
     """Fields that are no collections of the model, as averages of parameters, are not taken for such."""
     run = linen_run(adam())
     pipeline = partition(Net(), adam(), batch=None)
-    state = pipeline.init(KEY, BATCH, variables=run)
-    assert_same(pipeline.parameters(state), {"params": run.params, "batch_stats": run.batch_stats})
+    for given in ({}, {"optimizer_state": run.opt_state}, {"optimizer_state": run}):
+        state = pipeline.init(KEY, BATCH, variables=run, **given)
+        assert int(state.step) == 2
+        assert_same(pipeline.parameters(state), {"params": run.params, "batch_stats": run.batch_stats})
+        assert_same(pipeline.optimizer_state(state), run.opt_state)
 
 
 def test_a_collection_that_a_train_state_lacks():

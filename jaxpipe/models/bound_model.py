@@ -164,11 +164,12 @@ def check_model(model: Model) -> None:
             "{'params': model.params})."
         )
     if isinstance(model, nnx.Optimizer) or is_train_state(model):
-        kind, way = f"a {type(model).__name__}", "variables=train_state"
+        kind, module, way = f"a {type(model).__name__}", "module", "variables=train_state"
         if isinstance(model, nnx.Optimizer):
-            kind, way = f"an nnx.{type(model).__name__}", "variables=model, optimizer_state=optimizer"
+            kind, module = f"an nnx.{type(model).__name__}", "nnx.Module"
+            way = "variables=model, optimizer_state=optimizer"
         raise ModelError(
-            f"partition was given {kind} as its model. Pass the module itself, and the optax transformation as "
+            f"partition was given {kind} as its model. Pass the {module} itself, and the optax transformation as "
             f"optimizer=; then pipeline.init(key, {way}) goes on from it."
         )
     if not callable(model):

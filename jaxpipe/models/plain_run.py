@@ -14,14 +14,14 @@ OPTIMIZER_STATE = Argument(
 )
 
 
-def optimizer_of(given: PyTree) -> PyTree:
-    """Return what holds the optimizer state among some variables: a ``TrainState`` or an NNX optimizer; else None."""
-    return given if isinstance(given, nnx.Optimizer) or is_train_state(given) else None
+def holds_optimizer(given: PyTree) -> bool:
+    """Return whether something has an optimizer state beside its steps: a ``TrainState``, an NNX optimizer."""
+    return isinstance(given, nnx.Optimizer) or is_train_state(given)
 
 
-def steps_taken(given: PyTree) -> int:
-    """Return how many steps something that holds an optimizer state has taken; 0 if only optax counts them."""
-    holder = optimizer_of(given)
+def steps_taken(*given: PyTree) -> int:
+    """Return how many steps the first that counts them has taken; 0 if only optax does."""
+    holder = next(filter(holds_optimizer, given), None)
     step = getattr(holder, "step", 0)
     steps = np.asarray(step.get_value() if isinstance(step, nnx.Variable) else step)
     if steps.ndim or not np.issubdtype(steps.dtype, np.integer) or not 0 <= steps < 2**31:
@@ -42,9 +42,8 @@ def optimizer_leaves(given: PyTree, state_shape: PyTree, model: BoundModel) -> l
     Raises:
       ModelError: if a leaf is missing, unexpected, or of another shape or dtype; it lists their paths.
     """
-    holder = optimizer_of(given)
     expected = by_path(state_shape)
-    arrays = by_path(given if holder is None else holder.opt_state)
+    arrays = by_path(given.opt_state if holds_optimizer(given) else given)
     for path, aval in expected.items():  # a learning rate that was set to a number
         if isinstance(arrays.get(path), bool | int | float) and not aval.shape:
             arrays[path] = np.asarray(arrays[path], aval.dtype)

@@ -44,7 +44,11 @@ class Sources:
 
 
 def initial_sources(
-    model: BoundModel, optimizer: optax.GradientTransformation, key: Array, update: Update, slots: Sequence[ArrayLike]
+    model: BoundModel,
+    optimizer: optax.GradientTransformation,
+    key: Array,
+    update: Update,
+    slots: Sequence[ArrayLike] | None = None,
 ) -> Sources:
     """Return what gives the first state of a run: variables and optimizer state that were given are copied.
 
@@ -52,14 +56,14 @@ def initial_sources(
     variables that are cut, one at a time is made as a whole.
 
     Args:
-      slots: leaves of an optimizer state; none: it is made of the parameters.
+      slots: leaves of an optimizer state; None: it is made of the parameters.
     """
     original, stacks = model.original, side_by_side(model.stacks)
     if original.values is None:
         values = _pieces(stacks, _initialized(original, key))
     else:
         values = given_values(stacks, [*original.values[0], *original.values[1]])
-    return Sources(values, given_values(update.by_stage.state_stacks, slots) if slots else optimizer)
+    return Sources(values, optimizer if slots is None else given_values(update.by_stage.state_stacks, slots))
 
 
 def given_values(stacks: Stacks, leaves: Sequence[ArrayLike]) -> Values:

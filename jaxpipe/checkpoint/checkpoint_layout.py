@@ -112,7 +112,7 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
 def _values(
     saved: Saved, group: str, names: Sequence[Path], stacks: Stacks, types: Sequence[DType] | None = None
 ) -> Values:
-    """Return the pieces of a group of arrays, read when they are asked for."""
+    """Return a function that reads pieces of a group of arrays."""
 
     def values(positions: Sequence[int]) -> list[ArrayLike]:
         leaves = list(dict.fromkeys(stacks.leaf_of[k] for k in positions))

@@ -42,8 +42,8 @@ def plain_tree(variables: PyTree, collections: Collection[str] = ()) -> PyTree:
     if is_train_state(variables):
         params = variables.params
         if isinstance(params, nnx.State):
-            fields = getattr(variables, "__dict__", {}).values()
-            return nnx.merge_state(params, *(x for x in fields if isinstance(x, nnx.State) and x is not params))
+            fields = getattr(variables, "__dict__", {}).values()  # in which averages of parameters may be too
+            return nnx.merge_state(*(x for x in fields if isinstance(x, nnx.State)), params)
         if not collections or "params" in params:
             return params
         rest = {name: getattr(variables, name) for name in collections if hasattr(variables, name)}
@@ -93,7 +93,7 @@ def common_level(paths: Collection[Path]) -> Path:
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of ``Pipeline.init`` that is a tree of arrays, as errors tell of it."""
+    """Words for an argument of ``Pipeline.init`` that is a tree of arrays."""
 
     name: str
     owner: str  # who expects the arrays
@@ -159,7 +159,7 @@ def _is_box(x: object) -> bool:
 
 def _unboxed(box: nnx.Variable | meta.AxisMetadata) -> PyTree:
     """The value in a box; that of a Linen box is taken as it is, on whatever devices it may be wanted later."""
-    return box.get_value() if isinstance(box, nnx.Variable) else jax.tree.leaves(box)[0]
+    return box.get_value() if isinstance(box, nnx.Variable) else jax.tree.leaves(box, is_leaf=lambda x: x is not box)[0]
 
 
 def _name(path: Path) -> str:

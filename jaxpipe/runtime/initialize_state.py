@@ -31,7 +31,7 @@ Values = Callable[[Sequence[int]], Sequence[ArrayLike]]
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """What gives the values of a state, by piece: arrays that were given, initialization, or a checkpoint.
+    """Functions that give the values of a state by piece: of given arrays, by initialization, from a checkpoint.
 
     Attributes:
       optimizer: the leaves of its state; or the optimizer, whose ``init`` makes them of the parameters of a stage.
@@ -71,20 +71,28 @@ def given_values(stacks: Stacks, leaves: Sequence[ArrayLike]) -> Values:
 
     def values(positions: Sequence[int]) -> list[ArrayLike]:
         pieces = [stacks.cut(k, leaves[stacks.leaf_of[k]]) for k in positions]
-        return [x.copy() if isinstance(x, jax.Array) else x for x in pieces]
+        return [x.copy() if isinstance(x, jax.Array) else _as_jax(x) for x in pieces]
 
     return values
 
 
+def _as_jax(x: np.ndarray) -> np.ndarray:
+    """Return a host array with the dtype that JAX gives it: float32 for float64."""
+    return np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
 def place_state(runtime: Runtime, sources: Sources, key: Array, step: int = 0, skipped: int = 0) -> TrainState:
     """Put a state onto its devices, stage by stage: each process does what its own devices hold."""
-    by_stage = runtime.planned.update.by_stage
-    parts = multihost.on_all(lambda: _parts(runtime, sources))
-    if callable(sources.optimizer):
-        shared = sources.optimizer([k for k, owner in enumerate(by_stage.state_stage) if owner is None])
-    else:
-        shared = _initial_slots(runtime.planned, sources.optimizer, None, {})
+    parts, shared = multihost.on_all(lambda: (_parts(runtime, sources), _shared(runtime, sources)))
     return runtime.assemble(parts, CommonArrays(shared, _copied(key), step, skipped))
+
+
+def _shared(runtime: Runtime, sources: Sources) -> Sequence[ArrayLike]:
+    """Return the optimizer state that every stage has."""
+    if not callable(sources.optimizer):
+        return _initial_slots(runtime.planned, sources.optimizer, None, {})
+    owners = runtime.planned.update.by_stage.state_stage
+    return sources.optimizer([k for k, owner in enumerate(owners) if owner is None])
 
 
 def _parts(runtime: Runtime, sources: Sources) -> dict[int, Part]:

@@ -22,7 +22,7 @@ from jaxpipe.checkpoint.orbax_files import steps as steps_of
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
-from jaxpipe.models import check_batch
+from jaxpipe.models import check_batch, plain_run
 from jaxpipe.models.bound_model import UserFunction, with_values
 from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, random_key
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, trace_prediction, with_rows
@@ -36,7 +36,7 @@ from jaxpipe.planning.plan_timeline import plan_timeline
 from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching
-from jaxpipe.runtime.initialize_state import initial_state
+from jaxpipe.runtime.initialize_state import initial_sources, place_state
 from jaxpipe.runtime.interface import ForwardPass, Runtime, StepResults
 from jaxpipe.runtime.interrupts import hold_interrupts
 from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
@@ -196,11 +196,14 @@ class Pipeline:
         return self._ready
 
     @outside_jit
-    def init(self, key: Array, batch: PyTree = None, *, variables: PyTree = None) -> TrainState:
-        """The first training state.
+    def init(
+        self, key: Array, batch: PyTree = None, *, variables: PyTree = None, optimizer_state: PyTree = None
+    ) -> TrainState:
+        """The first training state, or one that goes on from plain training.
 
         Linen modules and NNX classes are initialized stage by stage, with the values that plain initialization with
-        ``key`` gives; a concrete NNX module, or ``variables``, keep their values.
+        ``key`` gives; a concrete NNX module, or ``variables``, keep their values. The optimizer begins with
+        ``optimizer.init``, unless its state is given.
 
         Args:
           key: for initial values, and for all random numbers of the run; ``jax.random.key(0)``, for example.
@@ -209,11 +212,16 @@ class Pipeline:
             zeros, with an ``InitialValuesWarning``, if there are none.
           variables: values of all the model's variables, in any tree with their paths: Linen variables (with or
             without the level ``params`` if that is all; frozen, boxed, or of a bound module), an NNX module, its state
-            or pure dictionary, a tree of a function's.
+            or pure dictionary, a tree of a function's. Or a flax ``TrainState`` (its ``params``, and the collections
+            that are fields of its class) or an ``nnx.ModelAndOptimizer``, of which the optimizer state and the
+            number of steps are taken too.
+          optimizer_state: that of ``optimizer``, as plain optax has it for the model's parameters, or in any tree with
+            its paths; or what holds it: an ``nnx.Optimizer``, a ``TrainState``, whose number of steps is taken too.
 
         Raises:
           PartitionError: if there is no batch to plan with, or ``key`` is no random key.
-          ModelError: if ``variables`` do not fit.
+          ModelError: if ``variables`` or ``optimizer_state`` do not fit; it lists what is missing, unexpected, or of
+            another shape.
         """
         key = random_key(key)
         shapes = self._batch if batch is None else check_batch.batch_shapes(batch)
@@ -224,9 +232,16 @@ class Pipeline:
         model = planned.model if variables is None else with_values(planned.model, variables)
         if model.original.values is None and model.original.initialize is None:
             raise PartitionError("The model has no values and cannot be initialized; pass variables= to init.")
+        if optimizer_state is None and plain_run.holds_optimizer(variables):
+            optimizer_state = variables
+        update, slots = planned.update, None
+        if optimizer_state is not None:
+            slots = plain_run.optimizer_leaves(optimizer_state, update.by_stage.state_shape, model.original)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
             batch = None
-        return multihost.block_if_cpu(initial_state(self._runtime, model, self._optimizer, key, batch))
+        sources = initial_sources(model, self._optimizer, key, update, slots, batch)
+        step = plain_run.steps_taken(optimizer_state, variables)
+        return multihost.block_if_cpu(place_state(self._runtime, sources, key, step))
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         """One training step; donates ``state``.
@@ -392,6 +407,18 @@ class Pipeline:
         check_state.check_state(state, self.plan.identity)
         arrays = self._runtime.to_host(state)
         return self._planned.model.variable_tree(arrays.parameters, arrays.variables)
+
+    @outside_jit
+    def optimizer_state(self, state: TrainState) -> PyTree:
+        """The optimizer state as optax has it for all of the model's parameters, as host arrays.
+
+        All processes call it, and get all. With ``parameters`` plain training goes on from it: in the fields of a flax
+        ``TrainState``, or in an ``nnx.Optimizer`` by ``nnx.update(optimizer.opt_state, nnx.state(...))``.
+        """
+        check_state.check_state(state, self.plan.identity)
+        by_stage = self._planned.update.by_stage
+        leaves = by_stage.state_stacks.join(self._runtime.to_host(state).optimizer)
+        return jax.tree.unflatten(jax.tree.structure(by_stage.state_shape), leaves)
 
     @outside_jit
     def save(self, state: TrainState, directory: Directory, *, data: object = None) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints restore into the same bits on any stages and replicas, or without a pipeline; others are refused."""
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -8,6 +9,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,7 @@ from examples import models as zoo
 from jaxpipe.checkpoint import load, steps
 from tests.support.compare import assert_same_bits
 from tests.support.meshes import mesh_of
-from tests.support.pipeline_models import ROWS, case_of, pipeline_of
+from tests.support.pipeline_models import ROWS, case_of, classifier, linen, pipeline_of
 
 
 PREDICT = {
@@ -222,6 +224,18 @@ def test_the_optimizer_state_is_that_of_plain_optax(tmp_path):
     assert_same_bits(trace.args[0], {"a": np.ones((2, 2), np.float32), "b": np.full((2, 1), 2, np.float32)})
     expected = {"a": np.full((2, 2), 0.5, np.float32), "b": np.zeros((2, 1), np.float32)}
     assert_same_bits(loaded.variables.args[0], expected)
+
+
+def test_boxes_around_parameters_are_no_part_of_their_path(tmp_path):
+    kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, None))
+    case = linen(nn.Dense(10, kernel_init=kernel), case_of("mlp").batch, classifier())
+    pipeline = pipeline_of(case, 1, 2, optimizer=adam())
+    state = pipeline.init(jax.random.key(0))
+    pipeline.save(state, tmp_path)
+    unboxed = nn.meta.unbox(pipeline.parameters(state))
+    assert_same_bits(load(tmp_path).variables, unboxed)
+    plain = pipeline_of(dataclasses.replace(case, model=nn.Dense(10)), 1, 2, optimizer=adam())
+    assert_same_bits(plain.parameters(plain.restore(tmp_path)), unboxed)
 
 
 def test_nnx_modules_are_updated_from_a_checkpoint(tmp_path):

@@ -3,36 +3,21 @@
 from collections.abc import Mapping, Sequence
 
 import jax
-from flax import nnx
 
 from jaxpipe.array_types import PyTree, PyTreeDef
-
-
-#: Keys, indices and field names from the root of a tree to a leaf.
-Path = tuple[str, ...]
+from jaxpipe.models.variable_trees import Path, by_path
 
 
 def leaf_paths(structure: PyTreeDef) -> list[Path]:
     """The path of every leaf of a tree, in the order of its leaves.
 
-    An ``nnx.State`` counts as the dictionary that it stands for.
+    An ``nnx.State`` counts as the dictionary that it stands for, and boxes around arrays are no part of a path.
 
     Example:
       >>> leaf_paths(jax.tree.structure({"dense": (0, 0), "scale": 0}))
       [('dense', '0'), ('dense', '1'), ('scale',)]
     """
-    numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
-    paths: list[Path] = [()] * structure.num_leaves
-    for path, k in jax.tree_util.tree_flatten_with_path(_pure(numbered))[0]:
-        paths[k] = tuple(str(getattr(p, "key", getattr(p, "idx", getattr(p, "name", p)))) for p in path)
-    return paths
-
-
-def _pure(tree: PyTree) -> PyTree:
-    def is_state(x: object) -> bool:
-        return isinstance(x, nnx.State)
-
-    return jax.tree.map(lambda x: nnx.to_pure_dict(x) if is_state(x) else x, tree, is_leaf=is_state)
+    return list(by_path(jax.tree.unflatten(structure, range(structure.num_leaves))))
 
 
 def nest(leaves: Mapping[Path, object]) -> PyTree:

@@ -6,7 +6,7 @@ rows of their own stage, and a host reads one stage at a time. Of several proces
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -19,9 +19,10 @@ from jaxpipe.checkpoint.arrays_by_path import Path, leaf_paths
 from jaxpipe.checkpoint.contents import OPTIMIZER, RESIDUALS, VARIABLES, Contents, Leaf, differences, expected, is_key
 from jaxpipe.checkpoint.orbax_files import Saved, read
 from jaxpipe.errors import CheckpointError
+from jaxpipe.graph.stacked_layers import Stacks, side_by_side
 from jaxpipe.runtime.executable_plan import ExecutablePlan
-from jaxpipe.runtime.interface import Part, Runtime
-from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays, of_replicas
+from jaxpipe.runtime.initialize_state import Sources, Values, place_state
+from jaxpipe.runtime.interface import Runtime
 from jaxpipe.runtime.train_state import TrainState
 
 
@@ -99,46 +100,31 @@ def put(runtime: Runtime, saved: Saved) -> TrainState:
             "exchanges gradients whole: what had not been sent is lost.",
             stacklevel=4,
         )
-    parts, common = multihost.on_all(lambda: _read_stages(runtime, saved, names, has_residuals))
-    shared = [k for k, owner in enumerate(by_stage.state_stage) if owner is None]
-    values = [typed(x, by_stage.state_avals[k].dtype) for k, x in zip(shared, common, strict=True)]
-    return runtime.assemble(parts, CommonArrays(values, saved.key, saved.step, saved.skipped))
+    state_types = [aval.dtype for aval in jax.tree.leaves(by_stage.state_shape)]
+    sources = Sources(
+        variables=_values(saved, VARIABLES, (*names[0], *names[1]), side_by_side(planned.model.stacks)),
+        optimizer=_values(saved, OPTIMIZER, names[2], by_stage.state_stacks, state_types),
+        residuals=_residuals(saved, names[0]) if has_residuals and exchange is not None else None,
+    )
+    return place_state(runtime, sources, saved.key, saved.step, saved.skipped)
 
 
-def _read_stages(
-    runtime: Runtime, saved: Saved, names: _Paths, has_residuals: bool
-) -> tuple[dict[int, Part], list[np.ndarray]]:
-    """The parts of this process's places, and the optimizer state that all stages share."""
-    planned, parts = runtime.planned, {}
-    owners, stacks = planned.update.by_stage.state_stage, (*planned.model.stacks, planned.update.by_stage.state_stacks)
-    for place in runtime.places:
-        every = runtime.devices_of(place)
-        if not multihost.mine(every):
-            continue
-        pieces = *planned.placement.held_by(place), [k for k, owner in enumerate(owners) if owner == place]
-        paths = [
-            [leaves[cuts.leaf_of[k]] for k in held] for leaves, cuts, held in zip(names, stacks, pieces, strict=True)
-        ]
-        wanted = {
-            VARIABLES: list(dict.fromkeys((*paths[0], *paths[1]))),
-            OPTIMIZER: list(dict.fromkeys(paths[2])),
-            RESIDUALS: paths[0] if has_residuals and planned.update.exchange is not None else [],
-        }
-        arrays = read(saved, wanted)
-        leaves = {(group, path): x for group in wanted for path, x in zip(wanted[group], arrays[group], strict=True)}
-        groups = zip((VARIABLES, VARIABLES, OPTIMIZER), paths, stacks, pieces, strict=True)
-        parameters, variables, slots = (
-            [_rows(leaves[group, path], cuts.rows_of[k]) for path, k in zip(group_paths, numbers, strict=True)]
-            for group, group_paths, cuts, numbers in groups
-        )
-        residuals = [of_replicas(x, len(every)) for x in arrays[RESIDUALS]]
-        parts[place] = runtime.stage_part(place, StageArrays(parameters, variables, slots, residuals))
-    shared = [names[2][stacks[2].leaf_of[k]] for k, owner in enumerate(owners) if owner is None]
-    return parts, read(saved, {OPTIMIZER: shared})[OPTIMIZER]
+def _values(
+    saved: Saved, group: str, names: Sequence[Path], stacks: Stacks, types: Sequence[DType] | None = None
+) -> Values:
+    """Return a function that reads pieces of a group of arrays."""
+
+    def values(positions: Sequence[int]) -> list[ArrayLike]:
+        leaves = list(dict.fromkeys(stacks.leaf_of[k] for k in positions))
+        arrays = dict(zip(leaves, read(saved, {group: [names[n] for n in leaves]})[group], strict=True))
+        pieces = [(stacks.leaf_of[k], stacks.cut(k, arrays[stacks.leaf_of[k]])) for k in positions]
+        return [x if types is None else typed(x, types[n]) for n, x in pieces]
+
+    return values
 
 
-def _rows(leaf: np.ndarray, rows: slice | None) -> np.ndarray:
-    return leaf if rows is None else leaf[rows]
+def _residuals(saved: Saved, names: Sequence[Path]) -> Callable[[Sequence[int]], list[np.ndarray]]:
+    return lambda positions: read(saved, {RESIDUALS: [names[k] for k in positions]})[RESIDUALS]
 
 
 def check(saved: Saved, group: str, wanted: Mapping[Path, Leaf], owner: str) -> None:

@@ -89,6 +89,11 @@ def uncut(count: int) -> Stacks:
     return Stacks((None,) * count)
 
 
+def side_by_side(parts: Sequence[Stacks]) -> Stacks:
+    """Return the leaves of several lists as one list."""
+    return Stacks(tuple(cuts for stacks in parts for cuts in stacks.bounds))
+
+
 def groups_of_rows(length: int, rows: int) -> tuple[int, ...]:
     """Return where to cut so many rows into groups of ``rows``; the last may be smaller."""
     return (*range(0, length, rows), length)

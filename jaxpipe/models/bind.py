@@ -21,7 +21,7 @@ from jaxpipe.models.call_function import call_function
 from jaxpipe.models.check_batch import batch_size, shape_of
 from jaxpipe.models.example_state import Axes, example_axes
 from jaxpipe.models.microbatch_program import with_rows
-from jaxpipe.models.variable_trees import by_path, common_level, key_name, select
+from jaxpipe.models.variable_trees import by_path, common_level, is_train_state, key_name, plain_tree, select
 from jaxpipe.options import AxisRules
 from jaxpipe.text.value_text import shown
 
@@ -48,10 +48,14 @@ def check_model(model: Model) -> None:
             f"module, and init the parameters: partition(model.module, ...), then pipeline.init(key, variables="
             "{'params': model.params})."
         )
-    if isinstance(model, nnx.Optimizer):
+    if isinstance(model, nnx.Optimizer) or is_train_state(model):
+        kind, module, way = f"a {type(model).__name__}", "module", "variables=train_state"
+        if isinstance(model, nnx.Optimizer):
+            kind, module = f"an nnx.{type(model).__name__}", "nnx.Module"
+            way = "variables=model, optimizer_state=optimizer"
         raise ModelError(
-            f"partition was given an nnx.{type(model).__name__} as its model. Pass the nnx.Module itself, and the "
-            "optax transformation as optimizer=."
+            f"partition was given {kind} as its model. Pass the {module} itself, and the optax transformation as "
+            f"optimizer=; then pipeline.init(key, {way}) goes on from it."
         )
     if not callable(model):
         raise ModelError(
@@ -136,6 +140,8 @@ def _bind(model: Model, function: UserFunction, microbatch: PyTree, batch: PyTre
             f"The model is {shown(model)}, and its variables are not known. Pass them to pipeline.init(key, batch, "
             "variables=...), or give partition jax.tree_util.Partial(function, variables)."
         )
+    if is_train_state(variables):
+        variables = plain_tree(variables)
     return _bind_tree(variables, lambda tree: functools.partial(model, tree))
 
 
@@ -163,7 +169,7 @@ def _bind_tree(tree: PyTree, model_of: Callable[[PyTree], Callable[..., PyTree]]
     level = common_level(expected)
 
     def flatten(tree: PyTree) -> Flat:
-        leaves = select(tree, expected, [level])
+        leaves = select(by_path(tree), expected, [level])
         pairs = list(zip(leaves, trained, strict=True))
         return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
 

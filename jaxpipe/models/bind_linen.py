@@ -17,7 +17,7 @@ from jaxpipe.models.example_state import Axes, changed_axes
 from jaxpipe.models.linen_facade import TRAINED, Calls, LinenModel, handed_on, without_sown
 from jaxpipe.models.linen_variables import make_variables
 from jaxpipe.models.new_variables import check_unread
-from jaxpipe.models.variable_trees import by_path, merged, plain_tree, select
+from jaxpipe.models.variable_trees import by_path, is_train_state, merged, plain_tree, select
 
 
 def bind_linen(
@@ -30,7 +30,7 @@ def bind_linen(
             "function itself; a step is compiled as a whole."
         )
     examples: Axes | None = None
-    if variables is None:
+    if variables is None or is_train_state(variables):  # which may have fields that are no collections
         variables, calls = _found(module, function, microbatch)
         state = _state_of(variables)
         rows, size = batch_size(microbatch), batch_size(batch)
@@ -54,9 +54,9 @@ def bind_linen(
     expected = by_path({"params": params}) | by_path(overwritten) | by_path(state)
 
     def flatten(tree: PyTree) -> Flat:
-        tree = unfreeze(plain_tree(tree))
+        tree = unfreeze(plain_tree(tree, [*overwritten, *state]))
         tree = without_sown(tree, calls) if isinstance(tree, dict) else tree
-        leaves = select(tree, expected, [("params",)])
+        leaves = select(by_path(tree), expected, [("params",)])
         split = count + overwritten_def.num_leaves
         return leaves[:split], leaves[split:]
 

@@ -22,7 +22,7 @@ from jaxpipe.models.check_batch import shape_of
 from jaxpipe.models.new_variables import check_unread
 from jaxpipe.models.observed_calls import observed_calls
 from jaxpipe.models.purify_nnx import module_scopes
-from jaxpipe.models.variable_trees import Path, by_path, random_paths, select
+from jaxpipe.models.variable_trees import Path, by_path, paths_of, select
 from jaxpipe.text.units import bytes_text
 
 
@@ -54,7 +54,7 @@ def _warn_of_optimizers(model: nnx.Module) -> None:
             f"The model {type(model).__name__} holds an optimizer: {len(kept)} variables of its state, as "
             f"{'.'.join(map(str, kept[0][0]))}, {bytes_text(size)} in all. partition(optimizer=...) keeps optimizer "
             "state of its own; this one is not used, but takes memory on the devices beside the model's other state. "
-            "Leave the nnx.Optimizer out of the module.",
+            "Leave the nnx.Optimizer out of the module; init(key, optimizer_state=optimizer) goes on from its state.",
             stacklevel=2,
         )
 
@@ -129,10 +129,11 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
     concrete = factory is None and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
 
     expected = by_path(params) | by_path(rest)
-    random = random_paths(streams)
+    random = paths_of(streams, nnx.RngState)
 
     def flatten(tree: PyTree) -> Flat:
-        leaves = select(tree, expected, ignored=random | random_paths(tree))
+        others = paths_of(tree, (nnx.RngState, nnx.Intermediate))
+        leaves = select(by_path(tree), expected, ignored=random | others)
         return leaves[: params_def.num_leaves], leaves[params_def.num_leaves :]
 
     def given(parameters: Sequence[Array], state: Sequence[Array], key: Array) -> tuple[nnx.State, ...]:

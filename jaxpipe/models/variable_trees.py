@@ -1,6 +1,7 @@
 """Trees of a model's variables, matched with the model's own by path."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import flax.linen as nn
 import jax
@@ -19,8 +20,34 @@ Path = tuple[str, ...]
 _LISTED = 5
 
 
-def plain_tree(variables: PyTree) -> PyTree:
-    """The variables as a tree: those of an NNX module, or of a Linen module with variables (``module.bind``)."""
+def is_train_state(x: object) -> bool:
+    """Return whether something is a flax ``TrainState``, or a class of one's own with its fields."""
+    return not isinstance(x, Mapping | nnx.Pytree) and hasattr(x, "params") and hasattr(x, "opt_state")
+
+
+def plain_tree(variables: PyTree, collections: Collection[str] = ()) -> PyTree:
+    """The variables as a tree: those of an NNX module, of a Linen module with variables, or of a plain training state.
+
+    Args:
+      collections: those of a Linen module beside ``params``, which a ``TrainState`` has as fields.
+    """
+    if isinstance(variables, nnx.Optimizer):
+        model = getattr(variables, "model", None)
+        if model is None:
+            raise ModelError(
+                "variables= is an nnx.Optimizer, which does not hold its model. Pass both: init(key, variables=model, "
+                "optimizer_state=optimizer)."
+            )
+        variables = model
+    if is_train_state(variables):
+        params = variables.params
+        if isinstance(params, nnx.State):
+            fields = getattr(variables, "__dict__", {}).values()  # in which averages of parameters may be too
+            return nnx.merge_state(*(x for x in fields if isinstance(x, nnx.State)), params)
+        if not collections or "params" in params:
+            return params
+        rest = {name: getattr(variables, name) for name in collections if hasattr(variables, name)}
+        return {"params": params, **rest}
     if isinstance(variables, nnx.Module):
         return nnx.state(variables)
     if isinstance(variables, nn.Module) and variables.scope is not None:
@@ -43,10 +70,11 @@ def by_path(tree: PyTree) -> dict[Path, PyTree]:
     return arrays
 
 
-def random_paths(tree: PyTree) -> set[Path]:
-    """The paths of the random streams of NNX in a tree."""
+def paths_of(tree: PyTree, kinds: type[nnx.Variable] | tuple[type[nnx.Variable], ...]) -> set[Path]:
+    """The paths of the arrays in NNX variables of some kinds: random streams, what was sown."""
     flat = jax.tree_util.tree_flatten_with_path(plain_tree(tree), is_leaf=_is_box)[0]
-    return {tuple(map(key_name, path)) for path, leaf in flat if isinstance(leaf, nnx.RngState)}
+    boxes = [(tuple(map(key_name, path)), leaf) for path, leaf in flat if isinstance(leaf, kinds)]
+    return {path + inner for path, box in boxes for inner in by_path(_unboxed(box))}
 
 
 def key_name(key: object) -> str:
@@ -64,26 +92,43 @@ def common_level(paths: Collection[Path]) -> Path:
     return tuple(shared)
 
 
+@dataclass(frozen=True)
+class Argument:
+    """Words for an argument of ``Pipeline.init`` that is a tree of arrays."""
+
+    name: str
+    owner: str  # who expects the arrays
+    arrays: str
+    sources: str
+
+
+VARIABLES = Argument("variables", "model", "variables", "Pipeline.parameters, Module.init and nnx.state")
+
+
 def select(
-    variables: PyTree, expected: Mapping[Path, Shaped], levels: Sequence[Path] = (), ignored: Collection[Path] = ()
+    arrays: Mapping[Path, PyTree],
+    expected: Mapping[Path, Shaped],
+    levels: Sequence[Path] = (),
+    ignored: Collection[Path] = (),
+    argument: Argument = VARIABLES,
 ) -> list[ArrayLike]:
-    """Return the arrays of a tree that are a model's variables, in the model's order.
+    """Return the arrays of a tree that are expected, in the order in which they are.
 
     Args:
-      expected: by path, the shape and dtype of each variable.
-      levels: the outermost keys, any of which the tree may lack.
+      arrays: of the tree (``by_path``).
+      expected: by path, the shape and dtype of each.
+      levels: successive keys that the tree may lack, or have where they are not expected.
 
     Raises:
-      ModelError: if a variable is missing, unexpected, or of another shape or dtype; it lists their paths.
+      ModelError: if an array is missing, unexpected, or of another shape or dtype; it lists their paths.
     """
-    arrays = by_path(variables)
-    ways = [arrays, *({level + path: x for path, x in arrays.items()} for level in levels)]
+    ways = [arrays, *(_renamed(arrays, expected, level) for level in levels)]
     given = max(ways, key=lambda way: len(way.keys() & expected.keys()))  # of equal ones the first
+    owner, extra = argument.owner, given.keys() - expected.keys() - set(ignored)
     missing = [f"{path_text(path)} ({_text(aval)})" for path, aval in expected.items() if path not in given]
-    extra = given.keys() - expected.keys() - set(ignored)
     unexpected = [f"{path_text(path)} ({_text(x)})" for path, x in given.items() if path in extra]
     wrong = [
-        f"{path_text(path)} is {_text(given[path])}, the model's is {_text(aval)}"
+        f"{path_text(path)} is {_text(given[path])}, the {owner}'s is {_text(aval)}"
         for path, aval in expected.items()
         if path in given and _text(given[path]) != _text(aval)
     ]
@@ -91,10 +136,22 @@ def select(
     if any(kinds.values()):
         listed = ". ".join(f"{kind.capitalize()}: {_list(items)}" for kind, items in kinds.items() if items)
         raise ModelError(
-            f"variables= does not fit the model's {len(expected)} variables. {listed}. Pass a tree with these paths, "
-            "as Pipeline.parameters, Module.init and nnx.state give it."
+            f"{argument.name}= does not fit the {owner}'s {len(expected)} {argument.arrays}. {listed}. Pass a tree "
+            f"with these paths, as {argument.sources} give it."
         )
     return [given[path] for path in expected]
+
+
+def _renamed(arrays: Mapping[Path, PyTree], expected: Mapping[Path, Shaped], level: Path) -> dict[Path, PyTree]:
+    """Return arrays with the expected paths that are theirs but for a level."""
+    path_of = {_without(path, level): path for path in expected}
+    return {path_of.get(_without(path, level), path): x for path, x in arrays.items()}
+
+
+def _without(path: Path, level: Path) -> Path:
+    n = len(level)
+    start = next((k for k in range(len(path) - n + 1) if path[k : k + n] == level), None)
+    return path if start is None else path[:start] + path[start + n :]
 
 
 def _is_box(x: object) -> bool:
@@ -103,7 +160,7 @@ def _is_box(x: object) -> bool:
 
 def _unboxed(box: nnx.Variable | meta.AxisMetadata) -> PyTree:
     """The value in a box; that of a Linen box is taken as it is, on whatever devices it may be wanted later."""
-    return box.get_value() if isinstance(box, nnx.Variable) else jax.tree.leaves(box)[0]
+    return box.get_value() if isinstance(box, nnx.Variable) else jax.tree.leaves(box, is_leaf=lambda x: x is not box)[0]
 
 
 def path_text(path: Path) -> str:

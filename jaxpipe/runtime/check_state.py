@@ -6,13 +6,16 @@ from jaxpipe.errors import ModelError
 from jaxpipe.runtime.train_state import TrainState
 
 
+#: The call that takes the state of another pipeline, whatever its runtime and devices.
+GO_ON = "init(key, variables=other.parameters(state), optimizer_state=other.optimizer_state(state))"
+
+
 def check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:
     """Raise ``ModelError`` if a state has residuals of another gradient exchange."""
     if list(given) != list(expected):
         raise ModelError(
             f"The state has residuals of a gradient exchange of shapes {list(given)}, this pipeline expects "
-            f"{list(expected)}: the exchange, or the number of replicas, is another. Pass the state's variables to "
-            "init(key, variables=other.parameters(state))."
+            f"{list(expected)}: the exchange, or the number of replicas, is another. Go on with {GO_ON}."
         )
 
 
@@ -26,8 +29,7 @@ def check_state(state: object, expected: str) -> None:
     if state.plan != expected:
         raise ModelError(
             f"The state belongs to the plan {state.plan}, this pipeline has the plan {expected}: variables are placed "
-            "differently. Use the pipeline that made the state, or pass its variables to "
-            "init(key, variables=other.parameters(state))."
+            f"differently. Use the pipeline that made the state, or go on with {GO_ON}."
         )
     check_unused(state)
 

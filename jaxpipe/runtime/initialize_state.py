@@ -1,10 +1,15 @@
-"""The first state of a run, made stage by stage: no device ever holds the whole model."""
+"""States put onto devices stage by stage: no device ever holds the whole model.
 
-import functools
+In: what gives the values of pieces: initialization, arrays of the caller, a checkpoint.
+Out: a training state, of whose arrays each process has made those of its own devices.
+"""
+
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import core
 
@@ -13,44 +18,111 @@ from jaxpipe.array_types import AnyJaxpr, Array, ArrayLike, Atom, PyTree
 from jaxpipe.errors import InitialValuesWarning, ModelError, warn
 from jaxpipe.graph import sharding_annotations
 from jaxpipe.graph.graph import dependents, read_graph
-from jaxpipe.graph.stacked_layers import Stacks
+from jaxpipe.graph.stacked_layers import Stacks, side_by_side
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.captures import without_captures
-from jaxpipe.runtime.executable_plan import Update
-from jaxpipe.runtime.interface import Runtime
-from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays
+from jaxpipe.runtime.executable_plan import ExecutablePlan, Update
+from jaxpipe.runtime.interface import Part, Runtime
+from jaxpipe.runtime.state_arrays import CommonArrays, StageArrays, of_replicas
 from jaxpipe.runtime.train_state import TrainState
 
 
-def initial_state(
-    runtime: Runtime, model: BoundModel, optimizer: optax.GradientTransformation, key: Array, batch: PyTree = None
-) -> TrainState:
-    """Make each stage's variables and optimizer state on that stage's devices, in the process that has them.
+#: Values of some variables, or of some pieces of them, by position: parameters first, then state.
+Values = Callable[[Sequence[int]], Sequence[ArrayLike]]
 
-    Variables that were given are copied there; others are initialized there, by a program from which everything
-    that other stages need has been removed. Of stacked variables that are cut, one at a time is made as a whole.
-    ``batch`` has the arrays that initial values may depend on, or is None.
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """Functions that give the values of a state by piece: of given arrays, by initialization, from a checkpoint.
+
+    Attributes:
+      optimizer: the leaves of its state; or the optimizer, whose ``init`` makes them of the parameters of a stage.
+      residuals: ``[replicas, ...]`` by parameter; None if nothing is left to send.
     """
-    original, planned = model.original, runtime.planned
-    values = _pieces(model, _given(original) if original.values is not None else _initialized(original, key, batch))
-    make = functools.partial(_optimizer_state, model, optimizer, planned.update)
-    parts = {}
+
+    variables: Values
+    optimizer: Values | optax.GradientTransformation
+    residuals: Callable[[Sequence[int]], Sequence[np.ndarray]] | None = None
+
+
+def initial_sources(
+    model: BoundModel,
+    optimizer: optax.GradientTransformation,
+    key: Array,
+    update: Update,
+    slots: Sequence[ArrayLike] | None = None,
+    batch: PyTree = None,
+) -> Sources:
+    """Return what gives the first state of a run: variables and optimizer state that were given are copied.
+
+    Others are initialized, by a program from which everything that other stages need has been removed. Of stacked
+    variables that are cut, one at a time is made as a whole.
+
+    Args:
+      slots: leaves of an optimizer state; None: it is made of the parameters.
+      batch: arrays that initial values may depend on; None: there are none.
+    """
+    original, stacks = model.original, side_by_side(model.stacks)
+    if original.values is None:
+        values = _pieces(stacks, _initialized(original, key, batch))
+    else:
+        values = given_values(stacks, [*original.values[0], *original.values[1]])
+    return Sources(values, optimizer if slots is None else given_values(update.by_stage.state_stacks, slots))
+
+
+def given_values(stacks: Stacks, leaves: Sequence[ArrayLike]) -> Values:
+    """Return the pieces of arrays; of those on devices copies, as a step donates its state, and not the caller's."""
+
+    def values(positions: Sequence[int]) -> list[ArrayLike]:
+        pieces = [stacks.cut(k, leaves[stacks.leaf_of[k]]) for k in positions]
+        return [x.copy() if isinstance(x, jax.Array) else _as_jax(x) for x in pieces]
+
+    return values
+
+
+def _as_jax(x: np.ndarray) -> np.ndarray:
+    """Return a host array with the dtype that JAX gives it: float32 for float64."""
+    return np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def place_state(runtime: Runtime, sources: Sources, key: Array, step: int = 0, skipped: int = 0) -> TrainState:
+    """Put a state onto its devices, stage by stage: each process does what its own devices hold."""
+    parts, shared = multihost.on_all(lambda: (_parts(runtime, sources), _shared(runtime, sources)))
+    return runtime.assemble(parts, CommonArrays(shared, _copied(key), step, skipped))
+
+
+def _shared(runtime: Runtime, sources: Sources) -> Sequence[ArrayLike]:
+    """Return the optimizer state that every stage has."""
+    if not callable(sources.optimizer):
+        return _initial_slots(runtime.planned, sources.optimizer, None, {})
+    owners = runtime.planned.update.by_stage.state_stage
+    return sources.optimizer([k for k, owner in enumerate(owners) if owner is None])
+
+
+def _parts(runtime: Runtime, sources: Sources) -> dict[int, Part]:
+    """Return what this process's places hold."""
+    planned, parts = runtime.planned, {}
+    owners, count = planned.update.by_stage.state_stage, len(planned.model.parameters)
     for place in runtime.places:
-        devices = multihost.mine(runtime.devices_of(place))
+        every = runtime.devices_of(place)
+        devices = multihost.mine(every)
         if not devices:
             continue
         parameters, state = planned.placement.held_by(place)
         with jax.default_device(devices[0]):
-            whole = values([*parameters, *(len(model.parameters) + k for k in state)])
-            # A step donates its state, and must not take the caller's arrays with it.
-            whole = [x.copy() if original.values is not None and isinstance(x, jax.Array) else x for x in whole]
-            whole = jax.device_put(whole, devices[0])
-            held = whole[: len(parameters)]
-            slots = jax.jit(functools.partial(make, place))(dict(zip(parameters, held, strict=True)))
-        parts[place] = runtime.stage_part(place, StageArrays(held, whole[len(parameters) :], slots))
-    shared = jax.jit(functools.partial(make, None))({})
-    return runtime.assemble(parts, CommonArrays(shared, _copied(key)))
+            held = sources.variables([*parameters, *(count + k for k in state)])
+            if callable(sources.optimizer):
+                slots = sources.optimizer([k for k, owner in enumerate(owners) if owner == place])
+            else:
+                held = jax.device_put(held, devices[0])
+                by_number = dict(zip(parameters, held, strict=False))
+                slots = _initial_slots(planned, sources.optimizer, place, by_number)
+            left = () if sources.residuals is None else sources.residuals(parameters)
+        residuals = [of_replicas(x, len(every)) for x in left]
+        arrays = StageArrays(held[: len(parameters)], held[len(parameters) :], slots, residuals)
+        parts[place] = runtime.stage_part(place, arrays)
+    return parts
 
 
 def _copied(key: Array) -> Array:
@@ -59,20 +131,8 @@ def _copied(key: Array) -> Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
-#: Values of some variables, by position: parameters first, then state.
-Values = Callable[[Sequence[int]], Sequence[ArrayLike]]
-
-
-def _given(model: BoundModel) -> Values:
-    assert model.values is not None
-    values = [*model.values[0], *model.values[1]]
-    return lambda positions: [values[k] for k in positions]
-
-
-def _pieces(model: BoundModel, values: Values) -> Values:
+def _pieces(stacks: Stacks, values: Values) -> Values:
     """Values by piece, from values by leaf. Of the leaves that are cut, only one is there as a whole at a time."""
-    parameters, state = model.stacks
-    stacks = Stacks((*parameters.bounds, *state.bounds))
 
     def pieces(positions: Sequence[int]) -> list[ArrayLike]:
         leaves = list(dict.fromkeys(stacks.leaf_of[k] for k in positions))
@@ -155,18 +215,19 @@ def _check_reads(model: BoundModel, closed: AnyJaxpr, has_values: bool) -> None:
         )
 
 
-def _optimizer_state(
-    model: BoundModel,
-    optimizer: optax.GradientTransformation,
-    update: Update,
-    s: int | None,
-    parameters: Mapping[int, Array],
+def _initial_slots(
+    planned: ExecutablePlan, optimizer: optax.GradientTransformation, s: int | None, parameters: Mapping[int, Array]
 ) -> list[Array]:
     """The leaves of the optimizer state of a stage, or (None) of all alike, whose parameters are zeros if not given."""
-    whole = [
-        parameters[k] if k in parameters else jnp.zeros(v.aval.shape, v.aval.dtype)
-        for k, v in enumerate(model.parameters)
-    ]
-    state = jax.tree.leaves(optimizer.init(without_captures(model.parameter_tree(whole))))
-    leaves = zip(update.by_stage.state_stacks.split(state), update.by_stage.state_stage, strict=True)
-    return [x for x, owner in leaves if owner == s]
+    model, by_stage = planned.model, planned.update.by_stage
+
+    def make(parameters: Mapping[int, Array]) -> list[Array]:
+        whole = [
+            parameters[k] if k in parameters else jnp.zeros(v.aval.shape, v.aval.dtype)
+            for k, v in enumerate(model.parameters)
+        ]
+        state = jax.tree.leaves(optimizer.init(without_captures(model.parameter_tree(whole))))
+        leaves = zip(by_stage.state_stacks.split(state), by_stage.state_stage, strict=True)
+        return [x for x, owner in leaves if owner == s]
+
+    return jax.jit(make)(parameters)

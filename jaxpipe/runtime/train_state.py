@@ -3,12 +3,28 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import jax
 from jax import core
 
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.text.units import bytes_text
+
+
+#: By attribute of other libraries' training states, what does the same in a pipeline.
+_INSTEAD = {
+    "params": 'pipeline.parameters(state), for a Linen module pipeline.parameters(state)["params"]',
+    "batch_stats": 'pipeline.parameters(state)["batch_stats"]',
+    "model": "pipeline.parameters(state), which nnx.update(model, ...) takes",
+    "opt_state": "pipeline.optimizer_state(state)",
+    "apply_gradients": "pipeline.step(state, batch), which computes gradients and applies them",
+    "update": "pipeline.step(state, batch), which computes gradients and applies them",
+    "apply_fn": "pipeline.predict(state, batch), or the model with pipeline.parameters(state)",
+    "tx": "the optimizer that partition was given",
+    "create": "pipeline.init(key)",
+    "replace": "pipeline.init(key, variables=..., optimizer_state=...) for a state with other values",
+}
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +52,16 @@ class TrainState:
     step: Array
     skipped: Array
     plan: str = field(metadata={"static": True})
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            """Say what stands for an attribute of plain training states, as ``flax.training.train_state`` has them."""
+            text = f"{type(self).__name__!r} object of jaxpipe has no attribute {name!r}"
+            if name in _INSTEAD:
+                text += f": its arrays are spread over stages. Use {_INSTEAD[name]}."
+            # With a name and without the object, Python does not offer attributes that are spelled alike.
+            raise AttributeError(text, name=name)
 
     @property
     def is_donated(self) -> bool:

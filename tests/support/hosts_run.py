@@ -194,7 +194,11 @@ def results(case: str, everything: bool = True) -> dict[str, np.ndarray]:
         batch = draw(data)
         state, metrics = pipeline.step(state, own(pipeline, batch) if k else as_global(pipeline, batch))
         note(f"metrics {k}", metrics)
-    note("parameters", pipeline.parameters(state))
+    variables, moments = pipeline.parameters(state), pipeline.optimizer_state(state)
+    note("parameters", variables)
+    note("optimizer state", moments)
+    again = pipeline.init(jax.random.key(0), variables=variables, optimizer_state=moments)
+    jax.tree.map(np.testing.assert_array_equal, pipeline.optimizer_state(again), moments)
     if not everything:
         return arrays
     note("evaluation", pipeline.evaluate(state, own(pipeline, draw(data))))

@@ -155,8 +155,8 @@ class SpmdRuntime:
     def adopt(self, state: TrainState) -> TrainState:
         """Raise ``PartitionError``: buffers that all devices share are laid out for one plan."""
         raise PartitionError(
-            'adopt needs runtime="mpmd" in both pipelines; this one has runtime="spmd". Pass the state\'s variables to '
-            "init(key, variables=other.parameters(state)), or save and restore it."
+            'adopt needs runtime="mpmd" in both pipelines; this one has runtime="spmd". Go on with '
+            f"{check_state.GO_ON}, or save and restore the state."
         )
 
     def check_state(self, state: TrainState) -> None:

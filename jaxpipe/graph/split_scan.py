@@ -197,13 +197,14 @@ class _Rows:
         for k, (a, b) in reversed(pieces) if reverse else pieces:
             part = replace(op, path=f"{op.path or op.name}[{a}:{b}]")
             rows = [
-                self.pieces[t][k]
-                if t is not None and t in self.pieces
-                else self._rows(held(fixed + n), a, b, op.path)
+                self.pieces[t][k] if t is not None and t in self.pieces else self._rows(held(fixed + n), a, b, op.path)
                 for n, t in enumerate(names[fixed:])
             ]
             if b - a == 1:
-                rows = [self._call(lambda x: lax.squeeze(x, (0,)), [n], part)[0] for n in rows]
+                rows = [
+                    self._call(lambda x: lax.squeeze(x, (0,)), [n], part if t in self.pieces else op)[0]
+                    for n, t in zip(rows, names[fixed:], strict=True)
+                ]
                 first = len(self.builder.operators)
                 results = self.builder.read_call(body, [*shared, *carry, *rows], path="", policy=op.policy)
                 self._move_inside(part, op, first)

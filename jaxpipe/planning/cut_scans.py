@@ -23,6 +23,7 @@ from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss
 from jaxpipe.models.traced_update import TracedUpdate, trace_update
 from jaxpipe.models.unroll_layers import Groups, groups_of, scans_over_variables, unroll
+from jaxpipe.models.variable_shardings import variable_specs
 from jaxpipe.planning.check_request import Request
 from jaxpipe.runtime.stages import places_to_cut
 
@@ -69,7 +70,9 @@ def trace_layers(request: Request, model: BoundModel, microbatch: PyTree) -> Tra
         reason = "block_sparse sends the best blocks of whole parameters"
     else:
         try:
-            return _cut(request, unroll(model, objective, groups, partly=False), objective, microbatch)
+            cut = unroll(model, objective, groups, partly=False)
+            variable_specs(cut, request.submesh, request.options)  # layers may be split within a stage
+            return _cut(request, cut, objective, microbatch)
         except WholeStackError as error:
             reason = error.reason
     notes = tuple(f"{scan}, which are all in one stage: {reason}" for scan in _scans(objective, groups))

@@ -72,7 +72,8 @@ class Job:
       host_memory: most bytes of its host's memory that each device may keep stashes in.
       num_microbatches: of each replica; left out, enough for a small bubble.
       schedule: name of a schedule, such as one_f_one_b or zero_bubble.
-      unroll_scans: layers of a scan that stay together, where stages may be cut between the others; True, one each.
+      unroll_scans: layers of a scan that stay together, where stages may be cut between the others; True, one each;
+        False, all; auto, as the planner finds best.
       profile: JSON file with the cost of each operator; left out, it is estimated.
       device: kind of device to estimate for, such as H100; left out, a CPU core.
       gradient_dtype: in which gradients of narrower parameters are added up; left out, float32.
@@ -88,7 +89,7 @@ class Job:
     host_memory: str | None = None
     num_microbatches: int | None = None
     schedule: str = "auto"
-    unroll_scans: bool | int = False
+    unroll_scans: bool | int | Literal["auto"] = "auto"
     profile: Path | None = None
     device: str | None = None
     gradient_dtype: str | None = None
@@ -128,7 +129,7 @@ class ProfileCommand:
       source: measured runs the operators on this machine's first device, analytic estimates them from peak rates.
       device: kind of device to estimate for, such as H100.
       num_microbatches: into how many the batch is cut, those of all replicas counted.
-      unroll_scans: as for plan.
+      unroll_scans: as for plan, but not auto.
       output: file; left out, standard output.
     """
 
@@ -245,10 +246,12 @@ def planned(job: Job) -> Pipeline:
         return plan(Profile.from_json(job.profile.read_text(encoding="utf-8")), job.num_microbatches)
     if job.device is None:
         return plan("analytic", job.num_microbatches)
-    number = job.num_microbatches or plan("analytic", None).plan.num_microbatches
-    every = number * job.replicas
-    options = {"source": "analytic", "device": job.device, "num_microbatches": every, "unroll_scans": job.unroll_scans}
-    return plan(profile_model(model, batch, loss=loss, **options), number)
+    number, cut = job.num_microbatches, job.unroll_scans
+    if number is None or cut == "auto":
+        first = plan("analytic", number)
+        number, cut = first.plan.num_microbatches, first.profile.scan_groups
+    options = {"source": "analytic", "device": job.device, "num_microbatches": number * job.replicas}
+    return plan(profile_model(model, batch, loss=loss, unroll_scans=cut, **options), number)
 
 
 def simulate_devices(count: int) -> list[Device]:

@@ -111,6 +111,13 @@ def test_scans_are_cut_between_their_layers(folder, capsys, rows, layers):
     )
 
 
+def test_scans_are_cut_for_a_kind_of_device_too(folder, capsys):
+    arguments = "plan command_line_task:scanned --devices 2 --num-microbatches 4 --schedule gpipe --output plan.json"
+    assert main([*arguments.split(), "--device", "H100"]) == 0
+    plan = jaxpipe.Plan.from_json((folder / "plan.json").read_text())
+    assert [stage.parameter_bytes for stage in plan.stages] == [2 * 16 * 16 * 4] * 2
+
+
 def test_profile_is_what_profile_model_gives(folder, capsys):
     assert main(["profile", "command_line_task:task", "--device", "V100", "--num-microbatches", "2"]) == 0
     profile = jaxpipe.Profile.from_json(capsys.readouterr().out)

@@ -57,7 +57,8 @@ def partition(optimizer, model=MODEL, batch=BATCH, function=loss, *, stages=4, *
 
 @functools.cache
 def pipeline(frozen):
-    return partition(HALF if frozen else MOMENTUM)
+    """Return the pipeline as one program, whose devices all have the buffers of the largest stage."""
+    return partition(HALF if frozen else MOMENTUM, runtime="spmd")
 
 
 @functools.cache

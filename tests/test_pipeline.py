@@ -283,6 +283,7 @@ def test_a_tied_embedding_is_shared_with_the_last_stage(key, schedule):
         return entropy(logits[:, :-1], tokens[:, 1:])
 
     options = {"loss": loss, "evaluate": loss, "optimizer": optax.sgd(0.1), "schedule": schedule}
+    options["runtime"] = "spmd"  # whose plan tells the bytes of what stages share
     mesh = mesh_of(2, None)
     pipeline = jaxpipe.partition(model, mesh, tokens, num_microbatches=4, profile="analytic", **options)
     state = pipeline.init(key)

@@ -187,7 +187,7 @@ def test_the_uses_of_a_tied_parameter_are_added_up_in_float32():
 
     model = jax.tree_util.Partial(tied, half)
     options = {"loss": total, "optimizer": optax.sgd(RATE), "num_microbatches": 8, "profile": "analytic"}
-    pipeline = jaxpipe.partition(model, mesh_of(2), tokens, **options)
+    pipeline = jaxpipe.partition(model, mesh_of(2), tokens, **options, runtime="spmd")
     assert "shared" in pipeline.plan.memory  # the two uses are in two stages
     gradients = pipeline.value_and_grad(pipeline.init(jax.random.key(3)), tokens)[1].args[0]
     gradient = jax.grad(lambda parameters, rows: tied(parameters, rows).sum())

@@ -63,7 +63,7 @@ def test_several_timelines_stand_below_each_other(tmp_path):
 def test_pipelines_have_a_timeline(schedule):
     case = cnn_linen(16)
     mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
-    options = {"num_microbatches": 2, "schedule": schedule, "profile": "analytic"}
+    options = {"num_microbatches": 2, "schedule": schedule, "profile": "analytic", "runtime": "spmd"}
     pipeline = jaxpipe.partition(case.model, mesh, case.batch, loss=case.loss, optimizer=optax.sgd(0.1), **options)
     timeline = pipeline.timeline()
     assert timeline.makespan == pytest.approx(pipeline.plan.step_seconds, rel=1e-9)  # rounding of sums
@@ -84,7 +84,7 @@ def test_stages_that_share_a_parameter_are_measured():
 
     model, tokens = jax.tree_util.Partial(tied, jnp.ones((16, 8))), jnp.zeros((8, 4), int)
     mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
-    options = {"optimizer": optax.sgd(0.1), "num_microbatches": 2, "profile": "analytic"}
+    options = {"optimizer": optax.sgd(0.1), "num_microbatches": 2, "profile": "analytic", "runtime": "spmd"}
     pipeline = jaxpipe.partition(model, mesh, tokens, loss=lambda f, x: f(x).sum(), **options)
     measured = pipeline.timeline(measured=True)
     assert "shared" in pipeline.plan.memory and len(measured.spans) == len(pipeline.timeline().spans)
@@ -103,6 +103,7 @@ def test_devices_of_unequal_speed_have_their_own_times():
         num_microbatches=2,
         profile="analytic",
         network=network,
+        runtime="spmd",
     )
     timeline, plan = pipeline.timeline(), pipeline.plan
     assert timeline.makespan == pytest.approx(plan.step_seconds, rel=1e-9)  # rounding of sums

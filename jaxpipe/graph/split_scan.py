@@ -199,7 +199,10 @@ class _Rows:
                 for n, t in enumerate(names[fixed:])
             ]
             if b - a == 1:
-                rows = [self._call(lambda x: lax.squeeze(x, (0,)), [n], part)[0] for n in rows]
+                rows = [
+                    self._call(lambda x: lax.squeeze(x, (0,)), [n], part if t in self.pieces else op)[0]
+                    for n, t in zip(rows, names[fixed:], strict=True)
+                ]
                 first = len(self.builder.operators)
                 results = self.builder.read_call(body, [*shared, *carry, *rows], path="", policy=op.policy)
                 self._move_inside(part, op, first)

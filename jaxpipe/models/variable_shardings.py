@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.errors import PartitionError
 from jaxpipe.graph.graph import Graph
 from jaxpipe.graph.sharding_propagation import Propagated, propagate
+from jaxpipe.graph.split_scan import WholeStackError
 from jaxpipe.models.bound_model import BoundModel, Variable
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.traced_update import TracedUpdate
@@ -112,6 +113,25 @@ def shardings_of(
     options: PlanOptions,
 ) -> Shardings:
     """Return how a plan splits the variables of a model and its optimizer state."""
+    parameters, state = variable_specs(model, submesh, options)
+    resolver = _Resolver(submesh.shape, options.axis_rules or get_logical_axis_rules())
+    batch_axes = tuple(axis for axis in BATCH_AXES if axis in submesh.shape)
+    if options.batch_axes is not None:
+        _check_axes("batch_axes", options.batch_axes, resolver)
+        batch_axes = tuple(options.batch_axes)
+    shardings = Shardings(
+        submesh, parameters, state, _optimizer_specs(model, update, parameters, submesh, replicas, options), batch_axes
+    )
+    _check_used(shardings, objective)
+    return shardings
+
+
+def variable_specs(model: BoundModel, submesh: Submesh, options: PlanOptions) -> tuple[tuple[P, ...], tuple[P, ...]]:
+    """Return the specs of a model's parameters and of its state.
+
+    Raises:
+      WholeStackError: if a dimension is no multiple of the devices over which it is split.
+    """
     groups, whole = [], model.original
     resolver = _Resolver(submesh.shape, options.axis_rules or get_logical_axis_rules())
     _check_patterns(options.shardings, (*whole.parameters, *whole.state), resolver)
@@ -122,15 +142,7 @@ def shardings_of(
     parameters, state = groups
     for variable, spec in zip((*model.parameters, *model.state), (*parameters, *state), strict=True):
         _check_divides(variable, spec, submesh.shape)
-    batch_axes = tuple(axis for axis in BATCH_AXES if axis in submesh.shape)
-    if options.batch_axes is not None:
-        _check_axes("batch_axes", options.batch_axes, resolver)
-        batch_axes = tuple(options.batch_axes)
-    shardings = Shardings(
-        submesh, parameters, state, _optimizer_specs(model, update, parameters, submesh, replicas, options), batch_axes
-    )
-    _check_used(shardings, objective)
-    return shardings
+    return parameters, state
 
 
 def check_exchanged(exchanged: bool, submesh: Submesh, options: PlanOptions) -> None:
@@ -218,10 +230,11 @@ def _check_divides(variable: Variable, spec: P, shape: Mapping[str, int]) -> Non
     for size, axes in zip(sizes, axes_by_dimension(spec, len(sizes)), strict=True):
         parts = math.prod(shape[axis] for axis in axes)
         if size % parts:
-            raise PartitionError(
-                f"Variable {variable.name} {variable.aval.shape} is split over the mesh axes {', '.join(axes)}, and "
-                f"its dimension of {size} is no multiple of {parts}. Change the dimension, or pass another spec: "
-                f"PlanOptions(shardings={{{variable.name!r}: ...}})."
+            what = f"{variable.name} {variable.aval.shape} is split over the mesh axes {', '.join(axes)}"
+            raise WholeStackError(
+                f"Variable {what}, and its dimension of {size} is no multiple of {parts}. Change it, or pass "
+                f"another spec: PlanOptions(shardings={{{variable.name!r}: ...}}).",
+                what,
             )
 
 

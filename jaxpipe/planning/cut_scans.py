@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxpipe.array_types import Array, PyTree
+from jaxpipe.array_types import PyTree
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import profile_objective
 from jaxpipe.graph.split_scan import WholeStackError
@@ -23,6 +23,7 @@ from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss
 from jaxpipe.models.traced_update import TracedUpdate, trace_update
 from jaxpipe.models.unroll_layers import Groups, groups_of, scans_over_variables, unroll
+from jaxpipe.models.variable_shardings import variable_specs
 from jaxpipe.planning.check_request import Request
 from jaxpipe.runtime.stages import places_to_cut
 
@@ -30,8 +31,11 @@ from jaxpipe.runtime.stages import places_to_cut
 #: By what share the longest stage may be longer than with scans cut between all layers before they are cut at all.
 SLACK = 0.05
 
-#: Groups of layers in the work of one stage, of devices that are equally fast.
-GROUPS_PER_STAGE = 4
+#: Groups of layers in the work of one stage, as many as stages on a device by interleaved schedules.
+GROUPS_PER_STAGE = 2
+
+#: How many times as many with a budget: what storage adds is known only later.
+BUDGET_GROUPS = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +70,9 @@ def trace_layers(request: Request, model: BoundModel, microbatch: PyTree) -> Tra
         reason = "block_sparse sends the best blocks of whole parameters"
     else:
         try:
-            return _cut(request, unroll(model, objective, groups, partly=False), objective, microbatch)
+            cut = unroll(model, objective, groups, partly=False)
+            variable_specs(cut, request.submesh, request.options)  # layers may be split within a stage
+            return _cut(request, cut, objective, microbatch)
         except WholeStackError as error:
             reason = error.reason
     notes = tuple(f"{scan}, which are all in one stage: {reason}" for scan in _scans(objective, groups))
@@ -94,8 +100,8 @@ def _balanced(request: Request, objective: MicrobatchProgram) -> Groups:
     if sum(places_to_cut(objective)[1:-1]) + 1 < request.num_stages:  # too few places, whatever takes how long
         seconds = [float(k in scans) for k in range(len(seconds))]
     speeds = (1.0,) if request.network is None else request.network.speed
-    finer = math.ceil(GROUPS_PER_STAGE * max(speeds) / min(speeds))
-    return balanced_groups(seconds, scans, request.num_stages, finer)
+    per_stage = GROUPS_PER_STAGE * max(speeds) / min(speeds) * (1 if request.budget is None else BUDGET_GROUPS)
+    return balanced_groups(seconds, scans, request.num_stages, math.ceil(per_stage))
 
 
 def balanced_groups(
@@ -112,7 +118,7 @@ def balanced_groups(
     Example: the fourth stage has the head, so it has fewer layers.
       >>> balanced_groups([0.0, 48.0, 1.5], {1: 48}, 4, per_stage=1)
       ((0, 13, 26, 39, 48),)
-      >>> balanced_groups([5.0, 1.0, 5.0], {1: 48}, 2)
+      >>> balanced_groups([5.0, 0.4, 5.0], {1: 48}, 2)
       ()
     """
     layers = [scans.get(k, 1) for k in range(len(seconds))]
@@ -134,7 +140,7 @@ def balanced_groups(
 
 def _balance(seconds: Sequence[float], num_stages: int) -> tuple[float, list[int]]:
     """Return the seconds of the longest of some stages if that is as short as it can be, and where stages begin."""
-    ends: Array = np.concatenate(([0.0], np.cumsum(seconds)))
+    ends = np.concatenate(([0.0], np.cumsum(seconds)))
 
     def starts(limit: float) -> list[int]:
         first = [0]
@@ -142,7 +148,8 @@ def _balance(seconds: Sequence[float], num_stages: int) -> tuple[float, list[int
             first.append(int(np.searchsorted(ends, ends[first[-1]] + limit, "right")) - 1)
         return first
 
-    low, high = max(max(seconds), ends[-1] / num_stages), float(ends[-1])
+    total = float(ends[-1])
+    low, high = max(*seconds, total / num_stages), total
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if starts(middle)[-1] >= len(seconds) else (middle, high)

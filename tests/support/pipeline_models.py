@@ -14,6 +14,7 @@ from flax import nnx
 import jaxpipe
 from examples import models as zoo
 from jaxpipe.array_types import PyTree
+from tests.support.compare import arrays, assert_same_bits, relative_l2
 from tests.support.meshes import mesh_of
 
 
@@ -195,3 +196,23 @@ def plain_gradients(
     total = replicas * m
     state = jax.tree.map(lambda x: x / replicas if jnp.issubdtype(x.dtype, jnp.inexact) else x // replicas, state)
     return loss / total, jax.tree.map(lambda g: g / total, gradient), state
+
+
+def check_training(
+    case: Case, pipeline: jaxpipe.Pipeline, optimizer: optax.GradientTransformation, tolerance: float
+) -> None:
+    """Compare two steps of four micro-batches with plain training: values, gradients and variables."""
+    params, variables = case.start(jax.random.key(3))
+    state, slots = pipeline.init(jax.random.key(3)), optimizer.init(params)
+    assert_same_bits(arrays(pipeline.parameters(state)), arrays(case.variables(params, variables)))
+    for _ in range(2):
+        keys = jnp.stack([pipeline.microbatch_key(state, j) for j in range(4)])
+        loss, gradient, variables = plain_gradients(case, params, variables, keys, 1, 4)
+        (value, _), ours = pipeline.value_and_grad(state, case.batch)
+        assert abs(float(value) - float(loss)) <= tolerance * abs(float(loss))
+        assert [x.shape for x in arrays(ours)] == [x.shape for x in arrays(gradient)]
+        assert relative_l2(arrays(ours), arrays(gradient)) < tolerance
+        updates, slots = jax.jit(optimizer.update)(gradient, slots, params)
+        params = optax.apply_updates(params, updates)
+        state, _ = pipeline.step(state, case.batch)
+    assert relative_l2(arrays(pipeline.parameters(state)), arrays(case.variables(params, variables))) < tolerance

@@ -1,5 +1,7 @@
 """Training states of other pipelines of the same model and optimizer."""
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,12 +19,15 @@ from jaxpipe.runtime.train_state import TrainState
 def adopt(where: StateLayout, state: TrainState) -> TrainState:
     """Copy a state of another pipeline to the devices of this one, whatever its cuts, devices and batches.
 
+    Layers of a scan that it has in other groups are grouped again, on the host.
+
     With another number of replicas, each gets the mean of the residuals of a block-sparse exchange.
     """
     check_state.check_unused(state)
     fields = "parameters", "variables", "optimizer"
+    given = {field: _grouped(where, field, getattr(state, field)) for field in fields}
     for field in fields:
-        _check(field, getattr(state, field), where.avals[field])
+        _check(field, given[field], where.avals[field])
     _check("optimizer (shared)", state.shared, [where.by_stage.state_avals[k] for k in where.shared])
 
     def placed(field: str, arrays: Sequence[ArrayLike]) -> tuple[Array, ...]:
@@ -30,11 +35,37 @@ def adopt(where: StateLayout, state: TrainState) -> TrainState:
         return tuple(jax.device_put(x.copy(), where.sharding(key)) for x, key in pairs)
 
     common = {name: getattr(state, name) for name in ("shared", "key", "step", "skipped")}
-    groups = {field: placed(field, getattr(state, field)) for field in fields}
+    groups = {field: placed(field, given[field]) for field in fields}
     groups |= jax.tree.map(lambda x: jax.device_put(x.copy(), where.everywhere), common)
     return replace(
         state, **groups, residual=placed("residual", _residuals(where, state)), plan=where.planned.plan.identity
     )
+
+
+def _grouped(where: StateLayout, field: str, arrays: Sequence[ArrayLike]) -> list[ArrayLike]:
+    """Return arrays of a state with the layers of each stacked one in the groups that this pipeline has."""
+    by_stage, (parameters, variables) = where.by_stage, where.planned.model.stacks
+    owned = [
+        k for k, stage in zip(by_stage.state_stacks.leaf_of, by_stage.state_stage, strict=True) if stage is not None
+    ]
+    leaf_of = {"parameters": parameters.leaf_of, "variables": variables.leaf_of, "optimizer": owned}[field]
+    given, grouped = list(arrays), []
+    for _, pairs in itertools.groupby(zip(leaf_of, where.avals[field], strict=True), key=operator.itemgetter(0)):
+        wanted = [aval.shape for _, aval in pairs]
+        rows, taken = sum(shape[0] for shape in wanted if shape), given[:1]
+        while sum(x.shape[0] for x in taken if x.shape) < rows and len(taken) < len(given):
+            taken.append(given[len(taken)])
+        del given[: len(taken)]
+        shapes = {tuple(x.shape[1:]) for x in taken}
+        if (
+            [tuple(x.shape) for x in taken] != wanted
+            and shapes == {tuple(wanted[0][1:])}
+            and sum(x.shape[0] for x in taken) == rows
+        ):
+            bounds = list(itertools.accumulate(shape[0] for shape in wanted))[:-1]
+            taken = np.split(np.concatenate([np.asarray(x) for x in taken]), bounds)
+        grouped += taken
+    return [*grouped, *given]
 
 
 def _residuals(where: StateLayout, state: TrainState) -> list[np.ndarray]:

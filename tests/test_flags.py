@@ -29,7 +29,12 @@ def loss(model, batch):
 def trained(runtime):
     """Gradients, and parameters after a step, of a pipeline that is planned, compiled and run here."""
     batch = {"x": np.random.default_rng(1).normal(size=(8, 6)).astype(np.float32), "w": np.arange(1, 9, dtype=np.int32)}
-    options = {"optimizer": optax.sgd(1e-2, momentum=0.9), "num_microbatches": 2, "profile": "analytic", "runtime": runtime}
+    options = {
+        "optimizer": optax.sgd(1e-2, momentum=0.9),
+        "num_microbatches": 2,
+        "profile": "analytic",
+        "runtime": runtime,
+    }
     pipeline = jaxpipe.partition(Net(), mesh_of(2), batch, loss=loss, evaluate=loss, **options)
     state = pipeline.init(jax.random.key(0))
     results = pipeline.value_and_grad(state, batch), pipeline.evaluate(state, batch)

@@ -24,7 +24,12 @@ from jaxpipe.runtime.mpmd.update_work import (
 def weight_work(context: Context, members: int) -> Work:
     """Return the work that adds up the weights of the batch's micro-batches in all members of their stage."""
     names = [Name(Role.TOTAL, 1, r) for r in range(members)]
-    return Work("the total weight", dict.fromkeys(names, scalars(context, WEIGHT)[WEIGHT]), [WEIGHT], lambda x: [add_up(x, names)])
+    return Work(
+        "the total weight",
+        dict.fromkeys(names, scalars(context, WEIGHT)[WEIGHT]),
+        [WEIGHT],
+        lambda x: [add_up(x, names)],
+    )
 
 
 def results_work(context: Context, members: Sequence[int], stages: int, guarded: bool) -> Work:

@@ -60,15 +60,18 @@ def partition(
         replica is on a submesh of these axes, over which the model's own annotations split parameters and activations
         (``nn.with_partitioning``, logical axes, ``nnx`` metadata, ``with_sharding_constraint``, ``shard_map``), or
         ``PlanOptions.shardings``.
-      batch: arrays or shapes ``[examples, ...]``, of the whole batch if there are several processes; left out:
-        planned at ``Pipeline.init(key, batch)``. A list of trees of one structure are batches of several sizes
-        (lengths of sequences, a smaller last batch): it is planned for the first, and the first step compiles all of
-        them. Sizes that are not listed are compiled when they are met. One program (``"spmd"``) takes one size.
+      batch: arrays or shapes ``[examples, ...]``, of the whole batch if there are several processes. Arrays without
+        an axis are the same in every micro-batch; where first axes differ, as those of nodes and edges of graphs do,
+        the batch is one micro-batch. Random keys (``jax.random.key``) are arrays, too. Left out: planned at
+        ``Pipeline.init(key, batch)``. A list of trees of one structure are batches of several sizes (lengths of
+        sequences, a smaller last batch): it is planned for the first, and the first step compiles all of them. Sizes
+        that are not listed are compiled when they are met. One program (``"spmd"``) takes one size.
       loss: ``loss(model, batch)`` gives a scalar, ``(scalar, metrics)``, or ``(sum, weight, metrics)`` if
         micro-batches weigh unequally (padded tokens); then loss, metrics and gradient are divided by the total weight
-        of the batch. ``metrics`` is a tree of arrays that are reduced over the examples. They are averaged over
-        micro-batches and replicas, or divided by the total weight; those in ``jaxpipe.Sum(...)`` are added up.
-        Integers are refused where they would be averaged, and so are arrays with an axis of examples.
+        of the batch, of which there is a warning if it is zero. ``metrics`` is a tree of arrays that are reduced over
+        the examples. They are averaged over micro-batches and replicas, or divided by the total weight; those in
+        ``jaxpipe.Sum(...)`` are added up. Integers are refused where they would be averaged, and so are arrays with
+        an axis of examples.
       optimizer: any optax optimizer that needs gradients, parameters and its own state, and nothing else; gets the
         gradient of the whole batch. A parameter whose gradient no part of the update reads is frozen
         (``optax.set_to_zero`` in a ``multi_transform``, ``selective_transform``, ``freeze``): no gradient of it is
@@ -83,7 +86,8 @@ def partition(
         integer program chooses for every tensor whether it is stored, in which form, or computed again. If it needs
         less, stages on GPUs run fewer products again.
       num_microbatches: per replica. None: enough for a bubble below a fifth, and, for a model that normalizes over
-        examples (BatchNorm), few enough that each has at least 4. Fewer raise a ``FewExamplesWarning``.
+        examples (BatchNorm), few enough that each has at least 4. Fewer raise a ``FewExamplesWarning``, and so does a
+        contrastive loss, whose negatives are those of a micro-batch, with several.
       schedule: ``(num_stages, num_microbatches) -> Schedule``, or the name of one in ``jaxpipe.schedules``, in any
         common spelling (``"1f1b"``, ``"GPipe"``, ``"zb"``). ``"auto"``: the one whose step is predicted to be the
         shortest within the budget. With a program for each stage these are the textbook's 1F1B, interleaved,

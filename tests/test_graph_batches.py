@@ -150,5 +150,5 @@ def test_a_batch_of_graphs_for_a_plan_that_cuts(variables):
     batch = {name: np.zeros((8, *x.shape[1:]), x.dtype) for name, x in batch_of(0).items()}
     pipeline = pipeline_of(loss_alone, batch, m=4, runtime="mpmd")
     state = pipeline.init(jax.random.key(0), variables=variables)
-    with pytest.raises(jaxpipe.BatchError, match="num_microbatches=4 .*differ in size"):
+    with pytest.raises(jaxpipe.BatchError, match=r"num_microbatches=4 .*differ in size"):
         pipeline.step(state, batch_of(0))

@@ -170,9 +170,7 @@ def test_a_batch_without_weight_is_warned_of(runtime):
 def test_a_guarded_step_without_weight_is_named(runtime):
     pipeline = weighted_pipeline(runtime, "raise")
     state = pipeline.init(jax.random.key(0))
-    with pytest.raises(
-        jaxpipe.NonFiniteError, match=r"loss of step 0 is nan.*weights of its micro-batches.*sum to zero"
-    ):
+    with pytest.raises(jaxpipe.NonFiniteError, match=r"loss of step 0 is nan.*weights.*sum to zero"):
         pipeline.step(state, weightless())
     origin = pipeline.find_nonfinite(pipeline.init(jax.random.key(0)), weightless())
     assert (origin.stage, origin.microbatch) == (1, None)

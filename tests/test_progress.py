@@ -2,6 +2,9 @@
 
 import io
 import logging
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -100,3 +103,36 @@ def test_a_plan_and_a_first_step_are_told_in_the_log(caplog):
     assert all(message.endswith("stages with default storage") for message in messages[3:first])
     assert messages[first + 1].startswith("Compiling the training step, ") and len(messages) == first + 3
     assert messages[first + 2].startswith("XLA reserves ")
+
+
+#: A budget that the default storage does not keep, so that a solver chooses, and the streams while it does.
+WITHIN_A_BUDGET = """
+import jax, jax.numpy as jnp, optax, jaxpipe
+from jaxpipe.planning.storage.quiet_solver import silence_highs
+
+def net(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w) * jax.nn.sigmoid(x)
+    return x
+
+model = jax.tree_util.Partial(net, [jnp.ones((16, 16))] * 6)
+mesh, x = jax.make_mesh((1,), ("stage",)), jnp.ones((256, 16))
+options = {"loss": lambda model, x: model(x).mean(), "optimizer": optax.sgd(0.1), "num_microbatches": 2}
+options |= {"profile": "analytic", "options": jaxpipe.PlanOptions(compile=False, allow_over_budget=True)}
+(needed,) = jaxpipe.partition(model, mesh, x, **options).plan.device_bytes
+jaxpipe.partition(model, mesh, x, memory=int(0.8 * needed), **options)
+assert silence_highs.cache_info().currsize == 1  # the solver was asked
+"""
+
+
+def test_planning_and_its_solver_print_nothing():
+    """HiGHS prints a banner from C++, which only another process can see."""
+    command = [sys.executable, "-c", WITHIN_A_BUDGET]
+    done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_stdout_is_what_it_was_after_the_banner():
+    script = "print('before'); from jaxpipe.planning.storage.quiet_solver import silence_highs; silence_highs()"
+    done = subprocess.run([sys.executable, "-c", f"{script}; print('after')"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("before\nafter\n", "")

@@ -1,5 +1,7 @@
 """Random keys as arrays of a batch: one for each example or one for all, of every implementation, in every place."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,10 @@ RUNTIMES = ["mpmd", "spmd"]
 FUSED = 1e-6
 
 
+def noise(k, key):
+    return jax.random.normal(jax.random.fold_in(key, k), (WIDTH,))
+
+
 class Noisy(nn.Module):
     """Draws noise for each example in every layer, so that late stages use the keys, too."""
 
@@ -26,7 +32,7 @@ class Noisy(nn.Module):
     def __call__(self, x, keys):
         for k in range(4):
             x = nn.tanh(nn.Dense(WIDTH)(x))
-            x = x + 0.3 * jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, k), (WIDTH,)))(keys)  # noqa: B023
+            x = x + 0.3 * jax.vmap(functools.partial(noise, k))(keys)
         return x
 
 
@@ -64,8 +70,10 @@ def plain_gradient(model, variables, batch, count, function=loss):
     def of(variables, part):
         return jax.grad(lambda v: function(lambda *args: model.apply(v, *args), part))(variables)
 
-    cut = [jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:])[j] if x.ndim else x, batch) for j in range(count)]
-    return jax.tree.map(lambda *x: sum(x) / count, *[of(variables, part) for part in cut])
+    def cut(j):
+        return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:])[j] if x.ndim else x, batch)
+
+    return jax.tree.map(lambda *x: sum(x) / count, *[of(variables, cut(j)) for j in range(count)])
 
 
 @pytest.mark.core

@@ -264,9 +264,9 @@ def warn_own_negatives(modules: Sequence[str], size: int, replicas: int, num_mic
     rows = size // (replicas * num_microbatches)
     single = "num_microbatches=1" + (" on one replica" if replicas > 1 else "")
     warn(
-        f"{_listed(modules)} compare(s) examples with one another by products, as contrastive losses do, and a batch of "
-        f"{size} is cut into num_microbatches={num_microbatches} on each of {replicas} replica(s). The negatives of an "
-        f"example are the other {rows - 1} of its micro-batch, not the other {size - 1} of the batch, and loss and "
+        f"{_listed(modules)} compare(s) examples with one another by products, as contrastive losses do, and a batch "
+        f"of {size} is cut into num_microbatches={num_microbatches} on each of {replicas} replica(s). The negatives of "
+        f"an example are the other {rows - 1} of its micro-batch, not the other {size - 1} of the batch, and loss and "
         f"gradient are means over micro-batches. Use {single} for all negatives of the batch, fewer micro-batches or a "
         "larger batch for more of them, or two passes, of which the first gives the gradient of all embeddings "
         "(GradCache; the guide on training has an example).",

@@ -61,6 +61,10 @@ def _place(x: ArrayLike, shape: tuple[int, ...], sharding: NamedSharding) -> Arr
         return jax.device_put(x, sharding)
     if sharding.spec == P():
         return multihost.place(x, sharding)
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(x)
+        data = jax.make_array_from_process_local_data(sharding, np.asarray(data), (*shape, *data.shape[x.ndim :]))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jax.make_array_from_process_local_data(sharding, np.asarray(x), shape)
 
 

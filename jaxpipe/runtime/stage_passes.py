@@ -5,12 +5,13 @@ backward        parameters, stash, cotangents that the next stage sends  -> cota
 weight part     parameters, stash, saved cotangents                      -> cotangents
 """
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import jax.numpy as jnp
 
-from jaxpipe.array_types import Array, TensorNumber
+from jaxpipe.array_types import AbstractArray, Array, TensorNumber
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.vjp_program import Absorb
@@ -64,16 +65,17 @@ def backward(
         [known[t] for t in built.parameters],
         [stash[t] if t in stash else (known[t],) for t in built.plan.stored],
     )
+    zeros = functools.partial(_with_zeros, objective, absorb or {})
     if kind is Kind.BACKWARD_WEIGHT:
         saved = [received.get(t) for t in built.saved]
         values = vjp_program.backward_weight(built, *operands, saved, barriers=True, absorb=absorb)
-        return _not_none(built.weight_part, values), {}
+        return zeros(built.weight_part, values), {}
     seeds = _seeds(objective, stage, received)
     if kind is Kind.BACKWARD:
         values = vjp_program.backward(built, *operands, seeds, barriers=True, absorb=absorb)
-        return _not_none(built.backward_graph.wrt, values), {}
+        return zeros(built.backward_graph.wrt, values), {}
     values, saved = vjp_program.backward_input(built, *operands, seeds, barriers=True, absorb=absorb)
-    return _not_none(built.input_part, values), _not_none(built.saved, saved)
+    return zeros(built.input_part, values), zeros(built.saved, saved)
 
 
 def _seeds(objective: MicrobatchProgram, stage: Stage, received: Values) -> list[Array | None]:
@@ -86,5 +88,16 @@ def _seeds(objective: MicrobatchProgram, stage: Stage, received: Values) -> list
     return [left.pop(t, None) for t in stage.vjp.backward_graph.source.outputs]
 
 
-def _not_none(tensors: Sequence[TensorNumber], values: Sequence[Array | None]) -> dict[TensorNumber, Array]:
-    return {t: x for t, x in zip(tensors, values, strict=True) if x is not None}
+def _with_zeros(
+    objective: MicrobatchProgram, absorb: Absorb, tensors: Sequence[TensorNumber], values: Sequence[Array | None]
+) -> dict[TensorNumber, Array]:
+    """Cotangents by tensor. JAX gives none where there can only be zeros, as behind an array without elements.
+
+    Sums that absorb cotangents stay what they are.
+    """
+    avals = {t: cast(AbstractArray, objective.graph.tensors[t].aval.to_tangent_aval()) for t in tensors}
+    return {
+        t: jnp.zeros(avals[t].shape, avals[t].dtype) if x is None else x
+        for t, x in zip(tensors, values, strict=True)
+        if x is not None or t not in absorb
+    }

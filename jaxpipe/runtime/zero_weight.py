@@ -30,7 +30,7 @@ class WeightWatch:
                 self._last = x
             elif not x:
                 warn(
-                    f"A batch without weight: {MEANING}. Leave such batches out. A step makes all parameters nan, unless "
-                    'it is guarded by options=jaxpipe.PlanOptions(on_nonfinite="skip") or "raise".',
+                    f"A batch without weight: {MEANING}. Leave such batches out. A step makes all parameters nan, "
+                    'unless it is guarded by options=jaxpipe.PlanOptions(on_nonfinite="skip") or "raise".',
                     JaxpipeWarning,
                 )

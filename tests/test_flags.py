@@ -1,0 +1,65 @@
+"""Projects that set JAX's strict flags: a pipeline runs under each, with the bits that it has without."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpipe
+from tests.support.compare import assert_same_bits
+from tests.support.meshes import mesh_of
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Dense(6)(x)))
+        return x
+
+
+def loss(model, batch):
+    y = jnp.square(model(batch["x"])).sum(-1)
+    weight = batch["w"].astype(jnp.float32)
+    return (y * weight).sum(), batch["w"].sum(), {"n": jaxpipe.Sum(batch["w"].sum())}
+
+
+def trained(runtime):
+    """Gradients, and parameters after a step, of a pipeline that is planned, compiled and run here."""
+    batch = {"x": np.random.default_rng(1).normal(size=(8, 6)).astype(np.float32), "w": np.arange(1, 9, dtype=np.int32)}
+    options = {
+        "optimizer": optax.sgd(1e-2, momentum=0.9),
+        "num_microbatches": 2,
+        "profile": "analytic",
+        "runtime": runtime,
+    }
+    pipeline = jaxpipe.partition(Net(), mesh_of(2), batch, loss=loss, evaluate=loss, **options)
+    state = pipeline.init(jax.random.key(0))
+    results = pipeline.value_and_grad(state, batch), pipeline.evaluate(state, batch)
+    state, metrics = pipeline.step(state, batch)
+    return jax.device_get((*results, metrics, pipeline.parameters(state)))
+
+
+@pytest.fixture(scope="module", params=["mpmd", "spmd"])
+def runtime_and_expected(request):
+    return request.param, trained(request.param)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        lambda: jax.disable_jit(),
+        lambda: jax.numpy_dtype_promotion("strict"),
+        lambda: jax.numpy_rank_promotion("raise"),
+        lambda: jax.debug_nans(True),
+        lambda: jax.debug_infs(True),
+        lambda: jax.checking_leaks(),
+    ],
+    ids=["disable_jit", "dtype_promotion", "rank_promotion", "debug_nans", "debug_infs", "checking_leaks"],
+)
+def test_a_pipeline_runs_under_strict_flags(runtime_and_expected, flag):
+    runtime, expected = runtime_and_expected
+    with flag():
+        assert_same_bits(trained(runtime), expected)

@@ -167,7 +167,7 @@ def _initialized(model: BoundModel, key: Array, batch: PyTree) -> Values:
     arrays = dict(zip(jaxpr.invars[1:], avals if batch is None else leaves, strict=True))
     _check_reads(model, closed, batch is not None)
 
-    def values(positions: Sequence[int]) -> list[Array]:
+    def values(positions: Sequence[int]) -> list[ArrayLike]:
         wanted = [jaxpr.outvars[k] for k in positions]
         needed = {a for a in wanted if not _compat.is_literal(a)}
         equations = []
@@ -180,7 +180,7 @@ def _initialized(model: BoundModel, key: Array, batch: PyTree) -> Values:
         for eqn in reversed(equations):
             operands = [env[a] for a in eqn.invars if not _compat.is_literal(a)]
             env.update(zip(eqn.outvars, core.eval_jaxpr(_compat.isolate(eqn), (), *operands), strict=True))
-        return [jnp.asarray(a.val if _compat.is_literal(a) else env[a]) for a in wanted]
+        return [jnp.asarray(a.val) if _compat.is_literal(a) else env[a] for a in wanted]
 
     return values
 

@@ -4,7 +4,8 @@ jax 0.10 (Python 3.11) and 0.12 (Python 3.12) are both supported. No other file 
 reach below the public API.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar, cast
 
 import jax
@@ -182,6 +183,11 @@ def in_current_mesh(equation: Equation) -> Equation:
 def literal_without_mesh(atom: Literal) -> Array:
     """The value of a literal; its type may name the mesh in whose context it was traced, that of a copy does not."""
     return atom.val.copy() if isinstance(atom.val, np.ndarray) else atom.val
+
+
+def bound_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[object]:
+    """A context in which collectives may name axes of these sizes, as in ``vmap``."""
+    return private_core.extend_axis_env_nd(list(sizes.items()))
 
 
 def mapped_axes(equation: Equation) -> frozenset[str]:

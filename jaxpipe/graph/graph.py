@@ -135,6 +135,7 @@ class Graph:
       parameters: inputs that live outside the program (weights, running statistics, keys): never stored.
       stage_shape: the axes over which a stage is sharded; annotations of others that a derivative brings are dropped
         (``jaxpipe.graph.sharding_annotations``). None outside of pipelines.
+      unbound: names of axes of size 1, which derivatives may name, too (``jaxpipe.graph.axis_names``).
     """
 
     tensors: tuple[Tensor, ...]
@@ -144,6 +145,7 @@ class Graph:
     constants: Mapping[TensorNumber, Array] = field(default_factory=dict)
     parameters: frozenset[TensorNumber] = frozenset()
     stage_shape: Mapping[str, int] | None = None
+    unbound: tuple[str, ...] = ()
 
     @property
     def tensor_numbers(self) -> Iterable[TensorNumber]:

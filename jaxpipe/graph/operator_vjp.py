@@ -57,13 +57,15 @@ def differentiate(
     varied: Sequence[int],
     useful: Sequence[int],
     shape: Mapping[str, int] | None = None,
+    unbound: Sequence[str] = (),
 ) -> Cut:
     """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``varied``, and cut it.
 
     The cut lies where ``jax.vjp`` returns: what a derivative rule computes in its backward pass stays backward work,
     whether or not it depends on a cotangent, and reads what the rule's forward pass returned.
     Outputs at other positions than ``useful`` have no cotangent. A zero in its place would do for finite numbers only.
-    ``shape``: the axes over which stages are sharded, if annotations of others in a rule are dropped.
+    ``shape``: the axes over which stages are sharded, if annotations of others in a rule are dropped. ``unbound``: the
+    names of axes of size 1 in it.
     """
     equation, is_sharded = _compat.without_scope(op.equation), bool(shape)
     shape = shape if _compat.inner_programs(equation) else None  # others have no rule of a user's
@@ -96,7 +98,7 @@ def differentiate(
         residuals = [atom.aval for atom in _compat.open_jaxpr(first)[0].outvars[count:]]
         return first, _compat.trace_without_scope(backward, residuals, tangents)
 
-    traced = both() if shape is None else sharding_annotations.rule_within_stage(op.label, both, shape)
+    traced = both() if shape is None else sharding_annotations.rule_within_stage(op.label, both, shape, unbound)
     first = target_products.for_target(traced[0], may_cut=False)
     closed = target_products.for_target(traced[1], may_cut=not is_sharded)
     builder = GraphBuilder(inline_rules=True)

@@ -4,6 +4,7 @@
     shard_map over such axes, of their sizes                   ──▶ stays
     with_sharding_constraint over other axes                   ──▶ the value itself
     shard_map over other axes, of sizes n, m, ...              ──▶ vmap over axes of these sizes, with the same names
+    collectives over names that nothing binds                  ──▶ over axes of size 1 (``jaxpipe.graph.axis_names``)
 
 A sharding constraint says where a value lies, not what it is, so that nothing is lost. A ``shard_map`` does change what
 is computed: its body runs once for each shard and exchanges with the others. ``vmap`` with a named axis computes the
@@ -26,6 +27,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, Equation, OpenJaxpr, PyTree, Shaped
 from jaxpipe.errors import PartitionError
+from jaxpipe.graph.axis_names import bound, evaluate_alone, names_in, with_names
 from jaxpipe.graph.graph import Operator
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, kept_spec
 
@@ -35,10 +37,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Annotations:
-    """Mesh axes that a program mentions: in sharding constraints, and in calls of ``shard_map``, with their sizes."""
+    """Axes that a program mentions: in sharding constraints, in calls of ``shard_map``, with their sizes; unbound ones."""
 
     constrained: tuple[str, ...] = ()
     mapped: tuple[tuple[str, int], ...] = ()
+    unbound: tuple[str, ...] = ()
 
     def notes(self, mesh_axes: Sequence[str], shape: Mapping[str, int]) -> tuple[str, ...]:
         """Return sentences on what a pipeline drops, over ``mesh_axes``, of which those of ``shape`` shard stages."""
@@ -51,6 +54,10 @@ class Annotations:
         mapped = ", ".join(f"'{axis}' ({size})" for axis, size in self.mapped if shape.get(axis) != size)
         if mapped:
             sentences.append(f"shard_map over {mapped} runs on each stage's own device, its shards as one vmap")
+        if self.unbound:
+            sentences.append(
+                f"collectives over {', '.join(map(repr, self.unbound))} are those of one micro-batch: an axis of size 1"
+            )
         return tuple(sentences)
 
 
@@ -93,12 +100,18 @@ def outside_mesh() -> Iterator[None]:
         _callers_mesh.reset(token)
 
 
-def with_axes(function: Callable[[], T], shape: Mapping[str, int] | None = None) -> T:
-    """Call a function that traces a model, in the context of a mesh that has every axis the model mentions.
+def with_axes(
+    function: Callable[[], T], shape: Mapping[str, int] | None = None, unbound: list[str] | None = None
+) -> T:
+    """Call a function that traces a model, in a context that has every axis the model mentions.
 
     It is the caller's mesh, or none, with the axes over which stages are sharded (``shape``), and has further axes of
-    size 1 as JAX misses them.
+    size 1 as JAX misses them: in the mesh, and of collectives (``unbound``, to which they are added).
     """
+    return _in_mesh(lambda: with_names(function, [] if unbound is None else unbound), shape)
+
+
+def _in_mesh(function: Callable[[], T], shape: Mapping[str, int] | None) -> T:
     mesh = _callers_mesh.get()
     axes, without_mesh = {**({} if mesh is None else mesh.shape), **(shape or {})}, False
     while True:
@@ -161,16 +174,22 @@ def trace(
     function: Callable[..., PyTree], *avals: Shaped, shape: Mapping[str, int] | None = None
 ) -> tuple[ClosedJaxpr, Annotations]:
     """Trace a function that may mention axes of any mesh; annotations of others than those of ``shape`` are dropped."""
-    closed = with_axes(lambda: jax.make_jaxpr(function)(*avals), shape)
-    return within_stage(closed, shape or {}), annotations_of(closed)
+    unbound: list[str] = []
+    closed = with_axes(lambda: jax.make_jaxpr(function)(*avals), shape, unbound)
+    annotations = replace(annotations_of(closed), unbound=tuple(unbound))
+    return _within_stage(closed, shape or {}, annotations.unbound), annotations
 
 
 def rule_within_stage(
-    name: str, derive: Callable[[], Sequence[ClosedJaxpr]], shape: Mapping[str, int]
+    name: str, derive: Callable[[], Sequence[ClosedJaxpr]], shape: Mapping[str, int], unbound: Sequence[str]
 ) -> list[ClosedJaxpr]:
-    """Return the programs of an operator's derivative, as ``derive`` traces them, with a stage's annotations alone."""
+    """Return the programs of an operator's derivative, as ``derive`` traces them, with a stage's annotations alone.
+
+    ``unbound``: the names of axes that had to be bound to trace the operator.
+    """
     try:
-        return [within_stage(closed, shape) for closed in with_axes(derive, shape)]
+        with bound(unbound):
+            return [_within_stage(closed, shape, unbound) for closed in _in_mesh(derive, shape)]
     except NameError as error:  # JAX does not know the axes of a vmap in a derivative rule
         if "unbound axis name" not in str(error):
             raise
@@ -181,9 +200,11 @@ def rule_within_stage(
         ) from error
 
 
-def within_stage(closed: ClosedJaxpr, shape: Mapping[str, int]) -> ClosedJaxpr:
+def _within_stage(closed: ClosedJaxpr, shape: Mapping[str, int], unbound: Sequence[str]) -> ClosedJaxpr:
     """Return a traced program with the annotations of a stage alone, over axes of ``shape``; itself if it has none."""
-    return _Rewriter(shape).program(closed) if _is_annotated(closed) else closed
+    if unbound or _is_annotated(closed):
+        return _Rewriter(shape, frozenset(unbound)).program(closed)
+    return closed
 
 
 def without_annotations(op: Operator, avals: Sequence[AbstractArray]) -> Operator:
@@ -248,9 +269,10 @@ def evaluate(eqn: Equation, operands: Sequence[Array], shape: Mapping[str, int])
 
 @dataclass(frozen=True)
 class _Rewriter:
-    """Evaluates programs with the annotations over the axes of ``shape`` alone."""
+    """Evaluates programs with the annotations over the axes of ``shape`` alone, and without axes of size 1."""
 
     shape: Mapping[str, int]
+    unbound: frozenset[str] = frozenset()
 
     def program(self, program: AnyJaxpr) -> ClosedJaxpr:
         """Trace a program again."""
@@ -272,6 +294,8 @@ class _Rewriter:
     def apply(self, eqn: Equation, values: Sequence[Array]) -> Sequence[Array]:
         """Evaluate an equation."""
         name, params = eqn.primitive.name, eqn.params
+        if not self.unbound.isdisjoint(names_in(eqn)):
+            return evaluate_alone(eqn, values, self.unbound, replace(self, unbound=frozenset()).apply)
         if name == "sharding_constraint" and self.shape:
             kept = jax.sharding.NamedSharding(self._mesh, kept_spec(params["sharding"].spec, self.shape))
             return [jax.lax.with_sharding_constraint(values[0], kept)]
@@ -309,8 +333,10 @@ class _Rewriter:
         sizes = {axis: size for axis, size in all_sizes.items() if axis not in kept}
         body, consts = _compat.open_jaxpr(params["jaxpr"])
 
+        inside = replace(self, unbound=self.unbound - set(all_sizes))
+
         def shard(*blocks: Array) -> list[Array]:
-            return self.run(body, consts, blocks)
+            return inside.run(body, consts, blocks)
 
         function: Callable[..., list[Array]] = shard
         if kept:

@@ -198,7 +198,9 @@ def _trace(
     graph = parameter_work_in_place(graph, [graph.inputs[len(parameters) + len(state)]])
     p, s, (k,), b = map(tuple, split(graph.inputs, counts))
     outputs = graph.outputs[:number], graph.outputs[number:]
-    return MicrobatchProgram(replace(graph, stage_shape=shape), p, s, k, b, *outputs, annotations=mentioned)
+    unbound = tuple(axis for axis in mentioned.unbound if axis not in dict(mentioned.mapped))
+    graph = replace(graph, stage_shape=shape, unbound=unbound)
+    return MicrobatchProgram(graph, p, s, k, b, *outputs, annotations=mentioned)
 
 
 def _cut(graph: Graph, model: BoundModel, counts: Sequence[int], number: int, name: str) -> Graph:

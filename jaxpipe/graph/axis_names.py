@@ -1,0 +1,67 @@
+"""Axis names of collectives in users' code that nothing binds, as of code written for ``jax.pmap``.
+
+    jax.lax.pmean(x, "batch"), BatchNorm(axis_name="batch")  ──▶ an axis of size 1: x
+
+Each micro-batch is then by itself. The names are found as JAX misses them while it traces, and no equation over them
+stays in a program.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe import _compat
+from jaxpipe.array_types import Array, Equation
+
+
+T = TypeVar("T")
+
+#: Collectives that hand on their operands over an axis of size 1, whatever their shape.
+_REDUCTIONS = frozenset(["psum", "psum_invariant", "pmax", "pmin"])
+
+
+def with_names(function: Callable[[], T], names: list[str]) -> T:
+    """Call a function that traces a model, with axes of size 1 of some names, to which missing ones are added."""
+    while True:
+        try:
+            with bound(names):
+                return function()
+        except NameError as error:
+            missing = re.search(r"unbound axis name: (.+?)(?:\. To fix|$)", str(error))
+            if missing is None or missing[1] in names:
+                raise
+            names.append(missing[1])
+
+
+def bound(names: Sequence[str]) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which axes of these names have the size 1."""
+    return _compat.bound_axes(dict.fromkeys(names, 1)) if names else contextlib.nullcontext()
+
+
+def names_in(eqn: Equation) -> tuple[str, ...]:
+    """Return the axis names of a collective; none of other equations."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(axis, str))
+
+
+def evaluate_alone(
+    eqn: Equation, values: Sequence[Array], names: Collection[str], evaluate: Callable[[Equation, Sequence[Array]], T]
+) -> Sequence[Array] | T:
+    """Evaluate a collective, some of whose axes have the size 1; over all others, ``evaluate`` does."""
+    mine = [axis for axis in names_in(eqn) if axis in names]
+    if eqn.primitive.name in _REDUCTIONS:
+        axes = tuple(axis for axis in eqn.params["axes"] if axis not in names)
+        return evaluate(eqn.replace(params={**eqn.params, "axes": axes}), values) if axes else values
+    if eqn.primitive.name == "axis_index":
+        return [jnp.zeros((), eqn.outvars[0].aval.dtype)]
+
+    def function() -> Sequence[Array]:
+        return evaluate(eqn, values)
+
+    for axis in mine:
+        function = jax.vmap(function, axis_name=axis, axis_size=1)
+    return [jax.lax.squeeze(x, range(len(mine))) for x in function()]

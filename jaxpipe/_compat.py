@@ -197,8 +197,13 @@ def mapped_axes(equation: Equation) -> frozenset[str]:
 
 def trace_without_scope(function: Callable[..., PyTree], *avals: PyTree) -> jex.ClosedJaxpr:
     """``jax.make_jaxpr`` whose equations do not carry the caller's ``jax.named_scope``."""
-    with source_info.reset_name_stack():
+    with outside_scope():
         return jax.make_jaxpr(function)(*avals)
+
+
+def outside_scope() -> contextlib.AbstractContextManager[None]:
+    """A context in which equations carry neither the caller's ``jax.named_scope`` nor its transformations."""
+    return source_info.reset_name_stack()
 
 
 def hoist_constants(closed: jex.ClosedJaxpr) -> tuple[jex.Jaxpr, list[Array]]:

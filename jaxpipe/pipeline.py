@@ -527,9 +527,10 @@ class Pipeline:
             raise PartitionError(f"partition was given no {name} function; pass {name}=lambda model, batch: ...")
         planned = self._planned
         size, replicas = check_batch.batch_size(shapes), planned.batching.replicas
-        counts = [m for m in range(1, planned.batching.num_microbatches + 1) if size % (replicas * m) == 0]
+        parts = replicas * planned.model.joined
+        counts = [m for m in range(1, planned.batching.num_microbatches + 1) if size % (parts * m) == 0]
         if not counts:
-            check_batch.check_microbatches(size, replicas, 1, f"batch for {name}")
+            check_batch.check_microbatches(size, parts, 1, f"batch for {name}")
         m = counts[-1]
         batching = Batching(tuple(not x.shape for x in jax.tree.leaves(shapes)), replicas, m)
         rows = size // (replicas * m)

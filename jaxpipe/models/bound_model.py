@@ -27,6 +27,7 @@ from jaxpipe.graph.graph import is_differentiable
 from jaxpipe.graph.sharding_annotations import with_axes
 from jaxpipe.graph.stacked_layers import Stacks, uncut
 from jaxpipe.models.check_batch import shape_of
+from jaxpipe.models.joined_replicas import ReplicaAxis
 from jaxpipe.models.linen_facade import LinenModel, handed_on, initialized_variables
 from jaxpipe.models.purify_nnx import module_scopes
 from jaxpipe.models.variable_trees import by_path, common_level, key_name, plain_tree, random_paths, select
@@ -69,6 +70,7 @@ class BoundModel:
       values: given parameters and state, or None.
       annotated: by parameter and by state variable, the axes that its dimensions are annotated with: of a mesh, or
         logical ones; in the model's own layout.
+      replica_axis: what collectives over the user's name of replicas mix, in the model's own layout.
       uncut: of a model whose stacked variables are cut (``unstack``), the model in its own layout. All above is about
         the pieces then, and ``initialize`` and ``values`` are those of the model in its own layout.
       cuts: how its parameters and its state are cut.
@@ -84,6 +86,7 @@ class BoundModel:
     values: Flat | None = None
     annotated: tuple[tuple[P, ...], tuple[P, ...]] = ((), ())
     stage_shape: Mapping[str, int] = field(default_factory=dict)
+    replica_axis: ReplicaAxis | None = None
     uncut: "BoundModel | None" = None
     cuts: tuple[Stacks, Stacks] | None = None
 
@@ -91,6 +94,11 @@ class BoundModel:
     def original(self) -> "BoundModel":
         """The model with its variables in their own layout."""
         return self.uncut or self
+
+    @property
+    def joined(self) -> int:
+        """Return of how many replicas a micro-batch is."""
+        return 1 if self.original.replica_axis is None else self.original.replica_axis.size
 
     @property
     def stacks(self) -> tuple[Stacks, Stacks]:

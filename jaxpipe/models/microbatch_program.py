@@ -16,6 +16,7 @@ from jaxpipe.graph.operator_order import parameter_work_in_place
 from jaxpipe.graph.sharding_annotations import Annotations
 from jaxpipe.graph.split_scan import MixedRowsError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks
+from jaxpipe.models import joined_replicas
 from jaxpipe.models.bound_model import BoundModel, UserFunction
 from jaxpipe.models.check_arguments import check_predicted, check_returned
 from jaxpipe.models.combine_metrics import check_reduced, flatten_metrics
@@ -34,6 +35,7 @@ class MicrobatchProgram:
       new_state: tensor numbers, one for each state variable.
       frozen: the parameters whose gradient nobody needs.
       metrics_only: whether an evaluation returned metrics and no loss.
+      joined: of how many replicas a micro-batch is (``jaxpipe.models.joined_replicas``).
     """
 
     graph: Graph
@@ -49,6 +51,7 @@ class MicrobatchProgram:
     annotations: Annotations = field(default_factory=Annotations)
     frozen: frozenset[TensorNumber] = frozenset()
     summed: tuple[bool, ...] = ()
+    joined: int = 1
 
     @property
     def differentiated(self) -> tuple[TensorNumber, ...]:
@@ -102,7 +105,11 @@ def trace_results(
         shapes[:] = [(x.name, x.value.shape) for x in metrics]
         return [jnp.asarray(loss), jnp.asarray(weight, jnp.float32), *(x.value for x in metrics)]
 
-    objective = _trace(model, function, batch, results, name)
+    def join(values: Sequence[Array]) -> list[Array]:
+        added = [seen["weighted"] or summed for summed in (False, False, *seen["summed"])]
+        return list(map(joined_replicas.total, values, added))
+
+    objective = _trace(model, function, batch, results, join, name)
     return replace(objective, **seen), shapes
 
 
@@ -111,7 +118,7 @@ def trace_prediction(
 ) -> MicrobatchProgram:
     """Trace ``function(model, batch)``, which returns a tree of arrays with one row for each example."""
     tree: PyTreeDef | None = None
-    rows = microbatch_rows(batch)
+    rows = microbatch_rows(batch) // model.joined
 
     def results(returned: PyTree) -> list[Array]:
         nonlocal tree
@@ -125,7 +132,10 @@ def trace_prediction(
                 )
         return leaves
 
-    return replace(_trace(model, function, batch, results, name), tree=tree)
+    def join(values: Sequence[Array]) -> list[Array]:
+        return list(map(joined_replicas.rows, values))
+
+    return replace(_trace(model, function, batch, results, join, name), tree=tree)
 
 
 def with_rows(batch: PyTree, rows: int) -> PyTree:
@@ -169,8 +179,14 @@ def _parts(returned: PyTree, name: str) -> tuple[PyTree, PyTree, PyTree]:
 
 
 def _trace(
-    model: BoundModel, function: UserFunction, batch: PyTree, results: Callable[[PyTree], list[Array]], name: str
+    model: BoundModel,
+    function: UserFunction,
+    batch: PyTree,
+    results: Callable[[PyTree], list[Array]],
+    join: Callable[[Sequence[Array]], list[Array]],
+    name: str,
 ) -> MicrobatchProgram:
+    """Trace a function, of whose returned values ``results`` makes arrays; ``join`` does away with a replica axis."""
     batch_leaves, batch_tree = jax.tree.flatten(batch)
     original = model.original
     parameters = [v.aval for v in original.parameters]
@@ -181,8 +197,16 @@ def _trace(
     def body(*leaves: Array) -> list[Array]:
         nonlocal number
         p, s, (key,), b = split(leaves, counts)
-        returned, new_state = original.run(function, p, s, key, jax.tree.unflatten(batch_tree, b))
-        result_leaves = results(returned)
+
+        def run(key: Array, b: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+            returned, new_state = original.run(function, p, s, key, jax.tree.unflatten(batch_tree, b))
+            return results(returned), new_state
+
+        if original.replica_axis is None:
+            result_leaves, new_state = run(key, b)
+        else:
+            result_leaves, new_state = joined_replicas.run_replicas(original.replica_axis, run, s, key, b)
+            result_leaves = join(result_leaves)
         number = len(result_leaves)
         return [*result_leaves, *new_state]
 
@@ -200,7 +224,7 @@ def _trace(
     outputs = graph.outputs[:number], graph.outputs[number:]
     unbound = tuple(axis for axis in mentioned.unbound if axis not in dict(mentioned.mapped))
     graph = replace(graph, stage_shape=shape, unbound=unbound)
-    return MicrobatchProgram(graph, p, s, k, b, *outputs, annotations=mentioned)
+    return MicrobatchProgram(graph, p, s, k, b, *outputs, annotations=mentioned, joined=model.joined)
 
 
 def _cut(graph: Graph, model: BoundModel, counts: Sequence[int], number: int, name: str) -> Graph:

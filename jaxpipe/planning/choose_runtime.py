@@ -35,7 +35,11 @@ def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> 
         )
     if request.host is not None:
         features["host_memory="] = "one program keeps stashes in the devices' own memory"
-    if request.submesh.shape:
+    if request.replica_axis is not None:
+        features[f"PlanOptions(axis_name={request.replica_axis.name!r})"] = (
+            "in one program each replica computes its micro-batches by itself"
+        )
+    elif request.submesh.shape:
         axes = ", ".join(map(repr, request.submesh.shape))
         features[f"the mesh axes {axes}"] = "in one program a stage is on one device, not sharded over several"
     if request.options.zero:

@@ -65,11 +65,12 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
     size = check_batch.batch_size(batch)
     m = _default_microbatches(size, request) if request.num_microbatches is None else request.num_microbatches
-    check_batch.check_microbatches(size, request.replicas, m)
+    check_batch.check_microbatches(size, request.parts, m)
     check_runtime_features(request, _known_schedules(request, m))
     batching = Batching(tuple(not x.shape for x in jax.tree.leaves(batch)), request.replicas, m)
     microbatch = with_rows(batch, size // (request.replicas * m))
     model = bind(request.model, request.loss, microbatch, variables, request.submesh.shape, request.options.axis_rules)
+    model = replace(model, replica_axis=request.replica_axis)
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
     model, objective = trace_unrolled(model, request.loss, microbatch, request.unroll_scans)
     warn_unused(request.policy, (op.path for op in objective.graph.operators), "storage")
@@ -139,7 +140,7 @@ def _leaving_examples(
     modules = find_statistics(objective, rows, trace).modules
     if not modules:
         return num_microbatches
-    counts = [m for m in _counts(size, request.replicas) if m <= num_microbatches]
+    counts = [m for m in _counts(size, request.parts) if m <= num_microbatches]
     enough = [m for m in counts if size // (request.replicas * m) >= FEW_EXAMPLES]
     fewer = max(enough, default=counts[0])
     if request.num_microbatches is None and fewer < num_microbatches:
@@ -153,7 +154,7 @@ def _default_microbatches(size: int, request: Request) -> int:
 
     Where the model normalizes over examples, ``trace_request`` takes fewer, so that each has enough of them.
     """
-    counts = _counts(size, request.replicas)
+    counts = _counts(size, request.parts)
     num_stages, round_size = request.num_stages, 1
     if isinstance(request.devices_per_stage, tuple):
         num_stages, round_size = len(request.devices_per_stage), StageReplicas(request.devices_per_stage).round_size

@@ -5,7 +5,7 @@ reach below the public API.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar, cast
 
 import jax
@@ -17,6 +17,7 @@ import jaxlib
 import numpy as np
 from flax import nnx
 from jax import core
+from jax._src import config as private_config
 from jax._src import core as private_core
 from jax._src.clusters import ClusterEnv
 from jax._src.compiler import get_compile_options
@@ -188,6 +189,17 @@ def literal_without_mesh(atom: Literal) -> Array:
 def bound_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[object]:
     """A context in which collectives may name axes of these sizes, as in ``vmap``."""
     return private_core.extend_axis_env_nd(list(sizes.items()))
+
+
+@contextlib.contextmanager
+def explicit_axes(sizes: Mapping[str, int]) -> Iterator[None]:
+    """A context of a mesh with explicit axes, in which types of arrays do not tell of those of size 1."""
+    sizes = sizes or {"_": 1}
+    mesh = jax.sharding.AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), (jax.sharding.AxisType.Explicit,) * len(sizes)
+    )
+    with private_config.remove_size_one_mesh_axis_from_type(True), jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def mapped_axes(equation: Equation) -> frozenset[str]:

@@ -9,6 +9,7 @@ stays in a program.
 import contextlib
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
@@ -19,6 +20,15 @@ from jaxpipe.array_types import Array, Equation
 
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TracedIn:
+    """The axes that had to be made to trace a program: ``unbound`` names of collectives, ``explicit`` mesh axes."""
+
+    unbound: tuple[str, ...] = ()
+    explicit: tuple[str, ...] = ()
+
 
 #: Collectives that hand on their operands over an axis of size 1, whatever their shape.
 _REDUCTIONS = frozenset(["psum", "psum_invariant", "pmax", "pmin"])

@@ -3,6 +3,7 @@
     with_sharding_constraint over axes of the stage's submesh  ──▶ stays
     shard_map over such axes, of their sizes                   ──▶ stays
     with_sharding_constraint over other axes                   ──▶ the value itself
+    reshard, out_sharding= (of explicit axes)                  ──▶ as with_sharding_constraint
     shard_map over other axes, of sizes n, m, ...              ──▶ vmap over axes of these sizes, with the same names
     collectives over names that nothing binds                  ──▶ over axes of size 1 (``jaxpipe.graph.axis_names``)
 
@@ -27,7 +28,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, Equation, OpenJaxpr, PyTree, Shaped
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.axis_names import bound, evaluate_alone, names_in, with_names
+from jaxpipe.graph.axis_names import TracedIn, bound, evaluate_alone, names_in, with_names
 from jaxpipe.graph.graph import Operator
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, kept_spec
 
@@ -37,11 +38,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Annotations:
-    """Axes that a program mentions: in sharding constraints, in calls of ``shard_map``, with their sizes; unbound ones."""
+    """Axes that a program mentions in sharding constraints, and in calls of ``shard_map``, with their sizes."""
 
     constrained: tuple[str, ...] = ()
     mapped: tuple[tuple[str, int], ...] = ()
-    unbound: tuple[str, ...] = ()
+    traced_in: TracedIn = TracedIn()
 
     def notes(self, mesh_axes: Sequence[str], shape: Mapping[str, int]) -> tuple[str, ...]:
         """Return sentences on what a pipeline drops, over ``mesh_axes``, of which those of ``shape`` shard stages."""
@@ -54,15 +55,17 @@ class Annotations:
         mapped = ", ".join(f"'{axis}' ({size})" for axis, size in self.mapped if shape.get(axis) != size)
         if mapped:
             sentences.append(f"shard_map over {mapped} runs on each stage's own device, its shards as one vmap")
-        if self.unbound:
-            sentences.append(
-                f"collectives over {', '.join(map(repr, self.unbound))} are those of one micro-batch: an axis of size 1"
-            )
+        if self.traced_in.unbound:
+            names = ", ".join(map(repr, self.traced_in.unbound))
+            sentences.append(f"collectives over {names} are those of one micro-batch: an axis of size 1")
         return tuple(sentences)
 
 
 #: Operators that say where a value lies or over which axes it varies, and hand it on.
 _MARKS = frozenset(["mesh_cast", "pcast", "pvary", "reshard", "sharding_constraint"])
+
+#: Parameters of operators that say how their result is split over explicit axes.
+_RESULTS = ("sharding", "out_sharding")
 
 #: Collectives that are typed by the axes they vary over, and those that are not.
 _UNTYPED: dict[str, Callable[..., Array]] = {
@@ -101,29 +104,62 @@ def outside_mesh() -> Iterator[None]:
 
 
 def with_axes(
-    function: Callable[[], T], shape: Mapping[str, int] | None = None, unbound: list[str] | None = None
+    function: Callable[[], T],
+    shape: Mapping[str, int] | None = None,
+    unbound: list[str] | None = None,
+    explicit: list[str] | None = None,
 ) -> T:
     """Call a function that traces a model, in a context that has every axis the model mentions.
 
     It is the caller's mesh, or none, with the axes over which stages are sharded (``shape``), and has further axes of
-    size 1 as JAX misses them: in the mesh, and of collectives (``unbound``, to which they are added).
+    size 1 as JAX misses them: in the mesh, and of collectives (``unbound``, to which they are added). Where the model
+    needs ``explicit`` mesh axes, all have the size 1.
     """
-    return _in_mesh(lambda: with_names(function, [] if unbound is None else unbound), shape)
+    names: list[str] = [] if unbound is None else unbound
+    return _in_mesh(lambda: with_names(function, names), shape, [] if explicit is None else explicit)
 
 
-def _in_mesh(function: Callable[[], T], shape: Mapping[str, int] | None) -> T:
+def _in_mesh(function: Callable[[], T], shape: Mapping[str, int] | None, explicit: list[str]) -> T:
+    """Call a function in the context of a mesh of automatic axes, or of ``explicit`` ones if it needs them."""
+    if not explicit:
+        try:
+            return _in_automatic(function, shape)
+        except ValueError as error:
+            if not any(text in str(error) for text in _NEEDS_EXPLICIT):
+                raise
+    axes = dict.fromkeys(explicit or _known_axes(shape), 1)
+    result = _with_missing(function, axes, lambda: _compat.explicit_axes(axes))
+    explicit[:] = axes
+    return result
+
+
+def _known_axes(shape: Mapping[str, int] | None) -> dict[str, int]:
+    """The axes of the caller's mesh and of a stage, and their sizes."""
     mesh = _callers_mesh.get()
-    axes, without_mesh = {**({} if mesh is None else mesh.shape), **(shape or {})}, False
+    return {**({} if mesh is None else mesh.shape), **(shape or {})}
+
+
+def _in_automatic(function: Callable[[], T], shape: Mapping[str, int] | None) -> T:
+    axes, device = _known_axes(shape), getattr(_callers_mesh.get(), "abstract_device", None)
+    return _with_missing(function, axes, lambda: _in_context(axes, device))
+
+
+def _with_missing(
+    function: Callable[[], T], axes: dict[str, int], context: Callable[[], contextlib.AbstractContextManager[object]]
+) -> T:
+    """Call a function in a context of axes, to which others of size 1 are added as JAX misses them."""
+    without_mesh = False
     while True:
         try:
-            with _in_context(axes, getattr(mesh, "abstract_device", None)):
+            with context():
                 return function()
         except (RuntimeError, ValueError) as error:
             refused = next((why for text, why in _REFUSED.items() if text in str(error)), None)
             if refused is not None:
                 raise PartitionError(refused) from error
             if axes and not without_mesh and any(text in str(error) for text in _FINE_WITHOUT_MESH):
-                axes, without_mesh = {}, True
+                axes.clear()
+                without_mesh = True
                 continue
             missing = _missing_axis(error)
             if missing is None or missing in axes:
@@ -131,14 +167,17 @@ def _in_mesh(function: Callable[[], T], shape: Mapping[str, int] | None) -> T:
             axes[missing] = 1
 
 
-_EXPLICIT = (
-    "The model calls jax.sharding.reshard, which needs a mesh with explicit axes. In a pipeline the axes "
-    "of a stage are automatic. Use jax.lax.with_sharding_constraint, which is kept over these and dropped over others."
-)
-
 #: Parts of errors that models raise only in the context of a mesh: Flax's own layers for annotations of kernels that
 #: they flatten, and ``shard_map`` for a mesh of other devices.
 _FINE_WITHOUT_MESH = ("is only valid for values of rank at least", "should match the mesh passed to shard_map")
+
+#: Parts of errors of JAX about explicit shardings where mesh axes are automatic, or there is no mesh.
+_NEEDS_EXPLICIT = ("axis names that are of type Auto or Manual", "when you are not under a mesh context")
+
+_OF_ONE_MESH = (
+    "The model passes out_sharding= or jax.sharding.reshard a NamedSharding, which is of one mesh. A stage is on "
+    "another. Pass its PartitionSpec alone: its axes are those of the stage, and dropped where that has none."
+)
 
 #: Answers to errors that JAX raises while it traces a model, by their words.
 _REFUSED = {
@@ -146,8 +185,8 @@ _REFUSED = {
         "The model calls jax.shard_map without a mesh, and there is none in context, so that the number of shards is "
         "not known. Pass shard_map its mesh=, or call jaxpipe under `with jax.set_mesh(mesh):`."
     ),
-    "PartitionSpec passed to reshard": _EXPLICIT,
-    "when you are not under a mesh context": _EXPLICIT,
+    "should match the mesh of sharding": _OF_ONE_MESH,
+    "should match the aval mesh": _OF_ONE_MESH,
 }
 
 
@@ -175,21 +214,37 @@ def trace(
 ) -> tuple[ClosedJaxpr, Annotations]:
     """Trace a function that may mention axes of any mesh; annotations of others than those of ``shape`` are dropped."""
     unbound: list[str] = []
-    closed = with_axes(lambda: jax.make_jaxpr(function)(*avals), shape, unbound)
-    annotations = replace(annotations_of(closed), unbound=tuple(unbound))
-    return _within_stage(closed, shape or {}, annotations.unbound), annotations
+    explicit: list[str] = []
+    closed = with_axes(lambda: jax.make_jaxpr(function)(*avals), shape, unbound, explicit)
+    mentioned = annotations_of(closed)
+    _check_shards(mentioned, explicit)
+    traced_in = TracedIn(tuple(unbound), tuple(explicit))
+    return _within_stage(closed, shape or {}, traced_in), replace(mentioned, traced_in=traced_in)
+
+
+def _check_shards(mentioned: Annotations, explicit: Sequence[str]) -> None:
+    """Raise ``PartitionError`` if shards were mapped over explicit axes, whose sizes a stage does not know."""
+    mesh = _callers_mesh.get()
+    shards = [axis for axis, size in mentioned.mapped if axis in explicit and mesh and mesh.shape.get(axis, 1) != size]
+    if shards:
+        raise PartitionError(
+            f"The model calls jax.shard_map over {', '.join(map(repr, shards))} without a mesh, and has explicit "
+            "shardings (out_sharding=, jax.sharding.reshard), for which a stage has axes of size 1. Pass shard_map its "
+            "mesh=, or use jax.lax.with_sharding_constraint instead of explicit shardings."
+        )
 
 
 def rule_within_stage(
-    name: str, derive: Callable[[], Sequence[ClosedJaxpr]], shape: Mapping[str, int], unbound: Sequence[str]
+    name: str, derive: Callable[[], Sequence[ClosedJaxpr]], shape: Mapping[str, int], traced_in: TracedIn
 ) -> list[ClosedJaxpr]:
     """Return the programs of an operator's derivative, as ``derive`` traces them, with a stage's annotations alone.
 
-    ``unbound``: the names of axes that had to be bound to trace the operator.
+    ``traced_in``: the axes in whose context the operator was traced.
     """
     try:
-        with bound(unbound):
-            return [_within_stage(closed, shape, unbound) for closed in _in_mesh(derive, shape)]
+        with bound(traced_in.unbound):
+            programs = _derived(derive, shape, list(traced_in.explicit))
+        return [_within_stage(closed, shape, traced_in) for closed in programs]
     except NameError as error:  # JAX does not know the axes of a vmap in a derivative rule
         if "unbound axis name" not in str(error):
             raise
@@ -200,10 +255,19 @@ def rule_within_stage(
         ) from error
 
 
-def _within_stage(closed: ClosedJaxpr, shape: Mapping[str, int], unbound: Sequence[str]) -> ClosedJaxpr:
+def _derived(derive: Callable[[], T], shape: Mapping[str, int], explicit: list[str]) -> T:
+    """Trace a derivative; of a model with explicit axes with a stage's automatic ones, unless a rule needs explicit."""
+    if explicit:
+        mesh = jax.sharding.use_abstract_mesh(Submesh(shape).abstract()) if shape else contextlib.nullcontext()
+        with contextlib.suppress(ValueError), mesh:
+            return derive()
+    return _in_mesh(derive, shape, explicit)
+
+
+def _within_stage(closed: ClosedJaxpr, shape: Mapping[str, int], traced_in: TracedIn) -> ClosedJaxpr:
     """Return a traced program with the annotations of a stage alone, over axes of ``shape``; itself if it has none."""
-    if unbound or _is_annotated(closed):
-        return _Rewriter(shape, frozenset(unbound)).program(closed)
+    if traced_in != TracedIn() or _is_annotated(closed):
+        return _Rewriter(shape, frozenset(traced_in.unbound)).program(closed)
     return closed
 
 
@@ -234,9 +298,8 @@ def annotations_of(closed: ClosedJaxpr) -> Annotations:
             if eqn.primitive.name == "shard_map":
                 sizes = dict(eqn.params["mesh"].shape)
                 mapped.update(((axis, sizes[axis]), None) for axis in _manual_axes(eqn))
-            shardings = (eqn.params.get("sharding"), *eqn.params.get("in_shardings", ()))
-            for sharding in (*shardings, *eqn.params.get("out_shardings", ())):
-                for axes in getattr(sharding, "spec", ()):
+            for sharding in _shardings(eqn):
+                for axes in sharding.spec:
                     constrained.update((axis, None) for axis in axis_names(axes))
             for inner in _compat.inner_programs(eqn):
                 look(inner)
@@ -253,9 +316,21 @@ def _annotates(eqn: Equation) -> bool:
     return (
         eqn.primitive.name in {"shard_map", *_MARKS}
         or _compat.has_mesh_in_context(eqn)
+        or any(_shardings(eqn))
         or not _compat.has_default_sharding(eqn.params)
         or any(map(_is_annotated, _compat.inner_programs(eqn)))
     )
+
+
+def _shardings(eqn: Equation) -> list[jax.sharding.NamedSharding]:
+    """The shardings that an equation asks for, of its operands or its results."""
+    values = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple) else (value,))]
+    return [x for x in values if isinstance(x, jax.sharding.NamedSharding)]
+
+
+def without_mesh(aval: AbstractArray) -> jax.ShapeDtypeStruct:
+    """The shape and the element type of an array, whatever mesh it was traced for."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def evaluate(eqn: Equation, operands: Sequence[Array], shape: Mapping[str, int]) -> list[Array]:
@@ -277,7 +352,7 @@ class _Rewriter:
     def program(self, program: AnyJaxpr) -> ClosedJaxpr:
         """Trace a program again."""
         jaxpr, consts = _compat.open_jaxpr(program)
-        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
+        avals = [without_mesh(v.aval) for v in jaxpr.invars]
         return jax.make_jaxpr(lambda *values: self.run(jaxpr, consts, values))(*avals)
 
     def run(self, jaxpr: OpenJaxpr, consts: Sequence[Array], values: Sequence[Array]) -> list[Array]:
@@ -297,10 +372,18 @@ class _Rewriter:
         if not self.unbound.isdisjoint(names_in(eqn)):
             return evaluate_alone(eqn, values, self.unbound, replace(self, unbound=frozenset()).apply)
         if name == "sharding_constraint" and self.shape:
-            kept = jax.sharding.NamedSharding(self._mesh, kept_spec(params["sharding"].spec, self.shape))
-            return [jax.lax.with_sharding_constraint(values[0], kept)]
+            spec = kept_spec(params["sharding"].spec, self.shape)
+            if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:  # in the derivative of an operator
+                return [jax.sharding.reshard(values[0], spec)]
+            return [jax.lax.with_sharding_constraint(values[0], jax.sharding.NamedSharding(self._mesh, spec))]
+        if name == "reshard":
+            return self._placed(values[:1], params["dst_sharding"])
         if name in _MARKS:
             return values[:1]
+        asked = {key: params[key] for key in _RESULTS if isinstance(params.get(key), jax.sharding.NamedSharding)}
+        if asked:
+            plain = eqn.replace(params={**params, **dict.fromkeys(asked)})
+            return self._placed(self.apply(plain, values), *asked.values())
         if name in _UNTYPED:
             return [_UNTYPED[name](*values, **params)]
         if name == "shard_map":
@@ -312,6 +395,13 @@ class _Rewriter:
         operands = [_compat.variable(atom.aval) for atom in eqn.invars]
         alone = _compat.in_current_mesh(eqn.replace(params=params, invars=operands))
         return _compat.evaluate_equation(alone, values)
+
+    def _placed(self, values: Sequence[Array], sharding: jax.sharding.NamedSharding) -> list[Array]:
+        """Values as an explicit sharding splits them over axes that are kept, if it does."""
+        spec = kept_spec(sharding.spec, self.shape)
+        if not _mentioned(spec):
+            return list(values)
+        return [jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec)) for x in values]
 
     def _parameter(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):

@@ -222,8 +222,8 @@ def _trace(
     graph = parameter_work_in_place(graph, [graph.inputs[len(parameters) + len(state)]])
     p, s, (k,), b = map(tuple, split(graph.inputs, counts))
     outputs = graph.outputs[:number], graph.outputs[number:]
-    unbound = tuple(axis for axis in mentioned.unbound if axis not in dict(mentioned.mapped))
-    graph = replace(graph, stage_shape=shape, unbound=unbound)
+    unbound = tuple(axis for axis in mentioned.traced_in.unbound if axis not in dict(mentioned.mapped))
+    graph = replace(graph, stage_shape=shape, traced_in=replace(mentioned.traced_in, unbound=unbound))
     return MicrobatchProgram(graph, p, s, k, b, *outputs, annotations=mentioned, joined=model.joined)
 
 

@@ -108,7 +108,7 @@ def build_backward_graph(
         operators=live(builder.operators, [*results, *(t for step in steps for t in step.needs)]),
         parameters=graph.parameters,
         stage_shape=graph.stage_shape,
-        unbound=graph.unbound,
+        traced_in=graph.traced_in,
     )
     return BackwardGraph(graph, forward, steps, wrt)
 
@@ -137,7 +137,7 @@ def _operator_vjps(
             key = equality_key(op, avals, varied, useful, match)
             if key not in cuts:
                 derived = match is None
-                axes = graph.stage_shape, graph.unbound
+                axes = graph.stage_shape, graph.traced_in
                 cuts[key] = rules.derive(op, avals, varied, useful, *axes) if derived else match.cut(avals[0])
             cut = cuts[key]
             varied_tensors.update(outputs[k] for k in cut.cotangents_in)

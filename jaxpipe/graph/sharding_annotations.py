@@ -174,9 +174,10 @@ _FINE_WITHOUT_MESH = ("is only valid for values of rank at least", "should match
 #: Parts of errors of JAX about explicit shardings where mesh axes are automatic, or there is no mesh.
 _NEEDS_EXPLICIT = ("axis names that are of type Auto or Manual", "when you are not under a mesh context")
 
-_OF_ONE_MESH = (
-    "The model passes out_sharding= or jax.sharding.reshard a NamedSharding, which is of one mesh. A stage is on "
-    "another. Pass its PartitionSpec alone: its axes are those of the stage, and dropped where that has none."
+_OTHER_MESH = (
+    "The model has explicit shardings (out_sharding=, jax.sharding.reshard), and JAX cannot type this part of it for a "
+    "stage, which is on another mesh. If they are NamedShardings, pass their PartitionSpecs alone; else use "
+    "jax.lax.with_sharding_constraint there. Both are kept over a stage's own axes, and dropped over others."
 )
 
 #: Answers to errors that JAX raises while it traces a model, by their words.
@@ -185,8 +186,9 @@ _REFUSED = {
         "The model calls jax.shard_map without a mesh, and there is none in context, so that the number of shards is "
         "not known. Pass shard_map its mesh=, or call jaxpipe under `with jax.set_mesh(mesh):`."
     ),
-    "should match the mesh of sharding": _OF_ONE_MESH,
-    "should match the aval mesh": _OF_ONE_MESH,
+    "should match the mesh of sharding": _OTHER_MESH,
+    "should match the aval mesh": _OTHER_MESH,
+    "Mesh for all inputs should be equal": _OTHER_MESH,
 }
 
 
@@ -267,7 +269,7 @@ def _derived(derive: Callable[[], T], shape: Mapping[str, int], explicit: list[s
 def _within_stage(closed: ClosedJaxpr, shape: Mapping[str, int], traced_in: TracedIn) -> ClosedJaxpr:
     """Return a traced program with the annotations of a stage alone, over axes of ``shape``; itself if it has none."""
     if traced_in != TracedIn() or _is_annotated(closed):
-        return _Rewriter(shape, frozenset(traced_in.unbound)).program(closed)
+        return _Rewriter(shape, frozenset(traced_in.unbound), traced_in.explicit).program(closed)
     return closed
 
 
@@ -348,6 +350,7 @@ class _Rewriter:
 
     shape: Mapping[str, int]
     unbound: frozenset[str] = frozenset()
+    explicit: tuple[str, ...] = ()
 
     def program(self, program: AnyJaxpr) -> ClosedJaxpr:
         """Trace a program again."""
@@ -390,11 +393,41 @@ class _Rewriter:
             return self._run_shards(eqn, values)
         if name in ("jit", "pjit") and not _compat.has_default_sharding(params):
             return self.run(*_compat.open_jaxpr(params["jaxpr"]), values)
+        if name == "custom_jvp_call" and self.explicit:
+            return self._with_rule(eqn, values)
         if name in _CONTROL:
             params = {key: self._parameter(value) for key, value in params.items()}
         operands = [_compat.variable(atom.aval) for atom in eqn.invars]
         alone = _compat.in_current_mesh(eqn.replace(params=params, invars=operands))
         return _compat.evaluate_equation(alone, values)
+
+    def _with_rule(self, eqn: Equation, values: Sequence[Array]) -> Sequence[Array]:
+        """Evaluate a call of a ``jax.custom_jvp`` function, whose rule knows the types of explicit axes."""
+        varied = [k for k, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        @jax.custom_jvp
+        def function(*operands: Array) -> list[Array]:
+            return replace(self, explicit=()).apply(eqn, operands)
+
+        @function.defjvp
+        def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+            def derivative(*operands: Array) -> tuple[list[Array], list[Array]]:
+                def primal(*changed: Array) -> list[Array]:
+                    given = list(operands[: len(values)])
+                    for k, x in zip(varied, changed, strict=True):
+                        given[k] = x
+                    atoms = zip(eqn.invars, given, strict=True)
+                    return _compat.evaluate_equation(eqn, [x for a, x in atoms if not _compat.is_literal(a)])
+
+                return jax.jvp(primal, [operands[k] for k in varied], list(operands[len(values) :]))
+
+            operands = [*primals, *(tangents[k] for k in varied)]
+            with _compat.explicit_axes(dict.fromkeys(self.explicit, 1)):
+                closed = jax.make_jaxpr(derivative)(*(without_mesh(jax.typeof(x)) for x in operands))
+            results = self.run(*_compat.open_jaxpr(closed), operands)
+            return results[: len(eqn.outvars)], results[len(eqn.outvars) :]
+
+        return function(*values)
 
     def _placed(self, values: Sequence[Array], sharding: jax.sharding.NamedSharding) -> list[Array]:
         """Values as an explicit sharding splits them over axes that are kept, if it does."""

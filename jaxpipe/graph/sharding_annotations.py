@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
@@ -268,7 +269,7 @@ def _derived(derive: Callable[[], T], shape: Mapping[str, int], explicit: list[s
 
 def _within_stage(closed: ClosedJaxpr, shape: Mapping[str, int], traced_in: TracedIn) -> ClosedJaxpr:
     """Return a traced program with the annotations of a stage alone, over axes of ``shape``; itself if it has none."""
-    if traced_in != TracedIn() or _is_annotated(closed):
+    if traced_in != TracedIn() or _is_annotated(closed) or any(map(_is_on_mesh, _compat.open_jaxpr(closed)[1])):
         return _Rewriter(shape, frozenset(traced_in.unbound), traced_in.explicit).program(closed)
     return closed
 
@@ -324,9 +325,15 @@ def _annotates(eqn: Equation) -> bool:
     )
 
 
+def _is_on_mesh(x: Array) -> bool:
+    """Return whether a constant of a model is an array that lies on a mesh, whose numbers are at hand."""
+    typed = isinstance(x, jax.Array) and not jax.typeof(x).sharding.mesh.empty
+    return typed and x.is_fully_addressable and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+
+
 def _shardings(eqn: Equation) -> list[jax.sharding.NamedSharding]:
     """The shardings that an equation asks for, of its operands or its results."""
-    values = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple) else (value,))]
+    values = [x for value in eqn.params.values() for x in (value if isinstance(value, (tuple, list)) else (value,))]
     return [x for x in values if isinstance(x, jax.sharding.NamedSharding)]
 
 
@@ -360,7 +367,8 @@ class _Rewriter:
 
     def run(self, jaxpr: OpenJaxpr, consts: Sequence[Array], values: Sequence[Array]) -> list[Array]:
         """Evaluate a program."""
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+        known = [np.asarray(x) if _is_on_mesh(x) else x for x in consts]
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*known, *values), strict=True))
 
         def read(atom: Atom) -> Array:
             return _compat.literal_without_mesh(atom) if _compat.is_literal(atom) else env[atom]
@@ -383,6 +391,8 @@ class _Rewriter:
             return self._placed(values[:1], params["dst_sharding"])
         if name in _MARKS:
             return values[:1]
+        if name == "device_put" and _shardings(eqn):
+            return values
         asked = {key: params[key] for key in _RESULTS if isinstance(params.get(key), jax.sharding.NamedSharding)}
         if asked:
             plain = eqn.replace(params={**params, **dict.fromkeys(asked)})

@@ -31,7 +31,7 @@ class PlanOptions:
         them; left out: the rules in whose context ``partition`` is called.
       batch_axes: mesh axes over which the examples of a micro-batch are split within a stage; left out: ``fsdp``, if
         the mesh has such an axis.
-      axis_name: what the model or the loss call the axis of replicas, as in ``jax.pmap(axis_name="batch")``: collectives
+      axis_name: what the model or the loss call the axis of replicas, as ``jax.pmap(axis_name="batch")``: collectives
         over it (``BatchNorm(axis_name="batch")``, ``jax.lax.pmean(x, "batch")``) are over all replicas' parts of a
         micro-batch. Over other names that nothing binds, and if this is left out, a micro-batch of one replica is by
         itself. Replicas then add up their gradients in every micro-batch, not once in a step.

@@ -95,9 +95,7 @@ def results(model, loss, stages, runtime):
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_unbound_names_are_axes_of_size_1(kind, stages, runtime):
     """Bit for bit the same model and loss without the names."""
-    named, plain = (
-        (Block(), Block(None)) if kind == "linen" else (NNXBlock(nnx.Rngs(0)), NNXBlock(nnx.Rngs(0), None))
-    )
+    named, plain = (Block(), Block(None)) if kind == "linen" else (NNXBlock(nnx.Rngs(0)), NNXBlock(nnx.Rngs(0), None))
     notes, actual = results(named, named_loss, stages, runtime)
     assert notes == ("collectives over 'batch' are those of one micro-batch: an axis of size 1",)
     notes, expected = results(plain, plain_loss, stages, runtime)

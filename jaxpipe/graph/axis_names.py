@@ -30,6 +30,10 @@ class TracedIn:
     explicit: tuple[str, ...] = ()
 
 
+#: Of a program for which no axis had to be made.
+NO_AXES = TracedIn()
+
+
 #: Collectives that hand on their operands over an axis of size 1, whatever their shape.
 _REDUCTIONS = frozenset(["psum", "psum_invariant", "pmax", "pmin"])
 
@@ -59,8 +63,11 @@ def names_in(eqn: Equation) -> tuple[str, ...]:
 
 
 def evaluate_alone(
-    eqn: Equation, values: Sequence[Array], names: Collection[str], evaluate: Callable[[Equation, Sequence[Array]], T]
-) -> Sequence[Array] | T:
+    eqn: Equation,
+    values: Sequence[Array],
+    names: Collection[str],
+    evaluate: Callable[[Equation, Sequence[Array]], Sequence[Array]],
+) -> Sequence[Array]:
     """Evaluate a collective, some of whose axes have the size 1; over all others, ``evaluate`` does."""
     mine = [axis for axis in names_in(eqn) if axis in names]
     if eqn.primitive.name in _REDUCTIONS:

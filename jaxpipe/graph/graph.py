@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equation, PyTree, Shaped, TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy, by_name
-from jaxpipe.graph.axis_names import TracedIn
+from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 
 
 #: A ``jit`` of this name is the body of a ``memory_encoded`` call; its suffix names the policy.
@@ -146,7 +146,7 @@ class Graph:
     constants: Mapping[TensorNumber, Array] = field(default_factory=dict)
     parameters: frozenset[TensorNumber] = frozenset()
     stage_shape: Mapping[str, int] | None = None
-    traced_in: TracedIn = TracedIn()
+    traced_in: TracedIn = NO_AXES
 
     @property
     def tensor_numbers(self) -> Iterable[TensorNumber]:

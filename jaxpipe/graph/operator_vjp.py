@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, Array, PyTreeDef, TensorNumber
 from jaxpipe.graph import sharding_annotations, target_products
-from jaxpipe.graph.axis_names import TracedIn
+from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 from jaxpipe.graph.graph import (
     Graph,
     GraphBuilder,
@@ -58,7 +58,7 @@ def differentiate(
     varied: Sequence[int],
     useful: Sequence[int],
     shape: Mapping[str, int] | None = None,
-    traced_in: TracedIn = TracedIn(),
+    traced_in: TracedIn = NO_AXES,
 ) -> Cut:
     """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``varied``, and cut it.
 

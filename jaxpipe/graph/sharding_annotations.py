@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, Equation, OpenJaxpr, PyTree, Shaped
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.axis_names import TracedIn, bound, evaluate_alone, names_in, with_names
+from jaxpipe.graph.axis_names import NO_AXES, TracedIn, bound, evaluate_alone, names_in, with_names
 from jaxpipe.graph.graph import Operator
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, kept_spec
 
@@ -43,7 +43,7 @@ class Annotations:
 
     constrained: tuple[str, ...] = ()
     mapped: tuple[tuple[str, int], ...] = ()
-    traced_in: TracedIn = TracedIn()
+    traced_in: TracedIn = NO_AXES
 
     def notes(self, mesh_axes: Sequence[str], shape: Mapping[str, int]) -> tuple[str, ...]:
         """Return sentences on what a pipeline drops, over ``mesh_axes``, of which those of ``shape`` shard stages."""
@@ -254,7 +254,8 @@ def rule_within_stage(
         raise PartitionError(
             f"The derivative rule of {name} is called in a jax.shard_map and exchanges with other shards. A stage has "
             f"no such axis, so that the shards run there as one jax.vmap, in which JAX cannot apply it: {error} Call "
-            "shard_map in the rule, not the rule in shard_map, or compute this part of the model without shard_map."
+            "shard_map in the rule, not the rule in shard_map, or compute this part of the model without shard_map. The "
+            "same holds for rules that exchange with other replicas (PlanOptions(axis_name=)): leave that out."
         ) from error
 
 
@@ -269,7 +270,7 @@ def _derived(derive: Callable[[], T], shape: Mapping[str, int], explicit: list[s
 
 def _within_stage(closed: ClosedJaxpr, shape: Mapping[str, int], traced_in: TracedIn) -> ClosedJaxpr:
     """Return a traced program with the annotations of a stage alone, over axes of ``shape``; itself if it has none."""
-    if traced_in != TracedIn() or _is_annotated(closed) or any(map(_is_on_mesh, _compat.open_jaxpr(closed)[1])):
+    if traced_in != NO_AXES or _is_annotated(closed) or any(map(_is_on_mesh, _compat.open_jaxpr(closed)[1])):
         return _Rewriter(shape, frozenset(traced_in.unbound), traced_in.explicit).program(closed)
     return closed
 
@@ -367,7 +368,7 @@ class _Rewriter:
 
     def run(self, jaxpr: OpenJaxpr, consts: Sequence[Array], values: Sequence[Array]) -> list[Array]:
         """Evaluate a program."""
-        known = [np.asarray(x) if _is_on_mesh(x) else x for x in consts]
+        known = [cast(Array, np.asarray(x)) if _is_on_mesh(x) else x for x in consts]
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*known, *values), strict=True))
 
         def read(atom: Atom) -> Array:
@@ -417,7 +418,7 @@ class _Rewriter:
 
         @jax.custom_jvp
         def function(*operands: Array) -> list[Array]:
-            return replace(self, explicit=()).apply(eqn, operands)
+            return list(replace(self, explicit=()).apply(eqn, operands))
 
         @function.defjvp
         def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Array], list[Array]]:

@@ -1,7 +1,7 @@
 """Replicas that compute a micro-batch together, so that collectives over a name of the user's mix them.
 
-    batch ──▶ replica r has its r-th part; micro-batch j is the j-th of every replica, side by side
-    function of a micro-batch ──▶ ``vmap`` of it over the replicas, with the name; XLA splits that over their devices
+batch ──▶ replica r has its r-th part; micro-batch j is the j-th of every replica, side by side
+function of a micro-batch ──▶ ``vmap`` of it over the replicas, with the name; XLA splits that over their devices
 """
 
 from collections.abc import Callable, Sequence

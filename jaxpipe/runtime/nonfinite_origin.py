@@ -81,7 +81,9 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
     now = first
     for j in range(replicas * m):
         rows = [
-            x if shared else x.reshape(replicas, joined, m, -1, *x.shape[1:])[j // m, :, j % m].reshape(-1, *x.shape[1:])
+            x
+            if shared
+            else x.reshape(replicas, joined, m, -1, *x.shape[1:])[j // m, :, j % m].reshape(-1, *x.shape[1:])
             for x, shared in zip(leaves, planned.batching.shared, strict=True)
         ]
         now = first if j % m == 0 else now

@@ -68,8 +68,8 @@ def with_joined_replicas(mesh: Mesh) -> Mesh:
     """Return a mesh in which the axis of replicas is one within a stage."""
     if REPLICA in mesh.axis_names:
         raise PartitionError(
-            f"PlanOptions(axis_name=...) makes an axis {REPLICA!r} within a stage of that of replicas, and the mesh has "
-            "one of this name. Give that another name."
+            f"PlanOptions(axis_name=...) puts the axis of replicas within a stage, as {REPLICA!r}, and the mesh has an "
+            "axis of this name. Give that another name."
         )
     names = [REPLICA if name == DATA else str(name) for name in mesh.axis_names]
     return Mesh(mesh.devices, tuple(names), axis_types=mesh.axis_types)

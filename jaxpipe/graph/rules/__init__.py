@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, TensorNumber
-from jaxpipe.graph.axis_names import TracedIn
+from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.operator_vjp import Cut, differentiate
 from jaxpipe.graph.rules import max_pool, pick, relu
@@ -61,7 +61,7 @@ def derive(
     varied: tuple[int, ...],
     useful: tuple[int, ...],
     shape: Mapping[str, int] | None = None,
-    traced_in: TracedIn = TracedIn(),
+    traced_in: TracedIn = NO_AXES,
 ) -> Cut:
     """The cut of any other operator: JAX's VJP, but for a ReLU's predicate, and on GPUs for picks of one element a row.
 

@@ -34,10 +34,6 @@ class TracedIn:
 NO_AXES = TracedIn()
 
 
-#: Collectives that hand on their operands over an axis of size 1, whatever their shape.
-_REDUCTIONS = frozenset(["psum", "psum_invariant", "pmax", "pmin"])
-
-
 def with_names(function: Callable[[], T], names: list[str]) -> T:
     """Call a function that traces a model, with axes of size 1 of some names, to which missing ones are added."""
     while True:
@@ -69,16 +65,14 @@ def evaluate_alone(
     evaluate: Callable[[Equation, Sequence[Array]], Sequence[Array]],
 ) -> Sequence[Array]:
     """Evaluate a collective, some of whose axes have the size 1; over all others, ``evaluate`` does."""
-    mine = [axis for axis in names_in(eqn) if axis in names]
-    if eqn.primitive.name in _REDUCTIONS:
-        axes = tuple(axis for axis in eqn.params["axes"] if axis not in names)
-        return evaluate(eqn.replace(params={**eqn.params, "axes": axes}), values) if axes else values
+    key = "axes" if "axes" in eqn.params else "axis_name"
+    axes = eqn.params[key]
+    rest = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if axis not in names)
+    if rest:
+        return evaluate(eqn.replace(params={**eqn.params, key: rest}), values)
+    shapes = [v.aval.shape for v in eqn.outvars]
     if eqn.primitive.name == "axis_index":
         return [jnp.zeros((), eqn.outvars[0].aval.dtype)]
-
-    def function() -> Sequence[Array]:
-        return evaluate(eqn, values)
-
-    for axis in mine:
-        function = jax.vmap(function, axis_name=axis, axis_size=1)
-    return [jax.lax.squeeze(x, range(len(mine))) for x in function()]
+    if eqn.primitive.name == "ppermute" and not eqn.params["perm"]:  # nobody sends
+        return [jnp.zeros_like(x) for x in values]
+    return [x if x.shape == shape else jax.lax.reshape(x, shape) for x, shape in zip(values, shapes, strict=True)]

@@ -254,8 +254,8 @@ def rule_within_stage(
         raise PartitionError(
             f"The derivative rule of {name} is called in a jax.shard_map and exchanges with other shards. A stage has "
             f"no such axis, so that the shards run there as one jax.vmap, in which JAX cannot apply it: {error} Call "
-            "shard_map in the rule, not the rule in shard_map, or compute this part of the model without shard_map. The "
-            "same holds for rules that exchange with other replicas (PlanOptions(axis_name=)): leave that out."
+            "shard_map in the rule, not the rule in shard_map, or compute this part of the model without shard_map. "
+            "The same holds for rules that exchange with other replicas (PlanOptions(axis_name=)): leave that out."
         ) from error
 
 

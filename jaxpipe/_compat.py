@@ -4,7 +4,8 @@ jax 0.10 (Python 3.11) and 0.12 (Python 3.12) are both supported. No other file 
 reach below the public API.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar, cast
 
 import jax
@@ -16,6 +17,7 @@ import jaxlib
 import numpy as np
 from flax import nnx
 from jax import core
+from jax._src import config as private_config
 from jax._src import core as private_core
 from jax._src.clusters import ClusterEnv
 from jax._src.compiler import get_compile_options
@@ -194,6 +196,22 @@ def literal_without_mesh(atom: Literal) -> Array:
     return atom.val.copy() if isinstance(atom.val, np.ndarray) else atom.val
 
 
+def bound_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[object]:
+    """A context in which collectives may name axes of these sizes, as in ``vmap``."""
+    return private_core.extend_axis_env_nd(list(sizes.items()))
+
+
+@contextlib.contextmanager
+def explicit_axes(sizes: Mapping[str, int]) -> Iterator[None]:
+    """A context of a mesh with explicit axes, in which types of arrays do not tell of those of size 1."""
+    sizes = sizes or {"_": 1}
+    mesh = jax.sharding.AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), (jax.sharding.AxisType.Explicit,) * len(sizes)
+    )
+    with private_config.remove_size_one_mesh_axis_from_type(True), jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
 def mapped_axes(equation: Equation) -> frozenset[str]:
     """The mesh axes over which a ``shard_map`` equation maps."""
     return equation.params["newly_manual_axes"]
@@ -201,8 +219,13 @@ def mapped_axes(equation: Equation) -> frozenset[str]:
 
 def trace_without_scope(function: Callable[..., PyTree], *avals: PyTree) -> jex.ClosedJaxpr:
     """``jax.make_jaxpr`` whose equations do not carry the caller's ``jax.named_scope``."""
-    with source_info.reset_name_stack():
+    with outside_scope():
         return jax.make_jaxpr(function)(*avals)
+
+
+def outside_scope() -> contextlib.AbstractContextManager[None]:
+    """A context in which equations carry neither the caller's ``jax.named_scope`` nor its transformations."""
+    return source_info.reset_name_stack()
 
 
 def hoist_constants(closed: jex.ClosedJaxpr) -> tuple[jex.Jaxpr, list[Array]]:

@@ -31,6 +31,10 @@ class PlanOptions:
         them; left out: the rules in whose context ``partition`` is called.
       batch_axes: mesh axes over which the examples of a micro-batch are split within a stage; left out: ``fsdp``, if
         the mesh has such an axis.
+      axis_name: what the model or the loss call the axis of replicas, as ``jax.pmap(axis_name="batch")``: collectives
+        over it (``BatchNorm(axis_name="batch")``, ``jax.lax.pmean(x, "batch")``) are over all replicas' parts of a
+        micro-batch. Over other names that nothing binds, and if this is left out, a micro-batch of one replica is by
+        itself. Replicas then add up their gradients in every micro-batch, not once in a step.
       zero: 1 splits the optimizer state over the replicas of the axis ``data`` (ZeRO-1; Rajbhandari et al., 2020);
         without replicas it changes nothing.
       host_memory: most bytes of its host's memory that each device may keep stashes in, as ``memory``; used where that
@@ -74,6 +78,7 @@ class PlanOptions:
     shardings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     axis_rules: AxisRules = ()
     batch_axes: Sequence[str] | None = None
+    axis_name: str | None = None
     zero: int = 0
     host_memory: int | str | None = None
     allow_over_budget: bool = False

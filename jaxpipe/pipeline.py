@@ -568,9 +568,10 @@ class Pipeline:
         planned = self._planned
         size, replicas = check_batch.batch_size(shapes), planned.batching.replicas
         planned.model.check_batch_size(size)
-        counts = [m for m in range(1, planned.batching.num_microbatches + 1) if size % (replicas * m) == 0]
+        parts = replicas * planned.model.joined
+        counts = [m for m in range(1, planned.batching.num_microbatches + 1) if size % (parts * m) == 0]
         if not counts:
-            check_batch.check_microbatches(shapes, replicas, 1, f"batch for {name}")
+            check_batch.check_microbatches(shapes, parts, 1, f"batch for {name}")
         m = counts[-1]
         batching = Batching(check_batch.shared_leaves(shapes), replicas, m)
         rows = size // (replicas * m)

@@ -6,6 +6,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -244,15 +245,90 @@ def test_a_shard_map_takes_the_mesh_of_its_caller():
         assert pipeline_of(two_layers(mapped)).plan.notes[0].startswith("shard_map over 'fsdp' (2), 'model' (2)")
 
 
-@pytest.mark.parametrize("context", [None, ("fsdp", "model")], ids=str)
-def test_explicit_axes_are_refused_by_name(context):
-    inside = (
-        contextlib.nullcontext()
-        if context is None
-        else jax.set_mesh(named_mesh(AxisType.Explicit, **dict.fromkeys(context, 2)))
-    )
-    with inside, pytest.raises(PartitionError, match=r"jax.sharding.reshard.*Use jax.lax.with_sharding_constraint"):
-        pipeline_of(two_layers(lambda h: jax.sharding.reshard(h, P("fsdp", "model"))))
+def explicit_layers(explicit):
+    """A model with explicit shardings, or the same without: looked up rows, scanned layers, rules, recomputed parts."""
+
+    def asked(*spec):
+        return {"out_sharding": P(*spec)} if explicit else {}
+
+    def resharded(h, *spec):
+        return jax.sharding.reshard(h, P(*spec)) if explicit else h
+
+    def layer(h, w):
+        h = jax.nn.relu(jnp.matmul(h, w, **asked("dp", "tp")))
+        h = jax.checkpoint(lambda h: jnp.tanh(resharded(h, None, "tp")))(h)
+        return resharded(h, "dp", None), None
+
+    def model(params, numbers):
+        h = params["rows"].at[numbers].get(**asked(None, "tp"))
+        h, _ = lax.scan(layer, h, params["w"][:2])
+        h, _ = layer(h, params["w"][2])
+        return lax.reshape(h, (h.shape[0], 4, 2), **asked("dp", None, "tp"))
+
+    return model
+
+
+@pytest.mark.core
+@pytest.mark.versions
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+@pytest.mark.parametrize("context", [None, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+def test_explicit_shardings_are_of_axes_of_the_stage_or_dropped(kept, context, runtime):
+    if kept and runtime == "spmd":
+        pytest.skip("one program has no axes within a stage")
+    params, numbers = {"rows": normal(6, 20, 8), "w": 0.5 * normal(7, 3, 8, 8)}, jnp.arange(8)
+    mesh = named_mesh(AxisType.Explicit, stage=2, **({"tp": 2} if kept else {}))
+    inside = contextlib.nullcontext() if context is None else jax.set_mesh(named_mesh(context, dp=2, tp=2))
+    with inside:
+        pipeline = jaxpipe.partition(
+            jax.tree_util.Partial(explicit_layers(True), params),
+            mesh,
+            numbers,
+            loss=lambda model, x: jnp.square(model(x)).mean(),
+            optimizer=optax.sgd(0.1),
+            num_microbatches=2,
+            profile="analytic",
+            runtime=runtime,
+        )
+        dropped = ("sharding constraints over 'dp' are dropped: the mesh has only stage, tp",)
+        if not kept:
+            dropped = ("sharding constraints over 'dp', 'tp' are dropped: the mesh has only stage",)
+        assert pipeline.plan.notes == dropped
+        check_gradients(pipeline, explicit_layers(False), params, numbers)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_arrays_on_another_mesh_are_constants(kind, runtime):
+    """A table that a model has captured, and a constraint on it that JAX applies at once."""
+    mesh = named_mesh(kind, fsdp=2, model=2)
+    table = jax.device_put(normal(8, 8), NamedSharding(mesh, P("model")))
+    numbers = np.asarray(table)
+
+    def annotated(params, x):
+        h = jax.nn.relu(x @ params["w"]) * table
+        return jax.device_put(h, NamedSharding(mesh, P("fsdp"))) @ params["v"]
+
+    def plain(params, x):
+        return (jax.nn.relu(x @ params["w"]) * numbers) @ params["v"]
+
+    params = {"w": W, "v": V}
+    pipeline = pipeline_of(jax.tree_util.Partial(annotated, params), runtime=runtime)
+    assert pipeline.plan.notes[0].startswith("sharding constraints over 'fsdp'")
+    check_gradients(pipeline, plain, params)
+
+
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+def test_constraints_to_another_mesh_are_dropped_in_every_runtime(runtime):
+    def annotated(params, x):
+        sharding = NamedSharding(named_mesh(fsdp=2, model=2), P("fsdp", "model"))
+        return jax.nn.relu(CONSTRAIN(jax.nn.relu(x @ params["w"]), sharding)) @ params["v"]
+
+    params = {"w": W, "v": V}
+    pipeline = pipeline_of(jax.tree_util.Partial(annotated, params), runtime=runtime)
+    assert pipeline.plan.notes == ("sharding constraints over 'fsdp', 'model' are dropped: the mesh has only stage",)
+    check_gradients(pipeline, lambda params, x: jax.nn.relu(x @ params["w"]) @ params["v"], params)
 
 
 def test_a_rule_that_exchanges_between_shards_is_named():

@@ -20,6 +20,7 @@ from jax.extend.core import Jaxpr
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, DType, Equation, PyTree, Shaped, TensorNumber
 from jaxpipe.graph.allowed_codecs import Policy, by_name
+from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 
 
 #: A ``jit`` of this name is the body of a ``memory_encoded`` call; its suffix names the policy.
@@ -143,6 +144,7 @@ class Graph:
       parameters: inputs that live outside the program (weights, running statistics, keys): never stored.
       stage_shape: the axes over which a stage is sharded; annotations of others that a derivative brings are dropped
         (``jaxpipe.graph.sharding_annotations``). None outside of pipelines.
+      traced_in: axes of size 1 that were made to trace it, which derivatives may name, too.
     """
 
     tensors: tuple[Tensor, ...]
@@ -152,6 +154,7 @@ class Graph:
     constants: Mapping[TensorNumber, Array] = field(default_factory=dict)
     parameters: frozenset[TensorNumber] = frozenset()
     stage_shape: Mapping[str, int] | None = None
+    traced_in: TracedIn = NO_AXES
 
     @property
     def tensor_numbers(self) -> Iterable[TensorNumber]:

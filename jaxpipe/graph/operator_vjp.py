@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, Array, PyTreeDef, TensorNumber
 from jaxpipe.graph import sharding_annotations, target_products
+from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 from jaxpipe.graph.graph import (
     Graph,
     GraphBuilder,
@@ -57,13 +58,15 @@ def differentiate(
     varied: Sequence[int],
     useful: Sequence[int],
     shape: Mapping[str, int] | None = None,
+    traced_in: TracedIn = NO_AXES,
 ) -> Cut:
     """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``varied``, and cut it.
 
     The cut lies where ``jax.vjp`` returns: what a derivative rule computes in its backward pass stays backward work,
     whether or not it depends on a cotangent, and reads what the rule's forward pass returned.
     Outputs at other positions than ``useful`` have no cotangent. A zero in its place would do for finite numbers only.
-    ``shape``: the axes over which stages are sharded, if annotations of others in a rule are dropped.
+    ``shape``: the axes over which stages are sharded, if annotations of others in a rule are dropped. ``traced_in``:
+    in whose context the operator was traced.
     """
     equation, is_sharded = _compat.without_scope(op.equation), bool(shape)
     shape = shape if _compat.inner_programs(equation) else None  # others have no rule of a user's
@@ -73,6 +76,9 @@ def differentiate(
     evaluate = _compat.evaluate_equation
     if shape is not None:
         evaluate = functools.partial(sharding_annotations.evaluate, shape=shape)
+    operands, cotangents = list(avals), tangents
+    if traced_in.explicit:  # a stage's own axes are automatic
+        operands, cotangents = (list(map(sharding_annotations.without_mesh, x)) for x in (avals, tangents))
     pullback: PyTreeDef | None = None
 
     def forward(*inputs: Array) -> list[Array]:
@@ -92,11 +98,11 @@ def differentiate(
         return jax.tree.unflatten(pullback, residuals)(list(cotangents))
 
     def both() -> tuple[ClosedJaxpr, ClosedJaxpr]:
-        first = _compat.trace_without_scope(forward, *avals)
+        first = _compat.trace_without_scope(forward, *operands)
         residuals = [atom.aval for atom in _compat.open_jaxpr(first)[0].outvars[count:]]
-        return first, _compat.trace_without_scope(backward, residuals, tangents)
+        return first, _compat.trace_without_scope(backward, residuals, cotangents)
 
-    traced = both() if shape is None else sharding_annotations.rule_within_stage(op.label, both, shape)
+    traced = both() if shape is None else sharding_annotations.rule_within_stage(op.label, both, shape, traced_in)
     first = target_products.for_target(traced[0], may_cut=False)
     closed = target_products.for_target(traced[1], may_cut=not is_sharded)
     builder = GraphBuilder(inline_rules=True)

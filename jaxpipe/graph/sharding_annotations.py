@@ -3,7 +3,9 @@
     with_sharding_constraint over axes of the stage's submesh  ──▶ stays
     shard_map over such axes, of their sizes                   ──▶ stays
     with_sharding_constraint over other axes                   ──▶ the value itself
+    reshard, out_sharding= (of explicit axes)                  ──▶ as with_sharding_constraint
     shard_map over other axes, of sizes n, m, ...              ──▶ vmap over axes of these sizes, with the same names
+    collectives over names that nothing binds                  ──▶ over axes of size 1 (``jaxpipe.graph.axis_names``)
 
 A sharding constraint says where a value lies, not what it is, so that nothing is lost. A ``shard_map`` does change what
 is computed: its body runs once for each shard and exchanges with the others. ``vmap`` with a named axis computes the
@@ -16,16 +18,18 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Atom, Equation, OpenJaxpr, PyTree, Shaped
 from jaxpipe.errors import PartitionError
+from jaxpipe.graph.axis_names import NO_AXES, TracedIn, bound, evaluate_alone, names_in, with_names
 from jaxpipe.graph.graph import Operator
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, kept_spec
 
@@ -35,10 +39,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Annotations:
-    """Mesh axes that a program mentions: in sharding constraints, and in calls of ``shard_map``, with their sizes."""
+    """Axes that a program mentions in sharding constraints, and in calls of ``shard_map``, with their sizes."""
 
     constrained: tuple[str, ...] = ()
     mapped: tuple[tuple[str, int], ...] = ()
+    traced_in: TracedIn = NO_AXES
 
     def notes(self, mesh_axes: Sequence[str], shape: Mapping[str, int]) -> tuple[str, ...]:
         """Return sentences on what a pipeline drops, over ``mesh_axes``, of which those of ``shape`` shard stages."""
@@ -51,11 +56,17 @@ class Annotations:
         mapped = ", ".join(f"'{axis}' ({size})" for axis, size in self.mapped if shape.get(axis) != size)
         if mapped:
             sentences.append(f"shard_map over {mapped} runs on each stage's own device, its shards as one vmap")
+        if self.traced_in.unbound:
+            names = ", ".join(map(repr, self.traced_in.unbound))
+            sentences.append(f"collectives over {names} are those of one micro-batch: an axis of size 1")
         return tuple(sentences)
 
 
 #: Operators that say where a value lies or over which axes it varies, and hand it on.
 _MARKS = frozenset(["mesh_cast", "pcast", "pvary", "reshard", "sharding_constraint"])
+
+#: Parameters of operators that say how their result is split over explicit axes.
+_RESULTS = ("sharding", "out_sharding")
 
 #: Collectives that are typed by the axes they vary over, and those that are not.
 _UNTYPED: dict[str, Callable[..., Array]] = {
@@ -92,24 +103,63 @@ def outside_mesh() -> Iterator[None]:
         yield
 
 
-def with_axes(function: Callable[[], T], shape: Mapping[str, int] | None = None) -> T:
-    """Call a function that traces a model, in the context of a mesh that has every axis the model mentions.
+def with_axes(
+    function: Callable[[], T],
+    shape: Mapping[str, int] | None = None,
+    unbound: list[str] | None = None,
+    explicit: list[str] | None = None,
+) -> T:
+    """Call a function that traces a model, in a context that has every axis the model mentions.
 
     It is the caller's mesh, or none, with the axes over which stages are sharded (``shape``), and has further axes of
-    size 1 as JAX misses them.
+    size 1 as JAX misses them: in the mesh, and of collectives (``unbound``, to which they are added). Where the model
+    needs ``explicit`` mesh axes, all have the size 1.
     """
+    names: list[str] = [] if unbound is None else unbound
+    return _in_mesh(lambda: with_names(function, names), shape, [] if explicit is None else explicit)
+
+
+def _in_mesh(function: Callable[[], T], shape: Mapping[str, int] | None, explicit: list[str]) -> T:
+    """Call a function in the context of a mesh of automatic axes, or of ``explicit`` ones if it needs them."""
+    if not explicit:
+        try:
+            return _in_automatic(function, shape)
+        except ValueError as error:
+            if not any(text in str(error) for text in _NEEDS_EXPLICIT):
+                raise
+    axes = dict.fromkeys(explicit or _known_axes(shape), 1)
+    result = _with_missing(function, axes, lambda: _compat.explicit_axes(axes))
+    explicit[:] = axes
+    return result
+
+
+def _known_axes(shape: Mapping[str, int] | None) -> dict[str, int]:
+    """The axes of the caller's mesh and of a stage, and their sizes."""
     mesh = _callers_mesh.get()
-    axes, without_mesh = {**({} if mesh is None else mesh.shape), **(shape or {})}, False
+    return {**({} if mesh is None else mesh.shape), **(shape or {})}
+
+
+def _in_automatic(function: Callable[[], T], shape: Mapping[str, int] | None) -> T:
+    axes, device = _known_axes(shape), getattr(_callers_mesh.get(), "abstract_device", None)
+    return _with_missing(function, axes, lambda: _in_context(axes, device))
+
+
+def _with_missing(
+    function: Callable[[], T], axes: dict[str, int], context: Callable[[], contextlib.AbstractContextManager[object]]
+) -> T:
+    """Call a function in a context of axes, to which others of size 1 are added as JAX misses them."""
+    without_mesh = False
     while True:
         try:
-            with _in_context(axes, getattr(mesh, "abstract_device", None)):
+            with context():
                 return function()
         except (RuntimeError, ValueError) as error:
             refused = next((why for text, why in _REFUSED.items() if text in str(error)), None)
             if refused is not None:
                 raise PartitionError(refused) from error
             if axes and not without_mesh and any(text in str(error) for text in _FINE_WITHOUT_MESH):
-                axes, without_mesh = {}, True
+                axes.clear()
+                without_mesh = True
                 continue
             missing = _missing_axis(error)
             if missing is None or missing in axes:
@@ -117,14 +167,18 @@ def with_axes(function: Callable[[], T], shape: Mapping[str, int] | None = None)
             axes[missing] = 1
 
 
-_EXPLICIT = (
-    "The model calls jax.sharding.reshard, which needs a mesh with explicit axes. In a pipeline the axes "
-    "of a stage are automatic. Use jax.lax.with_sharding_constraint, which is kept over these and dropped over others."
-)
-
 #: Parts of errors that models raise only in the context of a mesh: Flax's own layers for annotations of kernels that
 #: they flatten, and ``shard_map`` for a mesh of other devices.
 _FINE_WITHOUT_MESH = ("is only valid for values of rank at least", "should match the mesh passed to shard_map")
+
+#: Parts of errors of JAX about explicit shardings where mesh axes are automatic, or there is no mesh.
+_NEEDS_EXPLICIT = ("axis names that are of type Auto or Manual", "when you are not under a mesh context")
+
+_OTHER_MESH = (
+    "The model has explicit shardings (out_sharding=, jax.sharding.reshard), and JAX cannot type this part of it for a "
+    "stage, which is on another mesh. If they are NamedShardings, pass their PartitionSpecs alone; else use "
+    "jax.lax.with_sharding_constraint there. Both are kept over a stage's own axes, and dropped over others."
+)
 
 #: Answers to errors that JAX raises while it traces a model, by their words.
 _REFUSED = {
@@ -132,8 +186,9 @@ _REFUSED = {
         "The model calls jax.shard_map without a mesh, and there is none in context, so that the number of shards is "
         "not known. Pass shard_map its mesh=, or call jaxpipe under `with jax.set_mesh(mesh):`."
     ),
-    "PartitionSpec passed to reshard": _EXPLICIT,
-    "when you are not under a mesh context": _EXPLICIT,
+    "should match the mesh of sharding": _OTHER_MESH,
+    "should match the aval mesh": _OTHER_MESH,
+    "Mesh for all inputs should be equal": _OTHER_MESH,
 }
 
 
@@ -160,29 +215,63 @@ def trace(
     function: Callable[..., PyTree], *avals: Shaped, shape: Mapping[str, int] | None = None
 ) -> tuple[ClosedJaxpr, Annotations]:
     """Trace a function that may mention axes of any mesh; annotations of others than those of ``shape`` are dropped."""
-    closed = with_axes(lambda: jax.make_jaxpr(function)(*avals), shape)
-    return within_stage(closed, shape or {}), annotations_of(closed)
+    unbound: list[str] = []
+    explicit: list[str] = []
+    closed = with_axes(lambda: jax.make_jaxpr(function)(*avals), shape, unbound, explicit)
+    mentioned = annotations_of(closed)
+    _check_shards(mentioned, explicit)
+    traced_in = TracedIn(tuple(unbound), tuple(explicit))
+    return _within_stage(closed, shape or {}, traced_in), replace(mentioned, traced_in=traced_in)
+
+
+def _check_shards(mentioned: Annotations, explicit: Sequence[str]) -> None:
+    """Raise ``PartitionError`` if shards were mapped over explicit axes, whose sizes a stage does not know."""
+    mesh = _callers_mesh.get()
+    shards = [axis for axis, size in mentioned.mapped if axis in explicit and mesh and mesh.shape.get(axis, 1) != size]
+    if shards:
+        raise PartitionError(
+            f"The model calls jax.shard_map over {', '.join(map(repr, shards))} without a mesh, and has explicit "
+            "shardings (out_sharding=, jax.sharding.reshard), for which a stage has axes of size 1. Pass shard_map its "
+            "mesh=, or use jax.lax.with_sharding_constraint instead of explicit shardings."
+        )
 
 
 def rule_within_stage(
-    name: str, derive: Callable[[], Sequence[ClosedJaxpr]], shape: Mapping[str, int]
+    name: str, derive: Callable[[], Sequence[ClosedJaxpr]], shape: Mapping[str, int], traced_in: TracedIn
 ) -> list[ClosedJaxpr]:
-    """Return the programs of an operator's derivative, as ``derive`` traces them, with a stage's annotations alone."""
+    """Return the programs of an operator's derivative, as ``derive`` traces them, with a stage's annotations alone.
+
+    ``traced_in``: the axes in whose context the operator was traced.
+    """
     try:
-        return [within_stage(closed, shape) for closed in with_axes(derive, shape)]
+        with bound(traced_in.unbound):
+            programs = _derived(derive, shape, list(traced_in.explicit))
+        return [_within_stage(closed, shape, traced_in) for closed in programs]
     except NameError as error:  # JAX does not know the axes of a vmap in a derivative rule
         if "unbound axis name" not in str(error):
             raise
         raise PartitionError(
             f"The derivative rule of {name} is called in a jax.shard_map and exchanges with other shards. A stage has "
             f"no such axis, so that the shards run there as one jax.vmap, in which JAX cannot apply it: {error} Call "
-            "shard_map in the rule, not the rule in shard_map, or compute this part of the model without shard_map."
+            "shard_map in the rule, not the rule in shard_map, or compute this part of the model without shard_map. "
+            "The same holds for rules that exchange with other replicas (PlanOptions(axis_name=)): leave that out."
         ) from error
 
 
-def within_stage(closed: ClosedJaxpr, shape: Mapping[str, int]) -> ClosedJaxpr:
+def _derived(derive: Callable[[], T], shape: Mapping[str, int], explicit: list[str]) -> T:
+    """Trace a derivative; of a model with explicit axes with a stage's automatic ones, unless a rule needs explicit."""
+    if explicit:
+        mesh = jax.sharding.use_abstract_mesh(Submesh(shape).abstract()) if shape else contextlib.nullcontext()
+        with contextlib.suppress(ValueError), mesh:
+            return derive()
+    return _in_mesh(derive, shape, explicit)
+
+
+def _within_stage(closed: ClosedJaxpr, shape: Mapping[str, int], traced_in: TracedIn) -> ClosedJaxpr:
     """Return a traced program with the annotations of a stage alone, over axes of ``shape``; itself if it has none."""
-    return _Rewriter(shape).program(closed) if _is_annotated(closed) else closed
+    if traced_in != NO_AXES or _is_annotated(closed) or any(map(_is_on_mesh, _compat.open_jaxpr(closed)[1])):
+        return _Rewriter(shape, frozenset(traced_in.unbound), traced_in.explicit).program(closed)
+    return closed
 
 
 def without_annotations(op: Operator, avals: Sequence[AbstractArray]) -> Operator:
@@ -212,9 +301,8 @@ def annotations_of(closed: ClosedJaxpr) -> Annotations:
             if eqn.primitive.name == "shard_map":
                 sizes = dict(eqn.params["mesh"].shape)
                 mapped.update(((axis, sizes[axis]), None) for axis in _manual_axes(eqn))
-            shardings = (eqn.params.get("sharding"), *eqn.params.get("in_shardings", ()))
-            for sharding in (*shardings, *eqn.params.get("out_shardings", ())):
-                for axes in getattr(sharding, "spec", ()):
+            for sharding in _shardings(eqn):
+                for axes in sharding.spec:
                     constrained.update((axis, None) for axis in axis_names(axes))
             for inner in _compat.inner_programs(eqn):
                 look(inner)
@@ -231,9 +319,27 @@ def _annotates(eqn: Equation) -> bool:
     return (
         eqn.primitive.name in {"shard_map", *_MARKS}
         or _compat.has_mesh_in_context(eqn)
+        or any(_shardings(eqn))
         or not _compat.has_default_sharding(eqn.params)
         or any(map(_is_annotated, _compat.inner_programs(eqn)))
     )
+
+
+def _is_on_mesh(x: Array) -> bool:
+    """Return whether a constant of a model is an array that lies on a mesh, whose numbers are at hand."""
+    typed = isinstance(x, jax.Array) and not jax.typeof(x).sharding.mesh.empty
+    return typed and x.is_fully_addressable and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _shardings(eqn: Equation) -> list[jax.sharding.NamedSharding]:
+    """The shardings that an equation asks for, of its operands or its results."""
+    values = [x for value in eqn.params.values() for x in (value if isinstance(value, (tuple, list)) else (value,))]
+    return [x for x in values if isinstance(x, jax.sharding.NamedSharding)]
+
+
+def without_mesh(aval: AbstractArray) -> jax.ShapeDtypeStruct:
+    """The shape and the element type of an array, whatever mesh it was traced for."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def evaluate(eqn: Equation, operands: Sequence[Array], shape: Mapping[str, int]) -> list[Array]:
@@ -247,19 +353,22 @@ def evaluate(eqn: Equation, operands: Sequence[Array], shape: Mapping[str, int])
 
 @dataclass(frozen=True)
 class _Rewriter:
-    """Evaluates programs with the annotations over the axes of ``shape`` alone."""
+    """Evaluates programs with the annotations over the axes of ``shape`` alone, and without axes of size 1."""
 
     shape: Mapping[str, int]
+    unbound: frozenset[str] = frozenset()
+    explicit: tuple[str, ...] = ()
 
     def program(self, program: AnyJaxpr) -> ClosedJaxpr:
         """Trace a program again."""
         jaxpr, consts = _compat.open_jaxpr(program)
-        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
+        avals = [without_mesh(v.aval) for v in jaxpr.invars]
         return jax.make_jaxpr(lambda *values: self.run(jaxpr, consts, values))(*avals)
 
     def run(self, jaxpr: OpenJaxpr, consts: Sequence[Array], values: Sequence[Array]) -> list[Array]:
         """Evaluate a program."""
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+        known = [cast(Array, np.asarray(x)) if _is_on_mesh(x) else x for x in consts]
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*known, *values), strict=True))
 
         def read(atom: Atom) -> Array:
             return _compat.literal_without_mesh(atom) if _compat.is_literal(atom) else env[atom]
@@ -271,22 +380,71 @@ class _Rewriter:
     def apply(self, eqn: Equation, values: Sequence[Array]) -> Sequence[Array]:
         """Evaluate an equation."""
         name, params = eqn.primitive.name, eqn.params
+        if not self.unbound.isdisjoint(names_in(eqn)):
+            return evaluate_alone(eqn, values, self.unbound, replace(self, unbound=frozenset()).apply)
         if name == "sharding_constraint" and self.shape:
-            kept = jax.sharding.NamedSharding(self._mesh, kept_spec(params["sharding"].spec, self.shape))
-            return [jax.lax.with_sharding_constraint(values[0], kept)]
+            spec = kept_spec(params["sharding"].spec, self.shape)
+            if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:  # in the derivative of an operator
+                return [jax.sharding.reshard(values[0], spec)]
+            return [jax.lax.with_sharding_constraint(values[0], jax.sharding.NamedSharding(self._mesh, spec))]
+        if name == "reshard":
+            return self._placed(values[:1], params["dst_sharding"])
         if name in _MARKS:
             return values[:1]
+        if name == "device_put" and _shardings(eqn):
+            return values
+        asked = {key: params[key] for key in _RESULTS if isinstance(params.get(key), jax.sharding.NamedSharding)}
+        if asked:
+            plain = eqn.replace(params={**params, **dict.fromkeys(asked)})
+            return self._placed(self.apply(plain, values), *asked.values())
         if name in _UNTYPED:
             return [_UNTYPED[name](*values, **params)]
         if name == "shard_map":
             return self._run_shards(eqn, values)
         if name in ("jit", "pjit") and not _compat.has_default_sharding(params):
             return self.run(*_compat.open_jaxpr(params["jaxpr"]), values)
+        if name == "custom_jvp_call" and self.explicit:
+            return self._with_rule(eqn, values)
         if name in _CONTROL:
             params = {key: self._parameter(value) for key, value in params.items()}
         operands = [_compat.variable(atom.aval) for atom in eqn.invars]
         alone = _compat.in_current_mesh(eqn.replace(params=params, invars=operands))
         return _compat.evaluate_equation(alone, values)
+
+    def _with_rule(self, eqn: Equation, values: Sequence[Array]) -> Sequence[Array]:
+        """Evaluate a call of a ``jax.custom_jvp`` function, whose rule knows the types of explicit axes."""
+        varied = [k for k, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        @jax.custom_jvp
+        def function(*operands: Array) -> list[Array]:
+            return list(replace(self, explicit=()).apply(eqn, operands))
+
+        @function.defjvp
+        def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+            def derivative(*operands: Array) -> tuple[list[Array], list[Array]]:
+                def primal(*changed: Array) -> list[Array]:
+                    given = list(operands[: len(values)])
+                    for k, x in zip(varied, changed, strict=True):
+                        given[k] = x
+                    atoms = zip(eqn.invars, given, strict=True)
+                    return _compat.evaluate_equation(eqn, [x for a, x in atoms if not _compat.is_literal(a)])
+
+                return jax.jvp(primal, [operands[k] for k in varied], list(operands[len(values) :]))
+
+            operands = [*primals, *(tangents[k] for k in varied)]
+            with _compat.explicit_axes(dict.fromkeys(self.explicit, 1)):
+                closed = jax.make_jaxpr(derivative)(*(without_mesh(jax.typeof(x)) for x in operands))
+            results = self.run(*_compat.open_jaxpr(closed), operands)
+            return results[: len(eqn.outvars)], results[len(eqn.outvars) :]
+
+        return function(*values)
+
+    def _placed(self, values: Sequence[Array], sharding: jax.sharding.NamedSharding) -> list[Array]:
+        """Values as an explicit sharding splits them over axes that are kept, if it does."""
+        spec = kept_spec(sharding.spec, self.shape)
+        if not _mentioned(spec):
+            return list(values)
+        return [jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec)) for x in values]
 
     def _parameter(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
@@ -308,8 +466,10 @@ class _Rewriter:
         sizes = {axis: size for axis, size in all_sizes.items() if axis not in kept}
         body, consts = _compat.open_jaxpr(params["jaxpr"])
 
+        inside = replace(self, unbound=self.unbound - set(all_sizes))
+
         def shard(*blocks: Array) -> list[Array]:
-            return self.run(body, consts, blocks)
+            return inside.run(body, consts, blocks)
 
         function: Callable[..., list[Array]] = shard
         if kept:

@@ -20,6 +20,7 @@ from jaxpipe.errors import ModelError
 from jaxpipe.graph.stacked_layers import Stacks, uncut
 from jaxpipe.models.check_batch import shape_of
 from jaxpipe.models.example_state import check_size
+from jaxpipe.models.joined_replicas import ReplicaAxis
 from jaxpipe.models.variable_trees import Path, by_path, path_text
 
 
@@ -62,6 +63,7 @@ class BoundModel:
       overwritten: positions of the parameters whose new value is their gradient, as with the scales of FP8; they are no
         part of ``parameter_tree``.
       examples: by state variable, the axis that has a row for each example of a batch, or None.
+      replica_axis: what collectives over the user's name of replicas mix, in the model's own layout.
       uncut: of a model whose stacked variables are cut (``unstack``), the model in its own layout. All above is about
         the pieces then, and ``initialize`` and ``values`` are those of the model in its own layout.
       cuts: how its parameters and its state are cut.
@@ -80,6 +82,7 @@ class BoundModel:
     overwritten: frozenset[int] = frozenset()
     examples: tuple[int | None, ...] = ()
     stage_shape: Mapping[str, int] = field(default_factory=dict)
+    replica_axis: ReplicaAxis | None = None
     uncut: "BoundModel | None" = None
     cuts: tuple[Stacks, Stacks] | None = None
 
@@ -91,6 +94,11 @@ class BoundModel:
     def check_batch_size(self, size: int) -> None:
         """Raise ``BatchError`` unless state with a row for each example of a batch has as many."""
         check_size([v.name for v in self.state], [v.aval for v in self.state], self.examples, size)
+
+    @property
+    def joined(self) -> int:
+        """Return of how many replicas a micro-batch is."""
+        return 1 if self.original.replica_axis is None else self.original.replica_axis.size
 
     @property
     def stacks(self) -> tuple[Stacks, Stacks]:

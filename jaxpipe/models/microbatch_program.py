@@ -17,6 +17,7 @@ from jaxpipe.graph.sharding_annotations import Annotations
 from jaxpipe.graph.split_scan import MixedRowsError, split_rows
 from jaxpipe.graph.stacked_layers import Stacks
 from jaxpipe.graph.stacked_scans import with_layer_paths
+from jaxpipe.models import joined_replicas
 from jaxpipe.models.bound_model import BoundModel, UserFunction
 from jaxpipe.models.check_arguments import check_predicted, check_returned
 from jaxpipe.models.check_batch import batch_size, has_examples
@@ -41,6 +42,7 @@ class MicrobatchProgram:
       frozen: the parameters whose gradient nobody needs.
       overwritten: the parameters whose new value is their gradient.
       metrics_only: whether an evaluation returned metrics and no loss.
+      joined: of how many replicas a micro-batch is (``jaxpipe.models.joined_replicas``).
     """
 
     graph: Graph
@@ -56,6 +58,7 @@ class MicrobatchProgram:
     annotations: Annotations = field(default_factory=Annotations)
     frozen: frozenset[TensorNumber] = frozenset()
     summed: tuple[bool, ...] = ()
+    joined: int = 1
     index: TensorNumber | None = None
     examples: Axes = ()
     overwritten: frozenset[TensorNumber] = frozenset()
@@ -123,7 +126,11 @@ def trace_results(
         seen.update(tree=tree, metrics_only=alone, weighted=weighted, summed=tuple(x.summed for x in metrics))
         return [addable(jnp.asarray(loss)), weight, *(x.value for x in metrics)]
 
-    objective = _trace(model, function, batch, results, name)
+    def join(values: Sequence[Array]) -> list[Array]:
+        added = [seen["weighted"] or summed for summed in (False, False, *seen["summed"])]
+        return list(map(joined_replicas.total, values, added))
+
+    objective = _trace(model, function, batch, results, join, name)
     return replace(objective, **seen), shapes
 
 
@@ -135,7 +142,7 @@ def trace_prediction(
     Of a batch that has no axis of examples, arrays may have any first axis.
     """
     tree: PyTreeDef | None = None
-    rows = batch_size(batch)
+    rows = batch_size(batch) // model.joined
 
     def results(returned: PyTree) -> list[Array]:
         nonlocal tree
@@ -149,7 +156,10 @@ def trace_prediction(
                 )
         return leaves
 
-    return replace(_trace(model, function, batch, results, name), tree=tree)
+    def join(values: Sequence[Array]) -> list[Array]:
+        return list(map(joined_replicas.rows, values))
+
+    return replace(_trace(model, function, batch, results, join, name), tree=tree)
 
 
 def with_rows(batch: PyTree, rows: int) -> PyTree:
@@ -190,8 +200,14 @@ def _parts(returned: PyTree, name: str) -> tuple[PyTree, PyTree, PyTree]:
 
 
 def _trace(
-    model: BoundModel, function: UserFunction, batch: PyTree, results: Callable[[PyTree], list[Array]], name: str
+    model: BoundModel,
+    function: UserFunction,
+    batch: PyTree,
+    results: Callable[[PyTree], list[Array]],
+    join: Callable[[Sequence[Array]], list[Array]],
+    name: str,
 ) -> MicrobatchProgram:
+    """Trace a function, of whose returned values ``results`` makes arrays; ``join`` does away with a replica axis."""
     batch_leaves, batch_tree = jax.tree.flatten(batch)
     original = model.original
     parameters = [v.aval for v in original.parameters]
@@ -205,9 +221,17 @@ def _trace(
         nonlocal number
         p, s, (key,), index, b = split(leaves, counts)
         own = rows_of(s, axes, rows, index[0]) if indexed else s
-        returned, new_state = original.run(function, p, own, key, jax.tree.unflatten(batch_tree, b))
+
+        def run(key: Array, b: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+            returned, new_state = original.run(function, p, own, key, jax.tree.unflatten(batch_tree, b))
+            return results(returned), new_state
+
+        if original.replica_axis is None:
+            result_leaves, new_state = run(key, b)
+        else:
+            result_leaves, new_state = joined_replicas.run_replicas(original.replica_axis, run, s, key, b)
+            result_leaves = join(result_leaves)
         new_state = with_rows_of(s, new_state, axes, rows, index[0]) if indexed else new_state
-        result_leaves = results(returned)
         number = len(result_leaves)
         return [*result_leaves, *new_state]
 
@@ -224,8 +248,9 @@ def _trace(
     graph = graph.with_parameters([k < len(parameters) for k in range(sum(counts))])
     graph = parameter_work_in_place(graph, [graph.inputs[len(parameters) + len(state)]])
     p, s, (k,), i, b = map(tuple, split(graph.inputs, counts))
+    unbound = tuple(axis for axis in mentioned.traced_in.unbound if axis not in dict(mentioned.mapped))
     return MicrobatchProgram(
-        replace(graph, stage_shape=shape),
+        replace(graph, stage_shape=shape, traced_in=replace(mentioned.traced_in, unbound=unbound)),
         p,
         s,
         k,
@@ -236,6 +261,7 @@ def _trace(
         index=next(iter(i), None),
         examples=model.examples,
         overwritten=frozenset(p[position] for position in model.overwritten),
+        joined=model.joined,
     )
 
 

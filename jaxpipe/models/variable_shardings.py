@@ -21,13 +21,13 @@ from jaxpipe.models.bound_model import BoundModel, Variable
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.traced_update import TracedUpdate
 from jaxpipe.options import AxisRules, PlanOptions
-from jaxpipe.sharding.mesh_axes import DATA
+from jaxpipe.sharding.mesh_axes import DATA, REPLICA
 from jaxpipe.sharding.partition_specs import Specs
 from jaxpipe.sharding.submesh import Submesh, axes_by_dimension, axis_names, spec_of
 
 
 #: Mesh axes over which examples are split, if the caller does not say which.
-BATCH_AXES = ("fsdp",)
+BATCH_AXES = (REPLICA, "fsdp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ def shardings_of(
     batch_axes = tuple(axis for axis in BATCH_AXES if axis in submesh.shape)
     if options.batch_axes is not None:
         _check_axes("batch_axes", options.batch_axes, resolver)
-        batch_axes = tuple(options.batch_axes)
+        batch_axes = (*(axis for axis in batch_axes if axis == REPLICA), *options.batch_axes)
     shardings = Shardings(
         submesh, parameters, state, _optimizer_specs(model, update, parameters, submesh, replicas, options), batch_axes
     )

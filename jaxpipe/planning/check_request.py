@@ -20,6 +20,7 @@ from jaxpipe.models.batch_statistics import FEW_EXAMPLES
 from jaxpipe.models.bind import check_model
 from jaxpipe.models.bound_model import UserFunction
 from jaxpipe.models.check_arguments import check_flag, check_function, check_optimizer, check_seconds
+from jaxpipe.models.joined_replicas import ReplicaAxis
 from jaxpipe.models.unroll_layers import Unrolling, check_unroll
 from jaxpipe.models.variable_shardings import check_exchanged
 from jaxpipe.options import PlanOptions
@@ -31,7 +32,7 @@ from jaxpipe.runtime.replica_exchange import check_exchange
 from jaxpipe.schedules import BY_NAME, Schedule
 from jaxpipe.schedules.names import plain_name, schedule_named
 from jaxpipe.schedules.schedule_makers import AUTO, ScheduleMaker
-from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE, with_own_names
+from jaxpipe.sharding.mesh_axes import COMMON_NAMES, DATA, STAGE, with_joined_replicas, with_own_names
 from jaxpipe.sharding.submesh import Submesh, split_mesh
 from jaxpipe.text.units import parse_bytes, whole_number
 
@@ -43,7 +44,7 @@ class Request:
     ``mesh`` has the axes ``stage`` and perhaps ``data``, and the first device of each group of ``submesh``.
     ``num_stages`` is what the mesh has along its stage axis. ``devices_per_stage`` is how many of these devices each
     stage has, or whether that may be chosen. ``host`` is what becomes of ``PlanOptions.host_memory``.
-    ``several_sizes``: batches of several sizes are listed.
+    ``several_sizes``: batches of several sizes are listed. Of a ``replica_axis``, all replicas are within each stage.
     """
 
     model: Any
@@ -66,7 +67,13 @@ class Request:
     runtime: Literal["mpmd", "spmd"] = "mpmd"
     several_sizes: bool = False
     submesh: Submesh = field(default_factory=Submesh)
+    replica_axis: ReplicaAxis | None = None
     options: PlanOptions = field(default_factory=PlanOptions)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the replicas cut a batch, those that compute each micro-batch together included."""
+        return self.replicas * (1 if self.replica_axis is None else self.replica_axis.size)
 
 
 def check_request(
@@ -104,8 +111,11 @@ def check_request(
             "or 'auto'."
         )
     check_network(network, mesh)
-    mesh, submesh = split_mesh(mesh)
     exchange = check_exchange(gradient_exchange, DATA)
+    replica_axis = _check_axis_name(options.axis_name, replicas, exchange is not None)
+    if replica_axis is not None:
+        mesh, replicas = with_joined_replicas(mesh), 1
+    mesh, submesh = split_mesh(mesh)
     devices_per_stage = check_devices_per_stage(options.devices_per_stage, num_stages, mesh, exchange is not None)
     budget = None if memory is None else parse_bytes(memory)
     check_exchanged(exchange is not None, submesh, options)
@@ -130,8 +140,25 @@ def check_request(
         runtime="spmd" if runtime == "spmd" else "mpmd",
         several_sizes=several_sizes,
         submesh=submesh,
+        replica_axis=replica_axis,
         options=options,
     )
+
+
+def _check_axis_name(name: str | None, replicas: int, exchanged: bool) -> ReplicaAxis | None:
+    """Return the axis over which collectives mix replicas; None if there is nothing to mix."""
+    if not isinstance(name, str | None):
+        raise PartitionError(
+            f"PlanOptions(axis_name={name!r}); it must be the name of an axis, such as 'batch', or None."
+        )
+    if name is None or replicas == 1:
+        return None
+    if exchanged:
+        raise PartitionError(
+            f"PlanOptions(axis_name={name!r}) with gradient_exchange=block_sparse(...): replicas that compute a "
+            "micro-batch together have one gradient, of which nothing is left to exchange. Leave out one of the two."
+        )
+    return ReplicaAxis(name, replicas)
 
 
 def _check_options(options: PlanOptions | None) -> PlanOptions:

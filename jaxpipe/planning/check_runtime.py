@@ -32,6 +32,11 @@ def check_model_features(request: Request, model: BoundModel) -> None:
             f"gradient_exchange=block_sparse(...) with the variable {names[0]}: it becomes its gradient, of which no "
             "block may be left out. Use gradient_exchange='dense'."
         )
+    if rows and request.replica_axis is not None:
+        raise PartitionError(
+            f"PlanOptions(axis_name={request.replica_axis.name!r}) with the state variable {rows[0]}, which has a row "
+            "for each example of a batch: a micro-batch of several replicas has no rows side by side. Leave out one."
+        )
     if rows and request.several_sizes:
         raise PartitionError(
             f"Batches of several sizes with the state variable {rows[0]}, which has a row for each example of a batch: "
@@ -52,7 +57,11 @@ def _only_in_stage_programs(request: Request, schedules: Sequence[Schedule]) -> 
         )
     if request.host is not None:
         features["host_memory="] = "one program keeps stashes in the devices' own memory"
-    if request.submesh.shape:
+    if request.replica_axis is not None:
+        features[f"PlanOptions(axis_name={request.replica_axis.name!r})"] = (
+            "in one program each replica computes its micro-batches by itself"
+        )
+    elif request.submesh.shape:
         axes = ", ".join(map(repr, request.submesh.shape))
         features[f"the mesh axes {axes}"] = "in one program a stage is on one device, not sharded over several"
     if request.options.zero:

@@ -67,7 +67,7 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
     size = check_batch.batch_size(batch)
     m = _default_microbatches(size, request) if request.num_microbatches is None else request.num_microbatches
-    check_batch.check_microbatches(batch, request.replicas, m)
+    check_batch.check_microbatches(batch, request.parts, m)
     if request.num_microbatches is None and not check_batch.has_examples(batch):
         idle = ", so that only one of the stages works at a time" if request.num_stages > 1 else ""
         warn(
@@ -80,6 +80,7 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     microbatch = with_rows(batch, size // (request.replicas * m))
     submesh, rules = request.submesh.shape, request.options.axis_rules
     model = bind(request.model, request.loss, microbatch, variables, submesh, rules, batch)
+    model = replace(model, replica_axis=request.replica_axis)
     check_model_features(request, model)
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
     layers = trace_layers(request, model, microbatch)
@@ -165,7 +166,7 @@ def _leaving_examples(
 
     statistics = find_statistics(objective, rows, trace)
     if is_few and (statistics.modules or statistics.similarities):
-        counts = [m for m in _counts(size, replicas) if m <= num_microbatches]
+        counts = [m for m in _counts(size, request.parts) if m <= num_microbatches]
         enough = [m for m in counts if size // (replicas * m) >= FEW_EXAMPLES]
         fewer = max(enough, default=counts[0])
         if request.num_microbatches is None and fewer < num_microbatches:
@@ -182,7 +183,7 @@ def _default_microbatches(size: int, request: Request) -> int:
 
     Where the model normalizes over examples, ``trace_request`` takes fewer, so that each has enough of them.
     """
-    counts = _counts(size, request.replicas)
+    counts = _counts(size, request.parts)
     num_stages, round_size = request.num_stages, 1
     if isinstance(request.devices_per_stage, tuple):
         num_stages, round_size = len(request.devices_per_stage), StageReplicas(request.devices_per_stage).round_size

@@ -108,6 +108,7 @@ def build_backward_graph(
         operators=live(builder.operators, [*results, *(t for step in steps for t in step.needs)]),
         parameters=graph.parameters,
         stage_shape=graph.stage_shape,
+        traced_in=graph.traced_in,
     )
     return BackwardGraph(graph, forward, steps, wrt)
 
@@ -136,9 +137,8 @@ def _operator_vjps(
             key = equality_key(op, avals, varied, useful, match)
             if key not in cuts:
                 derived = match is None
-                cuts[key] = (
-                    rules.derive(op, avals, varied, useful, graph.stage_shape) if derived else match.cut(avals[0])
-                )
+                axes = graph.stage_shape, graph.traced_in
+                cuts[key] = rules.derive(op, avals, varied, useful, *axes) if derived else match.cut(avals[0])
             cut = cuts[key]
             varied_tensors.update(outputs[k] for k in cut.cotangents_in)
         yield op, match, varied, cut

@@ -69,7 +69,7 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
     planned = runtime.planned
     program, model = planned.program, planned.model
     objective, graph = program.objective, program.objective.graph
-    replicas, m = planned.batching.replicas, planned.batching.num_microbatches
+    replicas, m, joined = planned.batching.replicas, planned.batching.num_microbatches, objective.joined
     devices = [stage_devices(planned.mesh, program.stage_replicas, s)[0] for s in range(program.num_devices)]
     homes = [
         s for s, stage in zip(program.stage_numbers, planned.plan.stages, strict=True) for _ in range(*stage.operators)
@@ -90,7 +90,9 @@ def find(runtime: Runtime, state: TrainState, batch: PyTree) -> NonFiniteOrigin 
     now = first
     for j in range(replicas * m):
         rows = [
-            x if shared else x.reshape(replicas * m, -1, *x.shape[1:])[j]
+            x
+            if shared
+            else x.reshape(replicas, joined, m, -1, *x.shape[1:])[j // m, :, j % m].reshape(-1, *x.shape[1:])
             for x, shared in zip(leaves, planned.batching.shared, strict=True)
         ]
         now = first if j % m == 0 else now

@@ -16,6 +16,9 @@ T = TypeVar("T")
 #: Names of the mesh axes.
 STAGE, DATA = "stage", "data"
 
+#: The axis within a stage of replicas that compute each micro-batch together.
+REPLICA = "replica"
+
 #: Names for the axis of stages and for the axis of replicas.
 COMMON_NAMES = {
     STAGE: (STAGE, "stages", "pipe", "pipeline", "pp"),
@@ -58,6 +61,17 @@ def with_own_names(mesh: T, stage_axis: str | None = None, data_axis: str | None
     names = [meaning.get(str(name), str(name)) for name in mesh.axis_names]
     if len(set(names)) < len(names) or tuple(names) == mesh.axis_names:
         return mesh
+    return Mesh(mesh.devices, tuple(names), axis_types=mesh.axis_types)
+
+
+def with_joined_replicas(mesh: Mesh) -> Mesh:
+    """Return a mesh in which the axis of replicas is one within a stage."""
+    if REPLICA in mesh.axis_names:
+        raise PartitionError(
+            f"PlanOptions(axis_name=...) puts the axis of replicas within a stage, as {REPLICA!r}, and the mesh has an "
+            "axis of this name. Give that another name."
+        )
+    names = [REPLICA if name == DATA else str(name) for name in mesh.axis_names]
     return Mesh(mesh.devices, tuple(names), axis_types=mesh.axis_types)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, TensorNumber
+from jaxpipe.graph.axis_names import NO_AXES, TracedIn
 from jaxpipe.graph.graph import Graph, Operator
 from jaxpipe.graph.operator_vjp import Cut, differentiate
 from jaxpipe.graph.rules import max_pool, pick, relu
@@ -60,12 +61,13 @@ def derive(
     varied: tuple[int, ...],
     useful: tuple[int, ...],
     shape: Mapping[str, int] | None = None,
+    traced_in: TracedIn = NO_AXES,
 ) -> Cut:
     """The cut of any other operator: JAX's VJP, but for a ReLU's predicate, and on GPUs for picks of one element a row.
 
     XLA:CPU adds up the rows of what is fused with a comparison in another order.
     """
-    cut = differentiate(op, avals, varied, useful, shape)
+    cut = differentiate(op, avals, varied, useful, shape, traced_in)
     if pick.applies(op) and not _compat.runs_breadth_first():
         return pick.as_comparison(op, cut)
     return relu.from_output(cut) if relu.applies(op) else cut

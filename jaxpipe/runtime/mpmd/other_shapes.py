@@ -77,11 +77,11 @@ def _microbatches(batch: PyTree, size: int, replicas: int, planned: ExecutablePl
     rows = check_batch.batch_size(planned.microbatch)
     if size % (rows * replicas) == 0:
         return size // (rows * replicas)
-    most = planned.batching.num_microbatches
-    counts = [m for m in range(1, most + 1) if size % (replicas * m) == 0 and size // (replicas * m) <= rows]
-    counts = counts or [m for m in range(1, size + 1) if size % (replicas * m) == 0]
+    most, parts = planned.batching.num_microbatches, replicas * planned.model.joined
+    counts = [m for m in range(1, most + 1) if size % (parts * m) == 0 and size // (replicas * m) <= rows]
+    counts = counts or [m for m in range(1, size + 1) if size % (parts * m) == 0]
     if not counts:
-        check_batch.check_microbatches(batch, replicas, 1)
+        check_batch.check_microbatches(batch, parts, 1)
     return counts[0]
 
 

@@ -87,6 +87,14 @@ def stack_work(context: Context) -> Work:
     operands = {name: context.aval(results[name.number]) for row in names for name in row}
 
     def function(values: Arrays) -> list[Array]:
-        return [jnp.concatenate([values[name] for name in row]) for row in names]
+        return [_in_order([values[name] for name in row], context.objective.joined) for row in names]
 
     return Work("predictions", operands, [Name(Role.REPORT, k) for k in range(len(results))], function)
+
+
+def _in_order(rows: Sequence[Array], replicas: int) -> Array:
+    """The rows of micro-batches, each of so many replicas, in the order of the batch."""
+    if replicas == 1:
+        return jnp.concatenate(rows)
+    whole = jnp.concatenate([x.reshape(replicas, -1, *x.shape[1:]) for x in rows], axis=1)
+    return whole.reshape(-1, *whole.shape[2:])

@@ -414,13 +414,22 @@ def _available(context: Context, stage: Stage, arrays: Arrays) -> dict[TensorNum
     for k in _leaves_used(context, stage):
         leaf = arrays[Name(Role.BATCH, k)]
         if not context.shared[k]:
-            rows = leaf.shape[0] // context.num_microbatches
-            leaf = lax.dynamic_slice_in_dim(leaf, arrays[INDEX][0] * rows, rows)
+            leaf = _rows(leaf, arrays[INDEX][0], context.num_microbatches, objective.joined)
             spec = context.specs.of_tensor(objective.batch[k])
             if spec != P():  # each device of a member holds the whole batch, and works on its own examples
                 leaf = lax.with_sharding_constraint(leaf, NamedSharding(context.specs.submesh.abstract(), spec))
         known[objective.batch[k]] = leaf
     return known
+
+
+def _rows(leaf: Array, j: Array, num_microbatches: int, replicas: int) -> Array:
+    """The rows of micro-batch ``j``, which is of so many replicas."""
+    if replicas > 1:
+        leaf = leaf.reshape(replicas, -1, *leaf.shape[1:])
+    axis = int(replicas > 1)
+    rows = leaf.shape[axis] // num_microbatches
+    leaf = lax.dynamic_slice_in_dim(leaf, j * rows, rows, axis)
+    return leaf.reshape(-1, *leaf.shape[2:]) if replicas > 1 else leaf
 
 
 def _forward(context: Context, s: StageNumber, arrays: Arrays) -> None:

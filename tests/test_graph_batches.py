@@ -152,3 +152,11 @@ def test_a_batch_of_graphs_for_a_plan_that_cuts(variables):
     state = pipeline.init(jax.random.key(0), variables=variables)
     with pytest.raises(jaxpipe.BatchError, match=r"num_microbatches=4 .*differ in size"):
         pipeline.step(state, batch_of(0))
+
+
+def test_a_profile_of_a_batch_of_graphs(variables):
+    options = {"loss": loss_alone, "variables": variables, "source": "analytic"}
+    profile = jaxpipe.profile_model(GraphNet(), batch_of(0), **options, num_microbatches=1)
+    assert profile == pipeline_of(loss_alone).profile
+    with pytest.raises(jaxpipe.BatchError, match="differ in size"):
+        jaxpipe.profile_model(GraphNet(), batch_of(0), **options, num_microbatches=2)

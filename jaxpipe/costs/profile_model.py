@@ -89,7 +89,7 @@ def profile_model(
     shapes = check_batch.batch_shapes(batch)
     num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     size = check_batch.batch_size(shapes)
-    check_batch.check_microbatches(size, 1, num_microbatches)
+    check_batch.check_microbatches(shapes, 1, num_microbatches)
     microbatch = with_rows(shapes, size // num_microbatches)
     groups = check_groups(unroll_scans)
     bound, objective = trace_unrolled(bind(model, loss, microbatch, variables), loss, microbatch, groups)

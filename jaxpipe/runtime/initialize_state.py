@@ -159,7 +159,7 @@ def _initialized(model: BoundModel, key: Array, batch: PyTree) -> Values:
     leaves, tree = jax.tree.flatten(model.batch if batch is None else batch)
     avals = [check_batch.shape_of(x) for x in leaves]
 
-    def make(key: Array, *leaves: Array) -> list[Array]:
+    def make(key: Array, *leaves: Array) -> list[ArrayLike]:
         return [x for part in initialize(key, jax.tree.unflatten(tree, leaves)) for x in part]
 
     closed, _ = sharding_annotations.trace(make, jax.ShapeDtypeStruct(key.shape, key.dtype), *avals)

@@ -1,6 +1,7 @@
 """The variables of a Linen module, and how to run a user's function on it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import flax.linen as nn
 import jax
@@ -20,6 +21,27 @@ from jaxpipe.models.new_variables import check_unread
 from jaxpipe.models.variable_trees import by_path, is_train_state, merged, plain_tree, select
 
 
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """The variables of a module, as shapes.
+
+    Attributes:
+      calls: what a loss's calls of the module do.
+      batch: the batch that these variables are made for.
+      examples: the axes of examples of its state, if they are known.
+    """
+
+    variables: PyTree
+    calls: Calls
+    batch: PyTree
+    examples: Axes | None = None
+
+    @property
+    def state(self) -> PyTree:
+        """The collections that calls change."""
+        return {name: tree for name, tree in self.variables.items() if name not in TRAINED}
+
+
 def bind_linen(
     module: nn.Module, function: UserFunction, microbatch: PyTree, batch: PyTree, variables: PyTree
 ) -> BoundModel:
@@ -29,36 +51,25 @@ def bind_linen(
             "The loss is a function of jax.jit, which takes arrays only, and the model that it gets is none. Pass the "
             "function itself; a step is compiled as a whole."
         )
-    examples: Axes | None = None
     if variables is None or is_train_state(variables):  # which may have fields that are no collections
-        variables, calls = _found(module, function, microbatch)
-        state = _state_of(variables)
-        rows, size = batch_size(microbatch), batch_size(batch)
-        if rows != size and any(rows in x.shape for x in jax.tree.leaves(state)):
-            larger, _ = _found(module, function, batch)
-            examples = changed_axes(jax.tree.leaves(state), jax.tree.leaves(_state_of(larger)), (rows, size))
-            variables, microbatch = larger, batch
+        search = _initial(module, function, microbatch, batch)
     else:
-        given = unfreeze(plain_tree(variables))
-        variables = jax.tree.map(shape_of, given if "params" in given else {"params": given})
-        calls = _calls_of(module, function, variables, [microbatch, batch])
-        variables = without_sown(variables, calls)
-    if not variables:
+        search = _given(module, function, microbatch, batch, unfreeze(plain_tree(variables)))
+    if not search.variables:
         raise ModelError(
             "The loss does not call the model, so that its variables are not known. Call model(...) in it."
         )
-    params, state = variables.get("params", {}), _state_of(variables)
-    overwritten = {name: tree for name, tree in variables.items() if name in TRAINED and name != "params"}
+    params, state = search.variables.get("params", {}), search.state
+    overwritten = {name: search.variables[name] for name in TRAINED[1:] if name in search.variables}
     params_def, overwritten_def, state_def = map(jax.tree.structure, (params, overwritten, state))
-    count = params_def.num_leaves
+    count, trained = params_def.num_leaves, params_def.num_leaves + overwritten_def.num_leaves
     expected = by_path({"params": params}) | by_path(overwritten) | by_path(state)
 
     def flatten(tree: PyTree) -> Flat:
         tree = unfreeze(plain_tree(tree, [*overwritten, *state]))
-        tree = without_sown(tree, calls) if isinstance(tree, dict) else tree
+        tree = without_sown(tree, search.calls) if isinstance(tree, dict) else tree
         leaves = select(by_path(tree), expected, [("params",)])
-        split = count + overwritten_def.num_leaves
-        return leaves[:split], leaves[split:]
+        return leaves[:trained], leaves[trained:]
 
     def build(parameters: Sequence[PyTree], state: Sequence[PyTree]) -> PyTree:
         return {
@@ -71,28 +82,12 @@ def bind_linen(
         function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
     ) -> tuple[PyTree, list[Array]]:
         def call(variables: PyTree) -> tuple[PyTree, PyTree]:
-            model = LinenModel(module, variables, key, calls)
+            model = LinenModel(module, variables, key, search.calls)
             with handed_on():
                 result = call_function(function, model, batch, key)
             return result, model.state
 
-        result, after = call(build(parameters, state))
-        before, leaves = by_path(jax.tree.unflatten(state_def, state)), by_path(after)
-        check_new_state(before, leaves)
-        new = {path: x for path, x in leaves.items() if path not in before}
-        if new:
-
-            def call_again(values: Sequence[Array]) -> PyTree:
-                given = dict(zip(new, values, strict=True))
-                made = jax.tree.unflatten(jax.tree.structure(after), [given.get(p, x) for p, x in leaves.items()])
-                result, again = call(merged(made, build(parameters, state)))
-                return result, [by_path(again)[path] for path in before]
-
-            check_unread(new, call_again)
-        return result, [leaves[path] for path in before]
-
-    def initialize(key: Array, batch: PyTree) -> Flat:
-        return flatten(make_variables(module, function, key, batch)[0])
+        return _run(call, build(parameters, state), jax.tree.unflatten(state_def, state))
 
     return BoundModel(
         parameters=(*named(params), *named(overwritten)),
@@ -101,19 +96,62 @@ def bind_linen(
         parameter_tree=lambda values: jax.tree.unflatten(params_def, values[:count]),
         variable_tree=build,
         flatten=flatten,
-        initialize=initialize,
-        batch=microbatch,
+        initialize=lambda key, batch: flatten(make_variables(module, function, key, batch)[0]),
+        batch=search.batch,
         annotated=((*_annotated(params), *_annotated(overwritten)), _annotated(state)),
-        overwritten=frozenset(range(count, count + overwritten_def.num_leaves)),
-        examples=examples or (None,) * state_def.num_leaves,
+        overwritten=frozenset(range(count, trained)),
+        examples=search.examples or (None,) * state_def.num_leaves,
     )
 
 
-def _state_of(variables: PyTree) -> PyTree:
-    return {name: tree for name, tree in variables.items() if name not in TRAINED}
+def _run(
+    call: Callable[[PyTree], tuple[PyTree, PyTree]], variables: PyTree, state: PyTree
+) -> tuple[PyTree, list[Array]]:
+    """Return the result of ``call(variables) -> (result, state after it)``, and new values of the state before it."""
+    result, after = call(variables)
+    before, leaves = by_path(state), by_path(after)
+    check_new_state(before, leaves)
+    new = {path: x for path, x in leaves.items() if path not in before}
+    if new:
+
+        def call_again(values: Sequence[Array]) -> PyTree:
+            known = leaves | dict(zip(new, values, strict=True))
+            result, again = call(merged(jax.tree.unflatten(jax.tree.structure(after), known.values()), variables))
+            return result, [by_path(again)[path] for path in before]
+
+        check_unread(new, call_again)
+    return result, [leaves[path] for path in before]
 
 
-def _found(module: nn.Module, function: UserFunction, batch: PyTree, variables: PyTree = None) -> tuple[PyTree, Calls]:
+def _initial(module: nn.Module, function: UserFunction, microbatch: PyTree, batch: PyTree) -> _Search:
+    """Find the variables that calls need; of state that is longer for a batch, those for the batch."""
+    variables, calls = _shapes(module, function, microbatch)
+    search = _Search(variables, calls, microbatch)
+    rows, size = batch_size(microbatch), batch_size(batch)
+    state = jax.tree.leaves(search.state)
+    if rows == size or not any(rows in x.shape for x in state):
+        return search
+    try:
+        larger = _Search(*_shapes(module, function, batch), batch)
+        examples = changed_axes(state, jax.tree.leaves(larger.state), (rows, size))
+    except Exception:  # a loss that is made for the micro-batch
+        return search
+    return search if not any(axis is not None for axis in examples) else replace(larger, examples=examples)
+
+
+def _given(module: nn.Module, function: UserFunction, microbatch: PyTree, batch: PyTree, variables: PyTree) -> _Search:
+    """Find what calls do to variables that are given, for a micro-batch or, if it does not fit these, for a batch."""
+    shapes = jax.tree.map(shape_of, variables if "params" in variables else {"params": variables})
+    for some in (microbatch, batch):
+        try:
+            _, calls = _shapes(module, function, some, shapes)
+        except Exception:  # whatever the model raises is raised again where the loss is traced
+            continue
+        return _Search(without_sown(shapes, calls), calls, batch)
+    return _Search(shapes, Calls(), batch)
+
+
+def _shapes(module: nn.Module, function: UserFunction, batch: PyTree, variables: PyTree = None) -> tuple[PyTree, Calls]:
     """Return the shapes of a module's variables, and what a loss's calls do, without computing anything."""
     calls = Calls()
 
@@ -124,16 +162,6 @@ def _found(module: nn.Module, function: UserFunction, batch: PyTree, variables: 
 
     shapes = with_axes(lambda: jax.eval_shape(make, jax.random.key(0), batch, variables))
     return shapes, calls
-
-
-def _calls_of(module: nn.Module, function: UserFunction, variables: PyTree, batches: Sequence[PyTree]) -> Calls:
-    """Return what a loss's calls of a module with variables do, for the first batch that these fit."""
-    for batch in batches:
-        try:
-            return _found(module, function, batch, variables)[1]
-        except Exception:  # whatever the model raises is raised again where the loss is traced
-            continue
-    return Calls()
 
 
 def _annotated(tree: PyTree) -> tuple[P, ...]:

@@ -34,7 +34,7 @@ class _MissingAttributeError(ModelError, AttributeError):
 
 @dataclass(frozen=True)
 class Calls:
-    """What was found of a loss's calls of its model.
+    """Facts about a loss's calls of its model.
 
     Attributes:
       sown: collection and name of the values that ``sow`` collects.
@@ -158,7 +158,7 @@ def without_sown(variables: PyTree, calls: Calls) -> PyTree:
 
 
 def _changed(new: PyTree, before: PyTree) -> PyTree:
-    """Return the arrays of nested dictionaries that were not there before; inside ``grad`` and ``jvp``, the values."""
+    """Return the new arrays of nested dictionaries; inside ``grad`` and ``jvp``, their values alone."""
     if not isinstance(new, Mapping):
         return jax.tree.map(jax.lax.stop_gradient, new)
     old = before if isinstance(before, Mapping) else {}

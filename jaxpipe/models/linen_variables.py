@@ -75,23 +75,23 @@ class _InitializingModel(LinenModel):
         """Return the variables that the calls have made, of each the value of the first call."""
         variables = self._variables if self._given else {}
         for call in self._made:
-            made = _made_inside(call, self._key_of(call.number), variables) if isinstance(call, _InnerCall) else call
-            variables = merged(made, variables)
+            new = _made_inside(call, self._key_of(call.number), variables) if isinstance(call, _InnerCall) else call
+            variables = merged(new, variables)
         return dict(without_sown(variables, self._found))
 
     def _call(self, key: Array, *args: PyTree, **kwargs: PyTree) -> PyTree:
         while True:
-            found = self._found
+            known = self._found
             try:
                 variables = self._variables if self._given else self._with_initial(key, args, kwargs)
-                result, new = self._apply(without_sown(variables, found), key, *args, **kwargs)
+                result, new = self._apply(without_sown(variables, known), key, *args, **kwargs)
             except InvalidRngError as error:
                 missing = re.search(r'needs PRNG for "(\w+)"', str(error))
-                if missing is None or missing[1] in found.streams:
+                if missing is None or missing[1] in known.streams:
                     raise
-                self._found = replace(self._found, streams=tuple(sorted((*found.streams, missing[1]))))
+                self._found = replace(self._found, streams=tuple(sorted((*known.streams, missing[1]))))
             else:
-                if self._found == found:  # else the variables may hold what calls before have sown
+                if self._found == known:  # else the variables may hold what calls before have sown
                     self._keep(new, variables)
                     return result
 
@@ -118,9 +118,9 @@ class _InitializingModel(LinenModel):
             given = dict(zip(places, arrays, strict=True))
             args, kwargs = jax.tree.unflatten(tree, [given.get(k, x) for k, x in enumerate(leaves)])
             with observed_calls(has_streams=False) as observed:
-                made = self.module.init(self._rngs(key), *args, **kwargs)
+                variables = self.module.init(self._rngs(key), *args, **kwargs)
             self._found = replace(self._found, sown=self._found.sown | observed.sown)
-            return without_sown(made, self._found)
+            return without_sown(variables, self._found)
 
         return initialize, [leaves[k] for k in places]
 
@@ -142,8 +142,8 @@ def _made_inside(call: _InnerCall, key: Array, known: PyTree) -> PyTree:
     graph = read_graph(closed)
     dependent = dependents(graph.operators, graph.inputs[1:]) | set(graph.inputs[1:])
     variables = jax.tree.unflatten(tree, graph.outputs)
-    made = {path: t for path, t in by_path(variables).items() if path not in by_path(known)}
-    names = [path_text(path) for path, t in made.items() if t in dependent]
+    new = {path: t for path, t in by_path(variables).items() if path not in by_path(known)}
+    names = [path_text(path) for path, t in new.items() if t in dependent]
     if names:
         raise ModelError(
             f"The loss calls its model inside jax.jit, jax.vmap, lax.scan or the like, and the initial values of "

@@ -220,10 +220,10 @@ def _trace(
     def body(*leaves: Array) -> list[Array]:
         nonlocal number
         p, s, (key,), index, b = split(leaves, counts)
-        own = rows_of(s, axes, rows, index[0]) if indexed else s
+        state_rows = rows_of(s, axes, rows, index[0]) if indexed else s
 
         def run(key: Array, b: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-            returned, new_state = original.run(function, p, own, key, jax.tree.unflatten(batch_tree, b))
+            returned, new_state = original.run(function, p, state_rows, key, jax.tree.unflatten(batch_tree, b))
             return results(returned), new_state
 
         if original.replica_axis is None:

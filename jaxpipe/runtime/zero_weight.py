@@ -13,7 +13,7 @@ MEANING = (
 
 
 class WeightWatch:
-    """Warns of batches without weight, without waiting for a device: where a weight is not there yet, a call later."""
+    """Warns of batches without weight and waits for no device: a weight that is not computed yet is looked at later."""
 
     def __init__(self) -> None:
         """Begin without a weight."""

@@ -26,6 +26,7 @@ from jax._src.distributed import global_state
 from jax._src.interpreters.pxla import _dce_jaxpr, global_aval_to_result_handler
 from jax._src.lib import xla_client
 from jax.experimental.layout import Format, Layout
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxpipe.array_types import (
     AbstractArray,
@@ -91,6 +92,11 @@ def current_trace() -> object:
 def is_within(value: object, trace: object) -> bool:
     """Return whether a value is there in a trace: a number, or one that the trace, none inside of it, has computed."""
     return not isinstance(value, core.Tracer) or value._trace is trace
+
+
+def inputs_read(closed: AnyJaxpr, outputs: Sequence[bool]) -> list[bool]:
+    """Return which inputs of a traced program some of its outputs follow from, in loops too."""
+    return dce_jaxpr(cast(jex.Jaxpr, open_jaxpr(closed)[0]), list(outputs))[1]
 
 
 def is_literal(atom: Atom) -> TypeGuard[Literal]:

@@ -75,3 +75,24 @@ def test_values_that_depend_on_the_arguments_of_an_inner_call_are_refused_by_nam
             num_microbatches=4,
             profile="analytic",
         )
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_layers_of_a_scan_do_not_depend_on_what_they_hand_on(inside):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.relu(nn.Dense(8)(x)), None
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)()(x, None)[0]
+
+    def loss(model, x):
+        return jnp.square(jax.jit(lambda x: model(x))(x) if inside else model(x)).mean()
+
+    settings = {"optimizer": optax.sgd(0.1), "num_microbatches": 4, "profile": "analytic"}
+    pipeline = jaxpipe.partition(Layers(), mesh_of(2), X, loss=loss, **settings)
+    plain = jax.tree.map(np.asarray, Layers().init(KEY, X))
+    assert_same_bits(pipeline.parameters(pipeline.init(KEY)), plain)

@@ -17,7 +17,6 @@ from flax.errors import InvalidRngError
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
-from jaxpipe.graph.graph import dependents, read_graph
 from jaxpipe.models.linen_facade import Calls, LinenModel, handed_on, without_sown
 from jaxpipe.models.observed_calls import observed_calls
 from jaxpipe.models.variable_trees import by_path, merged, path_text
@@ -139,11 +138,10 @@ def _made_inside(call: _InnerCall, key: Array, known: PyTree) -> PyTree:
         return leaves
 
     closed = _compat.trace_without_scope(initialize, _shape_of(key), call.arguments)
-    graph = read_graph(closed)
-    dependent = dependents(graph.operators, graph.inputs[1:]) | set(graph.inputs[1:])
-    variables = jax.tree.unflatten(tree, graph.outputs)
-    new = {path: t for path, t in by_path(variables).items() if path not in by_path(known)}
-    names = [path_text(path) for path, t in new.items() if t in dependent]
+    count, before = tree.num_leaves, by_path(known)
+    new = {path: k for path, k in by_path(jax.tree.unflatten(tree, range(count))).items() if path not in before}
+    reads = {path: _compat.inputs_read(closed, [k == n for n in range(count)])[1:] for path, k in new.items()}
+    names = [path_text(path) for path, read in reads.items() if any(read)]
     if names:
         raise ModelError(
             f"The loss calls its model inside jax.jit, jax.vmap, lax.scan or the like, and the initial values of "

@@ -17,7 +17,6 @@ from jaxpipe import _compat, multihost
 from jaxpipe.array_types import AnyJaxpr, Array, ArrayLike, Atom, PyTree
 from jaxpipe.errors import InitialValuesWarning, ModelError, warn
 from jaxpipe.graph import sharding_annotations
-from jaxpipe.graph.graph import dependents, read_graph
 from jaxpipe.graph.stacked_layers import Stacks, side_by_side
 from jaxpipe.models import check_batch
 from jaxpipe.models.bound_model import BoundModel
@@ -194,12 +193,10 @@ def _on_default_device(x: ArrayLike | jax.ShapeDtypeStruct) -> Array:
 
 def _check_reads(model: BoundModel, closed: AnyJaxpr, has_values: bool) -> None:
     """Warn of initial values that follow from a batch that is shapes alone; refuse them in several processes."""
-    graph = read_graph(closed)
-    reached = dependents(graph.operators, graph.inputs[1:])
-    variables = zip((*model.parameters, *model.state), graph.outputs, strict=True)
-    names = [v.name for v, t in variables if t in reached]
-    if not names:
+    variables = (*model.parameters, *model.state)
+    if not any(_compat.inputs_read(closed, [True] * len(variables))[1:]):
         return
+    names = [v.name for v in variables if any(_compat.inputs_read(closed, [v is x for x in variables])[1:])]
     which = f"The initial value{'s' if len(names) > 1 else ''} of {', '.join(names[:3])}"
     which += f"{' and others' if len(names) > 3 else ''} depend on the batch"
     if jax.process_count() > 1:

@@ -92,11 +92,18 @@ def plain_linen(variables, count, steps, per_replica):
     return losses, {"params": params, "batch_stats": stats, **state}
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
-    ("stages", "replicas", "m"), [(1, None, 4), (2, None, 4), (4, None, 2), (2, 2, 2), (2, None, 16)]
+    ("stages", "replicas", "m", "given"),
+    [
+        (1, None, 4, False),
+        pytest.param(2, None, 4, False, marks=pytest.mark.core),
+        (4, None, 2, False),
+        (2, 2, 2, False),
+        (2, None, 16, False),
+        (2, None, 4, True),
+        (2, None, 16, True),
+    ],
 )
-@pytest.mark.parametrize("given", [False, True])
 def test_linen(stages, replicas, m, given):
     variables = Recurrent().init(KEY, BATCH["x"])
     pipeline = partition(Recurrent(), stages, replicas, num_microbatches=m)

@@ -40,8 +40,10 @@ def partition(stages, batch=X, **kwargs):
     )
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(("stages", "runtime"), [(1, "mpmd"), (2, "mpmd"), (4, "mpmd"), (2, "spmd")])
+@pytest.mark.parametrize(
+    ("stages", "runtime"),
+    [(1, "mpmd"), pytest.param(2, "mpmd", marks=pytest.mark.core), (4, "mpmd"), (2, "spmd")],
+)
 def test_values_that_depend_on_the_batch(stages, runtime):
     plain = jax.tree.map(np.asarray, Flow().init(KEY, X))
     pipeline = partition(stages, runtime=runtime)

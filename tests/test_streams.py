@@ -52,8 +52,7 @@ class Switched(nn.Module):
         return nn.Dense(5)(x)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.core), 4])
 def test_every_stream_is_there_for_has_rng(stages):
     pipeline = partition(Switched(), lambda model, batch: jnp.square(model(batch["x"])).mean(), stages)
     state = pipeline.init(KEY)
@@ -97,8 +96,9 @@ class VAE(nn.Module):
         return nn.Dense(8)(nn.relu(nn.Dense(16)(mean + jnp.exp(spread) * jax.random.normal(key, mean.shape))))
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(("stages", "runtime"), [(1, "mpmd"), (2, "mpmd"), (2, "spmd")])
+@pytest.mark.parametrize(
+    ("stages", "runtime"), [(1, "mpmd"), pytest.param(2, "mpmd", marks=pytest.mark.core), (2, "spmd")]
+)
 def test_a_loss_draws_for_a_linen_model(stages, runtime):
     def value(model, batch, first, second):
         return jnp.square(model(batch["x"] + jax.random.normal(second, batch["x"].shape), first) - batch["x"]).mean()
@@ -205,10 +205,15 @@ def nnx_loss(model, batch):
     return jnp.square(model(batch["x"])).mean()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
-    ("cls", "stages", "unroll"), [(Stack, 1, False), (Stack, 2, False), (Stack, 4, True), (Ensemble, 2, False)]
+    ("cls", "stages", "unroll"),
+    [
+        (Stack, 1, False),
+        pytest.param(Stack, 2, False, marks=pytest.mark.core),
+        (Stack, 4, True),
+        (Ensemble, 2, False),
+    ],
 )
 def test_nnx_streams_of_any_shape(cls, stages, unroll, training):
     model = cls(nnx.Rngs(0, dropout=1))

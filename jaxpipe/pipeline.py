@@ -491,9 +491,9 @@ class Pipeline:
     def microbatch_key(self, state: TrainState, j: int) -> Array:
         """Return the random key of micro-batch ``j`` in the step from ``state``; ``j`` counts over replicas.
 
-        Linen modules get it as ``rngs``. In NNX modules the i-th random stream, in the order of paths, gets keys made of
-        ``fold_in(key, i)`` (``jaxpipe.models.bind_nnx.reseed``). The key is on JAX's default device, whatever the
-        mesh is.
+        Linen modules get it as ``rngs``. In NNX modules the i-th random stream, in the order of paths, gets
+        ``fold_in(key, i)``, or keys made of that (``jaxpipe.models.bind_nnx.reseed``). The key is on JAX's default
+        device, whatever the mesh is.
 
         Raises:
           BatchError: if ``j`` is no number of a micro-batch.

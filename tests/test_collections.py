@@ -1,5 +1,7 @@
 """What calls collect and keep: values belong to a call, state to the next one, an FP8 scale to its gradient."""
 
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -377,3 +379,108 @@ def test_state_that_nobody_writes_stays():
     pipeline = partition(Constant(), loss, 2)
     state, _ = pipeline.step(pipeline.init(KEY), BATCH)
     np.testing.assert_array_equal(pipeline.parameters(state)["constants"]["scale"], variables["constants"]["scale"])
+
+
+@pytest.mark.parametrize("kind", ["Fp8DirectDotGeneralOp", "Fp8Einsum"])
+def test_scales_whose_rule_gets_no_cotangent(kind):
+    """These quantize apart from the product, whose rule has no cotangent for what was quantized."""
+
+    class Direct(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(2):
+                if kind == "Fp8Einsum":
+                    kernel = self.param(f"kernel{_}", nn.initializers.lecun_normal(), (8, 8))
+                    x = nn.gelu(nn.Fp8Einsum()("bi,io->bo", x, kernel))
+                else:
+                    x = nn.gelu(nn.Dense(8, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x))
+            return nn.Dense(5)(x)
+
+    variables = Direct().init(KEY, BATCH["x"])
+
+    def loss(scales, batch):
+        return entropy(Direct().apply({"params": variables["params"], OVERWRITTEN: scales}, batch["x"]), batch["y"])
+
+    scales = variables[OVERWRITTEN]
+    encoded = jax.jit(jax.grad(jaxpipe.memory_encoded(loss)))(scales, BATCH)
+    plain = jax.jit(jax.grad(loss))
+    assert relative_l2(encoded, plain(scales, BATCH)) < 1e-3  # as in the test of steps above
+    pipeline = partition(Direct(), lambda model, batch: entropy(model(batch["x"]), batch["y"]), 2, num_microbatches=2)
+    state, _ = pipeline.step(pipeline.init(KEY), BATCH)
+    expected = jax.tree.map(jnp.maximum, *(plain(scales, microbatch(BATCH, 2, j)) for j in range(2)))
+    assert relative_l2(pipeline.parameters(state)[OVERWRITTEN], expected) < 1e-3
+
+
+def test_scales_of_a_layer_without_an_effect():
+    class Unused(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            nn.Dense(8, dot_general_cls=nn.Fp8DotGeneralOp)(x)
+            return nn.Dense(5)(x)
+
+    pipeline = partition(Unused(), lambda model, batch: entropy(model(batch["x"]), batch["y"]), 1)
+    state, _ = pipeline.step(pipeline.init(KEY), BATCH)
+    assert not any(np.any(x) for x in jax.tree.leaves(pipeline.parameters(state)[OVERWRITTEN]))  # as jax.grad
+
+
+def test_state_with_the_name_of_a_sown_value_stays_state():
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x)
+            self.sow("batch_stats", "mean", x.mean())
+            return nn.Dense(5)(nn.BatchNorm(use_running_average=False, momentum=0.5)(x))
+
+    def plain(params, stats, batch, _):
+        out, new = Linen().apply({"params": params, "batch_stats": stats}, batch["x"], mutable=["batch_stats"])
+        return entropy(out, batch["y"]), {"BatchNorm_0": new["batch_stats"]["BatchNorm_0"]}
+
+    variables = Linen().init(KEY, BATCH["x"])
+    pipeline = partition(Linen(), lambda model, batch: entropy(model(batch["x"]), batch["y"]), 2)
+    state, _ = pipeline.step(pipeline.init(KEY), BATCH)
+    stats = {"BatchNorm_0": variables["batch_stats"]["BatchNorm_0"]}
+    _, _, after = train(plain, variables["params"], stats, SGD, BATCH, M, 1)
+    assert relative_l2(pipeline.parameters(state)["batch_stats"], after) < FUSION
+
+    class NNX(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 5, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+
+        def __call__(self, x):
+            x = self.linear(x)
+            self.sow(nnx.Intermediate, "mean", x.mean())
+            return self.head(self.norm(x))
+
+    model = NNX(nnx.Rngs(0))
+    reference = nnx.clone(model)
+    pipeline = partition(model, lambda model, batch: entropy(model(batch["x"]), batch["y"]), 2)
+    state, _ = pipeline.step(pipeline.init(KEY), BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for j in range(M):
+            reference(microbatch(BATCH, M, j)["x"])
+    got = nnx.filter_state(pipeline.parameters(state), nnx.BatchStat)
+    assert relative_l2(jax.tree.leaves(got), jax.tree.leaves(nnx.state(reference, nnx.BatchStat))) < FUSION
+
+
+@pytest.mark.filterwarnings("ignore:.*sow.*:DeprecationWarning")
+@pytest.mark.parametrize("transform", [nnx.remat, nnx.jit])
+def test_a_shared_nnx_module_sows_twice_inside_a_transformation(transform):
+    class Shared(nnx.Module):
+        def __init__(self, rngs):
+            self.block, self.head = SowingBlock(rngs), nnx.Linear(8, 5, rngs=rngs)
+
+        def __call__(self, x):
+            call = transform(lambda block, x: block(x))
+            return self.head(call(self.block, call(self.block, x)))
+
+    model = Shared(nnx.Rngs(0))
+    reference = nnx.clone(model)
+    pipeline = partition(model, nnx_loss, 1)
+    (value, _), _ = pipeline.value_and_grad(pipeline.init(KEY), BATCH)
+    losses = []
+    for j in range(M):
+        losses.append(nnx_loss(reference, microbatch(BATCH, M, j)))
+        nnx.pop(reference, nnx.Any(nnx.Intermediate, Balance))
+    np.testing.assert_allclose(value, mean_of(losses), rtol=2 * FUSION)

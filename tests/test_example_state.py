@@ -189,3 +189,31 @@ def test_what_such_state_cannot_have_is_refused_by_name():
             method(state, small)
     with pytest.raises(jaxpipe.PartitionError, match="several sizes with the state variable cache/last"):
         partition(Recurrent(), 1, batch=[BATCH, small])
+
+
+def test_several_rows_for_an_example_are_refused_by_name():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.tanh(nn.Dense(8)(x))
+            h = jnp.concatenate([h, -h])
+            carry = self.variable("carry", "h", jnp.zeros, h.shape)
+            out = h + carry.value
+            if not self.is_initializing():
+                carry.value = jax.lax.stop_gradient(out)
+            return nn.Dense(5)(out[: len(x)] + out[len(x) :] ** 2)
+
+    rule = r"h of shape .* grows with their number.*num_microbatches=1"
+    with pytest.raises(jaxpipe.ModelError, match=rule):
+        partition(Twice(), 1)
+    for rows in (2 * N, 2 * N // M):
+
+        class TwiceNNX(RecurrentNNX):
+            def __call__(self, x):
+                h = jnp.tanh(self.a(x))
+                out = jnp.concatenate([h, -h]) + self.h[...]
+                self.h[...] = jax.lax.stop_gradient(out)
+                return self.c(out[: len(x)] + out[len(x) :])
+
+        with pytest.raises(jaxpipe.ModelError, match=rule):
+            partition(TwiceNNX(nnx.Rngs(0), rows=rows), 1)

@@ -244,3 +244,30 @@ def test_keys_of_a_stream_have_its_shape():
         assert_same_bits(jax.random.key_data(value), jax.random.key_data(expected))
     counts = [x.get_value() for x in flat.values() if isinstance(x, nnx.RngCount)]
     assert counts and not any(np.any(x) for x in counts)
+
+
+@pytest.mark.parametrize(("params", "dropout"), [(True, True), (True, False), (False, True), (False, False)])
+def test_streams_that_a_scan_splits_or_shares(params, dropout):
+    """Whether iterations have masks of their own follows from the stream's own flag, not from that of "params"."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dropout(0.5, deterministic=False)(nn.tanh(nn.Dense(8)(x))), None
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            shared = {"variable_axes": {"params": 0}} if params else {"variable_broadcast": "params"}
+            flags = {"params": params, "dropout": dropout}
+            return nn.scan(Layer, split_rngs=flags, length=3, **shared)()(x, None)[0]
+
+    variables = Layers().init(KEY, BATCH["x"])
+    pipeline = partition(Layers(), lambda model, batch: jnp.square(model(batch["x"])).mean(), 1)
+    state = pipeline.init(KEY)
+    assert_same_bits(pipeline.parameters(state), jax.tree.map(np.asarray, variables))
+
+    def plain(params, batch, key):
+        return jnp.square(Layers().apply({"params": params}, batch["x"], rngs={"dropout": key})).mean()
+
+    check_gradients(pipeline, state, variables["params"], plain)

@@ -59,6 +59,7 @@ def differentiate(
     useful: Sequence[int],
     shape: Mapping[str, int] | None = None,
     traced_in: TracedIn = NO_AXES,
+    ruled: Sequence[int] = (),
 ) -> Cut:
     """Trace the VJP that JAX has for ``op`` with respect to the operands at positions ``varied``, and cut it.
 
@@ -66,7 +67,8 @@ def differentiate(
     whether or not it depends on a cotangent, and reads what the rule's forward pass returned.
     Outputs at other positions than ``useful`` have no cotangent. A zero in its place would do for finite numbers only.
     ``shape``: the axes over which stages are sharded, if annotations of others in a rule are dropped. ``traced_in``:
-    in whose context the operator was traced.
+    in whose context the operator was traced. ``ruled``: positions of operands behind which there is a rule of a
+    user's, which JAX calls for a cotangent of zeros, too.
     """
     equation, is_sharded = _compat.without_scope(op.equation), bool(shape)
     shape = shape if _compat.inner_programs(equation) else None  # others have no rule of a user's
@@ -115,7 +117,7 @@ def differentiate(
     seeds = dict(zip(carried, cotangents, strict=True))
     late = [t for part in builder.operators[start:] if part.inputs for t in part.outputs]  # the others are constants
     if op.name == "custom_vjp_call":  # what the user's own rule adds up stays one cotangent
-        return _split(builder, inputs, outputs, seeds, gradients, late, in_order=True)
+        return _split(builder, inputs, outputs, seeds, gradients, late, in_order=True, ruled=ruled)
     sums = {id(eqn) for eqn in _compat.open_jaxpr(closed)[0].eqns if eqn.primitive.name == "add_any"}
     terms = {t: part for part in builder.operators if id(part.equation) in sums for t in part.outputs}
     apart = [(k, t) for k, g in gradients for t in _summands(g, terms)]
@@ -167,6 +169,7 @@ def _split(
     gradients: Sequence[tuple[int, TensorNumber]],
     late: Sequence[TensorNumber] = (),
     in_order: bool = False,
+    ruled: Sequence[int] = (),
 ) -> Cut:
     """Sort the operators of a traced VJP by whether they depend on a cotangent, or on one of the tensors ``late``.
 
@@ -174,7 +177,7 @@ def _split(
     JAX adds up cotangents in the order in which it makes them; those of a ``custom_vjp`` in the order of its operands.
     """
     dependent = dependents(builder.operators, (*cotangents.values(), *late))
-    summands = _nonzero_gradients(builder, gradients, in_order)
+    summands = _nonzero_gradients(builder, gradients, in_order, ruled)
     results = [g for _, g in summands]
     forward = tuple(op for op in builder.operators if dependent.isdisjoint(op.outputs))
     backward = tuple(op for op in live(builder.operators, results) if not dependent.isdisjoint(op.outputs))
@@ -205,13 +208,16 @@ def _split(
 
 
 def _nonzero_gradients(
-    builder: GraphBuilder, gradients: Sequence[tuple[int, TensorNumber]], in_order: bool
+    builder: GraphBuilder, gradients: Sequence[tuple[int, TensorNumber]], in_order: bool, ruled: Sequence[int]
 ) -> list[tuple[int, TensorNumber]]:
-    """Return the gradients that are not known to be zero, ``in_order`` or in the order in which they are made."""
+    """Return the gradients that are not known to be zero, ``in_order`` or in the order in which they are made.
+
+    Those of ``ruled`` operands are among them.
+    """
     zeros = {t for op in builder.operators if writes_zeros(op) for t in op.outputs}
     known = {g: builder.constants[g] for _, g in gradients if g in builder.constants}
     zeros |= {g for g, value in known.items() if not _compat.is_closed_over_tracer(value) and not np.any(value)}
-    nonzero = [(k, g) for k, g in gradients if g not in zeros]
+    nonzero = [(k, g) for k, g in gradients if g not in zeros or k in ruled]
     made_at = {t: position for position, op in enumerate(builder.operators) for t in op.outputs}
     return nonzero if in_order else sorted(nonzero, key=lambda item: made_at.get(item[1], -1))
 

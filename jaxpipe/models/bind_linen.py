@@ -18,7 +18,7 @@ from jaxpipe.models.example_state import Axes, changed_axes
 from jaxpipe.models.linen_facade import TRAINED, Calls, LinenModel, handed_on, without_sown
 from jaxpipe.models.linen_variables import make_variables
 from jaxpipe.models.new_variables import check_unread
-from jaxpipe.models.variable_trees import by_path, is_train_state, merged, plain_tree, select
+from jaxpipe.models.variable_trees import by_path, is_train_state, merged, path_text, plain_tree, select
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,14 +128,18 @@ def _initial(module: nn.Module, function: UserFunction, microbatch: PyTree, batc
     variables, calls = _shapes(module, function, microbatch)
     search = _Search(variables, calls, microbatch)
     rows, size = batch_size(microbatch), batch_size(batch)
-    state = jax.tree.leaves(search.state)
-    if rows == size or not any(rows in x.shape for x in state):
+    state = by_path(search.state)
+    statistics = {path for path in state if path[0] == "batch_stats"}  # by feature, as a rule
+    sizes = ((n, path) for path, x in state.items() for n in x.shape if n)
+    if rows == size or not any(n == rows or (n % rows == 0 and path not in statistics) for n, path in sizes):
         return search
     try:
         larger = _Search(*_shapes(module, function, batch), batch)
-        examples = changed_axes(state, jax.tree.leaves(larger.state), (rows, size))
     except Exception:  # a loss that is made for the micro-batch
         return search
+    grown = by_path(larger.state)
+    names, after = list(map(path_text, state)), [grown.get(path, x) for path, x in state.items()]
+    examples = changed_axes(names, list(state.values()), after, (rows, size))
     return search if not any(axis is not None for axis in examples) else replace(larger, examples=examples)
 
 

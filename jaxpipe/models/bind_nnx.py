@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -146,18 +146,9 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
     def run(
         function: UserFunction, parameters: Sequence[Array], state: Sequence[Array], key: Array, batch: PyTree
     ) -> tuple[PyTree, list[Array]]:
-        def call(model: nnx.Module) -> tuple[PyTree, dict[Path, Array]]:
-            """Return a result and the new state."""
-            with module_scopes([model]), observed_calls() as observed:
-                result = call_function(function, model, batch, key)
-            sown = {name for _, name in observed.begun}
-            nnx.pop(model, lambda path, x: isinstance(x, nnx.Intermediate) or path[-1] in sown)
-            before = [(path, x) for path, x in nnx.to_flat_state(variables[2]) if path[-1] in sown]
-            return result, by_path(nnx.from_flat_state(before)) | by_path(nnx.state(model))
-
         variables = given(parameters, state, key)
-        model, before = nnx.merge(graphdef, *variables, copy=True), by_path(variables[2])
-        result, after = call(model)
+        before, call = by_path(variables[2]), functools.partial(_call, function, batch, key, variables[2])
+        model, result, after = call(lambda: nnx.merge(graphdef, *variables, copy=True))
         check_new_state(before, after)
         known = before | by_path(variables[0]) | by_path(variables[1])
         new = {path: x for path, x in after.items() if path not in known}
@@ -166,8 +157,8 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
 
             def call_again(values: Sequence[Array]) -> PyTree:
                 leaves = by_path(left) | known | dict(zip(new, values, strict=True))
-                again = nnx.merge(structure, jax.tree.unflatten(jax.tree.structure(left), leaves.values()), copy=True)
-                result, after = call(again)
+                again = jax.tree.unflatten(jax.tree.structure(left), leaves.values())
+                _, result, after = call(lambda: nnx.merge(structure, again, copy=True))
                 return result, [after[path] for path in before]
 
             check_unread(new, call_again)
@@ -193,6 +184,34 @@ def bind_nnx(model: nnx.Module, factory: Callable[..., nnx.Module] | None) -> Bo
         values=(jax.tree.leaves(params), jax.tree.leaves(rest)) if concrete else None,
         examples=(None,) * rest_def.num_leaves,
     )
+
+
+def _call(
+    function: UserFunction, batch: PyTree, key: Array, state: nnx.State, make: Callable[[], nnx.Module]
+) -> tuple[nnx.Module, PyTree, dict[Path, Array]]:
+    """Call a function: the module without what it has sown, the result, and the variables after it.
+
+    A variable of its state that is sown to begins empty, and is left as it was.
+    """
+    variables = nnx.to_flat_state(state)
+    kinds = {(type(x), path[-1]) for path, x in variables}
+    sown: set[tuple[type[nnx.Variable], object]] = set()
+    while True:
+        model = make()
+        nnx.pop(model, _of_kinds(sown))
+        with module_scopes([model]), observed_calls() as observed:
+            result = call_function(function, model, batch, key)
+        if observed.sown_variables & kinds <= sown:
+            break
+        sown |= observed.sown_variables & kinds
+    nnx.pop(model, nnx.Any(nnx.Intermediate, _of_kinds(observed.sown_variables)))
+    left = nnx.from_flat_state([(path, x) for path, x in variables if (type(x), path[-1]) in sown])
+    return model, result, by_path(left) | by_path(nnx.state(model))
+
+
+def _of_kinds(kinds: Collection[tuple[type[nnx.Variable], object]]) -> Callable[[Sequence[object], object], bool]:
+    """Return a filter for variables of some types and names."""
+    return lambda path, x: (type(x), path[-1]) in kinds
 
 
 def _nnx_annotated(state: nnx.State) -> tuple[P, ...]:

@@ -35,13 +35,26 @@ def with_rows_of(state: Sequence[Array], new: Sequence[Array], axes: Axes, rows:
     ]
 
 
-def changed_axes(small: Sequence[Shaped], large: Sequence[Shaped], rows: tuple[int, int]) -> Axes:
-    """Return the axes that grow with the batch, from the shapes of state made for two sizes of it."""
-    return tuple(
-        next((k for k, pair in enumerate(zip(a.shape, b.shape, strict=True)) if pair == rows), None)
-        if a.shape != b.shape
-        else None
-        for a, b in zip(small, large, strict=True)
+def changed_axes(names: Sequence[str], small: Sequence[Shaped], large: Sequence[Shaped], rows: tuple[int, int]) -> Axes:
+    """Return the axes that grow with the batch, from the shapes of state made for two sizes of it.
+
+    Raises:
+      ModelError: if state grows that has not one row for each example.
+    """
+    axes: list[int | None] = []
+    for name, a, b in zip(names, small, large, strict=True):
+        changed = [k for k, pair in enumerate(zip(a.shape, b.shape, strict=True)) if pair[0] != pair[1]]
+        if len(changed) > 1 or any((a.shape[k], b.shape[k]) != rows for k in changed):
+            raise ModelError(_several_rows(name, a, rows[0]))
+        axes.append(next(iter(changed), None))
+    return tuple(axes)
+
+
+def _several_rows(name: str, x: Shaped, examples: int) -> str:
+    return (
+        f"The state variable {name} of shape {list(x.shape)} for {examples} examples grows with their number, but has "
+        "not one row for each of them along one axis, so that it cannot be divided among micro-batches. Give it an "
+        "axis of examples, as [examples, rows of each, ...], or pass num_microbatches=1."
     )
 
 
@@ -54,18 +67,18 @@ def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
       rows, size: examples of a micro-batch and of the batch.
 
     Raises:
-      ModelError: if state has a row for each example of a micro-batch.
+      ModelError: if state has a row for each example of a micro-batch, or several rows for each.
     """
     none: Axes = (None,) * len(state)
     if rows == size:
         return none
     whole, part = (tuple(_axis_of_size(x, n) for x in state) for n in (size, rows))
-    if whole == none and part == none:
+    if not any(n and n % rows == 0 for x in state for n in x.shape):
         return none
     other = next(n for n in (2 * rows, 3 * rows) if n != size)
 
-    def runs(axes: Axes) -> bool:
-        shapes = [_resized(x, axis, other) for x, axis in zip(state, axes, strict=True)]
+    def runs(axes: Axes, examples: int = rows) -> bool:
+        shapes = [_resized(x, axis, other, examples) for x, axis in zip(state, axes, strict=True)]
         try:
             new = call(other, shapes)
         except Exception:  # whatever a model raises whose state does not fit
@@ -74,7 +87,7 @@ def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
 
     if runs(none):
         return none
-    chosen = next((axes for axes in _choices(whole, state) if runs(axes)), None)
+    chosen = next((axes for axes in _choices(whole, state) if runs(axes, size)), None)
     if chosen is not None:
         return chosen
     mixed = next((axes for axes in _choices(part, state) if runs(axes)), none)
@@ -86,6 +99,12 @@ def example_axes(names: Sequence[str], state: Sequence[jax.ShapeDtypeStruct], ro
             f"the {size} examples of the batch: each micro-batch then reads and writes its own rows. Or pass "
             "num_microbatches=1."
         )
+    for examples in (rows, size):
+        several = tuple(next((k for k, n in enumerate(x.shape) if n and n % examples == 0), None) for x in state)
+        odd = next((axes for axes in _choices(several, state) if runs(axes, examples)), none)
+        if odd != none:
+            k = next(k for k, axis in enumerate(odd) if axis is not None)
+            raise ModelError(_several_rows(names[k], state[k], examples))
     return none
 
 
@@ -93,10 +112,12 @@ def _axis_of_size(x: Shaped, size: int) -> int | None:
     return next((k for k, n in enumerate(x.shape) if n == size), None)
 
 
-def _resized(x: jax.ShapeDtypeStruct, axis: int | None, size: int) -> jax.ShapeDtypeStruct:
+def _resized(x: jax.ShapeDtypeStruct, axis: int | None, size: int, examples: int) -> jax.ShapeDtypeStruct:
+    """Return the shape of state for so many examples, of that for ``examples``."""
     if axis is None:
         return x
-    return jax.ShapeDtypeStruct((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
+    rows = x.shape[axis] // examples * size
+    return jax.ShapeDtypeStruct((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
 
 
 def _choices(axes: Axes, state: Sequence[Shaped]) -> list[Axes]:

@@ -9,7 +9,7 @@ import inspect
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 import flax.linen as nn
@@ -20,8 +20,8 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
-from jaxpipe.models.observed_calls import observed_calls
-from jaxpipe.models.variable_trees import by_path, merged, path_text
+from jaxpipe.models.observed_calls import Observed, observed_calls
+from jaxpipe.models.variable_trees import Path, by_path, merged, path_text
 
 
 #: Collections that calls do not change: their gradients do.
@@ -37,12 +37,16 @@ class Calls:
     """Facts about a loss's calls of its model.
 
     Attributes:
-      sown: collection and name of the values that ``sow`` collects.
-      streams: random streams that a lifted transformation splits by name, which need a key of their own.
+      sown: collection and path of the values that ``sow`` collects.
+      streams: random streams that a lifted transformation names beside "params", which it may split otherwise.
     """
 
-    sown: frozenset[tuple[str, str]] = frozenset()
+    sown: frozenset[Path] = frozenset()
     streams: tuple[str, ...] = ()
+
+    def with_observed(self, observed: Observed) -> "Calls":
+        """Return these facts and those of another trace."""
+        return Calls(self.sown | observed.sown, tuple(sorted({*self.streams, *observed.split})))
 
 
 class LinenModel:
@@ -105,7 +109,7 @@ class LinenModel:
             result, new = self.module.apply(
                 variables, *args, rngs=self._rngs(key), mutable=nn.DenyList(TRAINED), **kwargs
             )
-        self._found = replace(self._found, sown=self._found.sown | observed.sown)
+        self._found = self._found.with_observed(observed)
         self._sown, new = _separated(new, self._found.sown)
         return result, new
 
@@ -133,18 +137,19 @@ class LinenModel:
     __contains__ = __getitem__ = __iter__ = _refuse
 
 
-def _separated(variables: PyTree, sown: Collection[tuple[str, str]]) -> tuple[PyTree, PyTree]:
-    """Split collections into what was sown and the rest."""
-
-    def split(names: Collection[str], tree: PyTree) -> tuple[PyTree, PyTree]:
-        if not isinstance(tree, Mapping):
-            return {}, tree
-        parts = {key: (value, {}) if key in names else split(names, value) for key, value in tree.items()}
-        collected, rest = ({key: part[k] for key, part in parts.items() if not _is_empty(part[k])} for k in (0, 1))
-        return collected, rest
-
-    parts = {name: split({n for c, n in sown if c == name}, tree) for name, tree in variables.items()}
-    collected, rest = ({name: part[k] for name, part in parts.items() if not _is_empty(part[k])} for k in (0, 1))
+def _separated(tree: PyTree, sown: Collection[Path]) -> tuple[PyTree, PyTree]:
+    """Split nested dictionaries into what was sown, by path, and the rest."""
+    collected, rest = {}, {}
+    for key, value in tree.items():
+        inner = {path[1:] for path in sown if path[0] == key}
+        if () in inner:
+            collected[key] = value
+        elif inner and isinstance(value, Mapping):
+            parts = _separated(value, inner)
+            collected |= {} if _is_empty(parts[0]) else {key: parts[0]}
+            rest |= {} if _is_empty(parts[1]) else {key: parts[1]}
+        else:
+            rest[key] = value
     return collected, rest
 
 

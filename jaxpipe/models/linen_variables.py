@@ -17,6 +17,7 @@ from flax.errors import InvalidRngError
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
+from jaxpipe.models.call_function import call_function
 from jaxpipe.models.linen_facade import Calls, LinenModel, handed_on, without_sown
 from jaxpipe.models.observed_calls import observed_calls
 from jaxpipe.models.variable_trees import by_path, merged, path_text
@@ -48,7 +49,7 @@ def make_variables(
     """
     model = _InitializingModel(module, key, variables)
     with handed_on():
-        function(model, batch)
+        call_function(function, model, batch, key)
     return model.made(), model._found
 
 
@@ -118,7 +119,7 @@ class _InitializingModel(LinenModel):
             args, kwargs = jax.tree.unflatten(tree, [given.get(k, x) for k, x in enumerate(leaves)])
             with observed_calls(has_streams=False) as observed:
                 variables = self.module.init(self._rngs(key), *args, **kwargs)
-            self._found = replace(self._found, sown=self._found.sown | observed.sown)
+            self._found = self._found.with_observed(observed)
             return without_sown(variables, self._found)
 
         return initialize, [leaves[k] for k in places]

@@ -1,7 +1,7 @@
-"""Calls of Flax that a micro-batch gives another meaning: ``sow`` begins empty, and every random stream is there.
+"""Calls of Flax that a micro-batch gives another meaning: ``sow``, whose values it drops, and ``has_rng``.
 
-Flax has no place to be told so: its methods are replaced while a user's function is traced, and do what they always did
-for other threads.
+Flax has no hook for them: its functions are replaced while a user's function is traced, and do what they always did for
+other threads.
 """
 
 import contextlib
@@ -9,13 +9,15 @@ import contextvars
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import flax.linen as nn
 from flax import nnx
+from flax.core import lift
 
 from jaxpipe.array_types import PyTree
+from jaxpipe.models.variable_trees import Path
 
 
 @dataclass
@@ -23,28 +25,30 @@ class Observed:
     """The calls of one trace.
 
     Attributes:
-      sown: of Linen, collection and name of every value that ``sow`` has collected.
       has_streams: whether ``has_rng`` is true for every stream, as it would be if ``rngs=`` named all of them.
-      begun: of NNX, modules and names that have been sown to.
+      sown: of Linen, collection and path of every value that ``sow`` has collected.
+      split: of Linen, the streams beside "params" that a lifted transformation names, to split them or not.
+      sown_variables: of NNX, type and name of every variable that ``sow`` has made or changed.
     """
 
-    sown: set[tuple[str, str]] = field(default_factory=set)
     has_streams: bool = True
-    begun: dict[tuple[int, str], nnx.Module] = field(default_factory=dict)
+    sown: set[Path] = field(default_factory=set)
+    split: set[str] = field(default_factory=set)
+    sown_variables: set[tuple[type[nnx.Variable], str]] = field(default_factory=set)
 
 
 _observed: contextvars.ContextVar[Observed | None] = contextvars.ContextVar("observed", default=None)
 _lock = threading.Lock()
 _users = 0
 
-_sow, _has_rng, _nnx_sow = nn.Module.sow, nn.Module.has_rng, nnx.Module.sow
+_sow, _has_rng, _pack, _nnx_sow = nn.Module.sow, nn.Module.has_rng, lift.pack, nnx.Module.sow
 
 
 @functools.wraps(_sow)
 def _observed_sow(self: nn.Module, col: str, name: str, *args: PyTree, **kwargs: PyTree) -> bool:
     observed = _observed.get()
-    if observed is not None:
-        observed.sown.add((col, name))
+    if observed is not None and self.scope is not None:
+        observed.sown.add((col, *self.scope.path, name))
     return _sow(self, col, name, *args, **kwargs)
 
 
@@ -56,23 +60,44 @@ def _observed_has_rng(self: nn.Module, name: str) -> bool:
     return others or _has_rng(self, name)
 
 
+@functools.wraps(_pack)
+def _observed_pack(
+    fn: Callable[..., PyTree],
+    inputs: PyTree,
+    outputs: PyTree,
+    streams: Sequence[PyTree],
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> Callable[..., PyTree]:
+    observed = _observed.get()
+    if observed is not None:
+        names = (x for part in streams for x in ((part,) if isinstance(part, str) else part if _lists(part) else ()))
+        observed.split.update(x for x in names if x != "params")
+    return _pack(fn, inputs, outputs, streams, *args, **kwargs)
+
+
+def _lists(streams: object) -> bool:
+    return isinstance(streams, (list, tuple, set, frozenset))
+
+
 @functools.wraps(_nnx_sow)
 def _observed_nnx_sow(self: nnx.Module, variable_type: PyTree, name: str, *args: PyTree, **kwargs: PyTree) -> bool:
     observed = _observed.get()
     if observed is None:
         return _nnx_sow(self, variable_type, name, *args, **kwargs)
-    if (id(self), name) not in observed.begun:
-        observed.begun[id(self), name] = self  # kept, so that no other module gets its number
-        if isinstance(getattr(self, name, None), nnx.Variable):
-            delattr(self, name)
     with warnings.catch_warnings():  # the deprecation of sow outside of nnx.capture would be told of this line
         warnings.simplefilter("ignore", DeprecationWarning)
-        return _nnx_sow(self, variable_type, name, *args, **kwargs)
+        stored = _nnx_sow(self, variable_type, name, *args, **kwargs)
+    variable = getattr(self, name, None)
+    if isinstance(variable, nnx.Variable):
+        observed.sown_variables.add((type(variable), name))
+    return stored
 
 
-_REPLACED: list[tuple[type, str, Callable[..., PyTree], Callable[..., PyTree]]] = [
+_REPLACED: list[tuple[object, str, Callable[..., PyTree], Callable[..., PyTree]]] = [
     (nn.Module, "sow", _observed_sow, _sow),
     (nn.Module, "has_rng", _observed_has_rng, _has_rng),
+    (lift, "pack", _observed_pack, _pack),
     (nnx.Module, "sow", _observed_nnx_sow, _nnx_sow),
 ]
 
@@ -84,8 +109,8 @@ def observed_calls(has_streams: bool = True) -> Iterator[Observed]:
     with _lock:
         _users += 1
         if _users == 1:
-            for cls, name, replacement, _ in _REPLACED:
-                setattr(cls, name, replacement)
+            for owner, name, replacement, _ in _REPLACED:
+                setattr(owner, name, replacement)
     observed = Observed(has_streams=has_streams)
     token = _observed.set(observed)
     try:
@@ -95,5 +120,5 @@ def observed_calls(has_streams: bool = True) -> Iterator[Observed]:
         with _lock:
             _users -= 1
             if not _users:
-                for cls, name, _, original in _REPLACED:
-                    setattr(cls, name, original)
+                for owner, name, _, original in _REPLACED:
+                    setattr(owner, name, original)

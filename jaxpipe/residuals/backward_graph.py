@@ -124,6 +124,7 @@ def _operator_vjps(
     """
     covered = {op for match in matches.values() for op in match.covers}
     varied_tensors, useful_tensors = set(wrt), _useful(graph, seeds)
+    ruled: set[TensorNumber] = set()  # tensors made by rules of a user's, or of what these have made
     cuts: dict[Hashable, Cut] = {}
     for op in [op for op in graph.operators if op in matches or op not in covered]:
         match, cut = matches.get(op), None
@@ -134,13 +135,16 @@ def _operator_vjps(
         if op.equation is None:
             varied_tensors.update(outputs[k] for k in varied)
         elif varied and useful:
-            key = equality_key(op, avals, varied, useful, match)
+            behind = tuple(k for k in varied if inputs[k] in ruled)
+            key = equality_key(op, avals, varied, useful, match), behind
             if key not in cuts:
                 derived = match is None
-                axes = graph.stage_shape, graph.traced_in
+                axes = graph.stage_shape, graph.traced_in, behind
                 cuts[key] = rules.derive(op, avals, varied, useful, *axes) if derived else match.cut(avals[0])
             cut = cuts[key]
             varied_tensors.update(outputs[k] for k in cut.cotangents_in)
+            if behind or op.name == "custom_vjp_call":
+                ruled.update(outputs)
         yield op, match, varied, cut
 
 

@@ -4,7 +4,7 @@ Each rule gives the same cotangents, bit for bit, from smaller residuals. Everyt
 VJP that JAX has for it.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpipe import _compat
@@ -62,12 +62,13 @@ def derive(
     useful: tuple[int, ...],
     shape: Mapping[str, int] | None = None,
     traced_in: TracedIn = NO_AXES,
+    ruled: Sequence[int] = (),
 ) -> Cut:
     """The cut of any other operator: JAX's VJP, but for a ReLU's predicate, and on GPUs for picks of one element a row.
 
     XLA:CPU adds up the rows of what is fused with a comparison in another order.
     """
-    cut = differentiate(op, avals, varied, useful, shape, traced_in)
+    cut = differentiate(op, avals, varied, useful, shape, traced_in, ruled)
     if pick.applies(op) and not _compat.runs_breadth_first():
         return pick.as_comparison(op, cut)
     return relu.from_output(cut) if relu.applies(op) else cut

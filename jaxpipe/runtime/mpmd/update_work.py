@@ -164,7 +164,8 @@ def _mean(context: UpdateContext, s: StageNumber, values: Arrays) -> dict[Tensor
 def _mean_of(context: UpdateContext, s: StageNumber, values: Arrays, t: TensorNumber) -> Array:
     if t in context.pipeline.objective.overwritten:
         largest = _own_sum(context, s, values, t)
-        return largest if context.is_alone(s) else jnp.max(largest, 0)
+        largest = largest if context.is_alone(s) else jnp.max(largest, 0)
+        return jnp.where(largest == -jnp.inf, 0, largest)  # where no micro-batch has a gradient
     total = _over_members(context, s, _own_sum(context, s, values, t))
     returned = [values[returned_sum(k, t)] for k in context.lenders(s, t) if context.returns_sum(s, k)]
     total = functools.reduce(operator.add, returned, total)

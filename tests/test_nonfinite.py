@@ -13,6 +13,10 @@ import jaxpipe
 from tests.support.compare import assert_same_bits
 
 
+# Some models here update their statistics in initialization already, which is from shapes alone.
+pytestmark = pytest.mark.filterwarnings("ignore::jaxpipe.InitialValuesWarning")
+
+
 BLOCKS = 4
 ROWS = 8
 

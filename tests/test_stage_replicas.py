@@ -28,6 +28,10 @@ from tests.support.meshes import mesh_of
 from tests.support.pipeline_models import case_of, classifier, entropy, images, linen, pipeline_of
 
 
+# Some models here update their statistics in initialization already, which is from shapes alone.
+pytestmark = pytest.mark.filterwarnings("ignore::jaxpipe.InitialValuesWarning")
+
+
 planned_of = functools.partial(pipeline_of, runtime="mpmd")
 
 

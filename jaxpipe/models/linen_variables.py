@@ -47,13 +47,13 @@ def make_variables(
     Raises:
       ModelError: if initial values depend on the arguments of a call inside a transformation.
     """
-    model = _InitializingModel(module, key, variables)
+    model = _InitializingLinenModel(module, key, variables)
     with handed_on():
         call_function(function, model, batch, key)
     return model.made(), model._found
 
 
-class _InitializingModel(LinenModel):
+class _InitializingLinenModel(LinenModel):
     """Makes the variables that each call needs and has not found; what calls then leave of them, the loss sees."""
 
     def __init__(self, module: nn.Module, key: Array, variables: PyTree = None):

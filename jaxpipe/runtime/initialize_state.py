@@ -197,8 +197,7 @@ def _check_reads(model: BoundModel, closed: AnyJaxpr, has_values: bool) -> None:
     if not any(_compat.inputs_read(closed, [True] * len(variables))[1:]):
         return
     names = [v.name for v in variables if any(_compat.inputs_read(closed, [v is x for x in variables])[1:])]
-    which = f"The initial value{'s' if len(names) > 1 else ''} of {', '.join(names[:3])}"
-    which += f"{' and others' if len(names) > 3 else ''} depend on the batch"
+    which = f"The initial values of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''} depend on the batch"
     if jax.process_count() > 1:
         raise ModelError(
             f"{which}, of which each process has a part. Initialize the model in one process with module.init, and "

@@ -209,7 +209,7 @@ def bound_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[ob
 
 @contextlib.contextmanager
 def explicit_axes(sizes: Mapping[str, int]) -> Iterator[None]:
-    """A context of a mesh with explicit axes, in which types of arrays do not tell of those of size 1."""
+    """A context of a mesh with explicit axes, those of size 1 left out of the types of arrays."""
     sizes = sizes or {"_": 1}
     mesh = jax.sharding.AbstractMesh(
         tuple(sizes.values()), tuple(sizes), (jax.sharding.AxisType.Explicit,) * len(sizes)

@@ -388,9 +388,9 @@ def test_scales_whose_rule_gets_no_cotangent(kind):
     class Direct(nn.Module):
         @nn.compact
         def __call__(self, x):
-            for _ in range(2):
+            for k in range(2):
                 if kind == "Fp8Einsum":
-                    kernel = self.param(f"kernel{_}", nn.initializers.lecun_normal(), (8, 8))
+                    kernel = self.param(f"kernel{k}", nn.initializers.lecun_normal(), (8, 8))
                     x = nn.gelu(nn.Fp8Einsum()("bi,io->bo", x, kernel))
                 else:
                     x = nn.gelu(nn.Dense(8, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x))

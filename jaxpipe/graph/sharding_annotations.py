@@ -326,7 +326,7 @@ def _annotates(eqn: Equation) -> bool:
 
 
 def _is_on_mesh(x: Array) -> bool:
-    """Return whether a constant of a model is an array that lies on a mesh, whose numbers are at hand."""
+    """Return whether a constant of a model is an array on a mesh whose values this process can read."""
     typed = isinstance(x, jax.Array) and not jax.typeof(x).sharding.mesh.empty
     return typed and x.is_fully_addressable and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
 

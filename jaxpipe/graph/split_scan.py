@@ -225,9 +225,9 @@ class _Rows:
     def _move_inside(self, part: Operator, op: Operator, first: int) -> None:
         """Give the operators from ``first`` on, of the body of a scan, the path of their iteration."""
         operators = self.builder.operators
-        for k, made in enumerate(operators[first:], first):
-            rest = inside(op.path, made.path).removeprefix(op.path).strip("/") if made.path else ""
-            operators[k] = replace(made, path=join_paths(part.path, rest))
+        for k, inner in enumerate(operators[first:], first):
+            rest = inside(op.path, inner.path).removeprefix(op.path).strip("/") if inner.path else ""
+            operators[k] = replace(inner, path=join_paths(part.path, rest))
 
     def _is_pointwise(self, op: Operator, split: Sequence[TensorNumber]) -> bool:
         if op.name not in POINTWISE or len(op.outputs) != 1:

@@ -161,8 +161,8 @@ def _shapes(module: nn.Module, function: UserFunction, batch: PyTree, variables:
 
     def make(key: Array, batch: PyTree, variables: PyTree) -> PyTree:
         nonlocal calls
-        made, calls = make_variables(module, function, key, batch, variables)
-        return made
+        result, calls = make_variables(module, function, key, batch, variables)
+        return result
 
     shapes = with_axes(lambda: jax.eval_shape(make, jax.random.key(0), batch, variables))
     return shapes, calls

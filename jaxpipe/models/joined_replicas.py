@@ -42,7 +42,7 @@ def run_replicas(
     kept: list[bool] = []
 
     def of_one(key: Array, part: Sequence[Array]) -> tuple[Sequence[Array], list[Array]]:
-        with _compat.outside_scope():  # module paths do not tell of the vmap
+        with _compat.outside_scope():  # module paths do not name the vmap
             results, new = function(key, part)
         kept[:] = [x is old for x, old in zip(new, state, strict=True)]
         return results, [x for x, same in zip(new, kept, strict=True) if not same]

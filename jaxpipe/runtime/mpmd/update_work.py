@@ -395,8 +395,10 @@ def _renew(
         waiting.difference_update(fresh)
         sums = {name: values[name] for t in fresh for name in _sum_operands(context, s, taken[t])}
         others = {t: env[t] for t in (step.old, *step.reads) if t not in fresh and t not in waiting}
-        _, sums, others = _compat.barrier((before, sums, others))
-        env |= others
+        # As lists: JAX sorts the keys of dictionaries, and names of sums by several replicas have no order.
+        _, behind, others_behind = _compat.barrier((before, list(sums.values()), list(others.values())))
+        sums = dict(zip(sums, behind, strict=True))
+        env |= zip(others, others_behind, strict=True)
         means = {t: _mean_of(context, s, values | sums, taken[t]) for t in fresh}
         env |= {t: g.astype(context.taken_dtype[taken[t]]) for t, g in means.items()}
         squares |= {taken[t]: squared_norm([env[t]], dtype) for t in fresh}

@@ -30,6 +30,9 @@ _FUSED_ON_GPU = _FUSED | {"gather"}
 #: many times its own; else it is written.
 _MOST_READ_AGAIN = 4
 
+#: The dimensions of a matrix.
+_MATRIX = 2
+
 #: The dimensions of a batch of images: rows, height, width, channels.
 _IMAGES = 4
 
@@ -55,14 +58,19 @@ def peak_bytes(function: Callable[..., Any], *avals: Any, donated: Any = ()) -> 
     return reserved_bytes(lifetimes(graph, graph.inputs[len(graph.inputs) - len(leaves) :]))
 
 
-def temporary_bytes(graph: Graph) -> int:
+def temporary_bytes(graph: Graph, donated: Sequence[TensorNumber] = ()) -> int:
     """Return the bytes that a program needs while it runs, besides its arguments and its results.
 
     The same model as ``peak_bytes``; what a result is written over, element by element, is in the result's place.
-    Results that nothing else is computed from, sums of gradients say, are written as soon as they can be.
+    Elementwise results, sums of gradients say, are written as soon as they can be.
+
+    Args:
+      donated: arguments whose place such results take on a CPU, so that what is added to a sum has a place of its own.
+        A GPU adds a product to the sum where it makes it.
     """
     alive = _Lifetimes()
-    pending = [buffer for buffer in alive.run(replace(graph, operators=_results_early(graph))) if buffer is not None]
+    taken = donated if _compat.runs_breadth_first() else ()
+    pending = [buffer for buffer in alive.run(graph, taken, results_early=True) if buffer is not None]
     results: set[int] = set()
     while pending:
         buffer = pending.pop()
@@ -70,19 +78,6 @@ def temporary_bytes(graph: Graph) -> int:
             results.add(id(buffer))
             pending += alive.below.get(id(buffer), [])
     return reserved_bytes([buffer for buffer in alive.buffers if id(buffer) not in results])
-
-
-def _results_early(graph: Graph) -> tuple[Operator, ...]:
-    """The operators in an order in which elementwise results come right behind the last of what they read."""
-    read = {t for op in graph.operators for t in op.inputs}
-    results = set(graph.outputs) - read
-    makers = {t: k for k, op in enumerate(graph.operators) for t in op.outputs}
-    place: list[tuple[int, int]] = []
-    for k, op in enumerate(graph.operators):
-        early = op.name in ELEMENTWISE and results.issuperset(op.outputs)
-        last = max((makers[t] for t in op.inputs if t in makers), default=0) if early else k
-        place.append((last, k))
-    return tuple(graph.operators[k] for _, k in sorted(place))
 
 
 def lifetimes(graph: Graph, donated: Sequence[TensorNumber] = ()) -> list[Buffer]:
@@ -102,11 +97,13 @@ class _Lifetimes:
         self.buffers: list[Buffer] = []
         self.below: dict[int, list[Buffer]] = {}  # by buffer, that in whose place it is written
 
-    def run(self, graph: Graph, donated: Sequence[TensorNumber] = ()) -> list[Buffer | None]:
+    def run(
+        self, graph: Graph, donated: Sequence[TensorNumber] = (), results_early: bool = False
+    ) -> list[Buffer | None]:
         """Add a program; returns the buffers of its results, for the caller to end, and None for arguments."""
         written = _Written(graph, donated)
         outputs = [written.resolve(t) for t in graph.outputs]
-        operators = written.sequence(graph)
+        operators = written.sequence(graph, results_early)
         begins: list[int] = []
         buffers: dict[TensorNumber, Buffer] = {}
         for op in operators:
@@ -187,9 +184,9 @@ class _Written:
     def __init__(self, graph: Graph, donated: Sequence[TensorNumber] = ()):
         fused = _fused()
         self._root: dict[TensorNumber, TensorNumber] = {}
-        turned, within = frozenset[Operator](), dict[Operator, TensorNumber]()
+        turned, within = _turned_products(graph), dict[Operator, TensorNumber]()
         if not _compat.runs_breadth_first():
-            turned, within = _turned_products(graph), _biased_products(graph) | _scattered_into(graph)
+            within = _biased_products(graph) | _scattered_into(graph)
         for op in graph.operators:
             pairs = [(op.outputs[0], op.inputs[0])] if op in turned else _renamed(graph, op)
             if op in within:
@@ -236,22 +233,37 @@ class _Written:
         """Return whether a tensor is written, under this name."""
         return t in self.tensors and self.resolve(t) == t
 
-    def sequence(self, graph: Graph) -> list[Operator]:
-        """The operators whose results are written, in the order in which they run."""
+    def sequence(self, graph: Graph, results_early: bool = False) -> list[Operator]:
+        """The operators whose results are written, in the order in which they run.
+
+        Args:
+          results_early: sums, and elementwise operators of which the program's results are, run as soon as they can.
+        """
         operators = [op for op in graph.operators if any(map(self.writes, op.outputs))]
-        if not _compat.runs_breadth_first():
-            return operators
-        makers = {t: k for k, op in enumerate(operators) for t in op.outputs}
-        sorter = graphlib.TopologicalSorter[int]()
+        if _compat.runs_breadth_first():
+            makers = {t: k for k, op in enumerate(operators) for t in op.outputs}
+            sorter = graphlib.TopologicalSorter[int]()
+            for k, op in enumerate(operators):
+                sorter.add(k, *{makers[u] for t in op.outputs for u in self.sources.get(t, ()) if u in makers} - {k})
+            sorter.prepare()
+            queue, order = deque(sorter.get_ready()), []
+            while queue:
+                order.append(operators[k := queue.popleft()])
+                sorter.done(k)
+                queue.extend(sorter.get_ready())
+            operators = order
+        return self._results_early(graph, operators) if results_early else operators
+
+    def _results_early(self, graph: Graph, operators: Sequence[Operator]) -> list[Operator]:
+        results = set(map(self.resolve, graph.outputs))
+        place: dict[TensorNumber, int] = {}
+        places: list[tuple[int, int]] = []
         for k, op in enumerate(operators):
-            sorter.add(k, *{makers[u] for t in op.outputs for u in self.sources.get(t, ()) if u in makers} - {k})
-        sorter.prepare()
-        queue, order = deque(sorter.get_ready()), []
-        while queue:
-            order.append(k := queue.popleft())
-            sorter.done(k)
-            queue.extend(sorter.get_ready())
-        return [operators[k] for k in order]
+            early = op.name in REDUCTIONS or (op.name in ELEMENTWISE and results.issuperset(op.outputs))
+            at = max((place[u] for t in op.outputs for u in self.sources.get(t, ()) if u in place), default=0)
+            places.append((at if early else k, k))
+            place.update(dict.fromkeys(op.outputs, places[-1][0]))
+        return [operators[k] for _, k in sorted(places)]
 
     def _follow(self, graph: Graph, shared: frozenset[TensorNumber]) -> None:
         """Find what each tensor is computed from; of ``shared`` ones, those from too much are written."""
@@ -302,14 +314,18 @@ def _renamed(graph: Graph, op: Operator) -> list[tuple[TensorNumber, TensorNumbe
 
 
 def _turned_products(graph: Graph) -> frozenset[Operator]:
-    """Return the transposes of matrix products that nothing else reads: a GPU writes these in the other order."""
+    """Return the transposes of matrix products that nothing else reads, which XLA writes in the other order.
+
+    On a CPU only those without batch dimensions.
+    """
     reads = Counter(t for op in graph.operators for t in op.inputs) + Counter(graph.outputs)
     turned, products = set[Operator](), set[TensorNumber]()
     for op in graph.operators:
         if op.name == "transpose" and op.inputs[0] in products and reads[op.inputs[0]] == 1:
             turned.add(op)
         if op.name == "dot_general" or op in turned:
-            products.update(op.outputs)
+            batched = _compat.runs_breadth_first() and len(graph.tensors[op.outputs[0]].shape) > _MATRIX
+            products.update(() if batched else op.outputs)
     return frozenset(turned)
 
 

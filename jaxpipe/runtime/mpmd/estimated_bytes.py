@@ -11,7 +11,6 @@ from jaxpipe.graph.graph import live, read_graph
 from jaxpipe.graph.liveness import temporary_bytes
 from jaxpipe.graph.sharding_propagation import of_one_device, propagate
 from jaxpipe.runtime.mpmd.call_list import CallList, Program
-from jaxpipe.runtime.mpmd.compile_work import TracedWork
 from jaxpipe.runtime.mpmd.device_bytes import Needs, Peak, array_bytes, walk
 from jaxpipe.runtime.mpmd.instructions import Call, Place
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
@@ -37,18 +36,19 @@ def predicted_bytes(calls: CallList, devices: StageDevices) -> dict[Device, Peak
 
 def _estimate(program: Program, specs: Sequence[P], shape: Mapping[str, int]) -> Needs:
     parts = [count_parts(spec, shape) for spec in specs]
-    return Needs(program.traced.work.label, working_bytes(program.traced, specs, shape), reused_bytes(program, parts))
+    return Needs(program.traced.work.label, working_bytes(program, specs, shape), reused_bytes(program, parts))
 
 
-def working_bytes(traced: TracedWork, specs: Sequence[P], shape: Mapping[str, int]) -> int:
-    """Return the estimated bytes of some work's temporaries on each device: what it needs besides operands and results.
+def working_bytes(program: Program, specs: Sequence[P], shape: Mapping[str, int]) -> int:
+    """Return the estimated bytes of a program's temporaries on each device: what it needs besides operands and results.
 
     Args:
       specs: by operand that it reads, how it is split.
       shape: the mesh axes of its devices, and their sizes.
     """
+    traced = program.traced
     several = any(size > 1 for size in shape.values())
-    key = "bytes", tuple(specs) if several else ()
+    key = "bytes", tuple(specs) if several else (), program.donated
     if key not in traced.estimate:
         graph = read_graph(traced.program.closed, inline_shards=True)
         outputs = tuple(graph.outputs[k] for k in traced.writes)
@@ -56,7 +56,8 @@ def working_bytes(traced: TracedWork, specs: Sequence[P], shape: Mapping[str, in
         if several:
             given = dict(zip((graph.inputs[k] for k in traced.reads), specs, strict=True))
             graph = of_one_device(graph, propagate(graph, given, shape).specs, shape)
-        traced.estimate[key] = temporary_bytes(graph)
+        donated = [graph.inputs[traced.reads[k]] for k in sorted(program.donated)]
+        traced.estimate[key] = temporary_bytes(graph, donated)
     return traced.estimate[key]
 
 

@@ -412,6 +412,11 @@ def is_in_cluster() -> bool:
     return any(kind.is_env_present() for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method)
 
 
+def process_number() -> int:
+    """Return this process's number, without looking at devices."""
+    return global_state.process_id
+
+
 def num_processes() -> int:
     """Return the number of processes that ``jax.distributed`` has connected, without looking at devices."""
     return global_state.num_processes or 1

@@ -15,8 +15,11 @@ import math
 import os
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -38,7 +41,10 @@ _T = TypeVar("_T")
 ADDRESS, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
 #: Seconds that a process waits for all others to join. JAX's own are 300.
-JOINING = 60
+JOINING = 45.0
+
+#: Seconds until JAX would abort a process that waits for others to join.
+_FOREVER = 7 * 24 * 3600
 
 #: Seconds without a sign of life after which a process counts as dead. JAX's own are 100.
 HEARTBEAT = 30
@@ -47,10 +53,22 @@ HEARTBEAT = 30
 #: be reading data.
 WAITING = 300.0
 
+#: The longest text of an error of another process in a message.
+_LONGEST = 200
+
+#: The rule, and what to do about a process that is late, for messages.
+ALIKE = (
+    "All processes call the functions of jaxpipe alike, in the same order, and take the same number of steps with "
+    "batches of the same shapes."
+)
+LONGER = (
+    "If one needs longer, because it reads data for example, pass initialize_distributed(waiting_timeout_seconds=...)."
+)
+
 #: Seconds that others have to read why the first process ends.
 END = 1.0
 
-_waiting_seconds = WAITING
+_has_joined, _waiting_seconds = False, WAITING
 
 #: How many calls all processes have made so far.
 _calls = 0
@@ -61,7 +79,7 @@ def initialize_distributed(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    initialization_timeout: int = JOINING,
+    initialization_timeout: float = JOINING,
     heartbeat_timeout_seconds: int = HEARTBEAT,
     waiting_timeout_seconds: float = WAITING,
     **options: Any,
@@ -109,23 +127,39 @@ def initialize_distributed(
     if address is None and not _compat.is_in_cluster():
         return 1
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    options |= {
-        "initialization_timeout": initialization_timeout,
-        "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
-    }
-    try:
-        jax.distributed.initialize(address, count, process, **options)
-    except jax.errors.JaxRuntimeError as error:
-        raise PartitionError(
-            f"Process {process} of {count}: not all processes have joined at {address} within {initialization_timeout} "
-            f"s. Look at what the others have printed, and start all again; if one of them needs longer to begin, pass "
-            f"initialize_distributed(initialization_timeout=...). JAX says: {error}"
-        ) from error
-    global _waiting_seconds
-    _waiting_seconds = waiting_timeout_seconds
     sys.excepthook = _end
+    options["heartbeat_timeout_seconds"] = heartbeat_timeout_seconds
+    join = functools.partial(jax.distributed.initialize, address, count, process, **options)
+    # JAX's own limit would abort the process.
+    if not _is_done(functools.partial(join, initialization_timeout=_FOREVER), initialization_timeout):
+        who = "This process" if process is None or count is None else f"Process {process} of {count}"
+        raise PartitionError(
+            f"{who} has waited {initialization_timeout:g} s, and not all others have joined at "
+            f"{address or 'the address that the cluster gives'}. See what they have printed, check that they get the "
+            "same address and number of processes, and start all again. If one needs longer to begin, pass "
+            "initialize_distributed(initialization_timeout=...)."
+        )
+    global _has_joined, _waiting_seconds
+    _has_joined, _waiting_seconds = True, waiting_timeout_seconds
     atexit.register(_say_end, "the end of its program")
     return _compat.num_processes()
+
+
+def _is_done(function: Callable[[], object], seconds: float) -> bool:
+    """Call a function that cannot be stopped; returns False if it has not returned within some seconds."""
+    future: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    if not futures.wait([future], seconds).done:
+        return False
+    future.result()
+    return True
 
 
 def _number(name: str) -> int | None:
@@ -136,10 +170,11 @@ def _number(name: str) -> int | None:
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Say what went wrong, here and to processes that wait, and end without JAX's farewell to the others."""
     sys.__excepthook__(kind, error, trace)
-    _say_end(f"its end, with {kind.__name__}: {error}")
-    if is_first() and jax.process_count() > 1:
+    _say_end(f"its end, with {kind.__name__}: {str(error)[:_LONGEST]}")
+    number, count = _compat.process_number(), _compat.num_processes()
+    if number == 0 and count > 1:
         time.sleep(END)  # what the others read is in this process
-    print(f"Process {jax.process_index()} of {jax.process_count()} ends.", file=sys.stderr)
+    print(f"Process {number} of {count} ends.", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
@@ -147,8 +182,10 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 def _say_end(text: str) -> None:
     """Tell processes that come to a call that this one does not come there any more."""
+    if not _has_joined:
+        return
     with contextlib.suppress(Exception):
-        _compat.share(_key(f"{_calls} call", jax.process_index()), text.encode())
+        _compat.share(_key(f"{_calls} call", _compat.process_number()), text.encode())
 
 
 def is_first() -> bool:
@@ -282,19 +319,14 @@ def _name_of(function: Callable[..., object]) -> str:
 
 
 def _check_call(call: str, k: int, other: bytes | None) -> None:
-    me, count = jax.process_index(), jax.process_count()
+    who = f"Process {jax.process_index()} of {jax.process_count()}"
     if other is None:
         raise PartitionError(
-            f"Process {me} of {count} has waited {_waiting_seconds:g} s at {call} for process {k}, which is alive and "
-            "has not come there. All processes call the functions of jaxpipe alike, in the same order, and take the "
-            "same number of steps with batches of the same shapes. If one needs longer, because it reads data for "
-            "example, pass initialize_distributed(waiting_timeout_seconds=...)."
+            f"{who} has waited {_waiting_seconds:g} s at {call} for process {k}, which is alive and has not come there."
+            f" {ALIKE} {LONGER}"
         )
     if other.decode() != call:
-        raise PartitionError(
-            f"Process {me} of {count} is at {call}, and process {k} is at {other.decode()}. All processes call the "
-            "functions of jaxpipe alike, in the same order, with batches of the same shapes."
-        )
+        raise PartitionError(f"{who} is at {call}, and process {k} is at {other.decode()}. {ALIKE}")
 
 
 def _key(name: str, process: int) -> str:

@@ -1,7 +1,7 @@
 """What processes compare before they measure or trace anything together: requests, the programs that these lead to."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 import jax
@@ -22,7 +22,7 @@ from jaxpipe.text.stable_text import stable_text, writer
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 
 
-def request_parts(request: Request, batches: PyTree, functions: Mapping[str, object]) -> dict[str, str]:
+def request_parts(request: Request, batches: Sequence[PyTree], functions: Mapping[str, object]) -> dict[str, str]:
     """Return the arguments of ``partition``, and what they are traced with, by name.
 
     Args:
@@ -37,9 +37,9 @@ def request_parts(request: Request, batches: PyTree, functions: Mapping[str, obj
         "version of jax": jax.__version__,
         "version of jaxpipe": __version__,
         **{name: str(getattr(config, name, None)) for name in _SETTINGS},
-        "mesh=, axes": stable_text({**mesh.shape, **request.submesh.shape}),
+        "mesh=, axes": stable_text([*mesh.shape.items(), *request.submesh.shape.items()]),
         "mesh=, order of devices (number, process)": stable_text([devices, groups]),
-        **shape_parts(batches),
+        **shape_parts(batches[0] if len(batches) == 1 else batches),
         "memory=": str(request.budget),
         "num_microbatches=": str(request.num_microbatches),
         "schedule=": names[0] if len(names) == 1 else "auto",
@@ -75,13 +75,13 @@ def program_parts(
         "num_microbatches": str(batching.num_microbatches),
         "the program of model and loss=": Part(
             program_text(objective.graph, values=True),
-            digests_by(objective.graph, lambda op: op.path or "outside of all modules"),
+            digests_by(objective.graph, lambda op: op.path or "operators outside of all modules"),
         ),
         "the metrics of loss=": stable_text((objective.tree, objective.weighted, objective.summed)),
         "the program of optimizer=": Part(
             program_text(update.graph, values=True) + stable_text(initial),
             {
-                **digests_by(update.graph, lambda op: transformation_of(op) or "its own operators"),
+                **digests_by(update.graph, lambda op: transformation_of(op) or "operators of its own"),
                 "the first state": stable_text(initial),
             },
         ),

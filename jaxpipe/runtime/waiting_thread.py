@@ -109,9 +109,9 @@ def ended(future: Future[Any]) -> Any:
         elsewhere = multihost.elsewhere(awaited.processes)
         apart_since = None if not elsewhere else now if apart_since is None else apart_since
         if apart_since is not None and now - apart_since >= APART:
-            raise _failure(awaited, f", and {elsewhere}")
+            raise _failure(awaited, f", and {elsewhere}. {multihost.ALIKE}")
         if now - since >= multihost.waiting_seconds():
-            raise _failure(awaited, f" for {now - since:.0f} s")
+            raise _failure(awaited, f" for {now - since:.0f} s. {multihost.ALIKE} {multihost.LONGER}")
     return future.result()
 
 
@@ -123,12 +123,8 @@ def run_together(action: Callable[..., Any], awaited: Awaited, *operands: Any) -
 
 
 def _failure(awaited: Awaited, how: str) -> PartitionError:
-    error = PartitionError(
-        f"Process {jax.process_index()} of {jax.process_count()} waits {awaited}{how}. All processes call the "
-        "functions of jaxpipe alike, in the same order, and take the same number of steps with batches of the same "
-        "shapes. If one needs longer, because it reads data for example, pass "
-        "initialize_distributed(waiting_timeout_seconds=...). Start all again, from the last checkpoint."
-    )
+    who = f"Process {jax.process_index()} of {jax.process_count()}"
+    error = PartitionError(f"{who} waits {awaited}{how} Start all again, from the last checkpoint.")
     _failures.append(error)
     return error
 

@@ -112,7 +112,9 @@ def compile_list(calls: CallList, devices: StageDevices, call: str) -> Dispatch:
 def _parts(calls: CallList) -> dict[str, Part | str]:
     """Return what processes that follow a list together must have alike."""
     write = writer()
-    programs = {f"{k}, {x.traced.work.label}": write(x.traced.program.closed) for k, x in enumerate(calls.programs)}
+    programs = {
+        f"{x.traced.work.label} (number {k})": write(x.traced.program.closed) for k, x in enumerate(calls.programs)
+    }
     return {"the list of calls": repr((calls.instructions, calls.avals)), "programs": Part(str(programs), programs)}
 
 

@@ -31,7 +31,6 @@ from jax.sharding import NamedSharding
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, ArrayLike, Device, Shaped
 from jaxpipe.errors import PartitionError
-from jaxpipe.target import platform_of
 
 
 _T = TypeVar("_T")
@@ -52,6 +51,9 @@ HEARTBEAT = 30
 #: Seconds that a process waits for another one that is alive: at a call that all make, and for a message. Another may
 #: be reading data.
 WAITING = 300.0
+
+#: Seconds in which what another process has stored is found, if it has stored anything.
+LOOK = 0.5
 
 #: The longest text of an error of another process in a message.
 _LONGEST = 200
@@ -234,7 +236,7 @@ def elsewhere(processes: Collection[int]) -> str:
     """Return which of some processes are at a call that this one has not come to, as a text; empty if none is."""
     texts = []
     for k in sorted(processes):
-        call = _fetched(f"{_calls} call", k, 0)
+        call = _fetched(f"{_calls} call", k, LOOK)
         texts += [] if call is None else [f"process {k} is at {call.decode()}"]
     return ", ".join(texts)
 
@@ -294,16 +296,6 @@ def place(value: ArrayLike, sharding: NamedSharding) -> Array:
     parts = sharding.addressable_devices_indices_map(np.shape(value)).items()
     local = [jax.device_put(value if sharding.is_fully_replicated else value[index], d) for d, index in parts]
     return jax.make_array_from_single_device_arrays(np.shape(value), sharding, local)
-
-
-def block_if_cpu(results: _T) -> _T:
-    """Return the results of a program that all processes run; on CPUs, wait for them first.
-
-    XLA:CPU runs programs that wait for Gloo on a few threads: several in flight may wait for each other forever.
-    """
-    if jax.process_count() > 1 and platform_of(jax.tree.leaves(results)) == "cpu":
-        jax.block_until_ready(results)
-    return results
 
 
 def mine(devices: Sequence[Device]) -> list[Device]:

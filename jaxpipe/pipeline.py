@@ -244,7 +244,7 @@ class Pipeline:
         step = plain_run.steps_taken(optimizer_state, variables)
         agree("Pipeline.init", lambda: state_parts(key, shapes, model, slots, step))
         sources = initial_sources(model, self._optimizer, key, update, slots, batch)
-        return multihost.block_if_cpu(place_state(self._runtime, sources, key, step))
+        return place_state(self._runtime, sources, key, step)
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         """One training step; donates ``state``.

@@ -2,9 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 
+import flax
 import jax
+import jaxlib
+import numpy as np
+import optax
 
 from jaxpipe._version import __version__
 from jaxpipe.agreement import Part
@@ -33,8 +36,7 @@ def request_parts(request: Request, batches: Sequence[PyTree], functions: Mappin
     devices = [(d.id, d.process_index) for d in mesh.devices.flat]
     groups = [[d.id for d in group] for group in request.submesh.groups.values()]
     return {
-        **{f"version of {name}": version(name) for name in ("jaxlib", "flax", "optax", "numpy")},
-        "version of jax": jax.__version__,
+        **{f"version of {x.__name__}": x.__version__ for x in (jax, jaxlib, flax, optax, np)},
         "version of jaxpipe": __version__,
         **{name: str(getattr(config, name, None)) for name in _SETTINGS},
         "mesh=, axes": stable_text([*mesh.shape.items(), *request.submesh.shape.items()]),

@@ -78,11 +78,6 @@ def test_processes_that_differ_all_raise_an_error_that_names_the_difference(tmp_
         ("end", "with process 1, and process 1 is at the end of its program.", ""),
         ("parameters", "with process 1, and process 1 is at Pipeline.parameters.", "is at Pipeline.parameters, and"),
         ("evaluate", "with process 1, and process 1 is at Pipeline.evaluate.", "is at Pipeline.evaluate, and"),
-        (
-            "shapes",
-            "with process 1, and process 1 is at a first batch of shapes [8, 8], [8].",
-            "is at a first",
-        ),
         ("sleep", "waits in Pipeline.step for messages of stages 1 and 2 with process 1 for 15 s.", ""),
     ],
 )

@@ -132,7 +132,7 @@ def test_processes_agree_on_plans_and_on_errors(tmp_path):
         assert answers["first fails"].startswith("CheckpointError: a file is missing")
         assert answers["last fails"] == "CheckpointError: a file is missing Process 1 of 2 has raised this."
         assert answers["other program"].startswith(
-            "PartitionError: The program of process 1 differs from that of process 0"
+            "PartitionError: jaxpipe.partition: the 2 processes of this run differ in\n  the program of model and loss="
         )
         assert re.match(r"PartitionError: The mesh has no device of process [01], of 2", answers["half a mesh"])
         assert answers["rows"].startswith(
@@ -204,7 +204,12 @@ def test_batches_of_unequal_sizes_are_refused_and_nobody_waits_forever():
         texts = [process.communicate(timeout=END)[0] for process in processes]
     assert time.monotonic() - began < END
     assert all(process.returncode for process in processes)
-    assert "BatchError: This process has a batch of shapes" in texts[1] and "give each of them" in texts[1]
+    at = "at a first batch of shapes [8, 8], [8]"
+    assert (
+        f"PartitionError: Process 0 of 2 waits in Pipeline.step for messages of stages 1 and 2 with process 1, and process 1 is {at}."
+        in texts[0]
+    )
+    assert f"PartitionError: Process 1 of 2 is {at}, and process 0 is at its end, with PartitionError:" in texts[1]
     assert not any("loss" in text.splitlines()[-1] for text in texts)
 
 

@@ -205,10 +205,7 @@ def test_batches_of_unequal_sizes_are_refused_and_nobody_waits_forever():
     assert time.monotonic() - began < END
     assert all(process.returncode for process in processes)
     at = "at a first batch of shapes [8, 8], [8]"
-    assert (
-        f"PartitionError: Process 0 of 2 waits in Pipeline.step for messages of stages 1 and 2 with process 1, and process 1 is {at}."
-        in texts[0]
-    )
+    assert f"for messages of stages 1 and 2 with process 1, and process 1 is {at}." in texts[0]
     assert f"PartitionError: Process 1 of 2 is {at}, and process 0 is at its end, with PartitionError:" in texts[1]
     assert not any("loss" in text.splitlines()[-1] for text in texts)
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.support import unlike_run
-from tests.support.processes import launch, started
+from tests.support.processes import launch, read_until, started
 
 
 RUN = unlike_run.__file__
@@ -118,6 +118,7 @@ def test_a_process_killed_at_any_moment_ends_the_other(number):
         if victim.poll() is not None or other.poll() is not None:
             pytest.skip("the run has ended")
         victim.send_signal(signal.SIGKILL)
+        read_until(other, "begins")  # else it would take as long as imports do on a busy machine
         killed = time.monotonic()
         text, _ = other.communicate(timeout=2 * SOON)
     assert time.monotonic() - killed < SOON

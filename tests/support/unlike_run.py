@@ -257,6 +257,7 @@ def join(seconds: int) -> None:
 def main() -> None:
     """Run a task in this process of several."""
     task, *arguments = sys.argv[1:]
+    print("begins", flush=True)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     options = {"initialization_timeout": int(arguments[0])} if task == "join" else {}

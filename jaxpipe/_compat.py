@@ -5,6 +5,7 @@ reach below the public API.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -411,21 +412,42 @@ def is_in_cluster() -> bool:
     return any(kind.is_env_present() for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method)
 
 
+def process_number() -> int:
+    """Return this process's number, without looking at devices."""
+    return global_state.process_id
+
+
 def num_processes() -> int:
     """Return the number of processes that ``jax.distributed`` has connected, without looking at devices."""
     return global_state.num_processes or 1
 
 
-def wait_at_barrier(name: str, seconds: float) -> bool:
-    """Wait for all processes at a barrier of a new name; returns False if one has not come within some seconds."""
-    client: Any = global_state.client
-    try:
-        client.wait_at_barrier(name, round(1000 * seconds))
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise
-        return False
-    return True
+def share(key: str, value: bytes) -> None:
+    """Let all processes that ``jax.distributed`` has connected know a value under a new key."""
+    _client().key_value_set_bytes(key, value)
+
+
+def shared(key: str, seconds: float) -> bytes | None:
+    """Return the value of a key, once a process has shared it; None if none has within some seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        try:  # in short pieces, between which Ctrl-C is seen
+            return _client().blocking_key_value_get_bytes(key, round(1000 * min(max(left, 0.001), 2.0)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+        if left <= 0:
+            return None
+
+
+def delete_shared(key: str) -> None:
+    """Forget the value of a key."""
+    _client().key_value_delete(key)
+
+
+def _client() -> Any:
+    return global_state.client
 
 
 def register_nnx_class(cls: type[nnx.Module], like: type[nnx.Module]) -> None:

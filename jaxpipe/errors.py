@@ -24,7 +24,10 @@ class ScheduleError(JaxpipeError, ValueError):
 
 
 class PartitionError(JaxpipeError, ValueError):
-    """A plan that cannot be made or read: of its model, network, profile, gradient exchange or file."""
+    """A plan that cannot be made or read: of its model, network, profile, gradient exchange or file.
+
+    Also processes that do not make or follow it alike, or that do not come where others wait for them.
+    """
 
 
 class BatchError(JaxpipeError, ValueError):

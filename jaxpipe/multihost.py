@@ -1,17 +1,27 @@
 """Several processes: their start, and their agreement on choices, errors, and values that all of them hold.
 
 All processes call every function, in the same order. In one process each does the plain thing.
+
+    process 0: the call's name ──▶ store of jax.distributed ──▶ names of all, compared ──▶ its value ──▶ values of all
+    process 1: the call's name ──▶            "                          "                    "               "
+
+Nothing here is a program on devices: processes that do not do the same are told so, and do not wait for each other.
 """
 
-import hashlib
+import atexit
+import contextlib
+import functools
 import math
 import os
 import pickle
 import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -21,7 +31,6 @@ from jax.sharding import NamedSharding
 from jaxpipe import _compat
 from jaxpipe.array_types import Array, ArrayLike, Device, Shaped
 from jaxpipe.errors import PartitionError
-from jaxpipe.target import platform_of
 
 
 _T = TypeVar("_T")
@@ -30,13 +39,41 @@ _T = TypeVar("_T")
 #: Environment variables by which a run is started by hand, or by ``scripts/launch_local``. JAX reads the first itself.
 ADDRESS, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
+#: Seconds that a process waits for all others to join. JAX's own are 300.
+JOINING = 45.0
+
+#: Seconds until JAX would abort a process that waits for others to join.
+_FOREVER = 7 * 24 * 3600
+
 #: Seconds without a sign of life after which a process counts as dead. JAX's own are 100.
 HEARTBEAT = 30
 
-#: Seconds that a process waits for the others at a meeting: another may be reading data or writing a checkpoint.
-MEETING_SECONDS = 300.0
+#: Seconds that a process waits for another one that is alive: at a call that all make, and for a message. Another may
+#: be reading data.
+WAITING = 300.0
 
-_meetings: Counter[str] = Counter()
+#: Seconds in which what another process has stored is found, if it has stored anything.
+LOOK = 0.5
+
+#: The longest text of an error of another process in a message.
+_LONGEST = 200
+
+#: The rule, and what to do about a process that is late, for messages.
+ALIKE = (
+    "All processes call the functions of jaxpipe alike, in the same order, and take the same number of steps with "
+    "batches of the same shapes."
+)
+LONGER = (
+    "If one needs longer, because it reads data for example, pass initialize_distributed(waiting_timeout_seconds=...)."
+)
+
+#: Seconds that others have to read why the first process ends.
+END = 1.0
+
+_has_joined, _waiting_seconds = False, WAITING
+
+#: How many calls all processes have made so far.
+_calls = 0
 
 
 def initialize_distributed(
@@ -44,7 +81,9 @@ def initialize_distributed(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
+    initialization_timeout: float = JOINING,
     heartbeat_timeout_seconds: int = HEARTBEAT,
+    waiting_timeout_seconds: float = WAITING,
     **options: Any,
 ) -> int:
     """``jax.distributed.initialize`` for scripts that also run alone, and that end together.
@@ -54,8 +93,11 @@ def initialize_distributed(
     nothing of that, the process is alone, and this does nothing. Beyond what JAX does:
 
     * CPU devices of different processes are connected by Gloo.
+    * A process that does not join makes the others raise ``PartitionError``.
     * A process that dies or hangs ends all others: those are told after ``heartbeat_timeout_seconds`` at the latest,
       whatever they wait for, and abort (exit code 134) with a message that says so.
+    * One that is alive and does not come makes those that wait for it raise ``PartitionError``: it names the process
+      and the call. A process may be late by ``waiting_timeout_seconds``, because it reads data for example.
     * One that ends with an error that nobody catches does not wait for the others, which wait for it.
 
     JAX takes SIGTERM for a request to save and end; without a ``Checkpointer``, nothing happens on it.
@@ -64,11 +106,18 @@ def initialize_distributed(
       coordinator_address: host and port of process 0.
       num_processes: how many there are.
       process_id: this one's number.
+      initialization_timeout: seconds in which all must join.
       heartbeat_timeout_seconds: how long a process may give no sign of life.
+      waiting_timeout_seconds: how long another process is waited for at a call of jaxpipe that all make, and, on CPUs,
+        for its messages in a step. What one process does for all (profiling, solving, writing a checkpoint) may take
+        longer.
       options: others of ``jax.distributed.initialize``.
 
     Returns:
       How many processes there are; ``jax.process_count`` would ask for devices.
+
+    Raises:
+      PartitionError: if not all processes have joined in time.
 
     Example:
       >>> initialize_distributed()
@@ -80,9 +129,39 @@ def initialize_distributed(
     if address is None and not _compat.is_in_cluster():
         return 1
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, count, process, heartbeat_timeout_seconds=heartbeat_timeout_seconds, **options)
     sys.excepthook = _end
+    options["heartbeat_timeout_seconds"] = heartbeat_timeout_seconds
+    join = functools.partial(jax.distributed.initialize, address, count, process, **options)
+    # JAX's own limit would abort the process.
+    if not _is_done(functools.partial(join, initialization_timeout=_FOREVER), initialization_timeout):
+        who = "This process" if process is None or count is None else f"Process {process} of {count}"
+        raise PartitionError(
+            f"{who} has waited {initialization_timeout:g} s, and not all others have joined at "
+            f"{address or 'the address that the cluster gives'}. See what they have printed, check that they get the "
+            "same address and number of processes, and start all again. If one needs longer to begin, pass "
+            "initialize_distributed(initialization_timeout=...)."
+        )
+    global _has_joined, _waiting_seconds
+    _has_joined, _waiting_seconds = True, waiting_timeout_seconds
+    atexit.register(_say_end, "the end of its program")
     return _compat.num_processes()
+
+
+def _is_done(function: Callable[[], object], seconds: float) -> bool:
+    """Call a function that cannot be stopped; returns False if it has not returned within some seconds."""
+    future: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    if not futures.wait([future], seconds).done:
+        return False
+    future.result()
+    return True
 
 
 def _number(name: str) -> int | None:
@@ -91,17 +170,81 @@ def _number(name: str) -> int | None:
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Say what went wrong, and end without JAX's farewell to the other processes."""
+    """Say what went wrong, here and to processes that wait, and end without JAX's farewell to the others."""
     sys.__excepthook__(kind, error, trace)
-    print(f"Process {jax.process_index()} of {jax.process_count()} ends.", file=sys.stderr)
+    _say_end(f"its end, with {kind.__name__}: {str(error)[:_LONGEST]}")
+    number, count = _compat.process_number(), _compat.num_processes()
+    if number == 0 and count > 1:
+        time.sleep(END)  # what the others read is in this process
+    print(f"Process {number} of {count} ends.", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
 
 
+def _say_end(text: str) -> None:
+    """Tell processes that come to a call that this one does not come there any more."""
+    if not _has_joined:
+        return
+    with contextlib.suppress(Exception):
+        _compat.share(_key(f"{_calls} call", _compat.process_number()), text.encode())
+
+
 def is_first() -> bool:
     """Return whether this is the process that writes files."""
     return jax.process_index() == 0
+
+
+def waiting_seconds() -> float:
+    """Return how long a process waits for another one that is alive."""
+    return _waiting_seconds
+
+
+def exchanged(call: str, make: Callable[[], _T]) -> list[_T]:
+    """Return what ``make()`` gives in all processes, by process; if it fails in one of them, all raise its error.
+
+    Each process first says at which call it is, and waits for the others to be there, too; ``make`` may then take as
+    long as it does.
+    """
+    global _calls
+    me, count, number = jax.process_index(), jax.process_count(), _calls
+    _calls += 1
+    others = [k for k in range(count) if k != me]
+    try:
+        _store(f"{number} call", call.encode())
+        for k in others:
+            _check_call(call, k, _fetched(f"{number} call", k, _waiting_seconds))
+        value = make()
+    except BaseException as error:
+        error.add_note(f"Process {me} of {count} has raised this.")
+        _store(f"{number} value", _pickled(error))
+        raise
+    _store(f"{number} value", pickle.dumps((True, value)))
+    values: list[_T] = []
+    for k in range(count):
+        fine, other = (True, value) if k == me else pickle.loads(_fetched(f"{number} value", k) or b"")
+        if not fine:
+            raise other  # pyright: ignore[reportGeneralTypeIssues]
+        values.append(other)
+    # Who has made a value has read all names, and nobody reads values of the call before any more.
+    for name in (f"{number} call", f"{number - 1} value"):
+        _compat.delete_shared(_key(name, me))
+    return values
+
+
+def elsewhere(processes: Collection[int]) -> str:
+    """Return which of some processes are at a call that this one has not come to, as a text; empty if none is."""
+    texts = []
+    for k in sorted(processes):
+        call = _fetched(f"{_calls} call", k, LOOK)
+        texts += [] if call is None else [f"process {k} is at {call.decode()}"]
+    return ", ".join(texts)
+
+
+def meet(call: str) -> None:
+    """Wait until all processes are at a call; raises ``PartitionError`` in all if one is at another one."""
+    if jax.process_count() > 1:
+        exchanged(call, lambda: None)
 
 
 def from_first(function: Callable[[], _T]) -> _T:
@@ -115,20 +258,7 @@ def from_first(function: Callable[[], _T]) -> _T:
     """
     if jax.process_count() == 1:
         return function()
-    error, mine = None, b""
-    if is_first():
-        try:
-            mine = pickle.dumps((True, function()))
-        except Exception as raised:
-            error, mine = raised, pickle.dumps((False, _pickled(raised)))
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(mine))))
-    sent = multihost_utils.broadcast_one_to_all(np.frombuffer(mine.ljust(size, b"\0"), np.uint8))
-    if error is not None:
-        raise error
-    fine, value = pickle.loads(np.asarray(sent, np.uint8).tobytes())
-    if not fine:
-        raise pickle.loads(value)
-    return value
+    return exchanged(_name_of(function), function if is_first() else lambda: None)[0]  # pyright: ignore
 
 
 def on_all(function: Callable[[], _T]) -> _T:
@@ -138,24 +268,14 @@ def on_all(function: Callable[[], _T]) -> _T:
     """
     if jax.process_count() == 1:
         return function()
-    value, error = None, b""
-    try:
-        value = function()
-    except Exception as raised:
-        raised.add_note(f"Process {jax.process_index()} of {jax.process_count()} has raised this.")
-        error = _pickled(raised)
-    errors = _gather_bytes(error)
-    first = next(filter(None, errors), None)
-    if first is not None:
-        raise pickle.loads(first)
-    return value  # pyright: ignore[reportReturnType]
+    value: list[_T] = []
+    exchanged(_name_of(function), lambda: value.append(function()))
+    return value[0]
 
 
 def gathered(value: _T) -> list[_T]:
     """Return the values of all processes, in their order."""
-    if jax.process_count() == 1:
-        return [value]
-    return [pickle.loads(text) for text in _gather_bytes(pickle.dumps(value))]
+    return [value] if jax.process_count() == 1 else exchanged("compiling", lambda: value)
 
 
 def from_owner(device: Device, arrays: Sequence[ArrayLike], avals: Sequence[Shaped]) -> list[np.ndarray]:
@@ -169,33 +289,6 @@ def from_owner(device: Device, arrays: Sequence[ArrayLike], avals: Sequence[Shap
     return [part.copy().view(a.dtype).reshape(a.shape) for part, a in zip(parts, avals, strict=True)]
 
 
-def agree(what: str, text: str) -> None:
-    """Raise ``PartitionError`` in all processes unless all have the same text."""
-    if jax.process_count() == 1:
-        return
-    mine = hashlib.sha256(text.encode()).digest()
-    digests = _gather_bytes(mine)
-    others = [k for k, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        raise PartitionError(
-            f"{what} of process{'es' if len(others) > 1 else ''} {', '.join(map(str, others))} differs from that of "
-            f"process 0, of {len(digests)}. All run the same script: call partition with the same model, loss, "
-            "optimizer, mesh and shapes (those of the whole batch) in each of them, with the same versions installed."
-        )
-
-
-def meet(what: str) -> bool:
-    """Wait until all processes are about to do the same; returns False if one does not come in ``MEETING_SECONDS``.
-
-    Unlike ``agree`` it can be called where others may not call it, and several times for the same ``what``.
-    """
-    if jax.process_count() == 1:
-        return True
-    _meetings[what] += 1
-    name = hashlib.sha256(what.encode()).hexdigest()
-    return _compat.wait_at_barrier(f"jaxpipe {name} {_meetings[what]}", MEETING_SECONDS)
-
-
 def place(value: ArrayLike, sharding: NamedSharding) -> Array:
     """Return an array, which every process has whole, on the devices of a mesh."""
     if sharding.is_fully_addressable:
@@ -205,34 +298,60 @@ def place(value: ArrayLike, sharding: NamedSharding) -> Array:
     return jax.make_array_from_single_device_arrays(np.shape(value), sharding, local)
 
 
-def block_if_cpu(results: _T) -> _T:
-    """Return the results of a program that all processes run; on CPUs, wait for them first.
-
-    XLA:CPU runs programs that wait for Gloo on a few threads: several in flight may wait for each other forever.
-    """
-    if jax.process_count() > 1 and platform_of(jax.tree.leaves(results)) == "cpu":
-        jax.block_until_ready(results)
-    return results
-
-
 def mine(devices: Sequence[Device]) -> list[Device]:
     """Return those of some devices that are this process's own."""
     return [device for device in devices if device.process_index == jax.process_index()]
 
 
-def _pickled(error: Exception) -> bytes:
-    """An error as bytes; one that cannot be taken along is told by its text."""
+def _name_of(function: Callable[..., object]) -> str:
+    """Return the name of the function that a function is made in."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", str(function)).split(".<locals>")[0]
+
+
+def _check_call(call: str, k: int, other: bytes | None) -> None:
+    who = f"Process {jax.process_index()} of {jax.process_count()}"
+    if other is None:
+        raise PartitionError(
+            f"{who} has waited {_waiting_seconds:g} s at {call} for process {k}, which is alive and has not come there."
+            f" {ALIKE} {LONGER}"
+        )
+    if other.decode() != call:
+        raise PartitionError(f"{who} is at {call}, and process {k} is at {other.decode()}. {ALIKE}")
+
+
+def _key(name: str, process: int) -> str:
+    return f"jaxpipe/{name}/{process}"
+
+
+def _store(name: str, value: bytes) -> None:
     try:
-        pickled = pickle.dumps(error)
+        _compat.share(_key(name, jax.process_index()), value)
+    except jax.errors.JaxRuntimeError as error:
+        _raise_lost(error)
+
+
+def _fetched(name: str, process: int, seconds: float = math.inf) -> bytes | None:
+    """Return what a process has stored; None if it has not done so within some seconds."""
+    try:
+        return _compat.shared(_key(name, process), seconds)
+    except jax.errors.JaxRuntimeError as error:
+        _raise_lost(error)
+
+
+def _raise_lost(error: Exception) -> NoReturn:
+    raise PartitionError(
+        f"Process {jax.process_index()} of {jax.process_count()} cannot reach process 0, through which all agree. Most "
+        "likely it has died: see what it printed. Start all again, from the last checkpoint."
+    ) from error
+
+
+def _pickled(error: BaseException) -> bytes:
+    """An error as bytes; one that cannot be taken along is told by its text, and so is one that ends a process."""
+    with contextlib.suppress(Exception):
+        pickled = pickle.dumps((False, error))
         pickle.loads(pickled)
-        return pickled
-    except Exception:
-        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-
-
-def _gather_bytes(text: bytes) -> list[bytes]:
-    """Return what each process has given, by process."""
-    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(text)))).reshape(-1).tolist()
-    padded = np.frombuffer(text.ljust(max(*sizes, 1), b"\0"), np.uint8)
-    rows = np.asarray(multihost_utils.process_allgather(padded), np.uint8)
-    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+        if isinstance(error, Exception):
+            return pickled
+    return pickle.dumps((False, PartitionError(f"{type(error).__name__}: {error} {' '.join(error.__notes__)}")))

@@ -6,6 +6,8 @@ from typing import Any, Literal
 import optax
 from jax.sharding import Mesh
 
+from jaxpipe.agreement import agreed
+from jaxpipe.array_types import PyTree
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.profile_model import Source
@@ -18,7 +20,8 @@ from jaxpipe.models.bound_model import UserFunction
 from jaxpipe.models.check_arguments import check_function
 from jaxpipe.options import PlanOptions
 from jaxpipe.pipeline import Pipeline
-from jaxpipe.planning.check_request import check_request
+from jaxpipe.planning.check_request import Request, check_request
+from jaxpipe.planning.compare_requests import request_parts
 from jaxpipe.planning.make_plan import make_plan
 from jaxpipe.schedules.schedule_makers import ScheduleMaker
 from jaxpipe.sharding.submesh import joined_mesh
@@ -49,8 +52,9 @@ def partition(
     The model is traced and its operators are profiled; a min-max dynamic program cuts them into as many stages as
     the mesh has. The model itself needs no change: any cut is possible but between two uses of one variable.
 
-    Several processes (``jax.distributed``) call it alike, with a mesh of all their devices; the first one measures and
-    chooses for all.
+    Several processes (``jax.distributed``) call it alike, with a mesh of all their devices. They first compare what
+    they have been given, with the programs and constants that it leads to, and where these differ all raise; then the
+    first one measures and chooses for all.
 
     Args:
       model: a Linen module, an NNX module or class, ``jax.tree_util.Partial(f, params)``, or ``f(variables, *args)``.
@@ -108,7 +112,8 @@ def partition(
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
         Asynchronous schedules, several devices in a stage, ``memory``, the host's memory and batches of several
-        sizes need ``"mpmd"``, which ``"auto"`` is.
+        sizes need ``"mpmd"``, which ``"auto"`` is. In one program, as in any ``shard_map``, a host callback that
+        raises blocks the process until XLA aborts it; with stage programs the step raises.
       options: ``jaxpipe.PlanOptions(...)``: devices per stage, scans over layers, the host's memory, steps that are not
         finite, the solver, shardings within a stage, ZeRO-1, names of mesh axes.
 
@@ -129,27 +134,32 @@ def partition(
       >>> float(metrics["loss"])
       3.0
     """
-    for function, name in ((evaluate, "evaluate"), (predict, "predict")):
-        if function is not None:
-            check_function(function, name)
-    batch, *others = [None if x is None else check_batch.batch_shapes(x) for x in check_batch.listed_batches(batch)]
-    request = check_request(
-        model,
-        mesh,
-        loss=loss,
-        optimizer=optimizer,
-        memory=memory,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        profile=profile,
-        network=network,
-        storage=storage,
-        gradient_exchange=gradient_exchange,
-        runtime=runtime,
-        several_sizes=bool(others),
-        options=options,
-    )
-    planned = None if batch is None or needs_variables(model) else make_plan(request, batch)
     functions = {"evaluate": evaluate, "predict": predict}
+
+    def check() -> tuple[Request, list[PyTree]]:
+        for name, function in functions.items():
+            if function is not None:
+                check_function(function, name)
+        shapes = [None if x is None else check_batch.batch_shapes(x) for x in check_batch.listed_batches(batch)]
+        request = check_request(
+            model,
+            mesh,
+            loss=loss,
+            optimizer=optimizer,
+            memory=memory,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            profile=profile,
+            network=network,
+            storage=storage,
+            gradient_exchange=gradient_exchange,
+            runtime=runtime,
+            several_sizes=len(shapes) > 1,
+            options=options,
+        )
+        return request, shapes
+
+    request, shapes = agreed("jaxpipe.partition", check, lambda checked: request_parts(*checked, functions))
+    planned = None if shapes[0] is None or needs_variables(model) else make_plan(request, shapes[0])
     plan = functools.partial(make_plan, request)
-    return Pipeline(joined_mesh(request.mesh, request.submesh), functions, optimizer, plan, planned, (batch, *others))
+    return Pipeline(joined_mesh(request.mesh, request.submesh), functions, optimizer, plan, planned, shapes)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe import multihost
+from jaxpipe.agreement import agree
 from jaxpipe.array_types import Array, PyTree
 from jaxpipe.checkpoint.checkpoint_layout import put, take
 from jaxpipe.checkpoint.contents import Contents
@@ -28,6 +29,7 @@ from jaxpipe.models.check_arguments import check_outside_jit, outside_jit, rando
 from jaxpipe.models.microbatch_program import MicrobatchProgram, trace_loss, trace_prediction, with_rows
 from jaxpipe.models.training_mode import warn_if_training
 from jaxpipe.plan import Plan
+from jaxpipe.planning.compare_requests import state_parts
 from jaxpipe.planning.compile_within_budget import check_budget, with_step, within_budget
 from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.describe_plan import processes_of
@@ -239,9 +241,10 @@ class Pipeline:
             slots = plain_run.optimizer_leaves(optimizer_state, update.by_stage.state_shape, model.original)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
             batch = None
-        sources = initial_sources(model, self._optimizer, key, update, slots, batch)
         step = plain_run.steps_taken(optimizer_state, variables)
-        return multihost.block_if_cpu(place_state(self._runtime, sources, key, step))
+        agree("Pipeline.init", lambda: state_parts(key, shapes, model, slots, step))
+        sources = initial_sources(model, self._optimizer, key, update, slots, batch)
+        return place_state(self._runtime, sources, key, step)
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, PyTree]]:
         """One training step; donates ``state``.
@@ -405,6 +408,7 @@ class Pipeline:
     def parameters(self, state: TrainState) -> PyTree:
         """The model's own variables in the model's own layout, as host arrays; all processes call it, and get all."""
         check_state.check_state(state, self.plan.identity)
+        multihost.meet("Pipeline.parameters")
         arrays = self._runtime.to_host(state)
         return self._planned.model.variable_tree(arrays.parameters, arrays.variables)
 
@@ -416,6 +420,7 @@ class Pipeline:
         ``TrainState``, or in an ``nnx.Optimizer`` by ``nnx.update(optimizer.opt_state, nnx.state(...))``.
         """
         check_state.check_state(state, self.plan.identity)
+        multihost.meet("Pipeline.optimizer_state")
         by_stage = self._planned.update.by_stage
         leaves = by_stage.state_stacks.join(self._runtime.to_host(state).optimizer)
         return jax.tree.unflatten(jax.tree.structure(by_stage.state_shape), leaves)
@@ -486,6 +491,7 @@ class Pipeline:
 
     def _contents(self, state: TrainState, data: object) -> Contents | None:
         check_state.check_state(state, self.plan.identity)
+        multihost.meet("Pipeline.save or Checkpointer.save")
         return take(self._runtime, state, data)
 
     def microbatch_key(self, state: TrainState, j: int) -> Array:

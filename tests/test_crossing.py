@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.mpmd import waiting_thread
+from jaxpipe.runtime import waiting_thread
 from jaxpipe.runtime.mpmd.combine_sends import join_messages
 from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Place, Send
 from jaxpipe.runtime.mpmd.send_between_processes import Slot, pair_slots
@@ -107,7 +107,8 @@ def test_after_an_error_no_action_waits_for_other_processes(monkeypatch):
     def waits(_):
         raise AssertionError("this action would wait for a process that waits for the failed one")
 
-    (failed,), (later,) = waiting_thread.started(fails)(1.0), waiting_thread.started(waits)(1.0)
+    awaited = waiting_thread.Awaited("Pipeline.step", "messages of stages 0 and 1", frozenset({1}))
+    (failed,), (later,) = waiting_thread.started(fails, awaited)(1.0), waiting_thread.started(waits, awaited)(1.0)
     for action in (later, failed):
         with pytest.raises(ValueError, match="never sent"):
             waiting_thread.ended(action)

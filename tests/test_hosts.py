@@ -1,16 +1,11 @@
 """Several real processes: the same bits as one, and one that dies ends all."""
 
 import atexit
-import contextlib
-import functools
 import json
-import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -22,10 +17,8 @@ import jaxpipe
 from jaxpipe.checkpoint import steps
 from tests.support import hosts_run
 from tests.support.compare import assert_same_bits
+from tests.support.processes import ROOT, environment, launch, read_until, started
 
-
-ROOT = Path(__file__).parents[1]
-RUN = str(ROOT / "tests" / "support" / "hosts_run.py")
 
 #: What SLURM tells a process of a job.
 SLURM = {
@@ -39,61 +32,6 @@ SLURM = {
 
 #: Seconds until the others end when a process has died.
 END = 60
-
-
-@functools.cache
-def programs() -> str:
-    """A folder of compiled programs, as tests start the same ones again."""
-    folder = tempfile.TemporaryDirectory()
-    atexit.register(folder.cleanup)
-    return folder.name
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-        "JAX_COMPILATION_CACHE_DIR": programs(),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        **more,
-    }
-
-
-def launch(count: int, *arguments: object) -> str:
-    """Run a task in so many processes to its end; what they have printed."""
-    command = [sys.executable, str(ROOT / "scripts" / "launch_local"), str(count), "--", sys.executable, RUN]
-    done = subprocess.run([*command, *map(str, arguments)], env=environment(), text=True, capture_output=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    return done.stdout
-
-
-@contextlib.contextmanager
-def started(count: int, *arguments: object):
-    """Processes of a task, which the test kills."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    each = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(count)}
-    command = [sys.executable, RUN, *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [
-        subprocess.Popen(command, env=environment(**each, JAX_PROCESS_ID=str(k)), **pipes) for k in range(count)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
-def read_until(process, line: str) -> None:
-    for text in process.stdout:
-        if text.startswith(line):
-            return
-    raise AssertionError(f"no {line!r}; the process has ended")
 
 
 def check_same(folder: Path, count: int, cases: tuple[str, ...], everything: bool = True) -> None:
@@ -194,7 +132,7 @@ def test_processes_agree_on_plans_and_on_errors(tmp_path):
         assert answers["first fails"].startswith("CheckpointError: a file is missing")
         assert answers["last fails"] == "CheckpointError: a file is missing Process 1 of 2 has raised this."
         assert answers["other program"].startswith(
-            "PartitionError: The program of process 1 differs from that of process 0"
+            "PartitionError: jaxpipe.partition: the 2 processes of this run differ in\n  the program of model and loss="
         )
         assert re.match(r"PartitionError: The mesh has no device of process [01], of 2", answers["half a mesh"])
         assert answers["rows"].startswith(
@@ -266,7 +204,9 @@ def test_batches_of_unequal_sizes_are_refused_and_nobody_waits_forever():
         texts = [process.communicate(timeout=END)[0] for process in processes]
     assert time.monotonic() - began < END
     assert all(process.returncode for process in processes)
-    assert "BatchError: This process has a batch of shapes" in texts[1] and "give each of them" in texts[1]
+    at = "at a first batch of shapes [8, 8], [8]"
+    assert f"for messages of stages 1 and 2 with process 1, and process 1 is {at}." in texts[0]
+    assert f"PartitionError: Process 1 of 2 is {at}, and process 0 is at its end, with PartitionError:" in texts[1]
     assert not any("loss" in text.splitlines()[-1] for text in texts)
 
 
@@ -333,8 +273,10 @@ def test_initialization_reads_the_environment(monkeypatch, variables, expected):
     monkeypatch.setattr(jax.config, "update", lambda *args: None)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(atexit, "register", lambda *args: None)
     jaxpipe.initialize_distributed(heartbeat_timeout_seconds=20)
-    assert calls == [(expected, {"heartbeat_timeout_seconds": 20})]
+    ((given, options),) = calls
+    assert given == expected and options["heartbeat_timeout_seconds"] == 20
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ ROOMS = (
     "sharding",
     "schedules",
     "options",
+    "agreement",
     "text",
     "multihost",
     "_compat",

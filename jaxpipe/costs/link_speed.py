@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxpipe import multihost
 from jaxpipe.array_types import Array, Device, PyTree
 from jaxpipe.errors import PartitionError
 
@@ -177,8 +178,4 @@ def _is_mine(device: Device) -> bool:
 
 def _slowest(mine: np.ndarray) -> np.ndarray:
     """Each number from the processes that have measured it, the largest if several have."""
-    if jax.process_count() == 1:
-        return mine
-    from jax.experimental import multihost_utils
-
-    return np.nanmax(multihost_utils.process_allgather(mine), axis=0)
+    return np.nanmax(multihost.gathered(mine), axis=0)

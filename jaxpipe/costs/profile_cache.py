@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import tempfile
 import warnings
 from collections.abc import Iterable
@@ -24,7 +23,7 @@ from jaxpipe.array_types import Device, TensorNumber
 from jaxpipe.costs.device_rates import rates_of
 from jaxpipe.costs.profile import Profile
 from jaxpipe.errors import PartitionError
-from jaxpipe.graph.graph import Graph
+from jaxpipe.graph.program_text import program_text
 from jaxpipe.residuals.backward_graph import BackwardGraph
 from jaxpipe.residuals.density import room
 
@@ -107,14 +106,3 @@ def save(key: str, profile: Profile) -> None:
 
 def _path(key: str) -> Path:
     return cache_folder() / f"{key[:32]}.json"
-
-
-def program_text(graph: Graph) -> str:
-    """The program in words: no memory address, no value of an array."""
-    lines = [f"{graph.inputs} -> {graph.outputs}; {sorted(graph.parameters)}"]
-    for op in graph.operators:
-        context, policy = "" if op.equation is None else op.equation.ctx, "" if op.policy is None else op.policy.name
-        what = f"{op.outputs} = {op.name}{sorted(op.params.items())}{op.literals}{op.inputs} {op.path}"
-        lines.append(f"{what} {context} {policy}")
-    lines += [f"%{t}: {tensor.aval.str_short()} {tensor.bits}" for t, tensor in enumerate(graph.tensors)]
-    return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 
@@ -119,6 +120,12 @@ def trace_update(
         trained=(True,) * len(model.parameters),
         per_stage=stages.asked,
     )
+
+
+def trace_initial_state(optimizer: optax.GradientTransformation, model: BoundModel) -> jex.ClosedJaxpr:
+    """Trace ``optimizer.init`` for the parameters of a model in its own layout."""
+    tree = without_captures(model.original.parameter_tree([v.aval for v in model.original.parameters]))
+    return _named(optimizer, lambda: jax.make_jaxpr(optimizer.init)(tree))
 
 
 def _check(

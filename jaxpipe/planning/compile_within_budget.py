@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import jax
 
-from jaxpipe import multihost
 from jaxpipe.errors import MemoryBudgetError
 from jaxpipe.planning.lower_bound import lower_bound
 from jaxpipe.planning.planned_step import PlannedStep
@@ -56,7 +55,6 @@ def with_step(planned: PlannedStep) -> PlannedStep:
     """
     if planned.compiled is not None:
         return planned
-    multihost.agree("The plan", planned.plan.to_json())
     tell(f"Compiling the training step, {bytes_text(planned.plan.predicted_bytes)} predicted")
     runtime = MpmdRuntime(planned)
     step = runtime.build()

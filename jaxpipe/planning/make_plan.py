@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jaxpipe import multihost
+from jaxpipe.agreement import agree
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.profile import Profile
 from jaxpipe.planning.balance_stages import balanced
@@ -42,7 +42,7 @@ def make_plan(request: Request, batch: PyTree, variables: PyTree = None) -> Plan
         candidates = sorted(list_candidates(traced), key=lambda candidate: candidate.seconds)
         budget = request.budget
         planned = _by_default(candidates) if budget is None else _within(candidates, budget)
-    multihost.agree("The plan", planned.plan.to_json())
+    agree("jaxpipe.partition", lambda: {"the plan": planned.plan.to_json()})
     return planned
 
 

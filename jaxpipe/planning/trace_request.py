@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxpipe import multihost
+from jaxpipe.agreement import agreed
 from jaxpipe.array_types import PyTree, Shaped
 from jaxpipe.costs.assumed_links import assumed_links
 from jaxpipe.costs.device_rates import known_rates, rates_of
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
-from jaxpipe.costs.profile_cache import program_text
 from jaxpipe.costs.profile_model import frozen_names, profile_objective, without_frozen_work
 from jaxpipe.costs.sharded_profile import divided, groups_of
 from jaxpipe.errors import JaxpipeWarning, PartitionError, warn
@@ -27,7 +27,8 @@ from jaxpipe.models.trained_parameters import without_frozen
 from jaxpipe.models.variable_shardings import Shardings, shardings_of
 from jaxpipe.planning.check_request import Request, warn_few_examples, warn_own_negatives
 from jaxpipe.planning.check_runtime import check_model_features, check_runtime_features
-from jaxpipe.planning.cut_scans import trace_layers
+from jaxpipe.planning.compare_requests import program_parts
+from jaxpipe.planning.cut_scans import TracedLayers, trace_layers
 from jaxpipe.planning.describe_plan import rates_in
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.gradient_precision import check_effect
@@ -65,6 +66,49 @@ class Traced:
 
 def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> Traced:
     """Trace a model for batches of the given shapes, and profile its operators; raises as ``partition``."""
+    programs = agreed(
+        "jaxpipe.partition",
+        lambda: _trace_programs(request, batch, variables),
+        lambda x: program_parts(x.request, x.layers.model, x.layers.objective, x.layers.update, x.batching),
+    )
+    request, batching, layers = programs.request, programs.batching, programs.layers
+    model, objective, update = layers.model, layers.objective, layers.update
+    rows = check_batch.batch_size(batch) // request.replicas
+    local = jax.tree.leaves(with_rows(batch, rows))
+    if request.exchange is None or request.replicas == 1:
+        update = without_frozen(update)
+    objective = objective.training(update.trained)
+    shardings = shardings_of(model, update, objective, request.submesh, request.replicas, request.options)
+    profile = _profile(request, objective, frozen_names(model, update.trained))
+    profile = replace(profile, scan_groups=model.scan_groups)
+    request, profile, links = _for_groups(request, objective, shardings, profile)
+    return Traced(
+        request,
+        objective,
+        model,
+        update,
+        profile,
+        links,
+        batch,
+        programs.microbatch,
+        batching,
+        local,
+        shardings,
+        layers.notes,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Programs:
+    """What a model is traced to, before anything is profiled."""
+
+    request: Request
+    batching: Batching
+    microbatch: PyTree
+    layers: TracedLayers
+
+
+def _trace_programs(request: Request, batch: PyTree, variables: PyTree) -> _Programs:
     size = check_batch.batch_size(batch)
     m = _default_microbatches(size, request) if request.num_microbatches is None else request.num_microbatches
     check_batch.check_microbatches(batch, request.parts, m)
@@ -84,34 +128,11 @@ def trace_request(request: Request, batch: PyTree, variables: PyTree = None) -> 
     check_model_features(request, model)
     check_effect(request.gradient_dtype, [v.aval.dtype for v in model.parameters])
     layers = trace_layers(request, model, microbatch)
-    model, objective, update = layers.model, layers.objective, layers.update
-    warn_unused(request.policy, (op.path for op in objective.graph.operators), "storage")
-    enough = _leaving_examples(request, model, objective, microbatch, size, m)
+    warn_unused(request.policy, (op.path for op in layers.objective.graph.operators), "storage")
+    enough = _leaving_examples(request, layers.model, layers.objective, microbatch, size, m)
     if enough != m:
-        return trace_request(replace(request, num_microbatches=enough), batch, variables)
-    multihost.agree("The program", program_text(objective.graph))
-    local = jax.tree.leaves(with_rows(batch, size // request.replicas))
-    if request.exchange is None or request.replicas == 1:
-        update = without_frozen(update)
-    objective = objective.training(update.trained)
-    shardings = shardings_of(model, update, objective, request.submesh, request.replicas, request.options)
-    profile = _profile(request, objective, frozen_names(model, update.trained))
-    profile = replace(profile, scan_groups=model.scan_groups)
-    request, profile, links = _for_groups(request, objective, shardings, profile)
-    return Traced(
-        request,
-        objective,
-        model,
-        update,
-        profile,
-        links,
-        batch,
-        microbatch,
-        batching,
-        local,
-        shardings,
-        layers.notes,
-    )
+        return _trace_programs(replace(request, num_microbatches=enough), batch, variables)
+    return _Programs(request, batching, microbatch, layers)
 
 
 def _known_schedules(request: Request, num_microbatches: int) -> list[Schedule]:

@@ -355,7 +355,6 @@ def train(directory: str, case: str, every: int, until: int) -> None:
 
 def unequal() -> None:
     """Pass batches of other sizes in one of two processes, and print the error."""
-    multihost.MEETING_SECONDS = 3.0
     pipeline = make_pipeline("stage")
     batch = draw(np.random.default_rng(0))
     state, _ = pipeline.step(pipeline.init(jax.random.key(0)), batch)

@@ -1,7 +1,7 @@
 """A list of calls on its devices: compiled, and followed by the host.
 
 The host waits for nothing, but between processes on CPUs for what comes from others
-(``jaxpipe.runtime.mpmd.waiting_thread``).
+(``jaxpipe.runtime.waiting_thread``).
 """
 
 import operator
@@ -14,7 +14,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import multihost
+from jaxpipe import agreement, multihost
+from jaxpipe.agreement import Part
 from jaxpipe.array_types import Array
 from jaxpipe.runtime.mpmd.call_list import CallList
 from jaxpipe.runtime.mpmd.combine_sends import crosses, ends
@@ -23,7 +24,8 @@ from jaxpipe.runtime.mpmd.instructions import Call, Exchange, Instruction, Join,
 from jaxpipe.runtime.mpmd.send_between_processes import Transfer, Transfers, of_member
 from jaxpipe.runtime.mpmd.send_within_process import send
 from jaxpipe.runtime.mpmd.stage_devices import StageDevices
-from jaxpipe.runtime.mpmd.waiting_thread import Results, ended, started
+from jaxpipe.runtime.waiting_thread import Awaited, Results, ended, started
+from jaxpipe.text.stable_text import writer
 
 
 #: Arrays in, arrays out.
@@ -94,17 +96,26 @@ def _runs(registers: Sequence[int]) -> list[slice]:
     return runs
 
 
-def compile_list(calls: CallList, devices: StageDevices) -> Dispatch:
-    """Compile the programs of a list for this process's devices."""
-    executables, specs = _compile_programs(calls, devices)
+def compile_list(calls: CallList, devices: StageDevices, call: str) -> Dispatch:
+    """Compile the programs of a list, that of a function of ``Pipeline``, for this process's devices."""
     if len(devices.processes) > 1:
-        multihost.agree("The list of calls", repr((calls.instructions, calls.avals)))
-    steps = _Steps(calls, devices, executables, specs)
+        agreement.agree(call, lambda: _parts(calls))
+    executables, specs = _compile_programs(calls, devices)
+    steps = _Steps(calls, devices, executables, specs, call)
     for instruction, left in zip(calls.instructions, calls.dropped, strict=True):
         steps.add(instruction, left)
     steps.end_all()
     every = {key: program for some in multihost.gathered(_shown(executables)) for key, program in some.items()}
     return Dispatch(calls, every | executables, tuple(steps.steps), steps.registers, specs)
+
+
+def _parts(calls: CallList) -> dict[str, Part | str]:
+    """Return what processes that follow a list together must have alike."""
+    write = writer()
+    programs = {
+        f"{x.traced.work.label} (number {k})": write(x.traced.program.closed) for k, x in enumerate(calls.programs)
+    }
+    return {"the list of calls": repr((calls.instructions, calls.avals)), "programs": Part(str(programs), programs)}
 
 
 def _compile_programs(
@@ -183,8 +194,10 @@ class _Steps:
         devices: StageDevices,
         executables: dict[tuple[int, Place], Executable],
         specs: Sequence[P],
+        call: str,
     ):
         self.steps: list[Step] = []
+        self._call = call
         self.registers = len(calls.avals)
         self._specs = specs
         self._calls, self._devices, self._executables = calls, devices, executables
@@ -204,7 +217,8 @@ class _Steps:
         if not (self._waits and self._crosses(instruction)):
             self.steps.append(_step(part.run, part.reads, part.writes, left))
             return
-        self.steps.append(_step(started(part.run), part.reads, (self.registers,), left))
+        action = started(part.run, self._awaited(instruction))
+        self.steps.append(_step(action, part.reads, (self.registers,), left))
         self._running[self.registers] = part, left
         self.registers += 1
 
@@ -234,6 +248,20 @@ class _Steps:
         if not isinstance(instruction, Call):
             return set()
         return {instruction.reads[k] for k in self._calls.programs[instruction.program].donated}
+
+    def _awaited(self, instruction: Instruction) -> Awaited:
+        devices = self._devices
+        if isinstance(instruction, Call):
+            what, every = f"work of stage {instruction.place.stage}", devices.of(instruction.place)
+        elif isinstance(instruction, Spread):
+            what, every = f"values of stage {instruction.source.stage}", devices.of_replicas(instruction.replicas)
+        else:
+            assert isinstance(instruction, (Send, Exchange))
+            source, target = ends(instruction)
+            what = f"messages of stages {source.stage} and {target.stage}"
+            every = (*devices.of(source), *devices.of(target))
+        others = frozenset(d.process_index for d in every) - {jax.process_index()}
+        return Awaited(self._call, what, others)
 
     def _crosses(self, instruction: Instruction) -> bool:
         if isinstance(instruction, Call):

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe import multihost
 from jaxpipe.array_types import Array, ArrayLike, Device, PyTree, Shaped
-from jaxpipe.errors import BatchError, PartitionError
+from jaxpipe.errors import PartitionError
 from jaxpipe.models.check_batch import shape_key
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state
@@ -167,7 +167,8 @@ class MpmdRuntime:
         with self._building():
             shaped = ShapedStep(shapes, batching, objective, stages, schedule)
             layout = self._layout_of(shaped, collects=name == "predict")
-            compiled = self._compile(layout, evaluation_list(layout) if name == "evaluate" else prediction_list(layout))
+            calls = evaluation_list(layout) if name == "evaluate" else prediction_list(layout)
+            compiled = self._compile(layout, calls, f"Pipeline.{name}")
 
         def run(state: TrainState, batch: PyTree) -> PyTree:
             outputs, reports = compiled.run(state, batch)
@@ -304,7 +305,7 @@ class MpmdRuntime:
     def build(self) -> Dispatch:
         """Compile the list of a training step as it is planned."""
         with self._building():
-            return compile_list(self.calls, self.devices)
+            return compile_list(self.calls, self.devices, "Pipeline.step")
 
     @property
     def predicted(self) -> dict[Device, Peak]:
@@ -325,26 +326,22 @@ class MpmdRuntime:
                 with progress(text), self._building():
                     layout = self._layout if is_planned else self._layout_for(shapes)
                     update = dataclasses.replace(self._update, pipeline=layout.context)
-                    compiled = self._compile(layout, make(layout, update))
+                    call = "Pipeline.step" if make is training_list else "Pipeline.value_and_grad"
+                    compiled = self._compile(layout, make(layout, update), call)
             self._compiled_steps[key] = compiled
         return self._compiled_steps[key]
 
     def _layout_for(self, shapes: PyTree) -> Layout:
         sizes = ", ".join(str(list(x.shape)) for x in jax.tree.leaves(shapes))
         tell(f"A batch of other shapes than were planned for: {sizes}")
-        if not multihost.meet(f"shapes {sizes}"):
-            raise BatchError(
-                f"This process has a batch of shapes {sizes}, and within {multihost.MEETING_SECONDS:.0f} s not all "
-                "other processes had one, too. In a step all processes pass batches of the same sizes: give each "
-                "of them as many examples, or leave out what one of them has left over."
-            )
+        multihost.meet(f"a first batch of shapes {sizes}")
         return self._layout_of(shaped_for(self.planned, shapes, self.planned.retrace))
 
     def _building(self) -> AbstractContextManager[None]:
         return building_for(self.planned.mesh.devices.flat[0].platform)
 
-    def _compile(self, layout: Layout, calls: CallList) -> Compiled:
-        return self._loaded(layout, compile_list(calls, self.devices))
+    def _compile(self, layout: Layout, calls: CallList, call: str) -> Compiled:
+        return self._loaded(layout, compile_list(calls, self.devices, call))
 
     def _loaded(self, layout: Layout, dispatch: Dispatch) -> Compiled:
         return Compiled(layout, dispatch, Loader(dataclasses.replace(self._where, layout=layout), dispatch.calls))

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Lowered, Wrapped
 from jax.typing import DTypeLike
 
-from jaxpipe import multihost
+from jaxpipe import agreement, multihost
 from jaxpipe.array_types import Array, Device, PyTree
 from jaxpipe.errors import PartitionError
+from jaxpipe.graph.program_text import program_text
 from jaxpipe.models import check_batch
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.runtime import check_state, shard_batch
@@ -28,6 +30,7 @@ from jaxpipe.runtime.spmd.gather_to_host import stage_arrays
 from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
 from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.runtime.waiting_thread import Awaited, run_together
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices
 from jaxpipe.target import building_for
@@ -95,13 +98,13 @@ class SpmdRuntime:
     def step(self, state: TrainState, batch: PyTree, shapes: PyTree) -> StepResults:
         """Run the training step; donates the state."""
         del shapes
-        results = multihost.block_if_cpu(self.compiled_step(state, self._placed(batch)))
+        results = self._run("step", self.compiled_step, state, self._placed(batch))
         return StepResults(*results)
 
     def gradients(self, state: TrainState, batch: PyTree, shapes: PyTree) -> Gradients:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
         del shapes
-        loss, metrics, buffers = multihost.block_if_cpu(self._gradient_step(state, self._placed(batch)))
+        loss, metrics, buffers = self._run("value_and_grad", self._gradient_step, state, self._placed(batch))
         program, placement = self.planned.program, self.planned.placement
         trained = [t not in program.objective.frozen for t in program.objective.parameters]
         owners = [owner if kept else None for owner, kept in zip(placement.parameters, trained, strict=True)]
@@ -121,16 +124,21 @@ class SpmdRuntime:
             schedule=forward_only(before.num_stages, batching.num_microbatches, before.num_chunks),
             num_microbatches=batching.num_microbatches,
         )
+        agreement.agree(f"Pipeline.{name}", lambda: {"its program": program_text(objective.graph, values=True)})
         build = steps.gradient_step if name == "evaluate" else steps.prediction_step
         function = build(planned.mesh, program, batching, self._abstract_state)
         compiled = lower(planned, function, shapes, batching).compile()
 
         def run(state: TrainState, batch: PyTree) -> PyTree:
             leaves = shard_batch.place(planned.mesh, jax.tree.leaves(batch), jax.tree.leaves(shapes), batching)
-            results = multihost.block_if_cpu(compiled(state, leaves))
+            results = self._run(name, compiled, state, leaves)
             return results[:2] if name == "evaluate" else results
 
         return run
+
+    def _run(self, name: str, compiled: Compiled, state: TrainState, leaves: PyTree) -> Any:
+        others = frozenset(d.process_index for d in self.planned.mesh.devices.flat) - {jax.process_index()}
+        return run_together(compiled, Awaited(f"Pipeline.{name}", "its program", others), state, leaves)
 
     def to_host(self, state: TrainState, keep: bool = True) -> HostArrays:
         """Copy a state to the host of every process that keeps it."""
@@ -181,7 +189,7 @@ class SpmdRuntime:
     def compiled_step(self) -> Compiled:
         """The training step."""
         plan = self.planned.plan
-        multihost.agree("The plan", plan.to_json())
+        agreement.agree("Pipeline.step", lambda: {"the plan": plan.to_json()})
         tell(f"Compiling the training step, {bytes_text(plan.predicted_bytes)} predicted")
         step = self.lower_step().compile()
         tell(f"XLA reserves {bytes_text(_reserved_bytes(step))} on each device")

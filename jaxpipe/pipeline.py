@@ -6,7 +6,6 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 import jax
@@ -38,7 +37,7 @@ from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching
 from jaxpipe.runtime.initialize_state import initial_sources, place_state
 from jaxpipe.runtime.interface import ForwardPass, Runtime, StepResults
-from jaxpipe.runtime.interrupts import hold_interrupts
+from jaxpipe.runtime.hold_signals import hold_signals
 from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
 from jaxpipe.runtime.select_runtime import runtime_of
 from jaxpipe.runtime.spmd.gather_to_host import off_mesh
@@ -274,7 +273,7 @@ class Pipeline:
             with outside_mesh():
                 shapes = self._check(state, batch)
                 self._prepare(shapes)
-                with hold_interrupts():  # until the new state has a name
+                with hold_signals():  # until the new state has a name
                     results = self._run(self._runtime.step, state, batch, shapes)
                     new = results.state
                 metrics = self._metrics(new, batch, results)
@@ -328,17 +327,14 @@ class Pipeline:
             del counters["overflows"]
         if planned.update.on_nonfinite is not None:
             self._look_at_nonfinite(state, batch, results, counters)
-        metrics = self._named(planned.program.objective, results.loss, results.metrics) | counters
-        if self._learning_rate is not None:
-            metrics["learning_rate"] = state.shared[self._learning_rate]
-        return metrics
+        return self._named(planned.program.objective, results.loss, results.metrics) | counters
 
     def _look_at_nonfinite(
         self, state: TrainState, batch: PyTree, results: StepResults, counters: dict[str, Array]
     ) -> None:
         stages, stopped = counters.pop("nonfinite_stages"), counters.pop("stopped")
         if self._planned.update.on_nonfinite == "skip":
-            counters |= {"skipped": state.skipped, "nonfinite_stages": stages}
+            counters["nonfinite_stages"] = stages
         elif stopped:
             raise nonfinite_origin.error(self._runtime, state, batch, results, np.flatnonzero(stages).tolist())
 
@@ -539,16 +535,6 @@ class Pipeline:
         shapes = shard_batch.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
         self._runtime.check_batch(shapes)
         return shapes
-
-    @cached_property
-    def _learning_rate(self) -> int | None:
-        """Return where in the shared optimizer state ``optax.inject_hyperparams`` keeps its (first) learning rate."""
-        by_stage = self._planned.update.by_stage
-        flat, _ = jax.tree_util.tree_flatten_with_path(by_stage.state_shape)
-        paths = [jax.tree_util.keystr(path) for path, _ in flat]
-        owned = zip(by_stage.state_stacks.leaf_of, by_stage.state_stage, strict=True)
-        shared = [paths[k] for k, owner in owned if owner is None]
-        return next((k for k, path in enumerate(shared) if path.endswith(".hyperparams['learning_rate']")), None)
 
     def _forward(self, name: str, state: TrainState, batch: PyTree) -> tuple[MicrobatchProgram, ForwardPass]:
         """Return what ``evaluate`` or ``predict`` computes for a batch, and a function that runs it."""

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jaxpipe
-from jaxpipe.runtime.interrupts import hold_interrupts
+from jaxpipe.runtime.hold_signals import hold_signals
 from tests.support.compare import assert_same_bits
 
 
@@ -153,12 +153,12 @@ def test_whatever_is_raised_after_the_step_leaves_a_state(monkeypatch):
 
 def test_an_interrupt_waits_for_the_end_of_with():
     before, order = signal.getsignal(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt), hold_interrupts():
+    with pytest.raises(KeyboardInterrupt), hold_signals():
         signal.raise_signal(signal.SIGINT)
         order.append("after the signal")
     assert order == ["after the signal"]
     assert signal.getsignal(signal.SIGINT) is before
-    with pytest.raises(ZeroDivisionError), hold_interrupts():  # nothing was pressed
+    with pytest.raises(ZeroDivisionError), hold_signals():  # nothing was pressed
         raise ZeroDivisionError
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -167,7 +167,7 @@ def test_the_callers_own_handler_gets_the_signal():
     numbers = []
     before = signal.signal(signal.SIGINT, lambda number, _: numbers.append(number))
     try:
-        with hold_interrupts():
+        with hold_signals():
             signal.raise_signal(signal.SIGINT)
             assert numbers == []
         assert numbers == [signal.SIGINT]

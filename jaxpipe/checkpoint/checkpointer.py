@@ -30,6 +30,8 @@ Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 class Source(Protocol):
     """The part of a ``Pipeline`` that checkpoints are made of, and restored to."""
 
+    _folders: list[Directory]
+
     @property
     def _runtime(self) -> Runtime: ...
 
@@ -76,6 +78,7 @@ class Checkpointer:
         self._pipeline = pipeline
         self._every = every
         self._writer = Writer(directory, keep)
+        pipeline._folders.append(directory)
         self._step: int | None = None
         self._saved: int | None = None
         self._terminated = False

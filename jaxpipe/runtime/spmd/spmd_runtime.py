@@ -27,7 +27,7 @@ from jaxpipe.runtime.spmd import compiled_step as steps
 from jaxpipe.runtime.spmd.gather_to_host import stage_arrays
 from jaxpipe.runtime.stages import cut_stages
 from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
-from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.runtime.train_state import TrainState, made_for
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices
 from jaxpipe.target import building_for
@@ -40,6 +40,7 @@ class SpmdRuntime:
 
     def __init__(self, planned: ExecutablePlan):
         self.planned = planned
+        self._token = object()
 
     @property
     def places(self) -> range:
@@ -74,7 +75,7 @@ class SpmdRuntime:
         specs = P(STAGE), P(STAGE), P(STAGE), P(STAGE, DATA)
         groups = [_assemble(mesh, spec, [part[k] for part in ordered]) for k, spec in enumerate(specs)]
         everywhere = functools.partial(multihost.place, sharding=NamedSharding(mesh, P()))
-        return TrainState(
+        state = TrainState(
             *groups,
             shared=tuple(map(everywhere, common.shared)),
             key=everywhere(common.key),
@@ -82,6 +83,7 @@ class SpmdRuntime:
             skipped=everywhere(jnp.int32(common.skipped)),
             plan=self.planned.plan.identity,
         )
+        return made_for(self._token, state)
 
     def check_batch(self, shapes: PyTree) -> None:
         """Raise ``BatchError`` if a batch has other shapes than were planned for."""
@@ -95,8 +97,8 @@ class SpmdRuntime:
     def step(self, state: TrainState, batch: PyTree, shapes: PyTree) -> StepResults:
         """Run the training step; donates the state."""
         del shapes
-        results = multihost.block_if_cpu(self.compiled_step(state, self._placed(batch)))
-        return StepResults(*results)
+        new, *results = multihost.block_if_cpu(self.compiled_step(state, self._placed(batch)))
+        return StepResults(made_for(self._token, new), *results)
 
     def gradients(self, state: TrainState, batch: PyTree, shapes: PyTree) -> Gradients:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
@@ -159,10 +161,11 @@ class SpmdRuntime:
             f"{check_state.GO_ON}, or save and restore the state."
         )
 
-    def check_state(self, state: TrainState) -> None:
-        """Raise ``ModelError`` if a state has residuals of other replicas."""
-        residual = self._abstract_state.residual
-        check_state.check_residual([x.shape for x in state.residual], [x.shape for x in residual])
+    def fitted(self, state: TrainState) -> TrainState:
+        """Return a state with its arrays as this runtime's programs take them; raise ``ModelError`` if none can be."""
+        if state.fits is self._token:
+            return state
+        return made_for(self._token, check_state.fitted(state, self._abstract_state, {}))
 
     def bytes(self) -> Bytes:
         """Return what XLA reserves for the training step, on every device alike."""

@@ -40,7 +40,7 @@ from jaxpipe.runtime.initialize_state import initial_sources, place_state
 from jaxpipe.runtime.interface import ForwardPass, Runtime, StepResults
 from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
 from jaxpipe.runtime.select_runtime import runtime_of
-from jaxpipe.runtime.spmd.gather_to_host import off_mesh
+from jaxpipe.runtime.state_arrays import off_mesh
 from jaxpipe.runtime.train_state import TrainState, take_over
 from jaxpipe.runtime.zero_weight import WeightWatch
 from jaxpipe.schedules import Schedule, Timeline

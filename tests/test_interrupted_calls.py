@@ -130,10 +130,19 @@ class Tracer:
 
 NAMES = ["step", *READING]
 
+#: Orbax leaves sockets, threads and coroutines behind when it is interrupted.
+orbax_complains = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
+    "ignore::RuntimeWarning",
+    "ignore::ResourceWarning",
+)
 
+
+@orbax_complains
 @pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
 @pytest.mark.parametrize("count", [25, pytest.param(500, marks=pytest.mark.slow)])
-def test_an_exception_anywhere_loses_no_state_untold(count, runtime, tmp_path, record_property):
+def test_an_exception_anywhere_loses_no_state_untold(count, runtime, tmp_path):
     run, chance = Run(runtime, tmp_path), np.random.default_rng(count)
     entered = {}
     for name in [*NAMES, *NAMES]:  # the first save imports orbax
@@ -150,7 +159,7 @@ def test_an_exception_anywhere_loses_no_state_untold(count, runtime, tmp_path, r
             raised += 1
         run.look(name, before)
     run.check()
-    record_property("raised, told to be lost, saved", (raised, run.told, run.saved))
+    print(f"{runtime}: {raised} raised, {run.told} lost and told, {run.saved} checkpoints complete")
     assert raised > count / 2
 
 
@@ -203,12 +212,11 @@ def raising_handler(request):
     signal.signal(request.param, before)
 
 
-def send_after(seconds, number):
-    """Send a signal to this process until the event that this returns is set: one raised in a finalizer is ignored."""
-    caught = threading.Event()
+def send_after(seconds, number, caught):
+    """Send a signal to this process, again and again until an event is set: one raised in a finalizer is ignored."""
     if number == signal.SIGALRM:
         signal.setitimer(signal.ITIMER_REAL, seconds, 5)
-        return caught
+        return
 
     def send():
         time.sleep(seconds)
@@ -217,9 +225,9 @@ def send_after(seconds, number):
             caught.wait(5)
 
     threading.Thread(target=send, daemon=True).start()
-    return caught
 
 
+@orbax_complains
 @pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
 @pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -233,9 +241,9 @@ def test_a_signal_whose_handler_raises_loses_no_state(count, raising_handler, ru
         run.call(name)
         seconds[name] = time.perf_counter() - start
     for k in range(count):
-        name = NAMES[k % len(NAMES)]
+        name, caught = NAMES[k % len(NAMES)], threading.Event()
         try:
-            caught = send_after(1e-4 + seconds[name] * chance.random(), raising_handler)
+            send_after(1e-4 + seconds[name] * chance.random(), raising_handler, caught)
             while True:
                 run.call(name)
         except Stopped:

@@ -37,7 +37,7 @@ from jaxpipe.runtime.mpmd.stage_state import Loader, StateLayout
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
 from jaxpipe.runtime.mpmd.update_work import NONFINITE, STOPPED, UpdateContext
 from jaxpipe.runtime.stages import cut_stages
-from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
+from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.schedules.table import StageNumber
@@ -163,7 +163,8 @@ class MpmdRuntime:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
         planned = self.planned
         before = planned.program.schedule
-        stages = cut_stages(objective, followed_cuts(planned, objective, name), planned.stage_placement)
+        objective, cuts = followed_cuts(planned, objective, name)
+        stages = cut_stages(objective, cuts, planned.stage_placement)
         rounds = planned.program.stage_replicas.rounds(batching.num_microbatches)
         schedule = forward_only(before.num_stages, rounds, before.num_chunks)
         with self._building():
@@ -372,10 +373,8 @@ def _elsewhere(aval: Shaped, sharding: NamedSharding) -> Array:
 
 
 def _on_host(x: Array) -> ArrayLike:
-    """A copy on the host; of a random key, the key."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x
-    return np.array(x if x.is_fully_addressable else _whole(x).addressable_data(0))
+    """Return a copy on the host."""
+    return on_host(x if x.is_fully_addressable else _whole(x))
 
 
 def _whole(x: Array) -> Array:

@@ -26,7 +26,7 @@ from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, Part, StepR
 from jaxpipe.runtime.spmd import compiled_step as steps
 from jaxpipe.runtime.spmd.gather_to_host import stage_arrays
 from jaxpipe.runtime.stages import cut_stages
-from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
+from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays, on_host
 from jaxpipe.runtime.train_state import TrainState, made_for
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices
@@ -115,7 +115,7 @@ class SpmdRuntime:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
         planned = self.planned
         before = planned.program.schedule
-        cuts = followed_cuts(planned, objective, name)
+        objective, cuts = followed_cuts(planned, objective, name)
         program = dataclasses.replace(
             planned.program,
             objective=objective,
@@ -149,7 +149,7 @@ class SpmdRuntime:
                 update.layout,
                 owners=update.by_stage.state_stage,
                 buffers=state.optimizer,
-                shared=state.shared,
+                shared=map(on_host, state.shared),
             ),
             residuals,
         )

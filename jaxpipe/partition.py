@@ -108,7 +108,8 @@ def partition(
       runtime: ``"mpmd"``: a compiled program for each stage, which the host dispatches; a device needs the memory of
         its own stage. ``"spmd"``: one program for all devices, each of which needs the memory of the largest stage.
         Asynchronous schedules, several devices in a stage, ``memory``, the host's memory and batches of several
-        sizes need ``"mpmd"``, which ``"auto"`` is.
+        sizes need ``"mpmd"``, which ``"auto"`` is. So do host callbacks that may raise: in one program, as under
+        plain ``shard_map``, the other devices wait for that one until XLA aborts the process.
       options: ``jaxpipe.PlanOptions(...)``: devices per stage, scans over layers, the host's memory, steps that are not
         finite, the solver, shardings within a stage, ZeRO-1, names of mesh axes.
 

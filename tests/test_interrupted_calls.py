@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ class Run:
     def look(self, name, before):
         """After an interrupted call: the state is usable, or says that it is lost; a checkpoint is whole or absent."""
         if self.state.is_donated:
-            with pytest.raises(jaxpipe.ModelError, match="This state is lost: its step ended with Stopped"):
+            with pytest.raises(jaxpipe.ModelError, match="This state is lost: its step ended with "):
                 self.pipeline.evaluate(self.state, BATCHES[0])
             self.told, self.state = self.told + 1, before
         if name == "save" and self.last.is_dir() and any(p.name.isdecimal() for p in self.last.iterdir()):
@@ -104,6 +105,12 @@ class Run:
         assert_same_bits(quiet.parameters(state), self.pipeline.parameters(self.state))
         assert_same_bits(quiet.optimizer_state(state), self.pipeline.optimizer_state(self.state))
         assert_same_bits(results_of(quiet, state), results_of(self.pipeline, self.state))
+
+
+def check_is_ours(error):
+    """JAX's caches, which are written in C++, raise another error because of ours."""
+    if "Stopped" not in "".join(traceback.format_exception(error)):
+        raise error
 
 
 class Tracer:
@@ -155,7 +162,8 @@ def test_an_exception_anywhere_loses_no_state_untold(count, runtime, tmp_path):
         try:
             with Tracer(chance.integers(1, entered[name] + 1)):
                 run.call(name)
-        except Stopped:
+        except BaseException as error:
+            check_is_ours(error)
             raised += 1
         run.look(name, before)
     run.check()
@@ -246,9 +254,10 @@ def test_a_signal_whose_handler_raises_loses_no_state(count, raising_handler, ru
             send_after(1e-4 + seconds[name] * chance.random(), raising_handler, caught)
             while True:
                 run.call(name)
-        except Stopped:
+        except BaseException as error:
             caught.set()
             signal.setitimer(signal.ITIMER_REAL, 0)
+            check_is_ours(error)
         assert not run.state.is_donated
         run.look(name, None)
     run.check()

@@ -520,7 +520,7 @@ class Pipeline:
         Raises:
           BatchError: if ``j`` is no number of a micro-batch.
         """
-        state = self._fitted(state)
+        check_state.check_unused(state)
         if not isinstance(j, jax.Array | np.ndarray):
             j = whole_number(j, "j", BatchError)
             if j < 0:

@@ -51,9 +51,9 @@ def of_replicas(residual: np.ndarray, count: int) -> np.ndarray:
 def off_mesh(x: Array) -> Array:
     """Return a value that all devices hold as an array of no mesh, which goes with arrays on any device.
 
-    A traced value is returned as it is.
+    A traced value, and one on the host, is returned as it is.
     """
-    if isinstance(x, core.Tracer):
+    if isinstance(x, core.Tracer) or not isinstance(x, jax.Array):
         return x
     with jax.ensure_compile_time_eval():  # under jit too, where the state is a constant
         local = x.addressable_data(0)

@@ -295,7 +295,8 @@ def place(value: ArrayLike, sharding: NamedSharding) -> Array:
         return jax.device_put(value, sharding)
     parts = sharding.addressable_devices_indices_map(np.shape(value)).items()
     local = [jax.device_put(value if sharding.is_fully_replicated else value[index], d) for d, index in parts]
-    return jax.make_array_from_single_device_arrays(np.shape(value), sharding, local)
+    dtype = None if local else value.dtype
+    return jax.make_array_from_single_device_arrays(np.shape(value), sharding, local, dtype=dtype)
 
 
 def mine(devices: Sequence[Device]) -> list[Device]:

@@ -6,8 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -21,7 +20,7 @@ from jaxpipe.checkpoint.contents import Contents
 from jaxpipe.checkpoint.orbax_files import Directory, Writer, open_checkpoint
 from jaxpipe.checkpoint.orbax_files import steps as steps_of
 from jaxpipe.costs.profile import Profile
-from jaxpipe.errors import BatchError, PartitionError
+from jaxpipe.errors import BatchError, ModelError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh
 from jaxpipe.models import check_batch, plain_run
 from jaxpipe.models.bound_model import UserFunction, with_values
@@ -38,12 +37,12 @@ from jaxpipe.planning.plan_timeline import plan_timeline
 from jaxpipe.planning.planned_step import PlannedStep
 from jaxpipe.runtime import check_state, nonfinite_origin, shard_batch
 from jaxpipe.runtime.executable_plan import Batching
+from jaxpipe.runtime.hold_signals import hold_signals
 from jaxpipe.runtime.initialize_state import initial_sources, place_state
 from jaxpipe.runtime.interface import ForwardPass, Runtime, StepResults
-from jaxpipe.runtime.interrupts import hold_interrupts
 from jaxpipe.runtime.nonfinite_origin import NonFiniteOrigin
 from jaxpipe.runtime.select_runtime import runtime_of
-from jaxpipe.runtime.spmd.gather_to_host import off_mesh
+from jaxpipe.runtime.state_arrays import off_mesh
 from jaxpipe.runtime.train_state import TrainState, take_over
 from jaxpipe.runtime.zero_weight import WeightWatch
 from jaxpipe.schedules import Schedule, Timeline
@@ -80,6 +79,15 @@ class Pipeline:
         self._forwards: dict[tuple[Hashable, ...], tuple[MicrobatchProgram, ForwardPass]] = {}
         self._lock = threading.Lock()
         self._weights = WeightWatch()
+        self._folders: list[Directory] = []  # of checkpoints, in the order of their first use
+
+    def __reduce__(self) -> NoReturn:
+        """Say what to do instead of pickling or copying."""
+        raise ModelError(
+            "A Pipeline cannot be pickled or copied: it has devices and compiled programs. Call jaxpipe.partition "
+            "where you need one; with profile=pipeline.profile it measures nothing again. Training states can be "
+            "pickled, and pipeline.save keeps them in the model's own layout."
+        )
 
     @property
     def plan(self) -> Plan:
@@ -272,20 +280,32 @@ class Pipeline:
           NonFiniteError: if a loss or a gradient is not finite, with ``on_nonfinite="raise"``.
         """
         check_outside_jit("step")  # no decorator: Ctrl-C in it, after the step, would lose the new state
-        new = None
+        taken = new = None
         try:
             with outside_mesh():
                 shapes = self._check(state, batch)
                 self._prepare(shapes)
-                with hold_interrupts():  # until the new state has a name
-                    results = self._run(self._runtime.step, state, batch, shapes)
+                taken = self._runtime.fitted(state)
+                with hold_signals():  # until the new state has a name
+                    results = self._run(self._runtime.step, taken, batch, shapes)
                     new = results.state
                 metrics = self._metrics(new, batch, results)
             return new, metrics
-        except BaseException:
+        except BaseException as error:
             if new is not None:
                 take_over(state, new)
+            elif taken is not None and state.is_donated and not isinstance(error, ModelError):
+                saved = [(folder, max(numbers)) for folder in self._folders if (numbers := steps_of(folder))]
+                check_state.lose(state, error, self._stages_updated(state), saved[-1] if saved else None)
             raise
+
+    def _stages_updated(self, state: TrainState) -> list[int]:
+        """Return the stages whose parameters a step has taken; of one program none, as that updates all at once."""
+        planned = self._planned
+        if planned.plan.runtime == "spmd":
+            return []
+        pairs = zip(planned.stage_placement.parameters, state.parameters, strict=True)
+        return sorted({s for s, x in pairs if isinstance(x, jax.Array) and x.is_deleted()})
 
     def _named(self, objective: MicrobatchProgram, loss: Array, leaves: Sequence[Array]) -> dict[str, PyTree]:
         """The loss beside the user's metrics; metrics that are not a dictionary stand under ``"metrics"``."""
@@ -331,17 +351,14 @@ class Pipeline:
             del counters["overflows"]
         if planned.update.on_nonfinite is not None:
             self._look_at_nonfinite(state, batch, results, counters)
-        metrics = self._named(planned.program.objective, results.loss, results.metrics) | counters
-        if self._learning_rate is not None:
-            metrics["learning_rate"] = state.shared[self._learning_rate]
-        return metrics
+        return self._named(planned.program.objective, results.loss, results.metrics) | counters
 
     def _look_at_nonfinite(
         self, state: TrainState, batch: PyTree, results: StepResults, counters: dict[str, Array]
     ) -> None:
         stages, stopped = counters.pop("nonfinite_stages"), counters.pop("stopped")
         if self._planned.update.on_nonfinite == "skip":
-            counters |= {"skipped": state.skipped, "nonfinite_stages": stages}
+            counters["nonfinite_stages"] = stages
         elif stopped:
             raise nonfinite_origin.error(self._runtime, state, batch, results, np.flatnonzero(stages).tolist())
 
@@ -365,7 +382,7 @@ class Pipeline:
                 "and restore it in one process."
             )
         self._check(state, batch)
-        return nonfinite_origin.find(self._runtime, state, batch)
+        return nonfinite_origin.find(self._runtime, self._runtime.fitted(state), batch)
 
     @outside_jit
     def value_and_grad(self, state: TrainState, batch: PyTree) -> tuple[tuple[Array, dict[str, PyTree]], PyTree]:
@@ -374,6 +391,7 @@ class Pipeline:
         They are those that ``step`` hands to the optimizer: zeros for parameters that it does not train.
         """
         shapes = self._check(state, batch)
+        state = self._runtime.fitted(state)
         loss, metrics, given = self._run(self._runtime.gradients, state, batch, shapes)
         planned = self._planned
         pairs = zip(given, (v.aval for v in planned.model.parameters), strict=True)
@@ -393,7 +411,7 @@ class Pipeline:
           PartitionError: if partition was given no ``evaluate``.
         """
         objective, run = self._forward("evaluate", state, batch)
-        return self._named(objective, *self._run(run, state, batch))
+        return self._named(objective, *self._run(run, self._runtime.fitted(state), batch))
 
     @outside_jit
     def predict(self, state: TrainState, batch: PyTree) -> PyTree:
@@ -402,14 +420,14 @@ class Pipeline:
         The function sets the mode itself, as for ``evaluate``.
         """
         objective, run = self._forward("predict", state, batch)
-        return jax.tree.unflatten(objective.tree, self._run(run, state, batch))
+        return jax.tree.unflatten(objective.tree, self._run(run, self._runtime.fitted(state), batch))
 
     @outside_jit
     def parameters(self, state: TrainState) -> PyTree:
         """The model's own variables in the model's own layout, as host arrays; all processes call it, and get all."""
-        check_state.check_state(state, self.plan.identity)
+        fitted = self._fitted(state)
         multihost.meet("Pipeline.parameters")
-        arrays = self._runtime.to_host(state)
+        arrays = self._runtime.to_host(fitted)
         return self._planned.model.variable_tree(arrays.parameters, arrays.variables)
 
     @outside_jit
@@ -419,10 +437,10 @@ class Pipeline:
         All processes call it, and get all. With ``parameters`` plain training goes on from it: in the fields of a flax
         ``TrainState``, or in an ``nnx.Optimizer`` by ``nnx.update(optimizer.opt_state, nnx.state(...))``.
         """
-        check_state.check_state(state, self.plan.identity)
+        fitted = self._fitted(state)
         multihost.meet("Pipeline.optimizer_state")
         by_stage = self._planned.update.by_stage
-        leaves = by_stage.state_stacks.join(self._runtime.to_host(state).optimizer)
+        leaves = by_stage.state_stacks.join(self._runtime.to_host(fitted).optimizer)
         return jax.tree.unflatten(jax.tree.structure(by_stage.state_shape), leaves)
 
     @outside_jit
@@ -441,6 +459,7 @@ class Pipeline:
           CheckpointError: if ``data`` is not JSON, or there is a checkpoint of this or a later step.
         """
         contents = self._contents(state, data)
+        self._folders.append(directory)
         with contextlib.closing(Writer(directory)) as writer:
             writer.write(contents)
             writer.wait()
@@ -458,6 +477,7 @@ class Pipeline:
         Raises:
           CheckpointError: if the checkpoint is missing, damaged, or of another model or optimizer.
         """
+        self._folders.append(directory)
         last = step if step is not None else multihost.from_first(lambda: max(steps_of(directory), default=None))
         return put(self._runtime, multihost.on_all(lambda: open_checkpoint(directory, last)))
 
@@ -490,9 +510,14 @@ class Pipeline:
         return shard_batch.local_rows(self.mesh, size)
 
     def _contents(self, state: TrainState, data: object) -> Contents | None:
-        check_state.check_state(state, self.plan.identity)
+        fitted = self._fitted(state)
         multihost.meet("Pipeline.save or Checkpointer.save")
-        return take(self._runtime, state, data)
+        return take(self._runtime, fitted, data)
+
+    def _fitted(self, state: TrainState) -> TrainState:
+        """Return a state with its arrays as the programs take them, once it is known to be one of this plan."""
+        check_state.check_state(state, self.plan.identity)
+        return self._runtime.fitted(state)
 
     def microbatch_key(self, state: TrainState, j: int) -> Array:
         """Return the random key of micro-batch ``j`` in the step from ``state``; ``j`` counts over replicas.
@@ -539,22 +564,11 @@ class Pipeline:
         return MemoryReport(plan.device_bytes, compiled.reserved, compiled.temporary, (host,) * count, compiled.host)
 
     def _check(self, state: TrainState, batch: PyTree) -> PyTree:
-        """Return the shapes of the whole batch of which this process passes its rows."""
+        """Check a state and a batch; return the shapes of the whole batch of which this process passes its rows."""
         check_state.check_state(state, self.plan.identity)
-        self._runtime.check_state(state)
         shapes = shard_batch.whole_shapes(self.mesh, check_batch.batch_shapes(batch), batch)
         self._runtime.check_batch(shapes)
         return shapes
-
-    @cached_property
-    def _learning_rate(self) -> int | None:
-        """Return where in the shared optimizer state ``optax.inject_hyperparams`` keeps its (first) learning rate."""
-        by_stage = self._planned.update.by_stage
-        flat, _ = jax.tree_util.tree_flatten_with_path(by_stage.state_shape)
-        paths = [jax.tree_util.keystr(path) for path, _ in flat]
-        owned = zip(by_stage.state_stacks.leaf_of, by_stage.state_stage, strict=True)
-        shared = [paths[k] for k, owner in owned if owner is None]
-        return next((k for k, path in enumerate(shared) if path.endswith(".hyperparams['learning_rate']")), None)
 
     def _forward(self, name: str, state: TrainState, batch: PyTree) -> tuple[MicrobatchProgram, ForwardPass]:
         """Return what ``evaluate`` or ``predict`` computes for a batch, and a function that runs it."""

@@ -491,6 +491,24 @@ def test_a_checkpointer_keeps_the_last_and_tells_where_data_were(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["4", "6"]
 
 
+def test_a_checkpointer_may_be_entered_several_times(tmp_path):
+    """It is closed by the outermost ``with``, and every handler is the one that was there before."""
+    pipeline, before = mlp_pipeline(), signal.getsignal(signal.SIGTERM)
+    state = pipeline.init(jax.random.key(3))
+    with jaxpipe.Checkpointer(pipeline, tmp_path, every=1) as checkpointer:
+        handler = signal.getsignal(signal.SIGTERM)
+        for _ in range(2):
+            with checkpointer, checkpointer:
+                state, _ = pipeline.step(state, case_of("mlp").batch)
+                checkpointer.after_step(state)
+            assert signal.getsignal(signal.SIGTERM) == handler
+    assert signal.getsignal(signal.SIGTERM) is before
+    with checkpointer:
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert steps(tmp_path) == [1, 2]
+
+
 def test_sigterm_is_answered_after_the_step(tmp_path):
     pipeline = mlp_pipeline()
     before = signal.getsignal(signal.SIGTERM)

@@ -1,8 +1,10 @@
 """Ctrl-C, and states that were used: no step loses the training state."""
 
+import contextlib
 import functools
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -13,7 +15,7 @@ import optax
 import pytest
 
 import jaxpipe
-from jaxpipe.runtime.interrupts import hold_interrupts
+from jaxpipe.runtime.hold_signals import hold_signals
 from tests.support.compare import assert_same_bits
 
 
@@ -153,26 +155,72 @@ def test_whatever_is_raised_after_the_step_leaves_a_state(monkeypatch):
 
 def test_an_interrupt_waits_for_the_end_of_with():
     before, order = signal.getsignal(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt), hold_interrupts():
+    with pytest.raises(KeyboardInterrupt), hold_signals():
         signal.raise_signal(signal.SIGINT)
         order.append("after the signal")
     assert order == ["after the signal"]
     assert signal.getsignal(signal.SIGINT) is before
-    with pytest.raises(ZeroDivisionError), hold_interrupts():  # nothing was pressed
+    with pytest.raises(ZeroDivisionError), hold_signals():  # nothing was pressed
         raise ZeroDivisionError
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_the_callers_own_handler_gets_the_signal():
+@contextlib.contextmanager
+def handlers(**by_name):
+    """Set handlers of signals; afterwards those of before."""
+    before = {name: signal.signal(getattr(signal, name), handler) for name, handler in by_name.items()}
+    yield
+    for name, handler in before.items():
+        signal.signal(getattr(signal, name), handler)
+
+
+def test_the_callers_own_handlers_get_their_signals_once_each_in_order():
     numbers = []
-    before = signal.signal(signal.SIGINT, lambda number, _: numbers.append(number))
-    try:
-        with hold_interrupts():
-            signal.raise_signal(signal.SIGINT)
+
+    def note(number, frame):
+        assert frame.f_code.co_name == "test_the_callers_own_handlers_get_their_signals_once_each_in_order"
+        numbers.append(number)
+
+    with handlers(SIGINT=note, SIGTERM=note, SIGALRM=note, SIGUSR1=note):
+        sent = [signal.SIGUSR1, signal.SIGINT, signal.SIGALRM, signal.SIGTERM, signal.SIGINT]
+        with hold_signals(), hold_signals():
+            for number in sent:
+                signal.raise_signal(number)
             assert numbers == []
-        assert numbers == [signal.SIGINT]
+        assert numbers == sent[:4]
+        assert all(signal.getsignal(number) is note for number in sent)
+
+
+def test_handlers_that_raise_are_all_called_and_all_put_back():
+    def fail(number, _):
+        called.append(number)
+        raise RuntimeError(number)
+
+    called: list[int] = []
+    with handlers(SIGINT=fail, SIGTERM=fail, SIGUSR1=fail):
+        with pytest.raises(RuntimeError) as caught, hold_signals():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+        assert called == [signal.SIGTERM, signal.SIGINT]
+        assert caught.value.args == (signal.SIGINT,)
+        assert caught.value.__context__.args == (signal.SIGTERM,)
+        assert all(signal.getsignal(number) is fail for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+
+
+def test_who_listens_for_signals_by_a_socket_hears_each_once():
+    """As asyncio's event loop does."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno())
+    try:
+        with handlers(SIGUSR1=lambda *_: None), hold_signals():
+            signal.raise_signal(signal.SIGUSR1)
+        assert ours.recv(8) == bytes([signal.SIGUSR1])
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(before)
+        ours.close()
+        theirs.close()
 
 
 def test_steps_run_in_other_threads():

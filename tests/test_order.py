@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.graph.graph import trace
-from jaxpipe.graph.operator_order import allowed_cuts, parameter_work_in_place, spans
+from jaxpipe.graph.operator_order import allowed_cuts, in_stage_order, parameter_work_in_place, spans
 from tests.support.compare import assert_same_bits
 
 
@@ -142,3 +142,20 @@ def test_a_cast_stays_with_its_reader():
     assert names[first - 1] == "convert_element_type"
     second = names.index("dot_general", first + 1)
     assert names[second - 1] == "convert_element_type" and "tanh" in names[first:second]
+
+
+@given(programs(), st.tuples(*[st.integers(0, 3)] * 3))
+@settings(deadline=None, max_examples=60)
+def test_operators_in_the_order_of_stages(graph, stages):
+    """Of those that depend on parameters, none comes before one of an earlier stage."""
+    stage_of = dict(zip(graph.inputs[:3], stages, strict=True))
+    ordered = in_stage_order(graph, stage_of)
+    assert_topological(ordered)
+    assert sorted(map(id, ordered.operators)) == sorted(map(id, graph.operators))
+    latest, order = dict(stage_of), []
+    for op in ordered.operators:
+        needed = [latest[t] for t in op.inputs if t in latest]
+        if needed:
+            latest |= dict.fromkeys(op.outputs, max(needed))
+            order.append(max(needed))
+    assert order == sorted(order)

@@ -478,3 +478,52 @@ def test_planning_and_compiling_give_no_warning():
     options = {"loss": lambda f, x: f(x).mean(), "optimizer": optax.adam(1e-3), "num_microbatches": 2}
     pipeline = jaxpipe.partition(model, mesh_of(1, None), jnp.ones((8, 5)), memory="1MB", **options)
     assert pipeline.memory_report().predicted_bytes == (pipeline.plan.predicted_bytes,)
+
+
+class Tower(nn.Module):
+    """Layers with statistics, of which an evaluation reads the running ones."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        for _ in range(3):
+            x = nn.BatchNorm(use_running_average=not train)(nn.tanh(nn.Dense(12)(x)))
+        return x
+
+
+@pytest.mark.parametrize("runtime", ["mpmd", "spmd"])
+def test_evaluations_and_predictions_may_call_the_model_several_times(runtime, key):
+    """The same examples seen in two ways, against plain Flax; a call on another call's results is refused by name."""
+
+    def two_views(apply, x):
+        first, second = apply(x, train=False), apply(-x[:, ::-1], train=False)
+        return jnp.square(first - second).mean(), {"size": jnp.abs(second).mean()}
+
+    def both(apply, x):
+        return apply(x, train=False), apply(x + 1, train=False)
+
+    x = np.random.default_rng(0).standard_normal((8, 12), np.float32)
+    given = {
+        "loss": lambda model, x: jnp.square(model(x) - x).mean(),
+        "optimizer": optax.adam(1e-2),
+        "num_microbatches": 1,
+        "profile": "analytic",
+        "runtime": runtime,
+    }
+    pipeline = jaxpipe.partition(Tower(), mesh_of(2), x, evaluate=two_views, predict=both, **given)
+    state, _ = pipeline.step(pipeline.init(key), x)
+    variables = pipeline.parameters(state)
+    expected = jax.jit(lambda x: two_views(lambda *a, **k: Tower().apply(variables, *a, **k), x))(x)
+    told = pipeline.evaluate(state, x)
+    assert relative_l2((told["loss"], {"size": told["size"]}), expected) < FUSION
+    expected = jax.jit(lambda x: both(lambda *a, **k: Tower().apply(variables, *a, **k), x))(x)
+    assert relative_l2(pipeline.predict(state, x), expected) < FUSION
+
+    twice = jaxpipe.partition(
+        Tower(),
+        mesh_of(2),
+        x,
+        evaluate=lambda model, x: model(model(x, train=False), train=False).mean(),
+        **given,
+    )
+    with pytest.raises(PartitionError, match=r"evaluate uses Dense_0/kernel.*and none on the results of later ones"):
+        twice.evaluate(twice.init(key), x)

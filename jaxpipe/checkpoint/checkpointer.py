@@ -4,7 +4,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 from jax.experimental import multihost_utils
@@ -23,8 +23,14 @@ from jaxpipe.runtime.train_state import TrainState
 TERMINATED = 128 + signal.SIGTERM
 
 
+#: A signal's handler; None for one that was not set in Python.
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+
+
 class Source(Protocol):
     """The part of a ``Pipeline`` that checkpoints are made of, and restored to."""
+
+    _folders: list[Directory]
 
     @property
     def _runtime(self) -> Runtime: ...
@@ -72,10 +78,11 @@ class Checkpointer:
         self._pipeline = pipeline
         self._every = every
         self._writer = Writer(directory, keep)
+        pipeline._folders.append(directory)
         self._step: int | None = None
         self._saved: int | None = None
         self._terminated = False
-        self._handler: Callable[[int, FrameType | None], object] | int | None = None
+        self._handlers: list[Handler] = []
 
     @property
     def steps(self) -> list[int]:
@@ -150,19 +157,20 @@ class Checkpointer:
 
     def __enter__(self) -> "Checkpointer":
         alone = jax.process_count() == 1  # else JAX has a handler, and tells the other processes
-        if alone and threading.current_thread() is threading.main_thread():  # only it may
-            self._handler = signal.signal(signal.SIGTERM, self._terminate)
+        here = alone and threading.current_thread() is threading.main_thread()  # only it may
+        self._handlers.append(signal.signal(signal.SIGTERM, self._terminate) if here else None)
         return self
 
     def _terminate(self, *_: object) -> None:
         self._terminated = True
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        handler = self._handlers.pop()
         try:
-            self.close()
+            if not self._handlers:  # in the outermost ``with``
+                self.close()
         finally:
-            if self._handler is not None:
-                signal.signal(signal.SIGTERM, self._handler)
-                self._handler = None
+            if handler is not None:
+                signal.signal(signal.SIGTERM, handler)
         if self._terminated and kind is None:  # came after the last step
             raise SystemExit(TERMINATED)

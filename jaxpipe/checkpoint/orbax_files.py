@@ -126,7 +126,10 @@ class Writer:
     def _write(self, contents: Contents | None) -> CheckpointError | None:
         assert contents is not None
         if self._closed:
-            raise CheckpointError(f"directory={str(self.directory)!r} was closed; make another Checkpointer to save.")
+            raise CheckpointError(
+                f"directory={str(self.directory)!r} was closed, or a save was interrupted; make another "
+                "Checkpointer to save."
+            )
         failure = None
         try:
             self._wait()
@@ -149,8 +152,13 @@ class Writer:
             }
         )
         self._begun = contents.step
-        with self._told_as_checkpoint_error():
-            self._manager.save(contents.step, args=saved, force=True)
+        try:
+            with self._told_as_checkpoint_error():
+                self._manager.save(contents.step, args=saved, force=True)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C: orbax would wait for minutes for what it has not begun
+                self._forget()
+            raise
         return failure
 
     def wait(self) -> None:
@@ -186,13 +194,16 @@ class Writer:
         """Wait, and end; the other processes do not, as this one may be at its end by itself."""
         if self._closed or self._manager is None:
             return
-        self._closed = True
         try:
             self._wait()
         finally:
+            self._forget()
             with contextlib.suppress(Exception):  # raised above
                 self._manager.close()
-            _OPEN.pop(self.directory.resolve(), None)
+
+    def _forget(self) -> None:
+        self._closed = True
+        _OPEN.pop(self.directory.resolve(), None)
 
 
 def open_checkpoint(directory: Directory, step: int | None = None) -> Saved:

@@ -58,6 +58,30 @@ def parameter_work_in_place(graph: Graph, everywhere: Iterable[TensorNumber] = (
     return replace(graph, operators=tuple(graph.operators[k] for k in order))
 
 
+def in_stage_order(graph: Graph, stage_of: Mapping[TensorNumber, int]) -> Graph:
+    """Return the same graph, with its operators in the order of the stages of the inputs that they depend on.
+
+    Args:
+      stage_of: by input, its stage. What depends on none of these is computed in the stage of its first reader.
+    """
+    operators, last = graph.operators, max(stage_of.values(), default=0)
+    after = dict(stage_of)
+    stages: list[int | None] = []
+    for op in operators:
+        stages.append(max((after[t] for t in op.inputs if t in after), default=None))
+        if stages[-1] is not None:
+            after |= dict.fromkeys(op.outputs, stages[-1])
+    before: dict[TensorNumber, int] = {}
+    order: list[tuple[int, int]] = []
+    for k in reversed(range(len(operators))):
+        stage = stages[k]
+        if stage is None:
+            stage = min((before[t] for t in operators[k].outputs if t in before), default=last)
+        before |= {t: min(stage, before.get(t, last)) for t in operators[k].inputs}
+        order.append((stage, k))
+    return replace(graph, operators=tuple(operators[k] for _, k in sorted(order)))
+
+
 def spans(
     graph: Graph, inputs: Iterable[TensorNumber], together: Mapping[TensorNumber, TensorNumber]
 ) -> dict[TensorNumber, tuple[int, int]]:

@@ -1,16 +1,99 @@
 """Checks of a training state, before a step takes it."""
 
-from collections.abc import Sequence
+import dataclasses
+import operator
+import os
+from collections.abc import Mapping, Sequence
 
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxpipe import _compat, multihost
+from jaxpipe.array_types import Array, PyTree
 from jaxpipe.errors import ModelError
+from jaxpipe.models.check_batch import shape_of
 from jaxpipe.runtime.train_state import TrainState
 
 
 #: The call that takes the state of another pipeline, whatever its runtime and devices.
 GO_ON = "init(key, variables=other.parameters(state), optimizer_state=other.optimizer_state(state))"
 
+#: What to do instead of changing a state's arrays.
+_AS_A_WHOLE = (
+    "A state may be copied, pickled and moved as a whole. To change values in it, pass them to init(key, "
+    "variables=pipeline.parameters(state), optimizer_state=pipeline.optimizer_state(state))."
+)
 
-def check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:
+
+def fitted(state: TrainState, expected: TrainState, names: Mapping[str, Sequence[str]]) -> TrainState:
+    """Return a state with the arrays that programs were compiled for; what is elsewhere, or on the host, is copied.
+
+    Compiled programs read their operands as they lie, and name no leaf in what they raise.
+
+    Args:
+      state: of the plan, not made by its pipeline: read from a file, moved, changed.
+      expected: shapes, with their shardings.
+      names: by field, names of its arrays, where they have any.
+
+    Raises:
+      ModelError: if a part has another structure, or an array another shape or dtype.
+    """
+    _check_residual([np.shape(x) for x in state.residual], [x.shape for x in expected.residual])
+    parts: dict[str, PyTree] = {}
+    for part in (part.name for part in dataclasses.fields(TrainState) if part.name != "plan"):
+        given, wanted = getattr(state, part), getattr(expected, part)
+        tree = jax.tree.structure(wanted)
+        if jax.tree.structure(given) != tree:
+            raise ModelError(
+                f"state.{part} is {_described(given)}; this plan has {_described(wanted)} there. {_AS_A_WHOLE}"
+            )
+        is_tuple = isinstance(wanted, tuple)
+        labels = [f"[{k}]{_named(names.get(part, ()), k)}" for k in range(len(wanted))] if is_tuple else [""]
+        rows = zip(labels, tree.flatten_up_to(given), jax.tree.leaves(wanted), strict=True)
+        parts[part] = tree.unflatten([_fitted_array(f"state.{part}{label}", x, aval) for label, x, aval in rows])
+    new = dataclasses.replace(state, **parts)
+    is_same = all(map(operator.is_, jax.tree.leaves(state), jax.tree.leaves(new)))
+    return state if is_same else new
+
+
+def _fitted_array(label: str, x: object, expected: jax.ShapeDtypeStruct) -> Array:
+    """Return an array on the devices that programs expect it on."""
+    if isinstance(x, bool | int | float):
+        x = np.asarray(x)
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        raise ModelError(f"{label} is of type {type(x).__name__}; it must be an array. {_AS_A_WHOLE}")
+    aval = shape_of(x)
+    if (aval.shape, aval.dtype) != (expected.shape, expected.dtype):
+        raise ModelError(
+            f"{label} has shape {aval.shape} and dtype {aval.dtype}; this plan has shape {expected.shape} and dtype "
+            f"{expected.dtype} there. {_AS_A_WHOLE}"
+        )
+    sharding = expected.sharding
+    assert isinstance(sharding, NamedSharding)
+    if not isinstance(x, jax.Array):
+        return multihost.place(np.asarray(x, expected.dtype), sharding)
+    if x.sharding.is_equivalent_to(sharding, x.ndim) and _compat.in_default_layout(x) is x:
+        return x
+    if not x.is_fully_addressable:
+        raise ModelError(
+            f"{label} lies on devices of several processes in another way than this plan has it. Save the state with "
+            "the pipeline that made it, and restore it with this one."
+        )
+    return multihost.place(_compat.in_default_layout(x.copy()), sharding)  # a copy: a step donates it
+
+
+def _described(part: PyTree) -> str:
+    if isinstance(part, tuple) and jax.tree_util.all_leaves(part):
+        return f"a tuple of {len(part)} arrays"
+    return f"of type {type(part).__name__}"
+
+
+def _named(names: Sequence[str], k: int) -> str:
+    return f" ({names[k]})" if k < len(names) else ""
+
+
+def _check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:
     """Raise ``ModelError`` if a state has residuals of another gradient exchange."""
     if list(given) != list(expected):
         raise ModelError(
@@ -36,9 +119,37 @@ def check_state(state: object, expected: str) -> None:
 
 def check_unused(state: TrainState) -> None:
     """Raise ``ModelError`` if a step has donated a state."""
-    if state.is_donated:
-        raise ModelError(
-            "This state was passed to pipeline.step before, which used its memory for the state that it returned. Go "
-            "on with that one: state, metrics = pipeline.step(state, batch). To go on from one state twice, save it "
-            "with pipeline.save and restore it for each."
-        )
+    if not state.is_donated:
+        return
+    if state.lost is not None:
+        raise ModelError(state.lost)
+    raise ModelError(
+        "This state was passed to pipeline.step before, which used its memory for the state that it returned. Go on "
+        "with that one: state, metrics = pipeline.step(state, batch). To go on from one state twice, save it with "
+        "pipeline.save and restore it for each."
+    )
+
+
+def lose(
+    state: TrainState,
+    error: BaseException,
+    stages: Sequence[int],
+    saved: tuple[str | os.PathLike[str], int] | None,
+) -> None:
+    """Note in a state, and in the error that ended its step, that the step had begun to write over it.
+
+    Args:
+      stages: those that were being updated, if that can be told.
+      saved: the folder and the step of a checkpoint.
+    """
+    kind, reason = type(error).__name__, str(error).strip().partition("\n")[0][:300]
+    where = f" of stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}" if stages else ""
+    restore = "Go on from a checkpoint; a Checkpointer saves one now and then"
+    if saved is not None:
+        restore = f"Go on from the checkpoint of step {saved[1]}: pipeline.restore({os.fspath(saved[0])!r})"
+    text = (
+        f"This state is lost: its step ended with {kind}{': ' * bool(reason)}{reason}, when the update{where} had "
+        f"begun to write the new state over it. {restore}."
+    )
+    object.__setattr__(state, "lost", text)
+    error.add_note(text)

@@ -1,15 +1,18 @@
 """``ExecutablePlan``: a plan with all that a runtime needs to run it."""
 
 # More than 15 of our modules: it names the type of each part of a plan.
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.array_types import Array, PyTree
+from jaxpipe.errors import PartitionError
 from jaxpipe.graph.allowed_codecs import Policy
+from jaxpipe.graph.operator_order import in_stage_order
 from jaxpipe.models.bound_model import BoundModel
 from jaxpipe.models.microbatch_program import MicrobatchProgram
 from jaxpipe.models.variable_shardings import Shardings
@@ -89,9 +92,20 @@ class ExecutablePlan:
     traces: Traces = field(default_factory=dict)  # of plans with the same cuts; filled while lists are written
 
 
-def followed_cuts(planned: ExecutablePlan, objective: MicrobatchProgram, name: str) -> list[int]:
-    """Return the cuts of another program over the same variables, each of which stays in its stage."""
+def followed_cuts(
+    planned: ExecutablePlan, objective: MicrobatchProgram, name: str
+) -> tuple[MicrobatchProgram, list[int]]:
+    """Return the cuts of another program over the same variables, each of which stays in its stage.
+
+    A program that calls the layers several times is put in the order of the stages.
+    """
+    placement, num_stages = planned.stage_placement, planned.program.schedule.total_stages
     names = [v.name for v in (*planned.model.parameters, *planned.model.state)]
     borrowed = {t for stage in planned.program.stages for t in stage.borrowed}
     shared = [k for k, t in enumerate(planned.program.objective.parameters) if t in borrowed]
-    return follow(objective, planned.stage_placement, planned.program.schedule.total_stages, names, name, shared)
+    with contextlib.suppress(PartitionError):
+        return objective, follow(objective, placement, num_stages, names, name, shared)
+    variables = (*objective.parameters, *objective.state), (*placement.parameters, *placement.state)
+    ordered = in_stage_order(objective.graph, dict(zip(*variables, strict=True)))
+    objective = replace(objective, graph=ordered)
+    return objective, follow(objective, placement, num_stages, names, name, shared)

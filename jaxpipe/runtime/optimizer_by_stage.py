@@ -7,9 +7,11 @@ An operator whose operands belong to one stage runs in that stage's branch. Wher
 small values may meet. Exchanges come in rounds; after the last, every stage has its new parameters and state.
 """
 
+import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -23,6 +25,9 @@ from jaxpipe.runtime.stage_switch import switch
 from jaxpipe.runtime.uint32_words import pack_words, unpack_words, word_count
 from jaxpipe.sharding.mesh_axes import STAGE
 
+
+#: The end of a learning rate's path in a state of ``optax.inject_hyperparams``.
+_LEARNING_RATE = ".hyperparams['learning_rate']"
 
 #: Elements of the largest value that may be exchanged between stages.
 EXCHANGE_LIMIT = 4096
@@ -46,6 +51,15 @@ class PartitionedUpdate:
     state_shape: PyTree  # as optax has it
     state_stacks: Stacks
     per_stage: bool = False  # some of it looks at each stage apart (``jaxpipe.gradients.per_stage``)
+
+    @functools.cached_property
+    def learning_rate(self) -> int | None:
+        """Return which piece of the state is the (first) learning rate that ``optax.inject_hyperparams`` keeps."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(self.state_shape)
+        paths = [jax.tree_util.keystr(path) for path, _ in flat]
+        owned = enumerate(zip(self.state_stacks.leaf_of, self.state_stage, strict=True))
+        shared = (k for k, (leaf, owner) in owned if owner is None and paths[leaf].endswith(_LEARNING_RATE))
+        return next(shared, None)
 
 
 def partition_update(update: TracedUpdate, model: BoundModel, stage_of: Sequence[int]) -> PartitionedUpdate:

@@ -141,7 +141,8 @@ def follow(
             if home.get(t, now) < now and t not in shared_parameters:
                 raise PartitionError(
                     f"{what} uses {label[t]}, which is placed in stage {home[t]}, after variables of stage {now}. "
-                    "It must call the layers in the order in which the loss calls them."
+                    "It must call the layers in the order in which the loss calls them, and none on the results of "
+                    "later ones."
                 )
             while home.get(t, now) > now:
                 now += 1

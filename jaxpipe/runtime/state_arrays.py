@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from jaxpipe.array_types import Array, ArrayLike
 
@@ -43,3 +46,28 @@ def of_replicas(residual: np.ndarray, count: int) -> np.ndarray:
     if len(residual) == count:
         return residual
     return np.broadcast_to(residual.mean(axis=0, dtype=residual.dtype), (count, *residual.shape[1:]))
+
+
+def off_mesh(x: Array) -> Array:
+    """Return a value that all devices hold as an array of no mesh, which goes with arrays on any device.
+
+    A traced value, and one on the host, is returned as it is.
+    """
+    if isinstance(x, core.Tracer) or not isinstance(x, jax.Array):
+        return x
+    with jax.ensure_compile_time_eval():  # under jit too, where the state is a constant
+        local = x.addressable_data(0)
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = np.asarray(jax.random.key_data(local))
+            return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(x))
+        return jnp.asarray(np.asarray(local))
+
+
+def on_host(x: Array) -> ArrayLike:
+    """Copy an array to the host, of several processes one that each has whole; a random key to the default device.
+
+    A step donates its state, and must not take what a caller has got of it.
+    """
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return off_mesh(x)
+    return np.array(x if x.is_fully_addressable else x.addressable_data(0))

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 from jax import core
@@ -53,6 +53,11 @@ class TrainState:
     skipped: Array
     plan: str = field(metadata={"static": True})
 
+    #: The token of the runtime whose programs take these arrays as they are; None where nothing has checked them.
+    fits: ClassVar[object] = None
+    #: What became of a state that is neither here nor in a newer one; None while it is.
+    lost: ClassVar[str | None] = None
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
@@ -71,6 +76,10 @@ class TrainState:
         arrays = [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, core.Tracer)]
         return any(x.is_deleted() for x in arrays)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what ``pickle`` and ``copy`` take: the fields. What is read from a file fits no runtime yet."""
+        return {part.name: getattr(self, part.name) for part in dataclasses.fields(self)}
+
     def __repr__(self) -> str:
         kinds = {"parameters": self.parameters, "variables": self.variables, "optimizer": self.optimizer}
         sizes = [f"{name}={_size(buffers)}" for name, buffers in kinds.items() if buffers]
@@ -80,8 +89,14 @@ class TrainState:
 
 def take_over(state: TrainState, new: TrainState) -> None:
     """Give a donated state the arrays of the state that its step has made, for a caller who will not get that one."""
-    for part in dataclasses.fields(TrainState):
-        object.__setattr__(state, part.name, getattr(new, part.name))
+    for name in (*(part.name for part in dataclasses.fields(TrainState)), "fits"):
+        object.__setattr__(state, name, getattr(new, name))
+
+
+def made_for(token: object, state: TrainState) -> TrainState:
+    """Note that a state has the arrays that a runtime's programs take; returns the state."""
+    object.__setattr__(state, "fits", token)
+    return state
 
 
 def _size(buffers: PyTree) -> str:

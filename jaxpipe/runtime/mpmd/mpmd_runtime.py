@@ -37,8 +37,8 @@ from jaxpipe.runtime.mpmd.stage_state import Loader, StateLayout
 from jaxpipe.runtime.mpmd.stage_work import Context, Name, Role
 from jaxpipe.runtime.mpmd.update_work import NONFINITE, STOPPED, UpdateContext
 from jaxpipe.runtime.stages import cut_stages
-from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
-from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays, on_host
+from jaxpipe.runtime.train_state import TrainState, made_for
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.schedules.table import StageNumber
 from jaxpipe.sharding.mesh_axes import DATA, STAGE
@@ -70,6 +70,7 @@ class MpmdRuntime:
 
     def __init__(self, planned: ExecutablePlan):
         self.planned = planned
+        self._token = object()
         self._compiled_steps: dict[Hashable, Compiled] = {}
 
     @property
@@ -115,7 +116,7 @@ class MpmdRuntime:
             )
             for field, keys in where.keys.items()
         }
-        return TrainState(
+        state = TrainState(
             **groups,
             shared=tuple(multihost.place(x, spread) for x in common.shared),
             key=multihost.place(common.key, spread),
@@ -123,6 +124,7 @@ class MpmdRuntime:
             skipped=multihost.place(jnp.int32(common.skipped), spread),
             plan=self.planned.plan.identity,
         )
+        return made_for(self._token, state)
 
     def check_batch(self, shapes: PyTree) -> None:
         """Raise ``BatchError`` if a batch differs from what was planned for in more than its sizes."""
@@ -136,7 +138,7 @@ class MpmdRuntime:
         """Run a training step; donates the state."""
         compiled = self._training(shapes)
         outputs, reports = compiled.run(state, batch)
-        new = self._where.state_of(state, outputs)
+        new = made_for(self._token, self._where.state_of(state, outputs))
         loss, *metrics = compiled.loss_and_metrics(reports)
         counters = {name: reports.get(Name(Role.REPORT, -1 - k)) for k, name in enumerate(COUNTERS)}
         counters |= {"nonfinite_stages": reports.get(NONFINITE), "stopped": reports.get(STOPPED)}
@@ -161,7 +163,8 @@ class MpmdRuntime:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
         planned = self.planned
         before = planned.program.schedule
-        stages = cut_stages(objective, followed_cuts(planned, objective, name), planned.stage_placement)
+        objective, cuts = followed_cuts(planned, objective, name)
+        stages = cut_stages(objective, cuts, planned.stage_placement)
         rounds = planned.program.stage_replicas.rounds(batching.num_microbatches)
         schedule = forward_only(before.num_stages, rounds, before.num_chunks)
         with self._building():
@@ -229,12 +232,13 @@ class MpmdRuntime:
                 f"adopt moves arrays between devices of one process, and there are {jax.process_count()} processes. "
                 "Save the state with the other pipeline, and restore it with this one."
             )
-        return adopt(self._where, state)
+        return made_for(self._token, adopt(self._where, state))
 
-    def check_state(self, state: TrainState) -> None:
-        """Raise ``ModelError`` if a state has residuals of other replicas."""
-        expected = [x.shape for x in self._where.avals["residual"]]
-        check_state.check_residual([x.shape for x in state.residual], expected)
+    def fitted(self, state: TrainState) -> TrainState:
+        """Return a state with its arrays as this runtime's programs take them; raise ``ModelError`` if none can be."""
+        if state.fits is self._token:
+            return state
+        return made_for(self._token, check_state.fitted(state, self._where.abstract_state, self._where.names))
 
     def bytes(self) -> Bytes:
         """Return the most bytes that each device needs at once in a step."""
@@ -366,10 +370,8 @@ def _elsewhere(aval: Shaped, sharding: NamedSharding) -> Array:
 
 
 def _on_host(x: Array) -> ArrayLike:
-    """A copy on the host; of a random key, the key."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x
-    return np.array(x if x.is_fully_addressable else _whole(x).addressable_data(0))
+    """Return a copy on the host."""
+    return on_host(x if x.is_fully_addressable else _whole(x))
 
 
 def _whole(x: Array) -> Array:

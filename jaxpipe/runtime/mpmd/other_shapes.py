@@ -62,7 +62,7 @@ def shaped_for(planned: ExecutablePlan, batch: PyTree, retrace: Callable[[PyTree
     if _same_operators(objective, before.objective):
         cuts: Sequence[int] = (0, *(stage.operators[1] for stage in planned.plan.stages))
     else:
-        cuts = followed_cuts(planned, objective, "the loss")
+        objective, cuts = followed_cuts(planned, objective, "the loss")
     cut = cut_stages(objective, cuts, planned.stage_placement)
     stages = with_backward(
         objective, shared_stages(objective, planned.model, cut, before.stage_replicas), planned.policy

@@ -7,14 +7,16 @@ import jax.numpy as jnp
 from jaxpipe.array_types import Array
 from jaxpipe.gradients.block_exchange import sent_share
 from jaxpipe.models.combine_metrics import combine
-from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, Arrays, Avals, Context, Name, Role, Work
+from jaxpipe.runtime.mpmd.stage_work import OVERFLOWS, Arrays, Avals, Context, Name, Role, Work, shape_of
 from jaxpipe.runtime.mpmd.update_work import (
     HAD,
     NONFINITE,
+    SKIPPED,
     SQUARES,
     STOPPED,
     UNSENT,
     WEIGHT,
+    UpdateContext,
     add_up,
     reported,
     scalars,
@@ -54,14 +56,17 @@ def results_work(context: Context, members: Sequence[int], stages: int, guarded:
 
 
 #: What a step counts, in this order.
-COUNTERS = ("gradient_norm", "sent_share", "residual_norm", "overflows")
+COUNTERS = ("gradient_norm", "sent_share", "residual_norm", "overflows", "learning_rate", "skipped")
 
 
-def counters_work(context: Context, stages: int, exchanges: bool, sparse: int, updates: int = 1) -> Work:
+def counters_work(update: UpdateContext, sparse: int, updates: int = 1) -> Work:
     """Return the work that makes a step's counters of what all stages report, in the order of the stages.
 
-    The norm of the gradient is the root of the mean square over the updates.
+    The norm of the gradient is the root of the mean square over the updates. What stands in the state is copied, as
+    the next step takes the state's memory, and not that of the metrics.
     """
+    context, exchanges = update.pipeline, update.exchange is not None
+    stages, copied = len(context.stages), copied_counters(update)
     kinds = [SQUARES, *([HAD, UNSENT] if exchanges else [])]
     names = [[reported(kind, s) for s in range(stages)] for kind in kinds]
     overflows = [reported(OVERFLOWS, place) for place in range(sparse)]
@@ -73,11 +78,23 @@ def counters_work(context: Context, stages: int, exchanges: bool, sparse: int, u
         counters = [jnp.sqrt(sums[0] / updates)]
         if exchanges:
             counters += [sent_share(sums[1], sums[2]), jnp.sqrt(sums[2])]
-        return [*counters, sum((values[name] for name in overflows), start=jnp.int32(0))]
+        overflow = sum((values[name] for name in overflows), start=jnp.int32(0))
+        return [*counters, overflow, *(values[name] for name in copied.values())]
 
     operands |= dict.fromkeys(overflows, shapes[OVERFLOWS])
-    writes = [Name(Role.REPORT, -1 - k) for k in ([0, 1, 2, 3] if exchanges else [0, 3])]
+    for name in copied.values():
+        is_shared, tensors = name.role is Role.SHARED, update.by_stage.graph.tensors
+        aval = tensors[update.by_stage.state[name.number]] if is_shared else scalars(context, name)[name]
+        operands[name] = shape_of(aval)
+    writes = [Name(Role.REPORT, -1 - k) for k in [*([0, 1, 2, 3] if exchanges else [0, 3]), *copied]]
     return Work("counters", operands, writes, function)
+
+
+def copied_counters(update: UpdateContext) -> dict[int, Name]:
+    """Return the counters that stand in the state, by number in ``COUNTERS``."""
+    rate = update.by_stage.learning_rate
+    copied = {} if rate is None else {4: Name(Role.SHARED, rate)}
+    return copied | ({5: SKIPPED} if update.skips else {})
 
 
 def stack_work(context: Context) -> Work:

@@ -14,7 +14,7 @@ from jaxpipe.runtime.mpmd.call_list import CallList, ListBuilder
 from jaxpipe.runtime.mpmd.compile_work import TracedWork, trace_work
 from jaxpipe.runtime.mpmd.early_update import early_update_work, end_work, nonfinite_work
 from jaxpipe.runtime.mpmd.instructions import Key, Place
-from jaxpipe.runtime.mpmd.report_work import counters_work, results_work, stack_work, weight_work
+from jaxpipe.runtime.mpmd.report_work import copied_counters, counters_work, results_work, stack_work, weight_work
 from jaxpipe.runtime.mpmd.stage_placement import Layout
 from jaxpipe.runtime.mpmd.stage_work import INDEX, KEY, OVERFLOWS, STEP, Name, Role, Work, shape_of, stage_work
 from jaxpipe.runtime.mpmd.swap_instructions import StashMover
@@ -457,7 +457,9 @@ class _Writer:
         sparse = [place for place in self.every_member if OVERFLOWS in self.context.totals(place.stage)]
         for k, place in enumerate(sparse):
             builder.send(place, home, [(OVERFLOWS, reported(OVERFLOWS, k))])
-        work = counters_work(self.context, len(self.layout.stages), update.exchange is not None, len(sparse), updates)
+        for name in copied_counters(update).values():
+            builder.split(home.stage, name)
+        work = counters_work(update, len(sparse), updates)
         builder.call(builder.program(trace_work(work)), home.stage, 0)
         self.reports += [Key(home, name) for name in work.writes]
 

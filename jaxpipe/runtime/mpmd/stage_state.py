@@ -113,6 +113,41 @@ class StateLayout:
         """Sharding of an array that all devices have."""
         return NamedSharding(self.all_devices, P())
 
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """Return the shapes of a training state, where its devices have them."""
+
+        def placed(aval: Shaped, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+        groups: dict[str, PyTree] = {
+            part: tuple(placed(aval, self.sharding(key)) for key, aval in zip(keys, self.avals[part], strict=True))
+            for part, keys in self.keys.items()
+        }
+        groups["shared"] = tuple(placed(self.by_stage.state_avals[k], self.everywhere) for k in self.shared)
+        step = placed(jax.ShapeDtypeStruct((), np.int32), self.everywhere)
+        return TrainState(
+            **groups,
+            key=cast(Array, placed(self.layout.context.key, self.everywhere)),
+            step=cast(Array, step),
+            skipped=cast(Array, step),
+            plan=self.planned.plan.identity,
+        )
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """The names of the arrays of a training state, by field."""
+        model, by_stage = self.planned.model, self.by_stage
+        flat, _ = jax.tree_util.tree_flatten_with_path(by_stage.state_shape)
+        paths = [jax.tree_util.keystr(flat[leaf][0]) for leaf in by_stage.state_stacks.leaf_of]
+        return {
+            "parameters": [v.name for v in model.parameters],
+            "variables": [v.name for v in model.state],
+            "optimizer": [path for path, s in zip(paths, by_stage.state_stage, strict=True) if s is not None],
+            "shared": [paths[k] for k in self.shared],
+            "residual": [model.parameters[k].name for k in self.residuals],
+        }
+
     def state_of(self, old: TrainState, outputs: dict[Key, Array | None]) -> TrainState:
         """Return the state after a step, of the outputs of its list; arrays elsewhere stay as they are."""
 

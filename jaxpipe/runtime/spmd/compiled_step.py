@@ -43,8 +43,9 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
     Counters are the gradient's norm and the overflows; and, of a sparse exchange, the share of the gradients' squared
     norm that was sent, and the norm of the residuals.
     """
-    specs = state_specs(state)
-    rounded = update.exchange is not None or not takes_sums(program, update.by_stage)
+    specs, by_stage = state_specs(state), update.by_stage
+    rate = None if by_stage.learning_rate is None else by_stage.state_stage[: by_stage.learning_rate].count(None)
+    rounded = update.exchange is not None or not takes_sums(program, by_stage)
 
     def device_step(
         state: TrainState, batch: Sequence[Array]
@@ -64,7 +65,7 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
 
         nonfinite = None if update.on_nonfinite is None else look(loss, sums, program)
         parameters, optimizer, shared = run_update(
-            update.by_stage,
+            by_stage,
             (program.parameters, program.gradients if rounded else program.sums, update.layout),
             (parameters, optimizer),
             gradients,
@@ -83,6 +84,8 @@ def training_step(mesh: Mesh, program: Program, update: Update, batching: Batchi
             state.plan,
         )
         counters |= {"gradient_norm": _norm(gradients), "overflows": totals.overflows}
+        if rate is not None:
+            counters["learning_rate"] = new.shared[rate]
         if nonfinite is not None:
             new, noticed = guard(state, new, nonfinite, update.on_nonfinite == "skip")
             counters |= noticed

@@ -7,7 +7,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -72,18 +72,3 @@ def _spread(mesh: Mesh, spec: P) -> Callable[[Array, np.int32], Array]:
         return lax.all_gather(row, DATA, tiled=True) if len(spec) > 1 else row
 
     return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=(spec, P()), out_specs=P(), check_vma=False))
-
-
-def off_mesh(x: Array) -> Array:
-    """Return a value that all devices hold as an array of no mesh, which goes with arrays on any device.
-
-    A traced value is returned as it is.
-    """
-    if isinstance(x, core.Tracer):
-        return x
-    with jax.ensure_compile_time_eval():  # under jit too, where the state is a constant
-        local = x.addressable_data(0)
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = np.asarray(jax.random.key_data(local))
-            return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(x))
-        return jnp.asarray(np.asarray(local))

@@ -52,4 +52,5 @@ def guard(old: TrainState, new: TrainState, nonfinite: NonFinite, skip: bool) ->
         step=new.step if skip else either(old.step, new.step),
         skipped=old.skipped + (nonfinite.stopped.astype(jnp.int32) if skip else 0),
     )
-    return guarded, {"nonfinite_stages": nonfinite.stages, "stopped": nonfinite.stopped}
+    noticed = {"nonfinite_stages": nonfinite.stages, "stopped": nonfinite.stopped}
+    return guarded, noticed | ({"skipped": guarded.skipped} if skip else {})

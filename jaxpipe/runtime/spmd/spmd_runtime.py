@@ -28,8 +28,8 @@ from jaxpipe.runtime.interface import Bytes, ForwardPass, Gradients, Part, StepR
 from jaxpipe.runtime.spmd import compiled_step as steps
 from jaxpipe.runtime.spmd.gather_to_host import stage_arrays
 from jaxpipe.runtime.stages import cut_stages
-from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays
-from jaxpipe.runtime.train_state import TrainState
+from jaxpipe.runtime.state_arrays import CommonArrays, HostArrays, StageArrays, on_host
+from jaxpipe.runtime.train_state import TrainState, made_for
 from jaxpipe.runtime.waiting_thread import Awaited, run_together
 from jaxpipe.schedules.gpipe import forward_only
 from jaxpipe.sharding.mesh_axes import DATA, STAGE, stage_devices
@@ -43,6 +43,7 @@ class SpmdRuntime:
 
     def __init__(self, planned: ExecutablePlan):
         self.planned = planned
+        self._token = object()
 
     @property
     def places(self) -> range:
@@ -77,7 +78,7 @@ class SpmdRuntime:
         specs = P(STAGE), P(STAGE), P(STAGE), P(STAGE, DATA)
         groups = [_assemble(mesh, spec, [part[k] for part in ordered]) for k, spec in enumerate(specs)]
         everywhere = functools.partial(multihost.place, sharding=NamedSharding(mesh, P()))
-        return TrainState(
+        state = TrainState(
             *groups,
             shared=tuple(map(everywhere, common.shared)),
             key=everywhere(common.key),
@@ -85,6 +86,7 @@ class SpmdRuntime:
             skipped=everywhere(jnp.int32(common.skipped)),
             plan=self.planned.plan.identity,
         )
+        return made_for(self._token, state)
 
     def check_batch(self, shapes: PyTree) -> None:
         """Raise ``BatchError`` if a batch has other shapes than were planned for."""
@@ -98,8 +100,8 @@ class SpmdRuntime:
     def step(self, state: TrainState, batch: PyTree, shapes: PyTree) -> StepResults:
         """Run the training step; donates the state."""
         del shapes
-        results = self._run("step", self.compiled_step, state, self._placed(batch))
-        return StepResults(*results)
+        new, *results = self._run("step", self.compiled_step, state, self._placed(batch))
+        return StepResults(made_for(self._token, new), *results)
 
     def gradients(self, state: TrainState, batch: PyTree, shapes: PyTree) -> Gradients:
         """Return loss, metrics and the mean gradient of each trained parameter, None of others."""
@@ -116,7 +118,7 @@ class SpmdRuntime:
         """Compile a function of state and batch: loss and metrics of ``"evaluate"``, leaves of ``"predict"``."""
         planned = self.planned
         before = planned.program.schedule
-        cuts = followed_cuts(planned, objective, name)
+        objective, cuts = followed_cuts(planned, objective, name)
         program = dataclasses.replace(
             planned.program,
             objective=objective,
@@ -155,7 +157,7 @@ class SpmdRuntime:
                 update.layout,
                 owners=update.by_stage.state_stage,
                 buffers=state.optimizer,
-                shared=state.shared,
+                shared=map(on_host, state.shared),
             ),
             residuals,
         )
@@ -167,10 +169,11 @@ class SpmdRuntime:
             f"{check_state.GO_ON}, or save and restore the state."
         )
 
-    def check_state(self, state: TrainState) -> None:
-        """Raise ``ModelError`` if a state has residuals of other replicas."""
-        residual = self._abstract_state.residual
-        check_state.check_residual([x.shape for x in state.residual], [x.shape for x in residual])
+    def fitted(self, state: TrainState) -> TrainState:
+        """Return a state with its arrays as this runtime's programs take them; raise ``ModelError`` if none can be."""
+        if state.fits is self._token:
+            return state
+        return made_for(self._token, check_state.fitted(state, self._abstract_state, {}))
 
     def bytes(self) -> Bytes:
         """Return what XLA reserves for the training step, on every device alike."""

@@ -20,7 +20,8 @@ from jaxpipe.models.purify_nnx import PureCall, purify
 from jaxpipe.residuals.memory_encoded import run_encoded, without_encoding
 from jaxpipe.residuals.residual_labels import Label, parse_label
 from jaxpipe.residuals.stored_formats import has_overflowed
-from jaxpipe.text.plain_table import PlainTable, table_text
+from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.printed import plain_text
 from jaxpipe.text.units import bytes_text
 
 
@@ -92,7 +93,7 @@ class ResidualReport:
         constants = self.plain_bytes_raw - self.plain_bytes
         if constants:
             table.add_row("and constants that it keeps", "", "", f"{constants:,}")
-        lines = [table_text(table, width=1000)]
+        lines = [plain_text(table, 1000)]
         if constants:
             lines.append(
                 "Constants follow from no argument, as the zeros in ReLU's derivative; XLA may leave them out."

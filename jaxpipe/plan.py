@@ -384,7 +384,7 @@ def _memory_table(plan: Plan) -> PlainTable:
     for numbers, parts in rows.items():
         sizes = [sum(parts.values()), *(parts.get(name, 0) for name in apart)]
         cells = [_scaled(size, scale) for size in (*sizes, sizes[0] - sum(sizes[1:]))]
-        if _stash_is_inside(plan, numbers) and not parts.get("stash"):
+        if _stash_is_inside(plan, numbers) and parts.get("stash") == 0:
             cells[1 + apart.index("stash")] = "inside"
         table.add_row(number_ranges(numbers) or "all", *cells[: len(table.columns) - 1])
     return table
@@ -396,14 +396,15 @@ def _scaled(size: int, scale: int) -> str:
 
 def _stash_is_inside(plan: Plan, numbers: Sequence[int]) -> bool:
     """Return whether stages hold most in one call for both passes, so that a stash is among its temporaries."""
-    return any("forward and backward" in call for call in plan.fullest_in[numbers[0] : numbers[0] + 1] if numbers)
+    calls = [plan.fullest_in[s] for s in numbers[:1] if s < len(plan.fullest_in)]
+    return any("forward and backward" in call for call in calls)
 
 
 def _fullest_text(plan: Plan) -> str:
     """Return the calls in which devices hold most, with their stages."""
     stages: dict[str, list[int]] = {}
     for numbers in _memory_by_device(plan):
-        for call in plan.fullest_in[numbers[0] : numbers[0] + 1] if numbers else ():
+        for call in (plan.fullest_in[s] for s in numbers[:1] if s < len(plan.fullest_in)):
             stages.setdefault(call.split(": ")[-1], []).extend(numbers)
     if not stages:
         return ""

@@ -16,6 +16,14 @@ def cache_in_a_temporary_folder(tmp_path_factory):
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def wide_texts():
+    """Sentences of plans are in one line each, however narrow the terminal is that tests run in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "240")
+        yield
+
+
 @pytest.fixture
 def key():
     return jax.random.key(0)

@@ -90,7 +90,13 @@ def test_timeline_is_the_plans_own():
 @pytest.mark.parametrize(
     ("paths", "prefix", "short"),
     [
-        ((("Net/body/a", "Net/body/b"), ("Net/body/c/d",)), "Net/body", (("a", "b"), ("c/d",))),
+        ((("Net/body/a", "Net/body/b"), ("Net/body/c/d",)), "Net/body", (("a", "b"), ("c",))),
+        # Blocks that one stage has whole are named by their own paths, not by those of what is in them.
+        (
+            (("Net/in", "Net/b0/x", "Net/b0/y/z", "Net/b1/x"), ("Net/b1/y", "Net/out")),
+            "Net",
+            (("in", "b0", "b1/x"), ("b1/y", "out")),
+        ),
         # The module itself, and names that begin alike.
         ((("Net/layer_1",), ("Net", "Net/layer_10")), "Net", (("layer_1",), ("Net", "layer_10"))),
         ((("dense0",), ("dense1",)), "", (("dense0",), ("dense1",))),

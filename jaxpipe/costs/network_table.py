@@ -27,6 +27,7 @@ def network_table(network: "Network") -> PlainTable:
 def _matrix(network: "Network") -> PlainTable:
     table = PlainTable(
         title="GB/s above the diagonal, µs below",
+        padding=0,
     )
     table.add_column("", justify="right")
     table.add_column("device", max_width=12, no_wrap=True)

@@ -49,8 +49,8 @@ def plain_text(shown: RenderableType, width: int) -> str:
       >>> table = PlainTable("stage", "modules", box=None)
       >>> table.add_row("0", "[red]conv")
       >>> print(plain_text(table, 80))
-      stage  modules
-      0      [red]conv
+      stage modules
+      0     [red]conv
     """
     stream = io.StringIO()
     Console(file=stream, width=width, force_terminal=False).print(shown)

@@ -1,4 +1,6 @@
-"""Eight simulated CPU devices for every test."""
+"""Eight simulated CPU devices for every test, and lines of 80 columns."""
+
+import os
 
 import jax
 import pytest
@@ -6,6 +8,7 @@ import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+os.environ["COLUMNS"] = "80"
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -13,14 +16,6 @@ def cache_in_a_temporary_folder(tmp_path_factory):
     """Nothing is written into the user's cache folder; what one test has measured, another may use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXPIPE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def wide_texts():
-    """Sentences of plans are in one line each, however narrow the terminal is that tests run in."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "240")
         yield
 
 

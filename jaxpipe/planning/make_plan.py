@@ -135,6 +135,10 @@ class _PlansOfRequest:
     same_cuts: OtherPlans
 
     @property
+    def memory(self) -> int | str | None:
+        return self.search.request.memory
+
+    @property
     def may_raise(self) -> bool:
         return self.search.request.options.allow_over_budget
 

@@ -18,6 +18,7 @@ from jaxpipe.planning.cut_scans import SLACK, balanced_groups
 from tests.support.compare import FUSION, arrays, assert_same_bits
 from tests.support.pipeline_models import (
     Case,
+from tests.support.texts import one_line
     check_training,
     classifier,
     entropy,
@@ -186,7 +187,7 @@ def test_layers_that_are_cut_by_default_train_as_the_scan_does(name, stages, run
 def test_the_plan_names_the_layers_of_each_stage_and_the_groups():
     plan = pipeline_of(stateful(length=24), 2, 4, schedule="1f1b-textbook").plan
     assert plan.notes == ("Scanned/layers is a scan of 24 layers, cut into 4 groups of 6",)
-    assert plan.notes[0] in str(plan)
+    assert plan.notes[0] in one_line(plan)
     assert modules(plan) == [
         ("Scanned/Dense_0", "Scanned/layers[0:12]"),
         ("Scanned/layers[12:24]", "Scanned/Dense_1"),

@@ -10,6 +10,7 @@ from jaxpipe.plan import Plan, StagePlan, StashPiece, short_modules
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.visualize.pictures import draw_memory, draw_timeline
+from tests.support.texts import one_line
 
 
 STASH_BYTES = (3072, 1024)
@@ -109,8 +110,8 @@ def test_a_path_that_all_modules_share_is_said_once(paths, prefix, short):
     stages = tuple(replace(stage, modules=modules) for stage, modules in zip(plan.stages, paths, strict=True))
     plan = replace(plan, stages=stages)
     assert short_modules(plan) == (prefix, short)
-    assert (f"modules are named inside {prefix}" in str(plan)) == bool(prefix)
-    assert all(f" {name} " in str(plan).replace(",", " ") for names in short for name in names)
+    assert (f"modules are named inside {prefix}" in one_line(plan)) == bool(prefix)
+    assert all(f" {name} " in one_line(plan).replace(",", " ") for names in short for name in names)
 
 
 def test_memory_stacks_the_components_beside_the_compiled_bytes():

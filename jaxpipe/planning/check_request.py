@@ -42,7 +42,9 @@ from jaxpipe.text.units import parse_bytes, whole_number
 class Request:
     """The checked arguments of ``partition``; of several ``schedules``, the fastest is wanted.
 
-    ``budget`` is ``memory`` in bytes. ``mesh`` has the axes ``stage`` and perhaps ``data``, and the first device of each group of ``submesh``.
+    ``budget`` is ``memory`` in bytes.
+
+    ``mesh`` has the axes ``stage`` and perhaps ``data``, and the first device of each group of ``submesh``.
     ``num_stages`` is what the mesh has along its stage axis. ``devices_per_stage`` is how many of these devices each
     stage has, or whether that may be chosen. ``host`` is what becomes of ``PlanOptions.host_memory``.
     ``several_sizes``: batches of several sizes are listed. Of a ``replica_axis``, all replicas are within each stage.

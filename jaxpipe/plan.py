@@ -449,7 +449,7 @@ def _idle_text(plan: Plan) -> list[str]:
     left = _counted(len(plan.stages) - len(idle), "stage")
     return [
         f"next to no work in stage {number_ranges(idle)}: {left} would do, on a mesh with "
-        f"{_counted(len(devices), 'device')} less"
+        f"{_counted(len(devices), 'device')} fewer"
     ]
 
 

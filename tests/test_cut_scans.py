@@ -18,7 +18,6 @@ from jaxpipe.planning.cut_scans import SLACK, balanced_groups
 from tests.support.compare import FUSION, arrays, assert_same_bits
 from tests.support.pipeline_models import (
     Case,
-from tests.support.texts import one_line
     check_training,
     classifier,
     entropy,
@@ -27,6 +26,7 @@ from tests.support.texts import one_line
     nnx_case,
     pipeline_of,
 )
+from tests.support.texts import one_line
 
 
 # Where to cut

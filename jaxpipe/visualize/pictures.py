@@ -4,12 +4,13 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from jaxpipe.plan import Plan, short_modules, shorten
+from jaxpipe.plan import Plan, short_modules
 from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import check_size, plan_timeline
 from jaxpipe.schedules import Kind, Schedule, Timeline
 from jaxpipe.schedules.swap_points import swap_points
+from jaxpipe.text.short_names import number_ranges, shorten
 from jaxpipe.text.units import bytes_text, seconds_text
 from jaxpipe.visualize.traces import KIND_NAMES
 
@@ -145,7 +146,7 @@ def draw_stages(partition: Partition) -> "Figure":
             ("bottleneck", "lower bound"), limits, (VERMILION, "black"), ("-", "--"), strict=True
         ):
             axes.axhline(1e3 * seconds, color=color, linestyle=style, label=f"{name}, {seconds_text(seconds)}")
-    labels = [f"stage {s}\n{shorten(tuple(map(str, stage.devices)))}" for s, stage in enumerate(stages)]
+    labels = [f"stage {s}\n{number_ranges(stage.devices)}" for s, stage in enumerate(stages)]
     axes.set_xticks(range(len(stages)), labels)
     axes.set_xlim(-0.5, len(stages) - 0.5)
     axes.set_xlabel("devices")

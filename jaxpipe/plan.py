@@ -366,7 +366,7 @@ def _memory_by_device(plan: Plan) -> dict[tuple[int, ...], dict[str, int]]:
     return {tuple(numbers): by_stage[numbers[0]] for numbers in stages.values()}
 
 
-#: Components that have a column, however small they are; of others those of a tenth of the bytes.
+#: Components that have a column, however small they are, if they are there; of others those of a tenth of the bytes.
 _ALWAYS = ("parameters", "gradients", "optimizer", "stash", "temporaries")
 
 
@@ -376,7 +376,7 @@ def _memory_table(plan: Plan) -> PlainTable:
     fullest = max(sum(parts.values()) for parts in rows.values())
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
     large = {name for parts in rows.values() for name, size in parts.items() if size >= 0.1 * fullest > 0}
-    apart = [name for name in names if name in large or name in _ALWAYS]
+    apart = [name for name in names if name in large or (name in _ALWAYS and any(p.get(name) for p in rows.values()))]
     units = [(1024**k, unit) for k, unit in enumerate(("B", "KiB", "MiB", "GiB"))]
     scale, unit = next((u for u in reversed(units) if fullest >= 10 * u[0]), units[0])
     table = PlainTable("stage")
@@ -384,7 +384,7 @@ def _memory_table(plan: Plan) -> PlainTable:
     for numbers, parts in rows.items():
         sizes = [sum(parts.values()), *(parts.get(name, 0) for name in apart)]
         cells = [_scaled(size, scale) for size in (*sizes, sizes[0] - sum(sizes[1:]))]
-        if _stash_is_inside(plan, numbers) and parts.get("stash") == 0:
+        if "stash" in apart and _stash_is_inside(plan, numbers) and parts.get("stash") == 0:
             cells[1 + apart.index("stash")] = "inside"
         table.add_row(number_ranges(numbers) or "all", *cells[: len(table.columns) - 1])
     return table

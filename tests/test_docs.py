@@ -55,9 +55,6 @@ def run_alone(code: str, folder: Path) -> str:
     command = [sys.executable, "program.py"]
     process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    returns = re.findall(r"Returns:.*?</table>", (tmp_path / "reference.html").read_text(), re.DOTALL)
-    # What is returned is one value: its lines are not values of types that their first words name.
-    assert returns and all(table.count('class="doc-section-item"') == 1 for table in returns)
     return process.stdout
 
 

@@ -35,7 +35,7 @@ def make_plan(away=0):
         )
         for s in range(2)
     )
-    memory = {"parameters": 4096, "arena": 9216, "working": 1024}
+    memory = {"parameters": 4096, "stash": 9216, "temporaries": 1024}
     # Two stages in step: (3 + 2 - 1) * (1 + 2) ms, and 1 ms for the exchange after each of 5 ticks.
     return Plan(stages, 1, 3, 8, "1f1b", "analytic", 17e-3, 17e-3, 1 - 18 / 34, None, memory, "", runtime="spmd")
 
@@ -46,7 +46,7 @@ def make_other(schedule, weight_seconds=0.0):
         StagePlan((s, s + 1), (s % 2,), (f"dense{s}",), 1e-3, 2e-3, 64, 1024, 1, 64, weight_seconds=weight_seconds)
         for s in range(schedule.total_stages)
     )
-    memory = {"arena": 4096}
+    memory = {"stash": 4096}
     return Plan(
         stages,
         1,

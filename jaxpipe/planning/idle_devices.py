@@ -24,7 +24,8 @@ def without_idle(request: Request, planned: PlannedStep) -> Request | None:
     Every process has to take part in a pipeline, so several processes keep their devices.
     """
     stages, count = planned.plan.stages, planned.program.num_devices
-    loose = {s for s, stage in enumerate(stages) if not stage.parameter_bytes and not stage.modules}
+    named = any(stage.modules for stage in stages)
+    loose = {s for s, stage in enumerate(stages) if named and not stage.parameter_bytes and not stage.modules}
     busy = sorted({s % count for s in range(len(stages)) if s not in loose.union(idle_stages(stages))})
     given_links = request.network is not None and request.submesh.size > 1
     if len(busy) in (0, count) or not planned.plan.stage_replicas.is_single or given_links or jax.process_count() > 1:

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from flax import nnx
 from jax import core
-from rich.box import SIMPLE_HEAD
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTree
@@ -70,7 +69,7 @@ class ResidualReport:
         return sum(row.bytes for row in self.tensors)
 
     def __str__(self) -> str:
-        table = PlainTable(title=self._headline(), title_justify="left", box=SIMPLE_HEAD)
+        table = PlainTable(title=self._headline(), pad_edge=True, show_edge=True, collapse_padding=False)
         for column in ("made by", "tensor", "stored as"):
             table.add_column(column, no_wrap=True)
         for column in ("bytes", "share"):

@@ -10,29 +10,25 @@
 returns ``(model, batch, loss, optimizer)`` as ``jaxpipe.partition`` takes them; as a batch, shapes will do. The model
 is traced, not run, on simulated CPU devices; only ``profile --source measured`` runs it, on the machine's own.
 
+``jaxpipe --version`` prints the version. Where stderr is no terminal, a line each ten seconds says what is being done.
+
 Exit status: 0; 1 if there is no such plan or a file is wrong; 2 if the command line is.
 """
 
+# JAX and what needs it are imported in functions, so that help comes at once.
+
 import contextlib
+import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import jax
-
-from jaxpipe.array_types import Device, PyTree
-from jaxpipe.costs.network import Network
-from jaxpipe.costs.profile import Profile
-from jaxpipe.costs.profile_model import profile_model
+from jaxpipe._version import __version__
 from jaxpipe.errors import JaxpipeError
-from jaxpipe.models.bound_model import UserFunction
-from jaxpipe.options import PlanOptions
-from jaxpipe.partition import partition
-from jaxpipe.pipeline import Pipeline
 from jaxpipe.text.plain_table import printable
 
 
@@ -45,6 +41,10 @@ if TYPE_CHECKING:
     import flax.linen as nn
     import optax
     from flax import nnx
+
+    from jaxpipe.array_types import Device, PyTree
+    from jaxpipe.models.bound_model import UserFunction
+    from jaxpipe.pipeline import Pipeline
 
     Model = nn.Module | nnx.Module | Callable[..., PyTree]
 
@@ -78,6 +78,8 @@ class Job:
       device: kind of device to estimate for, such as H100; left out, a CPU core.
       gradient_dtype: in which gradients of narrower parameters are added up; left out, float32.
       time_limit: seconds that solvers may take for the whole plan, with --memory.
+      compile: compile the step on simulated CPU devices, for the bytes that XLA reserves there, which --memory then
+        limits, as PlanOptions(compile=True).
     """
 
     model: Target
@@ -94,6 +96,7 @@ class Job:
     device: str | None = None
     gradient_dtype: str | None = None
     time_limit: float = 60.0
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,9 @@ class ReportCommand(Job):
 
     Attributes:
       output: the HTML file.
-      compile: compile the step on simulated CPU devices, for the bytes that XLA reserves there.
     """
 
     output: Path = Path("report.html")
-    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,15 +163,48 @@ Command = (
 )
 
 
+#: Seconds between lines of progress in logs.
+PROGRESS_SECONDS = 10.0
+
+#: The names of commands.
+NAMES = ("plan", "profile", "report", "convert-profile")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    command = tyro.cli(Command, prog="jaxpipe", description=__doc__, args=arguments)  # type: ignore[arg-type]
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments[:1]) == ["--version"]:
+        print(f"jaxpipe {__version__}")
+        return 0
     try:
-        run(command)
+        _check_name(arguments)
+        command = tyro.cli(Command, prog="jaxpipe", description=__doc__, args=arguments)  # type: ignore[arg-type]
+        from jaxpipe.text.progress import lines_each
+
+        with lines_each(PROGRESS_SECONDS):
+            run(command)
     except (JaxpipeError, OSError, UnicodeDecodeError, ImportError) as error:
         print(f"jaxpipe: {printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     return 0
+
+
+def _check_name(arguments: Sequence[str]) -> None:
+    name = next(iter(arguments), "--help")
+    if name in NAMES or name.startswith("-"):
+        return
+    close = difflib.get_close_matches(name, NAMES, 1)
+    meant = f"; did you mean {close[0]}?" if close else ";"
+    raise UsageError(f"There is no command {name!r}{meant} The commands are {', '.join(NAMES)}.")
+
+
+@contextlib.contextmanager
+def _command_line() -> Iterator[None]:
+    """Make errors inside, which are about what the command line says, errors of it."""
+    try:
+        yield
+    except JaxpipeError as error:
+        raise UsageError(str(error)) from error
 
 
 def run(command: PlanCommand | ReportCommand | ProfileCommand | ConvertProfileCommand) -> None:
@@ -185,22 +219,39 @@ def run(command: PlanCommand | ReportCommand | ProfileCommand | ConvertProfileCo
         pipeline.report(command.output, compile=command.compile)
         print(f"wrote {command.output}")
     elif isinstance(command, ProfileCommand):
+        from jaxpipe.costs.device_rates import rates_of_kind
+        from jaxpipe.costs.profile_model import profile_model
+
         if command.source == "analytic":
             simulate_devices(1)
+        if command.device is not None:
+            with _command_line():
+                rates_of_kind(command.device)
         model, batch, loss, _ = load(command.model)
         options = {name: getattr(command, name) for name in ("source", "device", "num_microbatches", "unroll_scans")}
         _write(profile_model(model, batch, loss=loss, **options).to_json(), command.output)
     else:
+        from jaxpipe.costs.profile import Profile
+
         _write(Profile.from_pipedream(command.graph).to_json(), command.output)
 
 
-def planned(job: Job) -> Pipeline:
+def planned(job: Job) -> "Pipeline":
     """The pipeline of a job, on simulated devices.
 
     Raises:
       UsageError: if it does not say for which devices, or says it twice.
       JaxpipeError: as ``partition``.
     """
+    import jax
+
+    from jaxpipe.costs.network import Network
+    from jaxpipe.costs.profile import Profile
+    from jaxpipe.costs.profile_model import EstimateFor
+    from jaxpipe.options import PlanOptions
+    from jaxpipe.partition import partition
+    from jaxpipe.planning.check_request import check_request
+
     network = None if job.network is None else Network.from_json(job.network.read_text(encoding="utf-8"))
     count = job.devices if network is None else network.num_devices
     if count is None or count < 1 or job.devices not in (None, count):
@@ -220,46 +271,40 @@ def planned(job: Job) -> Pipeline:
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=simulate_devices(count)[:count])
     model, batch, loss, optimizer = load(job.model)
 
-    def plan(profile: Profile | Literal["analytic"], num_microbatches: int | None) -> Pipeline:
-        return partition(
-            model,
-            mesh,
-            batch,
-            loss=loss,
-            optimizer=optimizer,
-            memory=job.memory,
-            num_microbatches=num_microbatches,
-            schedule=job.schedule,
-            profile=profile,
-            network=network,
-            options=PlanOptions(
-                devices_per_stage=job.devices_per_stage,
-                host_memory=job.host_memory,
-                unroll_scans=job.unroll_scans,
-                gradient_dtype=job.gradient_dtype,
-                time_limit=job.time_limit,
-                compile=False,
-            ),
-        )
-
+    given = "analytic" if job.device is None else EstimateFor(job.device)
     if job.profile is not None:
-        return plan(Profile.from_json(job.profile.read_text(encoding="utf-8")), job.num_microbatches)
-    if job.device is None:
-        return plan("analytic", job.num_microbatches)
-    number, cut = job.num_microbatches, job.unroll_scans
-    if number is None or cut == "auto":
-        first = plan("analytic", number)
-        number, cut = first.plan.num_microbatches, first.profile.scan_groups
-    options = {"source": "analytic", "device": job.device, "num_microbatches": number * job.replicas}
-    return plan(profile_model(model, batch, loss=loss, unroll_scans=cut, **options), number)
+        given = Profile.from_json(job.profile.read_text(encoding="utf-8"))
+    with _command_line():
+        options = PlanOptions(
+            devices_per_stage=job.devices_per_stage,
+            host_memory=job.host_memory,
+            unroll_scans=job.unroll_scans,
+            gradient_dtype=job.gradient_dtype,
+            time_limit=job.time_limit,
+            compile=job.compile,
+        )
+        arguments = {
+            "loss": loss,
+            "optimizer": optimizer,
+            "memory": job.memory,
+            "num_microbatches": job.num_microbatches,
+            "schedule": job.schedule,
+            "profile": given,
+            "network": network,
+            "options": options,
+        }
+        check_request(model, mesh, **arguments)
+    return partition(model, mesh, batch, **arguments)
 
 
-def simulate_devices(count: int) -> list[Device]:
+def simulate_devices(count: int) -> "list[Device]":
     """CPU devices that are only there to plan for; before anything else has looked for devices.
 
     Raises:
       UsageError: if JAX has been started with fewer.
     """
+    import jax
+
     jax.config.update("jax_platforms", "cpu")
     with contextlib.suppress(RuntimeError):  # devices were looked for: those that there are must do
         jax.config.update("jax_num_cpu_devices", count)
@@ -269,7 +314,7 @@ def simulate_devices(count: int) -> list[Device]:
     return devices
 
 
-def load(target: str) -> tuple["Model", PyTree, UserFunction, "optax.GradientTransformation"]:
+def load(target: str) -> "tuple[Model, PyTree, UserFunction, optax.GradientTransformation]":
     """Return what the function that ``module:function`` names returns.
 
     Raises:

@@ -10,7 +10,7 @@ from jaxpipe.agreement import agreed
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
-from jaxpipe.costs.profile_model import Source
+from jaxpipe.costs.profile_model import EstimateFor, Source
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.graph.allowed_codecs import Codecs
 from jaxpipe.graph.sharding_annotations import outside_mesh
@@ -40,7 +40,7 @@ def partition(
     memory: int | str | None = None,
     num_microbatches: int | None = None,
     schedule: ScheduleMaker | str = "auto",
-    profile: Profile | Source | None = None,
+    profile: Profile | EstimateFor | Source | None = None,
     network: Network | None = None,
     storage: Codecs | Literal["auto"] = "auto",
     gradient_exchange: BlockSparse | Literal["dense"] = "dense",

@@ -161,7 +161,7 @@ class Pipeline:
 
         load_figure_class("Pipeline.report")  # before anything is compiled
         memory = self.memory_report() if compile else None
-        timelines = {f"predicted, {self.plan.profile} profile": self.timeline()}
+        timelines = {f"predicted from the {self.plan.profile} profile": self.timeline()}
         if measure:
             timelines["measured, stage by stage, without sending"] = self.timeline(measured=True)
         plain = plain_stash_bytes(self._planned.program)

@@ -5,19 +5,21 @@ import hashlib
 import itertools
 import json
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
-from rich.table import Table
 
 from jaxpipe.errors import PartitionError
 from jaxpipe.schedules.replicas import StageReplicas
 from jaxpipe.schedules.swap_points import HOST
 from jaxpipe.text.checked_json import Amount, Count, Positive, read_json
-from jaxpipe.text.html_table import html_table
-from jaxpipe.text.plain_table import PlainTable, table_text
-from jaxpipe.text.units import bytes_text
+from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.printed import Printed
+from jaxpipe.text.short_names import cut_middle, number_ranges, shorten
+from jaxpipe.text.units import bytes_text, seconds_text
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class StagePlan:
     Attributes:
       operators: the range of the program's operators.
       devices: positions in ``mesh.devices.flat`` of the mesh that was given; one for each replica, or more.
+      device_ids: the ``jax.Device.id`` of all its devices, those of further axes of the mesh included.
       modules: paths of the modules in it.
       forward_seconds, backward_seconds: predicted.
       weight_seconds: of the backward work, the part for weights, if the schedule splits it.
@@ -52,6 +55,7 @@ class StagePlan:
       away_ticks: for how many ticks each of them is at most.
       pieces: the slices of one of them, and who keeps them.
       stored: bytes of the stash, by kind of storage.
+      stored_modules: the same by path of the module that makes what is stored.
       message_seconds: for one micro-batch, until what it sends on is there, and the cotangents that it sends back; 0
         where the timeline does not count them apart.
       recomputed: products, reductions and other operators of more than cheap arithmetic that the backward pass runs
@@ -78,6 +82,7 @@ class StagePlan:
     away_ticks: Count = 0
     pieces: tuple[StashPiece, ...] = ()
     stored: dict[str, Count] = field(default_factory=dict)
+    stored_modules: dict[str, Count] = field(default_factory=dict)
     storage: str = "default"
     added_seconds: float = 0.0
     storage_gap: float = 0.0
@@ -86,6 +91,7 @@ class StagePlan:
     recomputed: tuple[str, ...] = ()
     slices: Count = 1
     message_seconds: tuple[Amount, Amount] = (0.0, 0.0)
+    device_ids: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,7 @@ class FrozenPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Printed):
     """A way to train a model on a mesh, predicted from shapes and the costs of operators.
 
     With one program for all devices each reserves the largest of every component over the stages. With a program for
@@ -180,6 +186,7 @@ class Plan:
       runtime: ``"mpmd"``, a program for each stage, or ``"spmd"``, one for all devices.
       each_device: predicted bytes of each device, where they differ, in the order of ``mesh.devices.flat``.
       stage_memory: by stage, the same of its first device by component.
+      fullest_in: by stage, the call in which its first device holds most, as compiled if the step is.
       compiled_each_device: bytes that XLA reserves on each device, once stage programs have been compiled.
       compiled_stage_memory: by stage, the same of its first device by component.
       axes: the mesh axes over which each stage is sharded, and their sizes. The devices of a stage are then the first
@@ -220,6 +227,7 @@ class Plan:
     compiled_each_device: tuple[Count, ...] = ()
     compiled_stage_memory: tuple[dict[str, Count], ...] = ()
     axes: dict[str, Count] = dataclasses.field(default_factory=dict)
+    fullest_in: tuple[str, ...] = ()
 
     @property
     def schedule_gap(self) -> float | None:
@@ -280,42 +288,18 @@ class Plan:
             )
         return plan
 
-    def __str__(self) -> str:
-        return table_text(self.__rich__())
-
-    def _repr_html_(self) -> str:
-        """Return what notebooks show."""
-        return html_table(self.__rich__())
-
-    def __rich__(self) -> Table:
-        widths = self.stage_replicas.per_stage
-        size = f"{self.replicas} replicas" if set(widths) <= {1} else f"{' + '.join(map(str, widths))} devices"
-        size += "".join(f" x {axis} {count}" for axis, count in self.axes.items())
-        title = (
-            f"{len(self.stages)} stages x {size}, {self.num_microbatches} micro-batches of {self.microbatch_size}, "
-            f"{self.schedule}"
-        )
-        table = PlainTable(title=title, title_justify="left", caption_justify="left")
-        table.add_column("stage", justify="right")
-        table.add_column("devices")
+    def _printed(self) -> list[PlainTable | str]:
         prefix, modules = short_modules(self)
-        table.add_column("modules")
-        for name in ("forward", "backward", "parameters", "stash", "in flight", "sends on"):
-            table.add_column(name, justify="right")
-        for k, stage in enumerate(self.stages):
-            table.add_row(
-                str(k),
-                ", ".join(map(str, stage.devices)),
-                shorten(modules[k]),
-                f"{1e3 * stage.forward_seconds:.2f} ms",
-                f"{1e3 * stage.backward_seconds:.2f} ms",
-                bytes_text(stage.parameter_bytes),
-                bytes_text(stage.stash_bytes),
-                f"{stage.in_flight}, {stage.away} away" if stage.away else str(stage.in_flight),
-                bytes_text(stage.sent_bytes),
-            )
-        table.caption = "\n".join(_caption(self, prefix))
-        return table
+        parts = [
+            _headline(self),
+            _work_table(self, modules),
+            f"modules are named inside {prefix}" if prefix else "",
+            _memory_text(self),
+            _memory_table(self),
+            _stored_table(self, prefix),
+            *_remarks(self),
+        ]
+        return [part for part in parts if part]
 
 
 @dataclass(frozen=True)
@@ -325,22 +309,157 @@ class _File(Plan):
     predicted_bytes: int = 0  # type: ignore[assignment]
 
 
-def _caption(plan: Plan, prefix: str) -> list[str]:
-    """Return the lines below the table of a plan, whose modules are named inside ``prefix``."""
+def _headline(plan: Plan) -> str:
+    """Return the size of a plan, and the seconds of a step."""
+    widths = plan.stage_replicas.per_stage
+    copies = f" x {plan.replicas} replicas" if plan.replicas > 1 else ""
+    copies = f" x {' + '.join(map(str, widths))} devices" if set(widths) > {1} else copies
+    copies += "".join(f" x {axis} {count}" for axis, count in plan.axes.items())
+    stages, batches = _counted(len(plan.stages), "stage"), _counted(plan.num_microbatches, "micro-batch", "es")
+    text = f"{stages}{copies}, {batches} of {plan.microbatch_size}, {plan.schedule}\n"
+    text += f"step {seconds_text(plan.step_seconds)} ({plan.profile} profile"
+    text += f", at the rates of {plan.rates})" if plan.rates else ")"
+    if len(plan.stages) > 1:
+        text += f", bubble {plan.bubble_fraction:.1%}"
+    gap = plan.schedule_gap
+    if gap is not None and len(plan.stages) > 1:
+        text += f"; another order of the same work saves at most {gap / (1 + gap):.1%}"
+    return text + ('\none program for all devices (runtime="spmd")' if plan.runtime == "spmd" else "")
+
+
+def _work_table(plan: Plan, modules: Sequence[Sequence[str]]) -> PlainTable:
+    """Return what each stage does with a micro-batch."""
+    table = PlainTable("stage", "devices", "modules")
+    table.add_numbers("forward", "backward", "stash", "sends on")
+    for k, stage in enumerate(plan.stages):
+        away = f", {stage.away} away" if stage.away else ""
+        table.add_row(
+            str(k),
+            number_ranges(stage.device_ids or stage.devices),
+            shorten(modules[k]),
+            seconds_text(stage.forward_seconds),
+            seconds_text(stage.backward_seconds),
+            f"{stage.in_flight} x {bytes_text(stage.stash_bytes)}{away}" if stage.stash_bytes else "-",
+            bytes_text(stage.sent_bytes) if stage.sent_bytes else "-",
+        )
+    return table
+
+
+def _memory_text(plan: Plan) -> str:
+    """Return the bytes of the fullest device: those that XLA reserves if the step is compiled, else predicted."""
     limit = "" if plan.budget is None else f" of {bytes_text(plan.budget)}"
     limit += "" if plan.raised_from is None else f" (raised from {bytes_text(plan.raised_from)})"
-    gap = plan.schedule_gap
-    than = "" if gap is None else f", at most {gap:.1%} longer than with any other order of the same work"
-    lines = [
-        f"step {1e3 * plan.step_seconds:.1f} ms ({plan.profile} profile), bubble {plan.bubble_fraction:.1%}{than}",
-        *(['one program for all devices (runtime="spmd")'] if plan.runtime == "spmd" else []),
-        *_memory_lines(plan, limit),
-        *_device_lines(plan),
+    text = f"{bytes_text(plan.compiled_bytes or plan.predicted_bytes)}{limit} {plan.where}"
+    compiled = f"compiled ({bytes_text(plan.predicted_bytes)} were predicted)"
+    return f"{text}, {'predicted' if plan.compiled_bytes is None else compiled}{_fullest_text(plan)}"
+
+
+def _memory_by_device(plan: Plan) -> dict[tuple[int, ...], dict[str, int]]:
+    """Return the bytes of a device by component, for the stages that are on it; of no stages, of each device."""
+    compiled = plan.compiled_bytes is not None and plan.compiled_stage_memory
+    by_stage = plan.compiled_stage_memory if compiled else plan.stage_memory
+    if not by_stage:
+        return {(): plan.memory}
+    stages: dict[int, list[int]] = {}
+    for k, stage in enumerate(plan.stages[: len(by_stage)]):
+        stages.setdefault(stage.devices[0], []).append(k)
+    return {tuple(numbers): by_stage[numbers[0]] for numbers in stages.values()}
+
+
+#: Components that have a column, however small they are, if they are there; of others those of a tenth of the bytes.
+_ALWAYS = ("parameters", "gradients", "optimizer", "stash", "temporaries")
+
+
+def _memory_table(plan: Plan) -> PlainTable:
+    """Return the bytes of each device at its fullest, in one unit."""
+    rows = _memory_by_device(plan)
+    fullest = max(sum(parts.values()) for parts in rows.values())
+    names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
+    large = {name for parts in rows.values() for name, size in parts.items() if size >= 0.1 * fullest > 0}
+    apart = [name for name in names if name in large or (name in _ALWAYS and any(p.get(name) for p in rows.values()))]
+    units = [(1024**k, unit) for k, unit in enumerate(("B", "KiB", "MiB", "GiB"))]
+    scale, unit = next((u for u in reversed(units) if fullest >= 10 * u[0]), units[0])
+    table = PlainTable("stage")
+    table.add_numbers(unit, *apart, *(["other"] if len(apart) < len(names) else []))
+    for numbers, parts in rows.items():
+        sizes = [sum(parts.values()), *(parts.get(name, 0) for name in apart)]
+        cells = [_scaled(size, scale) for size in (*sizes, sizes[0] - sum(sizes[1:]))]
+        if "stash" in apart and _stash_is_inside(plan, numbers) and parts.get("stash") == 0:
+            cells[1 + apart.index("stash")] = "inside"
+        table.add_row(number_ranges(numbers) or "all", *cells[: len(table.columns) - 1])
+    return table
+
+
+def _scaled(size: int, scale: int) -> str:
+    return f"{size:,}" if scale == 1 or not size else "<0.1" if size < 0.05 * scale else f"{size / scale:,.1f}"
+
+
+def _stash_is_inside(plan: Plan, numbers: Sequence[int]) -> bool:
+    """Return whether stages hold most in one call for both passes, so that a stash is among its temporaries."""
+    calls = [plan.fullest_in[s] for s in numbers[:1] if s < len(plan.fullest_in)]
+    return any("forward and backward" in call for call in calls)
+
+
+def _fullest_text(plan: Plan) -> str:
+    """Return the calls in which devices hold most, with their stages."""
+    stages: dict[str, list[int]] = {}
+    for numbers in _memory_by_device(plan):
+        for call in (plan.fullest_in[s] for s in numbers[:1] if s < len(plan.fullest_in)):
+            stages.setdefault(call.split(": ")[-1], []).extend(numbers)
+    if not stages:
+        return ""
+    calls = [call if len(stages) == 1 else f"{call} ({number_ranges(numbers)})" for call, numbers in stages.items()]
+    inside = any(_stash_is_inside(plan, numbers) for numbers in _memory_by_device(plan))
+    return f"\nfullest during {', '.join(calls)}{', with the stash inside its temporaries' if inside else ''}"
+
+
+def _stored_table(plan: Plan, prefix: str, most: int = 6) -> PlainTable | None:
+    """Return what a single stage stores of a micro-batch, equal blocks in one row; None for several stages."""
+    if len(plan.stages) != 1 or not plan.stages[0].stored_modules:
+        return None
+    alike: dict[str, list[int]] = {}
+    for path, size in plan.stages[0].stored_modules.items():
+        alike.setdefault(re.sub(r"\d+", "*", path.removeprefix(f"{prefix}/")), []).append(size)
+    rows = sorted(alike.items(), key=lambda row: -sum(row[1]))
+    rest = [size for _, sizes in rows[most:] for size in sizes]
+    table = PlainTable("stored for the backward pass")
+    table.add_numbers("modules", "bytes")
+    for path, sizes in [*rows[:most], *([("others", rest)] if rest else [])]:
+        table.add_row(cut_middle(path), str(len(sizes)), bytes_text(sum(sizes)))
+    return table
+
+
+#: A stage has no work to speak of below this share of the longest stage's.
+IDLE = 0.01
+
+
+def idle_stages(stages: Sequence[StagePlan]) -> list[int]:
+    """Return the stages without parameters and with next to no work, if others have some."""
+    work = [stage.forward_seconds + stage.backward_seconds for stage in stages]
+    return [k for k, s in enumerate(stages) if not s.parameter_bytes and work[k] < IDLE * max(work)]
+
+
+def _idle_text(plan: Plan) -> list[str]:
+    """Return a sentence about devices without work, with advice."""
+    idle = idle_stages(plan.stages)
+    used = {d for k, stage in enumerate(plan.stages) if k not in idle for d in stage.devices}
+    devices = sorted({d for k in idle for d in plan.stages[k].devices} - used)
+    if not devices:
+        return []
+    left = _counted(len(plan.stages) - len(idle), "stage")
+    return [
+        f"next to no work in stage {number_ranges(idle)}: {left} would do, on a mesh with "
+        f"{_counted(len(devices), 'device')} fewer"
     ]
-    if prefix:
-        lines.append(f"modules are named inside {prefix}")
-    if plan.rates:
-        lines.append(f"at the rates of {plan.rates}")
+
+
+def _counted(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{plural if count != 1 else ''}"
+
+
+def _remarks(plan: Plan) -> list[str]:
+    """Return sentences about what few plans have."""
+    lines = [*_idle_text(plan)]
     if plan.host is not None:
         used = f"{bytes_text(plan.host.bytes)} of {bytes_text(plan.host.budget)} in the host's memory for each device"
         lines.append(f"the host's memory is not used: {plan.host.refused}" if plan.host.refused else used)
@@ -355,34 +474,6 @@ def _caption(plan: Plan, prefix: str) -> list[str]:
     if plan.per_stage:
         lines.append("the optimizer looks at each stage apart: other cuts give other updates")
     return [*lines, *plan.notes, *_storage_lines(plan)]
-
-
-def _parts_text(memory: dict[str, int]) -> str:
-    return ", ".join(f"{name} {bytes_text(n)}" for name, n in memory.items())
-
-
-def _memory_lines(plan: Plan, limit: str) -> list[str]:
-    """Return the bytes of a device: those that XLA reserves where the step is compiled, and those predicted."""
-    predicted = f"{bytes_text(plan.predicted_bytes)}{limit} {plan.where}: {_parts_text(plan.memory)}"
-    if plan.compiled_bytes is None:
-        return [predicted]
-    parts = _parts_text(max(plan.compiled_stage_memory, key=lambda memory: sum(memory.values())))
-    compiled = f"{bytes_text(plan.compiled_bytes)}{limit} {plan.where}, compiled: {parts}"
-    return [compiled, f"before it was compiled, {bytes_text(plan.predicted_bytes)} were predicted"]
-
-
-def _device_lines(plan: Plan) -> list[str]:
-    """Return a line for the devices of each stage, or of several on one, if they do not all need the same."""
-    each, by_stage = plan.each_device, plan.stage_memory
-    if plan.compiled_bytes is not None:
-        each, by_stage = plan.compiled_each_device, plan.compiled_stage_memory
-    if len(set(each)) < 2:
-        return []
-    stages: dict[int, list[int]] = {}
-    for k, stage in enumerate(plan.stages):
-        stages.setdefault(stage.devices[0], []).append(k)
-    rows = [(", ".join(map(str, numbers)), by_stage[numbers[0]]) for numbers in stages.values()]
-    return [f"stage {listed}: {bytes_text(sum(memory.values()))}: {_parts_text(memory)}" for listed, memory in rows]
 
 
 def _storage_lines(plan: Plan) -> list[str]:
@@ -449,22 +540,25 @@ def _frozen_text(frozen: FrozenPlan) -> str:
 def short_modules(plan: Plan) -> tuple[str, tuple[tuple[str, ...], ...]]:
     """Return the path that all modules of a plan lie in, and the modules of each stage by the rest of their paths.
 
-    A module that is itself this path keeps its last part.
+    A module that one stage has as a whole stands for those in it. A module that is itself the path keeps its last part.
     """
     distinct = {path for stage in plan.stages for path in stage.modules}
     levels = zip(*(path.split("/") for path in distinct), strict=False) if len(distinct) > 1 else ()
     shared = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels)]
+    stages_of: dict[str, set[int]] = {}
+    for k, stage in enumerate(plan.stages):
+        for outer in itertools.chain.from_iterable(_within(path, len(shared)) for path in stage.modules):
+            stages_of.setdefault(outer, set()).add(k)
 
-    def short(path: str) -> str:
-        parts = path.split("/")
-        return "/".join(parts[len(shared) :]) or parts[-1]
+    def short(path: str, k: int) -> str:
+        outer = _within(path, len(shared))
+        return next((name for name in outer if stages_of[name] == {k}), outer[-1])
 
-    return "/".join(shared), tuple(tuple(map(short, stage.modules)) for stage in plan.stages)
+    names = (dict.fromkeys(short(path, k) for path in stage.modules) for k, stage in enumerate(plan.stages))
+    return "/".join(shared), tuple(map(tuple, names))
 
 
-def shorten(modules: tuple[str, ...], most: int = 4) -> str:
-    """The first and the last modules of a long list."""
-    if len(modules) <= most:
-        return ", ".join(modules)
-    first = max(1, most - 2)
-    return f"{', '.join(modules[:first])}, ... ({len(modules) - first - 1} more), {modules[-1]}"
+def _within(path: str, depth: int) -> list[str]:
+    """Return the modules that a path lies in, outermost first, and itself, without its first parts."""
+    parts = path.split("/")[depth:] or path.split("/")[-1:]
+    return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]

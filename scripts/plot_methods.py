@@ -6,17 +6,20 @@ python -m scripts.plot_methods
 import json
 from pathlib import Path
 
+import jax
 import matplotlib as mpl
 import matplotlib.patches
 import numpy as np
+import optax
+from flax import linen as nn
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jaxpipe import Network, Node, Profile, topology
+from jaxpipe import Network, Node, Profile, partition, topology
 from jaxpipe.planning import partition_layers
 from jaxpipe.schedules import Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.schedules.swap_points import swap_points
-from jaxpipe.visualize.pictures import BLUE, GREEN, GREY, KIND_COLORS, ORANGE, SKY, draw_stages
+from jaxpipe.visualize.pictures import BLUE, GREEN, GREY, KIND_COLORS, ORANGE, SKY, draw_stages, draw_timeline
 from jaxpipe.visualize.traces import KIND_NAMES
 
 
@@ -49,7 +52,8 @@ def overview() -> Figure:
         bottoms = [below + height for below, height in zip(bottoms, heights, strict=True)]
     one_program = gpt2["one_program"]["compiled"] / 2**20
     right.axhline(one_program, color="black", linestyle="--", linewidth=1)
-    right.text(3.4, one_program, f"one program: {one_program:,.0f} MiB", ha="right", va="bottom", fontsize=9)
+    label = f"one program: {one_program:,.0f} MiB"
+    right.annotate(label, (3.4, one_program), (0, 4), textcoords="offset points", ha="right", va="bottom", fontsize=9)
     for k, device in enumerate(gpt2["devices"]):
         right.text(k, bottoms[k], f"{device['compiled'] / 2**20:,.0f}", ha="center", va="bottom", fontsize=9)
     right.set_title("GPT-2 small in four stages, MiB on each H100", loc="left", fontsize=10)
@@ -193,9 +197,9 @@ def blocks() -> Figure:
 
 
 def placement() -> Figure:
-    """Sixteen layers on two nodes of unlike devices."""
-    count = 16
-    sizes = np.geomspace(64e6, 1e6, count)  # early layers send much
+    """Twenty-four layers on two nodes, of which one is twice as fast."""
+    count = 24
+    sizes = np.geomspace(16e6, 1e6, count)  # early layers send much
     profile = Profile.chain(
         [f"layer {k}" for k in range(count)],
         [2e-3] * count,
@@ -207,14 +211,37 @@ def placement() -> Figure:
     new = Node(4, topology.NVLINK_A100, speed=2.0, name="new")
     old = Node(4, topology.PCIE_3_X16, links={(0, 1): 50e9, (2, 3): 50e9}, name="old")
     network = Network.from_nodes([old, new], topology.ETHERNET_25G, latency_seconds=1e-5)
-    return draw_stages(partition_layers(profile, network, replicate=False, num_stages=8, num_microbatches=32))
+    return draw_stages(partition_layers(profile, network, replicate=False, num_stages=8, num_microbatches=64))
+
+
+def timeline() -> Figure:
+    """A step of four stages, on paper."""
+    jax.config.update("jax_num_cpu_devices", STAGES)
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for _ in range(2 * STAGES):
+                x = nn.relu(nn.Dense(1024)(x))
+            return x
+
+    pipeline = partition(
+        Layers(),
+        jax.make_mesh((STAGES,), ("stage",)),
+        jax.ShapeDtypeStruct((512, 1024), np.float32),
+        loss=lambda model, batch: (model(batch) ** 2).mean(),
+        optimizer=optax.sgd(0.1),
+        num_microbatches=MICROBATCHES,
+        profile="analytic",
+    )
+    return draw_timeline(pipeline.plan, pipeline.schedule, pipeline.timeline())
 
 
 def main() -> None:
     """Write all of them."""
     OUT.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.hashsalt": "jaxpipe"}):
-        for draw in (overview, schedules, encoding, swaps, blocks, placement):
+        for draw in (overview, schedules, encoding, swaps, blocks, placement, timeline):
             draw().savefig(OUT / f"{draw.__name__}.svg", metadata={"Date": None}, bbox_inches="tight")
             print(f"wrote {OUT / draw.__name__}.svg")
 

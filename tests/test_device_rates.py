@@ -17,6 +17,7 @@ from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import analytic
 from jaxpipe.graph.graph import trace
 from jaxpipe.residuals.backward_graph import build_backward_graph
+from tests.support.texts import one_line
 
 
 #: Only arithmetic costs time, or only memory, or only starting kernels.
@@ -284,7 +285,7 @@ def test_a_plan_for_h100s_takes_its_work_and_the_bubble_of_its_schedule(gpt2, gp
 
 def test_a_plan_says_at_whose_rates_it_is(gpt2_plan):
     assert (gpt2_plan.profile, gpt2_plan.rates) == ("analytic", "H100")
-    assert "at the rates of H100" in str(gpt2_plan)
+    assert "at the rates of H100" in one_line(gpt2_plan)
     assert jaxpipe.Plan.from_json(gpt2_plan.to_json()) == gpt2_plan
 
 
@@ -322,7 +323,7 @@ def test_what_a_tick_moves_is_charged_at_the_profiles_rates():
 
 def test_a_profile_without_rates_is_charged_as_the_mesh_and_the_plan_says_so():
     plan = planned(chain())
-    assert plan.rates == "cpu, the mesh's, for the profile has none" and plan.rates in str(plan)
+    assert plan.rates == "cpu, the mesh's, for the profile has none" and plan.rates in one_line(plan)
     assert plan.step_seconds == planned(chain(rates=rates_of_kind("cpu"), device_kind="cpu")).step_seconds
     # Files of before this field was known name the kind of device.
     plan = planned(chain(device_kind="NVIDIA H100 80GB HBM3"))
@@ -332,7 +333,7 @@ def test_a_profile_without_rates_is_charged_as_the_mesh_and_the_plan_says_so():
 
 def test_of_the_meshs_own_devices_nothing_is_said():
     plan = planned("analytic")
-    assert plan.rates == "" and "rates" not in str(plan)
+    assert plan.rates == "" and "rates" not in one_line(plan)
 
 
 def test_rates_are_in_the_json_of_a_profile_and_may_be_missing():

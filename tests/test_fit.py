@@ -18,6 +18,7 @@ from jaxpipe.residuals.vjp_program import assemble, backward, build, forward
 from jaxpipe.runtime.mpmd.device_bytes import Peak
 from tests.support.budget_models import KEY, built_pipeline, mlp, resnet, transformer, unet
 from tests.support.compare import FUSION, relative_l2
+from tests.support.texts import one_line
 
 
 make = functools.partial(built_pipeline, runtime="mpmd", options=jaxpipe.PlanOptions(compile=False))
@@ -180,7 +181,7 @@ def test_a_budget_that_nothing_keeps_may_be_raised():
     pipeline, batch = make(mlp, 2, 4, memory=asked, options=jaxpipe.PlanOptions(allow_over_budget=True, compile=False))
     plan = pipeline.plan
     assert plan.raised_from == asked and smallest <= plan.budget < smallest + 0.1 * asked + 2
-    assert "raised from" in str(plan) and jaxpipe.Plan.from_json(plan.to_json()) == plan
+    assert "raised from" in one_line(plan) and jaxpipe.Plan.from_json(plan.to_json()) == plan
     pipeline.compile()
     assert max(pipeline.memory_report().compiled_bytes) <= pipeline.plan.budget
     usual, state, batch, expected = unlimited(mlp, 2, 4)
@@ -283,5 +284,5 @@ def test_a_budget_logs_its_rounds():
     budget = (smallest_budget(mlp, 2, 4) + usual.plan.predicted_bytes) // 2
     plan = make(mlp, 2, 4, memory=budget)[0].plan
     assert plan.step_seconds == min(r.step_seconds for r in plan.rounds)
-    assert "fastest over slowest stage, round by round" in str(plan)
+    assert "fastest over slowest stage, round by round" in one_line(plan)
     assert usual.plan.rounds == ()

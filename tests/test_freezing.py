@@ -18,6 +18,7 @@ from jaxpipe.schedules.swap_points import swap_points
 from jaxpipe.schedules.table import without_backward
 from tests.support.compare import assert_same_bits
 from tests.support.pipeline_models import entropy, linen, plain_gradients
+from tests.support.texts import one_line
 
 
 KEY = jax.random.key(0)
@@ -98,7 +99,7 @@ def test_there_is_no_backward_work_below_the_first_trained_parameter():
 
 def test_the_plan_says_what_is_frozen():
     pipe = pipeline(True)
-    frozen, text = pipe.plan.frozen, " ".join(str(pipe.plan).split())
+    frozen, text = pipe.plan.frozen, one_line(pipe.plan)
     assert (len(frozen.parameters), frozen.trained) == (8, 8)
     assert frozen.bytes == 4 * (12 * 32 + 3 * 32 * 32 + 4 * 32)
     assert "8 of 16 parameters are frozen (14.00 KiB)" in text and "no backward work in stage 0" in text

@@ -16,6 +16,7 @@ from jaxpipe import MemoryBudgetError, Network, PartitionError, Plan
 from jaxpipe.plan import HostPlan
 from jaxpipe.planning.describe_plan import stage_links
 from jaxpipe.planning.storage.host_memory import check_host_memory
+from tests.support.texts import one_line
 
 
 def fake_mesh(*kinds):
@@ -105,7 +106,7 @@ def test_a_host_without_room_or_with_a_slow_link_is_left_alone(size, rate):
     slow = Network(np.full((2, 2), 1e3), host_bandwidth_bytes_per_second=(rate,) * 2)
     plan = plan_with(budget(), size, slow)
     assert plan.host == HostPlan(size, 0) and any(stage.added_seconds for stage in plan.stages)
-    assert f"0 B of {'16 B' if size == 16 else '1.00 MiB'} in the host's memory" in " ".join(str(plan).split())
+    assert f"0 B of {'16 B' if size == 16 else '1.00 MiB'} in the host's memory" in one_line(plan)
 
 
 def test_devices_without_such_memory_do_without_and_the_plan_says_why(monkeypatch):
@@ -113,7 +114,7 @@ def test_devices_without_such_memory_do_without_and_the_plan_says_why(monkeypatc
     monkeypatch.setattr(sys.modules["jaxpipe.planning.check_request"], "check_host_memory", lambda *_: refused)
     plan = plan_with(budget(), "1MiB")
     assert plan.host == refused and not any(stage.away for stage in plan.stages)
-    assert "the host's memory is not used: they say no" in " ".join(str(plan).split())
+    assert "the host's memory is not used: they say no" in one_line(plan)
     assert Plan.from_json(plan.to_json()) == plan
     monkeypatch.undo()
     usual = plan_with(budget(), None)

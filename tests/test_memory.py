@@ -74,7 +74,7 @@ def test_the_arena_is_there_once():
     """More micro-batches in flight: temporaries grow by the arena's new slots and by the batch, not by copies of it."""
     few, many = mlp(4, 2), mlp(4, 8)
     grown = many.memory_report().temporary_bytes[0] - few.memory_report().temporary_bytes[0]
-    slots = many.plan.memory["arena"] - few.plan.memory["arena"]
+    slots = many.plan.memory["stash"] - few.plan.memory["stash"]
     batch = many.plan.memory["batch"] - few.plan.memory["batch"]
     assert slots > 0
     assert grown <= slots + batch + 0.02 * slots

@@ -68,9 +68,15 @@ def test_report_is_complete_and_stands_alone(pipeline, tmp_path):
     assert [attributes["type"] for tag, attributes in outline.elements if tag == "script"] == ["application/json"]
     (data,) = [data for tag, data in outline.texts if tag == "script"]
     assert jaxpipe.Plan.from_json(data) == pipeline.plan
-    cells = [data for tag, data in outline.texts if tag == "td"]
+    paragraphs = [data for tag, data in outline.texts if tag == "p"]
     compiled = max(pipeline.memory_report().compiled_bytes)
-    assert any(cell.startswith(f"{compiled / 1024:.2f} KiB (predicted") for cell in cells)
+    assert any(f"{compiled / 1024:.2f} KiB on the fullest device (predicted" in text for text in paragraphs)
+    # One table says what the stages do: no second one has other numbers for the same plan.
+    heads = re.findall(r"<thead>(.*?)</thead>", text)
+    assert sum("<th>devices</th>" in head for head in heads) == 1 and text.count('class="wide"><table') == 4
+    # Phones show it at its own width; what is wider scrolls.
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in outline.elements
+    assert len(re.findall(r'<div class="wide"><img ', text)) == len(images)
 
 
 @pytest.mark.parametrize("decorate", [lambda f: f, jaxpipe.memory_encoded])
@@ -116,7 +122,10 @@ def test_missing_matplotlib_is_named_before_anything_is_compiled(monkeypatch, tm
 
 def test_notebooks_show_the_plan(pipeline):
     shown = Outline(pipeline._repr_html_())
-    assert [tag for tag, _ in shown.elements].count("table") == 1 and not shown.open
+    assert [tag for tag, _ in shown.elements].count("table") == 2 and not shown.open
     texts = [text for _, text in shown.texts]
     assert "stage" in texts and any("micro-batches" in text for text in texts)
     assert pipeline.plan._repr_html_() == pipeline._repr_html_()
+    schedule = Outline(pipeline.schedule._repr_html_())
+    cells = [text for tag, text in schedule.texts if tag in ("th", "td")]
+    assert not schedule.open and cells[:2] == ["tick", "0"] and "stage 1" in cells and "F0" in cells

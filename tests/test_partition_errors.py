@@ -243,7 +243,7 @@ def test_an_impossible_budget_names_the_least_that_fits():
     with pytest.raises(MemoryBudgetError) as raised:
         partition(model, memory="2KiB", options=jaxpipe.PlanOptions(compile=False))
     text = str(raised.value)
-    assert text.startswith("memory=2.00 KiB: by default each device needs ")
+    assert text.startswith("memory='2KiB' (2048 bytes): by default each device needs ")
     least = int(re.search(r"The smallest budget that was found .* is (\d+) bytes", text)[1])
     plan = partition(model, memory=least, options=jaxpipe.PlanOptions(compile=False)).plan
     assert plan.predicted_bytes == least

@@ -10,6 +10,7 @@ from jaxpipe.plan import Plan, StagePlan, StashPiece, short_modules
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.schedules import Kind, gpipe, interleaved, one_f_one_b, zero_bubble
 from jaxpipe.visualize.pictures import draw_memory, draw_timeline
+from tests.support.texts import one_line
 
 
 STASH_BYTES = (3072, 1024)
@@ -34,7 +35,7 @@ def make_plan(away=0):
         )
         for s in range(2)
     )
-    memory = {"parameters": 4096, "arena": 9216, "working": 1024}
+    memory = {"parameters": 4096, "stash": 9216, "temporaries": 1024}
     # Two stages in step: (3 + 2 - 1) * (1 + 2) ms, and 1 ms for the exchange after each of 5 ticks.
     return Plan(stages, 1, 3, 8, "1f1b", "analytic", 17e-3, 17e-3, 1 - 18 / 34, None, memory, "", runtime="spmd")
 
@@ -45,7 +46,7 @@ def make_other(schedule, weight_seconds=0.0):
         StagePlan((s, s + 1), (s % 2,), (f"dense{s}",), 1e-3, 2e-3, 64, 1024, 1, 64, weight_seconds=weight_seconds)
         for s in range(schedule.total_stages)
     )
-    memory = {"arena": 4096}
+    memory = {"stash": 4096}
     return Plan(
         stages,
         1,
@@ -90,7 +91,13 @@ def test_timeline_is_the_plans_own():
 @pytest.mark.parametrize(
     ("paths", "prefix", "short"),
     [
-        ((("Net/body/a", "Net/body/b"), ("Net/body/c/d",)), "Net/body", (("a", "b"), ("c/d",))),
+        ((("Net/body/a", "Net/body/b"), ("Net/body/c/d",)), "Net/body", (("a", "b"), ("c",))),
+        # Blocks that one stage has whole are named by their own paths, not by those of what is in them.
+        (
+            (("Net/in", "Net/b0/x", "Net/b0/y/z", "Net/b1/x"), ("Net/b1/y", "Net/out")),
+            "Net",
+            (("in", "b0", "b1/x"), ("b1/y", "out")),
+        ),
         # The module itself, and names that begin alike.
         ((("Net/layer_1",), ("Net", "Net/layer_10")), "Net", (("layer_1",), ("Net", "layer_10"))),
         ((("dense0",), ("dense1",)), "", (("dense0",), ("dense1",))),
@@ -103,8 +110,8 @@ def test_a_path_that_all_modules_share_is_said_once(paths, prefix, short):
     stages = tuple(replace(stage, modules=modules) for stage, modules in zip(plan.stages, paths, strict=True))
     plan = replace(plan, stages=stages)
     assert short_modules(plan) == (prefix, short)
-    assert (f"modules are named inside {prefix}" in str(plan)) == bool(prefix)
-    assert all(f" {name} " in str(plan).replace(",", " ") for names in short for name in names)
+    assert (f"modules are named inside {prefix}" in one_line(plan)) == bool(prefix)
+    assert all(f" {name} " in one_line(plan).replace(",", " ") for names in short for name in names)
 
 
 def test_memory_stacks_the_components_beside_the_compiled_bytes():

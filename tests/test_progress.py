@@ -3,8 +3,10 @@
 import io
 import logging
 import os
+import re
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +85,21 @@ def test_nothing_is_shown_where_stderr_is_no_terminal(written, monkeypatch):
     with progress.progress("planning"):
         assert progress._line.get() is None
     assert written.getvalue() == ""
+
+
+def test_logs_get_a_line_each_few_seconds(capsys):
+    """For the command: capsys is no terminal."""
+    with progress.lines_each(0.05):
+        with progress.progress("Cutting\x1b[31m"):
+            shown = progress._line.get()
+            for _ in progress.track("abc", "groups"):
+                assert progress._line.get() is shown
+        time.sleep(0.5)
+    assert progress._line.get() is None
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and all(re.fullmatch(r"jaxpipe: \d s: (Cutting\\x1b\[31m|groups: \d of 3)", line) for line in lines)
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_plan_and_a_first_step_are_told_in_the_log(caplog):

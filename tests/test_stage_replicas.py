@@ -26,6 +26,7 @@ from jaxpipe.schedules.replicas import StageReplicas
 from tests.support.compare import FUSION, arrays, assert_same_bits, relative_l2
 from tests.support.meshes import mesh_of
 from tests.support.pipeline_models import case_of, classifier, entropy, images, linen, pipeline_of
+from tests.support.texts import one_line
 
 
 # Some models here update their statistics in initialization already, which is from shapes alone.
@@ -363,7 +364,7 @@ def test_the_plan_names_the_devices_of_its_stages():
     plan = pipeline.plan
     assert [stage.devices for stage in plan.stages] == [(0, 1), (2,)]
     assert plan.num_microbatches == M and pipeline.schedule.num_microbatches == M // 2
-    assert "2 stages x 2 + 1 devices, 8 micro-batches of 2" in str(plan)
+    assert "2 stages x 2 + 1 devices, 8 micro-batches of 2" in one_line(plan)
     assert jaxpipe.Plan.from_json(plan.to_json()) == plan
     assert plan.identity != normalized_pipeline((1, 1)).plan.identity
     for stage, n, s in zip(plan.stages, (1, 2), range(2), strict=True):

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
-from rich.table import Table
 
 from jaxpipe.array_types import Device
 from jaxpipe.costs.link_speed import SIZES, measure_host_links, measure_links, measure_speeds, memory_limits
@@ -19,12 +18,13 @@ from jaxpipe.costs.network_table import network_table
 from jaxpipe.costs.topology import PCIE_3_X16, Node
 from jaxpipe.errors import PartitionError
 from jaxpipe.text.checked_json import LARGEST, read_json
-from jaxpipe.text.plain_table import table_text
+from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.printed import Printed
 from jaxpipe.text.units import whole_number
 
 
 @dataclass(frozen=True)
-class Network:
+class Network(Printed):
     """The speed and memory of devices, and the bandwidth and latency of their links.
 
     Sending ``n`` bytes over a link takes ``latency + n / bandwidth`` seconds. Links are used in both directions at
@@ -234,11 +234,8 @@ class Network:
             **host,
         )
 
-    def __str__(self) -> str:
-        return table_text(self.__rich__())
-
-    def __rich__(self) -> Table:
-        return network_table(self)
+    def _printed(self) -> list[PlainTable | str]:
+        return [network_table(self)]
 
     def to_json(self) -> str:
         """The network as JSON, one device on a line."""

@@ -5,11 +5,10 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from jaxpipe.costs.topology import PCIE_3_X16
 from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.short_names import number_ranges
 from jaxpipe.text.units import bytes_text
 
 
@@ -20,18 +19,15 @@ if TYPE_CHECKING:
 MOST_COLUMNS = 16
 
 
-def network_table(network: "Network") -> Table:
+def network_table(network: "Network") -> PlainTable:
     """Every device with its links if they are at most 16, else one row for each kind of link."""
     return _matrix(network) if network.num_devices <= MOST_COLUMNS else _kinds(network)
 
 
-def _matrix(network: "Network") -> Table:
+def _matrix(network: "Network") -> PlainTable:
     table = PlainTable(
         title="GB/s above the diagonal, µs below",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
+        padding=0,
     )
     table.add_column("", justify="right")
     table.add_column("device", max_width=12, no_wrap=True)
@@ -50,7 +46,7 @@ def _matrix(network: "Network") -> Table:
     return table
 
 
-def _kinds(network: "Network") -> Table:
+def _kinds(network: "Network") -> PlainTable:
     kinds = defaultdict(list)
     for a in range(network.num_devices):
         for b in range(a + 1, network.num_devices):
@@ -59,17 +55,14 @@ def _kinds(network: "Network") -> Table:
     for k in range(network.num_devices):
         host = f", host {_host(network, k)} GB/s" if _tells_of_host(network) else ""
         alike[network.speed[k], _memory(network, k) + host].append(k)
-    table = PlainTable(
-        title=f"{network.num_devices} devices", title_justify="left", caption_justify="left", box=SIMPLE_HEAD
-    )
-    for name in ("GB/s", "µs", "links"):
-        table.add_column(name, justify="right")
+    table = PlainTable(title=f"{network.num_devices} devices")
+    table.add_numbers("GB/s", "µs", "links")
     table.add_column("between")
     for (bandwidth, latency), links in sorted(kinds.items(), reverse=True):
         between = ", ".join(links[:6]) + (", ..." if len(links) > 6 else "")
         table.add_row(short(bandwidth / 1e9), short(1e6 * latency), str(len(links)), between)
     table.caption = "\n".join(
-        f"{len(devices)} of speed {short(speed)} and memory {memory}: {_ranges(devices)}"
+        f"{len(devices)} of speed {short(speed)} and memory {memory}: {number_ranges(devices)}"
         for (speed, memory), devices in alike.items()
     )
     return table
@@ -92,10 +85,3 @@ def _memory(network: "Network", device: int) -> str:
 def short(value: float) -> str:
     """Three digits of a number that is not negative, without an exponent where it is between 0.001 and 100000."""
     return f"{value:.0f}" if 1000 <= value < 1e5 else f"{value:.3g}"
-
-
-def _ranges(devices: list[int]) -> str:
-    """Sorted numbers with runs abbreviated: ``0-3, 8``."""
-    starts = [k for k in devices if k - 1 not in devices]
-    ends = [k for k in devices if k + 1 not in devices]
-    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True))

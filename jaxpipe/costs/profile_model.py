@@ -2,7 +2,7 @@
 
 # More than 15 of our modules: a profile takes the arguments of partition and traces them.
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -30,6 +30,13 @@ from jaxpipe.text.units import whole_number
 
 #: Where the seconds of a profile come from.
 Source = Literal["measured", "analytic"]
+
+
+@dataclass(frozen=True)
+class EstimateFor:
+    """Seconds are estimated for a kind of device, such as ``"H100"``, that need not be the mesh's."""
+
+    device: str
 
 
 @outside_mesh()
@@ -85,7 +92,8 @@ def profile_model(
         raise PartitionError(
             f"device={device!r} is the name of a kind of device; to measure, pass a jax.Device, or source='analytic'."
         )
-    rates = rates_of_kind(device) if isinstance(device, str) else None
+    if isinstance(device, str):
+        rates_of_kind(device)  # before anything is traced
     shapes = check_batch.batch_shapes(batch)
     num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     size = check_batch.batch_size(shapes)
@@ -97,12 +105,9 @@ def profile_model(
     if optimizer is not None:
         trained = without_frozen(trace_update(optimizer, bound)).trained
         frozen, objective = frozen_names(bound, trained), objective.training(trained)
-    if isinstance(device, str):
-        assert rates is not None
-        backward_graph, held = _program(objective)
-        profile = analytic(backward_graph, rates, held=held, device_kind=device)
-    else:
-        profile = profile_objective(objective, source, jax.devices()[0] if device is None else device, cache=cache)
+    profiled = EstimateFor(device) if isinstance(device, str) else source
+    first = device if device is not None and not isinstance(device, str) else jax.devices()[0]
+    profile = profile_objective(objective, profiled, first, cache=cache)
     return replace(profile, frozen=frozen, scan_groups=bound.scan_groups)
 
 
@@ -111,9 +116,13 @@ def frozen_names(model: BoundModel, trained: Sequence[bool]) -> tuple[str, ...]:
     return tuple(v.name for v, kept in zip(model.parameters, trained, strict=True) if not kept)
 
 
-def profile_objective(objective: MicrobatchProgram, source: Source, device: Device, *, cache: bool = True) -> Profile:
-    """Profile a traced micro-batch, measured on a device or estimated for it."""
+def profile_objective(
+    objective: MicrobatchProgram, source: Source | EstimateFor, device: Device, *, cache: bool = True
+) -> Profile:
+    """Profile a traced micro-batch, measured on a device or estimated for it or for another kind."""
     backward_graph, held = _program(objective)
+    if isinstance(source, EstimateFor):
+        return analytic(backward_graph, rates_of_kind(source.device), held=held, device_kind=source.device)
     if source == "measured" and not cache:
         return measure(backward_graph, device, held=held)
     estimate = analytic(backward_graph, rates_of(device), held=held, device_kind=device.device_kind)

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxpipe.costs.device_rates import rates_of_kind
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
-from jaxpipe.costs.profile_model import Source
+from jaxpipe.costs.profile_model import EstimateFor, Source
 from jaxpipe.errors import BatchError, FewExamplesWarning, PartitionError, warn
 from jaxpipe.gradients.block_sparse import BlockSparse
 from jaxpipe.graph.allowed_codecs import FAST, Codecs, Policy, parse
@@ -41,6 +42,8 @@ from jaxpipe.text.units import parse_bytes, whole_number
 class Request:
     """The checked arguments of ``partition``; of several ``schedules``, the fastest is wanted.
 
+    ``budget`` is ``memory`` in bytes.
+
     ``mesh`` has the axes ``stage`` and perhaps ``data``, and the first device of each group of ``submesh``.
     ``num_stages`` is what the mesh has along its stage axis. ``devices_per_stage`` is how many of these devices each
     stage has, or whether that may be chosen. ``host`` is what becomes of ``PlanOptions.host_memory``.
@@ -52,9 +55,10 @@ class Request:
     loss: UserFunction
     optimizer: optax.GradientTransformation
     budget: int | None
+    memory: int | str | None
     num_microbatches: int | None
     schedules: tuple[ScheduleMaker, ...]
-    profile: Source | Profile
+    profile: Source | EstimateFor | Profile
     network: Network | None
     policy: Policy
     exchange: BlockSparse | None
@@ -85,12 +89,12 @@ def check_request(
     memory: int | str | None,
     num_microbatches: int | None,
     schedule: ScheduleMaker | str,
-    profile: Profile | Source | None,
+    profile: Profile | Source | EstimateFor | None,
     network: Network | None,
-    storage: Codecs | Literal["auto"],
-    gradient_exchange: BlockSparse | Literal["dense"],
-    runtime: Literal["auto", "mpmd", "spmd"],
-    several_sizes: bool,
+    storage: Codecs | Literal["auto"] = "auto",
+    gradient_exchange: BlockSparse | Literal["dense"] = "dense",
+    runtime: Literal["auto", "mpmd", "spmd"] = "auto",
+    several_sizes: bool = False,
     options: PlanOptions | None,
 ) -> Request:
     """Return the arguments of ``partition`` as a request, or raise the error that one of them is worth."""
@@ -103,7 +107,9 @@ def check_request(
     if num_microbatches is not None:
         num_microbatches = whole_number(num_microbatches, "num_microbatches", BatchError)
     profile = "measured" if profile is None else profile
-    if not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
+    if isinstance(profile, EstimateFor):
+        rates_of_kind(profile.device)
+    elif not isinstance(profile, Profile) and profile not in ("measured", "analytic"):
         raise PartitionError(f"profile={profile!r}; it must be 'measured', 'analytic' or a jaxpipe.Profile.")
     if runtime not in ("auto", "mpmd", "spmd"):
         raise PartitionError(
@@ -125,6 +131,7 @@ def check_request(
         loss=loss,
         optimizer=optimizer,
         budget=budget,
+        memory=memory,
         num_microbatches=num_microbatches,
         schedules=schedule_makers(schedule),
         profile=profile,

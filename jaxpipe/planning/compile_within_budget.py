@@ -28,7 +28,7 @@ from jaxpipe.runtime.mpmd import device_bytes
 from jaxpipe.runtime.mpmd.mpmd_runtime import MpmdRuntime
 from jaxpipe.target import building_for
 from jaxpipe.text.progress import tell
-from jaxpipe.text.units import bytes_text
+from jaxpipe.text.units import asked_bytes, bytes_text
 
 
 #: How many plans with the same cuts are compiled at most for one that keeps the budget and leaves little of it.
@@ -68,9 +68,10 @@ def check_budget(planned: PlannedStep) -> None:
     """Raise ``MemoryBudgetError`` if XLA reserves more than the budget for a compiled plan."""
     budget, reserved = planned.plan.budget, _reserved(planned)
     if budget is not None and reserved > budget:
+        asked = asked_bytes(budget if planned.others is None else planned.others.memory, budget)
         raise MemoryBudgetError(
-            f"memory={bytes_text(budget)}: XLA reserves {reserved} bytes ({bytes_text(reserved)}) for this plan, which "
-            f"was made without compiling it ({bytes_text(planned.plan.predicted_bytes)} predicted). Call "
+            f"{asked}: XLA reserves {reserved} bytes ({bytes_text(reserved)}) for this plan, which was made "
+            f"without compiling it ({bytes_text(planned.plan.predicted_bytes)} predicted). Call "
             "pipeline.compile() before pipeline.init, or leave out PlanOptions(compile=False), for a plan that keeps "
             "it once it is compiled.",
             reserved,
@@ -232,7 +233,8 @@ def refusal(budget: int, smallest: PlannedStep) -> MemoryBudgetError:
             f"{bytes_text(saved)} less than that plan."
         )
     return MemoryBudgetError(
-        f"memory={bytes_text(budget)}: by default each device needs {bytes_text(sum(default.values()))} ({parts}), as "
+        f"{asked_bytes(smallest.others.memory, budget)}: "
+        f"by default each device needs {bytes_text(sum(default.values()))} ({parts}), as "
         f"predicted. The smallest budget that was found to be met, for this number of stages and micro-batches, is "
         f"{needed} bytes ({bytes_text(needed)}), {source}.{stored} With these stages no plan needs less than {bound}"
         f"{over}.{proven} Pass memory={needed} or more; more micro-batches or more stages need less.",

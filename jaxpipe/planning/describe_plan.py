@@ -5,13 +5,14 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpipe.array_types import TensorNumber
 from jaxpipe.costs import roofline
 from jaxpipe.costs.device_rates import Rates, known_rates
 from jaxpipe.costs.profile import Profile
@@ -24,7 +25,7 @@ from jaxpipe.planning.cuts.placed_stages import Partition, stage_speeds
 from jaxpipe.planning.dispatch_timeline import Dispatching, SearchArguments, dispatched_timeline, search_arguments
 from jaxpipe.planning.storage.choose_swaps import Links
 from jaxpipe.planning.storage.stage_budget import Fitted
-from jaxpipe.residuals.stored_formats import Format, stored_bytes
+from jaxpipe.residuals.stored_formats import Format, SavedFormat, stored_bytes
 from jaxpipe.runtime.gradient_precision import sum_dtype
 from jaxpipe.runtime.program import PAGE, Program
 from jaxpipe.runtime.spmd.stage_branches import touched
@@ -217,6 +218,7 @@ def describe(
             StagePlan(
                 operators=(placed.operators.start, placed.operators.stop),
                 devices=placed.devices,
+                device_ids=_device_ids(request, placed.devices),
                 modules=_modules(op.path for op in graph.operators[operators]),
                 forward_seconds=seconds[s].forward,
                 backward_seconds=seconds[s].backward,
@@ -225,7 +227,8 @@ def describe(
                 storage=fitted[s].status,
                 storage_gap=fitted[s].gap,
                 solve_seconds=fitted[s].solve_seconds,
-                stored=_stored_bytes(stage),
+                stored=_stored_bytes(stage, lambda t, fmt: fmt.format.value),
+                stored_modules=_stored_bytes(stage, _makers(stage)),
                 recomputed=_recomputed(stage),
                 slices=stage.slices,
                 parameter_bytes=program.bytes_of(stage.parameters),
@@ -317,14 +320,26 @@ def _weight_share(stage: Stage, rates: Rates) -> float:
     return second / (first + second) if second else 0.0
 
 
-def _stored_bytes(stage: Stage) -> dict[str, int]:
-    """Bytes of one micro-batch's stash, by storage."""
+def _device_ids(request: Request, devices: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers that JAX has for the devices of a stage, those of further mesh axes included."""
+    firsts = (request.mesh.devices.flat[d] for d in devices)
+    return tuple(device.id for first in firsts for device in request.submesh.group(first))
+
+
+def _stored_bytes(stage: Stage, label: Callable[[TensorNumber, SavedFormat], str]) -> dict[str, int]:
+    """Return bytes of one micro-batch's stash by label."""
     assert stage.vjp is not None
     graph, formats = stage.vjp.graph, stage.vjp.plan.formats
     bytes_of: Counter[str] = Counter()
     for t in stage.stashed:
-        bytes_of[formats[t].format.value] += stored_bytes(graph.tensors[t], formats[t])
+        bytes_of[label(t, formats[t])] += stored_bytes(graph.tensors[t], formats[t])
     return dict(bytes_of)
+
+
+def _makers(stage: Stage) -> Callable[[TensorNumber, SavedFormat], str]:
+    """Return a function that gives the module by which a stored tensor is made."""
+    makers = {t: op.path or "the loss" for op in stage.graph.operators for t in op.outputs}
+    return lambda t, fmt: makers.get(t, "what the stage receives")
 
 
 def _recomputed(stage: Stage) -> tuple[str, ...]:

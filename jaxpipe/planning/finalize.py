@@ -61,6 +61,11 @@ class FinalizedCandidate:
         return None if answer is None else replace(self._planned(*answer, budget), others=self)
 
     @property
+    def memory(self) -> int | str | None:
+        """Return the budget as the caller wrote it."""
+        return self.candidate.traced.request.memory
+
+    @property
     def may_raise(self) -> bool:
         """Return False: a request raises its budget where no candidate keeps it."""
         return False

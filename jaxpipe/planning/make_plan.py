@@ -8,6 +8,7 @@ request, batch ──trace──▶ candidates ──finalize──▶ storage w
 
 # More than 15 of our modules: each step of the loop is a module.
 import functools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,11 +16,13 @@ from functools import cached_property
 from jaxpipe.agreement import agree
 from jaxpipe.array_types import PyTree
 from jaxpipe.costs.profile import Profile
+from jaxpipe.errors import JaxpipeError, JaxpipeWarning
 from jaxpipe.planning.balance_stages import balanced
 from jaxpipe.planning.candidate import Candidate
 from jaxpipe.planning.check_request import Request
 from jaxpipe.planning.compile_within_budget import refusal, smallest_compiled, with_step, within_budget
 from jaxpipe.planning.finalize import FinalizedCandidate, finalize
+from jaxpipe.planning.idle_devices import noted, without_idle
 from jaxpipe.planning.list_candidates import cut_again, list_candidates
 from jaxpipe.planning.planned_step import OtherPlans, PlannedStep
 from jaxpipe.planning.storage.fastest_choice import raised
@@ -38,12 +41,31 @@ ALIKE = 0.02
 def make_plan(request: Request, batch: PyTree, variables: PyTree = None) -> PlannedStep:
     """Plan a model for batches of the given shapes, and show how far that is; raises as ``partition``."""
     with building_for(request.mesh.devices.flat[0].platform):
-        traced = trace_request(request, batch, variables)
-        candidates = sorted(list_candidates(traced), key=lambda candidate: candidate.seconds)
-        budget = request.budget
-        planned = _by_default(candidates) if budget is None else _within(candidates, budget)
+        planned = _plan(request, batch, variables)
+        less = without_idle(request, planned)
+        if less is not None:
+            planned = _no_longer(less, batch, variables, planned) or planned
     agree("jaxpipe.partition", lambda: {"the plan": planned.plan.to_json()})
     return planned
+
+
+def _plan(request: Request, batch: PyTree, variables: PyTree) -> PlannedStep:
+    """Return the plan for all devices of a request."""
+    traced = trace_request(request, batch, variables)
+    candidates = sorted(list_candidates(traced), key=lambda candidate: candidate.seconds)
+    return _by_default(candidates) if request.budget is None else _within(candidates, request.budget)
+
+
+def _no_longer(less: Request, batch: PyTree, variables: PyTree, planned: PlannedStep) -> PlannedStep | None:
+    """Return the plan for fewer devices, if there is one with the same budget whose step takes about no longer."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", JaxpipeWarning)  # the plan for all devices has warned
+            fewer = _plan(less, batch, variables)
+    except JaxpipeError:  # of a schedule for more stages, or a budget that needs the memory of all
+        return None
+    shorter = fewer.plan.step_seconds <= (1 + ALIKE) * planned.plan.step_seconds
+    return noted(fewer, planned) if shorter and fewer.plan.budget == planned.plan.budget else None
 
 
 def _by_default(candidates: Sequence[Candidate]) -> PlannedStep:
@@ -133,6 +155,10 @@ class _PlansOfRequest:
 
     search: _Search
     same_cuts: OtherPlans
+
+    @property
+    def memory(self) -> int | str | None:
+        return self.search.request.memory
 
     @property
     def may_raise(self) -> bool:

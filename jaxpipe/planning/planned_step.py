@@ -12,6 +12,11 @@ class OtherPlans(Protocol):
     """Plans of the same request for other budgets."""
 
     @property
+    def memory(self) -> int | str | None:
+        """The budget as the caller wrote it."""
+        ...
+
+    @property
     def may_raise(self) -> bool:
         """True if a budget that no plan keeps is raised."""
         ...

@@ -36,7 +36,13 @@ class StageLists:
         each = [sum(peak.components.values()) for peak in peaks.values()]
         stages = tuple(peaks[row[0]].components for row in runtime.devices.rows)
         fullest = list(peaks.values())[each.index(max(each))]
-        plan = replace(planned.plan, memory=fullest.components, each_device=tuple(each), stage_memory=stages)
+        plan = replace(
+            planned.plan,
+            memory=fullest.components,
+            each_device=tuple(each),
+            stage_memory=stages,
+            fullest_in=tuple(peaks[row[0]].label for row in runtime.devices.rows),
+        )
         if plan.host is not None:
             plan = replace(plan, host=replace(plan.host, bytes=max(peak.host for peak in peaks.values())))
         return replace(planned, plan=plan)
@@ -52,4 +58,5 @@ def with_compiled_bytes(plan: Plan, runtime: MpmdRuntime, peaks: Mapping[Device,
     """Return a plan that tells the bytes of each device as they are compiled."""
     each = tuple(peak.total for peak in runtime.in_mesh_order(peaks).values())
     by_stage = tuple(peaks[row[0]].components for row in runtime.devices.rows)
-    return replace(plan, compiled_each_device=each, compiled_stage_memory=by_stage)
+    fullest = tuple(peaks[row[0]].label for row in runtime.devices.rows)
+    return replace(plan, compiled_each_device=each, compiled_stage_memory=by_stage, fullest_in=fullest)

@@ -13,7 +13,7 @@ from jaxpipe.costs.assumed_links import assumed_links
 from jaxpipe.costs.device_rates import known_rates, rates_of
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
-from jaxpipe.costs.profile_model import frozen_names, profile_objective, without_frozen_work
+from jaxpipe.costs.profile_model import EstimateFor, frozen_names, profile_objective, without_frozen_work
 from jaxpipe.costs.sharded_profile import divided, groups_of
 from jaxpipe.errors import JaxpipeWarning, PartitionError, warn
 from jaxpipe.graph.allowed_codecs import warn_unused
@@ -234,7 +234,8 @@ def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, 
         rates = given.rates or known_rates(given.device_kind) or rates_of(request.mesh.devices.flat[0])
         return without_frozen_work(replace(given, rates=rates), objective, frozen)
     source = request.profile
-    tell(f"Profiling {len(graph.operators)} operators, {source}")
+    how = f"estimated for {source.device}" if isinstance(source, EstimateFor) else source
+    tell(f"Profiling {len(graph.operators)} operators, {how}")
     profile = multihost.from_first(
         lambda: profile_objective(objective, source, multihost.mine(request.mesh.devices.flatten().tolist())[0])
     )

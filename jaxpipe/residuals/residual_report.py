@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from flax import nnx
 from jax import core
-from rich.box import SIMPLE_HEAD
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTree
@@ -20,7 +19,8 @@ from jaxpipe.models.purify_nnx import PureCall, purify
 from jaxpipe.residuals.memory_encoded import run_encoded, without_encoding
 from jaxpipe.residuals.residual_labels import Label, parse_label
 from jaxpipe.residuals.stored_formats import has_overflowed
-from jaxpipe.text.plain_table import PlainTable, table_text
+from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.printed import plain_text
 from jaxpipe.text.units import bytes_text
 
 
@@ -69,7 +69,7 @@ class ResidualReport:
         return sum(row.bytes for row in self.tensors)
 
     def __str__(self) -> str:
-        table = PlainTable(title=self._headline(), title_justify="left", box=SIMPLE_HEAD)
+        table = PlainTable(title=self._headline(), pad_edge=True, show_edge=True, collapse_padding=False)
         for column in ("made by", "tensor", "stored as"):
             table.add_column(column, no_wrap=True)
         for column in ("bytes", "share"):
@@ -92,7 +92,7 @@ class ResidualReport:
         constants = self.plain_bytes_raw - self.plain_bytes
         if constants:
             table.add_row("and constants that it keeps", "", "", f"{constants:,}")
-        lines = [table_text(table, width=1000)]
+        lines = [plain_text(table, 1000)]
         if constants:
             lines.append(
                 "Constants follow from no argument, as the zeros in ReLU's derivative; XLA may leave them out."

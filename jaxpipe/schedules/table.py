@@ -9,6 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, NewType
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.text.html_table import html_table
+from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.units import whole_number
 
 
@@ -313,10 +315,21 @@ class Schedule:
                     f"tick {earlier[j]}; it may start in tick {earlier[j] + gap}."
                 )
 
+    def _rows(self) -> list[list[str]]:
+        """Return the table with a row for each device, and a column for each tick."""
+        rows = ([f"stage {s}", *(" ".join(map(str, tick[s])) for tick in self.ticks)] for s in range(self.num_stages))
+        return [["tick", *map(str, range(len(self.ticks)))], *rows]
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show."""
+        first, *rows = self._rows()
+        table = PlainTable(*first, title=self.name)
+        for row in rows:
+            table.add_row(*row)
+        return html_table(table)
+
     def __str__(self) -> str:
-        cells = [["tick", *map(str, range(len(self.ticks)))]]
-        for s in range(self.num_stages):
-            cells.append([f"stage {s}", *(" ".join(map(str, tick[s])) for tick in self.ticks)])
+        cells = self._rows()
         widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
         lines = [" ".join(c.ljust(w) for c, w in zip(row, _spread(widths), strict=True)).rstrip() for row in cells]
         return "\n".join(lines)

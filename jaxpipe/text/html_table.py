@@ -14,10 +14,10 @@ def html_table(table: Table) -> str:
     head = _cells("th", right, [column.header for column in table.columns])
     rows = [_cells("td", right, row) for row in zip(*(column.cells for column in table.columns), strict=True)]
     title = f"<p><strong>{html_text(table.title)}</strong></p>" if table.title else ""
-    caption = f"<caption>{html_text(table.caption)}</caption>" if table.caption else ""
+    caption = f'<p class="caption">{html_text(table.caption)}</p>' if table.caption else ""
     listed = "\n".join(rows)
     return (
-        f'{title}<div class="wide"><table>{caption}\n<thead>{head}</thead>\n<tbody>\n{listed}\n</tbody></table></div>'
+        f'{title}<div class="wide"><table>\n<thead>{head}</thead>\n<tbody>\n{listed}\n</tbody></table></div>{caption}'
     )
 
 

@@ -3,15 +3,18 @@
 import contextlib
 import contextvars
 import logging
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
 from jaxpipe import multihost
+from jaxpipe.text.plain_table import printable
 
 
 #: Its messages of level INFO say what is being done.
@@ -52,6 +55,43 @@ def track(items: Sequence[_T], text: str) -> Iterator[_T]:
         yield item
 
 
+@contextlib.contextmanager
+def lines_each(seconds: float) -> Iterator[None]:
+    """Where stderr is no terminal, write a line there after each so many seconds that says what is being done."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with contextlib.closing(_Lines(seconds)) as shown:
+        token = _line.set(shown)
+        try:
+            yield
+        finally:
+            _line.reset(token)
+
+
+class _Shown(Protocol):
+    def update(self, text: str) -> None: ...
+
+
+class _Lines:
+    """Lines for a log, each with the seconds since the first."""
+
+    def __init__(self, seconds: float):
+        self._text = "Starting"
+        self._ended = threading.Event()
+        threading.Thread(target=self._write, args=(seconds, time.monotonic()), daemon=True).start()
+
+    def update(self, text: str) -> None:
+        self._text = text
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _write(self, seconds: float, start: float) -> None:
+        while not self._ended.wait(seconds):
+            print(f"jaxpipe: {time.monotonic() - start:.0f} s: {printable(self._text)}", file=sys.stderr, flush=True)
+
+
 class _Line:
     """A line with a spinner, which appears after a while."""
 
@@ -78,7 +118,7 @@ class _Line:
                 self._status.start()
 
 
-_line: contextvars.ContextVar[_Line | None] = contextvars.ContextVar("line", default=None)
+_line: contextvars.ContextVar[_Shown | None] = contextvars.ContextVar("line", default=None)
 
 
 def _update(text: str) -> None:

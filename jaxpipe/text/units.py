@@ -52,6 +52,17 @@ def parse_bytes(memory: float | str, name: str = "memory") -> int:
     return int(float(match[1]) * units[match[2].lower()])
 
 
+def asked_bytes(memory: int | str | None, budget: int) -> str:
+    """Return a budget as the caller wrote it, beside what that is.
+
+    Example:
+      >>> asked_bytes("2MB", 2000000), asked_bytes(2000000, 2000000)
+      ("memory='2MB' (2000000 bytes)", 'memory=2000000 (1.91 MiB)')
+    """
+    size = f"{budget} bytes" if isinstance(memory, str) else bytes_text(budget)
+    return f"memory={memory!r} ({size})"
+
+
 def bytes_text(count: float) -> str:
     """A byte count to read: ``1.50 MiB``."""
     for unit in ("B", "KiB", "MiB"):
@@ -71,4 +82,4 @@ def seconds_text(seconds: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+    return f"{seconds / 1e-6:.3g} us" if seconds >= 1e-8 or not seconds else "<0.01 us"

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from jaxpipe.plan import Plan
 from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.memory_report import MemoryReport
@@ -35,8 +33,8 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bot
 table { border-collapse: collapse; margin: .6rem 0; }
 th, td { padding: .2rem .7rem; border-bottom: 1px solid #e4e8ec; text-align: left; vertical-align: top; }
 .right { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-caption, .caption { caption-side: bottom; text-align: left; color: #57606a; font-size: .9rem; }
-img { max-width: 100%; height: auto; display: block; margin: .8rem 0; }
+.caption { color: #57606a; font-size: .9rem; }
+img { width: 100%; min-width: 44rem; height: auto; display: block; margin: .8rem 0; }
 """
 
 
@@ -69,9 +67,7 @@ def page(contents: Contents) -> str:
     with rc_context({"text.parse_math": False, "svg.hashsalt": "jaxpipe"}):
         body = [
             _heading("Plan"),
-            html_table(plan.__rich__()),
-            _heading("Stages and devices"),
-            html_table(contents.partition.__rich__()),
+            plan._repr_html_(),
             _picture(draw_stages(contents.partition), "compute and communication of each stage"),
             _heading("Timeline"),
         ]
@@ -80,7 +76,7 @@ def page(contents: Contents) -> str:
             body.append(_picture(draw_timeline(plan, schedule, timeline, source=name), f"timeline, {name}"))
         body += [
             _heading("Memory"),
-            html_table(_memory_table(contents)),
+            f"<p>{html_text(_memory_text(plan, contents.memory))}</p>",
             _picture(draw_memory(plan, schedule, contents.memory), "bytes by component, and stashes over time"),
         ]
     body += [_heading("What each method saves"), html_table(_stash_table(contents)), html_table(_methods(contents))]
@@ -90,6 +86,7 @@ def page(contents: Contents) -> str:
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             f"<title>{html_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
             f"<h1>{html_text(title)}</h1>",
@@ -108,29 +105,22 @@ def _picture(figure: "Figure", name: str) -> str:
     stream = io.BytesIO()
     figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None})
     data = base64.b64encode(stream.getvalue()).decode()
-    return f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}">'
+    return f'<div class="wide"><img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}"></div>'
 
 
-def _memory_table(contents: Contents) -> Table:
-    """Return the bytes of a device: by component as predicted, and the sum beside what XLA reserves."""
-    plan, memory = contents.plan, contents.memory
-    table = _table(plan.where, "bytes")
-    for name, count in plan.memory.items():
-        table.add_row(name, bytes_text(count))
-    table.add_row("predicted", bytes_text(plan.predicted_bytes))
-    if memory is not None:
-        compiled = max(memory.compiled_bytes)
-        ratio = plan.predicted_bytes / compiled if compiled else 1.0
-        table.add_row("compiled", f"{bytes_text(compiled)} (predicted: {ratio:.1%} of it)")
-        table.add_row("temporaries among them", bytes_text(max(memory.temporary_bytes)))
-    if plan.budget is not None:
-        table.add_row("budget", bytes_text(plan.budget))
-    if plan.host is not None:
-        table.add_row("besides, in the host's memory", bytes_text(plan.host.bytes))
-    return table
+def _memory_text(plan: Plan, memory: MemoryReport | None) -> str:
+    """Return what XLA reserves beside what was predicted, if the step was compiled."""
+    if memory is None:
+        return "The step was not compiled: all bytes are predicted."
+    compiled, temporary = max(memory.compiled_bytes), max(memory.temporary_bytes)
+    ratio = plan.predicted_bytes / compiled if compiled else 1.0
+    return (
+        f"XLA reserves {bytes_text(compiled)} {plan.where} (predicted: {ratio:.1%} of it), among them "
+        f"{bytes_text(temporary)} of temporaries."
+    )
 
 
-def _stash_table(contents: Contents) -> Table:
+def _stash_table(contents: Contents) -> PlainTable:
     """Return what each stage keeps, against plain ``jax.grad``."""
     table = _table(
         "stage", "plain jax.grad", "kept", "times less", "in flight", "of them away", "stored as", "time added"
@@ -150,7 +140,7 @@ def _stash_table(contents: Contents) -> Table:
     return table
 
 
-def _methods(contents: Contents) -> Table:
+def _methods(contents: Contents) -> PlainTable:
     """One line for each method; those that are not in use say so."""
     plan, partition = contents.plan, contents.partition
     table = _table("method", "what it does here")
@@ -189,9 +179,8 @@ def _methods(contents: Contents) -> Table:
     return table
 
 
-def _table(first: str, *others: str) -> Table:
-    table = PlainTable()
-    table.add_column(first)
+def _table(first: str, *others: str) -> PlainTable:
+    table = PlainTable(first)
     for name in others:
         table.add_column(name, justify="left" if name in ("stored as", "what it does here") else "right")
     return table

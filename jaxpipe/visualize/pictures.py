@@ -4,12 +4,13 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from jaxpipe.plan import Plan, short_modules, shorten
+from jaxpipe.plan import Plan, short_modules
 from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.memory_report import MemoryReport
 from jaxpipe.planning.plan_timeline import check_size, plan_timeline
 from jaxpipe.schedules import Kind, Schedule, Timeline
 from jaxpipe.schedules.swap_points import swap_points
+from jaxpipe.text.short_names import number_ranges, shorten
 from jaxpipe.text.units import bytes_text, seconds_text
 from jaxpipe.visualize.traces import KIND_NAMES
 
@@ -100,8 +101,8 @@ def draw_memory(plan: Plan, schedule: Schedule, report: MemoryReport | None = No
     _draw_components(left.subplots(), plan, report)
     rows = right.subplots(schedule.num_stages, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     _draw_stash(rows, plan, schedule)
-    arena = plan.memory.get("arena")
-    dashed = f"; dashed: the arena, {bytes_text(arena)} reserved" if arena else ""
+    reserved = _reserved_stash(plan)
+    dashed = f"; dashed: {bytes_text(reserved)} reserved for them" if reserved else ""
     right.suptitle(f"Stashes in flight{dashed}")
     title = f"Bytes {plan.where}: {bytes_text(plan.predicted_bytes)} predicted"
     if report is not None:
@@ -145,7 +146,7 @@ def draw_stages(partition: Partition) -> "Figure":
             ("bottleneck", "lower bound"), limits, (VERMILION, "black"), ("-", "--"), strict=True
         ):
             axes.axhline(1e3 * seconds, color=color, linestyle=style, label=f"{name}, {seconds_text(seconds)}")
-    labels = [f"stage {s}\n{shorten(tuple(map(str, stage.devices)))}" for s, stage in enumerate(stages)]
+    labels = [f"stage {s}\n{number_ranges(stage.devices)}" for s, stage in enumerate(stages)]
     axes.set_xticks(range(len(stages)), labels)
     axes.set_xlim(-0.5, len(stages) - 0.5)
     axes.set_xlabel("devices")
@@ -249,13 +250,13 @@ def _draw_components(axes: "Axes", plan: Plan, report: MemoryReport | None) -> N
 
 
 def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
-    """Draw a row for each device; one program reserves an arena, which is as large on all."""
-    arena = plan.memory.get("arena", 0)
+    """Draw a row for each device; one program reserves room for stashes, as much on all."""
+    reserved = _reserved_stash(plan)
     bars_of = [_own_stash(plan, schedule, d) for d in range(schedule.num_stages)]
     tallest = max(
         (sum(column) for bars in bars_of for column in zip(*(held for _, held in bars), strict=True)), default=0
     )
-    scale, unit = _unit(max(arena, tallest))
+    scale, unit = _unit(max(reserved, tallest))
     ticks = range(len(schedule.ticks))
     last = schedule.num_stages - 1
     for d, axes in enumerate(rows):
@@ -267,8 +268,8 @@ def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
             below = [low + size for low, size in zip(below, sizes, strict=True)]
             if label is not None:
                 axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-        if arena:
-            axes.axhline(arena / scale, color=VERMILION, linestyle="--")
+        if reserved:
+            axes.axhline(reserved / scale, color=VERMILION, linestyle="--")
         axes.set_title(_stash_title(plan, schedule, d), loc="left", fontsize=10)
         axes.set_ylabel(unit)
         axes.set_xlim(-0.5, len(ticks) - 0.5)
@@ -277,6 +278,10 @@ def _draw_stash(rows: Iterable["Axes"], plan: Plan, schedule: Schedule) -> None:
         if d == last:
             axes.set_xlabel("tick of the schedule")
             axes.locator_params(axis="x", integer=True)
+
+
+def _reserved_stash(plan: Plan) -> int:
+    return plan.memory.get("stash", 0) if plan.runtime == "spmd" else 0
 
 
 #: A name, if one is needed, and bytes in each tick.

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from jaxpipe.costs.network import Network, NetworkFile
 from jaxpipe.costs.profile import Profile, ProfileFile
@@ -14,7 +13,9 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.planning.cuts.cost_models import CostModel, DeviceGroup, Stages
 from jaxpipe.planning.cuts.cut_space import CutSpace
 from jaxpipe.text.checked_json import Amount, Count, read_json
-from jaxpipe.text.plain_table import PlainTable, table_text
+from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.printed import Printed
+from jaxpipe.text.short_names import cut_middle
 from jaxpipe.text.units import bytes_text, seconds_text
 
 
@@ -45,7 +46,7 @@ class StageCost:
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(Printed):
     """A program cut into stages, on the devices of a network.
 
     Attributes:
@@ -115,26 +116,20 @@ class Partition:
                 )
         return partition
 
-    def __str__(self) -> str:
-        return table_text(self.__rich__())
-
-    def __rich__(self) -> Table:
+    def _printed(self) -> list[PlainTable | str]:
         used = len({device for stage in self.stages for device in stage.devices})
         table = PlainTable(
+            "stage",
+            "operators",
+            "devices",
             title=f"{len(self.stages)} stages on {used} of {self.network.num_devices} devices, {self.cost_model}",
-            title_justify="left",
-            caption_justify="left",
         )
-        table.add_column("stage", justify="right")
-        table.add_column("operators")
-        table.add_column("devices")
-        for name in ("compute", "sending", "sends on", "parameters", "residuals", "in flight", "memory"):
-            table.add_column(name, justify="right")
+        table.add_numbers("compute", "sending", "sends on", "parameters", "residuals", "in flight", "memory")
         for k, stage in enumerate(self.stages):
             first, last = (self.profile.names[self.order[stage.operators[end]]] for end in (0, -1))
             table.add_row(
                 str(k),
-                f"{len(stage.operators)}: {_short(first)} .. {_short(last)}",
+                f"{len(stage.operators)}, {_module(first)} to {_module(last)}",
                 ", ".join(self.network.names[d].removeprefix("device ") for d in stage.devices),
                 seconds_text(stage.compute_seconds),
                 seconds_text(stage.communication_seconds),
@@ -146,11 +141,11 @@ class Partition:
             )
         what = "step" if self.cost_model == "synchronous" else "bottleneck"
         ties = f", {self.ties} answers as good" if self.ties > 1 else ""
-        table.caption = (
+        lines = (
             f"{what} {seconds_text(self.bottleneck_seconds)}, {self.ratio:.3f} of the lower bound "
             f"{seconds_text(self.lower_bound_seconds)}{ties}\nsearched: {self.searched}"
         )
-        return table
+        return [table, lines]
 
 
 def stage_speeds(partition: Partition) -> list[float]:
@@ -228,8 +223,7 @@ def cost_stages(model: CostModel, space: CutSpace, stages: Stages) -> tuple[Stag
     return tuple(rows)
 
 
-def _short(name: str) -> str:
+def _module(name: str) -> str:
     """The module of an operator, or what it is where it has none."""
     where, _, what = name.rpartition(" ")
-    name = where or what
-    return name if len(name) <= 28 else f"...{name[-25:]}"
+    return cut_middle(where or what)

@@ -4,8 +4,6 @@ import functools
 import math
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from jaxpipe.costs.device_rates import OTHER, Rates
 from jaxpipe.costs.roofline import seconds
 from jaxpipe.errors import MemoryBudgetError
@@ -16,7 +14,8 @@ from jaxpipe.planning.storage.storage_problem import NOT_STORED, simulate
 from jaxpipe.residuals import vjp_program
 from jaxpipe.residuals.choose_formats import ResidualPlan
 from jaxpipe.residuals.vjp_program import VJPProgram
-from jaxpipe.text.plain_table import PlainTable, table_text
+from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.printed import Printed
 from jaxpipe.text.units import bytes_text, parse_bytes, seconds_text
 
 
@@ -38,7 +37,7 @@ class TensorChoice:
 
 
 @dataclass(frozen=True)
-class StoragePlan:
+class StoragePlan(Printed):
     """The storage of a stage, and its costs.
 
     Attributes:
@@ -65,26 +64,20 @@ class StoragePlan:
     status: str
     raised_from: int | None = None
 
-    def __str__(self) -> str:
-        return table_text(self.__rich__())
-
-    def __rich__(self) -> Table:
-        table = PlainTable(title="storage of one stage", title_justify="left", caption_justify="left")
-        table.add_column("tensor", min_width=40)
-        table.add_column("storage")
-        table.add_column("bytes", justify="right")
-        table.add_column("time", justify="right")
+    def _printed(self) -> list[PlainTable | str]:
+        table = PlainTable("tensor", "storage", title="storage of one stage")
+        table.add_numbers("bytes", "time")
         for row in self.tensors:
             if row.storage != "unused":
                 table.add_row(row.name, row.storage, bytes_text(row.bytes), seconds_text(row.seconds))
         raised = "" if self.raised_from is None else f" (raised from {bytes_text(self.raised_from)})"
-        table.caption = (
+        lines = (
             f"peak {bytes_text(self.peak_bytes)} of {bytes_text(self.budget_bytes)}{raised}, stash "
             f"{bytes_text(self.stash_bytes)}\n"
             f"{seconds_text(self.added_seconds)} more than by default, at least "
             f"{seconds_text(self.lower_bound_seconds)} ({self.status})"
         )
-        return table
+        return [table, lines]
 
 
 def plan_storage(

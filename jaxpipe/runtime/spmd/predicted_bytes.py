@@ -49,9 +49,9 @@ def predict(program: Program, update: Update, shared: Sequence[Shaped], batch: S
         updating, exchanging = updating + program.gradients.bytes, exchanging + program.gradients.bytes
     return {
         **held,
-        "arena": arena,
-        "transport": transport,
-        "working": max(computing, sending, exchanging - arena - transport, updating - arena - transport),
+        "stash": arena,
+        "messages": transport,
+        "temporaries": max(computing, sending, exchanging - arena - transport, updating - arena - transport),
     }
 
 

@@ -1,0 +1,52 @@
+"""Values that print as tables and lines of text."""
+
+import io
+import shutil
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from jaxpipe.text.html_table import html_table, html_text
+from jaxpipe.text.plain_table import PlainTable, printable
+
+
+class Printed:
+    """A value whose text is as wide as the terminal, and which notebooks show as HTML.
+
+    Without a terminal lines have ``$COLUMNS`` columns, or 80.
+    """
+
+    def _printed(self) -> Sequence[PlainTable | str]:
+        """Return tables and paragraphs, one below the other."""
+        raise NotImplementedError
+
+    def __rich__(self) -> RenderableType:
+        return Group(*(Text(printable(part)) if isinstance(part, str) else part for part in self._printed()))
+
+    def __str__(self) -> str:
+        return plain_text(self.__rich__(), shutil.get_terminal_size().columns)
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show."""
+        return html_parts(self._printed())
+
+
+def html_parts(parts: Sequence[PlainTable | str]) -> str:
+    """Return tables and paragraphs as HTML."""
+    return "\n".join(f"<p>{html_text(part)}</p>" if isinstance(part, str) else html_table(part) for part in parts)
+
+
+def plain_text(shown: RenderableType, width: int) -> str:
+    """Return what rich would print as lines of at most ``width`` columns, without colors.
+
+    Example:
+      >>> table = PlainTable("stage", "modules", box=None)
+      >>> table.add_row("0", "[red]conv")
+      >>> print(plain_text(table, 80))
+      stage  modules
+      0      [red]conv
+    """
+    stream = io.StringIO()
+    Console(file=stream, width=width, force_terminal=False).print(shown)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")

@@ -1,4 +1,6 @@
-"""Eight simulated CPU devices for every test."""
+"""Eight simulated CPU devices for every test, and lines of 80 columns."""
+
+import os
 
 import jax
 import pytest
@@ -6,6 +8,7 @@ import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+os.environ["COLUMNS"] = "80"
 
 
 @pytest.fixture(autouse=True, scope="session")

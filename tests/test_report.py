@@ -132,7 +132,7 @@ def test_the_print_has_the_ratio_first_and_the_largest_tensors_last():
         first, _, rest = text.partition("\n\n")
         first = first.replace("\n", " ")
         assert first.startswith(f"Stored for the backward pass{how}")
-        assert first.endswith(f"{report.plain_bytes / report.total_bytes:.1f}x as much")
+        assert first.endswith(f"({report.plain_bytes / report.total_bytes:.1f}x)")
         *rows, folded = rows_of(rest.partition("tensor, and why")[2])
         sizes = [number(size) for size, *_ in rows]
         assert sizes == sorted((row.bytes for row in report.tensors), reverse=True)[: len(sizes)]
@@ -199,7 +199,7 @@ def test_the_print_is_no_wider_than_the_terminal(blocks_report, monkeypatch):
 def test_notebooks_show_html(blocks_report):
     page = blocks_report._repr_html_()
     assert page.count("<table>") == 2 and "4 x Blocks/Block_*/Dense_1/add" in page
-    assert f"<td class=\"right\">{blocks_report.total_bytes:,}</td>" in page
+    assert f'<td class="right">{blocks_report.total_bytes:,}</td>' in page
 
 
 def test_numbers_of_modules_are_not_those_of_operators():
@@ -238,7 +238,9 @@ def test_a_loss_of_a_linen_module_takes_module_variables_and_batch(blocks_report
         return blocks_loss(model, batch | {"x": batch["x"] + jax.random.normal(rngs.noise(), (64, 16))})
 
     assert residual_report(with_streams, Blocks(), variables, BLOCKS_BATCH).total_bytes >= blocks_report.total_bytes
-    alone = residual_report(lambda model, x: model(x), nn.Dense(3), {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, X)
+    alone = residual_report(
+        lambda model, x: model(x), nn.Dense(3), {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, X
+    )
     assert alone.plain_bytes == 0
 
     def own(module, variables, x):  # a function that takes variables keeps them
@@ -259,7 +261,9 @@ def test_density_and_overflows_take_a_linen_module_too():
 @pytest.mark.core
 @pytest.mark.parametrize("batch", [BLOCKS_BATCH, {"x": jnp.zeros((4, 8), jnp.int32), "y": jnp.zeros(4, jnp.int32)}])
 def test_a_linen_module_without_variables_says_what_to_pass(batch):
-    message = r"blocks_loss\(a Blocks, a dict of 'x', 'y'\).*residual_report\(loss, Blocks\(\.\.\.\), variables, batch\)"
+    message = (
+        r"blocks_loss\(a Blocks, a dict of 'x', 'y'\).*residual_report\(loss, Blocks\(\.\.\.\), variables, batch\)"
+    )
     with pytest.raises(jaxpipe.ModelError, match=message):
         residual_report(blocks_loss, Blocks(), batch)
 

@@ -22,9 +22,9 @@ def is_unbound(value: object) -> bool:
 def with_linen_model(
     function: Callable[..., PyTree], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
-    """Return a function of variables in place of ``loss(model, batch)``, if its arguments are a module, variables, batch.
+    """Return a loss as a function of variables and a key, if its arguments are a Linen module, variables and a batch.
 
-    ``loss`` then gets the model that it gets in a pipeline. Any other function, one of ``(module, variables, batch)``
+    ``loss(model, batch)`` then gets the model that it gets in a pipeline. Any other function, one of ``(module, variables, batch)``
     among them, and its arguments are returned as they are.
     """
     if len(args) < 2 or not is_unbound(args[0]) or not _takes(function, (args[0], *args[2:]), kwargs):

@@ -1,6 +1,5 @@
 """Reports of what a model stores for its backward pass, tensor by tensor, as JAX traces it."""
 
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from jaxpipe.graph.allowed_codecs import FAST
 from jaxpipe.graph.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
 from jaxpipe.models.linen_loss import is_unbound, with_linen_model
 from jaxpipe.models.purify_nnx import PureCall, purify
+from jaxpipe.models.variable_trees import common_level
 from jaxpipe.residuals.equal_blocks import common_name, counted, grouped, pattern, sums_by_module
 from jaxpipe.residuals.memory_encoded import run_encoded, without_encoding
 from jaxpipe.residuals.residual_labels import Label, parse_label
@@ -109,8 +109,8 @@ class ResidualReport(Printed):
     def _headline(self) -> str:
         """The bytes stored, beside those of plain ``jax.grad``."""
         how = "" if self.decorated else ", as if the function were decorated with memory_encoded"
-        sizes = f"{bytes_text(self.total_bytes)}; plain jax.grad stores {bytes_text(self.plain_bytes)}"
-        times = f", {self.plain_bytes / self.total_bytes:.1f}x as much" if self.total_bytes else ""
+        sizes = f"{bytes_text(self.total_bytes)}; plain jax.grad: {bytes_text(self.plain_bytes)}"
+        times = f" ({self.plain_bytes / self.total_bytes:.1f}x)" if self.total_bytes else ""
         return f"Stored for the backward pass{how}: {sizes}{times}"
 
     def _module_table(self) -> PlainTable:
@@ -191,9 +191,8 @@ def _description(group: Sequence[StoredTensor]) -> str:
 
 def _relative(name: str, other: str) -> str:
     """Return a path without the modules in which another one is too."""
-    parts, others = name.split("/"), other.split("/")
-    same = len(os.path.commonprefix([parts[:-1], others[:-1]]))
-    return "/".join(parts[same:])
+    modules, others = (tuple(path.split("/")[:-1]) for path in (name, other))
+    return "/".join(name.split("/")[len(common_level([modules, others])) :])
 
 
 def residual_report(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> ResidualReport:

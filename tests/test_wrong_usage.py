@@ -346,6 +346,27 @@ CALLS = {
         ["'rbg'", "jax_default_prng_impl"],
     ),
     "number a text": (BatchError, lambda p, s: p.microbatch_key(s, "0"), ["j='0' (str)", "j=0"]),
+    "key of no state": (
+        ModelError,
+        lambda p, s: p.microbatch_key(0, 0),
+        ["state is of type int", "The state comes first"],
+    ),
+    "page in a missing folder": (
+        FileNotFoundError,
+        lambda p, s: p.report("no/such/x.html"),
+        ["path='no/such/x.html'", "no folder 'no/such'"],
+    ),
+    "page in a folder": (IsADirectoryError, lambda p, s: p.report("."), ["path='.' is a folder", "'report.html'"]),
+    "page of another kind": (
+        PartitionError,
+        lambda p, s: p.report("r.pdf"),
+        ["writes HTML", "path='r.pdf'", "'.html'"],
+    ),
+    "trace of a pipeline": (
+        ScheduleError,
+        lambda p, s: jaxpipe.traces.write_trace("t.json", p),
+        ["timelines is ", "{'predicted': pipeline.timeline()}"],
+    ),
     "number below 0": (BatchError, lambda p, s: p.microbatch_key(s, -1), ["j=-1", "from 0"]),
     "rows": (BatchError, lambda p, s: p.local_rows("all"), ["size='all' (str)", "whole number"]),
     "batch of other structure": (
@@ -410,6 +431,11 @@ OTHERS = {
         PartitionError,
         lambda: jaxpipe.Network.uniform("2", 1e9),
         ["num_devices='2' (str)", "num_devices=2."],
+    ),
+    "nodes of numbers": (
+        PartitionError,
+        lambda: jaxpipe.Network.from_nodes([4, 4], 1e9),
+        ["nodes[0] is 4 (int)", "jaxpipe.Node", "Node(4, "],
     ),
     "node a text": (PartitionError, lambda: jaxpipe.Node("two"), ["devices='two' (str)", "whole number"]),
     "chain of numbers": (

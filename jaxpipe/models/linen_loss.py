@@ -24,8 +24,8 @@ def with_linen_model(
 ) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
     """Return a loss as a function of variables and a key, if its arguments are a Linen module, variables and a batch.
 
-    ``loss(model, batch)`` then gets the model that it gets in a pipeline. Any other function, one of ``(module, variables, batch)``
-    among them, and its arguments are returned as they are.
+    ``loss(model, batch)`` then gets the model that it gets in a pipeline. Another function, such as one of ``(module,
+    variables, batch)``, is returned as it is.
     """
     if len(args) < 2 or not is_unbound(args[0]) or not _takes(function, (args[0], *args[2:]), kwargs):
         return function, tuple(args)

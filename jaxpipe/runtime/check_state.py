@@ -19,13 +19,19 @@ def check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[in
         )
 
 
-def check_state(state: object, expected: str) -> None:
-    """Raise ``ModelError`` if something is no state, or one of another plan or one that was used."""
+def _training_state(state: object) -> TrainState:
+    """Return a state; raise ``ModelError`` if something is none."""
     if not isinstance(state, TrainState):
         raise ModelError(
             f"state is of type {type(state).__name__}; it must be the TrainState that init, step or restore returned. "
             "The state comes first, then the batch: pipeline.step(state, batch)."
         )
+    return state
+
+
+def check_state(state: object, expected: str) -> None:
+    """Raise ``ModelError`` if something is no state, or one of another plan or one that was used."""
+    state = _training_state(state)
     if state.plan != expected:
         raise ModelError(
             f"The state belongs to the plan {state.plan}, this pipeline has the plan {expected}: variables are placed "
@@ -34,9 +40,9 @@ def check_state(state: object, expected: str) -> None:
     check_unused(state)
 
 
-def check_unused(state: TrainState) -> None:
-    """Raise ``ModelError`` if a step has donated a state."""
-    if state.is_donated:
+def check_unused(state: object) -> None:
+    """Raise ``ModelError`` if something is no state, or a step has donated it."""
+    if _training_state(state).is_donated:
         raise ModelError(
             "This state was passed to pipeline.step before, which used its memory for the state that it returned. Go "
             "on with that one: state, metrics = pipeline.step(state, batch). To go on from one state twice, save it "

@@ -1,7 +1,6 @@
 """A schedule: which device works on which micro-batch of which of its stages in which tick."""
 
 import enum
-import html
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -313,10 +312,6 @@ class Schedule:
                     f"{self.name}: {what} for micro-batch {j} is in tick {tick}, but it needs {needs}, which is in "
                     f"tick {earlier[j]}; it may start in tick {earlier[j] + gap}."
                 )
-
-    def _repr_html_(self) -> str:
-        """Return what notebooks show."""
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         cells = [["tick", *map(str, range(len(self.ticks)))]]

@@ -238,7 +238,7 @@ def compare(
         f"{bytes_text(fixed)} in all, do not."
     )
     if jax.default_backend() == "cpu":
-        table.caption += " Simulated devices share the cores of one CPU: only their bytes count."
+        table.caption += " Simulated devices share the cores of one CPU: of the stages only the bytes count."
     return table
 
 

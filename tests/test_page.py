@@ -120,13 +120,3 @@ def test_notebooks_show_the_plan(pipeline):
     texts = [text for _, text in shown.texts]
     assert "stage" in texts and any("micro-batches" in text for text in texts)
     assert pipeline.plan._repr_html_() == pipeline._repr_html_()
-
-
-def test_notebooks_show_memory():
-    report = jaxpipe.MemoryReport((1024, 2048), (1536, 2560), (512, 0), (0, 0), (0, 0))
-    assert [line.split() for line in str(report).splitlines()[2:]] == [
-        ["0", "1.00", "KiB", "1.50", "KiB", "512", "B"],
-        ["1", "2.00", "KiB", "2.50", "KiB", "0", "B"],
-    ]
-    shown = Outline(report._repr_html_())
-    assert not shown.open and ("td", "2.50 KiB") in shown.texts and ("th", "compiled") in shown.texts

@@ -297,3 +297,12 @@ def test_a_model_that_is_given_a_whole_batch():
         jaxpipe.ModelError, match=r"the Linen module VGG16, .*lambda variables, x: VGG16\(\.\.\.\)\.apply"
     ):
         residual_report(VGG16(), jnp.ones((1, 32, 32, 3)))
+
+
+def test_bytes_of_devices_are_a_table():
+    report = jaxpipe.MemoryReport((1024, 2048), (1536, 2560), (512, 0), (0, 0), (0, 0))
+    assert [line.split() for line in str(report).splitlines()[2:]] == [
+        ["0", "1.00", "KiB", "1.50", "KiB", "512", "B"],
+        ["1", "2.00", "KiB", "2.50", "KiB", "0", "B"],
+    ]
+    assert '<td class="right">2.50 KiB</td>' in report._repr_html_()

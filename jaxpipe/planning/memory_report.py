@@ -38,7 +38,7 @@ class MemoryReport(Printed):
             "host memory, compiled": self.compiled_host_bytes,
         }
         shown = {name: sizes for name, sizes in columns.items() if any(sizes)}
-        table = PlainTable(box=SIMPLE_HEAD, pad_edge=False)
+        table = PlainTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
         for name in ("device", *shown):
             table.add_column(name, justify="right")
         for device, sizes in enumerate(zip(*shown.values(), strict=True)):

@@ -115,7 +115,7 @@ class ResidualReport(Printed):
 
     def _module_table(self) -> PlainTable:
         """Bytes by module."""
-        table = PlainTable(box=SIMPLE_HEAD, pad_edge=False)
+        table = PlainTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
         for column in ("bytes", "share", "plain jax.grad"):
             table.add_column(column, justify="right", no_wrap=True)
         table.add_column("module")
@@ -126,7 +126,7 @@ class ResidualReport(Printed):
 
     def _tensor_table(self) -> PlainTable:
         """The largest tensors."""
-        table = PlainTable(box=SIMPLE_HEAD, pad_edge=False)
+        table = PlainTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
         for column in ("bytes", "share"):
             table.add_column(column, justify="right", no_wrap=True)
         table.add_column("stored", no_wrap=True)

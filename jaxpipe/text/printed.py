@@ -1,6 +1,7 @@
 """Values that print as tables and lines of text."""
 
 import io
+import itertools
 import shutil
 from collections.abc import Sequence
 
@@ -22,7 +23,11 @@ class Printed:
         raise NotImplementedError
 
     def __rich__(self) -> RenderableType:
-        return Group(*(Text(printable(part)) if isinstance(part, str) else part for part in self._printed()))
+        shown: list[RenderableType] = []
+        for before, part in itertools.pairwise(["", *self._printed()]):
+            apart = bool(shown) and not (isinstance(before, str) and isinstance(part, str))
+            shown += [*([Text("")] if apart else []), Text(printable(part)) if isinstance(part, str) else part]
+        return Group(*shown)
 
     def __str__(self) -> str:
         return plain_text(self.__rich__(), shutil.get_terminal_size().columns)
@@ -44,8 +49,8 @@ def plain_text(shown: RenderableType, width: int) -> str:
       >>> table = PlainTable("stage", "modules", box=None)
       >>> table.add_row("0", "[red]conv")
       >>> print(plain_text(table, 80))
-      stage  modules
-      0      [red]conv
+      stage modules
+      0     [red]conv
     """
     stream = io.StringIO()
     Console(file=stream, width=width, force_terminal=False).print(shown)

@@ -277,6 +277,9 @@ def test_an_attribute_that_the_model_of_a_loss_lacks_can_be_asked_for():
 
     partition(NET, loss=loss)
     assert set(seen) == {(False, None, 4)}
+    with pytest.raises(ModelError) as raised:
+        partition(NET, loss=lambda model, x: model.apply(x))
+    assert raised.type.__name__ == "MissingAttributeError"  # what a traceback begins with
 
 
 def test_a_linen_loss_reads_its_variables_after_a_call():

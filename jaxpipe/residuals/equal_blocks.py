@@ -13,14 +13,14 @@ T = TypeVar("T")
 _NUMBER = re.compile(r"(\d+)(?=/)")
 
 
-def pattern(name: str) -> str:
-    """Return a path with ``*`` in place of the numbers of modules; the last part is an operator's name.
+def pattern(name: str) -> tuple[str, ...]:
+    """Return the parts of a path between the numbers of modules; an operator's name, the last, has none.
 
     Example:
       >>> pattern("Net/blocks/3/inner/exp2")
-      'Net/blocks/*/inner/exp2'
+      ('Net/blocks/', '/inner/exp2')
     """
-    return _NUMBER.sub("*", name)
+    return tuple(_NUMBER.split(name)[::2])
 
 
 def common_name(names: Sequence[str]) -> str:

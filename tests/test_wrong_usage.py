@@ -354,17 +354,6 @@ CALLS = {
         lambda p, s: p.microbatch_key(0, 0),
         ["state is of type int", "The state comes first"],
     ),
-    "page in a missing folder": (
-        FileNotFoundError,
-        lambda p, s: p.report("no/such/x.html"),
-        ["path='no/such/x.html'", "no folder 'no/such'"],
-    ),
-    "page in a folder": (IsADirectoryError, lambda p, s: p.report("."), ["path='.' is a folder", "'report.html'"]),
-    "page of another kind": (
-        PartitionError,
-        lambda p, s: p.report("r.pdf"),
-        ["writes HTML", "path='r.pdf'", "'.html'"],
-    ),
     "trace of a pipeline": (
         ScheduleError,
         lambda p, s: jaxpipe.traces.write_trace("t.json", p),

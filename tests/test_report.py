@@ -250,6 +250,13 @@ def test_a_loss_of_a_linen_module_takes_module_variables_and_batch(blocks_report
     assert residual_report(own, nn.Dense(3), nn.Dense(3).init(jax.random.key(0), X), X).plain_bytes == 0
 
 
+def test_an_error_of_a_linen_loss_is_its_own():
+    variables = Blocks().init(jax.random.key(0), BLOCKS_BATCH["x"])
+    with pytest.raises(KeyError, match="'y'") as raised:
+        residual_report(blocks_loss, Blocks(), variables, {"x": BLOCKS_BATCH["x"]})
+    assert any(note.startswith("jaxpipe called blocks_loss(model, batch)") for note in raised.value.__notes__)
+
+
 X = jnp.ones((2, 4))
 
 

@@ -1,5 +1,6 @@
 """A loss of a Linen module, called outside of a pipeline as a pipeline calls it."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,10 +36,10 @@ def with_linen_model(
         tree = {"params": tree}
 
     def loss(variables: PyTree, key: Array, *rest: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
+        @functools.wraps(function)  # whose signature may have rngs
         def call(model: LinenModel, batch: tuple[PyTree, ...], **streams: PyTree) -> PyTree:
             return function(model, *batch, **named, **streams)
 
-        call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]  # which may have rngs
         model = LinenModel(module, variables, key)
         with handed_on():
             result = call_function(call, model, rest, key)

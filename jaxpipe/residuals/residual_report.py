@@ -223,16 +223,15 @@ def residual_report(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
             f"residual_report was given the Linen module {name}, which has no variables of its own. Pass a function of "
             f"them: residual_report(lambda variables, x: {name}(...).apply(variables, x), variables, x)."
         )
-    given = args
     function, args = with_linen_model(function, args, kwargs)
     call = purify(function, *args, **kwargs)
     try:
         traced = jax.make_jaxpr(call.function)(*call.leaves)
     except (AttributeError, KeyError, TypeError, ValueError, FlaxError) as error:
-        fix = _fix(function, given)
+        fix = _fix(function, args)
         if fix is None or isinstance(error, JaxpipeError):
             raise
-        called = ", ".join([*map(_kind, given), *(f"{name}={_kind(x)}" for name, x in kwargs.items())])
+        called = ", ".join([*map(_kind, args), *(f"{name}={_kind(x)}" for name, x in kwargs.items())])
         kind = "the model " if isinstance(function, nnx.Module) else ""
         name = getattr(function, "__name__", type(function).__name__)
         raise ModelError(

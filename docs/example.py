@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn  # noqa: F401  # for the pages
 from flax import nnx
 
 import jaxpipe

@@ -6,14 +6,16 @@
 
 The 1,797 digits ship with scikit-learn, so nothing is downloaded. The model is plain Flax. With fewer accelerators
 than ``--stages`` the pipeline is shorter; without any, the stages run on simulated CPU devices. The example prints
-the plan, the memory of the fullest device beside that of one device with and without ``jax.checkpoint``, and the test
+the plan, bytes and time of a step beside those of one device, with and without ``jax.checkpoint``, and the test
 accuracy. It writes two pictures, a page with all of it (``report.html``) and the metrics of each step
 (``metrics.jsonl``) into the folder ``--out``.
 """
 
 import json
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +33,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jaxpipe
-from jaxpipe.text.units import bytes_text
+from jaxpipe.text.units import bytes_text, seconds_text
 from jaxpipe.visualize.pictures import draw_memory, draw_timeline
 
 
@@ -124,11 +126,11 @@ def train(
     steps = len(data["label"]) // options.batch_size
     order = np.random.default_rng(options.seed)
     state = pipeline.init(jax.random.key(options.seed))
-    columns = (TextColumn("epoch"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]:.4f}"))
+    columns = (TextColumn("epoch"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[loss]}"))
     progress = Progress(*columns, TimeElapsedColumn(), console=console)
     options.out.mkdir(parents=True, exist_ok=True)
     with progress, (options.out / "metrics.jsonl").open("a", buffering=1) as lines:  # others may read it meanwhile
-        task = progress.add_task("train", total=options.epochs, loss=float("nan"))
+        task = progress.add_task("train", total=options.epochs, loss="")
         for epoch in range(options.epochs):
             rows = order.permutation(len(data["label"]))
             collected = []
@@ -139,61 +141,104 @@ def train(
             for step, metrics in enumerate(collected):  # here, so that no step waits for the one before
                 values = jax.tree.map(lambda x: np.asarray(x).tolist(), metrics)
                 lines.write(json.dumps({"step": epoch * steps + step, **values}) + "\n")
-            progress.update(task, advance=1, loss=float(jnp.stack([metrics["loss"] for metrics in collected]).mean()))
+            loss = float(jnp.stack([metrics["loss"] for metrics in collected]).mean())
+            progress.update(task, advance=1, loss=f"loss {loss:.4f}")
     return state
 
 
-def one_device_bytes(
-    model: DigitsCNN, optimizer: optax.GradientTransformation, batch: dict[str, jax.ShapeDtypeStruct], microbatches: int
-) -> int:
-    """Return the bytes that XLA reserves for the same step on one device: gradient accumulation and the update.
+@dataclass(frozen=True)
+class Cost:
+    """What a training step takes: bytes between forward and backward pass, bytes of the fullest device, seconds."""
+
+    kept: int
+    reserved: int
+    seconds: float
+
+
+def median_seconds(step: Callable[[], object], times: int = 5) -> float:
+    """Return the median time of a step, after a first one that does not count."""
+    seconds = []
+    for _ in range(times + 1):
+        started = time.perf_counter()
+        jax.block_until_ready(step())
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
+
+
+def one_device_cost(
+    block: type[Block], optimizer: optax.GradientTransformation, batch: dict[str, np.ndarray], kept: int
+) -> Cost:
+    """Return what the same step costs on one device, all examples at once, by ``jax.grad`` and the optimizer.
 
     Args:
-      model: with the blocks to compile.
+      block: of the model.
       optimizer: the optimizer of the pipeline.
-      batch: shapes of a batch.
-      microbatches: parts of the batch whose gradients are accumulated, as many as in the pipeline.
+      batch: a batch.
+      kept: the bytes that are kept for the backward pass.
     """
-    definition, parameters, statistics = nnx.split(model, nnx.Param, ...)
+    definition, parameters, rest = nnx.split(DigitsCNN(nnx.Rngs(0), block), nnx.Param, ...)
 
-    def step(parameters, statistics, optimizer_state, batch):
-        def accumulate(carry, rows):
-            def objective(parameters, statistics):
-                merged = nnx.merge(definition, parameters, statistics, copy=True)
-                return loss(merged, rows), nnx.state(merged, nnx.Not(nnx.Param))
+    def step(parameters, rest, optimizer_state, batch):
+        def objective(parameters, rest):
+            merged = nnx.merge(definition, parameters, rest, copy=True)
+            return loss(merged, batch), nnx.state(merged, nnx.Not(nnx.Param))
 
-            statistics, total = carry
-            gradients, statistics = jax.grad(objective, has_aux=True)(parameters, statistics)
-            return (statistics, jax.tree.map(jnp.add, total, gradients)), None
+        gradients, rest = jax.grad(objective, has_aux=True)(parameters, rest)
+        updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
+        return optax.apply_updates(parameters, updates), rest, optimizer_state
 
-        rows = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
-        total = jax.tree.map(jnp.zeros_like, parameters)
-        (statistics, total), _ = jax.lax.scan(accumulate, (statistics, total), rows)
-        mean = jax.tree.map(lambda x: x / microbatches, total)
-        updates, optimizer_state = optimizer.update(mean, optimizer_state, parameters)
-        return optax.apply_updates(parameters, updates), statistics, optimizer_state
-
-    arguments = (parameters, statistics, jax.eval_shape(optimizer.init, parameters), batch)
-    reserved = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*arguments).compile().memory_analysis()
+    state = (parameters, rest, optimizer.init(parameters))
+    compiled = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*state, batch).compile()
+    reserved = compiled.memory_analysis()
     unaliased = reserved.argument_size_in_bytes + reserved.output_size_in_bytes - reserved.alias_size_in_bytes
-    return unaliased + reserved.temp_size_in_bytes
+
+    def run():
+        nonlocal state
+        state = compiled(*state, batch)
+        return state
+
+    return Cost(kept, unaliased + reserved.temp_size_in_bytes, median_seconds(run))
 
 
-def compare_memory(
-    pipeline: jaxpipe.Pipeline, optimizer: optax.GradientTransformation, batch: dict[str, jax.ShapeDtypeStruct]
+def compare(
+    pipeline: jaxpipe.Pipeline,
+    state: jaxpipe.TrainState,
+    optimizer: optax.GradientTransformation,
+    batch: dict[str, np.ndarray],
 ) -> Table:
-    """Return a table of the bytes on the fullest device of the pipeline, and on one device without it."""
-    table = Table("the same step", "fullest device", box=SIMPLE)
-    table.columns[1].justify = "right"
-    count = pipeline.plan.num_microbatches
-    for name, block in ("jax.grad", Block), ("jax.checkpoint around blocks", CheckpointedBlock):
-        with jaxpipe.without_encoding():
-            reserved = one_device_bytes(DigitsCNN(nnx.Rngs(0), block), optimizer, batch, count)
-        table.add_row(f"one device, {name}", bytes_text(reserved))
-    encoded = one_device_bytes(DigitsCNN(nnx.Rngs(0)), optimizer, batch, count)
-    table.add_row("one device, memory_encoded", bytes_text(encoded))
-    stages = len(pipeline.plan.stages)
-    table.add_row(f"pipeline of {stages} stages", bytes_text(max(pipeline.memory_report().compiled_bytes)))
+    """Return a table of what a step of the pipeline costs, and one on a single device without it."""
+    report = jaxpipe.residual_report(loss, DigitsCNN(nnx.Rngs(0)), batch)
+    costs = {}
+    with jaxpipe.without_encoding():
+        checkpointed = jaxpipe.residual_report(loss, DigitsCNN(nnx.Rngs(0), CheckpointedBlock), batch)
+        costs["one device, jax.grad"] = one_device_cost(Block, optimizer, batch, report.plain_bytes)
+        costs["one device, jax.checkpoint"] = one_device_cost(
+            CheckpointedBlock, optimizer, batch, checkpointed.plain_bytes
+        )
+    costs["one device, memory_encoded"] = one_device_cost(Block, optimizer, batch, report.total_bytes)
+
+    def run():
+        nonlocal state
+        state, metrics = pipeline.step(state, batch)
+        return metrics
+
+    plan = pipeline.plan
+    kept, reserved = max(s.stash_bytes * s.in_flight for s in plan.stages), max(pipeline.memory_report().compiled_bytes)
+    costs[f"{len(plan.stages)} stages, {plan.num_microbatches} micro-batches"] = Cost(
+        kept, reserved, median_seconds(run)
+    )
+    table = Table("the same step", "kept for backward", "fullest device", "time", box=SIMPLE, caption_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, cost in costs.items():
+        table.add_row(name, bytes_text(cost.kept), bytes_text(cost.reserved), seconds_text(cost.seconds))
+    fixed = 3 * sum(stage.parameter_bytes for stage in plan.stages)
+    table.caption = (
+        f"A step on {len(batch['label'])} images. What is kept grows with the batch; parameters and Adam's moments, "
+        f"{bytes_text(fixed)} in all, do not."
+    )
+    if jax.default_backend() == "cpu":
+        table.caption += " Simulated devices share the cores of one CPU: of the stages only the bytes count."
     return table
 
 
@@ -232,15 +277,16 @@ def main(options: Options, console: Console | None = None) -> float:
         evaluate=evaluate,
         num_microbatches=options.num_microbatches,
     )
-    console.print(str(pipeline.plan), markup=False)
+    pipeline.compile()  # before the bar of the epochs, as it shows its own progress
+    console.print(pipeline.plan)
     planned = time.perf_counter()
     state = train(pipeline, data, options, console)
     trained = time.perf_counter()
     accuracy = float(pipeline.evaluate(state, test)["accuracy"])
 
-    console.print(compare_memory(pipeline, optimizer, batch))
+    console.print(compare(pipeline, state, optimizer, {name: x[: options.batch_size] for name, x in data.items()}))
     console.print("wrote " + ", ".join(str(path) for path in draw(pipeline, options.out)))
-    console.print(f"planned in {planned - started:.1f} s, trained in {trained - planned:.1f} s, compilation included")
+    console.print(f"planned and compiled in {planned - started:.1f} s, trained in {trained - planned:.1f} s")
     console.print(f"test accuracy {accuracy:.2%}")
     return accuracy
 

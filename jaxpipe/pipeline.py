@@ -148,18 +148,20 @@ class Pipeline:
         compiled bytes, and the plan as JSON.
 
         Args:
-          path: the file.
+          path: the file, in a folder that exists; ``.html``, if it has a suffix.
           compile: whether to compile the training step, for the bytes that XLA reserves.
           measure: whether to measure the stages, for a second timeline.
 
         Raises:
           ImportError: if matplotlib is not installed.
-          PartitionError, MemoryBudgetError: as ``plan`` and ``memory_report``.
+          OSError: if the page cannot be written there.
+          PartitionError, MemoryBudgetError: as ``plan`` and ``memory_report``; or if ``path`` has another suffix.
         """
-        from jaxpipe.visualize.html_report import Contents, write_page
+        from jaxpipe.visualize.html_report import Contents, check_path, write_page
         from jaxpipe.visualize.pictures import load_figure_class
 
-        load_figure_class("Pipeline.report")  # before anything is compiled
+        check_path(path)  # before anything is compiled
+        load_figure_class("Pipeline.report")
         memory = self.memory_report() if compile else None
         timelines = {f"predicted from the {self.plan.profile} profile": self.timeline()}
         if measure:

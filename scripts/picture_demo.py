@@ -27,7 +27,7 @@ def main() -> None:
     options = parser.parse_args()
     path = options.out.absolute()
     jax.config.update("jax_num_cpu_devices", Options.stages)
-    console = Console(record=True, width=122, file=io.StringIO(), highlight=False)
+    console = Console(record=True, width=80, file=io.StringIO(), highlight=False)
     console.print("$ scripts/demo", markup=False)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         train(Options(), console)

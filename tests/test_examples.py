@@ -1,3 +1,4 @@
+import io
 import json
 import re
 import runpy
@@ -6,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from tests.support.compare import relative_l2
 
@@ -13,16 +15,28 @@ from tests.support.compare import relative_l2
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def test_train_digits_learns(capsys, tmp_path):
+def test_train_digits_learns(tmp_path):
     example = runpy.run_path(str(EXAMPLES / "train_digits.py"))
-    accuracy = example["main"](example["Options"](stages=2, epochs=4, batch_size=96, num_microbatches=4, out=tmp_path))
-    printed = capsys.readouterr().out
+    options = example["Options"](stages=2, epochs=4, batch_size=96, num_microbatches=4, out=tmp_path)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    accuracy = example["main"](options, console)
+    printed = re.sub(r"\x1b\[[\d?]*[A-Za-z]", "", console.file.getvalue())
     assert accuracy > 0.85
     assert "2 stages x 1 replicas" in printed and "bubble" in printed
-    rows = re.findall(r"^ *(one device, .*|pipeline of 2 stages) +([\d.]+) MiB", printed, re.MULTILINE)
-    reserved = {name.strip(): float(size) for name, size in rows}
+    lines = [line.rstrip() for line in printed.replace("\r", "\n").splitlines()]
+    assert "nan" not in printed and max(map(len, lines)) <= 80
+    bars = [k for k, line in enumerate(lines) if line.startswith("epoch ")]
+    assert [line for line in lines[bars[0] : bars[-1]] if line and not line.startswith("epoch ")] == []  # nothing else
+    row = re.compile(r"^ *(one device, \S+|2 stages, .*?) +([\d.]+ \w+) +([\d.]+ \w+) +[\d.]+ m?s$", re.MULTILINE)
+    units = {"KiB": 1, "MiB": 1024}
+    kept, reserved = (
+        {cells[0]: float(cells[k].split()[0]) * units[cells[k].split()[1]] for cells in row.findall("\n".join(lines))}
+        for k in (1, 2)
+    )
+    names = ["one device, memory_encoded", "one device, jax.checkpoint", "one device, jax.grad"]
     assert len(reserved) == 4
-    assert reserved["pipeline of 2 stages"] < reserved["one device, memory_encoded"] < reserved["one device, jax.grad"]
+    assert kept[names[0]] < kept[names[1]] < kept[names[2]] and reserved[names[0]] < reserved[names[2]]
+    assert reserved["2 stages, 4 micro-batches"] < reserved[names[0]]
     written = ["memory.png", "metrics.jsonl", "report.html", "timeline.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == written
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

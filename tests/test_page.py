@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import jaxpipe
+from jaxpipe import PartitionError
 from jaxpipe.visualize.html_report import Contents, page
 from jaxpipe.visualize.plain_stash import plain_stash_bytes
 from tests.support.pipeline_models import cnn_linen
@@ -107,6 +108,22 @@ def test_names_cannot_break_out(pipeline):
     assert all(attributes["src"].startswith("data:") for tag, attributes in outline.elements if tag == "img")
     (data,) = [data for tag, data in outline.texts if tag == "script"]
     assert json.loads(data)["stages"][0]["modules"] == [hostile]
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("no/such/x.html", FileNotFoundError, r"path='no/such/x\.html': there is no folder 'no/such'"),
+        (".", IsADirectoryError, r"path='\.' is a folder.*'report\.html'"),
+        ("r.pdf", PartitionError, r"report writes HTML, and path='r\.pdf' ends with '\.pdf'. Use '\.html'"),
+    ],
+)
+def test_a_path_for_no_page_is_refused_before_anything_is_drawn(path, error, message, pipeline, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(type(pipeline), "timeline", None)
+    with pytest.raises(error, match=message):
+        pipeline.report(path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_missing_matplotlib_is_named_before_anything_is_compiled(monkeypatch, tmp_path):

@@ -394,3 +394,27 @@ def test_an_evaluation_that_calls_layers_in_another_order():
         PartitionError, match=r"evaluate uses .*a, which is placed in stage 0, after variables of stage 1"
     ):
         pipeline.evaluate(pipeline.init(KEY), jnp.ones((8, 3)))
+
+
+# Errors of the loss itself
+
+
+LOSSES = {
+    "an array without axes": (
+        lambda f, x: f(x["x"]).mean(),
+        {"x": jnp.float32(1), "y": jnp.zeros(8)},
+        ["batch['x'] float32[] (no examples: the same in all micro-batches), batch['y'] float32[4]"],
+    ),
+    "a float": (lambda f, x: float(f(x).mean()), jnp.ones((8, 3)), ["batch float32[4, 3]", "without float()"]),
+    "numpy": (lambda f, x: np.asarray(f(x)).mean(), jnp.ones((8, 3)), ["batch float32[4, 3]", "numpy"]),
+    "a condition": (lambda f, x: f(x).mean() if f(x).mean() > 0 else 0.0, jnp.ones((8, 3)), ["jnp.where"]),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_an_error_inside_a_loss_says_how_the_loss_was_called(case):
+    loss, batch, words = LOSSES[case]
+    with pytest.raises(Exception) as raised:  # of JAX or NumPy, whatever it is
+        partition(batch=batch, loss=loss)
+    (note,) = [note for note in raised.value.__notes__ if note.startswith("jaxpipe called <lambda>(model, batch)")]
+    assert [word for word in words if word not in note] == []

@@ -2,12 +2,15 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import jaxpipe
 from examples.models import VGG16, NNXDigitsCNN, ResNet18
 from jaxpipe import memory_encoded, residual_report
+from jaxpipe.residuals.equal_blocks import common_name, pattern
 
 
 MIB = 2**20
@@ -107,29 +110,188 @@ def test_nothing_to_differentiate():
         residual_report(lambda x: x, jnp.arange(3))
 
 
-def test_the_print_has_the_ratio_first_and_the_largest_tensors_next():
+def rows_of(table):
+    """The first cells of the rows of a printed table, and the line of text behind them."""
+    return [(*line.split()[:2], line) for line in table.splitlines() if re.match(r" *[\d,]+ +[\d.]+%", line)]
+
+
+def number(text):
+    return int(text.replace(",", ""))
+
+
+def test_the_print_has_the_ratio_first_and_the_largest_tensors_last():
     def function(x, y):
         return (jnp.sin(x).sum() + jax.nn.relu(y).sum()) * jnp.tanh(y[0, 0]) * jnp.tanh(y[0, 1])
 
     x, y = jnp.ones((64, 64)), jnp.ones((32, 32))
     for report, how in (
-        (
-            residual_report(function, x, y),
-            "Stored for the backward pass, as if the function were decorated with memory",
-        ),
-        (residual_report(memory_encoded(function), x, y), "Stored for the backward pass: "),
+        (residual_report(function, x, y), ", as if the function were decorated with memory_encoded: "),
+        (residual_report(memory_encoded(function), x, y), ": "),
     ):
-        first, *lines = str(report).splitlines()
-        assert first.startswith(how)
-        assert first.endswith(f"{report.plain_bytes / report.total_bytes:.1f}x as much")
-        rows = [line for line in lines if "float32[" in line or "bool[" in line]
-        sizes = [int(re.search(r"  ([\d,]+)  ", line)[1].replace(",", "")) for line in rows]
+        text = str(report)
+        first, _, rest = text.partition("\n\n")
+        first = first.replace("\n", " ")
+        assert first.startswith(f"Stored for the backward pass{how}")
+        assert first.endswith(f"({report.plain_bytes / report.total_bytes:.1f}x)")
+        *rows, folded = rows_of(rest.partition("tensor, and why")[2])
+        sizes = [number(size) for size, *_ in rows]
         assert sizes == sorted((row.bytes for row in report.tensors), reverse=True)[: len(sizes)]
-        folded = next(line for line in lines if "smaller ones" in line)
-        assert len(rows) + int(folded.split()[0]) == len(report.tensors)
-        assert int(folded.split()[3]) == report.total_bytes - sum(sizes) < 0.03 * report.total_bytes
-        constants = next(line for line in lines if "and constants" in line)
-        assert int(constants.split()[-1].replace(",", "")) == report.plain_bytes_raw - report.plain_bytes == 4 * 32 * 32
+        assert len(rows) + int(folded[-1].split()[2]) == len(report.tensors)
+        assert number(folded[0]) == report.total_bytes - sum(sizes) < 0.03 * report.total_bytes
+        (constants,) = re.findall(r"keeps ([\d,]+) bytes of constants", text)
+        assert number(constants) == report.plain_bytes_raw - report.plain_bytes == 4 * 32 * 32
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return x + nn.Dropout(0.5, deterministic=not train)(nn.Dense(16)(nn.gelu(nn.Dense(32)(x))))
+
+
+class Blocks(nn.Module):
+    """Four equal blocks and a head, with batch statistics."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        for _ in range(4):
+            x = Block()(x, train)
+        return nn.Dense(10)(nn.BatchNorm(use_running_average=not train)(x))
+
+
+def blocks_loss(model, batch):
+    logits = model(batch["x"], train=True)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+BLOCKS_BATCH = {"x": jnp.ones((64, 16)), "y": jnp.zeros(64, jnp.int32)}
+
+
+@pytest.fixture(scope="module")
+def blocks_report():
+    variables = jax.eval_shape(Blocks().init, jax.random.key(0), BLOCKS_BATCH["x"])
+    return residual_report(blocks_loss, Blocks(), variables, BLOCKS_BATCH)
+
+
+@pytest.mark.core
+def test_equal_blocks_are_one_row_with_their_sum(blocks_report, narrow):
+    modules, tensors = str(blocks_report).split("tensor, and why")
+    hidden = 4 * 64 * 32 * 4  # in each of four blocks the argument of gelu, float32[64, 32]
+    (row,) = [row for row in rows_of(tensors) if row[-1].endswith("4 x Blocks/Block_*/Dense_1/add")]
+    assert number(row[0]) == hidden and "float32[64,32] for the gradient of" in tensors
+    by_name = {line.split(None, 3)[3]: number(size) for size, _, line in rows_of(modules)}
+    of_blocks = sum(row.bytes for row in blocks_report.tensors if "/Block_" in row.producer)
+    assert by_name["4 x Blocks/Block_*/Dense_1"] == hidden
+    assert by_name["4 x Blocks/Block_*"] == of_blocks and by_name["total"] == blocks_report.total_bytes
+    assert not any(f"Block_{k}" in str(blocks_report) for k in range(4))
+
+
+def test_the_print_is_no_wider_than_the_terminal(blocks_report, monkeypatch):
+    for width in (60, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert max(map(len, str(blocks_report).splitlines())) <= width
+
+
+def test_notebooks_show_html(blocks_report):
+    page = blocks_report._repr_html_()
+    assert page.count("<table>") == 2 and "4 x Blocks/Block_*/Dense_1/add" in page
+    assert f'<td class="right">{blocks_report.total_bytes:,}</td>' in page
+
+
+def test_numbers_of_modules_are_not_those_of_operators():
+    assert pattern("Net/block3/exp2") == pattern("Net/block12/exp2") != pattern("Net/block3/exp3")
+    assert pattern("Net/block*/exp2") != pattern("Net/block3/exp2")
+    assert common_name(["Block_0/Dense_1/add", "Block_3/Dense_1/add"]) == "Block_*/Dense_1/add"
+
+
+def test_blocks_that_keep_something_else_are_rows_of_their_own(narrow):
+    def function(x, ws):
+        for k, w in enumerate(ws):
+            with jax.named_scope(f"block_{k}"):
+                x = jnp.tanh(x @ w)
+        return x.sum()
+
+    x, ws = jnp.ones((32, 16)), [jnp.ones((16, 16)), jnp.ones((16, 16)), jnp.ones((16, 64))]
+    modules = str(residual_report(function, x, ws)).partition("tensor, and why")[0]
+    assert "2 x block_*" in modules and "block_2" in modules
+
+
+@pytest.mark.core
+def test_a_loss_of_a_linen_module_takes_module_variables_and_batch(blocks_report):
+    """As ``module.apply`` with the same random keys, which the same loss in plain Flax writes."""
+
+    def plain(variables, key, batch):
+        def model(x, train):
+            return Blocks().apply(variables, x, train=train, mutable=["batch_stats"], rngs={"dropout": key})[0]
+
+        return blocks_loss(model, batch)
+
+    variables = jax.eval_shape(Blocks().init, jax.random.key(0), BLOCKS_BATCH["x"])
+    expected = residual_report(plain, variables, jax.random.key(0), BLOCKS_BATCH)
+    assert [row.bytes for row in blocks_report.tensors] == [row.bytes for row in expected.tensors]
+    assert blocks_report.plain_bytes == expected.plain_bytes
+
+    def with_streams(model, batch, rngs):
+        return blocks_loss(model, batch | {"x": batch["x"] + jax.random.normal(rngs.noise(), (64, 16))})
+
+    assert residual_report(with_streams, Blocks(), variables, BLOCKS_BATCH).total_bytes >= blocks_report.total_bytes
+    alone = residual_report(
+        lambda model, x: model(x), nn.Dense(3), {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, X
+    )
+    assert alone.plain_bytes == 0
+
+    def own(module, variables, x):  # a function that takes variables keeps them
+        return module.apply(variables, x).sum()
+
+    assert residual_report(own, nn.Dense(3), nn.Dense(3).init(jax.random.key(0), X), X).plain_bytes == 0
+
+
+def test_an_error_of_a_linen_loss_is_its_own():
+    variables = Blocks().init(jax.random.key(0), BLOCKS_BATCH["x"])
+    with pytest.raises(KeyError, match="'y'") as raised:
+        residual_report(blocks_loss, Blocks(), variables, {"x": BLOCKS_BATCH["x"]})
+    assert any(note.startswith("jaxpipe called blocks_loss(model, batch)") for note in raised.value.__notes__)
+
+
+X = jnp.ones((2, 4))
+
+
+def test_density_and_overflows_take_a_linen_module_too():
+    variables = Blocks().init(jax.random.key(0), BLOCKS_BATCH["x"])
+    assert jaxpipe.measure_density(blocks_loss, Blocks(), variables, BLOCKS_BATCH).fractions
+    assert jaxpipe.count_overflows(blocks_loss, memory_encoded(Blocks)(), variables, BLOCKS_BATCH) == 0
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("batch", [BLOCKS_BATCH, {"x": jnp.zeros((4, 8), jnp.int32), "y": jnp.zeros(4, jnp.int32)}])
+def test_a_linen_module_without_variables_says_what_to_pass(batch):
+    message = (
+        r"blocks_loss\(a Blocks, a dict of 'x', 'y'\).*residual_report\(loss, Blocks\(\.\.\.\), variables, batch\)"
+    )
+    with pytest.raises(jaxpipe.ModelError, match=message):
+        residual_report(blocks_loss, Blocks(), batch)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "derivative",
+    [jax.grad, jax.value_and_grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(memory_encoded(f)), nnx.grad],
+)
+def test_a_gradient_is_refused(derivative):
+    with pytest.raises(jaxpipe.DifferentiationError, match=r"pass the function .* residual_report\(loss, \.\.\.\)"):
+        residual_report(derivative(lambda x: jnp.sin(x).sum()), jnp.ones(3))
+
+
+def test_a_loss_with_a_gradient_in_it_is_none():
+    def penalty(x):
+        gradient = jax.grad(lambda x: jnp.sin(x).sum())(x)
+        return (gradient**2).sum(), gradient
+
+    assert residual_report(penalty, jnp.ones(3)).plain_bytes > 0
 
 
 def test_a_model_that_is_given_a_whole_batch():
@@ -143,3 +305,12 @@ def test_a_model_that_is_given_a_whole_batch():
         jaxpipe.ModelError, match=r"the Linen module VGG16, .*lambda variables, x: VGG16\(\.\.\.\)\.apply"
     ):
         residual_report(VGG16(), jnp.ones((1, 32, 32, 3)))
+
+
+def test_bytes_of_devices_are_a_table():
+    report = jaxpipe.MemoryReport((1024, 2048), (1536, 2560), (512, 0), (0, 0), (0, 0))
+    assert [line.split() for line in str(report).splitlines()[2:]] == [
+        ["0", "1.00", "KiB", "1.50", "KiB", "512", "B"],
+        ["1", "2.00", "KiB", "2.50", "KiB", "0", "B"],
+    ]
+    assert '<td class="right">2.50 KiB</td>' in report._repr_html_()

@@ -277,6 +277,9 @@ def test_an_attribute_that_the_model_of_a_loss_lacks_can_be_asked_for():
 
     partition(NET, loss=loss)
     assert set(seen) == {(False, None, 4)}
+    with pytest.raises(ModelError) as raised:
+        partition(NET, loss=lambda model, x: model.apply(x))
+    assert raised.type.__name__ == "MissingAttributeError"  # what a traceback begins with
 
 
 def test_a_linen_loss_reads_its_variables_after_a_call():
@@ -346,6 +349,16 @@ CALLS = {
         ["'rbg'", "jax_default_prng_impl"],
     ),
     "number a text": (BatchError, lambda p, s: p.microbatch_key(s, "0"), ["j='0' (str)", "j=0"]),
+    "key of no state": (
+        ModelError,
+        lambda p, s: p.microbatch_key(0, 0),
+        ["state is of type int", "The state comes first"],
+    ),
+    "trace of a pipeline": (
+        ScheduleError,
+        lambda p, s: jaxpipe.traces.write_trace("t.json", p),
+        ["timelines is ", "{'predicted': pipeline.timeline()}"],
+    ),
     "number below 0": (BatchError, lambda p, s: p.microbatch_key(s, -1), ["j=-1", "from 0"]),
     "rows": (BatchError, lambda p, s: p.local_rows("all"), ["size='all' (str)", "whole number"]),
     "batch of other structure": (
@@ -410,6 +423,11 @@ OTHERS = {
         PartitionError,
         lambda: jaxpipe.Network.uniform("2", 1e9),
         ["num_devices='2' (str)", "num_devices=2."],
+    ),
+    "nodes of numbers": (
+        PartitionError,
+        lambda: jaxpipe.Network.from_nodes([4, 4], 1e9),
+        ["nodes[0] is 4 (int)", "jaxpipe.Node", "Node(4, "],
     ),
     "node a text": (PartitionError, lambda: jaxpipe.Node("two"), ["devices='two' (str)", "whole number"]),
     "chain of numbers": (

@@ -21,6 +21,7 @@ from jaxpipe.text.checked_json import LARGEST, read_json
 from jaxpipe.text.plain_table import PlainTable
 from jaxpipe.text.printed import Printed
 from jaxpipe.text.units import whole_number
+from jaxpipe.text.value_text import shown
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,12 @@ class Network(Printed):
         """
         if not nodes:
             raise PartitionError("nodes is empty; a network has at least one device.")
+        for k, node in enumerate(nodes):
+            if not isinstance(node, Node):
+                raise PartitionError(
+                    f"nodes[{k}] is {shown(node)}; it must be a jaxpipe.Node, such as "
+                    "Node(4, bandwidth_bytes_per_second=50e9) for four devices."
+                )
         between = []
         for value, name in ((bandwidth_bytes_per_second, "bandwidth"), (latency_seconds, "latency")):
             matrix = _matrix(value, f"{name} between nodes", len(nodes))

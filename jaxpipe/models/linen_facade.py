@@ -28,7 +28,7 @@ from jaxpipe.models.variable_trees import Path, by_path, merged, path_text
 TRAINED = ("params", OVERWRITE_WITH_GRADIENT)
 
 
-class _MissingAttributeError(ModelError, AttributeError):
+class MissingAttributeError(ModelError, AttributeError):
     """An attribute that the model of a loss does not have; ``hasattr`` and ``getattr`` take it as any other."""
 
 
@@ -129,7 +129,7 @@ class LinenModel:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise _MissingAttributeError(_missing_attribute(self.module, name))
+        raise MissingAttributeError(_missing_attribute(self.module, name))
 
     def _refuse(self, *_: object) -> NoReturn:
         raise ModelError(_NO_VARIABLES)

@@ -228,7 +228,8 @@ def _named(optimizer: optax.GradientTransformation, run: Callable[[], T]) -> T:
         raise PartitionError(
             f"optimizer: {where} cannot be traced with the model's gradients, its own state and the parameters alone: "
             f"{type(error).__name__}: {error} Use an optimizer that needs nothing else; "
-            "optimizer.update(gradients, optimizer.init(parameters), parameters) must run."
+            "optimizer.update(gradients, optimizer.init(parameters), parameters) must run. Parameters have the model's "
+            "own tree (dictionaries, an nnx.State, a Partial): give labels and masks as functions of it."
         ) from error
 
 

@@ -1,11 +1,18 @@
 """``MemoryReport``: predicted beside compiled bytes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+
+from jaxpipe.text.plain_table import PlainTable
+from jaxpipe.text.printed import Printed
+from jaxpipe.text.units import bytes_text
 
 
 @dataclass(frozen=True)
-class MemoryReport:
-    """Bytes on each device, in the order of ``mesh.devices.flat``.
+class MemoryReport(Printed):
+    """Bytes on each device, in the order of ``mesh.devices.flat``; ``str()`` and notebooks show a table.
 
     Attributes:
       predicted_bytes: from the plan, before anything is compiled.
@@ -21,3 +28,19 @@ class MemoryReport:
     temporary_bytes: tuple[int, ...]
     predicted_host_bytes: tuple[int, ...] = ()
     compiled_host_bytes: tuple[int, ...] = ()
+
+    def _printed(self) -> Sequence[PlainTable | str]:
+        columns = {
+            "predicted": self.predicted_bytes,
+            "compiled": self.compiled_bytes,
+            "temporaries among them": self.temporary_bytes,
+            "host memory, predicted": self.predicted_host_bytes,
+            "host memory, compiled": self.compiled_host_bytes,
+        }
+        shown = {name: sizes for name, sizes in columns.items() if any(sizes)}
+        table = PlainTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+        for name in ("device", *shown):
+            table.add_column(name, justify="right")
+        for device, sizes in enumerate(zip(*shown.values(), strict=True)):
+            table.add_row(str(device), *map(bytes_text, sizes))
+        return [table]

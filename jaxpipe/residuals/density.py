@@ -16,6 +16,7 @@ from jaxpipe.array_types import Array, PyTree, TensorNumber
 from jaxpipe.graph.graph import Graph, Operator, is_differentiable, read_graph
 from jaxpipe.graph.op_cost import VIEWS
 from jaxpipe.graph.rules import relu
+from jaxpipe.models.linen_loss import with_linen_model
 from jaxpipe.models.purify_nnx import purify
 from jaxpipe.residuals.backward_graph import build_backward_graph
 from jaxpipe.residuals.codecs import compaction
@@ -76,8 +77,9 @@ def measure_density(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
 
     Args:
       function: a function, decorated or not, or an NNX module.
-      *args, **kwargs: its arguments, concrete.
+      *args, **kwargs: its arguments, concrete, as for ``residual_report``.
     """
+    function, args = with_linen_model(function, args, kwargs)
     call = purify(function, *args, **kwargs)
     graph = read_graph(jax.make_jaxpr(call.function)(*call.leaves))
     wrt = [t for t, leaf in zip(graph.inputs, call.leaves, strict=True) if is_differentiable(leaf)]

@@ -27,7 +27,7 @@ class Label:
       producer: the module path and operator that made it.
       dtype, shape: before it was encoded.
       readers: the backward steps that use it, itself or something recomputed from it.
-      instead: the alternative, with its cost.
+      otherwise: what would be kept or computed instead.
     """
 
     number: TensorNumber
@@ -37,15 +37,15 @@ class Label:
     dtype: str
     shape: tuple[int, ...]
     readers: tuple[str, ...]
-    instead: str
+    otherwise: str
 
 
 def label(vjp: VJPProgram, number: TensorNumber, part: int) -> str:
     """Return the label of one array of a stash as text."""
     producer = next(op for op in vjp.graph.operators if number in op.outputs)
     tensor, fmt = vjp.graph.tensors[number], vjp.plan.formats[number]
-    readers, instead = tuple(_readers(vjp, number)), _instead(vjp, number, producer)
-    known = Label(number, part, fmt, _name(producer), str(tensor.dtype), tensor.shape, readers, instead)
+    readers, otherwise = tuple(_readers(vjp, number)), _otherwise(vjp, number, producer)
+    known = Label(number, part, fmt, _name(producer), str(tensor.dtype), tensor.shape, readers, otherwise)
     return MARK + msgspec.json.encode(known).decode()
 
 
@@ -69,15 +69,15 @@ def _readers(vjp: VJPProgram, number: TensorNumber) -> list[str]:
     return list(readers)
 
 
-def _instead(vjp: VJPProgram, number: TensorNumber, producer: Operator) -> str:
+def _otherwise(vjp: VJPProgram, number: TensorNumber, producer: Operator) -> str:
     tensor, fmt = vjp.graph.tensors[number], vjp.plan.formats[number]
     if fmt.format is not Format.KEEP:
-        return f"storing {stored_bytes(tensor, SavedFormat(Format.KEEP)):,} bytes as it is"
+        return f"kept as {tensor.dtype}, {stored_bytes(tensor, SavedFormat(Format.KEEP)):,} bytes"
     if is_product(producer):
-        return f"computing {contraction(producer.equation):,} products for each element again"
+        return f"computed again, {contraction(producer.equation):,} products for each element"
     available = vjp.graph.derived_from_parameters()
     sources = {t for t in producer.inputs if t not in available}
     if rerun_work(producer) is None or not sources:
-        return f"running {producer.label} again"
+        return "computed again"
     size = sum(stored_bytes(vjp.graph.tensors[t], SavedFormat(Format.KEEP)) for t in sources)
-    return f"storing {size:,} bytes that it is computed from"
+    return f"computed again from {size:,} bytes of inputs, kept in its place"

@@ -1,27 +1,44 @@
 """Reports of what a model stores for its backward pass, tensor by tensor, as JAX traces it."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import flax.linen as nn
 import jax
 import numpy as np
 from flax import nnx
+from flax.errors import FlaxError
 from jax import core
 
 from jaxpipe import _compat
 from jaxpipe.array_types import AbstractArray, AnyJaxpr, Array, Equation, PyTree
-from jaxpipe.errors import DifferentiationError, ModelError
+from jaxpipe.errors import DifferentiationError, JaxpipeError, ModelError
 from jaxpipe.graph.allowed_codecs import FAST
 from jaxpipe.graph.graph import GraphBuilder, Operator, encoded_policy, is_differentiable
+from jaxpipe.models.linen_loss import is_unbound, with_linen_model
 from jaxpipe.models.purify_nnx import PureCall, purify
+from jaxpipe.models.variable_trees import common_level
+from jaxpipe.residuals.equal_blocks import common_name, counted, grouped, pattern, sums_by_module
 from jaxpipe.residuals.memory_encoded import run_encoded, without_encoding
 from jaxpipe.residuals.residual_labels import Label, parse_label
 from jaxpipe.residuals.stored_formats import has_overflowed
 from jaxpipe.text.plain_table import PlainTable
-from jaxpipe.text.printed import plain_text
+from jaxpipe.text.printed import Printed
+from jaxpipe.text.short_names import cut_middle
 from jaxpipe.text.units import bytes_text
+
+
+#: A module that has less of all bytes, kept or plain, has no line of its own.
+_SMALLEST_SHARE = 0.05
+
+#: Tensors that together have less of all bytes are one line.
+_FOLDED_SHARE = 0.03
+
+#: The most characters of a name in a table, which leaves room for the numbers beside it.
+_LONGEST_NAME = 44
+
+#: Formats in words.
+_STORAGE = {"keep": "as it is", "vjp": "by jax.vjp"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +52,7 @@ class StoredTensor:
         ``"vjp"`` for what JAX saves by itself.
       bytes: what is stored.
       readers: the steps of the backward pass that use it, itself or something recomputed from it.
-      instead: the alternative, with its cost.
+      otherwise: what would be kept or computed instead.
     """
 
     producer: str
@@ -44,75 +61,135 @@ class StoredTensor:
     storage: str
     bytes: int
     readers: tuple[str, ...] = ()
-    instead: str = ""
+    otherwise: str = ""
 
 
 @dataclass(frozen=True)
-class ResidualReport:
-    """The tensors stored between the forward and the backward pass. ``str()`` is a table.
+class ResidualReport(Printed):
+    """The tensors stored between the forward and the backward pass.
+
+    ``str()`` and notebooks show their sums by module, and the largest; equal tensors of equal blocks are one row.
 
     Attributes:
-      tensors: one row for each stored tensor; arguments and compile-time constants are not among them.
-      plain_bytes: what ``jax.vjp`` saves for the undecorated function, counted in the same way.
-      plain_bytes_raw: the same with compile-time constants, such as the zeros that ReLU's derivative keeps.
+      tensors: one for each stored tensor; arguments and compile-time constants are not among them.
+      plain: the tensors that ``jax.vjp`` saves for the undecorated function, counted in the same way.
+      plain_constant_bytes: compile-time constants beside them, such as the zeros that ReLU's derivative keeps.
       decorated: whether a part of the function is decorated; else the report is as if all of it were.
     """
 
     tensors: tuple[StoredTensor, ...]
-    plain_bytes: int
-    plain_bytes_raw: int
+    plain: tuple[StoredTensor, ...]
+    plain_constant_bytes: int
     decorated: bool = True
 
     @property
     def total_bytes(self) -> int:
         """Bytes stored."""
-        return sum(row.bytes for row in self.tensors)
+        return _sum(self.tensors)
 
-    def __str__(self) -> str:
-        table = PlainTable(title=self._headline(), pad_edge=True, show_edge=True, collapse_padding=False)
-        for column in ("made by", "tensor", "stored as"):
-            table.add_column(column, no_wrap=True)
-        for column in ("bytes", "share"):
-            table.add_column(column, justify="right")
-        for column in ("for the gradient of", "instead of"):
-            table.add_column(column, no_wrap=True)
-        rows, folded = self._by_size()
-        for row in rows:
-            shape = f"{row.dtype}[{','.join(map(str, row.shape))}]"
-            more = f" and {len(row.readers) - 2} more" if len(row.readers) > 2 else ""
-            readers = ", ".join(row.readers[:2]) + more
-            share = f"{row.bytes / self.total_bytes:.1%}"
-            table.add_row(row.producer, shape, row.storage, f"{row.bytes:,}", share, readers, row.instead)
-        if folded:
-            size = sum(row.bytes for row in folded)
-            table.add_row(f"{len(folded)} smaller ones", "", "", f"{size:,}", f"{size / self.total_bytes:.1%}")
-        table.add_section()
-        table.add_row("total", "", "", f"{self.total_bytes:,}")
-        table.add_row("plain jax.grad", "", "", f"{self.plain_bytes:,}")
-        constants = self.plain_bytes_raw - self.plain_bytes
-        if constants:
-            table.add_row("and constants that it keeps", "", "", f"{constants:,}")
-        lines = [plain_text(table, 1000)]
-        if constants:
-            lines.append(
-                "Constants follow from no argument, as the zeros in ReLU's derivative; XLA may leave them out."
-            )
-        return "\n".join(lines).rstrip()
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes that ``jax.vjp`` saves for the undecorated function."""
+        return _sum(self.plain)
+
+    @property
+    def plain_bytes_raw(self) -> int:
+        """The same with compile-time constants."""
+        return self.plain_bytes + self.plain_constant_bytes
+
+    def _printed(self) -> Sequence[PlainTable | str]:
+        note = (
+            f"Plain jax.grad keeps {self.plain_constant_bytes:,} bytes of constants besides, such as the zeros in "
+            "ReLU's derivative, which follow from no argument; XLA may leave them out."
+        )
+        tables = [self._module_table(), *([self._tensor_table()] if self.tensors else [])]
+        return [self._headline(), *tables, *([note] if self.plain_constant_bytes else [])]
 
     def _headline(self) -> str:
         """The bytes stored, beside those of plain ``jax.grad``."""
         how = "" if self.decorated else ", as if the function were decorated with memory_encoded"
-        sizes = f"{bytes_text(self.total_bytes)}; plain jax.grad stores {bytes_text(self.plain_bytes)}"
-        times = f", {self.plain_bytes / self.total_bytes:.1f}x as much" if self.total_bytes else ""
+        sizes = f"{bytes_text(self.total_bytes)}; plain jax.grad: {bytes_text(self.plain_bytes)}"
+        times = f" ({self.plain_bytes / self.total_bytes:.1f}x)" if self.total_bytes else ""
         return f"Stored for the backward pass{how}: {sizes}{times}"
 
-    def _by_size(self) -> tuple[list[StoredTensor], list[StoredTensor]]:
-        """The largest tensors first, and apart the smallest, which together are less than 3 % of all."""
-        rows = sorted(self.tensors, key=lambda row: -row.bytes)
-        left = len(rows)
-        while left and sum(row.bytes for row in rows[left - 1 :]) < 0.03 * self.total_bytes:
+    def _module_table(self) -> PlainTable:
+        """Bytes by module."""
+        table = PlainTable()
+        table.add_numbers("bytes", "share", "plain jax.grad")
+        table.add_column("module")
+        for name, rows in [*self._modules(), ("total", self._all())]:
+            kept, plain = (_sum(row for is_kept, row in rows if is_kept is kind) for kind in (True, False))
+            table.add_row(*self._size(kept), f"{plain:,}", cut_middle(name, _LONGEST_NAME))
+        return table
+
+    def _tensor_table(self) -> PlainTable:
+        """The largest tensors."""
+        table = PlainTable()
+        table.add_numbers("bytes", "share")
+        table.add_column("stored", no_wrap=True)
+        table.add_column("tensor, and why")
+        groups, folded = self._by_size()
+        for group in groups:
+            storage = _STORAGE.get(group[0].storage, group[0].storage)
+            table.add_row(*self._size(_sum(group)), storage, _description(group))
+        if folded:
+            table.add_row(*self._size(_sum(folded)), "", f"{len(folded)} smaller ones")
+        return table
+
+    def _size(self, size: int) -> tuple[str, str]:
+        return f"{size:,}", f"{size / self.total_bytes:.1%}" if self.total_bytes else ""
+
+    def _all(self) -> list[tuple[bool, StoredTensor]]:
+        """All tensors, and whether each is stored; the others are those of plain ``jax.grad``."""
+        return [*((True, row) for row in self.tensors), *((False, row) for row in self.plain)]
+
+    def _modules(self) -> list[tuple[str, list[tuple[bool, StoredTensor]]]]:
+        totals = {True: self.total_bytes, False: self.plain_bytes}
+
+        def content(item: tuple[bool, StoredTensor]) -> StoredTensor | None:
+            is_kept, row = item
+            return replace(row, producer=row.producer.rpartition("/")[2], readers=()) if is_kept else None
+
+        def shown(items: list[tuple[bool, StoredTensor]]) -> bool:
+            kinds = [(total, _sum(row for k, row in items if k is is_kept)) for is_kept, total in totals.items()]
+            return any(size > _SMALLEST_SHARE * total for total, size in kinds)
+
+        return sums_by_module([(row.producer, (is_kept, row)) for is_kept, row in self._all()], content, shown)
+
+    def _by_size(self) -> tuple[list[list[StoredTensor]], list[StoredTensor]]:
+        """Equal tensors in groups, the largest first; and apart the smallest, which together are little."""
+        groups = grouped(self.tensors, lambda row: (pattern(row.producer), replace(row, producer="", readers=())))
+        groups.sort(key=_sum, reverse=True)
+        left = len(groups)
+        while left and sum(map(_sum, groups[left - 1 :])) < _FOLDED_SHARE * self.total_bytes:
             left -= 1
-        return (rows, []) if left >= len(rows) - 1 else (rows[:left], rows[left:])
+        left = len(groups) if left >= len(groups) - 1 else left
+        return groups[:left], [row for group in groups[left:] for row in group]
+
+
+def _sum(rows: Iterable[StoredTensor]) -> int:
+    return sum(row.bytes for row in rows)
+
+
+def _description(group: Sequence[StoredTensor]) -> str:
+    """The name of equal tensors, whose gradients need them, and what would be done without them."""
+    first = group[0]
+    producers = [row.producer for row in group]
+    lines = [cut_middle(counted(producers), _LONGEST_NAME), f"{first.dtype}[{','.join(map(str, first.shape))}]"]
+    readers = [common_name(names) for names in grouped((name for row in group for name in row.readers), pattern)]
+    if readers:
+        more = f" and {len(readers) - 2} more" if len(readers) > 2 else ""
+        names = [cut_middle(_relative(name, common_name(producers))) for name in readers[:2]]
+        lines[1] += f" for the gradient of {', '.join(names)}{more}"
+    if first.otherwise:
+        lines.append(f"otherwise {first.otherwise}")
+    return "\n".join(lines)
+
+
+def _relative(name: str, other: str) -> str:
+    """Return a path without the modules in which another one is too."""
+    modules, others = (tuple(path.split("/")[:-1]) for path in (name, other))
+    return "/".join(name.split("/")[len(common_level([modules, others])) :])
 
 
 def residual_report(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> ResidualReport:
@@ -123,11 +200,12 @@ def residual_report(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
     parameters of NNX modules) are differentiated. Nothing is computed: arguments may be ``jax.ShapeDtypeStruct``.
 
     Args:
-      function: a function, decorated or not, or an NNX module.
-      *args, **kwargs: its arguments.
+      function: a function, decorated or not, or an NNX module; not ``jax.grad`` of one, as its gradient is taken here.
+      *args, **kwargs: its arguments. ``loss(model, batch)`` of a Linen module takes ``module, variables, batch``, and
+        gets the model that it gets in a pipeline.
 
     Raises:
-      DifferentiationError: if no argument is a floating-point array.
+      DifferentiationError: if no argument is a floating-point array, or the function returns gradients.
       ModelError: if the function is a Linen module, or a model that does not take these arguments.
 
     Example:
@@ -136,13 +214,26 @@ def residual_report(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
       >>> report.total_bytes, report.plain_bytes, report.plain_bytes_raw
       (32, 256, 1280)
     """
-    if isinstance(function, nn.Module) and function.scope is None:
+    if is_unbound(function):
         name = type(function).__name__
         raise ModelError(
             f"residual_report was given the Linen module {name}, which has no variables of its own. Pass a function of "
             f"them: residual_report(lambda variables, x: {name}(...).apply(variables, x), variables, x)."
         )
+    function, args = with_linen_model(function, args, kwargs)
     call = purify(function, *args, **kwargs)
+    try:
+        traced = jax.make_jaxpr(call.function)(*call.leaves)
+    except (AttributeError, KeyError, TypeError, ValueError, FlaxError) as error:
+        fix = _fix(function, args)
+        if fix is None or isinstance(error, JaxpipeError):
+            raise
+        called = ", ".join([*map(_kind, args), *(f"{name}={_kind(x)}" for name, x in kwargs.items())])
+        kind = "the model " if isinstance(function, nnx.Module) else ""
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ModelError(
+            f"residual_report called {kind}{name}({called}), which raised {type(error).__name__}: {error}. {fix}"
+        ) from error
     differentiated = [k for k, leaf in enumerate(call.leaves) if is_differentiable(leaf)]
     if not differentiated:
         names = ", ".join(f"{n}: {x.dtype}" for n, x in zip(call.names, call.leaves, strict=True)) or "no arrays at all"
@@ -150,25 +241,45 @@ def residual_report(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
             f"residual_report differentiates every floating-point argument, and found none among ({names}). "
             "Pass the parameters or inputs that the model is trained on as floating-point arrays."
         )
-    try:
-        traced = jax.make_jaxpr(call.function)(*call.leaves)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if not isinstance(function, nnx.Module):
-            raise
-        given = ", ".join([*map(_kind, args), *(f"{name}={_kind(x)}" for name, x in kwargs.items())])
-        raise ModelError(
-            f"residual_report called the model {type(function).__name__}({given}), which raised "
-            f"{type(error).__name__}: {error}. The arguments behind a model are those of its own call, as in "
-            "residual_report(model, batch['x']); for a loss, pass it first: residual_report(loss, model, batch)."
-        ) from error
+    _check_no_gradient(traced, call.leaves)
     decorated = _has_encoded_part(traced)
     encoded = call.function if decorated else _encode(call)
     rows, _ = _residuals(encoded, call.leaves, differentiated)
     with without_encoding():
         plain = purify(function, *args, **kwargs)
         plain_rows, constant_bytes = _residuals(plain.function, plain.leaves, differentiated)
-    plain_bytes = sum(row.bytes for row in plain_rows)
-    return ResidualReport(tuple(rows), plain_bytes, plain_bytes + constant_bytes, decorated)
+    return ResidualReport(tuple(rows), tuple(plain_rows), constant_bytes, decorated)
+
+
+def _fix(function: Callable[..., PyTree], args: Sequence[PyTree]) -> str | None:
+    """Return what to pass in place of a model that was called with what it does not take."""
+    if isinstance(function, nnx.Module):
+        return (
+            "The arguments behind a model are those of its own call, as in residual_report(model, batch['x']); for a "
+            "loss, pass it first: residual_report(loss, model, batch)."
+        )
+    module = next((type(x).__name__ for x in args if is_unbound(x)), None)
+    if module is None:
+        return None
+    return (
+        f"The Linen module {module} has no variables by itself. Pass them behind it, or their shapes: "
+        f"residual_report(loss, {module}(...), variables, batch), with variables = jax.eval_shape({module}(...).init, "
+        "jax.random.key(0), batch['x'])."
+    )
+
+
+def _check_no_gradient(traced: AnyJaxpr, leaves: Sequence[Array]) -> None:
+    """Raise ``DifferentiationError`` if a function returns gradients that it computes, and no loss of its own."""
+    builder = GraphBuilder()
+    outputs = builder.read(traced, [builder.tensor(core.ShapedArray(leaf.shape, leaf.dtype)) for leaf in leaves])
+    path_of = {t: op.path for op in builder.operators for t in op.outputs if t in outputs}
+    has_loss = any(not builder.tensors[t].shape and "jvp(" not in path for t, path in path_of.items())
+    if not has_loss and any("transpose(" in path for path in path_of.values()):
+        raise DifferentiationError(
+            "residual_report was given a function that returns gradients (jax.grad, jax.value_and_grad). It takes the "
+            "gradient itself and reports what waits for the backward pass of the function, so pass the function that "
+            "is differentiated: residual_report(loss, ...) in place of residual_report(jax.grad(loss), ...)."
+        )
 
 
 def _kind(x: PyTree) -> str:
@@ -186,8 +297,9 @@ def count_overflows(function: Callable[..., PyTree], *args: PyTree, **kwargs: Py
 
     Args:
       function: a function with a decorated part.
-      *args, **kwargs: its arguments, concrete.
+      *args, **kwargs: its arguments, concrete, as for ``residual_report``.
     """
+    function, args = with_linen_model(function, args, kwargs)
     call = purify(function, *args, **kwargs)
     differentiated = [k for k, leaf in enumerate(call.leaves) if is_differentiable(leaf)]
     saved = _saved(call.function, differentiated)
@@ -271,7 +383,7 @@ def _row(op: Operator, label: Label | None, aval: AbstractArray, size: int) -> S
         producer = "/".join(filter(None, (path, op.label)))
         return StoredTensor(producer, tuple(aval.shape), str(aval.dtype), "vjp", size)
     storage = label.format.format.value
-    return StoredTensor(label.producer, label.shape, label.dtype, storage, size, label.readers, label.instead)
+    return StoredTensor(label.producer, label.shape, label.dtype, storage, size, label.readers, label.otherwise)
 
 
 def _label(equation: Equation, position: int) -> Label | None:

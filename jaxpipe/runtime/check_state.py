@@ -102,13 +102,19 @@ def _check_residual(given: Sequence[tuple[int, ...]], expected: Sequence[tuple[i
         )
 
 
-def check_state(state: object, expected: str) -> None:
-    """Raise ``ModelError`` if something is no state, or one of another plan or one that was used."""
+def _training_state(state: object) -> TrainState:
+    """Return a state; raise ``ModelError`` if something is none."""
     if not isinstance(state, TrainState):
         raise ModelError(
             f"state is of type {type(state).__name__}; it must be the TrainState that init, step or restore returned. "
             "The state comes first, then the batch: pipeline.step(state, batch)."
         )
+    return state
+
+
+def check_state(state: object, expected: str) -> None:
+    """Raise ``ModelError`` if something is no state, or one of another plan or one that was used."""
+    state = _training_state(state)
     if state.plan != expected:
         raise ModelError(
             f"The state belongs to the plan {state.plan}, this pipeline has the plan {expected}: variables are placed "
@@ -117,8 +123,9 @@ def check_state(state: object, expected: str) -> None:
     check_unused(state)
 
 
-def check_unused(state: TrainState) -> None:
-    """Raise ``ModelError`` if a step has donated a state."""
+def check_unused(state: object) -> None:
+    """Raise ``ModelError`` if something is no state, or a step has donated it."""
+    state = _training_state(state)
     if not state.is_donated:
         return
     if state.lost is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxpipe.errors import PartitionError
 from jaxpipe.plan import Plan
 from jaxpipe.planning.cuts.placed_stages import Partition
 from jaxpipe.planning.memory_report import MemoryReport
@@ -51,6 +52,22 @@ class Contents:
     timelines: Mapping[str, Timeline]
     plain_bytes: Sequence[int]
     memory: MemoryReport | None = None
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Raise an error unless a page can be written to a file, as far as its name says.
+
+    Raises:
+      PartitionError: if the file is called otherwise.
+      FileNotFoundError, IsADirectoryError: if its folder is missing, or it is one.
+    """
+    file = Path(path)
+    if file.suffix.lower() not in ("", ".html", ".htm"):
+        raise PartitionError(f"report writes HTML, and path={str(path)!r} ends with {file.suffix!r}. Use '.html'.")
+    if file.is_dir():
+        raise IsADirectoryError(f"path={str(path)!r} is a folder. Name a file in it: {str(file / 'report.html')!r}.")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"path={str(path)!r}: there is no folder {str(file.parent)!r}. Make it first.")
 
 
 def write_page(path: str | os.PathLike[str], contents: Contents) -> None:

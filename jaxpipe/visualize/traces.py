@@ -5,7 +5,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxpipe.errors import ScheduleError
 from jaxpipe.schedules import Kind, Timeline
+from jaxpipe.text.value_text import shown
 
 
 #: What each kind of work is called, here and in pictures.
@@ -20,14 +22,17 @@ KIND_NAMES = {
 _SHORTEST_WAIT = 1e-9
 
 
-def trace_json(timelines: Mapping[str, Timeline]) -> str:
+def trace_json(timelines: Timeline | Mapping[str, Timeline]) -> str:
     """Timelines in Chrome's trace event format: a process for each, in it a row for each device.
 
     Actions are named as in the table of the schedule (``F3``, ``B3``, ``I3``, ``W3``, and ``F3'1`` for chunk 1); where
     a device waits, the row has a slice ``wait``. Times are in microseconds from the start of the step.
 
     Args:
-      timelines: by the name to show; several stand below each other on one time axis.
+      timelines: one, or several by the name to show, which stand below each other on one time axis.
+
+    Raises:
+      ScheduleError: if they are something else.
 
     Example:
       >>> from jaxpipe.schedules import one_f_one_b
@@ -36,6 +41,13 @@ def trace_json(timelines: Mapping[str, Timeline]) -> str:
       >>> [(e["name"], e["ts"]) for e in events if e["ph"] == "X" and e["tid"] == 1]
       [('wait', 0.0), ('F0', 1000.0), ('B0', 2000.0), ('F1', 4000.0), ('B1', 5000.0), ('wait', 7000.0)]
     """
+    if isinstance(timelines, Timeline):
+        timelines = {"step": timelines}
+    if not isinstance(timelines, Mapping) or not all(isinstance(value, Timeline) for value in timelines.values()):
+        raise ScheduleError(
+            f"timelines is {shown(timelines)}; it must be a timeline, or a dictionary of some by the name to show: "
+            "{'predicted': pipeline.timeline()}."
+        )
     events: list[dict[str, object]] = []
     for process, (name, timeline) in enumerate(timelines.items()):
         events.append(_label("process_name", process, 0, name))
@@ -45,7 +57,7 @@ def trace_json(timelines: Mapping[str, Timeline]) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def write_trace(path: str | os.PathLike[str], timelines: Mapping[str, Timeline]) -> None:
+def write_trace(path: str | os.PathLike[str], timelines: Timeline | Mapping[str, Timeline]) -> None:
     """Write ``trace_json(timelines)`` to a file."""
     Path(path).write_text(trace_json(timelines), encoding="utf-8")
 

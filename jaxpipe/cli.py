@@ -27,7 +27,7 @@ import jax
 from jaxpipe.array_types import Device, PyTree
 from jaxpipe.costs.network import Network
 from jaxpipe.costs.profile import Profile
-from jaxpipe.costs.profile_model import profile_model
+from jaxpipe.costs.profile_model import Source, profile_model
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.models.bound_model import UserFunction
 from jaxpipe.options import PlanOptions
@@ -76,6 +76,7 @@ class Job:
         False, all; auto, as the planner finds best.
       profile: JSON file with the cost of each operator; left out, it is estimated.
       device: kind of device to estimate for, such as H100; left out, a CPU core.
+      fresh_profile: measure the operators on a CPU of this machine, also if a measurement is kept, and estimate nothing.
       gradient_dtype: in which gradients of narrower parameters are added up; left out, float32.
       time_limit: seconds that solvers may take for the whole plan, with --memory.
     """
@@ -92,6 +93,7 @@ class Job:
     unroll_scans: bool | int | Literal["auto"] = "auto"
     profile: Path | None = None
     device: str | None = None
+    fresh_profile: bool = False
     gradient_dtype: str | None = None
     time_limit: float = 60.0
 
@@ -215,12 +217,14 @@ def planned(job: Job) -> Pipeline:
         )
     if job.profile is not None and job.device is not None:
         raise UsageError("--profile has the costs of operators, so there is nothing to estimate for --device.")
+    if job.fresh_profile and (job.profile is not None or job.device is not None):
+        raise UsageError("--fresh-profile measures on this machine; leave out --profile and --device.")
     axes = {"data": job.replicas} if job.replicas > 1 else {}
     axes["stage"] = count // job.replicas
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=simulate_devices(count)[:count])
     model, batch, loss, optimizer = load(job.model)
 
-    def plan(profile: Profile | Literal["analytic"], num_microbatches: int | None) -> Pipeline:
+    def plan(profile: Profile | Source, num_microbatches: int | None) -> Pipeline:
         return partition(
             model,
             mesh,
@@ -239,13 +243,14 @@ def planned(job: Job) -> Pipeline:
                 gradient_dtype=job.gradient_dtype,
                 time_limit=job.time_limit,
                 compile=False,
+                fresh_profile=job.fresh_profile,
             ),
         )
 
     if job.profile is not None:
         return plan(Profile.from_json(job.profile.read_text(encoding="utf-8")), job.num_microbatches)
     if job.device is None:
-        return plan("analytic", job.num_microbatches)
+        return plan("measured" if job.fresh_profile else "analytic", job.num_microbatches)
     number, cut = job.num_microbatches, job.unroll_scans
     if number is None or cut == "auto":
         first = plan("analytic", number)

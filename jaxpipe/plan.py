@@ -156,6 +156,7 @@ class Plan:
       microbatch_size: examples of one micro-batch.
       schedule: name of the table.
       profile: where the seconds come from, ``"measured"`` or ``"analytic"``.
+      measured: when they were measured, UTC, and whether that was kept from then: ``"2026-11-25 13:20, kept"``.
       step_seconds: predicted time of a step, without the optimizer.
       lower_bound_seconds: no cut and placement of this profile has a shorter step.
       schedule_bound_seconds: no order of these stages' work on these devices has a shorter step with as many stashes in
@@ -220,6 +221,7 @@ class Plan:
     compiled_each_device: tuple[Count, ...] = ()
     compiled_stage_memory: tuple[dict[str, Count], ...] = ()
     axes: dict[str, Count] = dataclasses.field(default_factory=dict)
+    measured: str = dataclasses.field(default="", compare=False)
 
     @property
     def schedule_gap(self) -> float | None:
@@ -329,10 +331,11 @@ def _caption(plan: Plan, prefix: str) -> list[str]:
     """Return the lines below the table of a plan, whose modules are named inside ``prefix``."""
     limit = "" if plan.budget is None else f" of {bytes_text(plan.budget)}"
     limit += "" if plan.raised_from is None else f" (raised from {bytes_text(plan.raised_from)})"
+    profile = f"{plan.profile} {plan.measured}" if plan.measured else f"{plan.profile} profile"
     gap = plan.schedule_gap
     than = "" if gap is None else f", at most {gap:.1%} longer than with any other order of the same work"
     lines = [
-        f"step {1e3 * plan.step_seconds:.1f} ms ({plan.profile} profile), bubble {plan.bubble_fraction:.1%}{than}",
+        f"step {1e3 * plan.step_seconds:.1f} ms ({profile}), bubble {plan.bubble_fraction:.1%}{than}",
         *(['one program for all devices (runtime="spmd")'] if plan.runtime == "spmd" else []),
         *_memory_lines(plan, limit),
         *_device_lines(plan),
@@ -366,8 +369,9 @@ def _memory_lines(plan: Plan, limit: str) -> list[str]:
     predicted = f"{bytes_text(plan.predicted_bytes)}{limit} {plan.where}: {_parts_text(plan.memory)}"
     if plan.compiled_bytes is None:
         return [predicted]
-    parts = _parts_text(max(plan.compiled_stage_memory, key=lambda memory: sum(memory.values())))
-    compiled = f"{bytes_text(plan.compiled_bytes)}{limit} {plan.where}, compiled: {parts}"
+    largest = max(plan.compiled_stage_memory, key=lambda memory: sum(memory.values()), default=None)
+    parts = "" if largest is None else f": {_parts_text(largest)}"
+    compiled = f"{bytes_text(plan.compiled_bytes)}{limit} {plan.where}, compiled{parts}"
     return [compiled, f"before it was compiled, {bytes_text(plan.predicted_bytes)} were predicted"]
 
 
@@ -376,7 +380,7 @@ def _device_lines(plan: Plan) -> list[str]:
     each, by_stage = plan.each_device, plan.stage_memory
     if plan.compiled_bytes is not None:
         each, by_stage = plan.compiled_each_device, plan.compiled_stage_memory
-    if len(set(each)) < 2:
+    if len(set(each)) < 2 or len(by_stage) < len(plan.stages):
         return []
     stages: dict[int, list[int]] = {}
     for k, stage in enumerate(plan.stages):

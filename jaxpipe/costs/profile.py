@@ -22,6 +22,30 @@ class Edge(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Measurement:
+    """The circumstances of a measurement.
+
+    Attributes:
+      time: when it ended, UTC: ``"2026-11-25 13:20"``.
+      load: processes that ran or waited for a processor, on the average of the minute before; 0 where not known.
+      cores: of the machine.
+      spread: half the range between the quartiles of repeated measurements, as a share of the time of all operators.
+      tries: how often the program was measured; the steadiest try counts.
+      kept: whether it was read from the user's cache folder.
+    """
+
+    time: str
+    load: float
+    cores: int
+    spread: float
+    tries: int = 1
+    kept: bool = dataclasses.field(default=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.time}, kept" if self.kept else self.time
+
+
+@dataclass(frozen=True)
 class Profile:
     """Costs of one micro-batch, operator by operator, in an order in which they can run.
 
@@ -43,6 +67,7 @@ class Profile:
       frozen: names of the parameters that are not trained: the work for their gradients is not in it.
       scan_groups: where scans over layers are cut, so that each group is an operator: for each length of a scan the
         first layers of its groups, and the length.
+      measurement: when and under what load the seconds were measured, and how steady they were; None if they were not.
 
     Raises:
       PartitionError: if lengths differ, a number is negative or not finite, or an edge leads backwards.
@@ -70,6 +95,7 @@ class Profile:
     rates: Rates | None = None
     frozen: tuple[str, ...] = ()
     scan_groups: tuple[tuple[int, ...], ...] = ()
+    measurement: Measurement | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(map(str, self.names)))
@@ -159,6 +185,8 @@ class Profile:
         head = {"source": self.source, "device_kind": self.device_kind, "together": self.together}
         if self.rates is not None:
             head["rates"] = dataclasses.asdict(self.rates)
+        if self.measurement is not None:
+            head["measurement"] = dataclasses.asdict(self.measurement)
         head |= {name: getattr(self, name) for name in ("frozen", "scan_groups") if getattr(self, name)}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         for key, entries in (("operators", rows), ("edges", self.edges)):
@@ -202,6 +230,7 @@ class ProfileFile:
     rates: Rates | None = None
     frozen: tuple[str, ...] = ()
     scan_groups: tuple[tuple[int, ...], ...] = ()
+    measurement: Measurement | None = None
 
     def profile(self) -> Profile:
         """Return the profile."""

@@ -214,7 +214,10 @@ def _profile(request: Request, objective: MicrobatchProgram, frozen: tuple[str, 
         return without_frozen_work(replace(given, rates=rates), objective, frozen)
     source = request.profile
     tell(f"Profiling {len(graph.operators)} operators, {source}")
+    fresh = request.options.fresh_profile
     profile = multihost.from_first(
-        lambda: profile_objective(objective, source, multihost.mine(request.mesh.devices.flatten().tolist())[0])
+        lambda: profile_objective(
+            objective, source, multihost.mine(request.mesh.devices.flatten().tolist())[0], fresh=fresh
+        )
     )
     return replace(profile, frozen=frozen)

@@ -76,7 +76,7 @@ class Job:
         False, all; auto, as the planner finds best.
       profile: JSON file with the cost of each operator; left out, it is estimated.
       device: kind of device to estimate for, such as H100; left out, a CPU core.
-      fresh_profile: measure the operators on a CPU of this machine, also if a measurement is kept, and estimate nothing.
+      fresh_profile: measure the operators on a CPU of this machine, even if a measurement is kept.
       gradient_dtype: in which gradients of narrower parameters are added up; left out, float32.
       time_limit: seconds that solvers may take for the whole plan, with --memory.
     """

@@ -12,6 +12,10 @@ from jaxpipe.errors import PartitionError
 from jaxpipe.text.checked_json import LARGEST, read_json
 
 
+#: A spread of repeated measurements above this share of their median is wide: other programs run on the machine.
+WIDE = 0.2
+
+
 class Edge(NamedTuple):
     """One operator reads a result of another. A stage receives each ``output`` once, however many read it."""
 
@@ -30,7 +34,6 @@ class Measurement:
       load: processes that ran or waited for a processor, on the average of the minute before; 0 where not known.
       cores: of the machine.
       spread: half the range between the quartiles of repeated measurements, as a share of the time of all operators.
-      tries: how often the program was measured; the steadiest try counts.
       kept: whether it was read from the user's cache folder.
     """
 
@@ -38,11 +41,11 @@ class Measurement:
     load: float
     cores: int
     spread: float
-    tries: int = 1
     kept: bool = dataclasses.field(default=False, compare=False)
 
     def __str__(self) -> str:
-        return f"{self.time}, kept" if self.kept else self.time
+        spread = f", spread {self.spread:.0%}" if self.spread > WIDE else ""
+        return f"{self.time}{', kept' if self.kept else ''}{spread}"
 
 
 @dataclass(frozen=True)

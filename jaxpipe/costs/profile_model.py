@@ -14,7 +14,6 @@ from jaxpipe.costs.device_rates import OTHER, rates_of, rates_of_kind
 from jaxpipe.costs.measured_seconds import measure
 from jaxpipe.costs.profile import Profile
 from jaxpipe.costs.roofline import analytic
-from jaxpipe.costs.timing import TRIES, WIDE
 from jaxpipe.errors import BatchError, PartitionError
 from jaxpipe.graph.sharding_annotations import outside_mesh, without_annotations
 from jaxpipe.models import check_batch
@@ -117,8 +116,7 @@ def profile_objective(
 ) -> Profile:
     """Profile a traced micro-batch, measured on a device or estimated for it.
 
-    A measurement is kept if there may be a ``cache``, and read from there unless it is to be ``fresh``. One of a wide
-    spread is made again, at most ``TRIES`` times in all, and the steadiest is kept.
+    A measurement is kept if there may be a ``cache``, and read from there unless it is to be ``fresh``.
     """
     backward_graph, held = _program(objective)
     if source == "measured" and not cache:
@@ -128,15 +126,8 @@ def profile_objective(
         return estimate
     key = kept.cache_key(backward_graph, device, held)
     profile = None if fresh else kept.load(key, estimate)
-    before = None if profile is None else profile.measurement
-    if profile is None or before is None or (before.spread > WIDE and before.tries < TRIES):
-        again = measure(backward_graph, device, held=held)
-        assert again.measurement is not None
-        if profile is None or before is None or again.measurement.spread <= before.spread:
-            profile = again
-        assert profile.measurement is not None
-        tries = 1 if before is None else before.tries + 1
-        profile = replace(profile, measurement=replace(profile.measurement, tries=tries))
+    if profile is None:
+        profile = measure(backward_graph, device, held=held)
         kept.save(key, profile)
     return profile
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxpipe.array_types import Array, Device, PyTree
+from jaxpipe.costs.profile import WIDE
 
 
 #: One measurement runs a program as often as it takes to last this long.
@@ -18,8 +19,8 @@ SHORTEST_SECONDS = 2e-3
 FEWEST, MOST = 5, 25
 ENOUGH_SECONDS = 0.1
 
-#: A spread above this share of the time is wide: other programs run on the machine. It is measured again, so often.
-WIDE, TRIES = 0.2, 3
+#: What has a wide spread is measured again, so often in all.
+TRIES = 3
 
 
 class Timing(NamedTuple):

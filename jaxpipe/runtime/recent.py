@@ -10,8 +10,10 @@ MOST_KEPT = 32
 T = TypeVar("T")
 
 
-def recent(kept: dict[Hashable, T], key: Hashable, make: Callable[[], T], most: int = MOST_KEPT) -> T:
+def recent(kept: dict[Hashable, T], key: Hashable, make: Callable[[], T], most: int | None = None) -> T:
     """Return what is kept under a key, made if it is not there; the least recently used one makes room.
+
+    ``most`` are kept; left out, ``MOST_KEPT``.
 
     Example:
       >>> kept = {}
@@ -22,6 +24,6 @@ def recent(kept: dict[Hashable, T], key: Hashable, make: Callable[[], T], most: 
     """
     value = kept.pop(key) if key in kept else make()
     kept[key] = value
-    while len(kept) > most:
+    while len(kept) > (MOST_KEPT if most is None else most):
         del kept[next(iter(kept))]
     return value

@@ -169,7 +169,7 @@ def test_nodes_of_thousands_of_digits_are_put_in_order(tmp_path):
 
 @pytest.mark.parametrize("name", ["missing.txt", "."])
 def test_a_graph_that_cannot_be_read_is_named(name, tmp_path):
-    with pytest.raises(jaxpipe.errors.PartitionError, match="cannot be read: (No such file|Is a directory)"):
+    with pytest.raises(jaxpipe.errors.PartitionError, match=r"cannot be read: (No such file|Is a directory)"):
         Profile.from_pipedream(tmp_path / name)
 
 
